@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: MIT
+"""OpenMSA: MiniMax Sparse Attention for every machine.
+
+index_q, index_k -> `block_scores` -> `select_blocks` -> `sparse_attention` <- q, k, v; `msa_attention` is the whole path.
+Importing this package loads no kernel and touches no GPU.
+"""
+
+from openmsa.types import Sequences  # isort: skip
+from openmsa.attention import msa_attention
+from openmsa.block_scores import block_scores
+from openmsa.block_topk import select_blocks, select_blocks_from_scores
+from openmsa.dense_attention import dense_attention
+from openmsa.explain import explain
+from openmsa.kv_cache import PagedIndexKeys, PagedKV
+from openmsa.sparse_attention import sparse_attention
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PagedIndexKeys",
+    "PagedKV",
+    "Sequences",
+    "block_scores",
+    "dense_attention",
+    "explain",
+    "msa_attention",
+    "select_blocks",
+    "select_blocks_from_scores",
+    "sparse_attention",
+]

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: MIT
+"""The whole path: score, select, attend, over chunks of queries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmsa.block_topk import STAGE as SELECTION
+from openmsa.block_topk import select_blocks
+from openmsa.inputs import check_qkv
+from openmsa.kv_cache import PagedIndexKeys, PagedKV
+from openmsa.runtime import checks
+from openmsa.sparse_attention import sparse_attention
+from openmsa.types import Sequences
+
+QUERY_CHUNK = 16384  # queries whose selection (and, on a GPU, partial results) are held at a time
+
+
+def msa_attention(
+    q: Tensor,
+    k: Tensor | PagedKV,
+    v: Tensor | None,
+    index_q: Tensor,
+    index_k: Tensor | PagedIndexKeys,
+    topk: int = 16,
+    seqs: Sequences | None = None,
+    *,
+    block_size: int = 128,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    softmax_scale: float | None = None,
+    query_chunk: int | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+    check: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """MiniMax Sparse Attention: every query attends to the `topk` key blocks that its index branch selects.
+
+    q, k, v, seqs, softmax_scale, return_lse: as in `sparse_attention`.
+    index_q, index_k, topk, block_size, init_blocks, local_blocks: as in `select_blocks`; index_q has as many heads as k, or 1
+    (one selection shared by all KV heads).
+    query_chunk:  queries handled at a time, which bounds memory; None: 16384. It changes no selection.
+    impl, check:  passed to each stage.
+
+    Returns out ``[total_q, num_q_heads, head_dim]``, and with `return_lse` the natural-log lse ``[total_q, num_q_heads]``.
+    Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
+    Source: paper arXiv 2606.13392, algorithm 1 without the loss.
+    """
+    chunk = QUERY_CHUNK if query_chunk is None else checks.integer("query_chunk", query_chunk, 1)
+    whole = SELECTION.check(
+        index_q, index_k, topk, seqs, block_size=block_size, init_blocks=init_blocks, local_blocks=local_blocks, check=check
+    )["seqs"]
+    scale = check_qkv(q, k, v, seqs, softmax_scale, check)["softmax_scale"]
+    _check_agreement(q, k, index_q, index_k)
+
+    total_q, heads, head_dim = q.shape
+    out = q.new_zeros((total_q, heads, head_dim))
+    lse = q.new_full((total_q, heads), -torch.inf, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    for start in range(0, total_q, chunk):
+        rows = slice(start, min(start + chunk, total_q))
+        part = whole.query_chunk(rows.start, rows.stop).as_sequences()
+        blocks = select_blocks(
+            index_q[rows],
+            index_k,
+            topk,
+            part,
+            block_size=block_size,
+            init_blocks=init_blocks,
+            local_blocks=local_blocks,
+            impl=impl,
+        )
+        result = sparse_attention(
+            q[rows], k, v, blocks, part, block_size=block_size, softmax_scale=scale, return_lse=True, impl=impl
+        )
+        out[rows], lse[rows] = result
+    return (out, lse) if return_lse else out
+
+
+def _check_agreement(q: Tensor, k: Tensor | PagedKV, index_q: Tensor, index_k: Tensor | PagedIndexKeys) -> None:
+    """The index branch and the main branch must describe the same tokens and groups."""
+    checks.alike("index_q", index_q, "q", q, dtype=False)
+    checks.size("index_q", index_q, 0, q.shape[0], "total_q of q")
+    num_kv_heads = k.num_heads if isinstance(k, PagedKV) else k.shape[1]
+    if index_q.shape[1] not in (1, num_kv_heads):
+        raise ValueError(f"index_q.shape[1] must be num_kv_heads ({num_kv_heads}) or 1, got {index_q.shape[1]}")
+    if isinstance(k, Tensor) and isinstance(index_k, Tensor):
+        checks.size("index_k", index_k, 0, k.shape[0], "total_k of k")

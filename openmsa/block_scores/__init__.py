@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: MIT
+"""How much does each key block matter to each query? The index branch's scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from openmsa.kv_cache import PagedIndexKeys
+from openmsa.runtime import checks, refusals
+from openmsa.runtime.dispatch import Implementation, Stage
+from openmsa.types import Sequences, layout
+
+
+def block_scores(
+    index_q: Tensor,
+    index_k: Tensor | PagedIndexKeys,
+    seqs: Sequences | None = None,
+    *,
+    block_size: int = 128,
+    impl: str = "auto",
+    check: bool = False,
+) -> Tensor:
+    """Maximum raw dot product of each index query with the visible keys of each block.
+
+    index_q:  ``[total_q, index_heads, index_dim]``, float32, float16, bfloat16 or float64; any strides.
+    index_k:  ``[total_k, index_key_heads, index_dim]`` of the same dtype, where index_key_heads divides index_heads (1: all
+              heads share the keys), or a `PagedIndexKeys`.
+    seqs:     packed lengths; None: one sequence, whose last total_q positions are the queries.
+    check:    also read the values (page ids, lengths, NaN) on any device and raise ValueError on a bad one.
+
+    Returns float32 ``[index_heads, total_q, num_blocks]`` (float64 for float64 inputs), num_blocks = ceil(longest k_len /
+    block_size): ``max over visible j in the block of index_q . index_k[j]``, accumulated in float32 and not scaled; -inf
+    where the block holds no visible key. A NaN product counts as -inf. Blocks start at key 0 of each sequence.
+
+    Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
+    Source: paper arXiv 2606.13392, equations 5 to 7 (without the scale, which does not change the order).
+    """
+    return STAGE.run(impl, _check(index_q, index_k, seqs, block_size=block_size, check=check))
+
+
+def _check(
+    index_q: Tensor,
+    index_k: Tensor | PagedIndexKeys,
+    seqs: Sequences | None = None,
+    *,
+    block_size: int = 128,
+    check: bool = False,
+) -> dict[str, Any]:
+    checks.tensor("index_q", index_q, "[total_q, index_heads, index_dim]")
+    checks.head_dim("index_dim", index_q.shape[2])
+    checks.integer("block_size", block_size, 16, 256)
+    if isinstance(index_k, PagedIndexKeys):
+        key_heads, keys = index_k.num_heads, index_k.keys
+        checks.alike("index_k.keys", keys, "index_q", index_q)
+        checks.size("index_k.keys", keys, 3, index_q.shape[2], "index_dim of index_q")
+        packed = index_k.layout(seqs, index_q.shape[0], index_q.device, check)
+    else:
+        checks.tensor("index_k", index_k, "[total_k, index_key_heads, index_dim]")
+        key_heads, keys = index_k.shape[1], index_k
+        checks.alike("index_k", index_k, "index_q", index_q)
+        checks.size("index_k", index_k, 2, index_q.shape[2], "index_dim of index_q")
+        packed = layout(seqs, index_q.shape[0], index_k.shape[0], index_q.device, check=check)
+    checks.divides("index_key_heads", key_heads, "index_heads", index_q.shape[1])
+    if check:
+        checks.finite("index_q", index_q)
+        checks.finite("index_k", keys)
+    return {"index_q": index_q, "index_k": index_k, "seqs": packed, "block_size": block_size}
+
+
+STAGE = Stage(
+    "block_scores",
+    _check,
+    (
+        Implementation(
+            "cpu",
+            "openmsa.block_scores.cpu:block_scores",
+            lambda index_q, index_k, **_: refusals.unless_cpu_inference(index_q, index_k),
+        ),
+        Implementation(
+            "reference",
+            "openmsa.block_scores.reference:block_scores",
+            lambda **_: None,
+            lambda index_q, **_: refusals.on_gpu_by_name_only(index_q),
+        ),
+    ),
+)

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: MIT
+"""`block_scores` in plain PyTorch: the specification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmsa.kv_cache import PagedIndexKeys
+from openmsa.types import Layout
+
+
+def block_scores(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, block_size: int) -> Tensor:
+    """See `openmsa.block_scores.block_scores`. Holds one sequence's full score matrix."""
+    total_q, heads, _ = index_q.shape
+    keys, cu_k = (index_k, seqs.cu_seqlens_k) if isinstance(index_k, Tensor) else index_k.gather(seqs.k_lens())
+    dtype = torch.float64 if index_q.dtype == torch.float64 else torch.float32
+    num_blocks = seqs.num_blocks(block_size)
+    scores = torch.full((heads, total_q, num_blocks), -torch.inf, dtype=dtype, device=index_q.device)
+    for b in range(seqs.batch):
+        q0, q1 = seqs.cu_seqlens_q[b : b + 2].tolist()
+        k0, k1 = cu_k[b : b + 2].tolist()
+        q = index_q[q0:q1].to(dtype)  # [q_len, heads, dim]
+        k = keys[k0:k1].to(dtype).repeat_interleave(heads // keys.shape[1], dim=1)  # [k_len, heads, dim]
+        products = torch.einsum("qhd,khd->hqk", q, k).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        position = seqs.q_offset[b] + torch.arange(q1 - q0, device=q.device)
+        visible = torch.arange(k1 - k0, device=q.device) <= position[:, None]  # [q_len, k_len]
+        products = products.masked_fill(~visible, -torch.inf)
+        whole = torch.nn.functional.pad(products, (0, num_blocks * block_size - (k1 - k0)), value=-torch.inf)
+        scores[:, q0:q1] = whole.unflatten(2, (num_blocks, block_size)).amax(3)
+    return scores

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: MIT
+"""Attention over every visible key: the baseline, dense layers, short contexts, and per-block maximum scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from openmsa.inputs import check_qkv
+from openmsa.kv_cache import PagedKV
+from openmsa.runtime import checks, refusals
+from openmsa.runtime.dispatch import Implementation, Stage
+from openmsa.types import Sequences
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor | PagedKV,
+    v: Tensor | None = None,
+    seqs: Sequences | None = None,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    block_size: int = 128,
+    return_out: bool = True,
+    return_lse: bool = False,
+    return_max_score: bool = False,
+    impl: str = "auto",
+    check: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """Softmax attention of every query over all keys it sees.
+
+    q, k, v, seqs, softmax_scale, check: as in `openmsa.sparse_attention`.
+    causal:            True: a query sees the keys at or before its position (`Sequences.q_offset` moves it); False: all keys
+                       of its sequence.
+    return_out, return_lse, return_max_score: which results to return, in this order; one alone comes as a tensor, several as a
+                       tuple. At least one must be True.
+
+    out is ``[total_q, num_q_heads, head_dim]`` in q's dtype; lse float32 ``[total_q, num_q_heads]``, natural logarithm;
+    max_score float32 ``[num_q_heads, total_q, num_blocks]``, the maximum raw (unscaled) dot product over the visible keys of
+    each block of `block_size` keys, -inf where there is none, NaN counting as -inf (float64 each for float64 inputs).
+    A query that sees nothing gives 0 and lse -inf.
+
+    Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
+    """
+    arguments = _check(
+        q,
+        k,
+        v,
+        seqs,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        block_size=block_size,
+        return_out=return_out,
+        return_lse=return_lse,
+        return_max_score=return_max_score,
+        check=check,
+    )
+    return STAGE.run(impl, arguments)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor | PagedKV,
+    v: Tensor | None = None,
+    seqs: Sequences | None = None,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    block_size: int = 128,
+    return_out: bool = True,
+    return_lse: bool = False,
+    return_max_score: bool = False,
+    check: bool = False,
+) -> dict[str, Any]:
+    checks.integer("block_size", block_size, 16, 256)
+    if not (return_out or return_lse or return_max_score):
+        raise ValueError("return_out, return_lse or return_max_score must be True, got False for all three")
+    arguments = check_qkv(q, k, v, seqs, softmax_scale, check)
+    return arguments | {
+        "causal": causal,
+        "block_size": block_size,
+        "return_out": return_out,
+        "return_lse": return_lse,
+        "return_max_score": return_max_score,
+    }
+
+
+def chosen_results(out: Tensor | None, lse: Tensor | None, max_score: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    """What a call returns: the results that are not None, in order; one alone without a tuple."""
+    results = tuple(result for result in (out, lse, max_score) if result is not None)
+    return results[0] if len(results) == 1 else results
+
+
+STAGE = Stage(
+    "dense_attention",
+    _check,
+    (
+        Implementation(
+            "cpu", "openmsa.dense_attention.cpu:dense_attention", lambda q, k, v, **_: refusals.unless_cpu_inference(q, k, v)
+        ),
+        Implementation(
+            "reference",
+            "openmsa.dense_attention.reference:dense_attention",
+            lambda **_: None,
+            lambda q, **_: refusals.on_gpu_by_name_only(q),
+        ),
+    ),
+)

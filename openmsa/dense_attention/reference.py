@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: MIT
+"""`dense_attention` in plain PyTorch: the specification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmsa.dense_attention import chosen_results
+from openmsa.kv_cache import PagedKV
+from openmsa.types import Layout
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor | PagedKV,
+    v: Tensor | None,
+    seqs: Layout,
+    causal: bool,
+    softmax_scale: float,
+    block_size: int,
+    return_out: bool,
+    return_lse: bool,
+    return_max_score: bool,
+) -> Tensor | tuple[Tensor, ...]:
+    """See `openmsa.dense_attention.dense_attention`. Holds one sequence's full logit matrix."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if isinstance(k, PagedKV):
+        k, v, cu_k = k.gather(seqs.k_lens())
+    else:
+        cu_k = seqs.cu_seqlens_k
+    assert v is not None
+    heads = q.shape[1]
+    group, num_blocks = heads // k.shape[1], seqs.num_blocks(block_size)
+    outs, lses = [q.new_zeros((0, heads, q.shape[2]), dtype=dtype)], [q.new_zeros((0, heads), dtype=dtype)]
+    max_score = q.new_full((heads, q.shape[0], num_blocks), -torch.inf, dtype=dtype)
+    for b in range(seqs.batch):
+        q0, q1 = seqs.cu_seqlens_q[b : b + 2].tolist()
+        k0, k1 = cu_k[b : b + 2].tolist()
+        position = seqs.q_offset[b] + torch.arange(q1 - q0, device=q.device)
+        visible = torch.arange(k1 - k0, device=q.device) <= position[:, None]  # [q_len, k_len]
+        if not causal:
+            visible = torch.ones_like(visible)
+        keys, values = (x[k0:k1].to(dtype).repeat_interleave(group, dim=1) for x in (k, v))  # [k_len, heads, dim]
+        products = torch.einsum("qhd,khd->hqk", q[q0:q1].to(dtype), keys)
+        logits = (products * softmax_scale).masked_fill(~visible, -torch.inf)
+        lse = logits.logsumexp(-1)  # [heads, q_len]
+        weights = (logits - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+        outs.append(torch.einsum("hqk,khd->qhd", weights, values))
+        lses.append(lse.T)
+        scores = products.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).masked_fill(~visible, -torch.inf)
+        whole = torch.nn.functional.pad(scores, (0, num_blocks * block_size - (k1 - k0)), value=-torch.inf)
+        max_score[:, q0:q1] = whole.unflatten(2, (num_blocks, block_size)).amax(3)
+    return chosen_results(
+        torch.cat(outs).to(q.dtype) if return_out else None,
+        torch.cat(lses) if return_lse else None,
+        max_score if return_max_score else None,
+    )

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""Dispatch, argument checks, device facts and settings. Knows nothing of attention."""

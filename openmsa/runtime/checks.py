@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: MIT
+"""Argument checks. Every error names the argument, the rule and the value; none of them reads device memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def tensor(name: str, value: Any, shape: str, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """`value` must be a tensor with the rank that `shape` shows, such as ``"[total_q, heads, dim]"``, and one of `dtypes`."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor of shape {shape}, got {type(value).__name__}")
+    rank = shape.count(",") + 1
+    if value.dim() != rank:
+        raise ValueError(f"{name} must have shape {shape} ({rank} dimensions), got {tuple(value.shape)}")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {value.dtype}")
+
+
+def size(name: str, value: Tensor, dimension: int, expected: int, because: str) -> None:
+    """`value.shape[dimension]` must be `expected`."""
+    if value.shape[dimension] != expected:
+        raise ValueError(
+            f"{name}.shape[{dimension}] must be {expected} ({because}), "
+            f"got {value.shape[dimension]} in shape {tuple(value.shape)}"
+        )
+
+
+def divides(name: str, value: int, other_name: str, other: int) -> None:
+    """`value` heads must divide `other` heads."""
+    if value < 1 or other % value:
+        raise ValueError(f"{name} must divide {other_name} ({other}), got {value}")
+
+
+def head_dim(name: str, value: int) -> None:
+    """Head dims are multiples of 16 up to 256."""
+    if not 16 <= value <= 256 or value % 16:
+        raise ValueError(f"{name} must be a multiple of 16 from 16 to 256, got {value}")
+
+
+def alike(name: str, value: Tensor, other_name: str, other: Tensor, dtype: bool = True) -> None:
+    """Two tensors must share a device and, unless `dtype` is False, a dtype."""
+    if value.device != other.device:
+        raise ValueError(f"{name} must be on the device of {other_name} ({other.device}), got {value.device}")
+    if dtype and value.dtype != other.dtype:
+        raise TypeError(f"{name} must have the dtype of {other_name} ({other.dtype}), got {value.dtype}")
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """`value` must be an int from `low` to `high` (no upper bound when None)."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} ({value!r})")
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} must be {bounds}, got {value}")
+    return value
+
+
+def scale(name: str, value: Any) -> float:
+    """`value` must be a finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
+
+
+def finite(name: str, value: Tensor) -> None:
+    """No element may be NaN. Reads the tensor: call it only when the user asked for value checks."""
+    bad = torch.isnan(value)
+    if bool(bad.any()):
+        where = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(f"{name} must hold no NaN, got NaN at {where}")
+
+
+def in_range(name: str, value: Tensor, low: int, high: int) -> None:
+    """Every element lies in [low, high). Reads the tensor: on a GPU call it only when the user asked for value checks."""
+    bad = (value < low) | (value >= high)
+    if bool(bad.any()):
+        where = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(f"{name} must lie from {low} to {high - 1}, got {value[where].item()} at {where}")
+
+
+def needs_grad(*tensors: Any) -> bool:
+    """Whether autograd would have to record an operation on these."""
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)

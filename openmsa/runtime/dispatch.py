@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: MIT
+"""One table of implementations per stage; refusals are sentences; no silent fall-back."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Refusal = Callable[..., "str | None"]
+
+
+def _never(**arguments: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run a stage: a row of the stage's table.
+
+    name:     what ``impl=`` calls it.
+    path:     ``"package.module:function"``, imported when first used.
+    refuse:   called with the stage's checked arguments; returns None when it can serve them, else the reason, a sentence.
+    reserve:  called the same way; a reason why ``impl="auto"`` passes it over although it could run, or None.
+    """
+
+    name: str
+    path: str
+    refuse: Refusal
+    reserve: Refusal = _never
+
+    def load(self) -> Callable[..., Any]:
+        module, _, function = self.path.partition(":")
+        return getattr(importlib.import_module(module), function)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which implementation of a stage serves a call, and why each other one does not."""
+
+    stage: str
+    chosen: str | None
+    reasons: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.stage}: {self.chosen or 'no implementation can run'}"]
+        lines += [f"  {name}: {reason}" for name, reason in self.reasons.items()]
+        return "\n".join(lines)
+
+
+class Stage:
+    """A public operation: its name, its table in order of preference, and the function that checks its arguments.
+
+    ``check(*args, **kwargs)`` takes what the public function takes (less ``impl``) and returns the checked keyword
+    arguments that every implementation and every ``refuse`` is called with.
+    """
+
+    def __init__(self, name: str, check: Callable[..., dict[str, Any]], table: tuple[Implementation, ...]):
+        self.name, self.check, self.table = name, check, table
+
+    def explain(self, impl: str, arguments: Mapping[str, Any]) -> Explanation:
+        names = [row.name for row in self.table]
+        if impl != "auto" and impl not in names:
+            raise ValueError(f"impl must be 'auto' or one of {names} for {self.name}, got {impl!r}")
+        chosen, reasons = None, {}
+        for row in self.table:
+            if impl not in ("auto", row.name):
+                reasons[row.name] = f"not asked for: impl={impl!r}"
+            elif (reason := row.refuse(**arguments)) is not None:
+                reasons[row.name] = reason
+            elif impl == "auto" and (reason := row.reserve(**arguments)) is not None:
+                reasons[row.name] = reason
+            elif chosen is not None:
+                reasons[row.name] = f"could run, but {chosen!r} stands before it in the table"
+            else:
+                chosen, reasons[row.name] = row.name, "chosen"
+        return Explanation(self.name, chosen, reasons)
+
+    def run(self, impl: str, arguments: Mapping[str, Any]) -> Any:
+        explanation = self.explain(impl, arguments)
+        if explanation.chosen is None:
+            raise NotImplementedError(f"impl={impl!r} cannot serve this call of {self.name}:\n{explanation}")
+        row = next(row for row in self.table if row.name == explanation.chosen)
+        return row.load()(**arguments)

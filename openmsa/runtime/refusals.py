@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: MIT
+"""Reasons why an implementation cannot serve a call, as sentences; None where it can."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from openmsa.runtime.checks import needs_grad
+
+
+def unless_cpu_inference(*tensors: Any) -> str | None:
+    """For implementations that read CPU memory and compute no gradients."""
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type != "cpu":
+            return f"it needs CPU tensors, got {tensor.device}"
+    if needs_grad(*tensors):
+        return "it computes no gradients and an input requires one; call it under torch.no_grad()"
+    return None
+
+
+def unless_cuda_inference(*tensors: Any) -> str | None:
+    """For Triton kernels without a backward."""
+    if importlib.util.find_spec("triton") is None:
+        return "the triton package is not installed"
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.device.type != "cuda":
+            return f"it needs CUDA tensors, got {tensor.device}"
+        if torch.cuda.get_device_capability(tensor.device) < (8, 0):
+            return f"it needs compute capability 8.0 or newer, {tensor.device} has {torch.cuda.get_device_capability(tensor.device)}"
+        if tensor.dtype not in (torch.float16, torch.bfloat16):
+            return f"it needs float16 or bfloat16, got {tensor.dtype}"
+    if needs_grad(*tensors):
+        return "it computes no gradients and an input requires one; call it under torch.no_grad()"
+    return None
+
+
+def on_gpu_by_name_only(tensor: Any) -> str | None:
+    """For the references: on a GPU a slow path must never be taken unnoticed."""
+    if tensor.device.type == "cpu":
+        return None
+    return "on a GPU the reference runs only when asked for by name: impl='reference'"

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: MIT
+"""Exact attention over the selected blocks: the main branch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from openmsa.kv_cache import PagedKV
+from openmsa.runtime import checks, refusals
+from openmsa.inputs import check_qkv
+from openmsa.runtime.dispatch import Implementation, Stage
+from openmsa.types import Sequences
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor | PagedKV,
+    v: Tensor | None,
+    blocks: Tensor,
+    seqs: Sequences | None = None,
+    *,
+    block_size: int = 128,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+    check: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention of every query over the visible keys of its selected blocks.
+
+    q:              ``[total_q, num_q_heads, head_dim]``, float32, float16, bfloat16 or float64; any strides.
+    k, v:           ``[total_k, num_kv_heads, head_dim]`` of the same dtype, num_kv_heads dividing num_q_heads; or a `PagedKV`
+                    as `k` with `v` None.
+    blocks:         int32 ``[total_q, num_kv_heads or 1, topk]``, block ids counted from the start of the query's sequence, in
+                    any order, distinct; 1 head: one selection shared by all KV heads. -1, and every id past the visible
+                    blocks, is skipped.
+    softmax_scale:  factor on the logits; None: ``head_dim ** -0.5``.
+    check:          also read the values (block ids from -1 to num_blocks - 1 and distinct, page ids, lengths, NaN) on any
+                    device and raise ValueError on a bad one.
+
+    Returns ``[total_q, num_q_heads, head_dim]`` in q's dtype, and with `return_lse` float32 ``[total_q, num_q_heads]`` (float64
+    for float64 inputs), the natural logarithm of the softmax denominator. A query with nothing to read gives 0 and lse -inf.
+
+    Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
+    Source: paper arXiv 2606.13392, equation 8.
+    """
+    arguments = _check(
+        q, k, v, blocks, seqs, block_size=block_size, softmax_scale=softmax_scale, return_lse=return_lse, check=check
+    )
+    return STAGE.run(impl, arguments)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor | PagedKV,
+    v: Tensor | None,
+    blocks: Tensor,
+    seqs: Sequences | None = None,
+    *,
+    block_size: int = 128,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    check: bool = False,
+) -> dict[str, Any]:
+    checks.integer("block_size", block_size, 16, 256)
+    arguments = check_qkv(q, k, v, seqs, softmax_scale, check)
+    num_kv_heads = k.num_heads if isinstance(k, PagedKV) else k.shape[1]
+    checks.tensor("blocks", blocks, "[total_q, num_kv_heads, topk]", (torch.int32,))
+    checks.alike("blocks", blocks, "q", q, dtype=False)
+    checks.size("blocks", blocks, 0, q.shape[0], "one row a query")
+    if blocks.shape[1] not in (1, num_kv_heads):
+        raise ValueError(f"blocks.shape[1] must be num_kv_heads ({num_kv_heads}) or 1, got {blocks.shape[1]}")
+    checks.integer("blocks.shape[2] (topk)", blocks.shape[2], 1, 64)
+    if check:
+        _check_ids(blocks, arguments["seqs"].num_blocks(block_size))
+    return arguments | {"blocks": blocks, "block_size": block_size, "return_lse": return_lse}
+
+
+def _check_ids(blocks: Tensor, num_blocks: int) -> None:
+    checks.in_range("blocks", blocks, -1, num_blocks)
+    ordered = blocks.sort(dim=-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if bool(twice.any()):
+        row, head, slot = twice.nonzero()[0].tolist()
+        raise ValueError(
+            f"blocks must hold distinct ids in a row, got {int(ordered[row, head, slot])} twice at row {row}, head {head}"
+        )
+
+
+STAGE = Stage(
+    "sparse_attention",
+    _check,
+    (
+        Implementation(
+            "cpu", "openmsa.sparse_attention.cpu:sparse_attention", lambda q, k, v, **_: refusals.unless_cpu_inference(q, k, v)
+        ),
+        Implementation(
+            "reference",
+            "openmsa.sparse_attention.reference:sparse_attention",
+            lambda **_: None,
+            lambda q, **_: refusals.on_gpu_by_name_only(q),
+        ),
+    ),
+)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: MIT
+"""Packed sequences: which queries belong to which keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openmsa.runtime import checks
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Lengths of packed sequences. Query i of sequence b stands at position ``q_offset[b] + i`` of its sequence and sees
+    the keys at or before that position.
+
+    cu_seqlens_q:  int32 [batch + 1], where each sequence's queries start in the packed tensor; None: one sequence.
+    cu_seqlens_k:  int32 [batch + 1], the same for keys; None: one sequence or, with a paged cache, its ``seq_lens``.
+                   With a paged cache the differences say how many of the cached keys exist for this call.
+    max_seqlen_q:  the longest query length or a bound on it; None: read from the tensor (on a GPU that is a host sync,
+                   so pass it).
+    max_seqlen_k:  the same for keys; None with a paged cache on a GPU: the capacity of its page table.
+    q_offset:      int32 [batch], position of each sequence's first query; None: ``k_len - q_len``, so that the queries
+                   are the last positions of their keys (bottom-right causal). A query before position 0 sees nothing.
+
+    Tensors live on the device of the queries. int64 tensors are accepted and converted.
+    """
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    q_offset: Tensor | None = None
+
+    @classmethod
+    def from_lengths(cls, q_lens: list[int], k_lens: list[int], device: torch.device | str = "cpu") -> Sequences:
+        """From one query length and one key length a sequence, known on the host."""
+        if len(q_lens) != len(k_lens):
+            raise ValueError(f"k_lens must have one entry a sequence ({len(q_lens)}), got {len(k_lens)}")
+        cu_q, cu_k = (torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in (q_lens, k_lens))
+        return cls(cu_q.to(device), cu_k.to(device), max(q_lens, default=0), max(k_lens, default=0))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Checked `Sequences`, every field filled in: what the implementations of a stage receive."""
+
+    cu_seqlens_q: Tensor  # int32 [batch + 1]
+    cu_seqlens_k: Tensor  # int32 [batch + 1]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    q_offset: Tensor  # int32 [batch]
+
+    @property
+    def batch(self) -> int:
+        return self.q_offset.numel()
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_seqlen_k // block_size)
+
+    def k_lens(self) -> Tensor:
+        """int32 [batch]."""
+        return self.cu_seqlens_k.diff()
+
+    def tokens(self, total_q: int) -> tuple[Tensor, Tensor]:
+        """For each query token its sequence, int64 [total_q], and the last key it sees, int32 [total_q] (below 0: none)."""
+        token = torch.arange(total_q, device=self.q_offset.device, dtype=torch.int32)
+        sequence = torch.searchsorted(self.cu_seqlens_q[1:], token, right=True).clamp_(max=max(self.batch - 1, 0))
+        if self.batch == 0:
+            return sequence, token
+        position = token - self.cu_seqlens_q[sequence] + self.q_offset[sequence]
+        return sequence, torch.minimum(position, self.k_lens()[sequence] - 1)
+
+    def visible_blocks(self, total_q: int, block_size: int) -> Tensor:
+        """int32 [total_q]: how many blocks hold a key that the query sees; its own block is the last of them."""
+        _, last_key = self.tokens(total_q)
+        return torch.div(last_key, block_size, rounding_mode="floor").clamp_(min=-1) + 1
+
+    def query_chunk(self, start: int, stop: int) -> Layout:
+        """The layout of the packed queries [start, stop) alone. No host sync."""
+        cu_q = self.cu_seqlens_q.clamp(start, stop) - start
+        skipped = (start - self.cu_seqlens_q[:-1]).clamp_(min=0)
+        skipped = torch.minimum(skipped, self.cu_seqlens_q.diff())
+        return Layout(cu_q, self.cu_seqlens_k, min(self.max_seqlen_q, stop - start), self.max_seqlen_k, self.q_offset + skipped)
+
+    def as_sequences(self) -> Sequences:
+        """The same lengths as a public argument."""
+        return Sequences(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k, self.q_offset)
+
+
+def layout(
+    seqs: Sequences | None,
+    total_q: int,
+    total_k: int | None,
+    device: torch.device,
+    cached_lens: Tensor | None = None,
+    cache_capacity: int = 0,
+    check: bool = False,
+) -> Layout:
+    """Checks `seqs` and fills in what it leaves None.
+
+    total_k: packed keys, or None with a paged cache, for which `cached_lens` (int32 [batch]) and `cache_capacity` (keys a
+    sequence) are given. Values on a GPU are read only when `check` is True or a maximum is missing.
+    """
+    if seqs is None:
+        seqs = Sequences()
+    if not isinstance(seqs, Sequences):
+        raise TypeError(f"seqs must be an openmsa.Sequences or None, got {type(seqs).__name__}")
+    readable = check or device.type == "cpu"
+
+    cu_q = _starts("seqs.cu_seqlens_q", seqs.cu_seqlens_q, device)
+    max_q = seqs.max_seqlen_q
+    if cu_q is None:
+        cu_q, max_q = _one_sequence(total_q, device), total_q if max_q is None else max_q
+    elif readable:
+        _check_starts("seqs.cu_seqlens_q", cu_q, total_q, "the number of queries")
+    batch = cu_q.numel() - 1
+
+    cu_k = _starts("seqs.cu_seqlens_k", seqs.cu_seqlens_k, device)
+    max_k = seqs.max_seqlen_k
+    if cu_k is not None:
+        if readable:
+            _check_starts("seqs.cu_seqlens_k", cu_k, total_k, "the number of keys")
+    elif cached_lens is not None:
+        cu_k = torch.nn.functional.pad(cached_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        if max_k is None and device.type != "cpu":
+            max_k = cache_capacity
+    else:
+        assert total_k is not None
+        cu_k, max_k = _one_sequence(total_k, device), total_k if max_k is None else max_k
+    if cu_k.numel() - 1 != batch:
+        keys = "the cache's seq_lens" if seqs.cu_seqlens_k is None and cached_lens is not None else "seqs.cu_seqlens_k"
+        raise ValueError(
+            f"{keys} must describe as many sequences as seqs.cu_seqlens_q ({batch}; None means one), got {cu_k.numel() - 1}"
+        )
+    if cached_lens is not None and seqs.cu_seqlens_k is not None and readable:
+        short = (cu_k.diff() > cached_lens).nonzero().flatten()
+        if short.numel():
+            b = int(short[0])
+            raise ValueError(
+                f"seqs.cu_seqlens_k must not ask for more keys than the cache holds ({int(cached_lens[b])} for sequence {b}), "
+                f"got {int(cu_k.diff()[b])}"
+            )
+
+    max_q = _bound("seqs.max_seqlen_q", max_q, cu_q, readable)
+    max_k = _bound("seqs.max_seqlen_k", max_k, cu_k, readable)
+    offset = seqs.q_offset
+    if offset is None:
+        offset = cu_k.diff() - cu_q.diff()
+    else:
+        _integers("seqs.q_offset", offset, "[batch]", device)
+        checks.size("seqs.q_offset", offset, 0, batch, "one entry a sequence")
+    return Layout(cu_q, cu_k, max_q, max_k, offset.to(torch.int32))
+
+
+def _one_sequence(total: int, device: torch.device) -> Tensor:
+    return torch.arange(2, dtype=torch.int32, device=device) * total  # [0, total], without a copy from the host
+
+
+def _integers(name: str, value: Tensor, shape: str, device: torch.device) -> None:
+    checks.tensor(name, value, shape, (torch.int32, torch.int64))
+    if value.device != device:
+        raise ValueError(f"{name} must be on the device of the queries ({device}), got {value.device}")
+
+
+def _starts(name: str, value: Tensor | None, device: torch.device) -> Tensor | None:
+    if value is None:
+        return None
+    _integers(name, value, "[batch + 1]", device)
+    if value.numel() < 1:
+        raise ValueError(f"{name} must have at least one entry, got shape {tuple(value.shape)}")
+    return value.to(torch.int32)
+
+
+def _check_starts(name: str, starts: Tensor, total: int | None, what: str) -> None:
+    values = starts.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {values[0]}")
+    for b, (start, stop) in enumerate(zip(values, values[1:], strict=False)):
+        if stop < start:
+            raise ValueError(f"{name} must not decrease, got {start} then {stop} at index {b + 1}")
+    if total is not None and values[-1] != total:
+        raise ValueError(f"{name} must end at {what} ({total}), got {values[-1]}")
+
+
+def _bound(name: str, bound: int | None, starts: Tensor, readable: bool) -> int:
+    longest = None
+    if bound is None or readable:
+        longest = int(starts.diff().max()) if starts.numel() > 1 else 0
+    if bound is None:
+        assert longest is not None
+        return longest
+    checks.integer(name, bound, 0)
+    if longest is not None and bound < longest:
+        raise ValueError(f"{name} must be at least the longest sequence ({longest}), got {bound}")
+    return bound
