@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from torch import Tensor
 
 from openmsa.kv_cache import PagedKV
