@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: MIT
+"""Without a GPU, Triton kernels run in Triton's interpreter on CPU tensors."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+
+
+def _widen_bfloat16() -> None:
+    """The interpreter keeps bfloat16 as raw 16-bit integers and its arithmetic works on those bits. Computes in float32 and
+    rounds the result back, as the hardware does."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def is_bf16(handle: object) -> bool:
+        return isinstance(handle, TensorHandle) and handle.dtype.scalar == tl.bfloat16
+
+    def widen(handle: object) -> object:
+        if not is_bf16(handle):
+            return handle
+        bits = handle.data.view(np.uint16).astype(np.uint32) << 16
+        return TensorHandle(bits.view(np.float32), tl.float32)
+
+    def narrow(handle: TensorHandle) -> TensorHandle:
+        bits = handle.data.astype(np.float32).view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
+        rounded = np.where(np.isnan(handle.data), 0x7FC0, rounded)
+        return TensorHandle(rounded.astype(np.uint16), tl.bfloat16)
+
+    def patched(name: str, keep: bool) -> None:
+        method = getattr(InterpreterBuilder, name)
+
+        @functools.wraps(method)
+        def call(self: object, *arguments: object, **options: object) -> TensorHandle:
+            wide = [widen(a) for a in arguments]
+            result = method(self, *wide, **options)
+            return narrow(result) if keep and is_bf16(arguments[0]) else result
+
+        setattr(InterpreterBuilder, name, call)
+
+    for name in ("fadd", "fsub", "fmul", "fdiv", "fneg", "maximumf", "minimumf", "maxnumf", "minnumf"):
+        if hasattr(InterpreterBuilder, f"create_{name}"):
+            patched(f"create_{name}", keep=True)
+    for name in ("OLT", "OLE", "OGT", "OGE", "OEQ", "ONE", "ULT", "ULE", "UGT", "UGE", "UEQ", "UNE"):
+        patched(f"create_fcmp{name}", keep=False)
+    patched("create_dot", keep=False)  # the accumulator is float32
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _widen_bfloat16()
