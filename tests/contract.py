@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: MIT
+"""Who is tested and on what: every implementation of a stage on every device here, and the shapes that all must serve."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from openmsa import explain, msa_attention, select_blocks, sparse_attention
+from openmsa.explain import STAGES
+from openmsa.testing.allocations import PoisonedOutputs
+from openmsa.testing.inputs import paged, problem, strided
+from openmsa.types import Sequences
+
+ON_CPU = ("cpu", "reference")  # these must serve everything on CPU tensors: a refusal there is a failure
+DTYPES = {"cpu": ("float64", "float32", "float16", "bfloat16"), "cuda": ("bfloat16", "float16")}
+CUDA = torch.cuda.is_available()
+DEVICES = ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu])) if CUDA else ("cpu",)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An implementation, where it runs, and in which dtype."""
+
+    impl: str
+    device: str
+    dtype: torch.dtype
+
+    def __str__(self):
+        return f"{self.impl}-{self.device}-{str(self.dtype).removeprefix('torch.')}"
+
+    def run(self, function, *args, **kwargs):
+        """Calls the implementation with poisoned outputs; the arguments must stay as they are. On a GPU an implementation may
+        refuse, with its sentence as the reason of the skip."""
+        if self.device != "cpu":
+            explanation = explain(function, *args, impl=self.impl, **kwargs)
+            for stage in explanation if function is msa_attention else (explanation,):
+                if stage.chosen is None:
+                    pytest.skip(str(stage))
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        versions = [x._version for x in tensors]
+        with PoisonedOutputs():
+            result = function(*args, impl=self.impl, **kwargs)
+        assert versions == [x._version for x in tensors], "an argument was written to"
+        return result
+
+
+def subjects(function, every_dtype=False):
+    """Parameters for each implementation of a public function; one dtype a device unless `every_dtype`."""
+    stages = [STAGES[f] for f in ((select_blocks, sparse_attention) if function is msa_attention else (function,))]
+    names = [row.name for row in stages[-1].table if all(row.name in [r.name for r in stage.table] for stage in stages)]
+    pairs = [(impl, "cpu") for impl in ON_CPU]
+    if CUDA:
+        pairs += [(impl, "cuda") for impl in ("auto", *names) if impl != "cpu"]
+    params = []
+    for impl, device in pairs:
+        own = DTYPES[device] if every_dtype else ("float32",) if device == "cpu" else ("bfloat16",)
+        for dtype in own:
+            subject = Subject(impl, device, getattr(torch, dtype))
+            params.append(pytest.param(subject, id=str(subject), marks=[pytest.mark.gpu] if device == "cuda" else []))
+    return pytest.mark.parametrize("subject", params)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One combination of everything a caller may choose."""
+
+    head_dim: int
+    group: int
+    kv_heads: int
+    block_size: int
+    topk: int
+    shared_selection: bool
+    page_size: int
+
+    def __str__(self):
+        shared = "shared" if self.shared_selection else "own"
+        return f"d{self.head_dim}-g{self.group}x{self.kv_heads}-b{self.block_size}-k{self.topk}-{shared}-p{self.page_size}"
+
+    @property
+    def lengths(self):
+        """Queries and keys of each sequence: nothing, one, a block and its neighbours, more blocks than topk."""
+        b = self.block_size
+        return (2, 1, 3, 0, 5, 4, 17), (0, 1, b - 1, b, b + 1, (self.topk + 3) * b + 3, 17)
+
+    def problem(self, dtype, **options):
+        q_lens, k_lens = self.lengths
+        options = {"index_heads": 1 if self.shared_selection else self.kv_heads, "shared_prefix": self.block_size} | options
+        return problem(
+            q_lens, k_lens, kv_heads=self.kv_heads, group=self.group, head_dim=self.head_dim, dtype=dtype, **options
+        )
+
+
+SHAPES = [
+    Shape(16, 1, 1, 16, 1, False, 16),
+    Shape(48, 3, 2, 48, 5, True, 16),
+    Shape(64, 16, 1, 32, 16, False, 64),
+    Shape(96, 3, 3, 128, 5, True, 32),
+    Shape(128, 16, 2, 16, 64, False, 128),
+    Shape(256, 1, 2, 256, 16, False, 48),
+    Shape(64, 3, 3, 64, 5, False, 1),
+    Shape(128, 1, 4, 128, 1, True, 256),
+    Shape(16, 16, 1, 48, 64, True, 7),
+    Shape(256, 3, 1, 32, 16, False, 5),
+    Shape(48, 16, 1, 256, 1, True, 100),
+    Shape(96, 1, 2, 16, 16, False, 16),
+]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+STORAGES = ("flat", "strided", "paged", "interleaved pages")
+storages = pytest.mark.parametrize("storage", STORAGES)
+
+
+def stored(p, storage, page_size=16, seed=0):
+    """The problem's tensors as a caller may hold them: q, index_q, then (k, v) and index_k or the caches that hold them."""
+    if storage == "flat":
+        return p.q, p.index_q, (p.k, p.v), p.index_k
+    if storage == "strided":
+        p = p.map(strided)
+        return p.q, p.index_q, (p.k, p.v), p.index_k
+    kv, index_keys = paged(p, page_size, seed=seed, interleaved=storage != "paged")
+    return strided(p.q, 2), strided(p.index_q, 2), (kv, None), index_keys
+
+
+def one_sequence(q_len, k_len, device="cpu", **fields):
+    """Lengths of one sequence as explicit tensors."""
+    return Sequences(*(torch.tensor([0, n], dtype=torch.int32, device=device) for n in (q_len, k_len)), q_len, k_len, **fields)
