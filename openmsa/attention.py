@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from openmsa.block_topk import STAGE as SELECTION
-from openmsa.block_topk import select_blocks
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedIndexKeys, PagedKV
 from openmsa.runtime import checks
-from openmsa.sparse_attention import sparse_attention
+from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.types import Sequences
 
 QUERY_CHUNK = 16384  # queries whose selection (and, on a GPU, partial results) are held at a time
@@ -48,10 +47,10 @@ def msa_attention(
     Source: paper arXiv 2606.13392, algorithm 1 without the loss.
     """
     chunk = QUERY_CHUNK if query_chunk is None else checks.integer("query_chunk", query_chunk, 1)
-    whole = SELECTION.check(
+    selection = SELECTION.check(
         index_q, index_k, topk, seqs, block_size=block_size, init_blocks=init_blocks, local_blocks=local_blocks, check=check
-    )["seqs"]
-    scale = check_qkv(q, k, v, seqs, softmax_scale, check)["softmax_scale"]
+    )
+    attention = check_qkv(q, k, v, seqs, softmax_scale, check) | {"block_size": block_size, "return_lse": True}
     _check_agreement(q, k, index_q, index_k)
 
     total_q, heads, head_dim = q.shape
@@ -59,20 +58,9 @@ def msa_attention(
     lse = q.new_full((total_q, heads), -torch.inf, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     for start in range(0, total_q, chunk):
         rows = slice(start, min(start + chunk, total_q))
-        part = whole.query_chunk(rows.start, rows.stop).as_sequences()
-        blocks = select_blocks(
-            index_q[rows],
-            index_k,
-            topk,
-            part,
-            block_size=block_size,
-            init_blocks=init_blocks,
-            local_blocks=local_blocks,
-            impl=impl,
-        )
-        result = sparse_attention(
-            q[rows], k, v, blocks, part, block_size=block_size, softmax_scale=scale, return_lse=True, impl=impl
-        )
+        seqs_of_rows = attention["seqs"].query_chunk(rows.start, rows.stop)
+        blocks = SELECTION.run(impl, selection | {"index_q": index_q[rows], "seqs": seqs_of_rows})
+        result = ATTENTION.run(impl, attention | {"q": q[rows], "blocks": blocks, "seqs": seqs_of_rows})
         out[rows], lse[rows] = result
     return (out, lse) if return_lse else out
 

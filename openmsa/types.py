@@ -52,6 +52,7 @@ class Layout:
     max_seqlen_q: int
     max_seqlen_k: int
     q_offset: Tensor  # int32 [batch]
+    longest_q: int  # max_seqlen_q of the whole call: what must not change with query chunks depends on this one
 
     @property
     def batch(self) -> int:
@@ -84,11 +85,13 @@ class Layout:
         cu_q = self.cu_seqlens_q.clamp(start, stop) - start
         skipped = (start - self.cu_seqlens_q[:-1]).clamp_(min=0)
         skipped = torch.minimum(skipped, self.cu_seqlens_q.diff())
-        return Layout(cu_q, self.cu_seqlens_k, min(self.max_seqlen_q, stop - start), self.max_seqlen_k, self.q_offset + skipped)
+        longest = min(self.max_seqlen_q, stop - start)
+        return Layout(cu_q, self.cu_seqlens_k, longest, self.max_seqlen_k, self.q_offset + skipped, self.longest_q)
 
-    def as_sequences(self) -> Sequences:
-        """The same lengths as a public argument."""
-        return Sequences(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k, self.q_offset)
+    def on_host(self) -> list[tuple[int, int, int, int, int]]:
+        """For each sequence: first and end packed query, first packed key, k_len, position of the first query. Syncs."""
+        cu_q, cu_k, offset = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist(), self.q_offset.tolist()
+        return [(cu_q[b], cu_q[b + 1], cu_k[b], cu_k[b + 1] - cu_k[b], offset[b]) for b in range(self.batch)]
 
 
 def layout(
@@ -153,7 +156,7 @@ def layout(
     else:
         _integers("seqs.q_offset", offset, "[batch]", device)
         checks.size("seqs.q_offset", offset, 0, batch, "one entry a sequence")
-    return Layout(cu_q, cu_k, max_q, max_k, offset.to(torch.int32))
+    return Layout(cu_q, cu_k, max_q, max_k, offset.to(torch.int32), max_q)
 
 
 def _one_sequence(total: int, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.block_scores import block_scores
+from openmsa.block_scores import STAGE as SCORING
 from openmsa.kv_cache import PagedIndexKeys
 from openmsa.types import Layout
 
@@ -40,6 +40,6 @@ def select_blocks(
 ) -> Tensor:
     """See `openmsa.block_topk.select_blocks`."""
     with torch.no_grad():
-        scores = block_scores(index_q, index_k, seqs.as_sequences(), block_size=block_size, impl="reference")
+        scores = SCORING.run("reference", {"index_q": index_q, "index_k": index_k, "seqs": seqs, "block_size": block_size})
     visible_blocks = seqs.visible_blocks(index_q.shape[0], block_size)
     return select_from_scores(scores, topk, visible_blocks, init_blocks, local_blocks)

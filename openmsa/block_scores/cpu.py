@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: MIT
+"""`block_scores` on CPU: matrix products over cache-sized tiles, unseen tiles skipped, the diagonal alone masked."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmsa.kv_cache import PagedIndexKeys
+from openmsa.kv_cache.rows import Rows
+from openmsa.runtime.matmul import matmul_nt
+from openmsa.types import Layout
+
+TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
+MIN_ROWS = 16  # below about 12 rows a product takes another kernel, which rounds differently (see `matmul_nt`)
+
+
+def block_scores(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, block_size: int) -> Tensor:
+    """See `openmsa.block_scores.block_scores`."""
+    scores = _score(index_q, index_k, seqs, block_size, nan_is_lowest=False)
+    if bool(scores.isnan().any()):  # rare: once more, dropping single products
+        scores = _score(index_q, index_k, seqs, block_size, nan_is_lowest=True)
+    return scores
+
+
+def _score(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, block_size: int, nan_is_lowest: bool) -> Tensor:
+    total_q, heads, _ = index_q.shape
+    pool = index_k if isinstance(index_k, Tensor) else index_k.keys
+    key_heads = pool.shape[1]
+    group = heads // key_heads
+    dtype = torch.float64 if index_q.dtype == torch.float64 else torch.float32
+    scores = torch.full((heads, total_q, seqs.num_blocks(block_size)), -torch.inf, dtype=dtype)
+    few = seqs.longest_q * group < MIN_ROWS  # decode: a property of the whole call, so that chunks change nothing
+    tile_tokens = max(1, TILE_ROWS // group)
+    tile_keys = max(1, (16 if few else 1) * TILE_KEYS // block_size) * block_size
+    for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
+        keys = Rows(pool, k0) if isinstance(index_k, Tensor) else Rows(pool, pages=index_k.page_table[b])
+        for key_head in range(key_heads):
+            of_group = slice(key_head * group, (key_head + 1) * group)
+            for t0 in range(q0, q1, tile_tokens):
+                t1 = min(t0 + tile_tokens, q1)
+                q = index_q[t0:t1, of_group].to(dtype).transpose(0, 1)  # [group, tokens, dim]
+                position = torch.arange(t0 - q0, t1 - q0) + offset
+                end = min(int(position[-1]) + 1, k_len)  # keys that the last query sees
+                for first in range(0, end, tile_keys):
+                    stop = min(first + tile_keys, end)
+                    k = keys.span(key_head, first, stop).to(dtype)  # [keys, dim]
+                    blocks = slice(first // block_size, -(-stop // block_size))
+                    products = _products(q, k, few)  # [group, tokens, keys]
+                    if nan_is_lowest:
+                        products.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+                    if stop > int(position[0]) + 1:
+                        hidden = torch.arange(first, stop) > position[:, None]
+                        products.masked_fill_(hidden, -torch.inf)
+                    scores[of_group, t0:t1, blocks] = _block_max(products, block_size)
+    return scores
+
+
+def _products(q: Tensor, k: Tensor, few: bool) -> Tensor:
+    """Dot products ``[group, tokens, keys]``."""
+    group, tokens, dim = q.shape
+    rows = q.reshape(group * tokens, dim)
+    if few:  # keys as rows: reads them at nearly the memory's rate
+        return matmul_nt(k, rows).t().contiguous().view(group, tokens, -1)
+    if (missing := MIN_ROWS - rows.shape[0]) > 0:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    num_keys = k.shape[0]
+    if (missing := MIN_ROWS - num_keys) > 0:
+        k = torch.nn.functional.pad(k, (0, 0, 0, missing))
+    return matmul_nt(rows, k)[: group * tokens, :num_keys].reshape(group, tokens, num_keys)
+
+
+def _block_max(products: Tensor, block_size: int) -> Tensor:
+    """Maximum over each block of keys: ``[group, tokens, keys] -> [group, tokens, blocks]``; the last block may be short."""
+    full = products.shape[2] // block_size * block_size
+    parts = [products[..., :full].unflatten(2, (-1, block_size)).amax(3)] if full else []
+    if full < products.shape[2]:
+        parts.append(products[..., full:].amax(2, keepdim=True))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: MIT
+"""`select_blocks` on CPU: scores of a bounded number of queries at a time, then one top-k over exact integer keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmsa.block_scores import STAGE as SCORING
+from openmsa.kv_cache import PagedIndexKeys
+from openmsa.runtime.environment import cpu_workspace_bytes
+from openmsa.types import Layout
+
+BYTES_A_SCORE = 32  # the score, its integer key and what torch.topk holds beside them
+FORCED = 0x7FFFFFFF  # above the ordered bits of +inf
+LOWEST = -0x7F800001  # the ordered bits of -inf
+ID_BITS = 24
+
+
+def select_blocks(
+    index_q: Tensor,
+    index_k: Tensor | PagedIndexKeys,
+    seqs: Layout,
+    block_size: int,
+    topk: int,
+    init_blocks: int,
+    local_blocks: int,
+) -> Tensor:
+    """See `openmsa.block_topk.select_blocks`."""
+    total_q, heads, _ = index_q.shape
+    chunk = max(64, cpu_workspace_bytes() // (BYTES_A_SCORE * heads * max(1, seqs.num_blocks(block_size))))
+    visible_blocks = seqs.visible_blocks(total_q, block_size)
+    blocks = torch.full((total_q, heads, topk), -1, dtype=torch.int32)
+    for start in range(0, total_q, chunk):
+        rows = slice(start, min(start + chunk, total_q))
+        part = {"index_q": index_q[rows].detach(), "index_k": index_k, "seqs": seqs.query_chunk(rows.start, rows.stop)}
+        scores = SCORING.run("cpu", part | {"block_size": block_size})  # [heads, rows, num_blocks]
+        blocks[rows] = select_from_scores(scores, topk, visible_blocks[rows], init_blocks, local_blocks)
+    return blocks
+
+
+def select_from_scores(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: int, local_blocks: int) -> Tensor:
+    """See `openmsa.block_topk.select_blocks_from_scores`."""
+    heads, total_q, num_blocks = scores.shape
+    blocks = torch.full((total_q, heads, topk), -1, dtype=torch.int32)
+    chunk = max(64, cpu_workspace_bytes() // (BYTES_A_SCORE * heads * max(1, num_blocks)))
+    for start in range(0, total_q if num_blocks else 0, chunk):
+        rows = slice(start, min(start + chunk, total_q))
+        chosen = _select(scores[:, rows].detach(), topk, visible_blocks[rows], init_blocks, local_blocks)
+        blocks[rows, :, : chosen.shape[2]] = chosen.transpose(0, 1)
+    return blocks
+
+
+def _select(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: int, local_blocks: int) -> Tensor:
+    """int64 ``[heads, rows, min(topk, num_blocks)]``: chosen ids, ascending, then -1."""
+    num_blocks = scores.shape[2]
+    block, seen = torch.arange(num_blocks), visible_blocks[:, None]
+    rank = _ordered(scores)  # int64 [heads, rows, num_blocks]
+    rank.masked_fill_(block >= seen, LOWEST)
+    rank.masked_fill_((block < seen) & ((block < init_blocks) | (block >= seen - local_blocks)), FORCED)
+    # The rank above, the inverted id below: one integer order in which the lower of two equal blocks is the greater.
+    key = rank.mul_(1 << ID_BITS).add_(num_blocks - 1 - block)
+    best = torch.topk(key, min(topk, num_blocks), dim=-1, sorted=False).values
+    ids = (num_blocks - 1 - best.bitwise_and((1 << ID_BITS) - 1)).masked_fill_(best >> ID_BITS == LOWEST, num_blocks)
+    ids = ids.sort(dim=-1).values
+    return ids.masked_fill_(ids == num_blocks, -1)
+
+
+def _ordered(scores: Tensor) -> Tensor:
+    """int64 ranks in the order of the scores, from LOWEST (-inf and NaN) to below FORCED; equal scores of at most 32 bits
+    have equal ranks."""
+    scores = torch.where(scores.isnan(), -torch.inf, scores) + 0.0  # + 0.0 turns -0.0 into 0.0
+    if scores.dtype == torch.float64:
+        order = scores.argsort(dim=-1, descending=True, stable=True)
+        rank = torch.empty_like(order).scatter_(-1, order, torch.arange(scores.shape[-1], 0, -1).expand_as(order))
+        return rank.masked_fill_(scores == -torch.inf, LOWEST)
+    bits = scores.float().view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: MIT
+"""`dense_attention` on CPU over PyTorch's fused kernel: the keys before the first query unmasked, the rest causal, merged by lse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from openmsa.block_scores import STAGE as SCORING
+from openmsa.dense_attention import chosen_results
+from openmsa.kv_cache import PagedIndexKeys, PagedKV
+from openmsa.kv_cache.rows import Rows
+from openmsa.types import Layout
+
+SPLIT_KEYS = 16384  # few queries: the fused kernel works in parallel over heads and queries only, so keys are split too
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor | PagedKV,
+    v: Tensor | None,
+    seqs: Layout,
+    causal: bool,
+    softmax_scale: float,
+    block_size: int,
+    return_out: bool,
+    return_lse: bool,
+    return_max_score: bool,
+) -> Tensor | tuple[Tensor, ...]:
+    """See `openmsa.dense_attention.dense_attention`."""
+    if not causal:  # every query stands behind the last key
+        seqs = replace(seqs, q_offset=seqs.k_lens())
+    out = lse = max_score = None
+    if return_out or return_lse:
+        out, lse = _attend(q, k, v, seqs, softmax_scale)
+    if return_max_score:
+        keys = PagedIndexKeys(k.k, k.page_table, k.seq_lens) if isinstance(k, PagedKV) else k
+        arguments = {"index_q": q, "index_k": keys, "seqs": seqs, "block_size": block_size}
+        max_score = SCORING.run("cpu", arguments)
+    return chosen_results(out if return_out else None, lse if return_lse else None, max_score)
+
+
+def _attend(q: Tensor, k: Tensor | PagedKV, v: Tensor | None, seqs: Layout, scale: float) -> tuple[Tensor, Tensor]:
+    total_q, heads, dim = q.shape
+    k_pool, v_pool = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
+    assert v_pool is not None
+    kv_heads = k_pool.shape[1]
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = torch.full((total_q, heads), -torch.inf, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
+        q0 -= min(offset, 0)  # queries before position 0 see nothing
+        prefix = min(max(offset, 0), k_len)  # keys that all queries see
+        if q0 >= q1 or not k_len:
+            continue
+        keys, values = (
+            torch.stack([Rows(pool, pages=k.page_table[b]).span(h, 0, k_len) for h in range(kv_heads)])
+            if isinstance(k, PagedKV)
+            else pool[k0 : k0 + k_len].transpose(0, 1)
+            for pool in (k_pool, v_pool)
+        )  # [kv_heads, k_len, dim]
+        queries = q[q0:q1].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, q_len, dim]
+        parts = []
+        if prefix:
+            parts.append(_unmasked(queries, keys[:, :prefix], values[:, :prefix], scale))
+        if prefix < k_len:
+            seen = slice(prefix, min(k_len, prefix + q1 - q0))
+            parts.append(_causal(queries, keys[:, seen], values[:, seen], scale))
+        merged, merged_lse = _merge(parts)
+        out[q0:q1] = merged.permute(2, 0, 1, 3).flatten(1, 2)
+        lse[q0:q1] = merged_lse.permute(2, 0, 1).flatten(1, 2)
+    return out, lse
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """PyTorch's flash kernel: q, k, v ``[batch, heads, len, dim]``, causal from the top left; out and lse ``[batch, heads, len]``."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))  # one KV head serves its group
+    return _fused(q, k, v, scale, True)
+
+
+def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    kv_heads, group, q_len, dim = q.shape
+    rows = q.reshape(kv_heads, 1, group * q_len, dim)  # the group's heads are rows of one product
+    splits = max(1, k.shape[1] // SPLIT_KEYS) if group * q_len <= 64 else 1
+    length = k.shape[1] // splits
+    tail = slice(length * splits, None)
+    k_split, v_split = (x[:, : length * splits].unflatten(1, (splits, length)) for x in (k, v))
+    out, lse = _fused(rows.expand(-1, splits, -1, -1), k_split, v_split, scale, False)  # [kv_heads, splits, rows, dim]
+    parts = [(out[:, s], lse[:, s]) for s in range(splits)]
+    if k[:, tail].shape[1]:
+        out, lse = _fused(rows, k[:, None, tail], v[:, None, tail], scale, False)
+        parts.append((out[:, 0], lse[:, 0]))
+    out, lse = _merge(parts)
+    return out.view(kv_heads, group, q_len, dim), lse.view(kv_heads, group, q_len)
+
+
+def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Partial results over disjoint keys: out ``[..., dim]`` and lse ``[...]`` each."""
+    if len(parts) == 1:
+        return parts[0]
+    logs = torch.stack([lse for _, lse in parts])
+    total = logs.logsumexp(0)
+    out = sum((lse - total).exp()[..., None] * out for out, lse in parts)
+    assert isinstance(out, Tensor)
+    return out.to(parts[0][0].dtype), total

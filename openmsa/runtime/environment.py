@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: MIT
+"""Settings read from environment variables; docs/environment.md lists them."""
+
+from __future__ import annotations
+
+import os
+
+
+def _mebibytes(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default << 20
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{name} must be a positive whole number of MiB, got {text!r}")
+    return int(text) << 20
+
+
+def cpu_workspace_bytes() -> int:
+    """Scratch memory that one call of a CPU implementation may use beside its inputs and outputs."""
+    return _mebibytes("OPENMSA_CPU_WORKSPACE_MIB", 256)

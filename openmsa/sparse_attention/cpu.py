@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: MIT
+"""`sparse_attention` on CPU. Many queries: KV-outer, the queries of a block gathered, partial results merged by their lse. Few
+queries (decode): the selected keys of each query gathered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openmsa.kv_cache import PagedKV
+from openmsa.kv_cache.rows import Rows
+from openmsa.runtime.environment import cpu_workspace_bytes
+from openmsa.runtime.matmul import matmul_nt
+from openmsa.types import Layout
+
+TILE_ROWS = 4096  # (query, head) rows of a tile: 2 MB of logits
+FEW_QUERIES = 8  # up to here a sequence's queries share too few blocks for KV-outer to pay
+
+
+@dataclass(frozen=True)
+class _Head:
+    """One KV head of one sequence with the queries of its group."""
+
+    q: Tensor  # [q_len, group, dim]
+    scale: float
+    dtype: torch.dtype  # of the computation
+    ids: Tensor  # int64 [q_len, topk]; -1 where nothing is to be read
+    last_key: Tensor  # int64 [q_len]
+    keys: Rows
+    values: Rows
+    head: int
+    block_size: int
+    k_len: int
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor | PagedKV,
+    v: Tensor | None,
+    blocks: Tensor,
+    seqs: Layout,
+    block_size: int,
+    softmax_scale: float,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `openmsa.sparse_attention.sparse_attention`."""
+    total_q, heads, dim = q.shape
+    k_pool, v_pool = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
+    assert v_pool is not None
+    kv_heads = k_pool.shape[1]
+    group = heads // kv_heads
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = torch.empty((total_q, heads, dim), dtype=q.dtype)
+    lse = torch.empty((total_q, heads), dtype=dtype)
+    for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
+        keys, values = (
+            Rows(pool, pages=k.page_table[b]) if isinstance(k, PagedKV) else Rows(pool, k0) for pool in (k_pool, v_pool)
+        )
+        last_key = (torch.arange(q1 - q0) + offset).clamp_(max=k_len - 1)
+        for head in range(kv_heads):
+            of_group = slice(head * group, (head + 1) * group)
+            ids = blocks[q0:q1, head if blocks.shape[1] > 1 else 0].long()
+            ids = ids.masked_fill(ids * block_size > last_key[:, None], -1)
+            of_head = q[q0:q1, of_group]
+            problem = _Head(of_head, softmax_scale, dtype, ids, last_key, keys, values, head, block_size, k_len)
+            attend = _gather_keys if seqs.longest_q <= FEW_QUERIES else _gather_queries
+            attend(problem, out[q0:q1, of_group], lse[q0:q1, of_group])
+    return (out, lse) if return_lse else out
+
+
+def _gather_keys(p: _Head, out: Tensor, lse: Tensor) -> None:
+    """A query at a time over all its keys, ``[topk * block_size]`` of them."""
+    within = torch.arange(p.block_size)
+    for i in range(p.q.shape[0]):
+        position = (p.ids[i, :, None] * p.block_size + within).flatten()  # [topk * block_size]
+        position = position[(position >= 0) & (position <= p.last_key[i])]
+        if not position.numel():
+            out[i], lse[i] = 0, -torch.inf
+            continue
+        head = torch.tensor(p.head)
+        keys, values = (rows.take(position, head).to(p.dtype) for rows in (p.keys, p.values))
+        logits = matmul_nt(p.q[i].to(p.dtype) * p.scale, keys)  # [group, keys]
+        lse[i] = logits.logsumexp(1)
+        out[i] = matmul_nt(logits.softmax(1), values.t())
+
+
+def _gather_queries(p: _Head, out: Tensor, lse: Tensor) -> None:
+    """KV-outer over chunks of queries, whose partial results fill the workspace."""
+    q_len, group, dim = p.q.shape
+    topk = p.ids.shape[1]
+    chunk = max(1, min(q_len, cpu_workspace_bytes() // (topk * group * dim * p.dtype.itemsize)))
+    partial = torch.empty(chunk * topk + 1, group * dim, dtype=p.dtype)  # in (block, query) order; the last row is the
+    partial_lse = torch.empty(chunk * topk + 1, group, dtype=p.dtype)  # neutral element, which skipped slots point at
+    partial[-1], partial_lse[-1] = 0, -torch.inf
+    for start in range(0, q_len, chunk):
+        rows = slice(start, min(start + chunk, q_len))
+        queries = (p.q[rows].to(p.dtype) * p.scale).flatten(1)  # [rows, group * dim]
+        query, counts, place = _by_block(p.ids[rows], -(-p.k_len // p.block_size), partial.shape[0] - 1)
+        first = 0
+        for block, count in enumerate(counts):
+            if count:
+                done = slice(first, first + count)
+                _attend_block(p, queries, query[done], p.last_key[rows], block, partial[done], partial_lse[done])
+                first += count
+        _merge(partial, partial_lse, place, out[rows], lse[rows])
+
+
+def _by_block(ids: Tensor, num_blocks: int, neutral: int) -> tuple[Tensor, list[int], Tensor]:
+    """Sorts the (block, query) pairs of ``ids [rows, topk]`` and drops skipped ones.
+
+    Returns the query of each pair, ascending within a block; how many pairs each block has; and int32 ``[rows, topk]``, where
+    each pair went (`neutral` when dropped).
+    """
+    rows, topk = ids.shape
+    ids = torch.where(ids < 0, num_blocks, ids).flatten()
+    order = ids.argsort(stable=True)
+    counts = torch.bincount(ids, minlength=num_blocks + 1)[:num_blocks].tolist()
+    kept = sum(counts)
+    place = torch.empty(rows * topk, dtype=torch.int32)
+    place[order] = torch.arange(rows * topk, dtype=torch.int32)
+    place.masked_fill_(place >= kept, neutral)
+    return order[:kept] // topk, counts, place.view(rows, topk)
+
+
+def _attend_block(p: _Head, queries: Tensor, query: Tensor, last_key: Tensor, block: int, out: Tensor, lse: Tensor) -> None:
+    """Normalised attention of the chosen queries over one block: out ``[n, group * dim]``, lse ``[n, group]``."""
+    group = lse.shape[1]
+    first, stop = block * p.block_size, min((block + 1) * p.block_size, p.k_len)
+    keys, values = (rows.span(p.head, first, stop).to(p.dtype).contiguous() for rows in (p.keys, p.values))
+    tile = max(1, TILE_ROWS // group)
+    for n in range(0, query.numel(), tile):
+        chosen = query[n : n + tile]
+        m = chosen.numel()
+        logits = matmul_nt(queries.index_select(0, chosen).view(m * group, -1), keys)  # [m * group, keys]
+        if int(last_key[chosen[0]]) < stop - 1:  # queries ascend, so those inside this block come first
+            seen = last_key[chosen]
+            inside = int((seen < stop - 1).sum())
+            hidden = torch.arange(first, stop) > seen[:inside, None]
+            logits.view(m, group, -1)[:inside].masked_fill_(hidden[:, None], -torch.inf)
+        largest = logits.amax(1)
+        weights = torch.softmax(logits, 1, out=logits)
+        lse[n : n + m] = (largest - weights.amax(1).log_()).view(m, group)  # the largest weight is 1 / denominator
+        out[n : n + m] = matmul_nt(weights, values.t()).view(m, -1)
+
+
+def _merge(partial: Tensor, partial_lse: Tensor, place: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Combines the partial results of each query: out ``[rows, group, dim]``, lse ``[rows, group]``."""
+    rows, topk = place.shape
+    group = partial_lse.shape[1]
+    logs = partial_lse.index_select(0, place.flatten()).view(rows, topk, group).transpose(1, 2).contiguous()
+    total = logs.logsumexp(2)  # [rows, group]
+    weights = logs.sub_(total.clamp(min=torch.finfo(logs.dtype).min)[..., None]).exp_()  # [rows, group, topk]
+    index = place[:, None] * group + torch.arange(group, dtype=torch.int32)[:, None]  # rows of one query head
+    bags = torch.arange(0, index.numel(), topk, dtype=torch.int32)
+    # A weighted sum of gathered rows in one pass.
+    merged = torch.embedding_bag(
+        partial.view(partial.shape[0] * group, -1), index.flatten(), bags, mode=0, per_sample_weights=weights.flatten()
+    )[0]
+    out.copy_(merged.view(rows, group, -1))
+    lse.copy_(total)
