@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: MIT
+"""Facts about a device that configurations depend on, read once a device and never at import."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """arch: 80 (Ampere, Ada), 90 (Hopper), 100 (Blackwell, data center) or 120 (Blackwell, workstation).
+    num_sms: streaming multiprocessors. shared_bytes: shared memory that one program may use."""
+
+    arch: int
+    num_sms: int
+    shared_bytes: int
+
+    @property
+    def has_tma(self) -> bool:
+        return self.arch >= 90
+
+
+COMPILE_TARGETS = {
+    80: Device(80, 108, 163 * 1024),
+    90: Device(90, 132, 227 * 1024),
+    100: Device(100, 148, 227 * 1024),
+    120: Device(120, 170, 99 * 1024),
+}
+"""A typical device of each architecture, for compiling without one."""
+
+_INTERPRETED = Device(90, 4, 227 * 1024)  # CPU tensors: Triton's interpreter
+
+
+def facts(device: torch.device) -> Device:
+    """The facts of a CUDA device; of a small Hopper GPU for any other device."""
+    if device.type != "cuda":
+        return _INTERPRETED
+    return _read(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _read(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    major, minor = properties.major, properties.minor
+    arch = {8: 80, 9: 90, 10: 100, 11: 100}.get(major, 120)
+    small = (major, minor) in ((8, 6), (8, 9)) or major >= 12
+    return Device(arch, properties.multi_processor_count, (99 if small else COMPILE_TARGETS[arch].shared_bytes // 1024) * 1024)
