@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`dense_attention` on CPU over PyTorch's fused kernel: the keys before the first query unmasked, the rest causal, merged by lse."""
+"""`dense_attention` on CPU over PyTorch's fused kernel: keys before the first query unmasked, the rest causal, merged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def dense_attention(
 
 
 def _attend(q: Tensor, k: Tensor | PagedKV, v: Tensor | None, seqs: Layout, scale: float) -> tuple[Tensor, Tensor]:
-    total_q, heads, dim = q.shape
+    total_q, heads, _ = q.shape
     k_pool, v_pool = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
     assert v_pool is not None
     kv_heads = k_pool.shape[1]
@@ -74,7 +74,7 @@ def _attend(q: Tensor, k: Tensor | PagedKV, v: Tensor | None, seqs: Layout, scal
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """PyTorch's flash kernel: q, k, v ``[batch, heads, len, dim]``, causal from the top left; out and lse ``[batch, heads, len]``."""
+    """PyTorch's flash kernel: q, k, v ``[batch, heads, len, dim]``, causal from the top left; out and lse."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
 
