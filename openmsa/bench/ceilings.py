@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: MIT
+"""What the device reaches in this run: the fastest matrix product and the fastest copy and read that PyTorch offers on it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from openmsa.bench.cost import Ceilings
+from openmsa.runtime.matmul import matmul_nt
+from openmsa.testing.timing import Clock, Run
+
+GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
+BUFFER_BYTES = {"cpu": 1 << 30, "cuda": 4 << 30}  # well beyond any cache
+ROUNDS = 7
+
+
+def measure_ceilings(
+    device: torch.device, dtype: torch.dtype, clock: Clock, gemm_size: int | None = None, buffer_bytes: int | None = None
+) -> Ceilings:
+    """The best of several measurements each; gemm_size and buffer_bytes None: large enough to be honest."""
+    n = gemm_size or GEMM_SIZE[device.type]
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    products: list[Run] = [partial(torch.mm, a, b.t())]
+    if device.type == "cpu":
+        products.append(partial(matmul_nt, a, b))
+    gemm = 2 * n**3 / min(_best(product, clock) for product in products)
+    del a, b, products
+
+    count = (buffer_bytes or BUFFER_BYTES[device.type]) // 4
+    source = torch.zeros(count, device=device).fill_(1.0)
+    target = torch.zeros_like(source)
+    copy = 2 * 4 * count / _best(lambda: target.copy_(source), clock)
+    read = 4 * count / _best(lambda: source.sum(), clock)
+    return Ceilings(gemm, copy, read)
+
+
+def _best(run: Run, clock: Clock) -> float:
+    run()
+    return min(clock(run) for _ in range(ROUNDS))

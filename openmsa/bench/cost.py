@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: MIT
+"""Useful work of every row: the FLOPs and bytes that the operation cannot do without, and the time below which it cannot be.
+
+FLOPs count a multiply and an add as two and only what causality lets a query see: 2 per element of a score, 4 per element of
+attention (QK^T and PV). No softmax, no top-k, no masked half of a tile, no partial results. For a selection the query's own
+block is taken to be among the `topk`, as the rule demands, so that its visible part alone counts there.
+Bytes count every input once and every output once; of keys and values those that the selections name at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from openmsa.bench.workloads import Workload
+
+SPAN, SPARE = 64, 8  # a clustered selection: neighbours a span, and blocks beyond topk that a span draws from
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Useful FLOPs and bytes of one call."""
+
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reached in the same run: FLOP/s of a matrix product in the workload's dtype, bytes/s of a copy (read and
+    written) and of a plain read."""
+
+    gemm: float
+    copy: float
+    read: float
+
+    @property
+    def bandwidth(self) -> float:
+        return max(self.copy, self.read)
+
+
+def limit_seconds(cost: Cost, ceilings: Ceilings) -> tuple[float, str]:
+    """The least time the work could take, and what sets it: "flops" or "bytes"."""
+    compute, memory = cost.flops / ceilings.gemm, cost.bytes / ceilings.bandwidth
+    return (compute, "flops") if compute >= memory else (memory, "bytes")
+
+
+def visible_keys(w: Workload) -> int:
+    """Keys seen, summed over the queries of all sequences."""
+    return w.batch * (_triangle(w.context) - _triangle(w.context - w.q_len))
+
+
+def selected_keys(w: Workload) -> int:
+    """Visible keys of the selected blocks, summed over the queries of all sequences."""
+    return w.batch * (_selected_before(w, w.context) - _selected_before(w, w.context - w.q_len))
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2
+
+
+def _selected_before(w: Workload, position: int) -> int:
+    """Selected keys summed over the queries at positions below `position`."""
+    everything = w.topk * w.block_size  # up to here a query reads all it sees
+    if position <= everything:
+        return _triangle(position)
+    blocks, rest = divmod(position - everything, w.block_size)
+    own = blocks * _triangle(w.block_size) + _triangle(rest)
+    return _triangle(everything) + (position - everything) * (w.topk - 1) * w.block_size + own
+
+
+def distinct_keys(w: Workload, clustered: bool = False) -> int:
+    """Keys that at least one query of a KV head may read, summed over the sequences."""
+    if clustered:
+        spans = -(-w.q_len // SPAN)
+        named = (spans * (w.topk + SPARE) + -(-w.q_len // w.block_size) + 1) * w.block_size
+    else:
+        named = w.q_len * w.topk * w.block_size
+    return w.batch * min(w.context, named)
+
+
+def _q_bytes(w: Workload) -> int:
+    return w.total_q * w.num_q_heads * w.head_dim * w.dtype.itemsize
+
+
+def _index_bytes(w: Workload) -> int:
+    return (w.total_q * w.num_kv_heads + w.batch * w.context) * w.index_dim * w.dtype.itemsize
+
+
+def _kv_bytes(w: Workload, keys: int) -> int:
+    return 2 * keys * w.num_kv_heads * w.head_dim * w.dtype.itemsize
+
+
+def _score_bytes(w: Workload) -> int:
+    return 4 * w.num_kv_heads * w.total_q * w.num_blocks
+
+
+def _id_bytes(w: Workload) -> int:
+    return 4 * w.total_q * w.num_kv_heads * w.topk
+
+
+def block_scores(w: Workload) -> Cost:
+    """Index queries and keys in, float32 scores out."""
+    return Cost(2 * visible_keys(w) * w.num_kv_heads * w.index_dim, _index_bytes(w) + _score_bytes(w))
+
+
+def select_blocks(w: Workload) -> Cost:
+    """As `block_scores`, with block ids out: the scores need never be written."""
+    return Cost(block_scores(w).flops, _index_bytes(w) + _id_bytes(w))
+
+
+def select_blocks_from_scores(w: Workload) -> Cost:
+    """Scores in, block ids out; comparisons are no FLOPs."""
+    return Cost(0, _score_bytes(w) + _id_bytes(w))
+
+
+def sparse_attention(w: Workload, clustered: bool = False) -> Cost:
+    """Queries, block ids and the selected keys and values in, output out."""
+    flops = 4 * selected_keys(w) * w.num_q_heads * w.head_dim
+    return Cost(flops, 2 * _q_bytes(w) + _id_bytes(w) + _kv_bytes(w, distinct_keys(w, clustered)))
+
+
+def sparse_attention_clustered(w: Workload) -> Cost:
+    """`sparse_attention` where neighbours share most blocks."""
+    return sparse_attention(w, clustered=True)
+
+
+def dense_attention(w: Workload) -> Cost:
+    """Queries, keys and values in, output out."""
+    return Cost(4 * visible_keys(w) * w.num_q_heads * w.head_dim, 2 * _q_bytes(w) + _kv_bytes(w, w.batch * w.context))
+
+
+def msa_attention(w: Workload) -> Cost:
+    """The whole path: selection and sparse attention, without writing the ids between them."""
+    index, main = select_blocks(w), sparse_attention(w)
+    return Cost(index.flops + main.flops, index.bytes + main.bytes - 2 * _id_bytes(w))
+
+
+Costing = Callable[[Workload], Cost]

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: MIT
+"""Records: one JSON object a line, each complete in itself: where, with what and on which commit it was measured."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Record = dict[str, Any]
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's or the processor's name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str | None]:
+    """openmsa, python, torch, triton, cuda and cudnn; None where it is not there."""
+    import openmsa
+
+    cudnn = torch.backends.cudnn.version() if torch.version.cuda else None
+    return {
+        "openmsa": openmsa.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _installed("triton"),
+        "cuda": torch.version.cuda,
+        "cudnn": None if cudnn is None else str(cudnn),
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def checkout_commit() -> str | None:
+    """The commit of the checkout that this code runs from, with ``+`` behind it where tracked files differ; None elsewhere."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # a checkout of this project, not of one around it
+        commit = git("rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def environment(device: torch.device, commit: str | None = None) -> Record:
+    """What every record of a run shares. commit None: that of the checkout."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit or checkout_commit(),
+        "device": device.type,
+        "device_name": device_name(device),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "versions": versions(),
+    }
+
+
+def append(records: Iterable[Record], path: Path) -> None:
+    """Adds records to a JSONL file, which need not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def load(path: Path) -> list[Record]:
+    """The records of a JSONL file."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]

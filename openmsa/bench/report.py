@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: MIT
+"""Records as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from openmsa.bench.record import Record
+from openmsa.bench.workloads import WORKLOADS
+
+FILE_WIDTH = 140
+
+
+def workload_table(device: str | None = None) -> Table:
+    """Every workload: name, shape and rows."""
+    table = Table(title="workloads", show_lines=True)
+    for column in ("name", "device", "shape", "modes", "rows"):
+        table.add_column(column, overflow="fold")
+    for w in WORKLOADS:
+        if device in (None, w.device):
+            table.add_row(w.name, w.device, str(w), ", ".join(w.modes), ", ".join(w.rows))
+    return table
+
+
+def summary(records: Iterable[Record]) -> RenderableType:
+    """One table a workload, in the order of the records."""
+    return Group(*(_table(list(group)) for _, group in groupby(records, key=lambda r: r["workload"])))
+
+
+def print_summary(records: Iterable[Record]) -> None:
+    """`summary` on the terminal, or as wide as it needs to be where there is none."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
+    console.print(summary(records))
+
+
+def _table(records: list[Record]) -> RenderableType:
+    first = records[0]
+    shape, ceilings = first["shape"], first["ceilings"]
+    title = (
+        f"{first['workload']}: {shape['batch']} x {shape['q_len']:,} queries on {shape['context']:,} keys, "
+        f"{shape['num_q_heads']}/{shape['num_kv_heads']} heads, {first['dtype']}, {first['device_name']}, "
+        f"{first['threads']} threads"
+    )
+    peers = list(dict.fromkeys(p.split("_")[0] for r in records for p in r.get("times_faster_than", {})))
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("row", overflow="fold")
+    for column in ("time", "spread", "rate", "of limit", *(f"vs {peer}" for peer in peers), "memory"):
+        table.add_column(column, justify="right", no_wrap=True)
+    notes = []
+    for r in records:
+        name = r["row"] if r["mode"] == "eager" else f"{r['row']} ({r['mode']})"
+        if r["error"] is not None:
+            table.add_row(name, "-")
+            notes.append(f"{name}: {r['error'].strip()}")
+            continue
+        table.add_row(name, *_cells(r, peers))
+        if r["form"]:
+            notes.append(f"{name}: {r['form']}")
+    notes.append(
+        f"limits in this run: matrix product {_rate(ceilings['gemm'], 'FLOP/s')}, copy {_rate(ceilings['copy'], 'B/s')}, "
+        f"read {_rate(ceilings['read'], 'B/s')}"
+    )
+    return Group(table, *(Text(note, style="dim") for note in dict.fromkeys(notes)), Text())
+
+
+def _cells(r: Record, peers: list[str]) -> list[str]:
+    spread = (r["upper_quartile_s"] - r["lower_quartile_s"]) / (2 * r["median_s"])
+    rate = _rate(r["flops_per_s"], "FLOP/s") if r["bound"] == "flops" else _rate(r["bytes_per_s"], "B/s")
+    ratios = {peer.split("_")[0]: ratio for peer, ratio in r["times_faster_than"].items()}
+    return [
+        _time(r["median_s"]),
+        f"{100 * spread:.0f} %",
+        rate,
+        f"{r['percent_of_limit']:.0f} %",
+        *(f"{ratios[peer]:.2f}x" if peer in ratios else "" for peer in peers),
+        "-" if r["peak_extra_bytes"] is None else f"{r['peak_extra_bytes'] / 2**20:,.0f} MiB",
+    ]
+
+
+def _time(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}" if seconds * factor < 100 else f"{seconds * factor:.0f} {unit}"
+    return f"{seconds * 1e6:.1f} us"
+
+
+def _rate(per_second: float, unit: str) -> str:
+    prefix, factor = ("T", 1e12) if per_second >= 1e12 else ("G", 1e9)
+    return f"{per_second / factor:.3g} {prefix}{unit}"

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: MIT
+"""What can be measured on a workload: one row a call of ours or of a peer, what it costs, and what it is compared with."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from openmsa import (
+    block_scores,
+    dense_attention,
+    msa_attention,
+    select_blocks,
+    select_blocks_from_scores,
+    sparse_attention,
+)
+from openmsa.bench import cost, vllm_peer
+from openmsa.bench.dense_peer import dense_peer
+from openmsa.bench.inputs import Inputs
+from openmsa.testing.timing import Clock
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a row may use to build its call: the tensors, the implementation asked for, the peers' folder and the clock."""
+
+    x: Inputs
+    impl: str
+    peers: Path
+    clock: Clock
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing to measure.
+
+    build:    makes the call; what it makes beforehand (pages, scores, selections, plans) is not timed.
+    cost:     the useful work, a function of `openmsa.bench.cost`.
+    peers:    rows whose time is divided by this row's, in order.
+    absent:   a reason why it cannot be measured here whatever its code, or None.
+    compiles: the first call may compile; False: a long first call counts as a measurement.
+    """
+
+    build: Callable[[Context], Callable[[], Any]]
+    cost: cost.Costing
+    peers: tuple[str, ...] = ()
+    absent: Callable[[Context], str | None] = lambda _: None
+    compiles: bool = True
+
+
+def _options(c: Context) -> dict[str, Any]:
+    return {"block_size": c.x.workload.block_size, "impl": c.impl}
+
+
+def _msa_attention(c: Context, paged: bool = False) -> partial[Any]:
+    x = c.x
+    if paged:
+        pages = x.pages()
+        return partial(msa_attention, x.q, pages.kv, None, x.index_q, pages.index, x.workload.topk, x.seqs, **_options(c))
+    return partial(msa_attention, x.q, x.k, x.v, x.index_q, x.index_k, x.workload.topk, x.seqs, **_options(c))
+
+
+def _block_scores(c: Context, paged: bool = False) -> partial[Any]:
+    keys = c.x.pages().index if paged else c.x.index_k
+    return partial(block_scores, c.x.index_q, keys, c.x.seqs, **_options(c))
+
+
+def _select_blocks(c: Context, paged: bool = False) -> partial[Any]:
+    keys = c.x.pages().index if paged else c.x.index_k
+    return partial(select_blocks, c.x.index_q, keys, c.x.workload.topk, c.x.seqs, **_options(c))
+
+
+def _select_blocks_from_scores(c: Context) -> partial[Any]:
+    scores = _block_scores(c)()
+    return partial(select_blocks_from_scores, scores, c.x.workload.topk, c.x.seqs, **_options(c))
+
+
+def _sparse_attention(c: Context, selection: str = "own", paged: bool = False) -> partial[Any]:
+    """selection: "random", "clustered", or "own": what the index branch selects on these inputs."""
+    blocks = _select_blocks(c)() if selection == "own" else c.x.selection(selection)
+    if paged:
+        return partial(sparse_attention, c.x.q, c.x.pages().kv, None, blocks, c.x.seqs, **_options(c))
+    return partial(sparse_attention, c.x.q, c.x.k, c.x.v, blocks, c.x.seqs, **_options(c))
+
+
+def _dense_attention(c: Context, paged: bool = False) -> partial[Any]:
+    if paged:
+        return partial(dense_attention, c.x.q, c.x.pages().kv, None, c.x.seqs, impl=c.impl)
+    return partial(dense_attention, c.x.q, c.x.k, c.x.v, c.x.seqs, impl=c.impl)
+
+
+def _no_decode_plan(c: Context) -> str | None:
+    if c.x.device.type != "cuda":
+        return "a DecodePlan needs a GPU"
+    if importlib.util.find_spec("openmsa.decode") is None:
+        return "this version has no DecodePlan"
+    return None
+
+
+def _decode_plan(c: Context) -> Callable[[], Any]:
+    raise NotImplementedError("no DecodePlan row yet")
+
+
+def _vllm(build: Callable[..., Any], costing: cost.Costing, *arguments: Any) -> Row:
+    return Row(lambda c: build(c.x, c.peers, *arguments), costing, absent=lambda c: vllm_peer.absent(c.x.device, c.peers))
+
+
+ROWS: dict[str, Row] = {
+    "msa_attention": Row(_msa_attention, cost.msa_attention, ("sdpa", "vllm_path")),
+    "msa_attention/paged": Row(partial(_msa_attention, paged=True), cost.msa_attention, ("sdpa", "vllm_path")),
+    "decode_plan": Row(_decode_plan, cost.msa_attention, ("sdpa", "vllm_path"), _no_decode_plan),
+    "block_scores": Row(_block_scores, cost.block_scores, ("vllm_scores",)),
+    "block_scores/paged": Row(partial(_block_scores, paged=True), cost.block_scores, ("vllm_scores",)),
+    "select_blocks": Row(_select_blocks, cost.select_blocks, ("vllm_select",)),
+    "select_blocks/paged": Row(partial(_select_blocks, paged=True), cost.select_blocks, ("vllm_select",)),
+    "select_blocks_from_scores": Row(_select_blocks_from_scores, cost.select_blocks_from_scores, ("vllm_topk",)),
+    "sparse_attention": Row(_sparse_attention, cost.sparse_attention, ("sdpa",)),
+    **{
+        f"sparse_attention{form}/{kind}": Row(
+            partial(_sparse_attention, selection=kind, paged=bool(form)), costing, (f"vllm_attend/{kind}",)
+        )
+        for form in ("", "/paged")
+        for kind, costing in (("random", cost.sparse_attention), ("clustered", cost.sparse_attention_clustered))
+    },
+    "dense_attention": Row(_dense_attention, cost.dense_attention, ("sdpa",)),
+    "dense_attention/paged": Row(partial(_dense_attention, paged=True), cost.dense_attention, ("sdpa",)),
+    "sdpa": Row(lambda c: dense_peer(c.x, c.clock), cost.dense_attention, compiles=False),
+    "vllm_path": _vllm(vllm_peer.path, cost.msa_attention),
+    "vllm_scores": _vllm(vllm_peer.scores, cost.block_scores),
+    "vllm_select": _vllm(vllm_peer.select, cost.select_blocks),
+    "vllm_topk": _vllm(vllm_peer.topk, cost.select_blocks_from_scores),
+    "vllm_attend/random": _vllm(vllm_peer.attend, cost.sparse_attention, "random"),
+    "vllm_attend/clustered": _vllm(vllm_peer.attend, cost.sparse_attention_clustered, "clustered"),
+}
+
+
+def with_peers(rows: tuple[str, ...], available: tuple[str, ...]) -> tuple[str, ...]:
+    """`rows` and the peers that they are compared with, as far as the workload has them, in the workload's order."""
+    wanted = set(rows) | {peer for row in rows for peer in ROWS[row].peers}
+    return tuple(row for row in available if row in wanted)

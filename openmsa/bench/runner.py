@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: MIT
+"""Measures rows of workloads. Rounds go over all rows of a workload, so that a machine's drift meets all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openmsa.attention import msa_attention
+from openmsa.bench.ceilings import measure_ceilings
+from openmsa.bench.cost import Ceilings, limit_seconds
+from openmsa.bench.inputs import Inputs
+from openmsa.bench.record import Record, environment
+from openmsa.bench.rows import ROWS, Context, with_peers
+from openmsa.bench.workloads import Workload
+from openmsa.explain import STAGES, explain
+from openmsa.testing.timing import Clock, ColdCudaClock, captured, peak_extra_memory, quartiles, sample, wall_seconds
+
+Step = Callable[[str], None]
+LONG = 1.0  # seconds from which a first call that compiles nothing counts as a measurement
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    rounds:   passes over the rows of a workload. samples, budget: per row and pass, at most so many measurements, stopping
+              when so many seconds are spent, but at least one.
+    peers:    folder with the peers' kernels. commit: what to record as the commit; None: that of the checkout.
+    """
+
+    device: torch.device
+    impl: str = "auto"
+    rounds: int = 3
+    samples: int = 10
+    budget: float = 2.0
+    peers: Path = Path(".peers")
+    commit: str | None = None
+    gemm_size: int | None = None
+    buffer_bytes: int | None = None
+
+    @classmethod
+    def for_device(cls, device: torch.device, rounds: int | None, **settings: Any) -> Settings:
+        """The defaults for a kind of device; rounds None: its default too."""
+        if device.type == "cuda":
+            return cls(device, rounds=rounds or 1, samples=30, budget=0.5, **settings)
+        return cls(device, rounds=rounds or 3, **settings)
+
+    def clock(self) -> Clock:
+        return ColdCudaClock(self.device) if self.device.type == "cuda" else wall_seconds
+
+
+@dataclass
+class Task:
+    """One row in one mode, and what was found so far."""
+
+    row: str
+    mode: str
+    samples: list[float] = field(default_factory=list)
+    memory: int | None = None
+    implementation: str | None = None
+    error: str | None = None
+    form: str | None = None
+
+
+def run(work: list[tuple[Workload, tuple[str, ...]]], settings: Settings, step: Step = lambda _: None) -> Iterator[Record]:
+    """Measures the rows of each workload and the peers that they are compared with; yields one record a row and mode.
+
+    step: called with a short text before each measurement (see `count_steps`).
+    """
+    clock, shared = settings.clock(), environment(settings.device, settings.commit)
+    ceilings: dict[torch.dtype, Ceilings] = {}
+    for workload, rows in work:
+        if workload.dtype not in ceilings:
+            step("matrix product, copy and read")
+            sizes = settings.gemm_size, settings.buffer_bytes
+            ceilings[workload.dtype] = measure_ceilings(settings.device, workload.dtype, clock, *sizes)
+        tasks = measure(workload, rows, settings, clock, step)
+        for task in tasks:
+            yield _record(workload, task, tasks, ceilings[workload.dtype], shared)
+        if settings.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def count_steps(work: list[tuple[Workload, tuple[str, ...]]], settings: Settings) -> int:
+    """How often `run` will call `step` at most."""
+    rows = sum(len(with_peers(rows, w.rows)) * len(_modes(w, settings)) for w, rows in work)
+    return rows * settings.rounds + len({w.dtype for w, _ in work}) + len(work)
+
+
+def _modes(w: Workload, settings: Settings) -> tuple[str, ...]:
+    return w.modes if settings.device.type == "cuda" else ("eager",)
+
+
+def measure(w: Workload, rows: tuple[str, ...], settings: Settings, clock: Clock, step: Step = lambda _: None) -> list[Task]:
+    """The samples of every row and mode of one workload."""
+    step(f"{w.name}: inputs")
+    context = Context(Inputs(w, settings.device), settings.impl, settings.peers, clock)
+    tasks = [Task(row, mode) for row in with_peers(rows, w.rows) for mode in _modes(w, settings)]
+    for _ in range(settings.rounds):
+        for task in tasks:
+            step(f"{w.name}: {task.row} {task.mode}")
+            task.error = task.error or ROWS[task.row].absent(context)
+            if task.error is None:
+                with torch.no_grad():
+                    _one_round(task, context, settings)
+    return tasks
+
+
+def _one_round(task: Task, c: Context, settings: Settings) -> None:
+    row = ROWS[task.row]
+    try:
+        call = row.build(c)
+        task.implementation = task.implementation or _implementation(call)
+        memory, first = peak_extra_memory(call, settings.device)
+        if task.memory is None:
+            task.memory = memory
+        if task.mode == "graph":
+            call = captured(call)
+        known = first if first > LONG and task.mode == "eager" and not _compiles(task.row, settings) else None
+        task.samples += sample(call, c.clock, settings.samples, settings.budget, known)
+    except Exception as error:  # one row that cannot run must not lose the others
+        task.error = f"{type(error).__name__}: {error}"
+    task.form = c.x.chosen_forms.get(task.row)
+
+
+def _compiles(row: str, settings: Settings) -> bool:
+    return ROWS[row].compiles and settings.device.type == "cuda"
+
+
+def _implementation(call: Callable[[], Any]) -> str | None:
+    """Which implementation serves each stage of a call of ours; None for a peer's."""
+    if not isinstance(call, partial) or call.func not in (*STAGES, msa_attention):
+        return None
+    explanation = explain(call.func, *call.args, **call.keywords)
+    parts = explanation if isinstance(explanation, tuple) else (explanation,)
+    return ", ".join(f"{part.stage}: {part.chosen}" for part in parts)
+
+
+def _record(w: Workload, task: Task, tasks: list[Task], ceilings: Ceilings, shared: Record) -> Record:
+    work = ROWS[task.row].cost(w)
+    record: Record = {
+        "workload": w.name,
+        "kind": w.kind,
+        "row": task.row,
+        "mode": task.mode,
+        **shared,
+        "shape": {k: v for k, v in dataclasses.asdict(w).items() if isinstance(v, int)},
+        "dtype": str(w.dtype).removeprefix("torch."),
+        "implementation": task.implementation,
+        "form": task.form,
+        "useful_flops": work.flops,
+        "useful_bytes": work.bytes,
+        "ceilings": dataclasses.asdict(ceilings),
+        "error": task.error,
+    }
+    if task.error is None:
+        record |= _figures(task, tasks, *limit_seconds(work, ceilings)) | {
+            "flops_per_s": work.flops / quartiles(task.samples)[1],
+            "bytes_per_s": work.bytes / quartiles(task.samples)[1],
+        }
+    return record
+
+
+def _figures(task: Task, tasks: list[Task], limit: float, bound: str) -> Record:
+    low, median, high = quartiles(task.samples)
+    measured = {t.row: quartiles(t.samples)[1] for t in tasks if t.mode == task.mode and t.error is None}
+    return {
+        "samples": task.samples,
+        "median_s": median,
+        "lower_quartile_s": low,
+        "upper_quartile_s": high,
+        "limit_s": limit,
+        "bound": bound,
+        "percent_of_limit": 100 * limit / median,
+        "times_faster_than": {peer: measured[peer] / median for peer in ROWS[task.row].peers if peer in measured},
+        "peak_extra_bytes": task.memory,
+    }

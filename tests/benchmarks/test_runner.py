@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: MIT
+"""The benchmark runner on tiny shapes: workloads, costs, inputs, peers, records, tables, plots. No time is ever asserted."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from openmsa import dense_attention
+from openmsa.bench import cost, plot, record, report, runner, workloads
+from openmsa.bench.dense_peer import _forms, _heads_first, dense_peer
+from openmsa.bench.inputs import Inputs
+from openmsa.bench.rows import ROWS, with_peers
+from openmsa.bench.workloads import WORKLOADS, Workload
+from openmsa.testing import timing
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+SETTINGS = runner.Settings(CPU, impl="reference", rounds=2, samples=2, budget=0.01, gemm_size=64, buffer_bytes=1 << 16)
+SMALL = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 32, "index_dim": 16, "block_size": 16, "topk": 3}
+
+
+def tiny(q_len, context, batch=1, **changes):
+    fields = SMALL | {"rows": ("msa_attention", "sdpa"), "dtype": torch.float32} | changes
+    return Workload("tiny", "cpu", q_len=q_len, context=context, batch=batch, **fields)
+
+
+def shrunk(w: Workload) -> Workload:
+    """A workload of the table at a size that the references run in no time, its rows kept."""
+    q_len = {"decode": 1, "prefill": 96, "chunk": 48}[w.kind]
+    return dataclasses.replace(w, q_len=q_len, context=96, batch=min(w.batch, 2), dtype=torch.float32, **SMALL)
+
+
+SHAPES = [tiny(96, 96), tiny(48, 96), tiny(33, 96), tiny(1, 96), tiny(1, 96, batch=3)]
+
+
+def test_table_is_consistent():
+    names = [w.name for w in WORKLOADS]
+    assert len(set(names)) == len(names)
+    for w in WORKLOADS:
+        assert set(w.rows) <= set(ROWS)
+        assert w.device in ("cpu", "cuda")
+        assert w.context % w.block_size == 0
+        assert w.q_len <= w.context
+    assert {p for row in ROWS.values() for p in row.peers} <= set(ROWS)
+
+
+@pytest.mark.parametrize(("name", "batch", "q_len", "context", "heads"), [
+    ("prefill-32k", 1, 32768, 32768, (16, 1)),
+    ("decode-1m", 1, 1, 1 << 20, (64, 4)),
+    ("gpu-chunk-16k-at-1m", 1, 16384, 1 << 20, (64, 4)),
+    ("gpu-prefill-1m", 1, 1 << 20, 1 << 20, (64, 4)),
+    ("gpu-short-1700-at-128k", 1, 1700, 131072, (64, 4)),
+    ("gpu-decode-b64-128k", 64, 1, 131072, (64, 4)),
+])  # fmt: skip
+def test_promised_workloads(name, batch, q_len, context, heads):
+    w = next(w for w in WORKLOADS if w.name == name)
+    assert (w.batch, w.q_len, w.context, (w.num_q_heads, w.num_kv_heads)) == (batch, q_len, context, heads)
+
+
+def test_choosing():
+    assert [w.name for w, _ in workloads.chosen("cpu")] == ["prefill-8k", "prefill-32k", "decode-128k", "decode-1m"]
+    assert workloads.chosen("cpu", ["decode-1m/msa*"])[0][1] == ("msa_attention", "msa_attention/paged")
+    assert {w.name for w, _ in workloads.chosen("cuda", ["short"])} == {"gpu-short-256-at-128k", "gpu-short-1700-at-128k"}
+    assert with_peers(("dense_attention",), ("msa_attention", "dense_attention", "sdpa")) == ("dense_attention", "sdpa")
+    with pytest.raises(ValueError, match=r"match must name a workload for cpu .*got 'nothing'"):
+        workloads.chosen("cpu", ["nothing"])
+
+
+@pytest.mark.parametrize("w", SHAPES, ids=str)
+def test_costs_against_counting(w):
+    """FLOPs from closed forms equal those of counting every visible pair."""
+    positions = torch.arange(w.context - w.q_len, w.context).repeat(w.batch)
+    seen = positions + 1
+    blocks = positions // w.block_size + 1  # visible
+    own = positions % w.block_size + 1
+    selected = torch.where(blocks <= w.topk, seen, (w.topk - 1) * w.block_size + own)
+    assert cost.visible_keys(w) == int(seen.sum())
+    assert cost.selected_keys(w) == int(selected.sum())
+    assert cost.block_scores(w).flops == 2 * int(seen.sum()) * 2 * 16
+    assert cost.dense_attention(w).flops == 4 * int(seen.sum()) * 8 * 32
+    assert cost.sparse_attention(w).flops == 4 * int(selected.sum()) * 8 * 32
+    assert cost.msa_attention(w).flops == cost.select_blocks(w).flops + cost.sparse_attention(w).flops
+
+
+def test_costs_of_the_paper():
+    """At 1M tokens the useful work falls by the paper's factor of 28.4, and a little more: half of the own block is unseen."""
+    w = next(w for w in WORKLOADS if w.name == "gpu-prefill-1m")
+    assert cost.dense_attention(w).flops / cost.msa_attention(w).flops == pytest.approx(28.5, abs=0.1)
+
+
+def test_bytes_by_hand():
+    w = tiny(1, 96, batch=3)  # float32, 8 query heads, 2 KV heads, head dim 32, index dim 16, 3 of 6 blocks of 16
+    q, index, ids = 3 * 8 * 32 * 4, (3 * 2 + 3 * 96) * 16 * 4, 3 * 2 * 3 * 4
+    assert cost.dense_attention(w).bytes == 2 * q + 2 * 3 * 96 * 2 * 32 * 4
+    assert cost.sparse_attention(w).bytes == 2 * q + ids + 2 * 3 * 48 * 2 * 32 * 4
+    assert cost.block_scores(w).bytes == index + 3 * 2 * 6 * 4
+    assert cost.select_blocks(w).bytes == index + ids
+    assert cost.msa_attention(w).bytes == 2 * q + index + 2 * 3 * 48 * 2 * 32 * 4
+
+
+def test_limit_is_the_slower_of_work_and_bytes():
+    ceilings = cost.Ceilings(gemm=100.0, copy=10.0, read=20.0)
+    assert cost.limit_seconds(cost.Cost(1000, 20), ceilings) == (10.0, "flops")
+    assert cost.limit_seconds(cost.Cost(1000, 400), ceilings) == (20.0, "bytes")
+
+
+@pytest.mark.parametrize("kind", ["random", "clustered"])
+@pytest.mark.parametrize("w", [tiny(160, 512), tiny(1, 512, batch=3), tiny(100, 100 * 16, topk=16)], ids=str)
+def test_selections(w, kind):
+    x = Inputs(w, CPU)
+    ids = x.selection(kind)
+    assert ids.shape == (w.total_q, w.num_kv_heads, w.topk)
+    assert ids.dtype == torch.int32
+    position = torch.arange(w.context - w.q_len, w.context).repeat(w.batch)
+    own = (position // w.block_size)[:, None, None]
+    assert bool((ids <= own).all())
+    assert bool((ids == own).sum(-1).eq(1).all())
+    filled = ids.masked_fill(ids < 0, 1 << 20)
+    assert bool((filled.diff(dim=-1) > 0).logical_or(filled[..., 1:] == 1 << 20).all())  # ascending, distinct, -1 last
+    enough = (own >= w.topk - 1).expand(-1, w.num_kv_heads, 1)[..., 0]
+    assert bool((ids[enough] >= 0).all())
+
+
+def test_clustered_neighbours_share_blocks():
+    w = tiny(64, 64 * 64, topk=8)
+    x = Inputs(w, CPU)
+    assert x.selection("clustered")[:, 0].unique().numel() <= 8 + cost.SPARE + 5  # the span's blocks and the own ones
+    assert x.selection("random")[:, 0].unique().numel() > 40
+
+
+def test_pages_hold_the_keys():
+    x = Inputs(tiny(1, 96, batch=3), CPU)
+    pages = x.pages()
+    k, v, cu = pages.kv.gather()
+    assert torch.equal(k, x.k)
+    assert torch.equal(v, x.v)
+    assert torch.equal(pages.index.gather()[0], x.index_k)
+    assert cu.tolist() == [0, 96, 192, 288]
+
+
+@pytest.mark.parametrize("w", SHAPES, ids=str)
+def test_every_dense_form_computes_dense_attention(w):
+    x = Inputs(w, CPU)
+    expected = dense_attention(x.q, x.k, x.v, x.seqs, impl="reference")
+    for name, form in _forms(x).items():
+        try:
+            out = form(*_heads_first(x))()
+        except RuntimeError:
+            continue
+        if w.kind == "decode":
+            out = out.reshape(w.batch, w.num_q_heads, 1, w.head_dim)
+        torch.testing.assert_close(out.transpose(1, 2).flatten(0, 1), expected, msg=name, atol=1e-5, rtol=1e-4)
+    dense_peer(x, timing.wall_seconds)()
+    assert x.chosen_forms["sdpa"] in _forms(x)
+
+
+def one_of_each():
+    kinds = {(w.device, w.kind, w.rows): w for w in WORKLOADS}
+    return list(kinds.values())
+
+
+@pytest.mark.parametrize("w", one_of_each(), ids=lambda w: w.name)
+def test_every_row_runs_or_says_why_not(w):
+    small = shrunk(w)
+    lines = list(runner.run([(small, small.rows)], SETTINGS))
+    assert [line["row"] for line in lines] == list(small.rows)
+    for line in lines:
+        if line["row"].startswith(("vllm", "decode_plan")):
+            assert "needs a GPU" in line["error"] or "need a GPU" in line["error"]
+            continue
+        assert line["error"] is None, line["error"]
+        check_record(line)
+    json.dumps(lines)
+    text = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    text.print(report.summary(lines))
+    shown = text.export_text()
+    for column in ("time", "spread", "rate", "of limit", "vs sdpa", "memory", "limits in this run"):
+        assert column in shown
+
+
+def check_record(line):
+    assert 2 <= len(line["samples"]) <= 4
+    assert line["lower_quartile_s"] <= line["median_s"] <= line["upper_quartile_s"]
+    assert line["bound"] in ("flops", "bytes")
+    assert line["percent_of_limit"] == pytest.approx(100 * line["limit_s"] / line["median_s"])
+    assert set(line["times_faster_than"]) <= set(ROWS[line["row"]].peers)
+    assert {"gpu", "commit", "date", "device_name", "threads", "versions", "useful_flops", "useful_bytes"} - {"gpu"} <= set(
+        line
+    )
+    assert {"openmsa", "torch", "triton", "python"} <= set(line["versions"])
+    ours = not line["row"].startswith("sdpa")
+    assert (line["implementation"] is not None) == ours
+    assert (line["form"] is None) == ours
+    assert set(line["ceilings"]) == {"gemm", "copy", "read"}
+
+
+def test_ratios_are_quotients_of_medians():
+    small = tiny(32, 32)
+    ours, dense = runner.run([(small, ("msa_attention",))], SETTINGS)
+    assert dense["row"] == "sdpa"
+    assert ours["times_faster_than"] == {"sdpa": dense["median_s"] / ours["median_s"]}
+    assert ours["implementation"] == "select_blocks: reference, sparse_attention: reference"
+
+
+def test_a_row_that_fails_loses_no_other(monkeypatch):
+    def broken(_):
+        raise NotImplementedError("no kernel for this")
+
+    monkeypatch.setitem(ROWS, "msa_attention", dataclasses.replace(ROWS["msa_attention"], build=broken))
+    ours, dense = runner.run([(tiny(32, 32), ("msa_attention",))], SETTINGS)
+    assert ours["error"] == "NotImplementedError: no kernel for this"
+    assert "median_s" not in ours
+    assert dense["error"] is None
+
+
+def test_records_travel(tmp_path):
+    path = tmp_path / "folder" / "record.jsonl"
+    settings = dataclasses.replace(SETTINGS, commit="abc")
+    lines = [r for n in (32, 64) for r in runner.run([(tiny(n, n), ("msa_attention",))], settings)]
+    for line in lines:
+        record.append([line], path)
+    assert record.load(path) == json.loads(json.dumps(lines))
+    assert {line["commit"] for line in record.load(path)} == {"abc"}
+    assert [c for c, _ in plot.series(lines)["whole prefill, msa_attention"]] == [32, 64]
+    pytest.importorskip("matplotlib")
+    plot.plot(lines, tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="records must hold a row of msa_attention"):
+        plot.plot([], tmp_path / "nothing.png")
+
+
+def test_sampling_policy():
+    ticks = iter([0.5, 0.4, 0.3, 0.2])
+    assert timing.sample(lambda: None, lambda run: next(ticks), most=3, budget=10.0) == [0.5, 0.4, 0.3]
+    assert timing.sample(lambda: None, lambda run: 3.0, most=9, budget=2.0) == [3.0]
+    assert timing.sample(lambda: None, lambda run: 1.0, most=9, budget=2.0, first=5.0) == [5.0]
+    assert timing.quartiles([2.0]) == (2.0, 2.0, 2.0)
+    assert timing.quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == (2.0, 3.0, 4.0)
+
+
+def test_peak_memory_of_a_known_allocation():
+    size = 64 << 20
+
+    def run():
+        first = torch.ones(size, dtype=torch.uint8)
+        return first + 1
+
+    peak, seconds = timing.peak_extra_memory(run, CPU)
+    assert seconds > 0
+    if peak is not None:
+        assert 2 * size * 0.9 < peak < 2 * size * 1.5
+
+
+@pytest.mark.parametrize("entry", [["-m", "benchmarks"], ["-c", "from openmsa.cli import app; app()", "bench"]], ids=str)
+def test_both_entries_list_the_workloads(entry):
+    done = subprocess.run([sys.executable, *entry, "--list", "--json"], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert [json.loads(line)["name"] for line in done.stdout.splitlines()] == [w.name for w in WORKLOADS]
