@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: MIT
+"""Sparse attention for a few new tokens a sequence: split over the selected blocks, merged by the last program to arrive.
+
+One program = one query token x one KV head (its group of query heads are the rows of the tile, padded to 16) x a share of the
+token's selected blocks. The selected blocks are walked as one list of topk * block_size keys, cut into tiles: where tiles lie
+inside one block and one page, the ids of all tiles of a program are looked up at once and a tile is a contiguous run of rows;
+otherwise every key looks up its own block and page. Each program leaves a normalised partial (float32) and its lse; the last
+one of a token and head, found by a counter that it resets, merges them: one launch, no order to wait for.
+Bytes bound it: 2 * topk * block_size * head_dim elements a token and KV head. bfloat16 and float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from openmsa.kv_cache import PagedKV
+from openmsa.runtime import devices
+from openmsa.runtime.devices import COMPILE_TARGETS, Device
+from openmsa.runtime.variants import Variant
+from openmsa.types import Layout
+
+MAX_SPLITS = 32
+
+
+@dataclass(frozen=True)
+class Config:
+    """rows: query heads a program, padded; keys: keys a tile; tiles: tiles a program; lookup: whether every key looks up its
+    own block and page."""
+
+    rows: int
+    keys: int
+    tiles: int
+    splits: int
+    lookup: bool
+    num_warps: int
+    num_stages: int
+
+
+def row_tiles(group: int, head_dim: int) -> tuple[int, int]:
+    """Rows a program and programs a group: heads of one group, padded to what a matrix instruction takes."""
+    rows = min(max(16, triton.next_power_of_2(group)), 64 if head_dim <= 128 else 32)
+    return rows, triton.cdiv(group, rows)
+
+
+def configure(
+    tokens: int, num_kv_heads: int, group: int, head_dim: int, topk: int, block_size: int, page_size: int, device: Device
+) -> Config:
+    """The tiles and the split; page_size 0: flat keys. A pure function."""
+    rows, parts = row_tiles(group, head_dim)
+    keys = 64 if head_dim <= 128 else 32
+    run = block_size if page_size == 0 else _common_divisor(block_size, page_size)
+    lookup = run % keys != 0
+    units = triton.cdiv(topk * block_size, keys)
+    programs, tiles = max(tokens * num_kv_heads * parts, 1), triton.next_power_of_2(units)
+    while (
+        tiles > 1
+        and (programs * triton.cdiv(units, tiles) < 2 * device.num_sms)
+        and triton.cdiv(units, tiles // 2) <= MAX_SPLITS
+    ):
+        tiles //= 2
+    return Config(rows, keys, tiles, triton.cdiv(units, tiles), lookup, 4, 3)
+
+
+def _common_divisor(a: int, b: int) -> int:
+    while b:
+        a, b = b, a % b
+    return a
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Partial results of one launch at a time. `arrived` is zero before and after each."""
+
+    part: Tensor  # float32 [programs, splits, rows, head_dim]
+    part_lse: Tensor  # float32 [programs, splits, rows], base 2
+    arrived: Tensor  # int32 [programs]
+
+    @classmethod
+    def allocate(cls, programs: int, splits: int, rows: int, head_dim: int, device: torch.device) -> Workspace:
+        """`programs` counts tokens x KV heads x row tiles."""
+        part = torch.empty(programs * splits * rows * head_dim, dtype=torch.float32, device=device)
+        part_lse = torch.empty(programs * splits * rows, dtype=torch.float32, device=device)
+        return cls(part, part_lse, torch.zeros(programs, dtype=torch.int32, device=device))
+
+
+@triton.jit
+def _merge(part, part_lse, i_p, o_r, o_d, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr):
+    """Sum of the weighted partials [BM, BD], the greatest lse and the sum of weights [BM]."""
+    b_m = tl.full([BM], -float("inf"), tl.float32)
+    for s in tl.static_range(SPLITS):
+        b_m = tl.maximum(b_m, tl.load(part_lse + (i_p * SPLITS + s) * BM + o_r, cache_modifier=".cg"))
+    b_safe = tl.where(b_m == -float("inf"), 0.0, b_m)
+    b_z = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, BD], tl.float32)
+    for s in tl.static_range(SPLITS):
+        o_s = (i_p * SPLITS + s) * BM + o_r
+        b_w = tl.exp2(tl.load(part_lse + o_s, cache_modifier=".cg") - b_safe)
+        b_z += b_w
+        b_part = tl.load(
+            part + o_s[:, None].to(tl.int64) * D + o_d[None, :], mask=o_d[None, :] < D, other=0.0, cache_modifier=".cg"
+        )
+        b_acc += b_w[:, None] * b_part.to(tl.float32)
+    return b_acc, b_m, b_z
+
+
+@triton.jit
+def _store(out, lse, b_acc, b_m, b_z, o_r, o_d, m_r, stride_oh, stride_od, stride_lh, D: tl.constexpr):
+    """out = acc / z and the natural-log lse; 0 and -inf where nothing was read."""
+    b_out = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
+    p_out = out + o_r[:, None] * stride_oh + o_d[None, :] * stride_od
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_r[:, None] & (o_d[None, :] < D))
+    if lse is not None:
+        tl.store(lse + o_r * stride_lh, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=m_r)
+
+
+@triton.jit(do_not_specialize=["queries", "num_pages"])
+def sparse_decode_kernel(
+    q,
+    k,
+    v,
+    blocks,
+    page_table,
+    cu_q,
+    cu_k,
+    q_offset,
+    seq_lens,
+    out,
+    lse,
+    part,
+    part_lse,
+    arrived,
+    scale,
+    queries,
+    num_pages,
+    stride_qt,
+    stride_qh,
+    stride_qd,
+    stride_kp,
+    stride_kh,
+    stride_kn,
+    stride_kd,
+    stride_vp,
+    stride_vh,
+    stride_vn,
+    stride_vd,
+    stride_bt,
+    stride_bh,
+    stride_bs,
+    stride_tb,
+    stride_tp,
+    stride_ot,
+    stride_oh,
+    stride_od,
+    stride_lt,
+    stride_lh,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LOOKUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (sequences * queries, KV heads * row tiles, SPLITS). Lengths: `seq_lens` with `queries` tokens a sequence, the last
+    of its keys; or, where it is None, cu_q, cu_k and q_offset with at most `queries` tokens a sequence. PAGE 0: flat keys."""
+    i_b, i_q = tl.program_id(0) // queries, tl.program_id(0) % queries
+    ROW_TILES: tl.constexpr = (G + BM - 1) // BM
+    i_h, i_s = tl.program_id(1) // ROW_TILES, tl.program_id(2)
+    o_r = (tl.program_id(1) % ROW_TILES) * BM + tl.arange(0, BM)  # head in the group
+    m_r = o_r < G
+    o_d = tl.arange(0, BD)
+    o_n = tl.arange(0, BN)
+    if PDL:
+        gdc_wait()
+
+    i_k0 = 0
+    if seq_lens is not None:
+        i_t = tl.program_id(0)
+        n_k = tl.load(seq_lens + i_b)
+        last = n_k - queries + i_q
+    else:
+        i_t = tl.load(cu_q + i_b) + i_q
+        if i_t >= tl.load(cu_q + i_b + 1):
+            return
+        i_k0 = tl.load(cu_k + i_b)
+        n_k = tl.load(cu_k + i_b + 1) - i_k0
+        last = tl.load(q_offset + i_b) + i_q
+    n_k = tl.minimum(n_k, last + 1)  # keys that the query sees; below 1: none
+    n_blocks = (n_k + BLOCK - 1) // BLOCK
+
+    p_q = q + i_t.to(tl.int64) * stride_qt + (i_h * G + o_r[:, None]) * stride_qh + o_d[None, :] * stride_qd
+    b_q = tl.load(p_q, mask=m_r[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, BD]
+    p_ids = blocks + i_t.to(tl.int64) * stride_bt + i_h * stride_bh
+    p_table = page_table
+    if PAGE:
+        p_table = page_table + i_b.to(tl.int64) * stride_tb
+    k += i_h.to(tl.int64) * stride_kh
+    v += i_h.to(tl.int64) * stride_vh
+
+    o_u = tl.arange(0, TILES)
+    if not LOOKUP:  # first key and first row of every tile of this program
+        PER: tl.constexpr = BLOCK // BN
+        b_u = i_s * TILES + o_u
+        b_id = tl.load(p_ids + (b_u // PER) * stride_bs, mask=b_u < TOPK * PER, other=-1)
+        m_u = (b_id >= 0) & (b_id < n_blocks)
+        b_first = tl.where(m_u, b_id, 0) * BLOCK + (b_u % PER) * BN
+        if PAGE:
+            b_page = tl.load(p_table + (b_first // PAGE) * stride_tp, mask=m_u & (b_first < n_k), other=-1)
+            m_u = (b_page >= 0) & (b_page < num_pages)
+        b_first = tl.where(m_u, b_first, n_k)  # a tile to skip starts past the visible keys
+
+    b_m = tl.full([BM], -float("inf"), tl.float32)
+    b_z = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, BD], tl.float32)
+    for u in tl.range(0, TILES, num_stages=STAGES):
+        if LOOKUP:
+            o_c = (i_s * TILES + u) * BN + o_n  # place in the list of selected keys
+            b_key_id = tl.load(p_ids + (o_c // BLOCK) * stride_bs, mask=o_c < TOPK * BLOCK, other=-1)
+            m_n = (b_key_id >= 0) & (b_key_id < n_blocks)
+            o_key = tl.where(m_n, b_key_id, 0) * BLOCK + o_c % BLOCK
+            m_n &= o_key < n_k
+            if PAGE:
+                b_key_page = tl.load(p_table + (o_key // PAGE) * stride_tp, mask=m_n, other=-1)
+                m_n &= (b_key_page >= 0) & (b_key_page < num_pages)
+                b_key_page = tl.where(m_n, b_key_page, 0).to(tl.int64)
+                o_k = b_key_page * stride_kp + (o_key % PAGE) * stride_kn
+                o_v = b_key_page * stride_vp + (o_key % PAGE) * stride_vn
+            else:
+                o_k = (i_k0 + o_key).to(tl.int64) * stride_kn
+                o_v = (i_k0 + o_key).to(tl.int64) * stride_vn
+        else:
+            i_first = tl.sum(tl.where(o_u == u, b_first, 0), 0)
+            m_n = i_first + o_n < n_k
+            if PAGE:
+                i_page = tl.sum(tl.where(o_u == u, b_page, 0), 0).to(tl.int64)
+                i_row = i_first % PAGE
+                o_k = i_page * stride_kp + i_row.to(tl.int64) * stride_kn + o_n * stride_kn
+                o_v = i_page * stride_vp + i_row.to(tl.int64) * stride_vn + o_n * stride_vn
+            else:
+                i_row = (i_k0 + i_first).to(tl.int64)
+                o_k = i_row * stride_kn + o_n * stride_kn
+                o_v = i_row * stride_vn + o_n * stride_vn
+        m_nd = m_n[:, None] & (o_d[None, :] < D)
+        b_k = tl.load(k + o_k[:, None] + o_d[None, :] * stride_kd, mask=m_nd, other=0.0)  # [BN, BD]
+        b_v = tl.load(v + o_v[:, None] + o_d[None, :] * stride_vd, mask=m_nd, other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k)) * (scale * 1.4426950408889634)  # [BM, BN], base 2
+        b_s = tl.where(m_n[None, :], b_s, -float("inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+        b_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
+        b_p = tl.exp2(b_s - b_safe[:, None])
+        b_old = tl.exp2(b_m - b_safe)
+        b_z = b_z * b_old + tl.sum(b_p, 1)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_old[:, None])
+        b_m = b_m_new
+
+    out += i_t.to(tl.int64) * stride_ot + i_h * G * stride_oh
+    if lse is not None:
+        lse += i_t.to(tl.int64) * stride_lt + i_h * G * stride_lh
+    if SPLITS == 1:
+        _store(out, lse, b_acc, b_m, b_z, o_r, o_d, m_r, stride_oh, stride_od, stride_lh, D)
+    else:
+        i_p = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        o_s = (i_p * SPLITS + i_s) * BM + tl.arange(0, BM)
+        b_part = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
+        tl.store(part + o_s[:, None].to(tl.int64) * D + o_d[None, :], b_part.to(part.dtype.element_ty), mask=o_d[None, :] < D)
+        tl.store(part_lse + o_s, b_m + tl.log2(b_z))
+        tl.debug_barrier()  # every thread's partial is written before one thread publishes it
+        if tl.atomic_add(arrived + i_p, 1, sem="acq_rel") == SPLITS - 1:
+            b_acc, b_m, b_z = _merge(part, part_lse, i_p, tl.arange(0, BM), o_d, D, BM, BD, SPLITS)
+            _store(out, lse, b_acc, b_m, b_z, o_r, o_d, m_r, stride_oh, stride_od, stride_lh, D)
+            tl.store(arrived + i_p, 0)
+
+
+def launch(
+    config: Config,
+    workspace: Workspace | None,
+    q: Tensor,
+    k: Tensor | PagedKV,
+    v: Tensor | None,
+    blocks: Tensor,
+    lengths: Layout | Tensor,
+    queries: int,
+    block_size: int,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+    pdl: bool = False,
+) -> None:
+    """One launch. lengths: a `Layout`, or seq_lens int32 [batch] with exactly `queries` new tokens a sequence.
+    workspace: needed where config.splits > 1. pdl: start before the kernel in front has ended and wait for it inside."""
+    paged = isinstance(k, PagedKV)
+    table = k.page_table if paged else None
+    pools = (k.k, k.v) if paged else (_as_page(k), _as_page(v))
+    layout = lengths if isinstance(lengths, Layout) else None
+    seq_lens = None if layout else lengths
+    batch = layout.batch if layout else lengths.numel()
+    num_kv_heads, group = pools[0].shape[1], q.shape[1] // pools[0].shape[1]
+    head_dim = q.shape[2]
+    rows, parts = row_tiles(group, head_dim)
+    split = config.splits > 1
+    sparse_decode_kernel[(batch * queries, num_kv_heads * parts, config.splits)](
+        q,
+        *pools,
+        blocks,
+        table,
+        *((layout.cu_seqlens_q, layout.cu_seqlens_k, layout.q_offset) if layout else (None, None, None)),
+        seq_lens,
+        out,
+        lse,
+        *((workspace.part, workspace.part_lse, workspace.arrived) if split else (None, None, None)),
+        softmax_scale,
+        queries,
+        pools[0].shape[0],
+        *q.stride(),
+        *pools[0].stride(),
+        *pools[1].stride(),
+        blocks.stride(0),
+        blocks.stride(1) if blocks.shape[1] > 1 else 0,
+        blocks.stride(2),
+        *(table.stride() if paged else (0, 0)),
+        *out.stride(),
+        *(lse.stride() if lse is not None else (0, 0)),
+        G=group,
+        D=head_dim,
+        TOPK=blocks.shape[2],
+        BLOCK=block_size,
+        PAGE=k.page_size if paged else 0,
+        BM=rows,
+        BN=config.keys,
+        BD=triton.next_power_of_2(head_dim),
+        TILES=config.tiles,
+        SPLITS=config.splits,
+        LOOKUP=config.lookup,
+        STAGES=config.num_stages,
+        PDL=pdl,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+
+
+def _as_page(rows: Tensor) -> Tensor:
+    """Packed keys [total_k, heads, dim] as one page [1, heads, total_k, dim]."""
+    return rows.transpose(0, 1)[None]
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor | PagedKV,
+    v: Tensor | None,
+    blocks: Tensor,
+    seqs: Layout,
+    block_size: int,
+    softmax_scale: float,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `openmsa.sparse_attention.sparse_attention`."""
+    total_q, num_q_heads, head_dim = q.shape
+    num_kv_heads = k.num_heads if isinstance(k, PagedKV) else k.shape[1]
+    out = torch.empty((total_q, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((total_q, num_q_heads), dtype=torch.float32, device=q.device) if return_lse else None
+    tokens, group = seqs.batch * seqs.max_seqlen_q, num_q_heads // num_kv_heads
+    if total_q and num_q_heads and tokens:
+        page_size = k.page_size if isinstance(k, PagedKV) else 0
+        config = configure(
+            tokens, num_kv_heads, group, head_dim, blocks.shape[2], block_size, page_size, devices.facts(q.device)
+        )
+        rows, parts = row_tiles(group, head_dim)
+        workspace = Workspace.allocate(tokens * num_kv_heads * parts, config.splits, rows, head_dim, q.device)
+        launch(config, workspace, q, k, v, blocks, seqs, seqs.max_seqlen_q, block_size, softmax_scale, out, lse)
+    return out if lse is None else (out, lse)
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """M3 heads at batch 1 and 32, pages, other dims, small pages, one head a group, many."""
+    cases = (  # name, dtype, tokens, group, head_dim, block_size, page_size
+        ("B1 pages", "bf16", 1, 16, 128, 128, 128),
+        ("B32 pages", "bf16", 32, 16, 128, 128, 128),
+        ("B32 flat", "fp16", 32, 16, 128, 128, 0),
+        ("B128 pages", "bf16", 128, 16, 128, 128, 128),
+        ("pages of 16", "bf16", 32, 16, 128, 128, 16),
+        ("d64 b32", "bf16", 8, 3, 64, 32, 64),
+        ("d96 g1", "fp16", 8, 1, 96, 128, 128),
+        ("d192 g8", "bf16", 8, 8, 192, 64, 64),
+        ("d256 g64", "bf16", 32, 64, 256, 256, 256),
+    )
+    for name, dtype, tokens, group, head_dim, block_size, page_size in cases:
+        config = configure(tokens, 4, group, head_dim, 16, block_size, page_size, COMPILE_TARGETS[arch])
+        yield variant(name, config, dtype, group, head_dim, 16, block_size, page_size, pdl=arch >= 90)
+
+
+def variant(
+    name: str, config: Config, dtype: str, group: int, head_dim: int, topk: int, block_size: int, page_size: int, pdl: bool
+) -> Variant:
+    """As a plan launches it: lengths from seq_lens; flat keys from packed starts."""
+    strides = [f"stride_{x}" for x in ["qt", "qh", "kp", "kh", "kn", "vp", "vh", "vn", "bt", "bh", "tb", "ot", "oh"]]
+    arguments = {name: f"*{dtype}" for name in ("q", "k", "v", "out")} | {"blocks": "*i32", "lse": "*fp32"}
+    arguments |= dict.fromkeys(strides, "i32:16") | {"scale": "fp32", "queries": "i32", "num_pages": "i32", "stride_lt": "i32"}
+    constants = dict.fromkeys(("stride_qd", "stride_kd", "stride_vd", "stride_bs", "stride_od", "stride_lh", "stride_tp"), 1)
+    used, unused = (
+        (["page_table", "seq_lens"], ["cu_q", "cu_k", "q_offset"])
+        if page_size
+        else (["cu_q", "cu_k", "q_offset"], ["page_table", "seq_lens"])
+    )
+    arguments |= dict.fromkeys(used, "*i32")
+    constants |= dict.fromkeys(unused)
+    partials = {"part": "*fp32", "part_lse": "*fp32", "arrived": "*i32"}
+    if config.splits > 1:
+        arguments |= partials
+    else:
+        constants |= dict.fromkeys(partials)
+    constants |= {"G": group, "D": head_dim, "TOPK": topk, "BLOCK": block_size, "PAGE": page_size, "BM": config.rows}
+    constants |= {"BN": config.keys, "BD": triton.next_power_of_2(head_dim), "TILES": config.tiles, "SPLITS": config.splits}
+    constants |= {"LOOKUP": config.lookup, "STAGES": config.num_stages, "PDL": pdl}
+    return Variant(f"{name} {dtype}", sparse_decode_kernel, arguments, constants, config.num_warps, config.num_stages, dot=True)
