@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -56,6 +57,7 @@ class Layout:
 
     @property
     def batch(self) -> int:
+        """Sequences."""
         return self.q_offset.numel()
 
     def num_blocks(self, block_size: int) -> int:
@@ -182,7 +184,7 @@ def _check_starts(name: str, starts: Tensor, total: int | None, what: str) -> No
     values = starts.tolist()
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {values[0]}")
-    for b, (start, stop) in enumerate(zip(values, values[1:], strict=False)):
+    for b, (start, stop) in enumerate(pairwise(values)):
         if stop < start:
             raise ValueError(f"{name} must not decrease, got {start} then {stop} at index {b + 1}")
     if total is not None and values[-1] != total:

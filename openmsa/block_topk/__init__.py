@@ -87,9 +87,7 @@ def _check_counts(topk: int, block_size: int, init_blocks: int, local_blocks: in
     checks.integer("init_blocks", init_blocks, 0)
     checks.integer("local_blocks", local_blocks, 0)
     if init_blocks + local_blocks > topk:
-        raise ValueError(
-            f"init_blocks + local_blocks must be at most topk ({topk}), got {init_blocks} + {local_blocks}: forced blocks are inside the k"
-        )
+        raise ValueError(f"init_blocks + local_blocks must be at most topk ({topk}), got {init_blocks} + {local_blocks}")
 
 
 def _check(

@@ -22,7 +22,7 @@ class _Paged:
     seq_lens: Tensor  # int32 [batch]
 
     def pools(self) -> dict[str, Tensor]:
-        """Each pool ``[num_pages, heads, page_size, dim]`` by its argument name."""
+        """Each pool by its argument name."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:

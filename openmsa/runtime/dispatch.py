@@ -31,6 +31,7 @@ class Implementation:
     reserve: Refusal = _never
 
     def load(self) -> Callable[..., Any]:
+        """The function itself."""
         module, _, function = self.path.partition(":")
         return getattr(importlib.import_module(module), function)
 
@@ -56,10 +57,11 @@ class Stage:
     arguments that every implementation and every ``refuse`` is called with.
     """
 
-    def __init__(self, name: str, check: Callable[..., dict[str, Any]], table: tuple[Implementation, ...]):
+    def __init__(self, name: str, check: Callable[..., dict[str, Any]], table: tuple[Implementation, ...]) -> None:
         self.name, self.check, self.table = name, check, table
 
     def explain(self, impl: str, arguments: Mapping[str, Any]) -> Explanation:
+        """What `run` would choose for these checked arguments, and why."""
         names = [row.name for row in self.table]
         if impl != "auto" and impl not in names:
             raise ValueError(f"impl must be 'auto' or one of {names} for {self.name}, got {impl!r}")
@@ -78,6 +80,7 @@ class Stage:
         return Explanation(self.name, chosen, reasons)
 
     def run(self, impl: str, arguments: Mapping[str, Any]) -> Any:
+        """Calls the first implementation that can serve; NotImplementedError lists every refusal when none can."""
         explanation = self.explain(impl, arguments)
         if explanation.chosen is None:
             raise NotImplementedError(f"impl={impl!r} cannot serve this call of {self.name}:\n{explanation}")

@@ -31,7 +31,7 @@ def unless_cuda_inference(*tensors: Any) -> str | None:
         if tensor.device.type != "cuda":
             return f"it needs CUDA tensors, got {tensor.device}"
         if torch.cuda.get_device_capability(tensor.device) < (8, 0):
-            return f"it needs compute capability 8.0 or newer, {tensor.device} has {torch.cuda.get_device_capability(tensor.device)}"
+            return f"it needs compute capability 8.0 or newer, which {tensor.device} has not"
         if tensor.dtype not in (torch.float16, torch.bfloat16):
             return f"it needs float16 or bfloat16, got {tensor.dtype}"
     if needs_grad(*tensors):

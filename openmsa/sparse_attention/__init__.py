@@ -6,12 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from torch import Tensor
 
+from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV
 from openmsa.runtime import checks, refusals
-from openmsa.inputs import check_qkv
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Sequences
 
