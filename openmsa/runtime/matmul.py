@@ -28,5 +28,7 @@ def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
     256): what callers rely on to make results independent of chunk sizes.
     """
     if a.dtype == torch.float32 and a.numel() and b.numel() and has_onednn_linear():
+        if not (b.is_contiguous() or b.t().is_contiguous()):
+            b = b.contiguous()  # on rows with gaps oneDNN falls to a loop that is hundreds of times slower
         return torch.ops.mkldnn._linear_pointwise(a.contiguous(), b, None, "none", [], "")
     return torch.mm(a, b.t())
