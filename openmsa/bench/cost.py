@@ -27,12 +27,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reached in the same run: FLOP/s of a matrix product in the workload's dtype, bytes/s of a copy (read and
-    written) and of a plain read."""
+    """What the device reached in the same run.
+
+    gemm:    FLOP/s of a matrix product in the workload's dtype. copy, read: bytes/s of a copy (read and written) and of a read.
+    launch:  seconds of the smallest call (on a GPU out of a CUDA graph). No part of a limit: it says how much of a short row's
+             time is none of its own.
+    """
 
     gemm: float
     copy: float
     read: float
+    launch: float
 
     @property
     def bandwidth(self) -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from rich.box import SIMPLE_HEAD
+from rich.box import MARKDOWN, SIMPLE_HEAD, Box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -28,20 +28,21 @@ def workload_table(device: str | None = None) -> Table:
     return table
 
 
-def summary(records: Iterable[Record]) -> RenderableType:
+def summary(records: Iterable[Record], markdown: bool = False) -> RenderableType:
     """One table a workload, in the order of the records."""
-    return Group(*(_table(list(group)) for _, group in groupby(records, key=lambda r: r["workload"])))
+    groups = groupby(records, key=lambda r: (r["workload"], r["date"]))
+    return Group(*(_table(list(group), MARKDOWN if markdown else SIMPLE_HEAD) for _, group in groups))
 
 
-def print_summary(records: Iterable[Record]) -> None:
+def print_summary(records: Iterable[Record], markdown: bool = False) -> None:
     """`summary` on the terminal, or as wide as it needs to be where there is none."""
     console = Console()
-    if not console.is_terminal:
+    if markdown or not console.is_terminal:
         console = Console(width=FILE_WIDTH)
-    console.print(summary(records))
+    console.print(summary(records, markdown))
 
 
-def _table(records: list[Record]) -> RenderableType:
+def _table(records: list[Record], box: Box) -> RenderableType:
     first = records[0]
     shape, ceilings = first["shape"], first["ceilings"]
     title = (
@@ -50,7 +51,7 @@ def _table(records: list[Record]) -> RenderableType:
         f"{first['threads']} threads"
     )
     peers = list(dict.fromkeys(p.split("_")[0] for r in records for p in r.get("times_faster_than", {})))
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box)
     table.add_column("row", overflow="fold")
     for column in ("time", "spread", "rate", "of limit", *(f"vs {peer}" for peer in peers), "memory"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -66,7 +67,7 @@ def _table(records: list[Record]) -> RenderableType:
             notes.append(f"{name}: {r['form']}")
     notes.append(
         f"limits in this run: matrix product {_rate(ceilings['gemm'], 'FLOP/s')}, copy {_rate(ceilings['copy'], 'B/s')}, "
-        f"read {_rate(ceilings['read'], 'B/s')}"
+        f"read {_rate(ceilings['read'], 'B/s')}, smallest call {_time(ceilings['launch'])}"
     )
     return Group(table, *(Text(note, style="dim") for note in dict.fromkeys(notes)), Text())
 

@@ -97,11 +97,14 @@ def plot(
 
 
 @app.command()
-def show(records: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="JSONL files.")]) -> None:
+def show(
+    records: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="JSONL files.")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables as Markdown.")] = False,
+) -> None:
     """Print the tables of records."""
     from openmsa.bench import record, report
 
-    report.print_summary([line for path in records for line in record.load(path)])
+    report.print_summary([line for path in records for line in record.load(path)], markdown)
 
 
 def _list(device: str | None, as_json: bool) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from openmsa import dense_attention
 from openmsa.bench import cost, plot, record, report, runner, workloads
+from openmsa.bench.ceilings import best_of
 from openmsa.bench.dense_peer import _forms, _heads_first, dense_peer
 from openmsa.bench.inputs import Inputs
 from openmsa.bench.rows import ROWS, with_peers
@@ -105,9 +106,11 @@ def test_bytes_by_hand():
 
 
 def test_limit_is_the_slower_of_work_and_bytes():
-    ceilings = cost.Ceilings(gemm=100.0, copy=10.0, read=20.0)
+    ceilings = cost.Ceilings(gemm=100.0, copy=10.0, read=20.0, launch=1e-6)
     assert cost.limit_seconds(cost.Cost(1000, 20), ceilings) == (10.0, "flops")
     assert cost.limit_seconds(cost.Cost(1000, 400), ceilings) == (20.0, "bytes")
+    quieter = best_of(ceilings, cost.Ceilings(gemm=90.0, copy=30.0, read=20.0, launch=1e-7))
+    assert quieter == cost.Ceilings(gemm=100.0, copy=30.0, read=20.0, launch=1e-7)
 
 
 @pytest.mark.parametrize("kind", ["random", "clustered"])
@@ -197,7 +200,7 @@ def check_record(line):
     ours = not line["row"].startswith("sdpa")
     assert (line["implementation"] is not None) == ours
     assert (line["form"] is None) == ours
-    assert set(line["ceilings"]) == {"gemm", "copy", "read"}
+    assert set(line["ceilings"]) == {"gemm", "copy", "read", "launch"}
 
 
 def test_ratios_are_quotients_of_medians():

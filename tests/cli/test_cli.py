@@ -99,6 +99,7 @@ def test_bench_records_and_prints(tiny, tmp_path):
     assert [line["row"] for line in lines] == ["msa_attention", "sdpa"]
     assert {line["commit"] for line in lines} == {"abc"}
     assert "msa_attention" in invoke("bench", "show", str(path)).stdout
+    assert "| msa_attention " in invoke("bench", "show", "--markdown", str(path)).stdout
 
 
 def test_bench_as_json(tiny):
