@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from openmsa.demo.run import Result
 
 OUTPUT = Path("demo_output")
-CAPTION = """Cross-entropy in nats a token. Attention seconds over all layers of one forward; dense is PyTorch's SDPA, as the
-model uses it by default. Sliding window: the first block and the last ones. Random: the query's own block
-and random ones.""".replace("\n", " ")
+CAPTION = (
+    "Cross-entropy in nats a token. Attention seconds over all layers of one forward; dense is PyTorch's SDPA, as the model uses "
+    "it by default. Sliding window: the first block and the last ones. Random: the query's own block and random ones."
+)
 
 
 def demo(

@@ -76,7 +76,7 @@ def test_table_for_a_file_of_ones_own(tiny, tmp_path):
         "MSA, 25 %",
         "sliding window, 12 %",
         "random blocks",
-        "cross-entropy",
+        "Cross-entropy",
         "Prefill and decode agree",
         "blocks_read.png",
     ):
