@@ -46,19 +46,38 @@ class Subject:
 
 
 def subjects(function, every_dtype=False):
-    """Parameters for each implementation of a public function; one dtype a device unless `every_dtype`."""
+    """A test for each implementation of a public function; in one dtype a device unless `every_dtype`."""
+    return pytest.mark.parametrize("subject", [param(s) for s in all_subjects(function, every_dtype)])
+
+
+def combinations(function):
+    """A test for each implementation, dtype and shape; the storage changes from one to the next, so that every pair of shape,
+    dtype and storage occurs."""
+    dtypes = DTYPES["cpu"]
+    return pytest.mark.parametrize(
+        ("subject", "shape", "storage"),
+        [
+            param(subject, shape, STORAGES[(n + dtypes.index(str(subject.dtype)[6:])) % len(STORAGES)])
+            for subject in all_subjects(function, every_dtype=True)
+            for n, shape in enumerate(SHAPES)
+        ],
+    )
+
+
+def param(subject, *others):
+    marks = [pytest.mark.gpu] if subject.device == "cuda" else []
+    return pytest.param(subject, *others, id="-".join(map(str, (subject, *others))), marks=marks)
+
+
+def all_subjects(function, every_dtype):
     stages = [STAGES[f] for f in ((select_blocks, sparse_attention) if function is msa_attention else (function,))]
     names = [row.name for row in stages[-1].table if all(row.name in [r.name for r in stage.table] for stage in stages)]
     pairs = [(impl, "cpu") for impl in ON_CPU]
     if CUDA:
         pairs += [(impl, "cuda") for impl in ("auto", *names) if impl != "cpu"]
-    params = []
     for impl, device in pairs:
-        own = DTYPES[device] if every_dtype else ("float32",) if device == "cpu" else ("bfloat16",)
-        for dtype in own:
-            subject = Subject(impl, device, getattr(torch, dtype))
-            params.append(pytest.param(subject, id=str(subject), marks=[pytest.mark.gpu] if device == "cuda" else []))
-    return pytest.mark.parametrize("subject", params)
+        for dtype in DTYPES[device] if every_dtype else ("float32",) if device == "cpu" else ("bfloat16",):
+            yield Subject(impl, device, getattr(torch, dtype))
 
 
 @dataclass(frozen=True)
@@ -77,18 +96,13 @@ class Shape:
         shared = "shared" if self.shared_selection else "own"
         return f"d{self.head_dim}-g{self.group}x{self.kv_heads}-b{self.block_size}-k{self.topk}-{shared}-p{self.page_size}"
 
-    @property
-    def lengths(self):
-        """Queries and keys of each sequence: nothing, one, a block and its neighbours, more blocks than topk."""
-        b = self.block_size
-        return (2, 1, 3, 0, 5, 4, 17), (0, 1, b - 1, b, b + 1, (self.topk + 3) * b + 3, 17)
-
-    def problem(self, dtype, **options):
-        q_lens, k_lens = self.lengths
+    def problem(self, dtype, blocks=None, **options):
+        """Queries and keys of each sequence: nothing, one, a block and its neighbours, and one of more blocks than topk (or of
+        `blocks`)."""
+        b, many = self.block_size, blocks or self.topk + 2
+        q_lens, k_lens = (2, 1, 3, 0, 5, 4, 17), (0, 1, b - 1, b, b + 1, many * b + 3, 17)
         options = {"index_heads": 1 if self.shared_selection else self.kv_heads, "shared_prefix": self.block_size} | options
-        return problem(
-            q_lens, k_lens, kv_heads=self.kv_heads, group=self.group, head_dim=self.head_dim, dtype=dtype, **options
-        )
+        return problem(q_lens, k_lens, kv_heads=self.kv_heads, group=self.group, head_dim=self.head_dim, dtype=dtype, **options)
 
 
 SHAPES = [
@@ -109,7 +123,6 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 STORAGES = ("flat", "strided", "paged", "interleaved pages")
-storages = pytest.mark.parametrize("storage", STORAGES)
 
 
 def stored(p, storage, page_size=16, seed=0):

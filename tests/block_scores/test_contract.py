@@ -11,7 +11,7 @@ from openmsa import Sequences, block_scores
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem
 from tests import oracle
-from tests.contract import one_sequence, shapes, storages, stored, subjects
+from tests.contract import combinations, one_sequence, shapes, stored, subjects
 
 INF, NAN = math.inf, math.nan
 
@@ -24,9 +24,7 @@ def case(shape, dtype, integer_index=False):
     return p, oracle.block_scores(p, shape.block_size), oracle.block_scores(p, shape.block_size, wide)
 
 
-@subjects(block_scores, every_dtype=True)
-@shapes
-@storages
+@combinations(block_scores)
 def test_against_the_truth(subject, shape, storage):
     p, truth, honest = case(shape, subject.dtype)
     p = p.to(subject.device)
@@ -103,7 +101,9 @@ def test_special_values(subject):
     k = torch.zeros(64, 1, 16, dtype=subject.dtype, device=subject.device)
     k[:, 0, 0] = 2.0
     k[3, 0, 0], k[20, 0, 0], k[21, 0, 0], k[32:48, 0, 0] = INF, NAN, 5.0, -INF
-    scores = subject.run(block_scores, q, k, one_sequence(4, 64, subject.device, q_offset=q.new_full((1,), 63).int()), block_size=16)
+    scores = subject.run(
+        block_scores, q, k, one_sequence(4, 64, subject.device, q_offset=q.new_full((1,), 63).int()), block_size=16
+    )
     expected = torch.tensor(
         [[INF, 5.0, -INF, 2.0], [-2.0, -2.0, INF, -2.0], [0.0, 0.0, -INF, 0.0], [-INF, -INF, -INF, -INF]], dtype=torch.float32
     )
