@@ -115,9 +115,8 @@ class _Paged:
         lens = self.seq_lens if lens is None else lens
         self._check_pages(lens)
         cu = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-        total = int(cu[-1])
-        sequence = torch.repeat_interleave(torch.arange(lens.numel(), device=lens.device), lens, output_size=total)
-        position = torch.arange(total, device=lens.device) - cu[sequence]
+        sequence = torch.repeat_interleave(torch.arange(lens.numel(), device=lens.device), lens, output_size=int(cu[-1]))
+        position = torch.arange(sequence.numel(), device=lens.device) - cu[sequence]
         slot = self.slots(sequence, position)
         rows = [p[slot // self.page_size, :, slot % self.page_size] for p in self.pools().values()]  # [total, heads, dim]
         return [plain.dequantize(r) for r in rows], cu
