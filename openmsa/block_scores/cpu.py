@@ -12,6 +12,7 @@ from openmsa.runtime.matmul import matmul_nt
 from openmsa.types import Layout
 
 TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
+FEW_ROWS_KEYS = 131072  # few rows: the same 2 MB for 4 rows
 MIN_ROWS = 16  # below about 12 rows a product takes another kernel, which rounds differently (see `matmul_nt`)
 
 
@@ -32,7 +33,7 @@ def _score(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, bloc
     scores = torch.full((heads, total_q, seqs.num_blocks(block_size)), -torch.inf, dtype=dtype)
     few = seqs.longest_q * group < MIN_ROWS  # decode: a property of the whole call, so that chunks change nothing
     tile_tokens = max(1, TILE_ROWS // group)
-    tile_keys = max(1, (16 if few else 1) * TILE_KEYS // block_size) * block_size
+    tile_keys = (FEW_ROWS_KEYS if few else TILE_KEYS) // block_size * block_size
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         keys = Rows(pool, k0) if isinstance(index_k, Tensor) else Rows(pool, pages=index_k.page_table[b])
         for key_head in range(key_heads):
@@ -46,7 +47,10 @@ def _score(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, bloc
                     stop = min(first + tile_keys, end)
                     k = keys.span(key_head, first, stop).to(dtype)  # [keys, dim]
                     blocks = slice(first // block_size, -(-stop // block_size))
-                    products = _products(q, k, few)  # [group, tokens, keys]
+                    if few and not nan_is_lowest and stop <= int(position[0]) + 1 and (stop - first) % block_size == 0:
+                        scores[of_group, t0:t1, blocks] = _block_max_of_few(q, k, block_size)
+                        continue
+                    products = _products(q, k)  # [group, tokens, keys]
                     if nan_is_lowest:
                         products.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
                     if stop > int(position[0]) + 1:
@@ -56,18 +60,28 @@ def _score(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, bloc
     return scores
 
 
-def _products(q: Tensor, k: Tensor, few: bool) -> Tensor:
+def _products(q: Tensor, k: Tensor) -> Tensor:
     """Dot products ``[group, tokens, keys]``."""
     group, tokens, dim = q.shape
-    rows = q.reshape(group * tokens, dim)
-    if few:  # keys as rows: reads them at nearly the memory's rate
-        return matmul_nt(k, rows).t().contiguous().view(group, tokens, -1)
-    if (missing := MIN_ROWS - rows.shape[0]) > 0:
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
-    num_keys = k.shape[0]
-    if (missing := MIN_ROWS - num_keys) > 0:
-        k = torch.nn.functional.pad(k, (0, 0, 0, missing))
+    rows, num_keys = q.reshape(group * tokens, dim), k.shape[0]
+    rows, k = (torch.nn.functional.pad(x, (0, 0, 0, max(0, MIN_ROWS - x.shape[0]))) for x in (rows, k))
     return matmul_nt(rows, k)[: group * tokens, :num_keys].reshape(group, tokens, num_keys)
+
+
+def _block_max_of_few(q: Tensor, k: Tensor, block_size: int) -> Tensor:
+    """``[group, tokens, blocks]`` of whole blocks that every query sees: keys are the rows of the product, read once, and
+    maxima are taken by halves, all lanes at a time."""
+    group, tokens, dim = q.shape
+    rows = q.reshape(group * tokens, dim)
+    if len(rows) == 1:
+        rows = rows.expand(2, dim)  # one column would be a matrix-vector product, four times slower
+    width, lanes = block_size, len(rows)
+    best = torch.mm(k, rows.t()).view(-1, block_size * lanes)  # [blocks, block_size * lanes]
+    while width % 2 == 0:
+        width //= 2
+        best = torch.maximum(best[:, : width * lanes], best[:, width * lanes :])
+    best = best.unflatten(1, (width, lanes)).amax(1)  # [blocks, lanes]
+    return best[:, : group * tokens].t().reshape(group, tokens, -1)
 
 
 def _block_max(products: Tensor, block_size: int) -> Tensor:

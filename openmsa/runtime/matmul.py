@@ -24,6 +24,7 @@ def has_onednn_linear() -> bool:
 def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
     """``a [m, d] @ b [n, d].T -> [m, n]`` on CPU, float32 or float64.
 
+    oneDNN compiles and keeps a kernel for each shape, so callers with many row counts round them up.
     From 12 rows on in both, a row of the result does not depend on how many rows stand beside it (checked over head dims 64 to
     256): what callers rely on to make results independent of chunk sizes.
     """

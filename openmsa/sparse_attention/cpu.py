@@ -16,6 +16,8 @@ from openmsa.runtime.matmul import matmul_nt
 from openmsa.types import Layout
 
 TILE_ROWS = 4096  # (query, head) rows of a tile: 2 MB of logits
+ROUND_ROWS = 256  # rows of a tile are rounded up to multiples of it: a few shapes of products, not thousands
+MERGED_QUERIES = 256  # merged at a time, so that they stay in cache
 FEW_QUERIES = 8  # up to here a sequence's queries share too few blocks for KV-outer to pay
 
 
@@ -81,9 +83,9 @@ def _gather_keys(p: _Head, out: Tensor, lse: Tensor) -> None:
             continue
         head = torch.tensor(p.head)
         keys, values = (rows.take(position, head).to(p.dtype) for rows in (p.keys, p.values))
-        logits = matmul_nt(p.q[i].to(p.dtype) * p.scale, keys)  # [group, keys]
+        logits = torch.mm(p.q[i].to(p.dtype) * p.scale, keys.t())  # [group, keys]
         lse[i] = logits.logsumexp(1)
-        out[i] = matmul_nt(logits.softmax(1), values.t())
+        out[i] = torch.mm(logits.softmax(1), values)
 
 
 def _gather_queries(p: _Head, out: Tensor, lse: Tensor) -> None:
@@ -133,30 +135,34 @@ def _attend_block(p: _Head, queries: Tensor, query: Tensor, last_key: Tensor, bl
     for n in range(0, query.numel(), tile):
         chosen = query[n : n + tile]
         m = chosen.numel()
-        logits = matmul_nt(queries.index_select(0, chosen).view(m * group, -1), keys)  # [m * group, keys]
+        rounding = max(1, (ROUND_ROWS if m * group > ROUND_ROWS else ROUND_ROWS // 8) // group)
+        padded = torch.nn.functional.pad(chosen, (0, -m % rounding))  # with query 0; its results are dropped
+        logits = matmul_nt(queries.index_select(0, padded).view(-1, keys.shape[1]), keys)  # [padded * group, keys]
         if int(last_key[chosen[0]]) < stop - 1:  # queries ascend, so those inside this block come first
             seen = last_key[chosen]
             inside = int((seen < stop - 1).sum())
             hidden = torch.arange(first, stop) > seen[:inside, None]
-            logits.view(m, group, -1)[:inside].masked_fill_(hidden[:, None], -torch.inf)
-        largest = logits.amax(1)
+            logits.view(-1, group, stop - first)[:inside].masked_fill_(hidden[:, None], -torch.inf)
+        largest = logits[: m * group].amax(1)
         weights = torch.softmax(logits, 1, out=logits)
-        lse[n : n + m] = (largest - weights.amax(1).log_()).view(m, group)  # the largest weight is 1 / denominator
-        out[n : n + m] = matmul_nt(weights, values.t()).view(m, -1)
+        lse[n : n + m] = (largest - weights[: m * group].amax(1).log_()).view(m, group)  # the largest is 1 / denominator
+        out[n : n + m] = matmul_nt(weights, values.t())[: m * group].view(m, -1)
 
 
 def _merge(partial: Tensor, partial_lse: Tensor, place: Tensor, out: Tensor, lse: Tensor) -> None:
     """Combines the partial results of each query: out ``[rows, group, dim]``, lse ``[rows, group]``."""
-    rows, topk = place.shape
-    group = partial_lse.shape[1]
-    logs = partial_lse.index_select(0, place.flatten()).view(rows, topk, group).transpose(1, 2).contiguous()
-    total = logs.logsumexp(2)  # [rows, group]
-    weights = logs.sub_(total.clamp(min=torch.finfo(logs.dtype).min)[..., None]).exp_()  # [rows, group, topk]
-    index = place[:, None] * group + torch.arange(group, dtype=torch.int32)[:, None]  # rows of one query head
-    bags = torch.arange(0, index.numel(), topk, dtype=torch.int32)
-    # A weighted sum of gathered rows in one pass.
-    merged = torch.embedding_bag(
-        partial.view(partial.shape[0] * group, -1), index.flatten(), bags, mode=0, per_sample_weights=weights.flatten()
-    )[0]
-    out.copy_(merged.view(rows, group, -1))
-    lse.copy_(total)
+    topk, group = place.shape[1], partial_lse.shape[1]
+    head = torch.arange(group, dtype=torch.int32)[:, None]
+    partial = partial.view(partial.shape[0] * group, -1)  # a row for each (pair, head)
+    for start in range(0, place.shape[0], MERGED_QUERIES):
+        rows = slice(start, start + MERGED_QUERIES)
+        at = place[rows]
+        logs = partial_lse.index_select(0, at.flatten()).view(-1, topk, group).transpose(1, 2).contiguous()
+        total = logs.logsumexp(2)  # [rows, group]
+        weights = logs.sub_(total.clamp(min=torch.finfo(logs.dtype).min)[..., None]).exp_()  # [rows, group, topk]
+        index = (at[:, None] * group + head).flatten()
+        bags = torch.arange(0, index.numel(), topk, dtype=torch.int32)
+        # A weighted sum of gathered rows in one pass; with int32 indices it takes the fast path.
+        merged = torch.embedding_bag(partial, index, bags, mode=0, per_sample_weights=weights.flatten())[0]
+        out[rows] = merged.view(len(at), group, -1)
+        lse[rows] = total
