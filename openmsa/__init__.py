@@ -9,6 +9,7 @@ from openmsa.types import Sequences  # isort: skip
 from openmsa.attention import msa_attention
 from openmsa.block_scores import block_scores
 from openmsa.block_topk import select_blocks, select_blocks_from_scores
+from openmsa.decode import DecodePlan
 from openmsa.dense_attention import dense_attention
 from openmsa.explain import explain
 from openmsa.kv_cache import PagedIndexKeys, PagedKV
@@ -17,6 +18,7 @@ from openmsa.sparse_attention import sparse_attention
 __version__ = "0.1.0"
 
 __all__ = [
+    "DecodePlan",
     "PagedIndexKeys",
     "PagedKV",
     "Sequences",

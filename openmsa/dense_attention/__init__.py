@@ -98,6 +98,11 @@ STAGE = Stage(
     _check,
     (
         Implementation(
+            "triton",
+            "openmsa.dense_attention.triton_forward:dense_attention",
+            lambda q, k, v, **_: refusals.unless_cuda_inference(q, k, v),
+        ),
+        Implementation(
             "cpu", "openmsa.dense_attention.cpu:dense_attention", lambda q, k, v, **_: refusals.unless_cpu_inference(q, k, v)
         ),
         Implementation(

@@ -3,9 +3,9 @@
 
 A tile's rows are (query token, head of the group) pairs of one sequence and KV head, tokens outermost, so that a key is read
 once for the whole group and any group size fills the tile. Where the rows alone do not fill the GPU the keys are split over
-programs; each leaves a normalised partial (float32) and its lse, and the last program of a tile to arrive, found by a counter
-that it resets, merges them. Keys that all rows of a tile see are walked without masks, through TMA descriptors where strides
-allow; the rest, at the diagonal and at the end of a sequence, by masked loads. bfloat16 and float16.
+programs; each leaves a normalised partial, rounded as the outputs are, and its lse, and the last program of a tile to
+arrive, found by a counter that it resets, merges them. Keys that all rows of a tile see are walked without masks, through TMA
+descriptors where strides allow; the rest, at the diagonal and at the end of a sequence, by masked loads.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
 MAX_SPLITS = 64
+MIN_SHARE = tl.constexpr(4)  # spans of keys that are worth a program
+LONGEST_WALK = 1 << 16  # keys a program may have to walk where a batch holds sequences of very different lengths
 
 
 @dataclass(frozen=True)
@@ -44,36 +46,45 @@ def configure(
     batch: int, max_seqlen_q: int, max_seqlen_k: int, num_kv_heads: int, group: int, head_dim: int, device: Device
 ) -> Config:
     """Tiles and split for one regime. A pure function."""
-    pairs = max_seqlen_q * group
+    pairs, roomy = max_seqlen_q * group, device.shared_bytes > 128 * 1024
+    fill = batch * num_kv_heads * triton.cdiv(pairs, 128) >= device.num_sms
     if pairs <= 32:
-        config = Config(16 if pairs <= 16 else 32, 64 if head_dim <= 128 else 32, 1, 4, 3)
+        config = Config(16 if pairs <= 16 else 32, 64 if head_dim <= 128 else 32, 1, 4, 4 if roomy else 3)
+    elif head_dim <= 128 and device.arch == 90 and fill:
+        config = Config(128, 64, 1, 4, 2)
     elif head_dim <= 128:
-        config = Config(64, 64, 1, 4, 3 if device.shared_bytes > 128 * 1024 else 2)
+        config = Config(64, 64, 1, 4, 3 if roomy else 2)
     else:
         config = Config(64, 32, 1, 8, 2)
     programs = max(batch * num_kv_heads * triton.cdiv(pairs, config.rows), 1)
-    longest = triton.cdiv(max_seqlen_k, 4 * config.keys)  # at least 4 tiles a program
-    return replace(config, splits=max(1, min(3 * device.num_sms // programs, longest, MAX_SPLITS)))
+    splits = max(device.num_sms // programs, max_seqlen_k // LONGEST_WALK if programs < 8 * device.num_sms else 1)
+    useful = triton.cdiv(max_seqlen_k, MIN_SHARE.value * config.keys)
+    return replace(config, splits=max(1, min(splits, useful, MAX_SPLITS)))
 
 
 @triton.jit
-def _merge(part, part_lse, i_p, o_r, o_d, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, SPLITS, OUT: tl.constexpr):
-    """Sum of the weighted partials [BM, BD], the greatest lse and the sum of weights [BM]."""
+def _merge(part, part_lse, i_p, n_s, o_d, splits, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, OUT: tl.constexpr):
+    """Sum of the weighted partials [BM, BD], the greatest lse and the sum of weights [BM] of the first n_s splits."""
+    CHUNK: tl.constexpr = max(1, 8192 // (BM * BD))
+    o_r = tl.arange(0, BM)
     b_m = tl.full([BM], -float("inf"), tl.float32)
-    for s in tl.range(0, SPLITS, loop_unroll_factor=4):
-        b_m = tl.maximum(b_m, tl.load(part_lse + (i_p * SPLITS + s) * BM + o_r, cache_modifier=".cg"))
-    b_safe = tl.where(b_m == -float("inf"), 0.0, b_m)
     b_z = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, BD], tl.float32)
-    UNROLL: tl.constexpr = 4 if BM * BD <= 4096 else 1
-    for s in tl.range(0, SPLITS, loop_unroll_factor=UNROLL):
-        o_s = (i_p * SPLITS + s) * BM + o_r
-        b_w = tl.exp2(tl.load(part_lse + o_s, cache_modifier=".cg") - b_safe)
-        b_z += b_w
+    for i_c in tl.range(0, n_s, CHUNK):
+        o_c = i_c + tl.arange(0, CHUNK)
+        o_s = (i_p * splits + o_c)[:, None] * BM + o_r[None, :]
+        m_s = (o_c < n_s)[:, None] & (o_r >= 0)[None, :]
+        b_lse = tl.load(part_lse + o_s, mask=m_s, other=-float("inf"), cache_modifier=".cg")  # [CHUNK, BM]
+        b_new = tl.maximum(b_m, tl.max(b_lse, 0))
+        b_safe = tl.where(b_new == -float("inf"), 0.0, b_new)
+        b_w = tl.exp2(b_lse - b_safe[None, :])
+        b_old = tl.exp2(b_m - b_safe)
+        b_z = b_z * b_old + tl.sum(b_w, 0)
         if OUT:
-            p_part = part + o_s[:, None].to(tl.int64) * D + o_d[None, :]
-            b_part = tl.load(p_part, mask=o_d[None, :] < D, other=0.0, cache_modifier=".cg")
-            b_acc += b_w[:, None] * b_part.to(tl.float32)
+            p_part = part + o_s[:, :, None].to(tl.int64) * D + o_d[None, None, :]
+            b_part = tl.load(p_part, mask=m_s[:, :, None] & (o_d < D)[None, None, :], other=0.0, cache_modifier=".cg")
+            b_acc = b_acc * b_old[:, None] + tl.sum(b_w[:, :, None] * b_part.to(tl.float32), 0)
+        b_m = b_new
     return b_acc, b_m, b_z
 
 
@@ -301,8 +312,12 @@ def dense_kernel(
         i_full = n_all // BN
     i_lo = 0
     i_hi = n_spans * C
+    n_active = 1  # splits that have keys; a short sequence does not use them all
     if SPLIT:
-        n_share = (n_spans + splits - 1) // splits
+        n_share = tl.maximum((n_spans + splits - 1) // splits, MIN_SHARE)
+        n_active = tl.maximum((n_spans + n_share - 1) // n_share, 1)
+        if i_s >= n_active:
+            return
         i_lo = i_s * n_share * C
         i_hi = tl.minimum(i_hi, i_lo + n_share * C)
     i_full = tl.maximum(tl.minimum(i_full // C * C, i_hi), i_lo)  # a block is not divided between the walks
@@ -352,8 +367,8 @@ def dense_kernel(
                 )
             tl.store(part_lse + o_p, b_m + tl.log2(b_z))
             tl.debug_barrier()  # every thread's partial is written before one thread publishes it
-            if tl.atomic_add(arrived + i_p, 1, sem="acq_rel") == splits - 1:
-                b_acc, b_m, b_z = _merge(part, part_lse, i_p, tl.arange(0, BM), o_d, D, BM, BD, splits, OUT)
+            if tl.atomic_add(arrived + i_p, 1, sem="acq_rel") == n_active - 1:
+                b_acc, b_m, b_z = _merge(part, part_lse, i_p, n_active, o_d, splits, D, BM, BD, OUT)
                 _store(out, lse, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, D)
                 tl.store(arrived + i_p, 0)
         else:
@@ -417,7 +432,7 @@ def _launch(
     partials = (None, None, None)
     if splits > 1:
         partials = (
-            torch.empty(programs * splits * config.rows * head_dim, dtype=torch.float32, device=q.device),
+            torch.empty(programs * splits * config.rows * head_dim, dtype=q.dtype, device=q.device),
             torch.empty(programs * splits * config.rows, dtype=torch.float32, device=q.device),
             torch.zeros(programs, dtype=torch.int32, device=q.device),
         )
@@ -530,7 +545,7 @@ def variant(
     box = f"tensordesc<{dtype}[1, 1, {config.keys}, {padded}]>"
     described = tma and span % config.keys == 0 and page_size % config.keys == 0
     (arguments if described else constants).update(dict.fromkeys(("k_desc", "v_desc"), box if described else None))
-    partials = {"part": "*fp32", "part_lse": "*fp32", "arrived": "*i32"}
+    partials = {"part": f"*{dtype}", "part_lse": "*fp32", "arrived": "*i32"}
     arguments |= partials
     absent = {"out", "lse", "max_score"} - set(results) | (set(partials) if config.splits == 1 else set())
     constants |= dict.fromkeys(absent | (set() if page_size else {"page_table"}))

@@ -12,7 +12,7 @@ from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV
 from openmsa.runtime import checks, refusals
 from openmsa.runtime.dispatch import Implementation, Stage
-from openmsa.types import Sequences
+from openmsa.types import Layout, Sequences
 
 
 def sparse_attention(
@@ -89,10 +89,25 @@ def _check_ids(blocks: Tensor, num_blocks: int) -> None:
         )
 
 
+DECODE_QUERIES = 16  # queries a sequence up to which the decode kernel is preferred
+
+
+def _many_queries(seqs: Layout, **_: Any) -> str | None:
+    if seqs.longest_q <= DECODE_QUERIES:
+        return None
+    return f"it is meant for at most {DECODE_QUERIES} queries a sequence, got up to {seqs.longest_q}"
+
+
 STAGE = Stage(
     "sparse_attention",
     _check,
     (
+        Implementation(
+            "triton_decode",
+            "openmsa.sparse_attention.triton_decode:sparse_attention",
+            lambda q, k, v, **_: refusals.unless_cuda_inference(q, k, v),
+            _many_queries,
+        ),
         Implementation(
             "cpu", "openmsa.sparse_attention.cpu:sparse_attention", lambda q, k, v, **_: refusals.unless_cpu_inference(q, k, v)
         ),

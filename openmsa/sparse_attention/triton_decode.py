@@ -4,8 +4,8 @@
 One program = one query token x one KV head (its group of query heads are the rows of the tile, padded to 16) x a share of the
 token's selected blocks. The selected blocks are walked as one list of topk * block_size keys, cut into tiles: where tiles lie
 inside one block and one page, the ids of all tiles of a program are looked up at once and a tile is a contiguous run of rows;
-otherwise every key looks up its own block and page. Each program leaves a normalised partial (float32) and its lse; the last
-one of a token and head, found by a counter that it resets, merges them: one launch, no order to wait for.
+otherwise every key looks up its own block and page. Each program leaves a normalised partial, rounded as the outputs are, and
+its float32 lse; the last one of a token and head, found by a counter that it resets, merges them: one launch.
 Bytes bound it: 2 * topk * block_size * head_dim elements a token and KV head. bfloat16 and float16.
 """
 
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.kv_cache import PagedKV
 from openmsa.runtime import devices
@@ -78,35 +78,43 @@ def _common_divisor(a: int, b: int) -> int:
 class Workspace:
     """Partial results of one launch at a time. `arrived` is zero before and after each."""
 
-    part: Tensor  # float32 [programs, splits, rows, head_dim]
+    part: Tensor  # in the dtype of the queries [programs, splits, rows, head_dim]
     part_lse: Tensor  # float32 [programs, splits, rows], base 2
     arrived: Tensor  # int32 [programs]
 
     @classmethod
-    def allocate(cls, programs: int, splits: int, rows: int, head_dim: int, device: torch.device) -> Workspace:
-        """`programs` counts tokens x KV heads x row tiles."""
-        part = torch.empty(programs * splits * rows * head_dim, dtype=torch.float32, device=device)
-        part_lse = torch.empty(programs * splits * rows, dtype=torch.float32, device=device)
-        return cls(part, part_lse, torch.zeros(programs, dtype=torch.int32, device=device))
+    def allocate(
+        cls, programs: int, partials: int, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> Workspace:
+        """programs: tokens x KV heads x row tiles. partials: the most programs x splits of a launch that splits, or 0."""
+        part = torch.empty(partials * rows * head_dim, dtype=dtype, device=device)
+        part_lse = torch.empty(partials * rows, dtype=torch.float32, device=device)
+        return cls(part, part_lse, torch.zeros(programs if partials else 0, dtype=torch.int32, device=device))
 
 
 @triton.jit
-def _merge(part, part_lse, i_p, o_r, o_d, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr):
-    """Sum of the weighted partials [BM, BD], the greatest lse and the sum of weights [BM]."""
+def _merge(
+    part, part_lse, i_p, o_d, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Sum of the weighted partials [BM, BD], the greatest lse and the sum of weights [BM]; CHUNK partials at a time."""
+    o_r = tl.arange(0, BM)
     b_m = tl.full([BM], -float("inf"), tl.float32)
-    for s in tl.static_range(SPLITS):
-        b_m = tl.maximum(b_m, tl.load(part_lse + (i_p * SPLITS + s) * BM + o_r, cache_modifier=".cg"))
-    b_safe = tl.where(b_m == -float("inf"), 0.0, b_m)
     b_z = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, BD], tl.float32)
-    for s in tl.static_range(SPLITS):
-        o_s = (i_p * SPLITS + s) * BM + o_r
-        b_w = tl.exp2(tl.load(part_lse + o_s, cache_modifier=".cg") - b_safe)
-        b_z += b_w
-        b_part = tl.load(
-            part + o_s[:, None].to(tl.int64) * D + o_d[None, :], mask=o_d[None, :] < D, other=0.0, cache_modifier=".cg"
-        )
-        b_acc += b_w[:, None] * b_part.to(tl.float32)
+    for i_c in tl.range(0, SPLITS, CHUNK):
+        o_c = i_c + tl.arange(0, CHUNK)
+        o_s = (i_p * SPLITS + o_c)[:, None] * BM + o_r[None, :]
+        m_s = (o_c < SPLITS)[:, None] & (o_r >= 0)[None, :]
+        b_lse = tl.load(part_lse + o_s, mask=m_s, other=-float("inf"), cache_modifier=".cg")  # [CHUNK, BM]
+        p_part = part + o_s[:, :, None].to(tl.int64) * D + o_d[None, None, :]
+        b_part = tl.load(p_part, mask=m_s[:, :, None] & (o_d < D)[None, None, :], other=0.0, cache_modifier=".cg")
+        b_new = tl.maximum(b_m, tl.max(b_lse, 0))
+        b_safe = tl.where(b_new == -float("inf"), 0.0, b_new)
+        b_w = tl.exp2(b_lse - b_safe[None, :])
+        b_old = tl.exp2(b_m - b_safe)
+        b_z = b_z * b_old + tl.sum(b_w, 0)
+        b_acc = b_acc * b_old[:, None] + tl.sum(b_w[:, :, None] * b_part.to(tl.float32), 0)
+        b_m = b_new
     return b_acc, b_m, b_z
 
 
@@ -120,7 +128,7 @@ def _store(out, lse, b_acc, b_m, b_z, o_r, o_d, m_r, stride_oh, stride_od, strid
         tl.store(lse + o_r * stride_lh, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=m_r)
 
 
-@triton.jit(do_not_specialize=["queries", "num_pages"])
+@triton.jit(do_not_specialize=["queries", "num_pages", "capacity", "tiles"])
 def sparse_decode_kernel(
     q,
     k,
@@ -139,6 +147,8 @@ def sparse_decode_kernel(
     scale,
     queries,
     num_pages,
+    capacity,
+    tiles,
     stride_qt,
     stride_qh,
     stride_qd,
@@ -172,6 +182,7 @@ def sparse_decode_kernel(
     SPLITS: tl.constexpr,
     LOOKUP: tl.constexpr,
     STAGES: tl.constexpr,
+    MERGE_CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (sequences * queries, KV heads * row tiles, SPLITS). Lengths: `seq_lens` with `queries` tokens a sequence, the last
@@ -184,6 +195,7 @@ def sparse_decode_kernel(
     o_d = tl.arange(0, BD)
     o_n = tl.arange(0, BN)
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
 
     i_k0 = 0
@@ -198,6 +210,8 @@ def sparse_decode_kernel(
         i_k0 = tl.load(cu_k + i_b)
         n_k = tl.load(cu_k + i_b + 1) - i_k0
         last = tl.load(q_offset + i_b) + i_q
+    if PAGE:
+        n_k = tl.minimum(n_k, capacity)
     n_k = tl.minimum(n_k, last + 1)  # keys that the query sees; below 1: none
     n_blocks = (n_k + BLOCK - 1) // BLOCK
 
@@ -225,7 +239,8 @@ def sparse_decode_kernel(
     b_m = tl.full([BM], -float("inf"), tl.float32)
     b_z = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, BD], tl.float32)
-    for u in tl.range(0, TILES, num_stages=STAGES):
+    # `tiles` is TILES, unknown to the compiler: a loop of one tile is kept, and its keys and values arrive together.
+    for u in tl.range(0, tiles, num_stages=STAGES):
         if LOOKUP:
             o_c = (i_s * TILES + u) * BN + o_n  # place in the list of selected keys
             b_key_id = tl.load(p_ids + (o_c // BLOCK) * stride_bs, mask=o_c < TOPK * BLOCK, other=-1)
@@ -278,8 +293,9 @@ def sparse_decode_kernel(
         tl.store(part + o_s[:, None].to(tl.int64) * D + o_d[None, :], b_part.to(part.dtype.element_ty), mask=o_d[None, :] < D)
         tl.store(part_lse + o_s, b_m + tl.log2(b_z))
         tl.debug_barrier()  # every thread's partial is written before one thread publishes it
+        CHUNK: tl.constexpr = min(MERGE_CHUNK, max(1, 8192 // (BM * BD)))
         if tl.atomic_add(arrived + i_p, 1, sem="acq_rel") == SPLITS - 1:
-            b_acc, b_m, b_z = _merge(part, part_lse, i_p, tl.arange(0, BM), o_d, D, BM, BD, SPLITS)
+            b_acc, b_m, b_z = _merge(part, part_lse, i_p, o_d, D, BM, BD, SPLITS, CHUNK)
             _store(out, lse, b_acc, b_m, b_z, o_r, o_d, m_r, stride_oh, stride_od, stride_lh, D)
             tl.store(arrived + i_p, 0)
 
@@ -324,6 +340,8 @@ def launch(
         softmax_scale,
         queries,
         pools[0].shape[0],
+        table.shape[1] * pools[0].shape[2] if paged else 0,
+        config.tiles,
         *q.stride(),
         *pools[0].stride(),
         *pools[1].stride(),
@@ -345,6 +363,7 @@ def launch(
         SPLITS=config.splits,
         LOOKUP=config.lookup,
         STAGES=config.num_stages,
+        MERGE_CHUNK=min(8, triton.next_power_of_2(config.splits)),
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -379,7 +398,9 @@ def sparse_attention(
             tokens, num_kv_heads, group, head_dim, blocks.shape[2], block_size, page_size, devices.facts(q.device)
         )
         rows, parts = row_tiles(group, head_dim)
-        workspace = Workspace.allocate(tokens * num_kv_heads * parts, config.splits, rows, head_dim, q.device)
+        programs = tokens * num_kv_heads * parts
+        partials = programs * config.splits if config.splits > 1 else 0
+        workspace = Workspace.allocate(programs, partials, rows, head_dim, q.dtype, q.device)
         launch(config, workspace, q, k, v, blocks, seqs, seqs.max_seqlen_q, block_size, softmax_scale, out, lse)
     return out if lse is None else (out, lse)
 
@@ -408,7 +429,14 @@ def variant(
     """As a plan launches it: lengths from seq_lens; flat keys from packed starts."""
     strides = [f"stride_{x}" for x in ["qt", "qh", "kp", "kh", "kn", "vp", "vh", "vn", "bt", "bh", "tb", "ot", "oh"]]
     arguments = {name: f"*{dtype}" for name in ("q", "k", "v", "out")} | {"blocks": "*i32", "lse": "*fp32"}
-    arguments |= dict.fromkeys(strides, "i32:16") | {"scale": "fp32", "queries": "i32", "num_pages": "i32", "stride_lt": "i32"}
+    arguments |= dict.fromkeys(strides, "i32:16") | {
+        "scale": "fp32",
+        "queries": "i32",
+        "num_pages": "i32",
+        "capacity": "i32",
+        "tiles": "i32",
+        "stride_lt": "i32",
+    }
     constants = dict.fromkeys(("stride_qd", "stride_kd", "stride_vd", "stride_bs", "stride_od", "stride_lh", "stride_tp"), 1)
     used, unused = (
         (["page_table", "seq_lens"], ["cu_q", "cu_k", "q_offset"])
@@ -417,7 +445,7 @@ def variant(
     )
     arguments |= dict.fromkeys(used, "*i32")
     constants |= dict.fromkeys(unused)
-    partials = {"part": "*fp32", "part_lse": "*fp32", "arrived": "*i32"}
+    partials = {"part": f"*{dtype}", "part_lse": "*fp32", "arrived": "*i32"}
     if config.splits > 1:
         arguments |= partials
     else:
@@ -425,4 +453,5 @@ def variant(
     constants |= {"G": group, "D": head_dim, "TOPK": topk, "BLOCK": block_size, "PAGE": page_size, "BM": config.rows}
     constants |= {"BN": config.keys, "BD": triton.next_power_of_2(head_dim), "TILES": config.tiles, "SPLITS": config.splits}
     constants |= {"LOOKUP": config.lookup, "STAGES": config.num_stages, "PDL": pdl}
+    constants |= {"MERGE_CHUNK": min(8, triton.next_power_of_2(config.splits))}
     return Variant(f"{name} {dtype}", sparse_decode_kernel, arguments, constants, config.num_warps, config.num_stages, dot=True)

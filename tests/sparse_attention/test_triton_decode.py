@@ -6,13 +6,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from openmsa import PagedKV, sparse_attention
-from openmsa.runtime.variants import ARCHS
+from openmsa import PagedKV
 from openmsa.sparse_attention import triton_decode
 from openmsa.testing.allocations import PoisonedOutputs
-from openmsa.testing.compare import assert_close, assert_equal
+from openmsa.testing.compare import assert_close
 from openmsa.testing.inputs import paged, problem, random_blocks, strided
-from openmsa.types import Sequences, layout
+from openmsa.types import layout
 from tests import oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,9 +35,9 @@ def run(p, blocks, block_size, kv=None, v=None, **changes):
 
 
 def check(p, blocks, block_size, result):
-    reads = oracle.reads_of_blocks(p, blocks, block_size)
+    reads = oracle.reads_of_blocks(blocks, block_size)
     truth, lse = oracle.attention(p, reads, 0.2)
-    honest, honest_lse = oracle.attention(p, reads, 0.2, precision=p.q.dtype)
+    honest, honest_lse = oracle.attention(p, reads, 0.2, honest=p.q.dtype)
     assert_close("out", result[0].cpu(), honest, truth)
     assert_close("lse", result[1].cpu(), honest_lse, lse)
 
@@ -59,7 +58,13 @@ def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype):
     """Ragged, several new tokens, zero lengths, queries before position 0, shuffled and shared pages, wild ids everywhere."""
     q_lens, k_lens = (2, 1, 0, 3, 1), (2 * block + 5, 0, block, 7 * block - 1, 1)
     p = problem(
-        q_lens, k_lens, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype, shared_prefix=block,
+        q_lens,
+        k_lens,
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        dtype=dtype,
+        shared_prefix=block,
         offsets=(2 * block + 3, 0, block, -1, 0),
     )
     blocks = random_blocks(p, topk, block, kv_heads if group != 3 else 1)

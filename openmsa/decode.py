@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: MIT
+"""`DecodePlan`: the sparse attention of a decode step, with buffers that live as long as the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openmsa.block_topk import select_blocks
+from openmsa.kv_cache import PagedIndexKeys, PagedKV
+from openmsa.runtime import checks, devices
+from openmsa.sparse_attention import sparse_attention
+from openmsa.types import Sequences
+
+MAX_NEW_TOKENS = 16
+MAX_INDEX_ROWS = 64  # new tokens x index heads of one index key head, which the scoring kernel takes as one tile
+
+
+@dataclass(kw_only=True, eq=False)
+class DecodePlan:
+    """Index scoring, selection and attention of the newest tokens of each sequence, one layer a `run`.
+
+    max_batch:        sequences of the largest step; a run may have fewer.
+    num_q_heads, num_kv_heads, head_dim:  of the main branch, as in `sparse_attention`.
+    page_size, max_pages:  of the caches: keys a page, and the widest page table (pages a sequence).
+    new_tokens:       query tokens a sequence, 1 to 16, each with a selection of its own; they are the last of its keys.
+    index_heads:      num_kv_heads (None), or 1: one selection shared by all KV heads.
+    index_key_heads, index_dim:  of the index branch, as in `block_scores`.
+    topk, block_size, init_blocks, local_blocks:  as in `select_blocks`.
+    softmax_scale:    as in `sparse_attention`.
+    dtype:            of queries and caches. On a GPU float16 or bfloat16; on a CPU any float.
+    device:           a CUDA device: Triton kernels, three launches a run. A CPU: the stages `select_blocks` and
+                      `sparse_attention`, with their own memory, for tests and for programs that serve both.
+
+    On a GPU a run neither allocates nor waits for the device, and lengths and page tables are read when the kernels run:
+    capture it in a CUDA graph and update ``seq_lens`` and ``page_table`` in place between replays. No memory is shared
+    between plans: use one plan a stream. Runs of one plan must follow each other, on one stream or ordered by events.
+
+    Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
+    """
+
+    max_batch: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    max_pages: int
+    new_tokens: int = 1
+    index_heads: int | None = None
+    index_key_heads: int = 1
+    index_dim: int = 128
+    topk: int = 16
+    block_size: int = 128
+    init_blocks: int = 0
+    local_blocks: int = 1
+    softmax_scale: float | None = None
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device | str = "cuda"
+
+    def __post_init__(self) -> None:
+        self._device, self._tokens = _resolved(torch.device(self.device)), 0
+        self._index_heads = self.num_kv_heads if self.index_heads is None else self.index_heads
+        self._check_numbers()
+        scale = self.softmax_scale
+        self._scale = self.head_dim**-0.5 if scale is None else checks.scale("softmax_scale", scale)
+        tokens = self.max_batch * self.new_tokens
+        self._blocks = torch.full((tokens, self._index_heads, self.topk), -1, dtype=torch.int32, device=self._device)
+        self._out = torch.zeros((tokens, self.num_q_heads, self.head_dim), dtype=self.dtype, device=self._device)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self._lse = torch.full((tokens, self.num_q_heads), -torch.inf, dtype=wide, device=self._device)
+        self._cu_seqlens_q = torch.arange(self.max_batch + 1, dtype=torch.int32, device=self._device) * self.new_tokens
+        if uses_kernels(self._device):
+            self._allocate_for_kernels()
+
+    def _check_numbers(self) -> None:
+        for name in ("max_batch", "num_q_heads", "num_kv_heads", "page_size", "max_pages", "index_key_heads"):
+            checks.integer(name, getattr(self, name), 1)
+        checks.divides("num_kv_heads", self.num_kv_heads, "num_q_heads", self.num_q_heads)
+        checks.head_dim("head_dim", self.head_dim)
+        checks.head_dim("index_dim", self.index_dim)
+        checks.integer("new_tokens", self.new_tokens, 1, MAX_NEW_TOKENS)
+        checks.integer("topk", self.topk, 1, 64)
+        checks.integer("block_size", self.block_size, 16, 256)
+        checks.integer("init_blocks", self.init_blocks, 0)
+        checks.integer("local_blocks", self.local_blocks, 0)
+        if self.init_blocks + self.local_blocks > self.topk:
+            raise ValueError(
+                f"init_blocks + local_blocks must be at most topk ({self.topk}), got {self.init_blocks} + {self.local_blocks}"
+            )
+        if self._index_heads not in (1, self.num_kv_heads):
+            raise ValueError(f"index_heads must be num_kv_heads ({self.num_kv_heads}) or 1, got {self._index_heads}")
+        checks.divides("index_key_heads", self.index_key_heads, "index_heads", self._index_heads)
+        if self.dtype not in checks.FLOATS:
+            raise TypeError(f"dtype must be {' or '.join(map(str, checks.FLOATS))}, got {self.dtype}")
+        if not uses_kernels(self._device):
+            return
+        if self.dtype not in (torch.float16, torch.bfloat16):
+            raise NotImplementedError(f"dtype must be float16 or bfloat16 on {self._device}, got {self.dtype}")
+        rows = self.new_tokens * self._index_heads // self.index_key_heads
+        if rows > MAX_INDEX_ROWS:
+            raise NotImplementedError(
+                f"new_tokens * index_heads / index_key_heads must be at most {MAX_INDEX_ROWS} on {self._device}, got {rows}"
+            )
+
+    def _allocate_for_kernels(self) -> None:
+        from openmsa.block_topk.triton_decode import decode_select_workspace
+        from openmsa.sparse_attention.triton_decode import Workspace, configure, row_tiles
+
+        group, facts = self.num_q_heads // self.num_kv_heads, devices.facts(self._device)
+        sizes = (self.num_kv_heads, group, self.head_dim, self.topk, self.block_size, self.page_size, facts)
+        self._configs = [configure(batch * self.new_tokens, *sizes) for batch in range(1, self.max_batch + 1)]
+        rows, parts = row_tiles(group, self.head_dim)
+        heads = self.num_kv_heads * parts
+        splits = [(i + 1) * self.new_tokens * heads * c.splits for i, c in enumerate(self._configs) if c.splits > 1]
+        programs, partials = self.max_batch * self.new_tokens * heads, max(splits, default=0)
+        self._partials = Workspace.allocate(programs, partials, rows, self.head_dim, self.dtype, self._device)
+        scores = decode_select_workspace(
+            self.max_batch * self.new_tokens, self._index_heads, self.max_pages * self.page_size, self.block_size
+        )
+        self._scores = torch.empty(scores, dtype=torch.float32, device=self._device)
+        self._pdl = facts.arch >= 90 and self._device.type == "cuda"
+
+    @property
+    def blocks(self) -> Tensor:
+        """What the last run selected: int32 ``[tokens, index_heads, topk]``, overwritten by the next."""
+        return self._blocks[: self._tokens]
+
+    @property
+    def lse(self) -> Tensor:
+        """The softmax denominators of the last run, natural logarithm: ``[tokens, num_q_heads]``, overwritten by the next."""
+        return self._lse[: self._tokens]
+
+    def run(self, q: Tensor, kv: PagedKV, index_q: Tensor, index_keys: PagedIndexKeys, *, out: Tensor | None = None) -> Tensor:
+        """One layer's sparse attention for the new tokens.
+
+        q:           ``[batch * new_tokens, num_q_heads, head_dim]``, the tokens of a sequence next to each other; any strides.
+        kv:          the layer's cache, the new tokens already appended and counted by ``seq_lens``. A sequence of length 0
+                     (a padding row of a graph) gives 0.
+        index_q:     ``[batch * new_tokens, index_heads, index_dim]``; any strides.
+        index_keys:  the layer's index keys, of the same lengths, new tokens appended.
+        out:         where to write, ``[batch * new_tokens, num_q_heads, head_dim]``, any strides; None: the plan's own memory,
+                     overwritten by the next run.
+
+        Returns `out`. `blocks` and `lse` then hold the selection and the softmax denominators.
+        """
+        self._check_call(q, kv, index_q, index_keys, out)
+        self._tokens = q.shape[0]
+        out = self._out[: q.shape[0]] if out is None else out
+        if q.shape[0] == 0:
+            return out
+        run = self._run_kernels if uses_kernels(q.device) else self._run_stages
+        with torch.no_grad():
+            run(q, kv, index_q, index_keys, out)
+        return out
+
+    def _check_call(self, q: Tensor, kv: PagedKV, index_q: Tensor, index_keys: PagedIndexKeys, out: Tensor | None) -> None:
+        for name, cache, kind in (("kv", kv, PagedKV), ("index_keys", index_keys, PagedIndexKeys)):
+            if not isinstance(cache, kind):
+                raise TypeError(f"{name} must be an openmsa.{kind.__name__}, got {type(cache).__name__}")
+        checks.integer("kv.batch", kv.batch, 0, self.max_batch)
+        self._check_tensor("q", q, kv.batch, self.num_q_heads, self.head_dim)
+        self._check_tensor("index_q", index_q, kv.batch, self._index_heads, self.index_dim)
+        if out is not None:
+            self._check_tensor("out", out, kv.batch, self.num_q_heads, self.head_dim)
+        self._check_cache("kv", kv, kv.batch, self.num_kv_heads, self.head_dim)
+        self._check_cache("index_keys", index_keys, kv.batch, self.index_key_heads, self.index_dim)
+
+    def _check_tensor(self, name: str, value: Tensor, batch: int, heads: int, dim: int) -> None:
+        checks.tensor(name, value, "[batch * new_tokens, heads, dim]", (self.dtype,))
+        checks.size(name, value, 0, batch * self.new_tokens, f"the cache's batch {batch} times new_tokens {self.new_tokens}")
+        checks.size(name, value, 1, heads, "heads of the plan")
+        checks.size(name, value, 2, dim, "dim of the plan")
+        if value.device != self._device:
+            raise ValueError(f"{name} must be on the device of the plan ({self._device}), got {value.device}")
+
+    def _check_cache(self, name: str, cache: PagedKV | PagedIndexKeys, batch: int, heads: int, dim: int) -> None:
+        expected: dict[str, object] = {"batch": batch, "num_heads": heads, "head_dim": dim, "page_size": self.page_size}
+        expected |= {"dtype": self.dtype, "device": self._device}
+        for attribute, value in expected.items():
+            if getattr(cache, attribute) != value:
+                raise ValueError(f"{name}.{attribute} must be {value} in this plan, got {getattr(cache, attribute)}")
+        pages = cache.page_table.shape[1]
+        if pages > self.max_pages:
+            raise ValueError(f"{name}.page_table.shape[1] must be at most max_pages ({self.max_pages}), got {pages}")
+
+    def _run_kernels(self, q: Tensor, kv: PagedKV, index_q: Tensor, index_keys: PagedIndexKeys, out: Tensor) -> None:
+        from openmsa.block_topk.triton_decode import decode_select
+        from openmsa.sparse_attention.triton_decode import launch
+
+        batch, blocks = kv.batch, self._blocks[: q.shape[0]]
+        decode_select(
+            index_q,
+            index_keys.keys,
+            index_keys.page_table,
+            index_keys.seq_lens,
+            self._cu_seqlens_q[: batch + 1],
+            max_seqlen_q=self.new_tokens,
+            max_seqlen_k=index_keys.capacity,
+            block_size=self.block_size,
+            topk=self.topk,
+            init_blocks=self.init_blocks,
+            local_blocks=self.local_blocks,
+            workspace=self._scores,
+            out=blocks,
+        )
+        launch(
+            self._configs[batch - 1],
+            self._partials,
+            q,
+            kv,
+            None,
+            blocks,
+            kv.seq_lens,
+            self.new_tokens,
+            self.block_size,
+            self._scale,
+            out,
+            self._lse[: q.shape[0]],
+            self._pdl,
+        )
+
+    def _run_stages(self, q: Tensor, kv: PagedKV, index_q: Tensor, index_keys: PagedIndexKeys, out: Tensor) -> None:
+        seqs = Sequences(cu_seqlens_q=self._cu_seqlens_q[: kv.batch + 1], max_seqlen_q=self.new_tokens)
+        blocks = select_blocks(
+            index_q,
+            index_keys,
+            self.topk,
+            seqs,
+            block_size=self.block_size,
+            init_blocks=self.init_blocks,
+            local_blocks=self.local_blocks,
+        )
+        result, lse = sparse_attention(
+            q, kv, None, blocks, seqs, block_size=self.block_size, softmax_scale=self._scale, return_lse=True
+        )
+        for buffer, value in ((self.blocks, blocks), (out, result), (self.lse, lse)):
+            buffer.copy_(value)
+
+
+def uses_kernels(device: torch.device) -> bool:
+    """Whether plans on this device run the Triton kernels."""
+    return device.type == "cuda"
+
+
+def _resolved(device: torch.device) -> torch.device:
+    """With its index, as the device of a tensor has it."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: MIT
+"""Decode plans: the same results as the stages, over steps updated in place, through the stages and through the kernels."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from openmsa import DecodePlan, PagedIndexKeys, PagedKV, Sequences, decode, select_blocks, sparse_attention
+from openmsa.testing.compare import assert_close, assert_equal
+from openmsa.testing.inputs import paged, problem, strided
+
+CUDA = torch.cuda.is_available()
+HOW = ["stages"] if CUDA or importlib.util.find_spec("triton") is None else ["stages", "kernels"]
+HOW += [pytest.param("cuda", marks=pytest.mark.gpu)] if CUDA else []
+SHAPE = {"max_batch": 4, "num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "index_dim": 32, "topk": 4, "block_size": 32}
+PAGE = 32
+
+
+@pytest.fixture(params=HOW)
+def device(request, monkeypatch):
+    """ "kernels": the GPU's path on CPU tensors, in the interpreter."""
+    if request.param == "kernels":
+        monkeypatch.setattr(decode, "uses_kernels", lambda device: True)
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
+def step(k_lens, new_tokens=1, dtype=torch.float16, seed=0, index_heads=2):
+    """A problem whose queries are the newest tokens; sequences shorter than that stay with fewer keys than queries."""
+    return problem(
+        [new_tokens] * len(k_lens), k_lens, kv_heads=2, group=4, head_dim=64, index_dim=32, dtype=dtype,
+        index_heads=index_heads, integer_index=True, shared_prefix=40, seed=seed,
+    )  # fmt: skip
+
+
+def moved(cache, device):
+    return type(cache)(**{name: x.to(device) for name, x in vars(cache).items()})
+
+
+def plan_of(p, device, **changes):
+    return DecodePlan(**SHAPE | {"page_size": PAGE, "max_pages": 12, "dtype": p.q.dtype, "device": device} | changes)
+
+
+def expected(p, dtype, **changes):
+    """The stages' references on packed keys in `dtype`."""
+    options = {"topk": 4, "block_size": 32} | changes
+    blocks = select_blocks(p.index_q.double(), p.index_k.double(), seqs=p.seqs, impl="reference", **options)
+    q, k, v = (x.to(dtype) for x in (p.q, p.k, p.v))
+    return blocks, *sparse_attention(q, k, v, blocks, p.seqs, block_size=32, return_lse=True, impl="reference")
+
+
+def check(plan, p, out, **changes):
+    blocks, truth, lse = expected(p, torch.float64, **changes)
+    _, honest, honest_lse = expected(p, p.q.dtype, **changes)
+    assert_equal("blocks", plan.blocks, blocks)
+    assert_close("out", out, honest, truth)
+    assert_close("lse", plan.lse, honest_lse.to(plan.lse.dtype), lse)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 3])
+def test_agrees_with_the_stages(device, new_tokens):
+    p = step((200, 0, 33, 1), new_tokens)
+    kv, keys = (moved(cache, device) for cache in paged(p, PAGE))
+    plan = plan_of(p, device, new_tokens=new_tokens)
+    plan._out.fill_(torch.nan), plan._lse.fill_(torch.nan), plan._blocks.fill_(-7)
+    check(plan, p, plan.run(p.q.to(device), kv, p.index_q.to(device), keys))
+
+
+def test_one_plan_serves_steps_and_layers_in_place(device):
+    """Growing lengths, another page table and a smaller batch, in the same tensors; queries of any strides, `out` given."""
+    first, second = step((64, 90, 5, 128)), step((65, 91, 6, 129), seed=1)
+    kv, keys = (moved(cache, device) for cache in paged(first, PAGE))
+    plan = plan_of(first, device)
+    check(plan, first, plan.run(first.q.to(device), kv, first.index_q.to(device), keys))
+    new_kv, new_keys = paged(second, PAGE, seed=3)
+    kv.k, kv.v, keys.keys = (x.to(device) for x in (new_kv.k, new_kv.v, new_keys.keys))
+    width = min(kv.page_table.shape[1], new_kv.page_table.shape[1])
+    for cache in (kv, keys):
+        cache.page_table[:, :width] = new_kv.page_table[:, :width].to(device)
+        cache.seq_lens.copy_(new_kv.seq_lens)
+    out = strided(torch.full_like(second.q, torch.nan), 2).to(device)
+    returned = plan.run(strided(second.q, 2).to(device), kv, strided(second.index_q).to(device), keys, out=out)
+    assert returned is out
+    check(plan, second, out)
+    third = step((77,), seed=2)
+    kv, keys = (moved(cache, device) for cache in paged(third, PAGE))
+    check(plan, third, plan.run(third.q.to(device), kv, third.index_q.to(device), keys))
+
+
+def test_forced_blocks_and_shared_selection(device):
+    p = step((300, 260), 2, index_heads=1)
+    kv, keys = (moved(cache, device) for cache in paged(p, PAGE))
+    forced = {"init_blocks": 1, "local_blocks": 2}
+    plan = plan_of(p, device, new_tokens=2, index_heads=1, **forced)
+    check(plan, p, plan.run(p.q.to(device), kv, p.index_q.to(device), keys), **forced)
+
+
+def test_plans_share_no_memory(device):
+    p = step((64, 40))
+    plans = [plan_of(p, device) for _ in range(2)]
+    buffers = [{x.untyped_storage().data_ptr() for x in _tensors(plan) if x.untyped_storage().nbytes()} for plan in plans]
+    assert buffers[0]
+    assert not buffers[0] & buffers[1]
+
+
+def _tensors(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for part in vars(value).values() for x in _tensors(part)] if hasattr(value, "__dict__") else []
+
+
+def test_an_empty_batch_returns_nothing(device):
+    p = step((64,))
+    kv, keys = (moved(cache, device) for cache in paged(p, PAGE))
+    kv = PagedKV(kv.k, kv.v, kv.page_table[:0], kv.seq_lens[:0])
+    keys = PagedIndexKeys(keys.keys, keys.page_table[:0], keys.seq_lens[:0])
+    plan = plan_of(p, device)
+    assert plan.run(p.q[:0].to(device), kv, p.index_q[:0].to(device), keys).shape == (0, 8, 64)
+
+
+BAD = [
+    ({"new_tokens": 17}, ValueError, "new_tokens must be from 1 to 16, got 17"),
+    ({"num_kv_heads": 3}, ValueError, r"num_kv_heads must divide num_q_heads \(8\), got 3"),
+    ({"index_heads": 4}, ValueError, r"index_heads must be num_kv_heads \(2\) or 1, got 4"),
+    ({"topk": 2, "init_blocks": 2}, ValueError, r"init_blocks \+ local_blocks must be at most topk \(2\)"),
+    ({"dtype": torch.int32}, TypeError, "dtype must be"),
+    ({"head_dim": 40}, ValueError, "head_dim must be a multiple of 16"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), BAD)
+def test_bad_plans_are_refused(changes, error, text):
+    with pytest.raises(error, match=text):
+        plan_of(step((4,)), "cpu", **changes)
+
+
+def test_what_the_kernels_do_not_do_is_refused(monkeypatch):
+    monkeypatch.setattr(decode, "uses_kernels", lambda device: True)
+    with pytest.raises(NotImplementedError, match="dtype must be float16 or bfloat16"):
+        plan_of(step((4,)), "cpu", dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match="must be at most 64"):
+        plan_of(step((4,)), "cpu", new_tokens=16, num_kv_heads=8)
+
+
+def test_calls_that_do_not_fit_the_plan_are_refused():
+    p = step((64, 40))
+    kv, keys = paged(p, PAGE)
+    plan = plan_of(p, "cpu")
+    with pytest.raises(ValueError, match=r"q.shape\[0\] must be 2"):
+        plan.run(p.q[:1], kv, p.index_q, keys)
+    with pytest.raises(TypeError, match="q must have dtype"):
+        plan.run(p.q.float(), kv, p.index_q, keys)
+    with pytest.raises(ValueError, match=r"kv.batch must be from 0 to 1, got 2"):
+        plan_of(p, "cpu", max_batch=1).run(p.q, kv, p.index_q, keys)
+    with pytest.raises(ValueError, match="max_pages"):
+        plan_of(p, "cpu", max_pages=2).run(p.q, kv, p.index_q, keys)
+    with pytest.raises(TypeError, match=r"kv must be an openmsa\.PagedKV"):
+        plan.run(p.q, p.k, p.index_q, keys)
+    with pytest.raises(ValueError, match=r"kv\.page_size must be 16"):
+        plan_of(p, "cpu", page_size=16).run(p.q, kv, p.index_q, keys)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+def test_a_captured_graph_reads_lengths_when_replayed():
+    """Two plans on two streams, each in a graph; lengths change in place; nothing is allocated in between."""
+    p = step((128, 256, 31, 200), dtype=torch.bfloat16)
+    runs = []
+    for seed in (0, 1):
+        kv, keys = (moved(cache, "cuda") for cache in paged(p, PAGE, seed=seed))
+        plan, stream = plan_of(p, "cuda"), torch.cuda.Stream()
+        q, index_q = p.q.cuda(), p.index_q.cuda()
+        with torch.cuda.stream(stream):
+            plan.run(q, kv, index_q, keys)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = plan.run(q, kv, index_q, keys)
+        runs.append((plan, graph, stream, kv, keys, out))
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    for _ in range(20):
+        for _, graph, stream, *_ in runs:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == held
+    for plan, *_, out in runs:
+        check(plan, p, out)
+    shorter = (128, 100, 0, 64)
+    for plan, graph, stream, kv, keys, out in runs:
+        for cache in (kv, keys):
+            cache.seq_lens.copy_(torch.tensor(shorter, dtype=torch.int32))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.replay()
+        torch.cuda.synchronize()
+        q = problem([1] * 4, shorter, kv_heads=2, group=4, head_dim=64, index_dim=32, dtype=p.q.dtype)
+        q.q.copy_(p.q), q.index_q.copy_(p.index_q)
+        for name in ("k", "v", "index_k"):
+            whole = getattr(p, name)
+            getattr(q, name).copy_(torch.cat([whole[:128], whole[128:228], whole[415:479]]))
+        check(plan, q, out)
+
+
+def test_default_lengths_are_those_of_the_stages():
+    """A plan is `select_blocks` then `sparse_attention` with the newest tokens as queries."""
+    p = step((100, 64), 2)
+    kv, keys = paged(p, PAGE)
+    plan = plan_of(p, "cpu", new_tokens=2)
+    out = plan.run(p.q, kv, p.index_q, keys)
+    seqs = Sequences(cu_seqlens_q=torch.tensor([0, 2, 4], dtype=torch.int32), max_seqlen_q=2)
+    blocks = select_blocks(p.index_q, keys, 4, seqs, block_size=32)
+    assert_equal("out", out, sparse_attention(p.q, kv, None, blocks, seqs, block_size=32))
