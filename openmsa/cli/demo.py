@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 OUTPUT = Path("demo_output")
 CAPTION = (
-    "Cross-entropy in nats a token. Attention seconds over all layers of one forward; dense is PyTorch's SDPA, as the model uses "
-    "it by default. Sliding window: the first block and the last ones. Random: the query's own block and random ones."
+    "Cross-entropy in nats a token. Attention seconds over all layers of one forward; dense is PyTorch's SDPA, the model's "
+    "default. Sliding window: the first block and the last ones. Random: the query's own block and random ones."
 )
 
 

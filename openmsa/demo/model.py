@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,6 @@ def _weights_file() -> Path | None:
 
 def load() -> tuple[Any, Any]:
     """The model (float32, on the CPU, for inference) and its tokenizer. Reads no network."""
-    # Both are read when transformers is first imported: it would ask the hub for newer files and draw a bar of its own.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
     import transformers
 
     file = _weights_file()
