@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: MIT
+"""`msa_attention`, the whole path: against the truth, in chunks, while decoding, in bounded memory."""
+
+import functools
+
+import pytest
+import torch
+
+from openmsa import PagedIndexKeys, PagedKV, Sequences, msa_attention, select_blocks, sparse_attention
+from openmsa.testing.allocations import peak_memory
+from openmsa.testing.compare import assert_close, assert_equal
+from openmsa.testing.inputs import paged, problem
+from tests import oracle
+from tests.contract import combinations, stored, subjects
+
+MIB = 1 << 20
+
+
+@functools.cache
+def case(shape, dtype):
+    """Whole index values, so that the selection is exact in every dtype; out and lse in float64 and as honest PyTorch gives."""
+    p = shape.problem(dtype, integer_index=True)
+    blocks = oracle.select_blocks(p, oracle.block_scores(p, shape.block_size), shape.block_size, shape.topk)
+    reads = oracle.reads_of_blocks(blocks, shape.block_size)
+    return p, oracle.attention(p, reads), oracle.attention(p, reads, honest=dtype)
+
+
+def assert_both_close(results, honest, truth):
+    for name, *values in zip(("out", "lse"), results, honest, truth, strict=True):
+        assert_close(name, *values)
+
+
+@combinations(msa_attention)
+def test_against_the_truth(subject, shape, storage):
+    p, truth, honest = case(shape, subject.dtype)
+    p = p.to(subject.device)
+    q, index_q, (k, v), index_k = stored(p, storage, shape.page_size)
+    options = {"block_size": shape.block_size, "return_lse": True}
+    results = subject.run(msa_attention, q, k, v, index_q, index_k, shape.topk, p.seqs, **options)
+    assert_both_close(results, honest, truth)
+    in_chunks = subject.run(msa_attention, q, k, v, index_q, index_k, shape.topk, p.seqs, query_chunk=7, **options)
+    assert_both_close(in_chunks, honest, truth)
+
+
+@subjects(msa_attention)
+@pytest.mark.parametrize(("init_blocks", "local_blocks"), [(0, 0), (1, 2), (3, 0)])
+@pytest.mark.parametrize("offsets", [None, (0, -2, 100)])
+def test_options_reach_their_stage(subject, init_blocks, local_blocks, offsets):
+    p = problem((9, 5, 3), (100, 33, 64), offsets=offsets, dtype=subject.dtype, integer_index=True)
+    scores = oracle.block_scores(p, 16)
+    reads = oracle.reads_of_blocks(oracle.select_blocks(p, scores, 16, 3, init_blocks, local_blocks), 16)
+    here, options = p.to(subject.device), {"init_blocks": init_blocks, "local_blocks": local_blocks, "softmax_scale": 0.3}
+    _, index_q, (k, v), index_k = stored(here, "paged", 8)
+    options |= {"block_size": 16, "return_lse": True}
+    results = subject.run(msa_attention, here.q, k, v, index_q, index_k, 3, here.seqs, **options)
+    assert_both_close(results, oracle.attention(p, reads, 0.3, honest=subject.dtype), oracle.attention(p, reads, 0.3))
+
+
+@subjects(msa_attention)
+def test_the_stages_by_hand(subject):
+    """The path is its two stages, one after the other; out comes alone unless the lse is asked for."""
+    p = problem((70, 5), (90, 33), dtype=subject.dtype).to(subject.device)
+    blocks = subject.run(select_blocks, p.index_q, p.index_k, 2, p.seqs, block_size=16)
+    options = {"block_size": 16, "return_lse": True}
+    by_hand = subject.run(sparse_attention, p.q, p.k, p.v, blocks, p.seqs, **options)
+    results = subject.run(msa_attention, p.q, p.k, p.v, p.index_q, p.index_k, 2, p.seqs, **options)
+    for name, a, b in zip(("out", "lse"), results, by_hand, strict=True):
+        assert_equal(name, a, b)
+    assert_equal("out", subject.run(msa_attention, p.q, p.k, p.v, p.index_q, p.index_k, 2, p.seqs, block_size=16), by_hand[0])
+
+
+@subjects(msa_attention, every_dtype=True)
+@pytest.mark.parametrize("step", [1, 3, 20])
+def test_appended_decode_is_prefill(subject, step):
+    """Two sequences grow by `step` tokens a call, the first from nothing, the second behind a prompt: what each call gives is
+    what one prefill gives, on pages that were assigned in any order."""
+    p = problem((40, 40), (40, 73), dtype=subject.dtype, integer_index=True)
+    blocks = oracle.select_blocks(p, oracle.block_scores(p, 16), 16, 3)
+    reads = oracle.reads_of_blocks(blocks, 16)
+    truth, honest = oracle.attention(p, reads), oracle.attention(p, reads, honest=subject.dtype)
+    p = p.to(subject.device)
+
+    table = torch.tensor([[13, 2, 7, 4, 11, -1, -1], [0, 9, 5, 12, 1, 10, 3]], dtype=torch.int32, device=subject.device)
+    table = torch.cat([table, torch.tensor([[-1] * 3, [6, 14, 8]], dtype=torch.int32, device=subject.device)], 1)
+    kv = PagedKV.allocate(table, 15, 2, 8, 64, subject.dtype)
+    index_keys = PagedIndexKeys.allocate(table, 15, 1, 8, 64, subject.dtype)
+    prompt = torch.tensor([0, 0, 33], dtype=torch.int32, device=subject.device)
+    kv.append(p.k[40:73], p.v[40:73], prompt)
+    index_keys.append(p.index_k[40:73], prompt)
+
+    collected = []
+    for start in range(0, 40, step):
+        n = min(step, 40 - start)
+        keys = torch.cat([torch.arange(first + start, first + start + n) for first in (0, 73)])
+        rows = torch.cat([torch.arange(first + start, first + start + n) for first in (0, 40)])
+        kv.append(p.k[keys], p.v[keys])
+        index_keys.append(p.index_k[keys])
+        seqs = Sequences(torch.tensor([0, n, 2 * n], dtype=torch.int32, device=subject.device), None, n, 73)
+        options = {"block_size": 16, "return_lse": True}
+        chosen = subject.run(select_blocks, p.index_q[rows], index_keys, 3, seqs, block_size=16)
+        assert_equal("blocks", chosen, blocks[rows])
+        collected.append((rows, subject.run(msa_attention, p.q[rows], kv, None, p.index_q[rows], index_keys, 3, seqs, **options)))
+    order = torch.cat([rows for rows, _ in collected]).argsort()
+    results = [torch.cat([result[i] for _, result in collected])[order.to(subject.device)] for i in range(2)]
+    assert_both_close(results, honest, truth)
+
+
+@subjects(msa_attention)
+@pytest.mark.parametrize(("q_lens", "k_lens"), [((), ()), ((0,), (0,)), ((0, 0), (5, 0)), ((3,), (0,)), ((0, 2), (0, 0))])
+def test_nothing_to_do(subject, q_lens, k_lens):
+    p = problem(q_lens, k_lens, dtype=subject.dtype).to(subject.device)
+    for storage in ("flat", "paged"):
+        q, index_q, (k, v), index_k = stored(p, storage)
+        options = {"block_size": 16, "return_lse": True, "query_chunk": 1}
+        out, lse = subject.run(msa_attention, q, k, v, index_q, index_k, 3, p.seqs, **options)
+        assert_equal("out", out, torch.zeros_like(q))
+        assert_equal("lse", lse, torch.full(lse.shape, -torch.inf))
+
+
+@pytest.mark.parametrize("storage", ["flat", "paged"])
+def test_memory_is_bounded(storage):
+    """8192 tokens, where dense logits would take 1 GiB and all index scores 256 MiB: the default on CPU keeps within the
+    workspace it promises (OPENMSA_CPU_WORKSPACE_MIB) and its results."""
+    p = problem((8192,), (8192,), kv_heads=1, group=4)
+    q, index_q, (k, v), index_k = (p.q, p.index_q, (p.k, p.v), p.index_k) if storage == "flat" else stored(p, "paged", 64)
+    memory = peak_memory(msa_attention, q, k, v, index_q, index_k, 8, block_size=64)
+    results = 8192 * 4 * (64 + 1) * 4
+    assert memory.peak <= 256 * MIB + results
+    assert memory.largest <= 128 * MIB
+
+
+def test_memory_does_not_grow_with_the_square():
+    """Twice the tokens take about twice the memory."""
+    peaks = []
+    for n in (4096, 8192):
+        p = problem((n,), (n,), kv_heads=1, group=4)
+        peaks.append(peak_memory(msa_attention, p.q, p.k, p.v, p.index_q, p.index_k, 8, block_size=64, query_chunk=1024).peak)
+    assert peaks[1] <= 2.2 * peaks[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_memory_is_bounded_on_a_gpu():
+    """32K tokens: 2 GiB of scores and 8 GiB of partials if nothing were chunked; 4 GiB are allowed."""
+    p = problem((32768,), (32768,), kv_heads=4, group=16, index_heads=4, head_dim=128, dtype=torch.bfloat16).to("cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    msa_attention(p.q, p.k, p.v, p.index_q, p.index_k)
+    assert torch.cuda.max_memory_allocated() - before <= 4 << 30
+
+
+@subjects(msa_attention)
+def test_caches_stay_as_they_are(subject):
+    p = problem((5, 2), (40, 33), dtype=subject.dtype).to(subject.device)
+    kv, index_keys = paged(p, 16)
+    before = [x.clone() for x in (*vars(kv).values(), *vars(index_keys).values())]
+    subject.run(msa_attention, p.q, kv, None, p.index_q, index_keys, 3, p.seqs, block_size=16)
+    for now, then in zip((*vars(kv).values(), *vars(index_keys).values()), before, strict=True):
+        assert_equal("cache", now, then)
