@@ -63,27 +63,45 @@ def configure(
 
 
 @triton.jit
-def _merge(part, part_lse, i_p, n_s, o_d, splits, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, OUT: tl.constexpr):
-    """Sum of the weighted partials [BM, BD], the greatest lse and the sum of weights [BM] of the first n_s splits."""
-    CHUNK: tl.constexpr = max(1, 8192 // (BM * BD))
-    o_r = tl.arange(0, BM)
+def _partial(part, part_lse, i_p, i_s, n_s, splits, o_d, D: tl.constexpr, BM: tl.constexpr, OUT: tl.constexpr):
+    """One partial [BM, BD] and its lse [BM]; past the last one zeros and -inf."""
+    o_s = (i_p * splits + i_s) * BM + tl.arange(0, BM)
+    b_lse = tl.load(part_lse + o_s, mask=tl.full([BM], 1, tl.int1) & (i_s < n_s), other=-float("inf"), cache_modifier=".cg")
+    b_part = b_lse
+    if OUT:
+        p_part = part + o_s[:, None].to(tl.int64) * D + o_d[None, :]
+        b_part = tl.load(p_part, mask=(o_d < D)[None, :] & (i_s < n_s), other=0.0, cache_modifier=".cg")
+    return b_lse, b_part
+
+
+@triton.jit
+def _merge(part, part_lse, i_p, n_s, splits, o_d, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, OUT: tl.constexpr):
+    """Sum of the first n_s partials, weighted, [BM, BD], the greatest lse and the sum of weights [BM]. Four are read at once
+    where registers allow."""
     b_m = tl.full([BM], -float("inf"), tl.float32)
     b_z = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, BD], tl.float32)
-    for i_c in tl.range(0, n_s, CHUNK):
-        o_c = i_c + tl.arange(0, CHUNK)
-        o_s = (i_p * splits + o_c)[:, None] * BM + o_r[None, :]
-        m_s = (o_c < n_s)[:, None] & (o_r >= 0)[None, :]
-        b_lse = tl.load(part_lse + o_s, mask=m_s, other=-float("inf"), cache_modifier=".cg")  # [CHUNK, BM]
-        b_new = tl.maximum(b_m, tl.max(b_lse, 0))
+    WIDE: tl.constexpr = BM * BD <= 4096
+    for i_s in tl.range(0, n_s, 4 if WIDE else 1, num_stages=1):
+        b_l0, b_x0 = _partial(part, part_lse, i_p, i_s, n_s, splits, o_d, D, BM, OUT)
+        b_new = tl.maximum(b_m, b_l0)
+        if WIDE:
+            b_l1, b_x1 = _partial(part, part_lse, i_p, i_s + 1, n_s, splits, o_d, D, BM, OUT)
+            b_l2, b_x2 = _partial(part, part_lse, i_p, i_s + 2, n_s, splits, o_d, D, BM, OUT)
+            b_l3, b_x3 = _partial(part, part_lse, i_p, i_s + 3, n_s, splits, o_d, D, BM, OUT)
+            b_new = tl.maximum(tl.maximum(b_new, b_l1), tl.maximum(b_l2, b_l3))
         b_safe = tl.where(b_new == -float("inf"), 0.0, b_new)
-        b_w = tl.exp2(b_lse - b_safe[None, :])
         b_old = tl.exp2(b_m - b_safe)
-        b_z = b_z * b_old + tl.sum(b_w, 0)
+        b_w0 = tl.exp2(b_l0 - b_safe)
+        b_z = b_z * b_old + b_w0
         if OUT:
-            p_part = part + o_s[:, :, None].to(tl.int64) * D + o_d[None, None, :]
-            b_part = tl.load(p_part, mask=m_s[:, :, None] & (o_d < D)[None, None, :], other=0.0, cache_modifier=".cg")
-            b_acc = b_acc * b_old[:, None] + tl.sum(b_w[:, :, None] * b_part.to(tl.float32), 0)
+            b_acc = b_acc * b_old[:, None] + b_w0[:, None] * b_x0.to(tl.float32)
+        if WIDE:
+            b_w1, b_w2, b_w3 = tl.exp2(b_l1 - b_safe), tl.exp2(b_l2 - b_safe), tl.exp2(b_l3 - b_safe)
+            b_z += b_w1 + b_w2 + b_w3
+            if OUT:
+                b_acc += b_w1[:, None] * b_x1.to(tl.float32) + b_w2[:, None] * b_x2.to(tl.float32)
+                b_acc += b_w3[:, None] * b_x3.to(tl.float32)
         b_m = b_new
     return b_acc, b_m, b_z
 
@@ -368,7 +386,7 @@ def dense_kernel(
             tl.store(part_lse + o_p, b_m + tl.log2(b_z))
             tl.debug_barrier()  # every thread's partial is written before one thread publishes it
             if tl.atomic_add(arrived + i_p, 1, sem="acq_rel") == n_active - 1:
-                b_acc, b_m, b_z = _merge(part, part_lse, i_p, n_active, o_d, splits, D, BM, BD, OUT)
+                b_acc, b_m, b_z = _merge(part, part_lse, i_p, n_active, splits, o_d, D, BM, BD, OUT)
                 _store(out, lse, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, D)
                 tl.store(arrived + i_p, 0)
         else:

@@ -93,27 +93,41 @@ class Workspace:
 
 
 @triton.jit
-def _merge(
-    part, part_lse, i_p, o_d, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Sum of the weighted partials [BM, BD], the greatest lse and the sum of weights [BM]; CHUNK partials at a time."""
-    o_r = tl.arange(0, BM)
+def _partial(part, part_lse, i_p, i_s, n_s, o_d, D: tl.constexpr, BM: tl.constexpr):
+    """One partial [BM, BD] and its lse [BM]; past the last one zeros and -inf."""
+    o_s = (i_p * n_s + i_s) * BM + tl.arange(0, BM)
+    b_lse = tl.load(part_lse + o_s, mask=tl.full([BM], 1, tl.int1) & (i_s < n_s), other=-float("inf"), cache_modifier=".cg")
+    p_part = part + o_s[:, None].to(tl.int64) * D + o_d[None, :]
+    b_part = tl.load(p_part, mask=(o_d < D)[None, :] & (i_s < n_s), other=0.0, cache_modifier=".cg")
+    return b_lse, b_part
+
+
+@triton.jit
+def _merge(part, part_lse, i_p, n_s, o_d, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
+    """Sum of n_s partials, weighted, [BM, BD], the greatest lse and the sum of weights [BM]. Four are read at once
+    where registers allow."""
     b_m = tl.full([BM], -float("inf"), tl.float32)
     b_z = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, BD], tl.float32)
-    for i_c in tl.range(0, SPLITS, CHUNK):
-        o_c = i_c + tl.arange(0, CHUNK)
-        o_s = (i_p * SPLITS + o_c)[:, None] * BM + o_r[None, :]
-        m_s = (o_c < SPLITS)[:, None] & (o_r >= 0)[None, :]
-        b_lse = tl.load(part_lse + o_s, mask=m_s, other=-float("inf"), cache_modifier=".cg")  # [CHUNK, BM]
-        p_part = part + o_s[:, :, None].to(tl.int64) * D + o_d[None, None, :]
-        b_part = tl.load(p_part, mask=m_s[:, :, None] & (o_d < D)[None, None, :], other=0.0, cache_modifier=".cg")
-        b_new = tl.maximum(b_m, tl.max(b_lse, 0))
+    WIDE: tl.constexpr = BM * BD <= 4096
+    for i_s in tl.range(0, n_s, 4 if WIDE else 1, num_stages=1):
+        b_l0, b_x0 = _partial(part, part_lse, i_p, i_s, n_s, o_d, D, BM)
+        b_new = tl.maximum(b_m, b_l0)
+        if WIDE:
+            b_l1, b_x1 = _partial(part, part_lse, i_p, i_s + 1, n_s, o_d, D, BM)
+            b_l2, b_x2 = _partial(part, part_lse, i_p, i_s + 2, n_s, o_d, D, BM)
+            b_l3, b_x3 = _partial(part, part_lse, i_p, i_s + 3, n_s, o_d, D, BM)
+            b_new = tl.maximum(tl.maximum(b_new, b_l1), tl.maximum(b_l2, b_l3))
         b_safe = tl.where(b_new == -float("inf"), 0.0, b_new)
-        b_w = tl.exp2(b_lse - b_safe[None, :])
         b_old = tl.exp2(b_m - b_safe)
-        b_z = b_z * b_old + tl.sum(b_w, 0)
-        b_acc = b_acc * b_old[:, None] + tl.sum(b_w[:, :, None] * b_part.to(tl.float32), 0)
+        b_w0 = tl.exp2(b_l0 - b_safe)
+        b_z = b_z * b_old + b_w0
+        b_acc = b_acc * b_old[:, None] + b_w0[:, None] * b_x0.to(tl.float32)
+        if WIDE:
+            b_w1, b_w2, b_w3 = tl.exp2(b_l1 - b_safe), tl.exp2(b_l2 - b_safe), tl.exp2(b_l3 - b_safe)
+            b_z += b_w1 + b_w2 + b_w3
+            b_acc += b_w1[:, None] * b_x1.to(tl.float32) + b_w2[:, None] * b_x2.to(tl.float32)
+            b_acc += b_w3[:, None] * b_x3.to(tl.float32)
         b_m = b_new
     return b_acc, b_m, b_z
 
@@ -182,7 +196,6 @@ def sparse_decode_kernel(
     SPLITS: tl.constexpr,
     LOOKUP: tl.constexpr,
     STAGES: tl.constexpr,
-    MERGE_CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (sequences * queries, KV heads * row tiles, SPLITS). Lengths: `seq_lens` with `queries` tokens a sequence, the last
@@ -293,9 +306,8 @@ def sparse_decode_kernel(
         tl.store(part + o_s[:, None].to(tl.int64) * D + o_d[None, :], b_part.to(part.dtype.element_ty), mask=o_d[None, :] < D)
         tl.store(part_lse + o_s, b_m + tl.log2(b_z))
         tl.debug_barrier()  # every thread's partial is written before one thread publishes it
-        CHUNK: tl.constexpr = min(MERGE_CHUNK, max(1, 8192 // (BM * BD)))
         if tl.atomic_add(arrived + i_p, 1, sem="acq_rel") == SPLITS - 1:
-            b_acc, b_m, b_z = _merge(part, part_lse, i_p, o_d, D, BM, BD, SPLITS, CHUNK)
+            b_acc, b_m, b_z = _merge(part, part_lse, i_p, tl.num_programs(2), o_d, D, BM, BD)
             _store(out, lse, b_acc, b_m, b_z, o_r, o_d, m_r, stride_oh, stride_od, stride_lh, D)
             tl.store(arrived + i_p, 0)
 
@@ -363,7 +375,6 @@ def launch(
         SPLITS=config.splits,
         LOOKUP=config.lookup,
         STAGES=config.num_stages,
-        MERGE_CHUNK=min(8, triton.next_power_of_2(config.splits)),
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -453,5 +464,4 @@ def variant(
     constants |= {"G": group, "D": head_dim, "TOPK": topk, "BLOCK": block_size, "PAGE": page_size, "BM": config.rows}
     constants |= {"BN": config.keys, "BD": triton.next_power_of_2(head_dim), "TILES": config.tiles, "SPLITS": config.splits}
     constants |= {"LOOKUP": config.lookup, "STAGES": config.num_stages, "PDL": pdl}
-    constants |= {"MERGE_CHUNK": min(8, triton.next_power_of_2(config.splits))}
     return Variant(f"{name} {dtype}", sparse_decode_kernel, arguments, constants, config.num_warps, config.num_stages, dot=True)
