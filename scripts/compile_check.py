@@ -79,8 +79,11 @@ def inspect(module: str, variant: Variant, arch: int, sass_to: Path | None) -> I
     try:
         kernel = compile_variant(variant, arch)
     except Exception as error:
-        text = str(error).strip() or type(error).__name__
-        found.faults.append(f"does not compile: {text[-300:]}")
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        text = str(cause).strip().rsplit("\n", 1)[-1].strip()
+        found.faults.append(f"does not compile: {type(cause).__name__} {text[-200:]}")
         return found
     found.seconds = time.perf_counter() - start
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

@@ -74,6 +74,11 @@ STAGE = Stage(
     _check,
     (
         Implementation(
+            "triton",
+            "openmsa.block_scores.triton_scores:block_scores",
+            lambda index_q, index_k, **_: refusals.unless_cuda_inference(index_q, index_k),
+        ),
+        Implementation(
             "cpu",
             "openmsa.block_scores.cpu:block_scores",
             lambda index_q, index_k, **_: refusals.unless_cpu_inference(index_q, index_k),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
@@ -152,10 +153,29 @@ def _lengths_of_scores(scores: Tensor, seqs: Sequences | None, block_size: int) 
     return lengths
 
 
+def _refuse_triton(index_q: Tensor, index_k: Tensor | PagedIndexKeys, **arguments: Any) -> str | None:
+    reason = refusals.unless_cuda_inference(index_q, index_k)
+    if reason is None:
+        from openmsa.block_topk import triton_select
+
+        reason = triton_select.refuse(**arguments)
+    return reason
+
+
+def _refuse_triton_scores(scores: Tensor, **_: Any) -> str | None:
+    reason = refusals.unless_cuda_inference(scores.detach(), dtypes=(torch.float32, torch.float16, torch.bfloat16))
+    if reason is None:
+        from openmsa.block_topk import triton_topk
+
+        reason = triton_topk.refuse(scores)
+    return reason
+
+
 STAGE = Stage(
     "select_blocks",
     _check,
     (
+        Implementation("triton", "openmsa.block_topk.triton_select:select_blocks", _refuse_triton),
         Implementation(
             "cpu",
             "openmsa.block_topk.cpu:select_blocks",
@@ -173,6 +193,7 @@ SCORES_STAGE = Stage(
     "select_blocks_from_scores",
     _check_scores,
     (
+        Implementation("triton", "openmsa.block_topk.triton_topk:select_from_scores", _refuse_triton_scores),
         Implementation(
             "cpu",
             "openmsa.block_topk.cpu:select_from_scores",

@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from openmsa.block_scores.triton_scores import launch
+from openmsa.block_scores.triton_tiles import KeySource, Tile
+from openmsa.block_topk.triton_topk import launch_topk
+from openmsa.runtime.devices import facts
 
 
 def decode_select_workspace(total_q: int, index_heads: int, max_seqlen_k: int, block_size: int) -> int:
@@ -40,4 +46,19 @@ def decode_select(
     workspace:     float32, contiguous, at least `decode_select_workspace` elements; its content after the call is undefined.
     out:           int32 ``[total_q, index_heads, topk]``, contiguous; filled as `openmsa.select_blocks` returns it.
     """
-    raise NotImplementedError("decode_select is being written")
+    total_q, heads, _ = index_q.shape
+    num_blocks = -(-max_seqlen_k // block_size)
+    if total_q == 0 or num_blocks == 0:
+        out.fill_(-1)
+        return
+    held = total_q * heads * num_blocks
+    scores = workspace[:held].view(total_q, heads, num_blocks).transpose(0, 1)
+    visible = workspace[held : held + total_q].view(torch.int32)
+    device = facts(index_q.device)
+    tile = Tile.of(block_size)
+    source = KeySource.of_pool(keys, page_table, tile, device)
+    lengths = (cu_seqlens_q, None, seq_lens, None)
+    pdl = index_q.is_cuda and device.arch >= 90
+    longest = (max_seqlen_q, max_seqlen_k)
+    launch(index_q, source, tile, lengths, seq_lens.numel(), longest, scores, visible, device, pdl=pdl)
+    launch_topk(scores, visible, init_blocks, local_blocks, out, pdl=pdl)

@@ -21,7 +21,7 @@ def unless_cpu_inference(*tensors: Any) -> str | None:
     return None
 
 
-def unless_cuda_inference(*tensors: Any) -> str | None:
+def unless_cuda_inference(*tensors: Any, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) -> str | None:
     """For Triton kernels without a backward."""
     if importlib.util.find_spec("triton") is None:
         return "the triton package is not installed"
@@ -32,8 +32,8 @@ def unless_cuda_inference(*tensors: Any) -> str | None:
             return f"it needs CUDA tensors, got {tensor.device}"
         if torch.cuda.get_device_capability(tensor.device) < (8, 0):
             return f"it needs compute capability 8.0 or newer, which {tensor.device} has not"
-        if tensor.dtype not in (torch.float16, torch.bfloat16):
-            return f"it needs float16 or bfloat16, got {tensor.dtype}"
+        if tensor.dtype not in dtypes:
+            return f"it needs {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}, got {tensor.dtype}"
     if needs_grad(*tensors):
         return "it computes no gradients and an input requires one; call it under torch.no_grad()"
     return None

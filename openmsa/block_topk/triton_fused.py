@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: MIT
+# ruff: noqa: RUF005 (kernels know no unpacking)
+"""Scores and selects in one kernel: the scores of a tile never leave the multiprocessor.
+
+A program walks the keys of a tile of (query, head) rows as the scoring kernel does. Each thread keeps the best scores of one
+row so far, with their block ids, in registers in descending order, and inserts the maximum of each new block: five instructions
+a slot, without a branch or a shuffle, under the shadow of the other resident program's products. Blocks come in ascending order
+and displace only smaller scores, so ties stay with the lower id. Forced blocks are never scored: the last one is the only block
+that a query sees in part, so the walk needs a mask over keys only when it is not forced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openmsa.block_scores.triton_scores import block_maxima
+from openmsa.block_scores.triton_tiles import (
+    FLAT,
+    PAGE,
+    PAGES,
+    KeySource,
+    Tile,
+    load_keys,
+    load_rows,
+    pointer_type,
+    sequence_bounds,
+    tile_start,
+)
+from openmsa.kv_cache import PagedIndexKeys
+from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts
+from openmsa.runtime.variants import Variant
+from openmsa.types import Layout
+
+MAX_FREE = 16  # slots of the list a thread can hold beside the products
+_NONE = tl.constexpr(0x7FFFFFFF)  # larger than any block id
+
+
+@dataclass(frozen=True)
+class Config:
+    """rows: (query, head) rows a program; resident: programs that one multiprocessor holds at a time."""
+
+    rows: int
+    num_warps: int
+    num_stages: int
+    resident: int
+
+
+def config(device: Device, dim: int, tile: int, indirect: bool, tma: bool) -> Config:
+    """As many rows as threads, so that a list belongs to one thread; two programs a multiprocessor where they fit."""
+    asynchronous = device.arch in (90, 100)  # the product reads the buffers itself, so it holds one
+    row_bytes = triton.next_power_of_2(dim) * 2
+    rows = 128 if asynchronous and tma and dim <= 128 else 64
+    for resident, buffers in ((2, 2), (1, 2), (1, 1)):
+        if resident * ((rows + buffers * tile) * row_bytes + 2048) <= device.shared_bytes:
+            break
+    ahead = max(buffers - asynchronous, 1)  # stages between a load and its use
+    return Config(rows, 4, ahead * (1 + indirect) + 1, resident)
+
+
+@triton.jit
+def empty_list(ROWS: tl.constexpr, SLOTS: tl.constexpr):
+    """Values and ids of a list that holds nothing."""
+    values = (tl.full([ROWS], float("-inf"), tl.float32),)
+    ids = (tl.full([ROWS], _NONE, tl.int32),)
+    for _ in tl.static_range(SLOTS - 1):
+        values = values + (values[0],)
+        ids = ids + (ids[0],)
+    return values, ids
+
+
+@triton.jit
+def insert(values, ids, x, i_x, SLOTS: tl.constexpr):
+    """Puts (x, i_x) into lists sorted by descending value, behind equal values; the last entry drops out."""
+    before = x > values[0]
+    new_values = (tl.where(before, x, values[0]),)
+    new_ids = (tl.where(before, i_x, ids[0]),)
+    for j in tl.static_range(1, SLOTS):
+        here = x > values[j]
+        new_values = new_values + (tl.where(before, values[j - 1], tl.where(here, x, values[j])),)
+        new_ids = new_ids + (tl.where(before, ids[j - 1], tl.where(here, i_x, ids[j])),)
+        before = here
+    return new_values, new_ids
+
+
+@triton.jit
+def store_ascending(p_o, ids, m_row, COUNT: tl.constexpr):
+    """Writes COUNT ids a row in ascending order, `_NONE` as -1 at the end."""
+    for j in tl.static_range(COUNT):
+        place = tl.zeros_like(ids[0])
+        for i in tl.static_range(COUNT):
+            if i < j:
+                place += (ids[i] <= ids[j]).to(tl.int32)
+            elif i > j:
+                place += (ids[i] < ids[j]).to(tl.int32)
+        tl.store(p_o + place, tl.where(ids[j] == _NONE, -1, ids[j]), mask=m_row)
+
+
+_RUNTIME_LENGTHS = ["num_pages", "capacity", "max_keys"]
+
+
+@triton.jit(do_not_specialize=_RUNTIME_LENGTHS)
+def fused_kernel(
+    q,
+    keys,
+    page_table,
+    cu_q,
+    cu_k,
+    q_offset,
+    out,
+    s_qt,
+    s_qh,
+    s_qd,
+    s_page,
+    s_head,
+    s_token,
+    s_dim,
+    s_table,
+    num_pages,
+    capacity,
+    max_keys,
+    KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    KEYS: tl.constexpr,
+    SUB: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOPK: tl.constexpr,
+    INIT: tl.constexpr,
+    LOCAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    MODE: tl.constexpr,
+    TMA: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (row tiles, batch * key heads); late rows, which see most keys, start first."""
+    SLOTS: tl.constexpr = TOPK - INIT - LOCAL
+    i_m = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_s, i_h = tl.program_id(1) // KEY_HEADS, tl.program_id(1) % KEY_HEADS
+    q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, cu_k, q_offset, i_s, capacity, max_keys)
+    if i_m * ROWS >= q_len * GROUP:
+        return
+
+    o_r = i_m * ROWS + tl.arange(0, ROWS)
+    i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)  # [ROWS] last key each row sees
+    first_last = tl.minimum(offset + i_m * ROWS // GROUP, k_len - 1)
+    final_last = tl.minimum(offset + tl.minimum((i_m * ROWS + ROWS - 1) // GROUP, q_len - 1), k_len - 1)
+    i_full = tl.maximum(first_last + 1, 0) // BLOCK if LOCAL == 0 else tl.maximum(first_last + BLOCK, 0) // BLOCK - LOCAL
+    i_end = (tl.maximum(final_last + BLOCK, 0) // BLOCK - LOCAL) * PARTS
+    i_full = tl.maximum(tl.minimum(i_full * PARTS, i_end), INIT * PARTS)
+    o_own = tl.arange(0, ROWS)  # one row a thread: without it the lists would live in the products' layout, four times over
+    own_seen = tl.maximum(tl.minimum(offset + (i_m * ROWS + o_own) // GROUP, k_len - 1) + BLOCK, 0) // BLOCK
+
+    page_row = page_table
+    if MODE != 0:
+        page_row += i_s.to(tl.int64) * s_table
+    b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
+    values, ids = empty_list(ROWS, SLOTS)
+    best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
+    for i_t in tl.range(INIT * PARTS, i_full, num_stages=STAGES):
+        i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
+        b_k = load_keys(
+            keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
+            MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, KEYS < TILE,
+        )  # fmt: skip
+        m = tl.gather(block_maxima(b_q, b_k, i_k, i_last, TILE, KEYS, SUB, False, False), o_own, 0)
+        if PARTS == 2:
+            m = tl.maximum(best, m)
+            best = tl.where(i_t % 2 == 0, m, float("-inf"))
+            m = tl.where(i_t % 2 == 0, float("-inf"), m)
+        values, ids = insert(values, ids, m, i_t // PARTS, SLOTS)
+    for i_t in tl.range(i_full, i_end, num_stages=1):
+        i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
+        b_k = load_keys(
+            keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
+            MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, True,
+        )  # fmt: skip
+        m = tl.gather(block_maxima(b_q, b_k, i_k, i_last, TILE, KEYS, SUB, False, LOCAL == 0), o_own, 0)
+        m = tl.where(i_t // PARTS < own_seen - LOCAL, m, float("-inf"))
+        if PARTS == 2:
+            m = tl.maximum(best, m)
+            best = tl.where(i_t % 2 == 0, m, float("-inf"))
+            m = tl.where(i_t % 2 == 0, float("-inf"), m)
+        values, ids = insert(values, ids, m, i_t // PARTS, SLOTS)
+
+    o_r = i_m * ROWS + o_own
+    for j in tl.static_range(INIT):
+        ids = ids + (tl.where(j < own_seen, j, _NONE),)
+    for j in tl.static_range(LOCAL):
+        ids = ids + (tl.where(own_seen - 1 - j >= INIT, own_seen - 1 - j, _NONE),)
+    i_row = (q_start + o_r // GROUP).to(tl.int64) * (KEY_HEADS * GROUP) + i_h * GROUP + o_r % GROUP
+    store_ascending(out + i_row * TOPK, ids, o_r < q_len * GROUP, TOPK)
+
+
+def launch_fused(
+    index_q: Tensor,
+    index_k: Tensor | PagedIndexKeys,
+    seqs: Layout,
+    block_size: int,
+    init_blocks: int,
+    local_blocks: int,
+    out: Tensor,
+    chosen: Config | None = None,
+) -> None:
+    """out: int32 ``[total_q, index_heads, topk]``, contiguous; at most `MAX_FREE` and at least one of the k not forced."""
+    device = facts(index_q.device)
+    _, heads, dim = index_q.shape
+    tile = Tile.of(block_size, single=True)
+    source = KeySource.of(index_k, tile, device)
+    group = heads // source.heads
+    chosen = chosen or config(device, dim, tile.tile, source.mode != FLAT, source.tma)
+    fused_kernel[(triton.cdiv(seqs.max_seqlen_q * group, chosen.rows), seqs.batch * source.heads)](
+        index_q,
+        source.keys,
+        source.page_table,
+        seqs.cu_seqlens_q,
+        seqs.cu_seqlens_k,
+        seqs.q_offset,
+        out,
+        *index_q.stride(),
+        *source.strides,
+        source.table_stride,
+        source.num_pages,
+        source.capacity,
+        seqs.max_seqlen_k,
+        KEY_HEADS=source.heads,
+        GROUP=group,
+        DIM=dim,
+        DIM_PAD=triton.next_power_of_2(dim),
+        **tile.constexprs(),
+        TOPK=out.shape[2],
+        INIT=init_blocks,
+        LOCAL=local_blocks,
+        ROWS=chosen.rows,
+        MODE=source.mode,
+        TMA=source.tma,
+        PAGE_SIZE=source.page_size,
+        STAGES=chosen.num_stages,
+        num_warps=chosen.num_warps,
+    )
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """bf16 and fp16, flat and paged, forced blocks or none, odd dims and blocks."""
+    device = COMPILE_TARGETS[arch]
+    for dtype, dim, block_size, mode, tma, topk, init, local in (
+        (torch.bfloat16, 128, 128, FLAT, True, 16, 0, 1),
+        (torch.bfloat16, 128, 128, PAGE, True, 16, 0, 1),
+        (torch.float16, 128, 128, PAGES, False, 16, 1, 1),
+        (torch.float16, 128, 128, FLAT, False, 16, 0, 0),
+        (torch.bfloat16, 64, 64, FLAT, True, 16, 0, 1),
+        (torch.bfloat16, 256, 256, FLAT, True, 16, 0, 1),
+    ):
+        yield _variant(device, dtype, dim, block_size, mode, tma and device.has_tma, topk, init, local)
+
+
+def _variant(
+    device: Device, dtype: torch.dtype, dim: int, block_size: int, mode: int, tma: bool, topk: int, init: int, local: int
+) -> Variant:
+    tile = Tile.of(block_size, single=True)
+    pad = triton.next_power_of_2(dim)
+    chosen = config(device, dim, tile.tile, mode != FLAT, tma)
+    pointer = pointer_type(dtype)
+    arguments = {"q": pointer, "keys": f"tensordesc<{pointer[1:]}[1, 1, {tile.tile}, {pad}]>" if tma else pointer}
+    arguments |= dict.fromkeys(("page_table", "cu_q", "cu_k", "q_offset", "out"), "*i32")
+    arguments |= dict.fromkeys(("s_qt", "s_qh", "s_page", "s_head", "s_token", "s_table"), "i32:16")
+    arguments |= dict.fromkeys(_RUNTIME_LENGTHS, "i32")
+    constexprs = {"s_qd": 1, "s_dim": 1, "KEY_HEADS": 1, "GROUP": 4, "DIM": dim, "DIM_PAD": pad, **tile.constexprs()}
+    constexprs |= {"ROWS": chosen.rows, "MODE": mode, "TMA": tma, "STAGES": chosen.num_stages}
+    constexprs |= {"TOPK": topk, "INIT": init, "LOCAL": local, "PAGE_SIZE": {FLAT: 1, PAGE: tile.span, PAGES: 16}[mode]}
+    constexprs |= {"page_table": None} if mode == FLAT else {}
+    arguments = {name: kind for name, kind in arguments.items() if name not in constexprs}
+    keys = ("flat", "page", "pages")[mode] + (" tma" if tma else "")
+    name = f"fused {pointer[1:]} d{dim} b{block_size} {keys} k{topk} {init}+{local}"
+    slack = 24 if device.arch == 80 else 0  # outside the walk
+    return Variant(name, fused_kernel, arguments, constexprs, chosen.num_warps, chosen.num_stages, wgmma=True, may_spill=slack)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: MIT
+"""`select_blocks` on the GPU: one fused kernel for many queries, scores and top-k in turn for few."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmsa.block_scores.triton_scores import launch_scores
+from openmsa.block_topk.triton_fused import MAX_FREE, launch_fused
+from openmsa.block_topk.triton_topk import MAX_BLOCKS, launch_topk
+from openmsa.kv_cache import PagedIndexKeys
+from openmsa.runtime.devices import Device, facts
+from openmsa.types import Layout
+
+WORKSPACE = 256 * 2**20
+"""Bytes of scores held at a time."""
+
+
+def refuse(seqs: Layout, block_size: int, topk: int, init_blocks: int, local_blocks: int) -> str | None:
+    """Why these kernels cannot select so many of so many blocks, or None."""
+    if seqs.num_blocks(block_size) > MAX_BLOCKS and not 0 < topk - init_blocks - local_blocks <= MAX_FREE:
+        return (
+            f"with more than {MAX_BLOCKS} blocks it needs topk - init_blocks - local_blocks from 1 to {MAX_FREE}, "
+            f"got {topk} - {init_blocks} - {local_blocks} for {seqs.num_blocks(block_size)} blocks"
+        )
+    return None
+
+
+def fuses(rows: int, num_blocks: int, free: int, device: Device) -> bool:
+    """Whether one kernel that keeps a list a thread is the faster way. rows: (query, head) rows in all.
+
+    It needs rows for every multiprocessor, because it cannot cut the context; and it must, where rows are too long to hold."""
+    if not 0 < free <= MAX_FREE:
+        return False
+    return num_blocks > MAX_BLOCKS or rows >= 2 * 128 * device.num_sms * 3 // 4
+
+
+def select_blocks(
+    index_q: Tensor,
+    index_k: Tensor | PagedIndexKeys,
+    seqs: Layout,
+    block_size: int,
+    topk: int,
+    init_blocks: int,
+    local_blocks: int,
+) -> Tensor:
+    """See `openmsa.block_topk.select_blocks`."""
+    total_q, heads, _ = index_q.shape
+    num_blocks = seqs.num_blocks(block_size)
+    out = torch.empty(total_q, heads, topk, dtype=torch.int32, device=index_q.device)
+    if out.numel() == 0 or num_blocks == 0:
+        return out.fill_(-1)
+    if fuses(total_q * heads, num_blocks, topk - init_blocks - local_blocks, facts(index_q.device)):
+        launch_fused(index_q, index_k, seqs, block_size, init_blocks, local_blocks, out)
+    else:
+        score_then_select(index_q, index_k, seqs, block_size, init_blocks, local_blocks, out)
+    return out
+
+
+def score_then_select(
+    index_q: Tensor,
+    index_k: Tensor | PagedIndexKeys,
+    seqs: Layout,
+    block_size: int,
+    init_blocks: int,
+    local_blocks: int,
+    out: Tensor,
+) -> None:
+    """Two kernels for as many queries at a time as `WORKSPACE` holds scores of."""
+    total_q, heads, _ = index_q.shape
+    num_blocks = seqs.num_blocks(block_size)
+    chunk = min(max(WORKSPACE // (4 * heads * num_blocks), 16), total_q)
+    scores = torch.empty(chunk, heads, num_blocks, dtype=torch.float32, device=index_q.device)
+    visible = torch.empty(chunk, dtype=torch.int32, device=index_q.device)
+    for start in range(0, total_q, chunk):
+        stop = min(start + chunk, total_q)
+        part = seqs if chunk == total_q else seqs.query_chunk(start, stop)
+        held = scores[: stop - start].transpose(0, 1)
+        launch_scores(index_q[start:stop], index_k, part, block_size, held, visible)
+        launch_topk(held, visible, init_blocks, local_blocks, out[start:stop])
