@@ -51,7 +51,7 @@ def _table(records: list[Record], box: Box) -> RenderableType:
         f"{first['threads']} threads"
     )
     peers = list(dict.fromkeys(p.split("_")[0] for r in records for p in r.get("times_faster_than", {})))
-    table = Table(title=title, title_justify="left", box=box)
+    table = Table(box=box)
     table.add_column("row", overflow="fold")
     for column in ("time", "spread", "rate", "of limit", *(f"vs {peer}" for peer in peers), "memory"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -69,7 +69,7 @@ def _table(records: list[Record], box: Box) -> RenderableType:
         f"limits in this run: matrix product {_rate(ceilings['gemm'], 'FLOP/s')}, copy {_rate(ceilings['copy'], 'B/s')}, "
         f"read {_rate(ceilings['read'], 'B/s')}, smallest call {_time(ceilings['launch'])}"
     )
-    return Group(table, *(Text(note, style="dim") for note in dict.fromkeys(notes)), Text())
+    return Group(Text(title, style="bold"), table, *(Text(note, style="dim") for note in dict.fromkeys(notes)), Text())
 
 
 def _cells(r: Record, peers: list[str]) -> list[str]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from openmsa import (
+    DecodePlan,
     block_scores,
     dense_attention,
     msa_attention,
@@ -93,16 +93,22 @@ def _dense_attention(c: Context, paged: bool = False) -> partial[Any]:
     return partial(dense_attention, c.x.q, c.x.k, c.x.v, c.x.seqs, impl=c.impl)
 
 
-def _no_decode_plan(c: Context) -> str | None:
-    if c.x.device.type != "cuda":
-        return "a DecodePlan needs a GPU"
-    if importlib.util.find_spec("openmsa.decode") is None:
-        return "this version has no DecodePlan"
-    return None
-
-
-def _decode_plan(c: Context) -> Callable[[], Any]:
-    raise NotImplementedError("no DecodePlan row yet")
+def _decode_plan(c: Context) -> partial[Any]:
+    w, pages = c.x.workload, c.x.pages()
+    plan = DecodePlan(
+        max_batch=w.batch,
+        num_q_heads=w.num_q_heads,
+        num_kv_heads=w.num_kv_heads,
+        head_dim=w.head_dim,
+        index_dim=w.index_dim,
+        page_size=w.block_size,
+        max_pages=w.num_blocks,
+        topk=w.topk,
+        block_size=w.block_size,
+        dtype=w.dtype,
+        device=c.x.device,
+    )
+    return partial(plan.run, c.x.q, pages.kv, c.x.index_q, pages.index)
 
 
 def _vllm(build: Callable[..., Any], costing: cost.Costing, *arguments: Any) -> Row:
@@ -112,7 +118,7 @@ def _vllm(build: Callable[..., Any], costing: cost.Costing, *arguments: Any) -> 
 ROWS: dict[str, Row] = {
     "msa_attention": Row(_msa_attention, cost.msa_attention, ("sdpa", "vllm_path")),
     "msa_attention/paged": Row(partial(_msa_attention, paged=True), cost.msa_attention, ("sdpa", "vllm_path")),
-    "decode_plan": Row(_decode_plan, cost.msa_attention, ("sdpa", "vllm_path"), _no_decode_plan),
+    "decode_plan": Row(_decode_plan, cost.msa_attention, ("sdpa", "vllm_path")),
     "block_scores": Row(_block_scores, cost.block_scores, ("vllm_scores",)),
     "block_scores/paged": Row(partial(_block_scores, paged=True), cost.block_scores, ("vllm_scores",)),
     "select_blocks": Row(_select_blocks, cost.select_blocks, ("vllm_select",)),

@@ -31,6 +31,7 @@ def bench(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")] = None,
     repeat: Annotated[int | None, typer.Option(min=1, help="Passes over the rows of a workload (cpu: 3, cuda: 1).")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; PyTorch's default otherwise.")] = None,
     impl: Annotated[str, typer.Option(help="Which implementation of ours, as impl= takes it.")] = "auto",
     peers: Annotated[Path, typer.Option(help="Folder with the peers' kernels.")] = Path(".peers"),
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Append the records to this JSONL file.")] = None,
@@ -57,6 +58,7 @@ def bench(
         work = workloads.chosen(device, match or ())
     except ValueError as error:
         _refuse(str(error))
+    torch.set_num_threads(threads or torch.get_num_threads())
     settings = runner.Settings.for_device(torch.device(device), repeat, impl=impl, peers=peers, commit=commit)
     records = []
     with _progress() as progress:
