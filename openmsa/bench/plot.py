@@ -3,33 +3,39 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 
 from openmsa.bench.record import Record
 
-WHOLE = ("msa_attention", "msa_attention/paged", "decode_plan")
+WHOLE = ("decode_plan", "msa_attention", "msa_attention/paged")  # the first of them that was measured is drawn
+MODES = ("graph", "eager")
 PEER = "sdpa"
 
 
 def series(records: list[Record]) -> dict[str, list[tuple[int, float]]]:
-    """(context, times faster than dense) by line of the plot. Of several records of the same row the last counts."""
-    lines: dict[str, dict[int, float]] = defaultdict(dict)
+    """(context, times faster than dense) by line of the plot: one line for each kind of call and batch. Of several records of
+    the same point the last counts."""
+    found: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
     for r in records:
         if r["row"] in WHOLE and r["error"] is None and PEER in r["times_faster_than"]:
-            lines[_label(r)][r["shape"]["context"]] = r["times_faster_than"][PEER]
-    return {label: sorted(points.items()) for label, points in sorted(lines.items())}
+            rank = WHOLE.index(r["row"]), MODES.index(r["mode"])
+            points = found.setdefault(_label(r), {}).setdefault(rank, {})
+            points[r["shape"]["context"]] = r["times_faster_than"][PEER]
+    lines = {}
+    for label, choices in sorted(found.items()):
+        row, mode = min(choices)
+        graph = ", CUDA graph" if MODES[mode] == "graph" else ""
+        lines[f"{label} ({WHOLE[row]}{graph})"] = sorted(choices[row, mode].items())
+    return lines
 
 
 def _label(r: Record) -> str:
     shape = r["shape"]
-    what = {
+    return {
         "prefill": "whole prefill",
         "chunk": f"{shape['q_len']:,} queries behind a prefix",
         "decode": f"decode, batch {shape['batch']}",
     }[r["kind"]]
-    graph = " (CUDA graph)" if r["mode"] == "graph" else ""
-    return f"{what}, {r['row']}{graph}"
 
 
 def plot(records: list[Record], output: Path) -> None:

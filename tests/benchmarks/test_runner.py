@@ -230,7 +230,9 @@ def test_records_travel(tmp_path):
         record.append([line], path)
     assert record.load(path) == json.loads(json.dumps(lines))
     assert {line["commit"] for line in record.load(path)} == {"abc"}
-    assert [c for c, _ in plot.series(lines)["whole prefill, msa_attention"]] == [32, 64]
+    assert [c for c, _ in plot.series(lines)["whole prefill (msa_attention)"]] == [32, 64]
+    graphs = [line | {"mode": "graph", "row": "decode_plan"} for line in lines if line["row"] == "msa_attention"]
+    assert list(plot.series(lines + graphs)) == ["whole prefill (decode_plan, CUDA graph)"]
     pytest.importorskip("matplotlib")
     plot.plot(lines, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").stat().st_size > 1000
