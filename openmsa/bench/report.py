@@ -17,15 +17,26 @@ from openmsa.bench.workloads import WORKLOADS
 FILE_WIDTH = 140
 
 
-def workload_table(device: str | None = None) -> Table:
-    """Every workload: name, shape and rows."""
-    table = Table(title="workloads", show_lines=True)
-    for column in ("name", "device", "shape", "modes", "rows"):
-        table.add_column(column, overflow="fold")
-    for w in WORKLOADS:
-        if device in (None, w.device):
-            table.add_row(w.name, w.device, str(w), ", ".join(w.modes), ", ".join(w.rows))
-    return table
+def print_workloads(device: str | None = None) -> None:
+    """Every workload for `device` (None: any) and its shape, and below the rows that workloads share."""
+    listed = [w for w in WORKLOADS if device in (None, w.device)]
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("workload", no_wrap=True)
+    table.add_column("device")
+    table.add_column("shape")
+    for w in listed:
+        table.add_row(w.name, w.device, str(w))
+    console = _console()
+    console.print(table)
+    for rows in dict.fromkeys(w.rows for w in listed):
+        names = ", ".join(w.name for w in listed if w.rows == rows)
+        console.print(Text.assemble(("rows of ", "dim"), names, ("\n  " + ", ".join(rows), "dim")))
+
+
+def _console(wide: bool = False) -> Console:
+    """The terminal; where there is none, or on request, as wide as tables need."""
+    console = Console()
+    return console if console.is_terminal and not wide else Console(width=FILE_WIDTH)
 
 
 def summary(records: Iterable[Record], markdown: bool = False) -> RenderableType:
@@ -36,10 +47,7 @@ def summary(records: Iterable[Record], markdown: bool = False) -> RenderableType
 
 def print_summary(records: Iterable[Record], markdown: bool = False) -> None:
     """`summary` on the terminal, or as wide as it needs to be where there is none."""
-    console = Console()
-    if markdown or not console.is_terminal:
-        console = Console(width=FILE_WIDTH)
-    console.print(summary(records, markdown))
+    _console(wide=markdown).print(summary(records, markdown))
 
 
 def _table(records: list[Record], box: Box) -> RenderableType:

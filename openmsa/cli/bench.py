@@ -110,8 +110,6 @@ def show(
 
 
 def _list(device: str | None, as_json: bool) -> None:
-    from rich.console import Console
-
     from openmsa.bench import report, workloads
 
     if as_json:
@@ -120,7 +118,7 @@ def _list(device: str | None, as_json: bool) -> None:
                 fields: dict[str, Any] = {"name": w.name, "device": w.device, "shape": str(w), "modes": w.modes, "rows": w.rows}
                 typer.echo(json.dumps(fields))
     else:
-        Console().print(report.workload_table(device))
+        report.print_workloads(device)
 
 
 def _progress() -> Progress:

@@ -236,7 +236,7 @@ def test_records_travel(tmp_path):
     pytest.importorskip("matplotlib")
     plot.plot(lines, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").stat().st_size > 1000
-    with pytest.raises(ValueError, match="records must hold a row of msa_attention"):
+    with pytest.raises(ValueError, match="records must hold a row of decode_plan"):
         plot.plot([], tmp_path / "nothing.png")
 
 

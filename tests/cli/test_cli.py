@@ -108,6 +108,13 @@ def test_bench_as_json(tiny):
     assert [json.loads(line)["workload"] for line in result.stdout.splitlines()] == ["tiny-prefill"] * 2
 
 
+def test_bench_lists_for_people():
+    shown = invoke("bench", "--list", "--device", "cuda").stdout
+    assert "gpu-decode-b64-128k" in shown
+    assert "decode_plan" in shown
+    assert "prefill-32k " not in shown.replace("gpu-prefill-32k", "")
+
+
 def test_bench_plots(tiny, tmp_path):
     pytest.importorskip("matplotlib")
     path, image = tmp_path / "record.jsonl", tmp_path / "speed.png"
