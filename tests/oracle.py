@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The truth, written apart from the package: one query row at a time, its keys gathered one list at a time, float64.
 
-With ``honest`` set to a dtype the same loops run in that precision, with the sums in reverse order: the error that honest
-PyTorch makes (see `openmsa.testing.compare`), also in float64. Slow; small sizes only; on the CPU, on one thread.
+Beside it ``honest_*``: what anyone would write in PyTorch, a sequence's whole masked matrix in the dtype of the inputs; its error
+is the yardstick (see `openmsa.testing.compare`). Small sizes only; on the CPU, on one thread.
 """
 
 import functools
@@ -49,16 +49,13 @@ def from_pages(pool, page_table, lens):
 
 
 @on_one_thread
-def block_scores(p, block_size, honest=None, q=None, k=None, causal=True, num_blocks=None):
-    """[index_heads, total_q, num_blocks] in float64 or in `honest`, from the index branch or from the given q and k."""
-    dtype = honest or torch.float64
-    q, k = (p.index_q if q is None else q).to(dtype), (p.index_k if k is None else k).to(dtype)
-    if honest:
-        q, k = q.flip(-1), k.flip(-1)
+def block_scores(p, block_size, q=None, k=None, causal=True, num_blocks=None):
+    """[index_heads, total_q, num_blocks], from the index branch or from the given q and k."""
+    q, k = (p.index_q if q is None else q).double(), (p.index_k if k is None else k).double()
     group = q.shape[1] // k.shape[1]
     if num_blocks is None:
         num_blocks = math.ceil(max(p.k_lens, default=0) / block_size)
-    scores = torch.full((q.shape[1], q.shape[0], num_blocks), -math.inf, dtype=dtype)
+    scores = torch.full((q.shape[1], q.shape[0], num_blocks), -math.inf, dtype=torch.float64)
     for row, b, last in rows(p):
         visible = keys_of(k, p, b)[: max(last + 1, 0) if causal else p.k_lens[b]]
         for head in range(q.shape[1]):
@@ -66,6 +63,25 @@ def block_scores(p, block_size, honest=None, q=None, k=None, causal=True, num_bl
             products = torch.where(products.isnan(), -math.inf, products)
             for block, piece in enumerate(products.split(block_size)) if len(products) else ():
                 scores[head, row, block] = piece.max()
+    return scores
+
+
+@on_one_thread
+def honest_scores(p, block_size, q=None, k=None, causal=True):
+    """The same in PyTorch, accumulated in float32 or, for float64 inputs, in float64."""
+    q, k = p.index_q if q is None else q, p.index_k if k is None else k
+    wide = torch.promote_types(q.dtype, torch.float32)
+    group, num_blocks = q.shape[1] // k.shape[1], math.ceil(max(p.k_lens, default=0) / block_size)
+    scores = torch.full((q.shape[1], q.shape[0], num_blocks), -math.inf, dtype=wide)
+    for b in range(len(p.q_lens)):
+        own, keys = slice(sum(p.q_lens[:b]), sum(p.q_lens[: b + 1])), keys_of(k, p, b).to(wide)
+        last = torch.tensor([last for _, sequence, last in rows(p) if sequence == b], dtype=torch.int64)
+        hidden = torch.arange(len(keys)) > last[:, None] if causal else torch.zeros(len(last), len(keys), dtype=torch.bool)
+        for head in range(q.shape[1]):
+            products = q[own, head].to(wide) @ keys[:, head // group].T
+            for block, piece in enumerate(products.masked_fill(hidden, -math.inf).split(block_size, dim=1)):
+                if piece.numel():
+                    scores[head, own, block] = piece.amax(1)
     return scores
 
 
@@ -107,28 +123,40 @@ def reads_everything(p, causal=True):
 def attend(q, keys, values, scale):
     """The query heads [group, dim] of one row on its keys and values [n, dim]: out [group, dim], lse [group]."""
     logits = (q @ keys.T) * scale
-    wide = logits.to(torch.promote_types(q.dtype, torch.float32))
-    return wide.softmax(-1).to(q.dtype) @ values, wide.logsumexp(-1)
+    return logits.softmax(-1) @ values, logits.logsumexp(-1)
 
 
 @on_one_thread
-def attention(p, reads, scale=None, honest=None):
-    """out [total_q, num_q_heads, head_dim] and lse [total_q, num_q_heads] in float64; or in `honest`, the lse from float32 at
-    least, which is what every implementation accumulates in."""
-    dtype = honest or torch.float64
-    wide = torch.promote_types(dtype, torch.float32)
+def attention(p, reads, scale=None):
+    """out [total_q, num_q_heads, head_dim] and lse [total_q, num_q_heads]."""
     group, scale = p.q.shape[1] // p.k.shape[1], p.q.shape[2] ** -0.5 if scale is None else scale
-    out = torch.zeros(p.q.shape, dtype=dtype)
-    lse = torch.full(p.q.shape[:2], -math.inf, dtype=wide)
+    q, k, v = p.q.double(), p.k.double(), p.v.double()
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -math.inf, dtype=q.dtype)
     for row, b, last in rows(p):
-        keys, values = keys_of(p.k, p, b), keys_of(p.v, p, b)
-        for kv in range(p.k.shape[1]):
-            ids = reads(row, kv, b, last)
+        keys, values = keys_of(k, p, b), keys_of(v, p, b)
+        for kv in range(k.shape[1]):
+            ids, own = reads(row, kv, b, last), slice(kv * group, (kv + 1) * group)
             if ids:
-                ids, own = torch.tensor(ids[::-1] if honest else ids), slice(kv * group, (kv + 1) * group)
-                gathered = [x.flip(-1) if honest else x for x in (p.q[row, own], keys[ids, kv], values[ids, kv])]
-                result, lse[row, own] = attend(*(x.to(wide) for x in gathered), scale)
-                if dtype != wide:
-                    result, _ = attend(*(x.to(dtype) for x in gathered), scale)
-                out[row, own] = result.flip(-1) if honest else result
+                ids = torch.tensor(ids)
+                out[row, own], lse[row, own] = attend(q[row, own], keys[ids, kv], values[ids, kv], scale)
+    return out, lse
+
+
+@on_one_thread
+def honest_attention(p, reads, scale=None):
+    """The same in PyTorch, in the dtype of the inputs; the lse accumulated in float32 at least, over weights of that dtype."""
+    dtype, wide = p.q.dtype, torch.promote_types(p.q.dtype, torch.float32)
+    group, scale = p.q.shape[1] // p.k.shape[1], p.q.shape[2] ** -0.5 if scale is None else scale
+    out, lse = torch.zeros_like(p.q), torch.full(p.q.shape[:2], -math.inf, dtype=wide)
+    for b in range(len(p.q_lens)):
+        own, keys, values = slice(sum(p.q_lens[:b]), sum(p.q_lens[: b + 1])), keys_of(p.k, p, b), keys_of(p.v, p, b)
+        for head in range(p.q.shape[1]) if len(keys) else ():
+            kv, mask = head // group, torch.full((p.q_lens[b], len(keys)), -math.inf, dtype=wide)
+            for row, _, last in (r for r in rows(p) if r[1] == b):
+                mask[row - own.start, reads(row, kv, b, last)] = 0
+            logits = p.q[own, head].to(wide) @ keys[:, kv].to(wide).T * scale + mask
+            peak = logits.amax(1, keepdim=True).clamp(min=-1e30)  # an empty row: exp(-inf) and log(0)
+            lse[own, head] = peak[:, 0] + (logits - peak).exp().to(dtype).to(wide).sum(1).log()
+            weights = ((p.q[own, head] @ keys[:, kv].T) * scale + mask).softmax(-1).nan_to_num(0).to(dtype)
+            out[own, head] = weights @ values[:, kv]
     return out, lse

@@ -22,7 +22,7 @@ def case(shape, dtype):
     p = shape.problem(dtype, integer_index=True)
     blocks = oracle.select_blocks(p, oracle.block_scores(p, shape.block_size), shape.block_size, shape.topk)
     reads = oracle.reads_of_blocks(blocks, shape.block_size)
-    return p, oracle.attention(p, reads), oracle.attention(p, reads, honest=dtype)
+    return p, oracle.attention(p, reads), oracle.honest_attention(p, reads)
 
 
 def assert_both_close(results, honest, truth):
@@ -53,7 +53,7 @@ def test_options_reach_their_stage(subject, init_blocks, local_blocks, offsets):
     _, index_q, (k, v), index_k = stored(here, "paged", 8)
     options |= {"block_size": 16, "return_lse": True}
     results = subject.run(msa_attention, here.q, k, v, index_q, index_k, 3, here.seqs, **options)
-    assert_both_close(results, oracle.attention(p, reads, 0.3, honest=subject.dtype), oracle.attention(p, reads, 0.3))
+    assert_both_close(results, oracle.honest_attention(p, reads, 0.3), oracle.attention(p, reads, 0.3))
 
 
 @subjects(msa_attention)
@@ -77,7 +77,7 @@ def test_appended_decode_is_prefill(subject, step):
     p = problem((40, 40), (40, 73), dtype=subject.dtype, integer_index=True)
     blocks = oracle.select_blocks(p, oracle.block_scores(p, 16), 16, 3)
     reads = oracle.reads_of_blocks(blocks, 16)
-    truth, honest = oracle.attention(p, reads), oracle.attention(p, reads, honest=subject.dtype)
+    truth, honest = oracle.attention(p, reads), oracle.honest_attention(p, reads)
     p = p.to(subject.device)
 
     table = torch.tensor([[13, 2, 7, 4, 11, -1, -1], [0, 9, 5, 12, 1, 10, 3]], dtype=torch.int32, device=subject.device)
@@ -99,7 +99,9 @@ def test_appended_decode_is_prefill(subject, step):
         options = {"block_size": 16, "return_lse": True}
         chosen = subject.run(select_blocks, p.index_q[rows], index_keys, 3, seqs, block_size=16)
         assert_equal("blocks", chosen, blocks[rows])
-        collected.append((rows, subject.run(msa_attention, p.q[rows], kv, None, p.index_q[rows], index_keys, 3, seqs, **options)))
+        collected.append(
+            (rows, subject.run(msa_attention, p.q[rows], kv, None, p.index_q[rows], index_keys, 3, seqs, **options))
+        )
     order = torch.cat([rows for rows, _ in collected]).argsort()
     results = [torch.cat([result[i] for _, result in collected])[order.to(subject.device)] for i in range(2)]
     assert_both_close(results, honest, truth)

@@ -18,10 +18,9 @@ INF, NAN = math.inf, math.nan
 
 @functools.cache
 def case(shape, dtype, integer_index=False):
-    """A problem, its scores in float64, and those of honest PyTorch: float32 accumulation of the rounded inputs."""
+    """A problem, its scores in float64, and those of honest PyTorch."""
     p = shape.problem(dtype, integer_index=integer_index)
-    wide = torch.promote_types(dtype, torch.float32)
-    return p, oracle.block_scores(p, shape.block_size), oracle.block_scores(p, shape.block_size, wide)
+    return p, oracle.block_scores(p, shape.block_size), oracle.honest_scores(p, shape.block_size)
 
 
 @combinations(block_scores)
@@ -36,16 +35,18 @@ def test_against_the_truth(subject, shape, storage):
 @subjects(block_scores, every_dtype=True)
 @shapes
 def test_integers_are_exact(subject, shape):
-    p, _, honest = case(shape, subject.dtype, integer_index=True)
+    p, truth, honest = case(shape, subject.dtype, integer_index=True)
     p = p.to(subject.device)
-    assert_equal("scores", subject.run(block_scores, p.index_q, p.index_k, p.seqs, block_size=shape.block_size), honest)
+    assert_equal(
+        "scores", subject.run(block_scores, p.index_q, p.index_k, p.seqs, block_size=shape.block_size), truth.to(honest.dtype)
+    )
 
 
 @subjects(block_scores)
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 def test_heads_share_keys(subject, key_heads):
     p = problem((5, 9), (40, 70), kv_heads=4, index_key_heads=key_heads, dtype=subject.dtype, integer_index=True)
-    truth = oracle.block_scores(p, 16, torch.float32)
+    truth = oracle.block_scores(p, 16).float()
     for storage in ("flat", "paged"):
         _, index_q, _, index_k = stored(p.to(subject.device), storage)
         seqs = p.to(subject.device).seqs
@@ -56,7 +57,7 @@ def test_heads_share_keys(subject, key_heads):
 @pytest.mark.parametrize("offsets", [(0, 0, 0), (36, -2, 100), (15, 16, 17), (-1, 39, 40)])
 def test_offsets_move_the_queries(subject, offsets):
     p = problem((4, 5, 3), (40, 33, 64), offsets=offsets, dtype=subject.dtype, integer_index=True).to(subject.device)
-    truth = oracle.block_scores(p.to("cpu"), 16, torch.float32)
+    truth = oracle.block_scores(p.to("cpu"), 16).float()
     for storage in ("flat", "paged"):
         _, index_q, _, index_k = stored(p, storage)
         assert_equal("scores", subject.run(block_scores, index_q, index_k, p.seqs, block_size=16), truth)
@@ -66,7 +67,7 @@ def test_offsets_move_the_queries(subject, offsets):
 def test_one_sequence_by_default(subject):
     p = problem((7,), (50,), dtype=subject.dtype, integer_index=True).to(subject.device)
     scores = subject.run(block_scores, p.index_q, p.index_k, block_size=16)
-    assert_equal("scores", scores, oracle.block_scores(p.to("cpu"), 16, torch.float32))
+    assert_equal("scores", scores, oracle.block_scores(p.to("cpu"), 16).float())
 
 
 @subjects(block_scores)
@@ -74,7 +75,7 @@ def test_a_loose_bound_adds_empty_blocks(subject):
     p = problem((7, 2), (50, 20), dtype=subject.dtype, integer_index=True).to(subject.device)
     loose = Sequences(p.seqs.cu_seqlens_q, p.seqs.cu_seqlens_k, 9, 100)
     scores = subject.run(block_scores, p.index_q, p.index_k, loose, block_size=16)
-    assert_equal("scores", scores, oracle.block_scores(p.to("cpu"), 16, torch.float32, num_blocks=7))
+    assert_equal("scores", scores, oracle.block_scores(p.to("cpu"), 16, num_blocks=7).float())
 
 
 @subjects(block_scores)
@@ -85,7 +86,7 @@ def test_a_cache_may_be_read_in_part(subject):
     first = problem((3, 2), (50, 33), dtype=subject.dtype, integer_index=True)
     shorter = problem((3, 2), (41, 17), dtype=subject.dtype, integer_index=True)
     keys = torch.cat([oracle.keys_of(first.index_k, first, b)[:n] for b, n in enumerate(shorter.k_lens)])
-    truth = oracle.block_scores(shorter, 16, torch.float32, q=p.index_q, k=keys)
+    truth = oracle.block_scores(shorter, 16, q=p.index_q, k=keys).float()
     for b, n in enumerate(shorter.k_lens):
         for j in range(n, first.k_lens[b]):
             cache.keys[cache.page_table[b, j // 16], :, j % 16] = NAN
@@ -116,7 +117,7 @@ def test_special_values(subject):
 )
 def test_nothing_to_do(subject, q_lens, k_lens):
     p = problem(q_lens, k_lens, dtype=subject.dtype, integer_index=True).to(subject.device)
-    truth = oracle.block_scores(p.to("cpu"), 16, torch.float32)
+    truth = oracle.block_scores(p.to("cpu"), 16).float()
     for storage in ("flat", "paged"):
         _, index_q, _, index_k = stored(p, storage)
         assert_equal("scores", subject.run(block_scores, index_q, index_k, p.seqs, block_size=16), truth)

@@ -20,8 +20,7 @@ FORCED = [(0, 1), (0, 0), (1, 0), (1, 1), (2, 3), (0, 5)]  # init_blocks, local_
 @functools.cache
 def case(shape, dtype, integer_index):
     p = shape.problem(dtype, integer_index=integer_index)
-    wide = torch.promote_types(dtype, torch.float32)
-    return p, oracle.block_scores(p, shape.block_size), oracle.block_scores(p, shape.block_size, wide)
+    return p, oracle.block_scores(p, shape.block_size), oracle.honest_scores(p, shape.block_size)
 
 
 @functools.cache

@@ -19,11 +19,9 @@ EVERYTHING = {"return_lse": True, "return_max_score": True}
 
 def truth_and_honest(p, block_size, causal=True, scale=None):
     """(out, lse, max_score) in float64, and as honest PyTorch gives them: scores accumulate in float32."""
-    reads, wide = oracle.reads_everything(p, causal), torch.promote_types(p.q.dtype, torch.float32)
-    return [
-        (*oracle.attention(p, reads, scale, dtype), oracle.block_scores(p, block_size, scores_dtype, p.q, p.k, causal))
-        for dtype, scores_dtype in ((None, None), (p.q.dtype, wide))
-    ]
+    reads, options = oracle.reads_everything(p, causal), {"q": p.q, "k": p.k, "causal": causal}
+    truth = *oracle.attention(p, reads, scale), oracle.block_scores(p, block_size, **options)
+    return truth, (*oracle.honest_attention(p, reads, scale), oracle.honest_scores(p, block_size, **options))
 
 
 @functools.cache

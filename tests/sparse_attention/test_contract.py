@@ -17,7 +17,7 @@ from tests.contract import SHAPES, combinations, one_sequence, shapes, stored, s
 def truth_and_honest(p, blocks, block_size, scale=None):
     """(out, lse) in float64, and as honest PyTorch gives them in the dtype of the inputs."""
     reads = oracle.reads_of_blocks(blocks, block_size)
-    return oracle.attention(p, reads, scale), oracle.attention(p, reads, scale, honest=p.q.dtype)
+    return oracle.attention(p, reads, scale), oracle.honest_attention(p, reads, scale)
 
 
 @functools.cache
