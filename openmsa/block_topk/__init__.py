@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.block_scores.triton_scores import launch
-from openmsa.block_scores.triton_tiles import KeySource, Tile
 from openmsa.block_topk.triton_topk import launch_topk
+from openmsa.index_branch.triton_launch import launch
+from openmsa.index_branch.triton_tiles import KeySource, Tile
 from openmsa.runtime.devices import facts
 
 

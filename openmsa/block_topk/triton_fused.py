@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openmsa.block_scores.triton_scores import block_maxima
-from openmsa.block_scores.triton_tiles import (
+from openmsa.index_branch.triton_scores import block_maxima
+from openmsa.index_branch.triton_tiles import (
     FLAT,
     PAGE,
     PAGES,
