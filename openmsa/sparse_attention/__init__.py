@@ -98,6 +98,12 @@ def _many_queries(seqs: Layout, **_: Any) -> str | None:
     return f"it is meant for at most {DECODE_QUERIES} queries a sequence, got up to {seqs.longest_q}"
 
 
+def _cannot_prefill(q: Tensor, k: Any, v: Tensor | None, blocks: Tensor, **_: Any) -> str | None:
+    if blocks.numel() >= 2**31:
+        return f"it numbers the selected blocks with int32 and blocks has {blocks.numel()} of them; split the queries"
+    return refusals.unless_cuda_inference(q, k, v)
+
+
 STAGE = Stage(
     "sparse_attention",
     _check,
@@ -108,6 +114,7 @@ STAGE = Stage(
             lambda q, k, v, **_: refusals.unless_cuda_inference(q, k, v),
             _many_queries,
         ),
+        Implementation("triton_prefill", "openmsa.sparse_attention.triton_prefill:sparse_attention", _cannot_prefill),
         Implementation(
             "cpu", "openmsa.sparse_attention.cpu:sparse_attention", lambda q, k, v, **_: refusals.unless_cpu_inference(q, k, v)
         ),

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: MIT
+"""Tile shapes of the Triton prefill kernels, chosen by a pure function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10, 12: 99 << 10}  # a program's shared memory, by major capability
+MAX_HEADS = 64  # heads of one group that a program takes; wider groups are split
+MAX_UNION_TOKENS = 32  # membership is a bit of an int32
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """How the queries of one call are tiled.
+
+    heads:         query heads of one group in a tile, a power of two; a wider group takes several programs.
+    union_tokens:  neighbouring queries of a union tile.
+    union_keys:    keys a step of the union kernel (a block takes one or more steps).
+    union_tma:     whether K and V of fully visible blocks come through the bulk copy engine, where their layout allows it.
+    union_gain:    how many times a gathered step (its queries read, its partials written and read again) outweighs a union
+                   step of as many keys and rows.
+    outer_tokens:  gathered queries a step of the KV-outer kernel.
+    outer_keys:    keys that a KV-outer program holds; a wider block takes several programs and partials.
+    outer_item:    queries of one block that a KV-outer program walks; more are split across programs.
+    """
+
+    heads: int
+    union_tokens: int
+    union_keys: int
+    union_warps: int
+    union_stages: int
+    union_tma: bool
+    union_gain: float
+    outer_tokens: int
+    outer_keys: int
+    outer_warps: int
+    outer_item: int
+    combine_tokens: int
+    combine_warps: int
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is at least `value`."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def prefill_config(head_dim: int, group: int, block_size: int, major: int, element_bytes: int = 2) -> PrefillConfig:
+    """Tuned for 16 heads a group, head dim 128 and blocks of 128 on compute capability 9; the rest follows from memory.
+
+    major: of the compute capability.
+    """
+    dim = power_of_two(head_dim)
+    shared = SHARED_BYTES.get(major, 99 << 10)
+    heads = min(power_of_two(group), MAX_HEADS)
+    keys = max(16, power_of_two(block_size))
+    roomy = shared >= 160 << 10
+
+    wide = dim * element_bytes > 256
+    union_rows = 64
+    union_tokens = max(1, min(MAX_UNION_TOKENS, union_rows // heads))
+    union_keys = min(keys, 64 if roomy or not wide else 32)
+    union_warps = 8 if wide else 4
+
+    outer_rows = 64 if roomy or not wide else 32
+    outer_keys = min(keys, 64 if wide else 128)
+    return PrefillConfig(
+        heads=heads,
+        union_tokens=union_tokens,
+        union_keys=union_keys,
+        union_warps=union_warps,
+        union_stages=3 if roomy and not wide else 2,
+        union_tma=major >= 9,
+        union_gain=1.85,
+        outer_tokens=max(1, outer_rows // heads),
+        outer_keys=outer_keys,
+        outer_warps=8 if wide else 4,
+        outer_item=256,
+        combine_tokens=max(1, min(16 // heads, union_tokens)),
+        combine_warps=4,
+    )
+
+
+def union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> int:
+    """A tile whose queries select at most this many blocks together goes to the union kernel.
+
+    queries_per_block: how many queries read a block on average: reading the block costs a KV-outer program what 8 queries cost.
+    """
+    gathered_steps = topk * config.union_tokens / config.outer_tokens
+    return max(1, int(config.union_gain * gathered_steps * (1 + 8 / max(queries_per_block, 1e-3))))

@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: MIT
+"""`sparse_attention` for many queries, in Triton: union tiles where neighbours select alike, KV-outer for the rest.
+
+The choice is made on the device, tile by tile; nothing is read on the host, and every size follows from shapes, `Layout`
+bounds and arguments. See triton_lists.py, triton_union.py and triton_outer.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from openmsa.kv_cache import PagedKV
+from openmsa.runtime.variants import Variant
+from openmsa.sparse_attention.triton_config import PrefillConfig, power_of_two, prefill_config, union_limit
+from openmsa.sparse_attention.triton_lists import ITEM_FIELDS, TILE_FIELDS, bucket_offsets, fill_lists, tile_lists
+from openmsa.sparse_attention.triton_outer import attend_outer, combine_outer
+from openmsa.sparse_attention.triton_union import attend_union
+from openmsa.sparse_attention.triton_variants import prefill_variants
+from openmsa.types import Layout
+
+WORKSPACE_BYTES = 2 << 30  # partials held at a time
+PATHS = ("auto", "union", "outer")
+SCAN_STEP = 2048
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor | PagedKV,
+    v: Tensor | None,
+    blocks: Tensor,
+    seqs: Layout,
+    block_size: int,
+    softmax_scale: float,
+    return_lse: bool,
+    *,
+    path: str = "auto",
+    partial_dtype: torch.dtype | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    config: PrefillConfig | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `openmsa.sparse_attention.sparse_attention`.
+
+    path:             "union" or "outer" sends every tile to that kernel; "auto": each where it is faster.
+    partial_dtype:    of KV-outer's partial outputs; None: q's.
+    workspace_bytes:  bound on the partial outputs held at a time (lists and lse add a few percent); at least one tile's.
+    config:           None: `prefill_config`.
+
+    A key that a query does not read gets weight 0 but may be multiplied by it: K and V rows at positions that some query of the
+    same sequence reads must be finite. All others may hold NaN.
+    """
+    if path not in PATHS:
+        raise ValueError(f"path must be one of {PATHS}, got {path!r}")
+    keys = _Keys.of(k, v, seqs, block_size)
+    if config is None:
+        major = torch.cuda.get_device_capability(q.device)[0] if q.device.type == "cuda" else 9
+        config = prefill_config(q.shape[2], q.shape[1] // keys.heads, block_size, major, q.element_size())
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
+    if out.numel() == 0 or keys.k.numel() == 0:
+        out.zero_(), lse.fill_(-torch.inf)
+    else:
+        plan = _Plan.of(q, blocks, seqs, keys, block_size, config, path, partial_dtype or q.dtype, workspace_bytes)
+        # Masked logits are -inf times the scale and must stay -inf: a scale of 0 becomes one too small to matter.
+        scale = max(abs(softmax_scale) * math.log2(math.e), 1e-37)
+        lists = _build_lists(blocks, seqs, keys, plan, config)
+        _union(q, seqs, keys, plan, config, lists, out, lse, scale, softmax_scale < 0)
+        if plan.has_outer:
+            _outer(q, seqs, keys, plan, config, lists, out, lse, scale, softmax_scale < 0)
+    return (out, lse) if return_lse else out
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """See `openmsa.runtime.variants`."""
+    return prefill_variants(arch)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """K and V, packed or paged, as the kernels take them."""
+
+    k: Tensor
+    v: Tensor
+    heads: int
+    total: int  # bound on the keys of all sequences together
+    page_size: int  # 0: packed
+    num_pages: int
+    table: Tensor | None
+    by_row: bool  # no block crosses pages
+
+    @classmethod
+    def of(cls, k: Tensor | PagedKV, v: Tensor | None, seqs: Layout, block_size: int) -> _Keys:
+        if isinstance(k, PagedKV):
+            total = seqs.batch * min(seqs.max_seqlen_k, k.capacity)
+            whole = k.page_size % block_size == 0
+            return cls(k.k, k.v, k.num_heads, total, k.page_size, k.num_pages, k.page_table, whole)
+        assert v is not None
+        return cls(k, v, k.shape[1], k.shape[0], 0, 1, None, True)
+
+    @property
+    def table_strides(self) -> tuple[int, int]:
+        return (0, 0) if self.table is None else self.table.stride()  # type: ignore[return-value]
+
+    def strides(self, x: Tensor) -> tuple[int, int, int, int]:
+        """Of page, head, row and dim."""
+        if self.page_size:
+            return x.stride()  # type: ignore[return-value]
+        return 0, x.stride(1), x.stride(0), x.stride(2)
+
+    def descriptor(self, x: Tensor, step: int, dim_padded: int) -> TensorDescriptor | None:
+        """Of `x` as [pages, heads, rows, dim] in boxes of `step` rows; None where the copy engine cannot read it."""
+        pool = x if self.page_size else x.transpose(0, 1)[None]
+        outer = [s for s, n in zip(pool.stride()[:3], pool.shape[:3], strict=True) if n > 1]
+        aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in outer) and x.data_ptr() % 16 == 0
+        if not aligned or pool.stride(3) != 1 or dim_padded > 256:
+            return None
+        strides = [s if n > 1 else 16 for s, n in zip(pool.stride()[:3], pool.shape[:3], strict=True)]  # of 1: never used
+        return TensorDescriptor(x, list(pool.shape), [*strides, 1], [1, 1, step, dim_padded])
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Sizes of one call, all known on the host."""
+
+    group: int
+    parts: int  # programs that share the heads of one group
+    topk: int
+    block_size: int
+    num_tiles: int
+    union_limit: int
+    capacity: int
+    has_outer: bool  # False: no tile can select more blocks than the limit
+    num_chunks: int
+    chunk_tiles: int
+    chunk_entries: int
+    num_buckets: int
+    item_bound: int
+    cuts: int
+    partial_dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        blocks: Tensor,
+        seqs: Layout,
+        keys: _Keys,
+        block_size: int,
+        config: PrefillConfig,
+        path: str,
+        partial_dtype: torch.dtype,
+        workspace_bytes: int,
+    ) -> _Plan:
+        total_q, num_q_heads, head_dim = q.shape
+        topk, tokens = blocks.shape[2], config.union_tokens
+        group = num_q_heads // keys.heads
+        most = min(tokens * topk, seqs.num_blocks(block_size))
+        cuts = -(-block_size // config.outer_keys)
+        num_tiles = -(-total_q // tokens) + seqs.batch - 1
+        tile_bytes = tokens * num_q_heads * topk * cuts * head_dim * partial_dtype.itemsize
+        num_chunks = -(-num_tiles // max(1, workspace_bytes // tile_bytes))
+        chunk_tiles = -(-num_tiles // num_chunks)
+        chunk_entries = chunk_tiles * tokens * topk
+        num_buckets = -(-keys.total // block_size) + seqs.batch - 1
+        limit = {"union": most, "outer": 0}.get(
+            path, union_limit(config, topk, min(chunk_entries, total_q * topk) / num_buckets)
+        )
+        return cls(
+            group=group,
+            parts=-(-group // config.heads),
+            topk=topk,
+            block_size=block_size,
+            num_tiles=num_tiles,
+            union_limit=limit,
+            capacity=max(1, min(limit, most)),
+            has_outer=limit < most,
+            num_chunks=num_chunks,
+            chunk_tiles=chunk_tiles,
+            chunk_entries=chunk_entries,
+            num_buckets=num_buckets,
+            item_bound=chunk_entries // config.outer_item + min(num_buckets, chunk_entries),
+            cuts=cuts,
+            partial_dtype=partial_dtype,
+        )
+
+
+def _build_lists(blocks: Tensor, seqs: Layout, keys: _Keys, plan: _Plan, config: PrefillConfig) -> dict[str, Tensor | None]:
+    """Union lists of the tiles that stay together, entries and items of the others."""
+
+    def empty(*shape: int) -> Tensor:
+        return blocks.new_empty(shape)
+
+    tile_heads = (plan.num_tiles, keys.heads)
+    lists: dict[str, Any] = {"tiles": empty(plan.num_tiles, TILE_FIELDS), "union_sizes": empty(*tile_heads, 2)}
+    lists |= {name: empty(*tile_heads, plan.capacity) for name in ("union_ids", "union_rows", "union_bits")}
+    lists |= dict.fromkeys(("counts", "partly", "ranks"))
+    segments = plan.num_chunks * keys.heads
+    if plan.has_outer:
+        lists["counts"], lists["partly"] = blocks.new_zeros(2, segments, plan.num_buckets)
+        lists["ranks"] = empty(blocks.shape[0], keys.heads, plan.topk)
+    strides = (blocks.stride(0), blocks.stride(1) if blocks.shape[1] > 1 else 0, blocks.stride(2))
+    slots, tokens = power_of_two(plan.topk), config.union_tokens
+    grid = (plan.num_tiles * keys.heads,)
+    tile_lists[grid](
+        blocks,
+        seqs.cu_seqlens_q,
+        seqs.cu_seqlens_k,
+        seqs.q_offset,
+        keys.table,
+        lists["tiles"],
+        lists["union_sizes"],
+        lists["union_ids"],
+        lists["union_rows"],
+        lists["union_bits"],
+        lists["counts"],
+        lists["partly"],
+        lists["ranks"],
+        *strides,
+        *keys.table_strides,
+        keys.heads,
+        seqs.batch,
+        (seqs.batch - 1).bit_length(),
+        plan.num_buckets,
+        plan.chunk_tiles,
+        keys.num_pages,
+        plan.union_limit,
+        plan.capacity,
+        TOPK=plan.topk,
+        SLOTS=slots,
+        TOKENS=tokens,
+        BLOCK=plan.block_size,
+        PAGE_SIZE=keys.page_size if keys.by_row else 0,
+        HAS_OUTER=plan.has_outer,
+        num_warps=_list_warps(tokens * slots),
+    )
+    if not plan.has_outer:
+        return lists
+    lists |= {name: empty(segments, plan.num_buckets) for name in ("entry_offsets", "item_offsets")}
+    lists |= {"num_items": empty(segments), "entries": empty(segments, plan.chunk_entries)}
+    lists["items"] = empty(segments, plan.item_bound, ITEM_FIELDS)
+    lists["slots"] = blocks.new_empty((blocks.shape[0], keys.heads), dtype=torch.int64)
+    bucket_offsets[(segments,)](
+        lists["counts"],
+        lists["entry_offsets"],
+        lists["item_offsets"],
+        lists["num_items"],
+        plan.num_buckets,
+        ITEM=config.outer_item,
+        STEP=SCAN_STEP,
+        num_warps=8,
+    )
+    fill_lists[grid](
+        blocks,
+        seqs.cu_seqlens_k,
+        *(lists[name] for name in ("tiles", "union_sizes", "ranks", "counts", "partly", "entry_offsets", "item_offsets")),
+        lists["entries"],
+        lists["items"],
+        lists["slots"],
+        *strides,
+        keys.heads,
+        plan.num_buckets,
+        plan.chunk_tiles,
+        plan.chunk_entries,
+        plan.item_bound,
+        TOPK=plan.topk,
+        SLOTS=slots,
+        TOKENS=tokens,
+        BLOCK=plan.block_size,
+        ITEM=config.outer_item,
+        num_warps=_list_warps(tokens * slots),
+    )
+    return lists
+
+
+def _list_warps(entries: int) -> int:
+    return min(8, max(1, entries // 256))
+
+
+def _union(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> None:
+    by_row = keys.by_row and plan.block_size % config.union_keys == 0
+    dim_padded = power_of_two(q.shape[2])
+    k_tma = v_tma = None
+    if by_row and config.union_tma:
+        k_tma, v_tma = (keys.descriptor(x, config.union_keys, dim_padded) for x in (keys.k, keys.v))
+    tma = k_tma is not None and v_tma is not None
+    attend_union[(plan.num_tiles * keys.heads * plan.parts,)](
+        q,
+        keys.k,
+        keys.v,
+        k_tma if tma else None,
+        v_tma if tma else None,
+        out,
+        lse,
+        seqs.cu_seqlens_k,
+        keys.table,
+        lists["tiles"],
+        lists["union_sizes"],
+        lists["union_ids"],
+        lists["union_rows"],
+        lists["union_bits"],
+        scale,
+        keys.heads,
+        keys.num_pages,
+        plan.capacity,
+        *q.stride(),
+        *keys.strides(keys.k),
+        *keys.strides(keys.v),
+        *keys.table_strides,
+        GROUP=plan.group,
+        HEADS=config.heads,
+        PARTS=plan.parts,
+        TOKENS=config.union_tokens,
+        DIM=q.shape[2],
+        DIM_PADDED=dim_padded,
+        BLOCK=plan.block_size,
+        KEYS=config.union_keys,
+        PAGE_SIZE=keys.page_size,
+        BY_ROW=by_row,
+        NEGATIVE=negative,
+        TMA=tma,
+        STAGES=config.union_stages,
+        num_warps=config.union_warps,
+        num_stages=config.union_stages,
+    )
+
+
+def _outer(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> None:
+    rows = plan.chunk_tiles * config.union_tokens * keys.heads * plan.topk * plan.cuts * plan.group
+    o_part = q.new_empty(rows, q.shape[2], dtype=plan.partial_dtype)
+    lse_part = q.new_empty(rows, dtype=torch.float32)
+    shape = {
+        "GROUP": plan.group,
+        "HEADS": config.heads,
+        "PARTS": plan.parts,
+        "TOPK": plan.topk,
+        "DIM": q.shape[2],
+        "DIM_PADDED": power_of_two(q.shape[2]),
+    }
+    for i_chunk in range(plan.num_chunks):
+        first_tile = i_chunk * plan.chunk_tiles
+        tiles = min(plan.chunk_tiles, plan.num_tiles - first_tile)
+        if tiles <= 0:
+            break
+        attend_outer[(plan.item_bound, keys.heads, plan.parts * plan.cuts)](
+            q,
+            keys.k,
+            keys.v,
+            o_part,
+            lse_part,
+            seqs.cu_seqlens_q,
+            seqs.cu_seqlens_k,
+            seqs.q_offset,
+            keys.table,
+            lists["tiles"],
+            lists["entries"],
+            lists["items"],
+            lists["num_items"],
+            scale,
+            i_chunk,
+            plan.chunk_tiles,
+            plan.chunk_entries,
+            plan.item_bound,
+            keys.heads,
+            keys.num_pages,
+            *q.stride(),
+            *keys.strides(keys.k),
+            *keys.strides(keys.v),
+            *keys.table_strides,
+            **shape,
+            TOKENS=config.outer_tokens,
+            BLOCK=plan.block_size,
+            KEYS=config.outer_keys,
+            ITEM=config.outer_item,
+            PAGE_SIZE=keys.page_size,
+            NEGATIVE=negative,
+            num_warps=config.outer_warps,
+        )
+        combine_outer[(tiles * keys.heads, plan.parts)](
+            o_part,
+            lse_part,
+            lists["slots"],
+            lists["tiles"],
+            lists["union_sizes"],
+            out,
+            lse,
+            first_tile,
+            keys.heads,
+            **shape,
+            TILE_TOKENS=config.union_tokens,
+            TOKENS=config.combine_tokens,
+            CUTS=plan.cuts,
+            num_warps=config.combine_warps,
+        )

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: MIT
+"""Sparse prefill in Triton: union tiles and KV-outer, in the interpreter without a GPU."""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from openmsa import dense_attention
+from openmsa.sparse_attention import STAGE, triton_prefill
+from openmsa.sparse_attention.triton_config import power_of_two, prefill_config, union_limit
+from openmsa.testing.allocations import PoisonedOutputs
+from openmsa.testing.compare import assert_close, assert_equal
+from openmsa.testing.inputs import paged, problem, random_blocks, strided
+from tests import oracle
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.float16
+PATHS = ("union", "outer", "auto")
+
+
+def arguments(p, blocks, block_size, storage="flat", page_size=0, scale=0.2):
+    """The checked arguments of the stage; `storage`: flat, strided or paged."""
+    p, blocks = p.to(DEVICE), blocks.to(DEVICE)
+    q, k, v = (p.q, p.k, p.v) if storage == "flat" else (strided(x, 2 if x is p.q else 1) for x in (p.q, p.k, p.v))
+    if storage == "paged":
+        k, v = paged(p, page_size, interleaved=page_size != block_size)[0], None
+    return STAGE.check(q, k, v, blocks, p.seqs, block_size=block_size, softmax_scale=scale, return_lse=True)
+
+
+def run(checked, **options):
+    with PoisonedOutputs():
+        return triton_prefill.sparse_attention(**checked, **options)
+
+
+def truth(p, blocks, block_size, scale=0.2):
+    reads = oracle.reads_of_blocks(blocks, block_size)
+    return oracle.attention(p, reads, scale), oracle.honest_attention(p, reads, scale)
+
+
+def check(result, expected):
+    (out, lse), (honest_out, honest_lse) = expected
+    assert_close("out", result[0].cpu(), honest_out, out)
+    assert_close("lse", result[1].cpu(), honest_lse, lse)
+
+
+CASES = [  # head_dim, group, kv_heads, block_size, page_size, topk, dtype
+    (128, 16, 1, 128, 128, 4, DTYPE),
+    (64, 3, 2, 64, 16, 5, DTYPE),
+    (96, 1, 1, 64, 128, 3, torch.float32),
+    (64, 16, 1, 48, 0, 3, torch.bfloat16),
+    (32, 2, 2, 16, 7, 6, torch.float32),
+    (16, 80, 1, 256, 0, 2, DTYPE),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("head_dim", "group", "kv_heads", "block", "page", "topk", "dtype"), CASES)
+def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, path):
+    """Ragged, empty sequences, queries before position 0 and past the keys, shuffled and shared pages, wild ids, empty rows."""
+    p = problem(
+        (11, 0, 3, 1),
+        (2 * block + 5, 0, block, 1),
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        dtype=dtype,
+        shared_prefix=block,
+        offsets=(2 * block - 4, 0, -1, 0),
+    )
+    blocks = random_blocks(p, topk, block, kv_heads if group != 3 else 1)
+    expected = truth(p, blocks, block)
+    gaps = blocks < 0
+    blocks[gaps] = torch.tensor([-1, 2**31 - 1, 2**26, -(2**31)], dtype=torch.int32)[torch.arange(int(gaps.sum())) % 4]
+    # A small tile budget for KV-outer: several chunks of queries, several items a block.
+    config = dataclasses.replace(prefill_config(head_dim, group, block, 9), outer_item=4, union_gain=0.6)
+    storage = "paged" if page else "strided" if block == 48 else "flat"
+    check(run(arguments(p, blocks, block, storage, page), path=path, workspace_bytes=1, config=config), expected)
+
+
+@pytest.fixture(scope="module")
+def many():
+    """More queries than a tile holds, overlapping and not."""
+    p = problem((20, 9), (500, 330), kv_heads=2, group=16, head_dim=64, dtype=torch.float32, seed=3)
+    return p, random_blocks(p, 4, 64, 2, seed=1)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_laws(many, path):
+    p, blocks = many
+    out, lse = run(arguments(p, blocks, 64), path=path)
+    check((out, lse), truth(p, blocks, 64))
+    # The workspace, the order of the ids and a repetition change nothing; on a GPU not a bit, but for the order of partials.
+    for ids, budget in ((blocks, 2 << 30), (blocks, 1 << 19), (blocks.flip(-1), 2 << 30)):
+        again = run(arguments(p, ids, 64), path=path, workspace_bytes=budget)
+        if path == "union" or (ids is blocks and (DEVICE == "cuda" or budget == 2 << 30)):
+            assert_equal("out", again[0], out)
+            assert_equal("lse", again[1], lse)
+        else:
+            torch.testing.assert_close(again[0], out)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_all_blocks_are_dense_attention(path):
+    p = problem((18,), (150,), kv_heads=1, group=4, head_dim=32, dtype=torch.float32)
+    blocks = torch.arange(5, dtype=torch.int32).expand(18, 1, 5)
+    dense = dense_attention(p.q, p.k, p.v, p.seqs, softmax_scale=0.2, return_lse=True, impl="reference")
+    for name, result, expected in zip(("out", "lse"), run(arguments(p, blocks, 32), path=path), dense, strict=True):
+        torch.testing.assert_close(result.cpu(), expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_rows_that_nobody_reads_may_hold_nan(path):
+    p = problem((8, 8), (256, 200), kv_heads=1, group=2, head_dim=64, dtype=torch.float32, offsets=(130, 150))
+    blocks = torch.tensor([[[1, 2, -1]]], dtype=torch.int32).repeat(16, 1, 1)
+    blocks[8:] = torch.tensor([2, 0, 9], dtype=torch.int32)
+    expected = truth(p, blocks, 64)
+    p.k[:64], p.v[:64] = torch.nan, torch.nan  # no query of the first sequence selects block 0
+    p.k[138:256], p.v[138:256] = torch.nan, torch.nan  # past its last query
+    second = slice(256 + 158, 256 + 200)
+    p.k[second], p.v[second] = torch.nan, torch.nan
+    p.k[256 + 64 : 256 + 128], p.v[256 + 64 : 256 + 128] = torch.nan, torch.nan
+    check(run(arguments(p, blocks, 64), path=path), expected)
+    check(run(arguments(p, blocks, 64, "paged", 64), path=path), expected)
+
+
+def test_negative_and_zero_scale():
+    p = problem((9,), (70,), kv_heads=1, group=2, head_dim=32, dtype=torch.float32)
+    blocks = random_blocks(p, 2, 32, 1)
+    for scale in (-0.5, 0.0):
+        for path in ("union", "outer"):
+            check(run(arguments(p, blocks, 32, scale=scale), path=path), truth(p, blocks, 32, scale))
+
+
+def test_fp32_partials_are_nearer():
+    p = problem((8,), (600,), kv_heads=1, group=16, head_dim=64, dtype=DTYPE)
+    blocks = torch.arange(9, dtype=torch.int32).expand(8, 1, 9).contiguous()
+    (out, _), _ = truth(p, blocks, 64)
+    errors = [
+        (run(arguments(p, blocks, 64), path="outer", partial_dtype=dtype)[0].cpu() - out).square().mean()
+        for dtype in (torch.float32, DTYPE)
+    ]
+    assert errors[0] <= errors[1]
+
+
+def test_no_keys_and_no_queries():
+    for q_lens, k_lens in (((3,), (0,)), ((0,), (8,)), ((), ())):
+        p = problem(q_lens, k_lens, dtype=torch.float32)
+        blocks = torch.zeros(sum(q_lens), 1, 2, dtype=torch.int32)
+        out, lse = run(arguments(p, blocks, 16))
+        assert out.eq(0).all()
+        assert lse.eq(-torch.inf).all()
+
+
+def test_path_is_checked():
+    p = problem((1,), (8,), dtype=torch.float32)
+    with pytest.raises(ValueError, match="path must be one of"):
+        run(arguments(p, torch.zeros(1, 1, 1, dtype=torch.int32), 16), path="both")
+
+
+@pytest.mark.parametrize("major", [8, 9, 10, 12])
+@pytest.mark.parametrize("group", [1, 3, 16, 64, 128])
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
+def test_configuration(head_dim, group, major):
+    for block_size in (16, 48, 128, 256):
+        config = prefill_config(head_dim, group, block_size, major)
+        assert config.union_tokens * config.heads >= 16
+        assert config.union_tokens <= 32, "membership is a bit of an int32"
+        for value in (config.heads, config.union_tokens, config.union_keys, config.outer_tokens, config.outer_keys):
+            assert value == power_of_two(value)
+        assert config.union_tokens % config.combine_tokens == 0
+        assert union_limit(config, 16, 128) <= union_limit(config, 16, 4)
