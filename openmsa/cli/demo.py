@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,7 +56,7 @@ def run_demo(tokens: int = 4096, text: Path | None = None, output: Path = OUTPUT
     too short, it says so on stderr and raises typer.Exit(2)."""
     from openmsa.demo.model import missing
 
-    errors = Console(stderr=True, soft_wrap=True, markup=False)
+    errors = Console(file=sys.stderr, soft_wrap=True, markup=False)
     if sentences := missing():
         errors.print("\n".join(sentences))
         raise typer.Exit(2)
@@ -94,7 +95,7 @@ def _print(result: Result) -> None:
         title=f"{result.model}, {result.tokens} tokens, blocks of {result.block_size} keys, {result.num_blocks} blocks"
     )
     table.add_column("attention", no_wrap=True)
-    for name in ("blocks\nread", "cross-\nentropy", "minus\ndense", "attention\nseconds", "dense seconds\n/ these"):
+    for name in ("blocks\nread", "cross-\nentropy", "minus\ndense", "attention\nseconds", "dense\n/ these"):
         table.add_column(name, justify="right", no_wrap=True)
     for before, row in zip([None, *result.rows], result.rows, strict=False):
         if before is not None and before.kind != row.kind:

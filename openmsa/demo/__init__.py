@@ -6,6 +6,5 @@
 
 import os
 
-# transformers reads both when it is first imported: without them it asks the hub for newer files and draws bars of its own.
+# Read when transformers is first imported: without it the hub would be asked for newer files.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TQDM_DISABLE", "1")

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
+import io
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,10 @@ def load() -> tuple[Any, Any]:
         raise FileNotFoundError("; ".join(missing()))
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    with contextlib.redirect_stderr(io.StringIO()):  # the conversion draws a progress bar of its own
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     return model.eval(), tokenizer
 
 

@@ -139,7 +139,7 @@ def register_packed(name: str, attend: PackedAttention) -> None:
         if attention_mask is None:
             seqs = _equal_lengths(query.shape[0], query.shape[2], key.shape[2], query.device)
             q, k, v = (x.flatten(0, 1) for x in packed)
-            return attend(module, q, k, v, seqs, scale).view(packed[0].shape), None
+            return attend(module, q, k, v, seqs, scale).reshape(packed[0].shape), None
         seqs, q_rows, k_rows = _real_tokens(attention_mask, query.shape[2])
         q, k, v = packed[0][q_rows], *(x[:, : k_rows.shape[1]][k_rows] for x in packed[1:])
         out = torch.zeros_like(packed[0])  # [batch, q_len, num_q_heads, head_dim]
