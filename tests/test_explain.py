@@ -83,7 +83,7 @@ def test_the_path_on_caches():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("function", (*STAGES, msa_attention), ids=name)
+@pytest.mark.parametrize("function", [*STAGES, msa_attention], ids=name)
 def test_what_is_explained_is_what_runs(device, function):
     args, kwargs = calls(device, torch.float32 if device == "cpu" else torch.bfloat16)[function]
     names = ON_CPU if function is msa_attention else (row.name for row in STAGES[function].table)
@@ -97,9 +97,9 @@ def test_what_is_explained_is_what_runs(device, function):
             function(*args, impl=impl, **kwargs)
 
 
-@pytest.mark.parametrize("function", (block_scores, sparse_attention, dense_attention), ids=name)
+@pytest.mark.parametrize("function", [block_scores, sparse_attention, dense_attention], ids=name)
 def test_gradients_are_not_lost_in_silence(function):
-    """An input that requires a gradient goes to an implementation that computes it; asked for by name, the other one refuses."""
+    """An input that requires a gradient goes to an implementation that computes it; any other refuses, also by name."""
     args, kwargs = calls()[function]
     args = (args[0].requires_grad_(), *args[1:])
     explanation = explain(function, *args, **kwargs)
@@ -117,7 +117,7 @@ def test_gradients_are_not_lost_in_silence(function):
         assert explain(function, *args, **kwargs).chosen == "cpu"
 
 
-@pytest.mark.parametrize("function", (*STAGES, msa_attention), ids=name)
+@pytest.mark.parametrize("function", [*STAGES, msa_attention], ids=name)
 def test_an_unknown_implementation(function):
     args, kwargs = calls()[function]
     for call in (function, lambda *a, **k: explain(function, *a, **k)):
@@ -127,9 +127,9 @@ def test_an_unknown_implementation(function):
 
 def test_bad_arguments_raise_what_the_call_raises():
     args, kwargs = calls()[sparse_attention]
-    with pytest.raises(ValueError, match="block_size must be from 16 to 256, got 15"):
+    with pytest.raises(ValueError, match=r"block_size must be from 16 to 256, got 15"):
         explain(sparse_attention, *args, block_size=15)
-    with pytest.raises(ValueError, match="function must be one of block_scores, .*msa_attention, got .*explain"):
+    with pytest.raises(ValueError, match=r"function must be one of block_scores, .*msa_attention, got .*explain"):
         explain(explain, *args, **kwargs)
     p = problem((5,), (40,))
     with pytest.raises(ValueError, match=r"index_q.shape\[1\] must be num_kv_heads \(2\) or 1, got 4"):

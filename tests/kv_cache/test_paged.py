@@ -228,7 +228,7 @@ def test_two_sequences_must_not_write_one_place(device):
     cache.page_table[1] = cache.page_table[0]
     cache.seq_lens.fill_(5)
     before = cache.k.clone()
-    with pytest.raises(ValueError, match="page_table must .*same place"):
+    with pytest.raises(ValueError, match=r"page_table must .*same place"):
         cache.append(rows(2, device=device), rows(2, device=device))
     assert_equal("k", cache.k, before)
 
