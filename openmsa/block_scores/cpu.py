@@ -12,7 +12,7 @@ from openmsa.runtime.matmul import matmul_nt
 from openmsa.types import Layout
 
 TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
-FEW_ROWS_KEYS = 131072  # few rows: the same 2 MB for 4 rows
+FEW_ROWS_KEYS = 32768  # few rows: keys are the rows; copies of paged ones stay below what the allocator returns to the system
 MIN_ROWS = 16  # below about 12 rows a product takes another kernel, which rounds differently (see `matmul_nt`)
 
 
