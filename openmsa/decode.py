@@ -75,16 +75,13 @@ class DecodePlan:
             self._allocate_for_kernels()
 
     def _check_numbers(self) -> None:
-        for name in ("max_batch", "num_q_heads", "num_kv_heads", "page_size", "max_pages", "index_key_heads"):
-            checks.integer(name, getattr(self, name), 1)
+        counts = ("max_batch", "num_q_heads", "num_kv_heads", "page_size", "max_pages", "index_key_heads")
+        bounds = (*((name, 1, None) for name in counts), ("init_blocks", 0, None), ("local_blocks", 0, None))
+        for name, low, high in (*bounds, ("new_tokens", 1, MAX_NEW_TOKENS), ("topk", 1, 64), ("block_size", 16, 256)):
+            checks.integer(name, getattr(self, name), low, high)
         checks.divides("num_kv_heads", self.num_kv_heads, "num_q_heads", self.num_q_heads)
         checks.head_dim("head_dim", self.head_dim)
         checks.head_dim("index_dim", self.index_dim)
-        checks.integer("new_tokens", self.new_tokens, 1, MAX_NEW_TOKENS)
-        checks.integer("topk", self.topk, 1, 64)
-        checks.integer("block_size", self.block_size, 16, 256)
-        checks.integer("init_blocks", self.init_blocks, 0)
-        checks.integer("local_blocks", self.local_blocks, 0)
         if self.init_blocks + self.local_blocks > self.topk:
             raise ValueError(
                 f"init_blocks + local_blocks must be at most topk ({self.topk}), got {self.init_blocks} + {self.local_blocks}"
@@ -106,21 +103,28 @@ class DecodePlan:
 
     def _allocate_for_kernels(self) -> None:
         from openmsa.block_topk.triton_decode import decode_select_workspace
+        from openmsa.block_topk.triton_topk import MAX_BLOCKS
         from openmsa.sparse_attention.triton_decode import Workspace, configure, row_tiles
 
+        tokens, capacity = self.max_batch * self.new_tokens, self.max_pages * self.page_size
+        if (num_blocks := -(-capacity // self.block_size)) > MAX_BLOCKS:
+            raise NotImplementedError(
+                f"max_pages * page_size / block_size must be at most {MAX_BLOCKS} on {self._device}, got {num_blocks}"
+            )
         group, facts = self.num_q_heads // self.num_kv_heads, devices.facts(self._device)
         sizes = (self.num_kv_heads, group, self.head_dim, self.topk, self.block_size, self.page_size, facts)
         self._configs = [configure(batch * self.new_tokens, *sizes) for batch in range(1, self.max_batch + 1)]
         rows, parts = row_tiles(group, self.head_dim)
         heads = self.num_kv_heads * parts
         splits = [(i + 1) * self.new_tokens * heads * c.splits for i, c in enumerate(self._configs) if c.splits > 1]
-        programs, partials = self.max_batch * self.new_tokens * heads, max(splits, default=0)
-        self._partials = Workspace.allocate(programs, partials, rows, self.head_dim, self.dtype, self._device)
-        scores = decode_select_workspace(
-            self.max_batch * self.new_tokens, self._index_heads, self.max_pages * self.page_size, self.block_size
+        self._partials = Workspace.allocate(
+            tokens * heads, max(splits, default=0), rows, self.head_dim, self.dtype, self._device
         )
+        scores = decode_select_workspace(tokens, self._index_heads, capacity, self.block_size)
         self._scores = torch.empty(scores, dtype=torch.float32, device=self._device)
         self._pdl = facts.arch >= 90 and self._device.type == "cuda"
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # the counters are zero before any stream runs the plan
 
     @property
     def blocks(self) -> Tensor:
@@ -189,13 +193,9 @@ class DecodePlan:
         from openmsa.block_topk.triton_decode import decode_select
         from openmsa.sparse_attention.triton_decode import launch
 
-        batch, blocks = kv.batch, self._blocks[: q.shape[0]]
+        lengths = (index_keys.page_table, index_keys.seq_lens, self._cu_seqlens_q[: kv.batch + 1])
         decode_select(
-            index_q,
-            index_keys.keys,
-            index_keys.page_table,
-            index_keys.seq_lens,
-            self._cu_seqlens_q[: batch + 1],
+            *(index_q, index_keys.keys, *lengths),
             max_seqlen_q=self.new_tokens,
             max_seqlen_k=index_keys.capacity,
             block_size=self.block_size,
@@ -203,21 +203,21 @@ class DecodePlan:
             init_blocks=self.init_blocks,
             local_blocks=self.local_blocks,
             workspace=self._scores,
-            out=blocks,
+            out=self.blocks,
         )
         launch(
-            self._configs[batch - 1],
+            self._configs[kv.batch - 1],
             self._partials,
             q,
             kv,
             None,
-            blocks,
+            self.blocks,
             kv.seq_lens,
             self.new_tokens,
             self.block_size,
             self._scale,
             out,
-            self._lse[: q.shape[0]],
+            self.lse,
             self._pdl,
         )
 

@@ -11,6 +11,7 @@ Bytes bound it: 2 * topk * block_size * head_dim elements a token and KV head. b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ from openmsa.runtime.devices import COMPILE_TARGETS, Device
 from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
-MAX_SPLITS = 32
+MIN_KEYS = 256  # a program
 
 
 @dataclass(frozen=True)
@@ -52,26 +53,19 @@ def row_tiles(group: int, head_dim: int) -> tuple[int, int]:
 def configure(
     tokens: int, num_kv_heads: int, group: int, head_dim: int, topk: int, block_size: int, page_size: int, device: Device
 ) -> Config:
-    """The tiles and the split; page_size 0: flat keys. A pure function."""
+    """The tiles and the split; page_size 0: flat keys. A pure function. Measured: one program a multiprocessor streams best,
+    and a program with fewer than `MIN_KEYS` keys costs more in the merge than it saves."""
     rows, parts = row_tiles(group, head_dim)
-    keys = 64 if head_dim <= 128 else 32
-    run = block_size if page_size == 0 else _common_divisor(block_size, page_size)
-    lookup = run % keys != 0
+    widest = (128 if head_dim <= 128 else 64) // (1 if device.shared_bytes > 160 * 1024 else 2)
+    run = block_size if page_size == 0 else math.gcd(block_size, page_size)  # keys in a row that are sure to be neighbours
+    keys = min(widest, run & -run)
+    if lookup := keys < 32:
+        keys = 64 if head_dim <= 128 else 32
     units = triton.cdiv(topk * block_size, keys)
     programs, tiles = max(tokens * num_kv_heads * parts, 1), triton.next_power_of_2(units)
-    while (
-        tiles > 1
-        and (programs * triton.cdiv(units, tiles) < 2 * device.num_sms)
-        and triton.cdiv(units, tiles // 2) <= MAX_SPLITS
-    ):
+    while tiles * keys > MIN_KEYS and 2 * programs * triton.cdiv(units, tiles) <= device.num_sms:
         tiles //= 2
     return Config(rows, keys, tiles, triton.cdiv(units, tiles), lookup, 4, 3)
-
-
-def _common_divisor(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
 
 
 @dataclass(frozen=True)
@@ -396,8 +390,9 @@ def sparse_attention(
     block_size: int,
     softmax_scale: float,
     return_lse: bool,
+    config: Config | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `openmsa.sparse_attention.sparse_attention`."""
+    """See `openmsa.sparse_attention.sparse_attention`. config: None: `configure`."""
     total_q, num_q_heads, head_dim = q.shape
     num_kv_heads = k.num_heads if isinstance(k, PagedKV) else k.shape[1]
     out = torch.empty((total_q, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
@@ -405,9 +400,8 @@ def sparse_attention(
     tokens, group = seqs.batch * seqs.max_seqlen_q, num_q_heads // num_kv_heads
     if total_q and num_q_heads and tokens:
         page_size = k.page_size if isinstance(k, PagedKV) else 0
-        config = configure(
-            tokens, num_kv_heads, group, head_dim, blocks.shape[2], block_size, page_size, devices.facts(q.device)
-        )
+        sizes = (num_kv_heads, group, head_dim, blocks.shape[2], block_size, page_size)
+        config = config or configure(tokens, *sizes, devices.facts(q.device))
         rows, parts = row_tiles(group, head_dim)
         programs = tokens * num_kv_heads * parts
         partials = programs * config.splits if config.splits > 1 else 0
@@ -464,4 +458,13 @@ def variant(
     constants |= {"G": group, "D": head_dim, "TOPK": topk, "BLOCK": block_size, "PAGE": page_size, "BM": config.rows}
     constants |= {"BN": config.keys, "BD": triton.next_power_of_2(head_dim), "TILES": config.tiles, "SPLITS": config.splits}
     constants |= {"LOOKUP": config.lookup, "STAGES": config.num_stages, "PDL": pdl}
-    return Variant(f"{name} {dtype}", sparse_decode_kernel, arguments, constants, config.num_warps, config.num_stages, dot=True)
+    return Variant(
+        f"{name} {dtype}",
+        sparse_decode_kernel,
+        arguments,
+        constants,
+        config.num_warps,
+        config.num_stages,
+        dot=True,
+        may_spill=16,
+    )

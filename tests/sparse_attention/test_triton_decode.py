@@ -6,72 +6,137 @@ import torch
 
 pytest.importorskip("triton")
 
-from openmsa import PagedKV
+from openmsa import PagedKV, Sequences, explain, sparse_attention
+from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.sparse_attention import triton_decode
+from openmsa.sparse_attention.triton_decode import Config, configure
 from openmsa.testing.allocations import PoisonedOutputs
-from openmsa.testing.compare import assert_close
+from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks, strided
 from openmsa.types import layout
 from tests import oracle
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+SCALE = 0.2
 
 
-def run(p, blocks, block_size, kv=None, v=None, **changes):
+def run(p, blocks, block_size, kv=None, v=None, config=None):
     """The kernel's own host function on checked arguments, with poisoned outputs."""
     q, k, v = (p.q, p.k, p.v) if kv is None else (strided(p.q, 2), kv, v)
-    moved = p.to(DEVICE)
-    seqs = moved.seqs
-    total_k = None if isinstance(k, PagedKV) else k.shape[0]
-    cached = {"cached_lens": k.seq_lens.to(DEVICE), "cache_capacity": k.capacity} if total_k is None else {}
-    lengths = layout(seqs, q.shape[0], total_k, torch.device(DEVICE), **cached)
     if isinstance(k, PagedKV):
         k = PagedKV(*(x.to(DEVICE) for x in (k.k, k.v, k.page_table, k.seq_lens)))
+        lengths = layout(p.to(DEVICE).seqs, q.shape[0], None, DEVICE, k.seq_lens, k.capacity)
     else:
         k, v = k.to(DEVICE), v.to(DEVICE)
+        lengths = layout(p.to(DEVICE).seqs, q.shape[0], k.shape[0], DEVICE)
     with PoisonedOutputs():
-        arguments = {"block_size": block_size, "softmax_scale": 0.2, "return_lse": True} | changes
-        return triton_decode.sparse_attention(q.to(DEVICE), k, v, blocks.to(DEVICE), lengths, **arguments)
+        return triton_decode.sparse_attention(
+            q.to(DEVICE), k, v, blocks.to(DEVICE), lengths, block_size, SCALE, True, config=config
+        )
 
 
 def check(p, blocks, block_size, result):
     reads = oracle.reads_of_blocks(blocks, block_size)
-    truth, lse = oracle.attention(p, reads, 0.2)
-    honest, honest_lse = oracle.attention(p, reads, 0.2, honest=p.q.dtype)
+    truth, lse = oracle.attention(p, reads, SCALE)
+    honest, honest_lse = oracle.honest_attention(p, reads, SCALE)
     assert_close("out", result[0].cpu(), honest, truth)
     assert_close("lse", result[1].cpu(), honest_lse, lse)
 
 
-CASES = [  # head_dim, group, kv_heads, block_size, page_size, topk, dtype
-    (128, 16, 2, 128, 128, 4, torch.float16),
-    (64, 3, 2, 64, 64, 5, torch.float16),
-    (96, 1, 1, 64, 128, 3, torch.float32),
-    (64, 16, 1, 48, 7, 3, torch.float32),
-    (32, 2, 2, 16, 16, 6, torch.bfloat16),
-    (16, 20, 1, 256, 0, 2, torch.float16),
-    (48, 3, 1, 32, 0, 4, torch.float32),
+CASES = [  # head_dim, group, kv_heads, block_size, page_size, topk, dtype, tiles
+    (128, 16, 2, 128, 128, 4, torch.float16, 1),
+    (64, 3, 2, 64, 64, 5, torch.float16, 2),
+    (96, 1, 1, 64, 128, 3, torch.float32, 4),
+    (64, 16, 1, 48, 7, 3, torch.float32, 2),
+    (32, 2, 2, 16, 16, 6, torch.bfloat16, 1),
+    (16, 20, 1, 256, 0, 2, torch.float16, 1),
+    (48, 3, 1, 32, 0, 4, torch.float32, 2),
 ]
 
 
-@pytest.mark.parametrize(("head_dim", "group", "kv_heads", "block", "page", "topk", "dtype"), CASES)
-def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype):
+@pytest.mark.parametrize(("head_dim", "group", "kv_heads", "block", "page", "topk", "dtype", "tiles"), CASES)
+def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, tiles):
     """Ragged, several new tokens, zero lengths, queries before position 0, shuffled and shared pages, wild ids everywhere."""
     q_lens, k_lens = (2, 1, 0, 3, 1), (2 * block + 5, 0, block, 7 * block - 1, 1)
     p = problem(
-        q_lens,
-        k_lens,
-        kv_heads=kv_heads,
-        group=group,
-        head_dim=head_dim,
-        dtype=dtype,
-        shared_prefix=block,
+        q_lens, k_lens, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype, shared_prefix=block,
         offsets=(2 * block + 3, 0, block, -1, 0),
-    )
+    )  # fmt: skip
     blocks = random_blocks(p, topk, block, kv_heads if group != 3 else 1)
     wild = blocks.clone()
     wild[blocks < 0] = torch.tensor([-1, 2**31 - 1, 2**25, -(2**31)], dtype=torch.int32)[torch.arange((blocks < 0).sum()) % 4]
+    keys = 64 if block % 64 == 0 and page % 64 == 0 else 32
+    lookup = bool(block % keys or (page and page % keys))
+    splits = -(-topk * block // (keys * tiles))
+    config = Config(triton_decode.row_tiles(group, head_dim)[0], keys, tiles, splits, lookup, 4, 3)
     if page:
         kv, _ = paged(p, page, interleaved=page != 64)
-        check(p, blocks, block, run(p, wild, block, kv))
+        check(p, blocks, block, run(p, wild, block, kv, config=config))
     else:
-        check(p, blocks, block, run(p, wild, block, strided(p.k), strided(p.v)))
+        check(p, blocks, block, run(p, wild, block, strided(p.k), strided(p.v), config))
+
+
+def test_the_order_of_blocks_and_the_split_do_not_matter():
+    """Split + merge = whole; every block selected = dense; the default configuration serves as well."""
+    p = problem((3, 1), (300, 70), group=4, head_dim=64, dtype=torch.float32)
+    blocks = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(i)) for i in range(8)])
+    blocks = blocks.view(4, 2, 5).to(torch.int32)
+    reads = oracle.reads_everything(p)
+    truth, lse = oracle.attention(p, reads, SCALE)
+    honest, honest_lse = oracle.honest_attention(p, reads, SCALE)
+    for config in (
+        None,
+        Config(16, 64, 8, 1, False, 4, 3),
+        Config(16, 64, 2, 3, False, 4, 3),
+        Config(16, 32, 1, 10, False, 4, 3),
+    ):
+        out, lses = run(p, blocks, 64, config=config)
+        assert_close(f"out {config}", out.cpu(), honest, truth)
+        assert_close(f"lse {config}", lses.cpu(), honest_lse, lse)
+
+
+def test_counters_return_to_zero_and_runs_repeat_bitwise():
+    p = problem((2, 1), (200, 90), group=4, head_dim=32, dtype=torch.float16).to(DEVICE)
+    blocks = random_blocks(p, 4, 32, 2)
+    lengths = layout(p.seqs, 3, 290, DEVICE)
+    config = Config(16, 32, 1, 4, False, 4, 2)
+    workspace = triton_decode.Workspace.allocate(8, 32, 16, 32, torch.float16, DEVICE)
+    outs = [torch.full_like(p.q, torch.nan) for _ in range(2)]
+    for out in outs:
+        triton_decode.launch(config, workspace, p.q, p.k, p.v, blocks, lengths, 2, 32, SCALE, out, None)
+        assert not workspace.arrived.any()
+    assert_equal("second run", outs[1], outs[0])
+
+
+def test_an_unwritable_page_is_skipped():
+    """Page ids outside the pool and lengths past the page table are never followed."""
+    p = problem((1,), (96,), group=2, head_dim=32, dtype=torch.float32)
+    kv, _ = paged(p, 32)
+    kv = PagedKV(*(x.to(DEVICE) for x in (kv.k, kv.v, kv.page_table, kv.seq_lens)))
+    kv.page_table[0, 1] = 1_000_000
+    kv.page_table[0, 3:] = -5
+    blocks = torch.tensor([[[0, 1, 2, 3, 70]]], dtype=torch.int32, device=DEVICE).expand(1, 2, 5)
+    lengths = layout(Sequences(max_seqlen_q=1, max_seqlen_k=96), 1, None, DEVICE, torch.tensor([96], device=DEVICE), 96)
+    result = triton_decode.sparse_attention(p.q.to(DEVICE), kv, None, blocks, lengths, 32, SCALE, True)
+    check(p, torch.tensor([[[0, 2]]], dtype=torch.int32).expand(1, 2, 2), 32, result)
+
+
+def test_configuration_is_a_pure_function_of_sizes():
+    hopper, ada = COMPILE_TARGETS[90], COMPILE_TARGETS[120]
+    sizes = {"num_kv_heads": 4, "group": 16, "head_dim": 128, "topk": 16, "block_size": 128, "page_size": 128}
+    splits = {tokens: configure(tokens, **sizes, device=hopper).splits for tokens in (1, 4, 8, 16, 32, 128)}
+    assert splits == {1: 8, 4: 8, 8: 4, 16: 2, 32: 1, 128: 1}
+    assert configure(1, **sizes, device=hopper).keys == 128
+    assert configure(1, **sizes, device=ada).keys == 64
+    assert configure(1, **sizes | {"page_size": 16}, device=hopper).lookup
+    assert configure(1, **sizes | {"page_size": 64}, device=hopper) == Config(16, 64, 4, 8, False, 4, 3)
+    for block_size in range(16, 257, 8):
+        for topk in (1, 5, 64):
+            c = configure(3, **sizes | {"block_size": block_size, "topk": topk, "page_size": 0}, device=hopper)
+            assert c.splits * c.tiles * c.keys >= topk * block_size > (c.splits - 1) * c.tiles * c.keys
+
+
+def test_long_queries_are_left_to_other_kernels():
+    p = problem((17,), (40,), group=2, head_dim=32)
+    reasons = explain(sparse_attention, p.q, p.k, p.v, random_blocks(p, 2, 32, 2), p.seqs, block_size=32).reasons
+    assert "CUDA" in reasons["triton_decode"]
