@@ -203,7 +203,6 @@ def sparse_decode_kernel(
     o_n = tl.arange(0, BN)
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
 
     i_k0 = 0
     if seq_lens is not None:
@@ -232,6 +231,8 @@ def sparse_decode_kernel(
     v += i_h.to(tl.int64) * stride_vh
 
     o_u = tl.arange(0, TILES)
+    if PDL:  # only `blocks` comes from the kernel in front
+        gdc_wait()
     if not LOOKUP:  # first key and first row of every tile of this program
         PER: tl.constexpr = BLOCK // BN
         b_u = i_s * TILES + o_u
@@ -322,7 +323,8 @@ def launch(
     pdl: bool = False,
 ) -> None:
     """One launch. lengths: a `Layout`, or seq_lens int32 [batch] with exactly `queries` new tokens a sequence.
-    workspace: needed where config.splits > 1. pdl: start before the kernel in front has ended and wait for it inside."""
+    workspace: needed where config.splits > 1. pdl: start before the kernel in front has ended and wait for it inside;
+    of the inputs only `blocks` may come from kernels launched since the last one that was launched without this attribute."""
     paged = isinstance(k, PagedKV)
     table = k.page_table if paged else None
     pools = (k.k, k.v) if paged else (_as_page(k), _as_page(v))
