@@ -12,7 +12,7 @@ from openmsa.runtime.matmul import matmul_nt
 from openmsa.types import Layout
 
 TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
-FEW_ROWS_KEYS = 32768  # few rows: keys are the rows; copies of paged ones stay below what the allocator returns to the system
+FEW_ROWS_KEYS = 32768  # few rows: keys are the rows of the product
 MIN_ROWS = 16  # below about 12 rows a product takes another kernel, which rounds differently (see `matmul_nt`)
 
 
@@ -31,9 +31,10 @@ def _score(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, bloc
     group = heads // key_heads
     dtype = torch.float64 if index_q.dtype == torch.float64 else torch.float32
     scores = torch.full((heads, total_q, seqs.num_blocks(block_size)), -torch.inf, dtype=dtype)
-    few = seqs.longest_q * group < MIN_ROWS  # decode: a property of the whole call, so that chunks change nothing
-    tile_tokens = max(1, TILE_ROWS // group)
-    tile_keys = (FEW_ROWS_KEYS if few else TILE_KEYS) // block_size * block_size
+    # Decode: a property of the whole call, and then a token at a time, so that query chunks change nothing.
+    few = seqs.longest_q * group < MIN_ROWS
+    tile_tokens = 1 if few else max(1, TILE_ROWS // group)
+    tile_keys = TILE_KEYS // block_size * block_size
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         keys = Rows(pool, k0) if isinstance(index_k, Tensor) else Rows(pool, pages=index_k.page_table[b])
         for key_head in range(key_heads):
@@ -43,19 +44,19 @@ def _score(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, bloc
                 q = index_q[t0:t1, of_group].to(dtype).transpose(0, 1)  # [group, tokens, dim]
                 position = torch.arange(t0 - q0, t1 - q0) + offset
                 end = min(int(position[-1]) + 1, k_len)  # keys that the last query sees
-                for first in range(0, end, tile_keys):
+                done = 0
+                if few and not nan_is_lowest and end >= block_size:
+                    done = end // block_size
+                    scores[of_group, t0, :done] = _whole_blocks(q[:, 0], keys, key_head, done, block_size)
+                for first in range(done * block_size, end, tile_keys):
                     stop = min(first + tile_keys, end)
-                    k = keys.span(key_head, first, stop).to(dtype)  # [keys, dim]
-                    blocks = slice(first // block_size, -(-stop // block_size))
-                    if few and not nan_is_lowest and stop <= int(position[0]) + 1 and (stop - first) % block_size == 0:
-                        scores[of_group, t0:t1, blocks] = _block_max_of_few(q, k, block_size)
-                        continue
-                    products = _products(q, k)  # [group, tokens, keys]
+                    products = _products(q, keys.span(key_head, first, stop).to(dtype))  # [group, tokens, keys]
                     if nan_is_lowest:
                         products.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
                     if stop > int(position[0]) + 1:
                         hidden = torch.arange(first, stop) > position[:, None]
                         products.masked_fill_(hidden, -torch.inf)
+                    blocks = slice(first // block_size, -(-stop // block_size))
                     scores[of_group, t0:t1, blocks] = _block_max(products, block_size)
     return scores
 
@@ -68,20 +69,42 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     return matmul_nt(rows, k)[: group * tokens, :num_keys].reshape(group, tokens, num_keys)
 
 
+def _whole_blocks(q: Tensor, keys: Rows, head: int, num_blocks: int, block_size: int) -> Tensor:
+    """Scores ``[group, num_blocks]`` of the first blocks, all of whose keys the query ``[group, dim]`` sees."""
+    pool = keys.rows[:, head] if keys.pages is not None else None  # [num_pages, page_size, dim]
+    if keys.pages is not None and pool is not None and _mostly_ours(pool, num_blocks * block_size, block_size):
+        everything = Rows(pool.flatten(0, 1)[:, None])
+        best = _whole_blocks(q, everything, 0, pool.shape[0] * pool.shape[1] // block_size, block_size)
+        of_pages = best.unflatten(1, (pool.shape[0], -1))  # [group, num_pages, blocks a page]
+        pages = keys.pages[: -(-num_blocks // of_pages.shape[2])]
+        return of_pages.index_select(1, pages).flatten(1)[:, :num_blocks]
+    tile = (FEW_ROWS_KEYS if keys.pages is None else FEW_ROWS_KEYS // 4) // block_size
+    parts = []
+    for first in range(0, num_blocks, tile):
+        stop = min(first + tile, num_blocks)
+        rows = keys.span(head, first * block_size, stop * block_size).to(q.dtype)
+        parts.append(_block_max_of_few(q, rows, block_size))
+    return torch.cat(parts, dim=1)
+
+
+def _mostly_ours(pool: Tensor, num_keys: int, block_size: int) -> bool:
+    """Whether to score the whole pool where it lies and pick the sequence's scores, which reads each key once."""
+    num_pages, page_size, _ = pool.shape
+    return page_size % block_size == 0 and pool.is_contiguous() and 2 * num_keys >= num_pages * page_size
+
+
 def _block_max_of_few(q: Tensor, k: Tensor, block_size: int) -> Tensor:
-    """``[group, tokens, blocks]`` of whole blocks that every query sees: keys are the rows of the product, read once, and
-    maxima are taken by halves, all lanes at a time."""
-    group, tokens, dim = q.shape
-    rows = q.reshape(group * tokens, dim)
-    if len(rows) == 1:
-        rows = rows.expand(2, dim)  # one column would be a matrix-vector product, four times slower
-    width, lanes = block_size, len(rows)
-    best = torch.mm(k, rows.t()).view(-1, block_size * lanes)  # [blocks, block_size * lanes]
+    """``[group, blocks]`` of q ``[group, dim]``: keys are the rows of the product, read once, and maxima are taken by halves,
+    all lanes at a time."""
+    group = q.shape[0]
+    if group == 1:
+        q = q.expand(2, -1)  # one column would be a matrix-vector product, four times slower
+    width, lanes = block_size, len(q)
+    best = torch.mm(k, q.t()).view(-1, block_size * lanes)  # [blocks, block_size * lanes]
     while width % 2 == 0:
         width //= 2
         best = torch.maximum(best[:, : width * lanes], best[:, width * lanes :])
-    best = best.unflatten(1, (width, lanes)).amax(1)  # [blocks, lanes]
-    return best[:, : group * tokens].t().reshape(group, tokens, -1)
+    return best.unflatten(1, (width, lanes)).amax(1).t()[:group]
 
 
 def _block_max(products: Tensor, block_size: int) -> Tensor:
