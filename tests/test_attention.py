@@ -9,7 +9,7 @@ import torch
 from openmsa import PagedIndexKeys, PagedKV, Sequences, msa_attention, select_blocks, sparse_attention
 from openmsa.testing.allocations import peak_memory
 from openmsa.testing.compare import assert_close, assert_equal
-from openmsa.testing.inputs import paged, problem
+from openmsa.testing.inputs import WILD_IDS, paged, problem
 from tests import oracle
 from tests.contract import combinations, stored, subjects
 
@@ -149,6 +149,21 @@ def test_memory_is_bounded_on_a_gpu():
     torch.cuda.reset_peak_memory_stats()
     msa_attention(p.q, p.k, p.v, p.index_q, p.index_k)
     assert torch.cuda.max_memory_allocated() - before <= 4 << 30
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_wild_pages_harm_no_other_sequence():
+    """On a GPU page ids are not checked unless asked: a wrong one is not followed, and other sequences do not notice."""
+    p = problem((4, 1, 3), (100, 90, 64), dtype=torch.bfloat16).to("cuda")
+    kv, index_keys = paged(p, 16)
+    arguments = (p.q, kv, None, p.index_q, index_keys, 3, p.seqs)
+    right = msa_attention(*arguments, block_size=16)
+    kv.page_table[1] = torch.tensor(WILD_IDS * 2, device="cuda")[: kv.page_table.shape[1]]
+    wrong = msa_attention(*arguments, block_size=16)
+    torch.cuda.synchronize()
+    for rows in (slice(0, 4), slice(5, 8)):
+        assert_equal("out", wrong[rows], right[rows])
 
 
 @subjects(msa_attention)
