@@ -176,7 +176,7 @@ def test_a_captured_graph_reads_lengths_when_replayed():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             out = plan.run(q, kv, index_q, keys)
-        runs.append((plan, graph, stream, kv, keys, out))
+        runs.append((plan, graph, stream, kv, keys, (q, index_q), out))  # a graph does not keep its inputs
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     for _ in range(20):
@@ -188,7 +188,7 @@ def test_a_captured_graph_reads_lengths_when_replayed():
     for plan, *_, out in runs:
         check(plan, p, out)
     shorter = (128, 100, 0, 64)
-    for plan, graph, stream, kv, keys, out in runs:
+    for plan, graph, stream, kv, keys, _, out in runs:
         for cache in (kv, keys):
             cache.seq_lens.copy_(torch.tensor(shorter, dtype=torch.int32))
         torch.cuda.synchronize()

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# ruff: noqa: RUF005 (kernels know no unpacking)
 """Dense attention in Triton: prefill, short queries on a long prefix, and decode, by one kernel.
 
 A tile's rows are (query token, head of the group) pairs of one sequence and KV head, tokens outermost, so that a key is read
@@ -76,32 +77,28 @@ def _partial(part, part_lse, i_p, i_s, n_s, splits, o_d, D: tl.constexpr, BM: tl
 
 @triton.jit
 def _merge(part, part_lse, i_p, n_s, splits, o_d, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, OUT: tl.constexpr):
-    """Sum of the first n_s partials, weighted, [BM, BD], the greatest lse and the sum of weights [BM]. Four are read at once
-    where registers allow."""
+    """Sum of the first n_s partials, weighted, [BM, BD], the greatest lse and the sum of weights [BM]. As many as registers
+    hold are read at once."""
     b_m = tl.full([BM], -float("inf"), tl.float32)
     b_z = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, BD], tl.float32)
-    WIDE: tl.constexpr = BM * BD <= 4096
-    for i_s in tl.range(0, n_s, 4 if WIDE else 1, num_stages=1):
-        b_l0, b_x0 = _partial(part, part_lse, i_p, i_s, n_s, splits, o_d, D, BM, OUT)
-        b_new = tl.maximum(b_m, b_l0)
-        if WIDE:
-            b_l1, b_x1 = _partial(part, part_lse, i_p, i_s + 1, n_s, splits, o_d, D, BM, OUT)
-            b_l2, b_x2 = _partial(part, part_lse, i_p, i_s + 2, n_s, splits, o_d, D, BM, OUT)
-            b_l3, b_x3 = _partial(part, part_lse, i_p, i_s + 3, n_s, splits, o_d, D, BM, OUT)
-            b_new = tl.maximum(tl.maximum(b_new, b_l1), tl.maximum(b_l2, b_l3))
+    AHEAD: tl.constexpr = min(8, max(1, 16384 // (BM * BD)))
+    for i_s in tl.range(0, n_s, AHEAD, num_stages=1):
+        b_new = b_m
+        lses, parts = (), ()
+        for j in tl.static_range(AHEAD):
+            b_lse, b_part = _partial(part, part_lse, i_p, i_s + j, n_s, splits, o_d, D, BM, OUT)
+            lses, parts = lses + (b_lse,), parts + (b_part,)
+            b_new = tl.maximum(b_new, b_lse)
         b_safe = tl.where(b_new == -float("inf"), 0.0, b_new)
         b_old = tl.exp2(b_m - b_safe)
-        b_w0 = tl.exp2(b_l0 - b_safe)
-        b_z = b_z * b_old + b_w0
-        if OUT:
-            b_acc = b_acc * b_old[:, None] + b_w0[:, None] * b_x0.to(tl.float32)
-        if WIDE:
-            b_w1, b_w2, b_w3 = tl.exp2(b_l1 - b_safe), tl.exp2(b_l2 - b_safe), tl.exp2(b_l3 - b_safe)
-            b_z += b_w1 + b_w2 + b_w3
+        b_z *= b_old
+        b_acc *= b_old[:, None]
+        for j in tl.static_range(AHEAD):
+            b_w = tl.exp2(lses[j] - b_safe)
+            b_z += b_w
             if OUT:
-                b_acc += b_w1[:, None] * b_x1.to(tl.float32) + b_w2[:, None] * b_x2.to(tl.float32)
-                b_acc += b_w3[:, None] * b_x3.to(tl.float32)
+                b_acc += b_w[:, None] * parts[j].to(tl.float32)
         b_m = b_new
     return b_acc, b_m, b_z
 

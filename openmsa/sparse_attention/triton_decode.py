@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# ruff: noqa: RUF005 (kernels know no unpacking)
 """Sparse attention for a few new tokens a sequence: split over the selected blocks, merged by the last program to arrive.
 
 One program = one query token x one KV head (its group of query heads are the rows of the tile, padded to 16) x a share of the
@@ -65,7 +66,8 @@ def configure(
     programs, tiles = max(tokens * num_kv_heads * parts, 1), triton.next_power_of_2(units)
     while tiles * keys > MIN_KEYS and 2 * programs * triton.cdiv(units, tiles) <= device.num_sms:
         tiles //= 2
-    return Config(rows, keys, tiles, triton.cdiv(units, tiles), lookup, 4, 3)
+    splits = triton.cdiv(units, tiles)
+    return Config(rows, keys, tiles, splits, lookup, 4, 3 if programs * splits <= device.num_sms else 2)
 
 
 @dataclass(frozen=True)
@@ -98,30 +100,27 @@ def _partial(part, part_lse, i_p, i_s, n_s, o_d, D: tl.constexpr, BM: tl.constex
 
 @triton.jit
 def _merge(part, part_lse, i_p, n_s, o_d, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
-    """Sum of n_s partials, weighted, [BM, BD], the greatest lse and the sum of weights [BM]. Four are read at once
-    where registers allow."""
+    """Sum of n_s partials, weighted, [BM, BD], the greatest lse and the sum of weights [BM]. As many as registers
+    hold are read at once."""
     b_m = tl.full([BM], -float("inf"), tl.float32)
     b_z = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, BD], tl.float32)
-    WIDE: tl.constexpr = BM * BD <= 4096
-    for i_s in tl.range(0, n_s, 4 if WIDE else 1, num_stages=1):
-        b_l0, b_x0 = _partial(part, part_lse, i_p, i_s, n_s, o_d, D, BM)
-        b_new = tl.maximum(b_m, b_l0)
-        if WIDE:
-            b_l1, b_x1 = _partial(part, part_lse, i_p, i_s + 1, n_s, o_d, D, BM)
-            b_l2, b_x2 = _partial(part, part_lse, i_p, i_s + 2, n_s, o_d, D, BM)
-            b_l3, b_x3 = _partial(part, part_lse, i_p, i_s + 3, n_s, o_d, D, BM)
-            b_new = tl.maximum(tl.maximum(b_new, b_l1), tl.maximum(b_l2, b_l3))
+    AHEAD: tl.constexpr = min(8, max(1, 16384 // (BM * BD)))
+    for i_s in tl.range(0, n_s, AHEAD, num_stages=1):
+        b_new = b_m
+        lses, parts = (), ()
+        for j in tl.static_range(AHEAD):
+            b_lse, b_part = _partial(part, part_lse, i_p, i_s + j, n_s, o_d, D, BM)
+            lses, parts = lses + (b_lse,), parts + (b_part,)
+            b_new = tl.maximum(b_new, b_lse)
         b_safe = tl.where(b_new == -float("inf"), 0.0, b_new)
         b_old = tl.exp2(b_m - b_safe)
-        b_w0 = tl.exp2(b_l0 - b_safe)
-        b_z = b_z * b_old + b_w0
-        b_acc = b_acc * b_old[:, None] + b_w0[:, None] * b_x0.to(tl.float32)
-        if WIDE:
-            b_w1, b_w2, b_w3 = tl.exp2(b_l1 - b_safe), tl.exp2(b_l2 - b_safe), tl.exp2(b_l3 - b_safe)
-            b_z += b_w1 + b_w2 + b_w3
-            b_acc += b_w1[:, None] * b_x1.to(tl.float32) + b_w2[:, None] * b_x2.to(tl.float32)
-            b_acc += b_w3[:, None] * b_x3.to(tl.float32)
+        b_z *= b_old
+        b_acc *= b_old[:, None]
+        for j in tl.static_range(AHEAD):
+            b_w = tl.exp2(lses[j] - b_safe)
+            b_z += b_w
+            b_acc += b_w[:, None] * parts[j].to(tl.float32)
         b_m = b_new
     return b_acc, b_m, b_z
 
