@@ -59,8 +59,9 @@ def prefill_config(head_dim: int, group: int, block_size: int, major: int, eleme
     wide = dim * element_bytes > 256
     union_rows = 64
     union_tokens = max(1, min(MAX_UNION_TOKENS, union_rows // heads))
-    union_keys = min(keys, 64 if roomy or not wide else 32)
-    union_warps = 8 if wide else 4
+    full = union_tokens * heads >= 64  # fewer heads than two leave half a tile
+    union_keys = min(keys, 64 if full and (roomy or not wide) else 32)
+    union_warps = 8 if wide else 4 if full else 2
 
     outer_rows = 64 if roomy or not wide else 32
     outer_keys = min(keys, 64 if wide else 128)
@@ -75,7 +76,7 @@ def prefill_config(head_dim: int, group: int, block_size: int, major: int, eleme
         outer_tokens=max(1, outer_rows // heads),
         outer_keys=outer_keys,
         outer_warps=8 if wide else 4,
-        outer_item=256,
+        outer_item=512,
         combine_tokens=max(1, min(16 // heads, union_tokens)),
         combine_warps=4,
     )

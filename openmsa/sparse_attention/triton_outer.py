@@ -19,7 +19,7 @@ def attend_outer(
     q,
     k,
     v,
-    o_part,  # [chunk tokens, TOPK * CUTS, kv_heads, GROUP, DIM]
+    o_part,  # [chunk tokens, kv_heads, TOPK * CUTS, GROUP, DIM]
     lse_part,  # float32, the same less DIM, base 2
     cu_q,
     cu_k,
@@ -115,11 +115,11 @@ def attend_outer(
         is_masked = True
         key = tl.where(o_key < BLOCK, key, 2147483647)
 
-    # A partial's row: ((entry of the chunk * CUTS + cut) * heads + this head) * GROUP + head in the group.
-    o_first = (i_cut - first_token.to(tl.int64) * (TOPK * CUTS)) * num_kv_heads + i_h
+    # A partial's row: (((token of the chunk * heads + this head) * TOPK + slot) * CUTS + cut) * GROUP + head in the group.
+    other_heads = (num_kv_heads - 1) * TOPK
+    o_first = (i_h - first_token.to(tl.int64) * num_kv_heads) * TOPK * CUTS + i_cut
     lse_part += o_first * GROUP
     o_part += o_first * GROUP * DIM
-    row_stride = num_kv_heads * CUTS * GROUP
     o_within = (head * DIM)[:, None] + o_d[None, :]
     for i in range(begin, end, TOKENS):
         o_e = i + o_r // HEADS
@@ -140,7 +140,7 @@ def attend_outer(
         l_i = tl.sum(p, 1)
         inverse = 1.0 / (tl.maximum(l_i, 1e-30) if CUTS > 1 else l_i)
         o = tl.dot(p.to(b_v.dtype), b_v) * inverse[:, None]
-        o_row = entry.to(tl.int64) * row_stride
+        o_row = (entry + entry // TOPK * other_heads).to(tl.int64) * (CUTS * GROUP)
         m_o = m_row[:, None] & m_d[None, :]
         tl.store(o_part + (o_row * DIM)[:, None] + o_within, o.to(o_part.dtype.element_ty), mask=m_o)
         tl.store(lse_part + o_row + head, m_i + tl.log2(l_i), mask=m_row)
@@ -179,7 +179,6 @@ def combine_outer(
         return
     first, tokens = tl.load(tiles + i_tile * 4), tl.load(tiles + i_tile * 4 + 1)
     first_of_chunk = tl.load(tiles + first_tile * 4)
-    slot_stride = num_kv_heads * GROUP
     o_r, o_d = tl.arange(0, TOKENS * HEADS), tl.arange(0, DIM_PADDED)
     head = i_part * HEADS + o_r % HEADS
     for i_share in range(SHARES):
@@ -189,14 +188,14 @@ def combine_outer(
         token = first + in_tile
         filled = tl.load(slots + token.to(tl.int64) * num_kv_heads + i_h, mask=m_row, other=0)
         local = (token - first_of_chunk).to(tl.int64)
-        o_p = (local * PARTIALS * num_kv_heads + i_h) * GROUP + head  # of slot 0
+        o_p = (local * num_kv_heads + i_h) * PARTIALS * GROUP + head  # of slot 0
 
         m_i = tl.full([TOKENS * HEADS], -float("inf"), tl.float32)
         for i_0 in range(0, PARTIALS, UNROLL):
             for i_u in tl.static_range(UNROLL):
                 i_s = i_0 + i_u
                 m_slot = (((filled >> (i_s // CUTS)) & 1) != 0) & (i_s < PARTIALS)
-                m_i = tl.maximum(m_i, tl.load(lse_part + o_p + i_s * slot_stride, mask=m_slot, other=-float("inf")))
+                m_i = tl.maximum(m_i, tl.load(lse_part + o_p + i_s * GROUP, mask=m_slot, other=-float("inf")))
         highest = tl.where(m_i == -float("inf"), 0.0, m_i)
         acc = tl.zeros([TOKENS * HEADS, DIM_PADDED], tl.float32)
         l_i = tl.zeros([TOKENS * HEADS], tl.float32)
@@ -204,8 +203,8 @@ def combine_outer(
             for i_u in tl.static_range(UNROLL):
                 i_s = i_0 + i_u
                 m_slot = (((filled >> (i_s // CUTS)) & 1) != 0) & (i_s < PARTIALS)
-                w = tl.exp2(tl.load(lse_part + o_p + i_s * slot_stride, mask=m_slot, other=-float("inf")) - highest)
-                p_o = o_part + (o_p + i_s * slot_stride)[:, None] * DIM + o_d[None, :]
+                w = tl.exp2(tl.load(lse_part + o_p + i_s * GROUP, mask=m_slot, other=-float("inf")) - highest)
+                p_o = o_part + (o_p + i_s * GROUP)[:, None] * DIM + o_d[None, :]
                 b_o = tl.load(p_o, mask=m_slot[:, None] & m_o, other=0.0)
                 l_i += w
                 acc += w[:, None] * b_o.to(tl.float32)

@@ -62,7 +62,7 @@ def sparse_attention(
         major = torch.cuda.get_device_capability(q.device)[0] if q.device.type == "cuda" else 9
         config = prefill_config(q.shape[2], q.shape[1] // keys.heads, block_size, major, q.element_size())
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
-    if out.numel() == 0 or keys.k.numel() == 0:
+    if out.numel() == 0 or keys.k.numel() == 0 or keys.total == 0:
         out.zero_(), lse.fill_(-torch.inf)
     else:
         plan = _Plan.of(q, blocks, seqs, keys, block_size, config, path, partial_dtype or q.dtype, workspace_bytes)
@@ -167,9 +167,8 @@ class _Plan:
         chunk_tiles = -(-num_tiles // num_chunks)
         chunk_entries = chunk_tiles * tokens * topk
         num_buckets = -(-keys.total // block_size) + seqs.batch - 1
-        limit = {"union": most, "outer": 0}.get(
-            path, union_limit(config, topk, min(chunk_entries, total_q * topk) / num_buckets)
-        )
+        # Not of the chunk: the workspace must not change which kernel serves a tile.
+        limit = {"union": most, "outer": 0}.get(path, union_limit(config, topk, total_q * topk / num_buckets))
         return cls(
             group=group,
             parts=-(-group // config.heads),

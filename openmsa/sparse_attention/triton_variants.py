@@ -61,10 +61,11 @@ def _of_case(arch: int, dtype: str, dim: int, group: int, block: int, page: int,
     rows = {"TOPK": topk, "SLOTS": power_of_two(topk), "TOKENS": config.union_tokens, "BLOCK": block}
     flags = {"PAGE_SIZE": page, "NEGATIVE": False}
 
-    lists = rows | {"PAGE_SIZE": page if by_row else 0, "HAS_OUTER": True}
-    list_warps = min(8, max(1, rows["TOKENS"] * rows["SLOTS"] // 256))
-    yield _variant(f"tile_lists {name}", tile_lists, dtype, page, lists, num_warps=list_warps)
-    yield _variant(f"fill_lists {name}", fill_lists, dtype, page, rows | {"ITEM": config.outer_item}, num_warps=list_warps)
+    if dim == 128 and dtype == "bf16":
+        lists = rows | {"PAGE_SIZE": page if by_row else 0, "HAS_OUTER": True}
+        warps = min(8, max(1, rows["TOKENS"] * rows["SLOTS"] // 256))
+        yield _variant(f"tile_lists {name}", tile_lists, dtype, page, lists, num_warps=warps)
+        yield _variant(f"fill_lists {name}", fill_lists, dtype, page, rows | {"ITEM": config.outer_item}, num_warps=warps)
     if (dtype, dim, group, block, page) == ("bf16", 128, 16, 128, 0):
         yield _variant("bucket_offsets", bucket_offsets, dtype, page, {"ITEM": config.outer_item, "STEP": 2048}, num_warps=8)
 
@@ -82,4 +83,5 @@ def _of_case(arch: int, dtype: str, dim: int, group: int, block: int, page: int,
 
     merge = heads | dims | {"TILE_TOKENS": config.union_tokens, "TOKENS": config.combine_tokens, "TOPK": topk}
     merge |= {"CUTS": -(-block // config.outer_keys)}
-    yield _variant(f"combine {name}", combine_outer, dtype, page, merge, num_warps=config.combine_warps)
+    if page == 0:
+        yield _variant(f"combine {name}", combine_outer, dtype, page, merge, num_warps=config.combine_warps)

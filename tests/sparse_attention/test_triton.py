@@ -8,7 +8,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from openmsa import dense_attention
 from openmsa.sparse_attention import STAGE, triton_prefill
 from openmsa.sparse_attention.triton_config import power_of_two, prefill_config, union_limit
 from openmsa.testing.allocations import PoisonedOutputs
@@ -18,6 +17,7 @@ from tests import oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.float16
+EXACT = torch.float32 if DEVICE == "cpu" else torch.float16  # a GPU multiplies float32 tiles in tf32
 PATHS = ("union", "outer", "auto")
 
 
@@ -49,9 +49,9 @@ def check(result, expected):
 CASES = [  # head_dim, group, kv_heads, block_size, page_size, topk, dtype
     (128, 16, 1, 128, 128, 4, DTYPE),
     (64, 3, 2, 64, 16, 5, DTYPE),
-    (96, 1, 1, 64, 128, 3, torch.float32),
+    (96, 1, 1, 64, 128, 3, EXACT),
     (64, 16, 1, 48, 0, 3, torch.bfloat16),
-    (32, 2, 2, 16, 7, 6, torch.float32),
+    (32, 2, 2, 16, 7, 6, EXACT),
     (16, 80, 1, 256, 0, 2, DTYPE),
 ]
 
@@ -83,7 +83,7 @@ def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, 
 @pytest.fixture(scope="module")
 def many():
     """More queries than a tile holds, overlapping and not."""
-    p = problem((20, 9), (500, 330), kv_heads=2, group=16, head_dim=64, dtype=torch.float32, seed=3)
+    p = problem((20, 9), (500, 330), kv_heads=2, group=16, head_dim=64, dtype=EXACT, seed=3)
     return p, random_blocks(p, 4, 64, 2, seed=1)
 
 
@@ -93,27 +93,28 @@ def test_laws(many, path):
     out, lse = run(arguments(p, blocks, 64), path=path)
     check((out, lse), truth(p, blocks, 64))
     # The workspace, the order of the ids and a repetition change nothing; on a GPU not a bit, but for the order of partials.
+    tolerance = {"rtol": 2e-3, "atol": 1e-3} if EXACT == DTYPE else {"rtol": 1e-5, "atol": 1e-5}
     for ids, budget in ((blocks, 2 << 30), (blocks, 1 << 19), (blocks.flip(-1), 2 << 30)):
         again = run(arguments(p, ids, 64), path=path, workspace_bytes=budget)
         if path == "union" or (ids is blocks and (DEVICE == "cuda" or budget == 2 << 30)):
             assert_equal("out", again[0], out)
             assert_equal("lse", again[1], lse)
         else:
-            torch.testing.assert_close(again[0], out)
+            torch.testing.assert_close(again[0], out, **tolerance)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_all_blocks_are_dense_attention(path):
-    p = problem((18,), (150,), kv_heads=1, group=4, head_dim=32, dtype=torch.float32)
+    p = problem((18,), (150,), kv_heads=1, group=4, head_dim=32, dtype=EXACT)
     blocks = torch.arange(5, dtype=torch.int32).expand(18, 1, 5)
-    dense = dense_attention(p.q, p.k, p.v, p.seqs, softmax_scale=0.2, return_lse=True, impl="reference")
-    for name, result, expected in zip(("out", "lse"), run(arguments(p, blocks, 32), path=path), dense, strict=True):
-        torch.testing.assert_close(result.cpu(), expected, msg=lambda text, name=name: f"{name}: {text}")
+    everything = oracle.reads_everything(p)
+    dense = oracle.attention(p, everything, 0.2), oracle.honest_attention(p, everything, 0.2)
+    check(run(arguments(p, blocks, 32), path=path), dense)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_rows_that_nobody_reads_may_hold_nan(path):
-    p = problem((8, 8), (256, 200), kv_heads=1, group=2, head_dim=64, dtype=torch.float32, offsets=(130, 150))
+    p = problem((8, 8), (256, 200), kv_heads=1, group=2, head_dim=64, dtype=EXACT, offsets=(130, 150))
     blocks = torch.tensor([[[1, 2, -1]]], dtype=torch.int32).repeat(16, 1, 1)
     blocks[8:] = torch.tensor([2, 0, 9], dtype=torch.int32)
     expected = truth(p, blocks, 64)
@@ -127,7 +128,7 @@ def test_rows_that_nobody_reads_may_hold_nan(path):
 
 
 def test_negative_and_zero_scale():
-    p = problem((9,), (70,), kv_heads=1, group=2, head_dim=32, dtype=torch.float32)
+    p = problem((9,), (70,), kv_heads=1, group=2, head_dim=32, dtype=EXACT)
     blocks = random_blocks(p, 2, 32, 1)
     for scale in (-0.5, 0.0):
         for path in ("union", "outer"):
@@ -147,15 +148,18 @@ def test_fp32_partials_are_nearer():
 
 def test_no_keys_and_no_queries():
     for q_lens, k_lens in (((3,), (0,)), ((0,), (8,)), ((), ())):
-        p = problem(q_lens, k_lens, dtype=torch.float32)
+        p = problem(q_lens, k_lens, dtype=EXACT)
         blocks = torch.zeros(sum(q_lens), 1, 2, dtype=torch.int32)
         out, lse = run(arguments(p, blocks, 16))
+        assert out.eq(0).all()
+        assert lse.eq(-torch.inf).all()
+        out, lse = run(arguments(p, blocks, 16, "paged", 16))
         assert out.eq(0).all()
         assert lse.eq(-torch.inf).all()
 
 
 def test_path_is_checked():
-    p = problem((1,), (8,), dtype=torch.float32)
+    p = problem((1,), (8,), dtype=EXACT)
     with pytest.raises(ValueError, match="path must be one of"):
         run(arguments(p, torch.zeros(1, 1, 1, dtype=torch.int32), 16), path="both")
 
