@@ -131,13 +131,23 @@ def test_bad_arguments_raise_what_the_call_raises():
         explain(sparse_attention, *args, block_size=15)
     with pytest.raises(ValueError, match=r"function must be one of block_scores, .*msa_attention, got .*explain"):
         explain(explain, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"index_q": torch.zeros(5, 4, 64)}, ValueError, r"index_q.shape\[1\] must be num_kv_heads \(2\) or 1, got 4"),
+        ({"query_chunk": 0}, ValueError, "query_chunk must be at least 1, got 0"),
+        ({"colour": "red"}, TypeError, "unexpected keyword argument 'colour'"),
+    ],
+    ids=["heads", "chunk", "keyword"],
+)
+def test_the_path_raises_what_the_call_raises(changes, error, words):
     p = problem((5,), (40,))
-    with pytest.raises(ValueError, match=r"index_q.shape\[1\] must be num_kv_heads \(2\) or 1, got 4"):
-        explain(msa_attention, p.q, p.k, p.v, p.q, p.index_k)
-    with pytest.raises(ValueError, match="query_chunk must be at least 1, got 0"):
-        explain(msa_attention, p.q, p.k, p.v, p.index_q, p.index_k, query_chunk=0)
-    with pytest.raises(TypeError):
-        explain(msa_attention, p.q, p.k, p.v, p.index_q, p.index_k, colour="red")
+    arguments = {name: getattr(p, name) for name in ("q", "k", "v", "index_q", "index_k")} | changes
+    for call in (msa_attention, lambda **k: explain(msa_attention, **k)):
+        with pytest.raises(error, match=words):
+            call(**arguments)
 
 
 def test_explaining_runs_nothing():

@@ -43,7 +43,8 @@ class Problem:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
         """The same problem with ``change(tensor)`` in place of each tensor."""
-        return replace(self, **{name: change(getattr(self, name)) for name in ("q", "k", "v", "index_q", "index_k")})
+        tensors = {name: change(getattr(self, name)) for name in ("q", "k", "v", "index_q", "index_k")}
+        return replace(self, **tensors)
 
     def to(self, device: torch.device | str) -> Problem:
         """The same problem on another device."""
@@ -52,9 +53,9 @@ class Problem:
     def permuted(self, order: Sequence[int]) -> Problem:
         """The same sequences in another order in the batch."""
         rows, keys = packed_order(self.q_lens, order), packed_order(self.k_lens, order)
-        lens = {name: tuple(getattr(self, name)[b] for b in order) for name in ("q_lens", "k_lens", "offsets")}
-        moved = {name: getattr(self, name)[rows] for name in ("q", "index_q")}
-        return replace(self, **lens, **moved, **{name: getattr(self, name)[keys] for name in ("k", "v", "index_k")})
+        q_lens, k_lens, offsets = (tuple(x[b] for b in order) for x in (self.q_lens, self.k_lens, self.offsets))
+        moved = replace(self, q_lens=q_lens, k_lens=k_lens, offsets=offsets, q=self.q[rows], index_q=self.index_q[rows])
+        return replace(moved, k=self.k[keys], v=self.v[keys], index_k=self.index_k[keys])
 
 
 def packed_order(lens: Sequence[int], order: Sequence[int]) -> Tensor:
