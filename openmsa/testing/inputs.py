@@ -43,8 +43,8 @@ class Problem:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
         """The same problem with ``change(tensor)`` in place of each tensor."""
-        tensors = {name: change(getattr(self, name)) for name in ("q", "k", "v", "index_q", "index_k")}
-        return replace(self, **tensors)
+        index_q, index_k = change(self.index_q), change(self.index_k)
+        return replace(self, q=change(self.q), k=change(self.k), v=change(self.v), index_q=index_q, index_k=index_k)
 
     def to(self, device: torch.device | str) -> Problem:
         """The same problem on another device."""
