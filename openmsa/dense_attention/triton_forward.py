@@ -48,17 +48,16 @@ def configure(
 ) -> Config:
     """Tiles and split for one regime. A pure function."""
     pairs, roomy = max_seqlen_q * group, device.shared_bytes > 128 * 1024
-    fill = batch * num_kv_heads * triton.cdiv(pairs, 128) >= device.num_sms
-    if pairs <= 32:
-        config = Config(16 if pairs <= 16 else 32, 64 if head_dim <= 128 else 32, 1, 4, 4 if roomy else 3)
-    elif head_dim <= 128 and device.arch == 90 and fill:
-        config = Config(128, 64, 1, 4, 2)
+    if pairs <= 32:  # bound by bytes: one program a multiprocessor with deep buffers
+        config, resident = Config(16 if pairs <= 16 else 32, 64 if head_dim <= 128 else 32, 1, 4, 4 if roomy else 3), 1
+    elif head_dim <= 128 and device.arch == 90 and pairs >= 512:
+        config, resident = Config(128, 64, 1, 4, 2), 2
     elif head_dim <= 128:
-        config = Config(64, 64, 1, 4, 3 if roomy else 2)
+        config, resident = Config(64, 64, 1, 4, 3 if roomy else 2), 2
     else:
-        config = Config(64, 32, 1, 8, 2)
+        config, resident = Config(64, 32, 1, 8, 2), 2
     programs = max(batch * num_kv_heads * triton.cdiv(pairs, config.rows), 1)
-    splits = max(device.num_sms // programs, max_seqlen_k // LONGEST_WALK if programs < 8 * device.num_sms else 1)
+    splits = max(resident * device.num_sms // programs, max_seqlen_k // LONGEST_WALK if pairs <= 32 else 1)
     useful = triton.cdiv(max_seqlen_k, MIN_SHARE.value * config.keys)
     return replace(config, splits=max(1, min(splits, useful, MAX_SPLITS)))
 

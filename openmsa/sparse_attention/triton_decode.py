@@ -54,20 +54,27 @@ def row_tiles(group: int, head_dim: int) -> tuple[int, int]:
 def configure(
     tokens: int, num_kv_heads: int, group: int, head_dim: int, topk: int, block_size: int, page_size: int, device: Device
 ) -> Config:
-    """The tiles and the split; page_size 0: flat keys. A pure function. Measured: one program a multiprocessor streams best,
-    and a program with fewer than `MIN_KEYS` keys costs more in the merge than it saves."""
+    """The tiles and the split; page_size 0: flat keys. A pure function. Measured: up to one program a multiprocessor, deep
+    buffers and the widest tiles stream best, two of them take two buffers each, three take narrow tiles; a program of fewer
+    than `MIN_KEYS` keys costs more in the merge than it saves, unless half of the multiprocessors would idle."""
     rows, parts = row_tiles(group, head_dim)
-    widest = (128 if head_dim <= 128 else 64) // (1 if device.shared_bytes > 160 * 1024 else 2)
+    programs = max(tokens * num_kv_heads * parts, 1)
+    three = 2 * device.num_sms < programs <= 3 * device.num_sms
+    widest = (128 if head_dim <= 128 else 64) // (2 if three or device.shared_bytes < 160 * 1024 else 1)
     run = block_size if page_size == 0 else math.gcd(block_size, page_size)  # keys in a row that are sure to be neighbours
     keys = min(widest, run & -run)
     if lookup := keys < 32:
         keys = 64 if head_dim <= 128 else 32
     units = triton.cdiv(topk * block_size, keys)
-    programs, tiles = max(tokens * num_kv_heads * parts, 1), triton.next_power_of_2(units)
-    while tiles * keys > MIN_KEYS and 2 * programs * triton.cdiv(units, tiles) <= device.num_sms:
+    tiles = triton.next_power_of_2(units)
+    while tiles > 1:
+        room = device.num_sms if tiles * keys > MIN_KEYS else device.num_sms // 2
+        if programs * triton.cdiv(units, tiles // 2) > room or tiles * keys <= MIN_KEYS // 2:
+            break
         tiles //= 2
     splits = triton.cdiv(units, tiles)
-    return Config(rows, keys, tiles, splits, lookup, 4, 3 if programs * splits <= device.num_sms else 2)
+    crowded = device.num_sms < programs * splits <= 2 * device.num_sms or programs > 3 * device.num_sms
+    return Config(rows, keys, tiles, splits, lookup, 4, 2 if crowded else 3)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def ragged(block, **options):
 
 CASES = [  # head_dim, group, kv_heads, block_size, storage, causal, dtype, config
     (64, 3, 1, 64, None, True, torch.float16, None),
-    (32, 16, 1, 64, 64, True, torch.float16, Config(128, 64, 1, 4, 2)),
+    (32, 16, 1, 64, 64, True, torch.float16, Config(128, 64, 2, 4, 2)),
     (96, 2, 1, 48, 7, True, FLOAT, Config(64, 64, 3, 4, 2)),
     (64, 1, 2, 100, "strided", False, FLOAT, Config(64, 64, 2, 4, 2)),
     (32, 5, 1, 128, 128, True, torch.bfloat16, Config(64, 64, 2, 4, 2)),
@@ -120,7 +120,8 @@ def test_configuration_is_a_pure_function_of_sizes():
     assert configure(1, 1, 32768, 4, 16, 128, hopper).splits == 33
     assert configure(8, 1, 131072, 4, 16, 128, hopper).splits == 4
     assert configure(1, 1, 100, 4, 16, 128, hopper).splits == 1
-    assert configure(1, 64, 131072, 4, 16, 128, hopper).splits == 2
+    assert configure(1, 64, 131072, 4, 16, 128, hopper) == Config(128, 64, 8, 4, 2)
+    assert configure(1, 256, 131072, 4, 16, 128, hopper) == Config(128, 64, 2, 4, 2)
     assert configure(64, 1, 1 << 20, 4, 16, 128, hopper).splits == 16
     assert configure(1, 16384, 131072, 4, 16, 128, ada) == Config(64, 64, 1, 4, 2)
     assert configure(1, 64, 64, 1, 1, 256, hopper).num_warps == 8

@@ -125,12 +125,14 @@ def test_an_unwritable_page_is_skipped():
 def test_configuration_is_a_pure_function_of_sizes():
     hopper, ada = COMPILE_TARGETS[90], COMPILE_TARGETS[120]
     sizes = {"num_kv_heads": 4, "group": 16, "head_dim": 128, "topk": 16, "block_size": 128, "page_size": 128}
-    splits = {tokens: configure(tokens, **sizes, device=hopper).splits for tokens in (1, 4, 8, 16, 32, 128)}
-    assert splits == {1: 8, 4: 8, 8: 4, 16: 2, 32: 1, 128: 1}
+    splits = {tokens: configure(tokens, **sizes, device=hopper).splits for tokens in (1, 2, 4, 8, 16, 32, 128)}
+    assert splits == {1: 16, 2: 8, 4: 8, 8: 4, 16: 2, 32: 1, 128: 1}
     assert configure(1, **sizes, device=hopper).keys == 128
     assert configure(1, **sizes, device=ada).keys == 64
+    assert [configure(b, **sizes, device=hopper).num_stages for b in (1, 32, 64, 96, 128)] == [3, 3, 2, 3, 2]
+    assert configure(96, **sizes, device=hopper).keys == 64
     assert configure(1, **sizes | {"page_size": 16}, device=hopper).lookup
-    assert configure(1, **sizes | {"page_size": 64}, device=hopper) == Config(16, 64, 4, 8, False, 4, 3)
+    assert configure(1, **sizes | {"page_size": 64}, device=hopper) == Config(16, 64, 2, 16, False, 4, 3)
     for block_size in range(16, 257, 8):
         for topk in (1, 5, 64):
             c = configure(3, **sizes | {"block_size": block_size, "topk": topk, "page_size": 0}, device=hopper)
