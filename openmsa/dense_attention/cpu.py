@@ -75,6 +75,12 @@ def _attend(q: Tensor, k: Tensor | PagedKV, v: Tensor | None, seqs: Layout, scal
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """PyTorch's flash kernel: q, k, v ``[batch, heads, len, dim]``, causal from the top left; out and lse."""
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # it takes rows for dense
+    if scale == 0:  # and scales for positive
+        out, lse = _fused(torch.zeros_like(q, dtype=torch.float64), k.double(), v.double(), 1.0, causal)
+        return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+    if scale < 0:
+        q, scale = -q, -scale
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
 
