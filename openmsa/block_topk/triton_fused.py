@@ -19,13 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openmsa.index_branch.triton_scores import block_maxima
+from openmsa.index_branch.triton_scores import block_maxima, walk
 from openmsa.index_branch.triton_tiles import (
     FLAT,
     PAGE,
     PAGES,
     KeySource,
     Tile,
+    hold_rows,
     load_keys,
     load_rows,
     pointer_type,
@@ -43,24 +44,21 @@ _NONE = tl.constexpr(0x7FFFFFFF)  # larger than any block id
 
 @dataclass(frozen=True)
 class Config:
-    """rows: (query, head) rows a program; resident: programs that one multiprocessor holds at a time."""
+    """rows: (query, head) rows a program; hold: rows in registers; resident: programs that a multiprocessor holds at a time."""
 
     rows: int
+    hold: bool
     num_warps: int
     num_stages: int
     resident: int
 
 
 def config(device: Device, dim: int, tile: int, indirect: bool, tma: bool) -> Config:
-    """As many rows as threads, so that a list belongs to one thread; two programs a multiprocessor where they fit."""
-    asynchronous = device.arch in (90, 100)  # the product reads the buffers itself, so it holds one
-    row_bytes = triton.next_power_of_2(dim) * 2
-    rows = 128 if asynchronous and tma and dim <= 128 else 64
-    for resident, buffers in ((2, 2), (1, 2), (1, 1)):
-        if resident * ((rows + buffers * tile) * row_bytes + 2048) <= device.shared_bytes:
-            break
-    ahead = max(buffers - asynchronous, 1)  # stages between a load and its use
-    return Config(rows, 4, ahead * (1 + indirect) + 1, resident)
+    """As many rows as threads where registers allow it, so that a list belongs to one thread and is kept once; on Hopper the
+    rows in registers too, which leaves shared memory to the keys, and two programs a multiprocessor."""
+    hold = device.arch == 90 and tma
+    rows = 128 if device.arch in (90, 100) and tma and dim <= 128 else 64
+    return Config(rows, hold, 4, *walk(device, 0 if hold else rows, dim, tile, indirect))
 
 
 @triton.jit
@@ -76,15 +74,23 @@ def empty_list(ROWS: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit
 def insert(values, ids, x, i_x, SLOTS: tl.constexpr):
-    """Puts (x, i_x) into lists sorted by descending value, behind equal values; the last entry drops out."""
-    before = x > values[0]
-    new_values = (tl.where(before, x, values[0]),)
-    new_ids = (tl.where(before, i_x, ids[0]),)
-    for j in tl.static_range(1, SLOTS):
-        here = x > values[j]
-        new_values = new_values + (tl.where(before, values[j - 1], tl.where(here, x, values[j])),)
-        new_ids = new_ids + (tl.where(before, ids[j - 1], tl.where(here, i_x, ids[j])),)
-        before = here
+    """Puts (x, i_x) into lists sorted by descending value, behind equal values; the last entry drops out. NaN is not put.
+    Written from the last slot to the first, each after its last use, so that no entry needs to be copied."""
+    x = tl.where(x > float("-inf"), x, float("-inf"))
+    here = x > values[SLOTS - 1]
+    for j in tl.static_range(SLOTS - 1, -1, -1):
+        if j > 0:
+            before = x > values[j - 1]
+            value = (tl.maximum(values[j], tl.minimum(values[j - 1], x)),)
+            id_ = (tl.where(before, ids[j - 1], tl.where(here, i_x, ids[j])),)
+            here = before
+        else:
+            value = (tl.maximum(values[0], x),)
+            id_ = (tl.where(here, i_x, ids[0]),)
+        if j == SLOTS - 1:
+            new_values, new_ids = value, id_
+        else:
+            new_values, new_ids = value + new_values, id_ + new_ids
     return new_values, new_ids
 
 
@@ -137,6 +143,7 @@ def fused_kernel(
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
     ROWS: tl.constexpr,
+    HOLD: tl.constexpr,
     MODE: tl.constexpr,
     TMA: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -164,6 +171,8 @@ def fused_kernel(
     if MODE != 0:
         page_row += i_s.to(tl.int64) * s_table
     b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
+    if HOLD:
+        b_q = hold_rows(b_q, DIM_PAD)
     values, ids = empty_list(ROWS, SLOTS)
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
     for i_t in tl.range(INIT * PARTS, i_full, num_stages=STAGES):
@@ -241,6 +250,7 @@ def launch_fused(
         INIT=init_blocks,
         LOCAL=local_blocks,
         ROWS=chosen.rows,
+        HOLD=chosen.hold,
         MODE=source.mode,
         TMA=source.tma,
         PAGE_SIZE=source.page_size,
@@ -275,11 +285,11 @@ def _variant(
     arguments |= dict.fromkeys(("s_qt", "s_qh", "s_page", "s_head", "s_token", "s_table"), "i32:16")
     arguments |= dict.fromkeys(_RUNTIME_LENGTHS, "i32")
     constexprs = {"s_qd": 1, "s_dim": 1, "KEY_HEADS": 1, "GROUP": 4, "DIM": dim, "DIM_PAD": pad, **tile.constexprs()}
-    constexprs |= {"ROWS": chosen.rows, "MODE": mode, "TMA": tma, "STAGES": chosen.num_stages}
+    constexprs |= {"ROWS": chosen.rows, "HOLD": chosen.hold, "MODE": mode, "TMA": tma, "STAGES": chosen.num_stages}
     constexprs |= {"TOPK": topk, "INIT": init, "LOCAL": local, "PAGE_SIZE": {FLAT: 1, PAGE: tile.span, PAGES: 16}[mode]}
     constexprs |= {"page_table": None} if mode == FLAT else {}
     arguments = {name: kind for name, kind in arguments.items() if name not in constexprs}
     keys = ("flat", "page", "pages")[mode] + (" tma" if tma else "")
     name = f"fused {pointer[1:]} d{dim} b{block_size} {keys} k{topk} {init}+{local}"
-    slack = 24 if device.arch == 80 else 0  # outside the walk
+    slack = {80: 24, 90: 64}.get(device.arch, 0)  # in the last steps only, not in the walk
     return Variant(name, fused_kernel, arguments, constexprs, chosen.num_warps, chosen.num_stages, wgmma=True, may_spill=slack)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from openmsa.block_topk.triton_fused import MAX_FREE, launch_fused
 from openmsa.block_topk.triton_topk import MAX_BLOCKS, launch_topk
-from openmsa.index_branch.triton_launch import launch_scores
+from openmsa.index_branch.triton_launch import launch_scores, score_rows
 from openmsa.kv_cache import PagedIndexKeys
 from openmsa.runtime.devices import Device, facts
 from openmsa.types import Layout
@@ -30,7 +30,8 @@ def refuse(seqs: Layout, block_size: int, topk: int, init_blocks: int, local_blo
 def fuses(rows: int, num_blocks: int, free: int, device: Device) -> bool:
     """Whether one kernel that keeps a list a thread is the faster way. rows: (query, head) rows in all.
 
-    It needs rows for every multiprocessor, because it cannot cut the context; and it must, where rows are too long to hold."""
+    On the H200 it runs at the rate of the scoring kernel or above, and top-k is saved. But it cannot cut the context, so it
+    needs rows for most multiprocessors; and it must be, where a row of scores is too long to hold."""
     if not 0 < free <= MAX_FREE:
         return False
     return num_blocks > MAX_BLOCKS or rows >= 2 * 128 * device.num_sms * 3 // 4
@@ -71,7 +72,7 @@ def score_then_select(
     total_q, heads, _ = index_q.shape
     num_blocks = seqs.num_blocks(block_size)
     chunk = min(max(WORKSPACE // (4 * heads * num_blocks), 16), total_q)
-    scores = torch.empty(chunk, heads, num_blocks, dtype=torch.float32, device=index_q.device)
+    scores = torch.empty(chunk, heads, score_rows(num_blocks), dtype=torch.float32, device=index_q.device)[..., :num_blocks]
     visible = torch.empty(chunk, dtype=torch.int32, device=index_q.device)
     for start in range(0, total_q, chunk):
         stop = min(start + chunk, total_q)

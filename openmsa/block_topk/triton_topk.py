@@ -20,17 +20,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts
 from openmsa.runtime.variants import Variant
 
 MAX_BLOCKS = 16384
 _NONE = tl.constexpr(0x7FFFFFFF)  # larger than any block id
 
 
-def num_warps(num_blocks: int, rows: int, device: Device) -> int:
-    """A thread holds at most 32 scores (the bits of a word), 8 when there are few rows and latency counts."""
-    each = 1024 if rows >= 16 * device.num_sms else 256
-    return max(1, min(triton.next_power_of_2(num_blocks) // each, 16))
+def num_warps(num_blocks: int) -> int:
+    """A thread holds at most 32 scores, the bits of a word. Fewer a thread and more warps are slower even for few rows: rounds
+    of bisection inside one warp need no barrier."""
+    return max(1, triton.next_power_of_2(num_blocks) // 1024)
 
 
 @triton.jit
@@ -143,7 +142,7 @@ def topk_kernel(
         p_s = scores + i_t.to(tl.int64) * s_t + i_h.to(tl.int64) * s_h
         x = tl.load(p_s + o_b.to(tl.int64) * s_b, mask=(o_b >= n_init) & (o_b < i_local), other=float("-inf"))
         words, n_free = best_of(x.to(tl.float32), REPS, COLS, FREE)
-        for j in tl.static_range(FREE):
+        for j in range(FREE):
             first, words = next_id(words, COLS)
             ids = tl.where((o_k == INIT + j) & (first != _NONE), first, ids)
     after = o_k - n_init - n_free  # ids of forced blocks at the end
@@ -178,7 +177,7 @@ def launch_topk(
     topk]``, contiguous. pdl: wait for the kernel before inside this one, so that the two launches overlap."""
     heads, total_q, num_blocks = scores.shape
     topk = out.shape[2]
-    warps = warps or num_warps(num_blocks, total_q * heads, facts(scores.device))
+    warps = warps or num_warps(num_blocks)
     columns = 32 * warps
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     topk_kernel[(total_q * heads,)](
@@ -202,10 +201,9 @@ def launch_topk(
 
 def compile_variants(arch: int) -> Iterator[Variant]:
     """Rows from 64 to 16384 blocks."""
-    device = COMPILE_TARGETS[arch]
     arguments = dict.fromkeys(("s_h", "s_t", "num_blocks"), "i32") | {"scores": "*fp32", "visible": "*i32", "out": "*i32"}
     for num_blocks, rows, topk in ((64, 4, 8), (1024, 65536, 16), (1024, 4, 16), (8192, 32768, 16), (16384, 4, 64)):
-        warps = num_warps(num_blocks, rows, device)
+        warps = num_warps(num_blocks)
         constexprs = {"s_b": 1, "HEADS": 4, "TOPK": topk, "TOPK_PAD": topk, "INIT": 0, "LOCAL": 1}
         constexprs |= {"REPS": num_blocks // warps // 32, "COLS": warps * 32, "PDL": rows == 4 and arch >= 90}
         yield Variant(f"topk {topk} of {num_blocks} x {rows}", topk_kernel, arguments, constexprs, warps)

@@ -17,6 +17,12 @@ from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
 
+def score_rows(num_blocks: int) -> int:
+    """Length of a row of stored scores: an odd number of 32-byte sectors. Rows a power of two apart would share few places of
+    the cache, and each 4-byte write would go to memory on its own."""
+    return triton.cdiv(num_blocks, 8) * 8 | 8
+
+
 def launch_scores(
     index_q: Tensor,
     index_k: Tensor | PagedIndexKeys,
@@ -52,7 +58,7 @@ def launch(
     longest: bounds of the query and key lengths. pdl: the next launch waits for this one inside its kernel."""
     _, heads, dim = index_q.shape
     group = heads // source.heads
-    chosen = chosen or config(device, longest[0] * group, dim, tile.tile, source.mode != FLAT)
+    chosen = chosen or config(device, longest[0] * group, dim, tile.tile, source.mode != FLAT, source.tma)
     row_tiles = triton.cdiv(longest[0] * group, chosen.rows)
     num_blocks = scores.shape[2]
     programs = row_tiles * batch * source.heads
@@ -81,6 +87,7 @@ def launch(
         **tile.constexprs(),
         ROWS=chosen.rows,
         SWAP=chosen.swap,
+        HOLD=chosen.hold,
         MODE=source.mode,
         TMA=source.tma,
         PAGE_SIZE=source.page_size,
@@ -115,7 +122,7 @@ def _variant(
 ) -> Variant:
     tile = Tile.of(block_size)
     pad = triton.next_power_of_2(dim)
-    chosen = config(device, rows, dim, tile.tile, mode != FLAT)
+    chosen = config(device, rows, dim, tile.tile, mode != FLAT, tma)
     pointer = pointer_type(dtype)
     arguments = {"q": pointer, "keys": f"tensordesc<{pointer[1:]}[1, 1, {tile.tile}, {pad}]>" if tma else pointer}
     arguments |= dict.fromkeys(("page_table", "cu_q", "cu_k", "seq_lens", "q_offset", "visible"), "*i32")
@@ -125,6 +132,7 @@ def _variant(
     constexprs |= {
         "ROWS": chosen.rows,
         "SWAP": chosen.swap,
+        "HOLD": chosen.hold,
         "MODE": mode,
         "TMA": tma,
         "FILL": fill,

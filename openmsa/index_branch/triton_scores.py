@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.index_branch.triton_tiles import (
+    hold_rows,
     load_keys,
     load_rows,
     sequence_bounds,
@@ -26,29 +27,37 @@ from openmsa.runtime.devices import Device
 
 @dataclass(frozen=True)
 class Config:
-    """rows: (query, head) rows a program; swap: keys times queries, not queries times keys; num_stages: of the walk;
-    resident: programs that one multiprocessor holds at a time."""
+    """rows: (query, head) rows a program; swap: keys times queries, not queries times keys; hold: rows in registers;
+    num_stages: of the walk; resident: programs that one multiprocessor holds at a time."""
 
     rows: int
     swap: bool
+    hold: bool
     num_warps: int
     num_stages: int
     resident: int
 
 
-def config(device: Device, rows: int, dim: int, tile: int, indirect: bool) -> Config:
+def config(device: Device, rows: int, dim: int, tile: int, indirect: bool, tma: bool) -> Config:
     """rows: the most a sequence has for a key head. indirect: keys in pages, whose ids are read one stage ahead.
 
-    Many rows: 64 rows and one warpgroup, two programs a multiprocessor: one multiplies while the other takes maxima."""
+    Many rows on Hopper: 128 rows of one warpgroup, held in registers, and two programs a multiprocessor, one multiplying while
+    the other takes maxima. Shared memory then moves 94 bytes a clock of its 128; with 64 rows there (160) it was the limit."""
     swap = rows <= 64
-    rows = max(16, triton.next_power_of_2(rows)) if swap else 64
+    hold = device.arch == 90 and tma and not swap
+    rows = max(16, triton.next_power_of_2(rows)) if swap else 128 if hold and dim <= 128 else 64
+    return Config(rows, swap, hold, 4, *walk(device, 0 if hold else rows, dim, tile, indirect))
+
+
+def walk(device: Device, rows: int, dim: int, tile: int, indirect: bool) -> tuple[int, int]:
+    """Stages of the walk, and resident programs a multiprocessor, that fit its shared memory beside `rows` rows."""
     row_bytes = triton.next_power_of_2(dim) * 2
-    asynchronous = device.arch in (90, 100)  # the product reads the buffers itself, so it holds one
     for resident, buffers in ((2, 3), (2, 2), (1, 3), (1, 2), (1, 1)):
         if resident * ((rows + buffers * tile) * row_bytes + 1536) <= device.shared_bytes:
             break
+    asynchronous = device.arch in (90, 100)  # the product reads the buffers itself, so it holds one
     ahead = max(buffers - asynchronous, 1)  # stages between a load and its use
-    return Config(rows, swap, 4, ahead * (1 + indirect) + 1, resident)
+    return ahead * (1 + indirect) + 1, resident
 
 
 def splits(programs: int, tiles: int, slots: int, least: int) -> int:
@@ -142,6 +151,7 @@ def score_kernel(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     SWAP: tl.constexpr,
+    HOLD: tl.constexpr,
     MODE: tl.constexpr,
     TMA: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -182,6 +192,8 @@ def score_kernel(
     p_s = scores + (i_h * GROUP + o_r % GROUP).to(tl.int64) * s_sh + i_token * s_st
     b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
 
+    if HOLD:
+        b_q = hold_rows(b_q, DIM_PAD)
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
     for i_t in tl.range(first, i_full, num_stages=STAGES):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)

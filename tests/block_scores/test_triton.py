@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: MIT
+"""The Triton scoring kernel, in the interpreter or on a GPU where there is one, against the reference."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from openmsa import PagedIndexKeys
+from openmsa.block_scores import reference, triton_scores
+from openmsa.index_branch.triton_scores import config, splits
+from openmsa.index_branch.triton_tiles import Tile
+from openmsa.runtime.devices import COMPILE_TARGETS
+from openmsa.testing.compare import assert_close, assert_equal
+from openmsa.testing.inputs import paged, problem, strided
+from openmsa.types import layout
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy in the interpreter, on NaN
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+BF16, FP16 = torch.bfloat16, torch.float16
+# name: query lengths, key lengths, index dim, block size, key heads, dtype
+CASES = {
+    "tuned": ((40,), (450,), 128, 128, 1, BF16),
+    "ragged": ((3, 70, 0, 5), (3, 200, 9, 0), 64, 64, 2, FP16),
+    "odd": ((30,), (300,), 80, 48, 1, BF16),
+    "large blocks": ((20, 30), (700, 260), 32, 200, 1, FP16),
+    "small blocks": ((40,), (280,), 16, 16, 4, BF16),
+    "decode": ((1, 1, 4), (1, 290, 130), 64, 32, 1, FP16),
+}
+
+
+def make(name, integers=False):
+    q_lens, k_lens, dim, block, key_heads, dtype = CASES[name]
+    p = problem(q_lens, k_lens, kv_heads=4, index_key_heads=key_heads, index_dim=dim, dtype=dtype, integer_index=integers).to(
+        DEVICE
+    )
+    return p, layout(p.seqs, p.index_q.shape[0], p.index_k.shape[0], DEVICE), block
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_reference(name):
+    p, lengths, block = make(name)
+    truth = reference.block_scores(p.index_q.double(), p.index_k.double(), lengths, block)
+    honest = reference.block_scores(p.index_q, p.index_k, lengths, block)
+    assert_close("scores", triton_scores.block_scores(p.index_q, p.index_k, lengths, block), honest, truth)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("pages", ["block", "small", "odd"])
+def test_pages(name, pages):
+    p, _, block = make(name, integers=True)
+    size = {"block": block, "small": 16, "odd": 2 * block + 1}[pages]
+    _, cache = paged(p, size, interleaved=pages == "small")
+    lengths = cache.layout(p.seqs, p.index_q.shape[0], DEVICE)
+    expected = reference.block_scores(p.index_q, cache, lengths, block)
+    assert_equal("scores", triton_scores.block_scores(p.index_q, cache, lengths, block), expected)
+
+
+def test_strides_and_offsets():
+    p = problem((5, 9), (150, 33), kv_heads=2, index_dim=32, dtype=FP16, offsets=(-2, 100), integer_index=True).to(DEVICE)
+    lengths = layout(p.seqs, 14, 183, DEVICE)
+    expected = reference.block_scores(p.index_q, p.index_k, lengths, 64)
+    result = triton_scores.block_scores(strided(p.index_q), strided(p.index_k, 2), lengths, 64)
+    assert_equal("scores", result, expected)
+
+
+def test_nan_and_infinity():
+    p, lengths, block = make("tuned", integers=True)
+    p.index_k[5], p.index_k[128:256], p.index_q[3, 1, 7] = torch.nan, torch.nan, torch.inf
+    p.index_k[300, 0, 7] = torch.inf
+    expected = reference.block_scores(p.index_q, p.index_k, lengths, block)
+    assert_equal("scores", triton_scores.block_scores(p.index_q, p.index_k, lengths, block), expected)
+
+
+def test_pages_that_do_not_exist_are_not_read():
+    p, _, _ = make("tuned", integers=True)
+    cache = PagedIndexKeys(
+        p.index_k[:384].view(3, 1, 128, 128), torch.tensor([[2, -1, 7, 0]]).int().to(DEVICE), p.index_q.new_zeros(1).int()
+    )
+    lengths = layout(p.seqs, 40, 450, DEVICE)
+    scores = triton_scores.block_scores(p.index_q, cache, lengths, 128)
+    assert scores.shape == (4, 40, 4)
+    assert bool((scores[:, :, 1:3] == 0).all())  # what they hold is undefined, but it is no memory of others
+
+
+def test_configurations_fit():
+    for arch, device in COMPILE_TARGETS.items():
+        for dim in (16, 64, 128, 192, 256):
+            for rows in (4, 64, 65, 65536):
+                for indirect in (False, True):
+                    c = config(device, rows, dim, 128, indirect, device.has_tma)
+                    assert c.swap == (rows <= 64)
+                    assert c.rows >= min(rows, 64)
+                    assert c.num_stages >= 1, arch
+                    assert c.resident in (1, 2)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 100, 128, 129, 200, 256])
+def test_tiles_cover_blocks(block_size):
+    tile = Tile.of(block_size)
+    assert tile.keys <= tile.tile <= 128
+    assert tile.tile & (tile.tile - 1) == 0
+    assert tile.parts * tile.keys >= tile.span > (tile.parts - 1) * tile.keys
+    assert tile.count(7) * tile.sub >= 7 * tile.parts
+
+
+def test_splits_fill_the_card():
+    assert splits(0, 100, 264, 8) == 1
+    assert splits(8000, 100, 264, 8) == 1
+    for programs, tiles in ((8, 1024), (54, 1024), (1, 256), (32, 1024)):
+        n = splits(programs, tiles, 264, 1)
+        rounds = -(-programs * n // 264)
+        assert programs * n >= 0.85 * rounds * 264 or n == tiles
