@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,13 +48,21 @@ def msa_attention(
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, algorithm 1 without the loss.
     """
-    chunk = QUERY_CHUNK if query_chunk is None else checks.integer("query_chunk", query_chunk, 1)
-    selection = SELECTION.check(
-        index_q, index_k, topk, seqs, block_size=block_size, init_blocks=init_blocks, local_blocks=local_blocks, check=check
+    selection, attention, chunk = check_path(
+        q,
+        k,
+        v,
+        index_q,
+        index_k,
+        topk,
+        seqs,
+        block_size=block_size,
+        init_blocks=init_blocks,
+        local_blocks=local_blocks,
+        softmax_scale=softmax_scale,
+        query_chunk=query_chunk,
+        check=check,
     )
-    attention = check_qkv(q, k, v, seqs, softmax_scale, check) | {"block_size": block_size, "return_lse": True}
-    _check_agreement(q, k, index_q, index_k)
-
     total_q, heads, head_dim = q.shape
     out = q.new_zeros((total_q, heads, head_dim))
     lse = q.new_full((total_q, heads), -torch.inf, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -65,6 +75,35 @@ def msa_attention(
     return (out, lse) if return_lse else out
 
 
+def check_path(
+    q: Tensor,
+    k: Tensor | PagedKV,
+    v: Tensor | None,
+    index_q: Tensor,
+    index_k: Tensor | PagedIndexKeys,
+    topk: int = 16,
+    seqs: Sequences | None = None,
+    *,
+    block_size: int = 128,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    softmax_scale: float | None = None,
+    query_chunk: int | None = None,
+    return_lse: bool = False,
+    check: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """The checked arguments of `msa_attention`: of the selection, of the attention (less its blocks), and the query chunk."""
+    chunk = QUERY_CHUNK if query_chunk is None else checks.integer("query_chunk", query_chunk, 1)
+    selection = SELECTION.check(
+        index_q, index_k, topk, seqs, block_size=block_size, init_blocks=init_blocks, local_blocks=local_blocks, check=check
+    )
+    attention = check_qkv(q, k, v, seqs, softmax_scale, check) | {"block_size": block_size, "return_lse": True}
+    _check_agreement(q, k, index_q, index_k)
+    if check or q.device.type == "cpu":
+        _check_same_keys(selection["seqs"].k_lens(), attention["seqs"].k_lens())
+    return selection, attention, chunk
+
+
 def _check_agreement(q: Tensor, k: Tensor | PagedKV, index_q: Tensor, index_k: Tensor | PagedIndexKeys) -> None:
     """The index branch and the main branch must describe the same tokens and groups."""
     checks.alike("index_q", index_q, "q", q, dtype=False)
@@ -74,3 +113,13 @@ def _check_agreement(q: Tensor, k: Tensor | PagedKV, index_q: Tensor, index_k: T
         raise ValueError(f"index_q.shape[1] must be num_kv_heads ({num_kv_heads}) or 1, got {index_q.shape[1]}")
     if isinstance(k, Tensor) and isinstance(index_k, Tensor):
         checks.size("index_k", index_k, 0, k.shape[0], "total_k of k")
+
+
+def _check_same_keys(index_lens: Tensor, lens: Tensor) -> None:
+    """Lengths come from caches where `seqs` gives none, and the two caches may differ."""
+    differ = (index_lens != lens).nonzero().flatten()
+    if differ.numel():
+        b = int(differ[0])
+        raise ValueError(
+            f"index_k must hold as many keys as k (seq_lens: {int(lens[b])} for sequence {b}), got {int(index_lens[b])}"
+        )

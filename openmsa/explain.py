@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from openmsa.attention import msa_attention
+from openmsa.attention import check_path, msa_attention
 from openmsa.block_scores import STAGE as SCORES
 from openmsa.block_scores import block_scores
 from openmsa.block_topk import SCORES_STAGE, select_blocks, select_blocks_from_scores
@@ -44,22 +44,12 @@ def explain(function: Callable[..., Any], *args: Any, impl: str = "auto", **kwar
     of them. Raises what the call itself would raise on bad arguments, and ValueError for any other function.
     """
     if function is msa_attention:
-        return _explain_path(*args, impl=impl, **kwargs)
+        selection, attention, _ = check_path(*args, **kwargs)
+        index_q = selection["index_q"]
+        blocks = torch.empty((*index_q.shape[:2], selection["topk"]), dtype=torch.int32, device=index_q.device)
+        return PathExplanation((SELECTION.explain(impl, selection), SPARSE.explain(impl, attention | {"blocks": blocks})))
     if function not in STAGES:
         names = ", ".join(f.__name__ for f in (*STAGES, msa_attention))
         raise ValueError(f"function must be one of {names}, got {function!r}")
     stage = STAGES[function]
     return stage.explain(impl, stage.check(*args, **kwargs))
-
-
-def _explain_path(
-    q: Any, k: Any, v: Any, index_q: Any, index_k: Any, topk: int = 16, seqs: Any = None, *, impl: str = "auto", **kwargs: Any
-) -> PathExplanation:
-    shared = {name: kwargs[name] for name in ("block_size", "check") if name in kwargs}
-    forced = {name: kwargs[name] for name in ("init_blocks", "local_blocks") if name in kwargs}
-    selection = SELECTION.explain(impl, SELECTION.check(index_q, index_k, topk, seqs, **shared, **forced))
-    blocks = torch.empty((q.shape[0], index_q.shape[1], topk), dtype=torch.int32, device=q.device)
-    shared.pop("check", None)
-    scale = {"softmax_scale": kwargs.get("softmax_scale"), "return_lse": kwargs.get("return_lse", False)}
-    attention = SPARSE.explain(impl, SPARSE.check(q, k, v, blocks, seqs, **shared, **scale))
-    return PathExplanation((selection, attention))

@@ -26,7 +26,7 @@ def check_qkv(
         checks.alike("k.k", k.k, "q", q)
         checks.size("k.k", k.k, 3, head_dim, "head_dim of q")
         packed = k.layout(seqs, q.shape[0], q.device, check)
-        values = {"k.k": k.k, "k.v": k.v}
+        values = dict(zip(("k.k", "k.v"), k.gather(packed.k_lens()), strict=False)) if check else {}
     else:
         checks.tensor("k", k, "[total_k, num_kv_heads, head_dim]")
         checks.tensor("v", v, "[total_k, num_kv_heads, head_dim]")

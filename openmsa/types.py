@@ -116,19 +116,16 @@ def layout(
         raise TypeError(f"seqs must be an openmsa.Sequences or None, got {type(seqs).__name__}")
     readable = check or device.type == "cpu"
 
-    cu_q = _starts("seqs.cu_seqlens_q", seqs.cu_seqlens_q, device)
-    max_q = seqs.max_seqlen_q
+    cu_q, max_q = seqs.cu_seqlens_q, seqs.max_seqlen_q
     if cu_q is None:
         cu_q, max_q = _one_sequence(total_q, device), total_q if max_q is None else max_q
-    elif readable:
-        _check_starts("seqs.cu_seqlens_q", cu_q, total_q, "the number of queries")
+    else:
+        cu_q = starts("seqs.cu_seqlens_q", cu_q, device, total_q, "the number of queries" if readable else "")
     batch = cu_q.numel() - 1
 
-    cu_k = _starts("seqs.cu_seqlens_k", seqs.cu_seqlens_k, device)
-    max_k = seqs.max_seqlen_k
+    cu_k, max_k = seqs.cu_seqlens_k, seqs.max_seqlen_k
     if cu_k is not None:
-        if readable:
-            _check_starts("seqs.cu_seqlens_k", cu_k, total_k, "the number of keys")
+        cu_k = starts("seqs.cu_seqlens_k", cu_k, device, total_k, "the number of keys" if readable else "")
     elif cached_lens is not None:
         cu_k = torch.nn.functional.pad(cached_lens.cumsum(0, dtype=torch.int32), (1, 0))
         if max_k is None and device.type != "cpu":
@@ -171,12 +168,14 @@ def _integers(name: str, value: Tensor, shape: str, device: torch.device) -> Non
         raise ValueError(f"{name} must be on the device of the queries ({device}), got {value.device}")
 
 
-def _starts(name: str, value: Tensor | None, device: torch.device) -> Tensor | None:
-    if value is None:
-        return None
+def starts(name: str, value: Tensor, device: torch.device, total: int | None = None, what: str = "") -> Tensor:
+    """`value` as int32 [batch + 1] starts of sequences. With `what` its values are read: from 0, not decreasing, and up to
+    `total`, which is the number of `what` (None: any)."""
     _integers(name, value, "[batch + 1]", device)
     if value.numel() < 1:
         raise ValueError(f"{name} must have at least one entry, got shape {tuple(value.shape)}")
+    if what:
+        _check_starts(name, value, total, what)
     return value.to(torch.int32)
 
 

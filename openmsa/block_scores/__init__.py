@@ -65,7 +65,7 @@ def _check(
     checks.divides("index_key_heads", key_heads, "index_heads", index_q.shape[1])
     if check:
         checks.finite("index_q", index_q)
-        checks.finite("index_k", keys)
+        checks.finite("index_k", index_k if isinstance(index_k, Tensor) else index_k.gather(packed.k_lens())[0])
     return {"index_q": index_q, "index_k": index_k, "seqs": packed, "block_size": block_size}
 
 

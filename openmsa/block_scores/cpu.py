@@ -33,8 +33,9 @@ def _score(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, bloc
     scores = torch.full((heads, total_q, seqs.num_blocks(block_size)), -torch.inf, dtype=dtype)
     # Decode: a property of the whole call, and then a token at a time, so that query chunks change nothing.
     few = seqs.longest_q * group < MIN_ROWS
-    tile_tokens = 1 if few else max(1, TILE_ROWS // group)
-    tile_keys = TILE_KEYS // block_size * block_size
+    tile_rows, tile_keys = (32, 256) if dtype == torch.float64 else (TILE_ROWS, TILE_KEYS)
+    tile_tokens = 1 if few else max(1, tile_rows // group)
+    tile_keys = tile_keys // block_size * block_size
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         keys = Rows(pool, k0) if isinstance(index_k, Tensor) else Rows(pool, pages=index_k.page_table[b])
         for key_head in range(key_heads):
@@ -64,6 +65,8 @@ def _score(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, bloc
 def _products(q: Tensor, k: Tensor) -> Tensor:
     """Dot products ``[group, tokens, keys]``."""
     group, tokens, dim = q.shape
+    if q.dtype == torch.float64:  # for checks; MKL's float64 rows depend on their neighbours at every size
+        return torch.linalg.vecdot(q[:, :, None], k)
     rows, num_keys = q.reshape(group * tokens, dim), k.shape[0]
     rows, k = (torch.nn.functional.pad(x, (0, 0, 0, max(0, MIN_ROWS - x.shape[0]))) for x in (rows, k))
     return matmul_nt(rows, k)[: group * tokens, :num_keys].reshape(group, tokens, num_keys)

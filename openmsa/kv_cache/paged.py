@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import plain
 from openmsa.runtime import checks
-from openmsa.types import Layout, Sequences, layout
+from openmsa.types import Layout, Sequences, layout, starts
 
 POOL = "[num_pages, heads, page_size, dim]"
 
@@ -139,7 +139,7 @@ class _Paged:
                     f"{first_name}.shape[0] must be a multiple of the batch ({self.batch}) when cu_seqlens is None, got {total}"
                 )
             cu_seqlens = torch.arange(self.batch + 1, device=self.device, dtype=torch.int32) * (total // self.batch)
-        added = layout(Sequences(cu_seqlens, cu_seqlens, total, total), total, total, self.device, check=check).cu_seqlens_q
+        added = starts("cu_seqlens", cu_seqlens, self.device, total, "the number of new tokens")
         if added.numel() - 1 != self.batch:
             raise ValueError(f"cu_seqlens must have batch + 1 entries ({self.batch + 1}), got {added.numel()}")
         lens = self.seq_lens + added.diff()
