@@ -165,7 +165,7 @@ def test_chunks_of_queries_give_the_same(subject, lengths, chunk, topk):
 @subjects(sparse_attention, every_dtype=True)
 def test_identical_rows_give_identical_results(subject):
     """Equal queries at equal positions of equal sequences, wherever they stand in the batch, and equal rows of one sequence
-    that read the same blocks."""
+    that read the same blocks: bit for bit, but within one product of the reference, whose library rounds rows differently."""
     p = problem((33,), (130,), dtype=subject.dtype)
     blocks = random_blocks(p, 4, 16, 2)
     copies = [getattr(p, name).repeat(3, 1, 1).to(subject.device) for name in ("q", "k", "v")]
@@ -179,7 +179,8 @@ def test_identical_rows_give_identical_results(subject):
     q = p.q[:1].expand(33, -1, -1).to(subject.device)
     blocks = torch.tensor([3, -1, 0, 5], dtype=torch.int32, device=subject.device).expand(33, 2, 4)
     out, lse = subject.run(sparse_attention, q, p.k.to(subject.device), p.v.to(subject.device), blocks, **SCALED)
-    assert_results_equal((out, lse), (out[:1].expand_as(out), lse[:1].expand_as(lse)))
+    same = torch.testing.assert_close if subject.impl == "reference" else assert_results_equal
+    same((out, lse), (out[:1].expand_as(out), lse[:1].expand_as(lse)))
 
 
 @subjects(sparse_attention)
