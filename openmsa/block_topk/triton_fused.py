@@ -291,5 +291,5 @@ def _variant(
     arguments = {name: kind for name, kind in arguments.items() if name not in constexprs}
     keys = ("flat", "page", "pages")[mode] + (" tma" if tma else "")
     name = f"fused {pointer[1:]} d{dim} b{block_size} {keys} k{topk} {init}+{local}"
-    slack = {80: 24, 90: 64}.get(device.arch, 0)  # in the last steps only, not in the walk
+    slack = {80: 24, 90: 64, 120: 32}.get(device.arch, 0)  # in the last steps only, not in the walk
     return Variant(name, fused_kernel, arguments, constexprs, chosen.num_warps, chosen.num_stages, wgmma=True, may_spill=slack)

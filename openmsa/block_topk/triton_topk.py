@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.runtime.variants import Variant
 
@@ -130,6 +130,7 @@ def topk_kernel(
     i_row = tl.program_id(0)
     i_t, i_h = i_row // HEADS, i_row % HEADS
     if PDL:
+        gdc_launch_dependents()  # a kernel behind this one may be resident when it ends; it must wait itself
         gdc_wait()
     seen = tl.minimum(tl.load(visible + i_t), num_blocks)
     n_init = tl.minimum(seen, INIT)

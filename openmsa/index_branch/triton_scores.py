@@ -9,6 +9,7 @@ keys on the tensor cores' long side, so that a tile is read from shared memory o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import triton
@@ -60,12 +61,14 @@ def walk(device: Device, rows: int, dim: int, tile: int, indirect: bool) -> tupl
     return ahead * (1 + indirect) + 1, resident
 
 
+@functools.lru_cache(4096)
 def splits(programs: int, tiles: int, slots: int, least: int) -> int:
     """Into how many parts the walk over `tiles` key tiles is cut, each keeping at least `least`: time is the number of rounds
     that `slots` places need, times a part's tiles and its start-up, worth two. The finest within 3 % of the best."""
     if not programs or programs >= 8 * slots:
         return 1
-    cost = {n: -(-programs * n // slots) * (-(-tiles // n) + 2) for n in range(1, max(tiles // least, 1) + 1)}
+    most = max(1, min(tiles // least, 8 * slots // programs))
+    cost = {n: -(-programs * n // slots) * (-(-tiles // n) + 2) for n in range(1, most + 1)}
     best = min(cost.values())
     return max(n for n, c in cost.items() if c <= 1.03 * best)
 
