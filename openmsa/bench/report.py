@@ -11,15 +11,15 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from openmsa.bench import workloads
 from openmsa.bench.record import Record
-from openmsa.bench.workloads import WORKLOADS
 
 FILE_WIDTH = 140
 
 
 def print_workloads(device: str | None = None) -> None:
     """Every workload for `device` (None: any) and its shape, and below the rows that workloads share."""
-    listed = [w for w in WORKLOADS if device in (None, w.device)]
+    listed = [w for w in workloads.WORKLOADS if device in (None, w.device)]
     table = Table(box=SIMPLE_HEAD)
     table.add_column("workload", no_wrap=True)
     table.add_column("device")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import plain
+from openmsa.kv_cache.sharing import check_private
 from openmsa.runtime import checks
 from openmsa.types import Layout, Sequences, layout, starts
 
@@ -154,11 +155,8 @@ class _Paged:
                 f"got {int(lens[b])} for sequence {b}"
             )
         self._check_pages(lens)
+        check_private(self.page_table, self.seq_lens, sequence, position, self.page_size)
         slot = self.slots(sequence, position)
-        if slot.unique().numel() != total:
-            raise ValueError(
-                "page_table must give appended tokens places of their own, got two sequences that would write the same place"
-            )
         for name, rows in new.items():
             pool = self.pools()[name]
             pool[slot // self.page_size, :, slot % self.page_size] = plain.quantize(rows, pool.dtype)

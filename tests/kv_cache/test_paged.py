@@ -273,3 +273,18 @@ def test_bad_caches(case):
         PagedKV(**(vars(full_cache("cpu")) | change))
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_page_with_keys_of_another_sequence_is_not_written():
+    """Sequence 0 ends inside page 2, which sequence 1 shares and fills further."""
+    table = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32)
+    cache = PagedKV.allocate(table, 4, 1, 4, 16)
+    cache.seq_lens.copy_(torch.tensor([5, 7]))
+    before = [x.clone() for x in (cache.k, cache.v, cache.seq_lens)]
+    new = torch.ones(1, 1, 16)
+    with pytest.raises(ValueError, match="page 2 of sequence 0 holds keys of sequence 1 at row 1"):
+        cache.append(new, new, torch.tensor([0, 1, 1]))
+    for old, now in zip(before, (cache.k, cache.v, cache.seq_lens), strict=True):
+        assert_equal("cache", now, old)
+    cache.append(new, new, torch.tensor([0, 0, 1]))  # behind every key of that page
+    assert cache.seq_lens.tolist() == [5, 8]
