@@ -64,6 +64,10 @@ def msa_attention(
         check=check,
     )
     total_q, heads, head_dim = q.shape
+    if total_q <= chunk:  # nothing to put together
+        blocks = SELECTION.run(impl, selection | {"seqs": attention["seqs"]})
+        out, lse = ATTENTION.run(impl, attention | {"blocks": blocks})
+        return (out, lse) if return_lse else out
     out = q.new_zeros((total_q, heads, head_dim))
     lse = q.new_full((total_q, heads), -torch.inf, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     for start in range(0, total_q, chunk):
