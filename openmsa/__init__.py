@@ -12,13 +12,18 @@ from openmsa.block_topk import select_blocks, select_blocks_from_scores
 from openmsa.decode import DecodePlan
 from openmsa.dense_attention import dense_attention
 from openmsa.explain import explain
-from openmsa.kv_cache import PagedIndexKeys, PagedKV
+from openmsa.kv_cache import E4M3, MXFP4, NVFP4, CertifiedKeys, Int8, PagedIndexKeys, PagedKV
 from openmsa.sparse_attention import sparse_attention
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "E4M3",
+    "MXFP4",
+    "NVFP4",
+    "CertifiedKeys",
     "DecodePlan",
+    "Int8",
     "PagedIndexKeys",
     "PagedKV",
     "Sequences",

@@ -23,7 +23,7 @@ def tensor(name: str, value: Any, shape: str, dtypes: tuple[torch.dtype, ...] = 
         raise TypeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {value.dtype}")
 
 
-def size(name: str, value: Tensor, dimension: int, expected: int, because: str) -> None:
+def size(name: str, value: Any, dimension: int, expected: int, because: str) -> None:
     """`value.shape[dimension]` must be `expected`."""
     if value.shape[dimension] != expected:
         raise ValueError(
@@ -44,7 +44,7 @@ def head_dim(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a multiple of 16 from 16 to 256, got {value}")
 
 
-def alike(name: str, value: Tensor, other_name: str, other: Tensor, dtype: bool = True) -> None:
+def alike(name: str, value: Any, other_name: str, other: Any, dtype: bool = True) -> None:
     """Two tensors must share a device and, unless `dtype` is False, a dtype."""
     if value.device != other.device:
         raise ValueError(f"{name} must be on the device of {other_name} ({other.device}), got {value.device}")

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: MIT
+"""Index keys twice: int8 with error bounds for a first pass, and exact for the blocks that it leaves open.
+
+Byte layout: that of `int8` and that of `plain`, in tensors of the same shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from openmsa.kv_cache import plain
+from openmsa.kv_cache.int8 import Int8
+from openmsa.kv_cache.stored import Stored
+
+
+@dataclass(frozen=True, eq=False)
+class CertifiedKeys(Stored):
+    """The same index keys in two precisions.
+
+    coarse:  `Int8` of the exact keys as they are stored.
+    exact:   float32, float16, bfloat16 or float64 of the same shape, any strides.
+
+    Its numbers, and the scores that any stage computes, are those of the exact keys. `write` fills both, the coarse keys from
+    the values as `exact` rounded them.
+    """
+
+    coarse: Int8
+    exact: Tensor
+    format: ClassVar[str] = "certified"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.coarse, Int8):
+            raise TypeError(f"CertifiedKeys.coarse must be an openmsa.Int8, got {type(self.coarse).__name__}")
+        if not isinstance(self.exact, Tensor) or self.exact.dtype not in plain.DTYPES:
+            got = self.exact.dtype if isinstance(self.exact, Tensor) else type(self.exact).__name__
+            raise TypeError(f"CertifiedKeys.exact must be a torch.Tensor of {' or '.join(map(str, plain.DTYPES))}, got {got}")
+        if self.exact.shape != self.coarse.shape:
+            raise ValueError(
+                f"CertifiedKeys.exact must have the shape of coarse {tuple(self.coarse.shape)}, got {tuple(self.exact.shape)}"
+            )
+        if self.exact.device != self.coarse.device:
+            raise ValueError(
+                f"CertifiedKeys.exact must be on the device of coarse ({self.coarse.device}), got {self.exact.device}"
+            )
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The exact keys."""
+        return self.exact
+
+    @classmethod
+    def allocate(
+        cls, shape: tuple[int, ...], device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+    ) -> CertifiedKeys:
+        return cls(Int8.allocate(shape, device), torch.zeros(shape, dtype=dtype, device=device))
+
+    @classmethod
+    def quantize(cls, values: Tensor, dtype: torch.dtype | None = None) -> CertifiedKeys:
+        """Keys ``[..., dim]``; the exact ones in `dtype` (None: as they are, the same tensor)."""
+        exact = values.detach() if dtype is None else values.detach().to(dtype)
+        return cls(Int8.quantize(exact), exact)
+
+    def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.exact[index].to(dtype)
+
+    def write(self, index: tuple[Any, ...], values: Tensor) -> None:
+        rounded = plain.quantize(values.detach(), self.exact.dtype)
+        self.exact[index] = rounded
+        self.coarse.write(index, rounded)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: MIT
+"""E4M3: one byte an element and float32 scales for the whole tensor, a head, or a page and head.
+
+float8_e4m3fn: sign, 4 exponent bits (bias 7), 3 mantissa bits; no infinity; 0x7F and 0xFF are NaN; largest 448, smallest 2**-9.
+
+Byte layout: ``dim`` bytes a row, element 0 first. The scales lie in a tensor of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from openmsa.kv_cache.stored import Stored, part, scalar
+
+LARGEST = 448.0
+NAN_CODE = 0x7F
+
+
+def encode(values: Tensor) -> Tensor:
+    """float32 numbers as E4M3: to nearest, ties to even, saturating at 448 (infinities too); NaN becomes 0x7F."""
+    codes = values.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8).masked_fill(values.isnan(), NAN_CODE).view(torch.float8_e4m3fn)
+
+
+def finite_amax(values: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
+    """The largest finite magnitude, float32; 0 where there is none."""
+    magnitude = values.float().abs()
+    magnitude = torch.where(magnitude.isfinite(), magnitude, 0)
+    if not values.numel():
+        kept = [1 if d in dims else n for d, n in enumerate(values.shape) if keepdim or d not in dims]
+        return torch.zeros(kept, dtype=torch.float32, device=values.device)
+    return magnitude.amax(dims, keepdim=keepdim)
+
+
+@dataclass(frozen=True, eq=False)
+class E4M3(Stored):
+    """number = data * scale.
+
+    data:   float8_e4m3fn ``[total, heads, dim]`` or a pool ``[num_pages, heads, page_size, dim]``, any strides (uint8 is taken
+            as its bytes).
+    scale:  None (1.0); float32 ``[]`` (one of the tensor; a float or ``[1]`` is taken too), ``[heads]``, or, for a pool,
+            ``[num_pages, heads]`` or ``[num_pages, 1]``. Positive and finite; the values are not read to check that.
+
+    Quantising divides by the scale in float32 (values of other dtypes are converted to it first) and rounds to nearest, ties
+    to even; what lies past 448 * scale saturates, infinities too; NaN stays NaN, and nothing else becomes NaN. `write` keeps
+    the scales: they are static.
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+    format: ClassVar[str] = "e4m3"
+
+    def __post_init__(self) -> None:
+        data = part("E4M3.data", self.data, self.data, (torch.float8_e4m3fn, torch.uint8))
+        object.__setattr__(self, "data", data.view(torch.float8_e4m3fn))
+        if self.scale is not None:
+            object.__setattr__(self, "scale", self._checked_scale(self.scale))
+
+    def _checked_scale(self, scale: Tensor | float) -> Tensor:
+        if not isinstance(scale, Tensor) or (scale.numel() == 1 and scale.dim() < 2):
+            return scalar("E4M3.scale", scale, self.data)
+        part("E4M3.scale", scale, self.data, (torch.float32,))
+        shape, rank = self.data.shape, self.data.dim()
+        allowed: list[tuple[int, ...]] = [(shape[1],)] if rank >= 3 else []
+        if rank == 4:
+            allowed += [(shape[0], shape[1]), (shape[0], 1)]
+        if tuple(scale.shape) not in allowed:
+            shapes = ", ".join(map(str, [(), *allowed]))
+            raise ValueError(f"E4M3.scale must have one of the shapes {shapes} (tensor, head, page), got {tuple(scale.shape)}")
+        return scale
+
+    @classmethod
+    def allocate(cls, shape: tuple[int, ...], device: torch.device | str = "cpu", scale: Tensor | float | None = None) -> E4M3:
+        """Zeros with the given scale."""
+        data = torch.zeros(shape, dtype=torch.uint8, device=device)
+        return cls(data.view(torch.float8_e4m3fn), scale)  # type: ignore[arg-type]
+
+    @classmethod
+    def quantize(cls, values: Tensor, scale: Tensor | float | None = None, *, per: str | None = None) -> E4M3:
+        """Rows ``[total, heads, dim]`` or a pool of them. scale: as the class takes it. per: instead of it "tensor", "head" or
+        "page" (page and head) computes the largest finite magnitude / 448, or 1 where that is 0."""
+        if per is not None:
+            if scale is not None:
+                raise ValueError(f"per must be None when scale is given, got {per!r}")
+            scale = _amax_scale(values, per)
+        stored = cls.allocate(tuple(values.shape), values.device, scale)
+        stored.write((), values)
+        return stored
+
+    @property
+    def scale_strides(self) -> tuple[int, int]:
+        """Elements of `scale` from page to page and from head to head; 0 where one scale serves all of them."""
+        if self.scale is None or self.scale.dim() == 0:
+            return 0, 0
+        if self.scale.dim() == 1:
+            return 0, self.scale.stride(0)
+        return self.scale.stride(0), 0 if self.scale.shape[1] == 1 else self.scale.stride(1)
+
+    def __getitem__(self, rows: slice) -> E4M3:
+        """A slice of the first dimension (tokens or pages), a view."""
+        paged = self.scale is not None and self.scale.dim() == 2
+        return E4M3(self.data[rows], self.scale[rows] if paged and self.scale is not None else self.scale)
+
+    def _scales(self, index: tuple[Any, ...]) -> Tensor | None:
+        """The scale of each row of ``self[index]``, float32; one for all stays a scalar."""
+        if self.scale is None or self.scale.dim() == 0:
+            return self.scale
+        lead = self.data.shape[:-1]
+        heads = self.scale if self.scale.dim() == 2 else self.scale[None]
+        spread = heads.reshape(tuple(heads.shape) + (1,) * (len(lead) - 2)).expand(lead)  # a view
+        return spread[index][..., None]
+
+    def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        numbers = self.data.view(torch.uint8)[index].view(torch.float8_e4m3fn).to(wide)
+        scale = self._scales(index)
+        return (numbers if scale is None else numbers.mul_(scale)).to(dtype)
+
+    def write(self, index: tuple[Any, ...], values: Tensor) -> None:
+        values = values.detach().float()
+        scale = self._scales(index)
+        scaled = values if scale is None else values / scale
+        if scale is not None:  # 0 / 0 and inf / inf
+            scaled = torch.where(scaled.isnan() & ~values.isnan(), 0.0, scaled)
+        self.data.view(torch.uint8)[index] = encode(scaled).view(torch.uint8)
+
+
+def _amax_scale(values: Tensor, per: str) -> Tensor:
+    if per not in ("tensor", "head", "page") or (per == "page" and values.dim() != 4):
+        raise ValueError(f"per must be 'tensor', 'head' or, for a pool of 4 dimensions, 'page', got {per!r}")
+    kept = {"tensor": (), "head": (1,), "page": (0, 1)}[per]
+    amax = finite_amax(values.detach(), tuple(d for d in range(values.dim()) if d not in kept))
+    return torch.where(amax > 0, amax / LARGEST, 1.0)

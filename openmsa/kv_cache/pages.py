@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: MIT
+"""What paged caches share: pools, a page table and lengths; where a token lives, how tokens are gathered and appended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from openmsa.kv_cache import plain
+from openmsa.kv_cache.sharing import check_private
+from openmsa.kv_cache.stored import Stored, check_alike, check_rows, check_values, format_of, rows_of
+from openmsa.runtime import checks
+from openmsa.types import Layout, Sequences, layout, starts
+
+POOL = "[num_pages, heads, page_size, dim]"
+
+
+class Paged:
+    """A cache of one or more pools of one shape and format behind one page table."""
+
+    page_table: Tensor  # int32 [batch, max_pages]
+    seq_lens: Tensor  # int32 [batch]
+
+    formats: ClassVar[tuple[str, ...]]
+    """What its pools may be stored in beside plain tensors."""
+
+    def pools(self) -> Mapping[str, Tensor | Stored]:
+        """Each pool by its argument name."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        pools = self.pools()
+        first_name, first = next(iter(pools.items()))
+        for name, pool in pools.items():
+            check_rows(name, pool, POOL, self.formats, plain.DTYPES)
+            check_alike(name, pool, first_name, first)
+            if _kind(pool) != _kind(first):
+                raise TypeError(f"{name} must be stored as {first_name} ({_kind(first)}), got {_kind(pool)}")
+            if pool.shape != first.shape:
+                raise ValueError(f"{name} must have the shape of {first_name} {tuple(first.shape)}, got {tuple(pool.shape)}")
+        checks.head_dim(f"{first_name}.shape[3]", first.shape[3])
+        checks.integer(f"{first_name}.shape[2] (page_size)", first.shape[2], 1)
+        checks.tensor("page_table", self.page_table, "[batch, max_pages]", (torch.int32,))
+        checks.tensor("seq_lens", self.seq_lens, "[batch]", (torch.int32,))
+        checks.size("seq_lens", self.seq_lens, 0, self.page_table.shape[0], "the batch of page_table")
+        for name, value in (("page_table", self.page_table), ("seq_lens", self.seq_lens)):
+            checks.alike(name, value, first_name, first, dtype=False)
+
+    @property
+    def _pool(self) -> Tensor | Stored:
+        return next(iter(self.pools().values()))
+
+    @property
+    def batch(self) -> int:
+        return self.page_table.shape[0]
+
+    @property
+    def num_pages(self) -> int:
+        return self._pool.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self._pool.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self._pool.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self._pool.shape[3]
+
+    @property
+    def format(self) -> str:
+        return format_of(self._pool)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements or, in a low-precision format, of the codes."""
+        return self._pool.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._pool.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(pool.requires_grad for pool in self.pools().values())
+
+    @property
+    def capacity(self) -> int:
+        """Keys that the page table can name for one sequence."""
+        return self.page_table.shape[1] * self.page_size
+
+    def layout(self, seqs: Sequences | None, total_q: int, device: torch.device, check: bool = False) -> Layout:
+        """Checked lengths of a call that reads this cache. On a CPU the page ids in use are always checked, on a GPU only
+        when `check` is True (kernels never follow an id outside the pool)."""
+        if self.device != device:
+            raise ValueError(f"the paged cache must be on the device of the queries ({device}), got {self.device}")
+        if check or device.type == "cpu":
+            checks.in_range("seq_lens", self.seq_lens, 0, self.capacity + 1)
+        resolved = layout(seqs, total_q, None, device, self.seq_lens, self.capacity, check)
+        if check or device.type == "cpu":
+            self._check_pages(resolved.k_lens())
+        return resolved
+
+    def _check_pages(self, lens: Tensor) -> None:
+        """Every page that holds one of the first `lens` keys must exist."""
+        logical = torch.arange(self.page_table.shape[1], device=self.device)
+        used = logical * self.page_size < lens[:, None]  # [batch, max_pages]
+        bad = used & ((self.page_table < 0) | (self.page_table >= self.num_pages))
+        if bool(bad.any()):
+            b, page = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"page_table must name pages from 0 to {self.num_pages - 1} where a sequence has keys, "
+                f"got {int(self.page_table[b, page])} at sequence {b}, logical page {page}"
+            )
+
+    def slots(self, sequence: Tensor, position: Tensor) -> Tensor:
+        """Row of the token at `position` of `sequence` in a pool seen as ``[num_pages * page_size]`` rows, int64."""
+        page = self.page_table[sequence, position // self.page_size].long()
+        return page * self.page_size + position % self.page_size
+
+    def _gather(self, lens: Tensor | None, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+        lens = self.seq_lens if lens is None else lens
+        self._check_pages(lens)
+        cu = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+        sequence = torch.repeat_interleave(torch.arange(lens.numel(), device=lens.device), lens, output_size=int(cu[-1]))
+        position = torch.arange(sequence.numel(), device=lens.device) - cu[sequence]
+        slot = self.slots(sequence, position)
+        index = (slot // self.page_size, slice(None), slot % self.page_size)
+        return [rows_of(pool, *index, dtype=dtype) for pool in self.pools().values()], cu  # [total, heads, dim]
+
+    def _append(self, new: dict[str, Tensor], cu_seqlens: Tensor | None, check: bool) -> None:
+        first_name, first = next(iter(new.items()))
+        for name, rows in new.items():
+            checks.tensor(name, rows, "[total_new, heads, dim]")
+            checks.size(name, rows, 1, self.num_heads, "the heads of the cache")
+            checks.size(name, rows, 2, self.head_dim, "the dim of the cache")
+            checks.size(name, rows, 0, first.shape[0], f"the tokens of {first_name}")
+            if rows.device != self.device:
+                raise ValueError(f"{name} must be on the device of the cache ({self.device}), got {rows.device}")
+            if check:
+                check_values(name, rows)
+        total = first.shape[0]
+        if cu_seqlens is None:
+            if self.batch == 0 or total % self.batch:
+                raise ValueError(
+                    f"{first_name}.shape[0] must be a multiple of the batch ({self.batch}) when cu_seqlens is None, got {total}"
+                )
+            cu_seqlens = torch.arange(self.batch + 1, device=self.device, dtype=torch.int32) * (total // self.batch)
+        added = starts("cu_seqlens", cu_seqlens, self.device, total, "the number of new tokens")
+        if added.numel() - 1 != self.batch:
+            raise ValueError(f"cu_seqlens must have batch + 1 entries ({self.batch + 1}), got {added.numel()}")
+        lens = self.seq_lens + added.diff()
+        token = torch.arange(total, device=self.device)
+        sequence = torch.searchsorted(added[1:], token.int(), right=True)
+        position = token - added[sequence] + self.seq_lens[sequence]
+        full = (lens > self.capacity).nonzero().flatten()
+        if full.numel():
+            b = int(full[0])
+            raise ValueError(
+                f"cu_seqlens must not append past the page table's capacity ({self.capacity} keys a sequence), "
+                f"got {int(lens[b])} for sequence {b}"
+            )
+        self._check_pages(lens)
+        check_private(self.page_table, self.seq_lens, sequence, position, self.page_size)
+        slot = self.slots(sequence, position)
+        for name, rows in new.items():
+            pool, index = self.pools()[name], (slot // self.page_size, slice(None), slot % self.page_size)
+            if isinstance(pool, Stored):
+                pool.write(index, rows)
+            else:
+                pool[index] = plain.quantize(rows, pool.dtype)
+        self.seq_lens.copy_(lens)
+
+
+def _kind(pool: Tensor | Stored) -> str:
+    """The format, and the layout of its scales where there are several."""
+    return " ".join((format_of(pool), *filter(None, [getattr(pool, "layout", None) if isinstance(pool, Stored) else None])))

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: MIT
+"""`Stored`: rows of numbers kept in a low-precision format, which stand wherever a tensor of rows stands.
+
+Rows are packed, ``[total, heads, dim]``, or a pool of pages, ``[num_pages, heads, page_size, dim]``. A plain tensor has the
+format "plain"; the functions below take either.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from openmsa.runtime import checks
+
+KEY_FORMATS = ("e4m3", "nvfp4")
+"""What keys and values may be stored in beside plain tensors."""
+INDEX_FORMATS = ("e4m3", "int8", "nvfp4", "mxfp4", "certified")
+"""The same for index keys."""
+QUERY_FORMATS = ("e4m3",)
+"""The same for queries and index queries."""
+
+
+class Stored(ABC):
+    """One format: how bytes and scales stand for numbers. Frozen: the tensors inside change only through `write`.
+
+    format:  the name that ``refuse`` functions, errors and ``allocate(format=...)`` use.
+    data:    the codes, ``[..., dim]`` or, with two codes a byte, ``[..., dim // 2]``; any strides.
+    """
+
+    format: ClassVar[str]
+    data: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The logical shape, its last dimension counted in elements."""
+        return self.data.shape
+
+    def dim(self) -> int:
+        return self.data.dim()
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the codes."""
+        return self.data.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    def detach(self) -> Stored:
+        """Itself: codes have no gradient."""
+        return self
+
+    @abstractmethod
+    def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``self[index]`` as numbers; `index` runs over the leading dimensions as torch indexing does. Products with scales are
+        taken in float64 for float64 and in float32 otherwise, then rounded to `dtype`."""
+
+    @abstractmethod
+    def write(self, index: tuple[Any, ...], values: Tensor) -> None:
+        """Quantises `values`, of the shape of ``self[index]``, into place. Scales that belong to the whole tensor, a head or a
+        page stay; those of a row or a group are computed from the values."""
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All rows as numbers."""
+        return self.rows(dtype=dtype)
+
+    @classmethod
+    @abstractmethod
+    def allocate(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Stored:
+        """Zeros of a logical shape."""
+
+
+def format_of(value: Any) -> str:
+    """ "plain" for a tensor, else the name of its format."""
+    return getattr(value, "format", "plain")
+
+
+def rows_of(value: Tensor | Stored, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``value[index]``: of a tensor as it is, of a format as numbers of `dtype`."""
+    if isinstance(value, Stored):
+        return value.rows(*index, dtype=dtype)
+    return value[index] if index else value
+
+
+def dequantized(value: Tensor | Stored, dtype: torch.dtype) -> Tensor:
+    """All rows as numbers of `dtype`."""
+    return value.dequantize(dtype) if isinstance(value, Stored) else value.to(dtype)
+
+
+def wide_dtype(q: Tensor | Stored) -> torch.dtype:
+    """In which a stage computes: float64 for float64 queries, else float32."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def out_dtype(q: Tensor | Stored) -> torch.dtype:
+    """Of what attention returns: the queries' own, bfloat16 where they are stored in a format."""
+    return torch.bfloat16 if isinstance(q, Stored) else q.dtype
+
+
+def check_rows(
+    name: str, value: Any, shape: str, formats: tuple[str, ...], dtypes: tuple[torch.dtype, ...] = checks.FLOATS
+) -> None:
+    """`value` must be a tensor of one of `dtypes`, or stored in one of `formats`, with the rank that `shape` shows."""
+    if not isinstance(value, Stored):
+        checks.tensor(name, value, shape, dtypes)
+        return
+    if value.format not in formats:
+        raise TypeError(f"{name} must be a torch.Tensor or stored as {' or '.join(formats)}, got {value.format}")
+    rank = shape.count(",") + 1
+    if value.dim() != rank:
+        raise ValueError(f"{name} must have shape {shape} ({rank} dimensions), got {tuple(value.shape)}")
+
+
+def check_alike(name: str, value: Tensor | Stored, other_name: str, other: Tensor | Stored) -> None:
+    """Both on one device; two plain tensors must share a dtype as well."""
+    plain = isinstance(value, Tensor) and isinstance(other, Tensor)
+    checks.alike(name, value, other_name, other, dtype=plain)
+
+
+def check_values(name: str, value: Tensor | Stored) -> None:
+    """No number may be NaN. Reads the tensor."""
+    checks.finite(name, value.dequantize() if isinstance(value, Stored) else value)
+
+
+def part(name: str, value: Any, of: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None) -> Tensor:
+    """A tensor that belongs to the codes `of`: a dtype of `dtypes`, their device and, unless None, this shape."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {value.dtype}")
+    if value.device != of.device:
+        raise ValueError(f"{name} must be on the device of the codes ({of.device}), got {value.device}")
+    if shape is not None and tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+    return value
+
+
+def scalar(name: str, value: Tensor | float, of: Tensor) -> Tensor:
+    """A float, or a float32 tensor of one element, as float32 ``[]`` on the device of `of`."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return torch.tensor(float(value), dtype=torch.float32, device=of.device)
+    tensor = part(name, value, of, (torch.float32,))
+    if tensor.numel() != 1:
+        raise ValueError(f"{name} must have one element, got shape {tuple(tensor.shape)}")
+    return tensor.reshape(())
+
+
+def index_of(shape: tuple[int, ...], index: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Row numbers, int64, of ``self[index]`` when the leading dimensions `shape` are counted in C order. Costs no memory for
+    rows outside the index."""
+    number, stride = torch.zeros((), dtype=torch.int64, device=device), 1
+    for d in reversed(range(len(shape))):
+        at = torch.arange(shape[d], device=device).view([-1 if i == d else 1 for i in range(len(shape))])
+        number = number + at.expand(shape)[index] * stride
+        stride *= shape[d]
+    return number
