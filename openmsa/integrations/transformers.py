@@ -121,6 +121,17 @@ def register_packed(name: str, attend: PackedAttention) -> None:
 
     What is served and refused is what `register` says. A sequence's keys are those that the model's cache hands over.
     """
+    register_forward(name, packed_forward(name, attend))
+
+
+def register_forward(name: str, forward: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
+    """Registers ``forward(module, query, key, value, attention_mask, ...)`` under `name`; its masks are `padding_mask`'s."""
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, padding_mask(name))
+
+
+def packed_forward(name: str, attend: PackedAttention) -> Callable[..., tuple[Tensor, None]]:
+    """`attend` as a function of transformers' `AttentionInterface`; `name` is what its refusals call it."""
 
     def forward(
         module: nn.Module,
@@ -133,11 +144,11 @@ def register_packed(name: str, attend: PackedAttention) -> None:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         # query [batch, num_q_heads, q_len, head_dim], key and value [batch, num_kv_heads, k_len, head_dim]
-        _refuse_unsupported(name, module, attention_mask, is_causal, kwargs)
+        refuse_unsupported(name, module, attention_mask, is_causal, kwargs)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         packed = [x.transpose(1, 2) for x in (query, key, value)]  # [batch, length, heads, head_dim]
         if attention_mask is None:
-            seqs = _equal_lengths(query.shape[0], query.shape[2], key.shape[2], query.device)
+            seqs = equal_lengths(query.shape[0], query.shape[2], key.shape[2], query.device)
             q, k, v = (x.flatten(0, 1) for x in packed)
             return attend(module, q, k, v, seqs, scale).reshape(packed[0].shape), None
         seqs, q_rows, k_rows = _real_tokens(attention_mask, query.shape[2])
@@ -146,11 +157,10 @@ def register_packed(name: str, attend: PackedAttention) -> None:
         out[q_rows] = attend(module, q, k, v, seqs, scale)
         return out, None
 
-    AttentionInterface.register(name, forward)
-    AttentionMaskInterface.register(name, _mask_for(name))
+    return forward
 
 
-def _mask_for(name: str) -> Callable[..., Tensor | None]:
+def padding_mask(name: str) -> Callable[..., Tensor | None]:
     """The function that prepares the mask of attention `name`: None where every key is real, else the 2D padding mask."""
 
     def mask(
@@ -189,9 +199,10 @@ def _refuse(name: str, what: str) -> NoReturn:
     raise NotImplementedError(f"attention {name!r} cannot serve {what}; it serves causal attention with or without padding")
 
 
-def _refuse_unsupported(
+def refuse_unsupported(
     name: str, module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, kwargs: dict[str, Any]
 ) -> None:
+    """Raises NotImplementedError for what would change the result and is not served."""
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         _refuse(name, "bidirectional attention (is_causal=False)")
     if attention_mask is not None and attention_mask.dim() != 2:
@@ -202,7 +213,8 @@ def _refuse_unsupported(
             _refuse(name, f"{what} ({key})")
 
 
-def _equal_lengths(batch: int, q_len: int, k_len: int, device: torch.device) -> Sequences:
+def equal_lengths(batch: int, q_len: int, k_len: int, device: torch.device) -> Sequences:
+    """`batch` sequences of q_len queries and k_len keys each."""
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
     return Sequences(starts * q_len, starts * k_len, q_len, k_len)
 
