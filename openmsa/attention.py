@@ -10,7 +10,8 @@ from torch import Tensor
 
 from openmsa.block_topk import STAGE as SELECTION
 from openmsa.inputs import check_qkv
-from openmsa.kv_cache import PagedIndexKeys, PagedKV
+from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
+from openmsa.kv_cache.stored import out_dtype, wide_dtype
 from openmsa.runtime import checks
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.types import Sequences
@@ -19,11 +20,11 @@ QUERY_CHUNK = 16384  # queries whose selection (and, on a GPU, partial results) 
 
 
 def msa_attention(
-    q: Tensor,
-    k: Tensor | PagedKV,
-    v: Tensor | None,
-    index_q: Tensor,
-    index_k: Tensor | PagedIndexKeys,
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
     topk: int = 16,
     seqs: Sequences | None = None,
     *,
@@ -68,8 +69,8 @@ def msa_attention(
         blocks = SELECTION.run(impl, selection | {"seqs": attention["seqs"]})
         out, lse = ATTENTION.run(impl, attention | {"blocks": blocks})
         return (out, lse) if return_lse else out
-    out = q.new_zeros((total_q, heads, head_dim))
-    lse = q.new_full((total_q, heads), -torch.inf, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    out = torch.zeros((total_q, heads, head_dim), dtype=out_dtype(q), device=q.device)
+    lse = torch.full((total_q, heads), -torch.inf, dtype=wide_dtype(q), device=q.device)
     for start in range(0, total_q, chunk):
         rows = slice(start, min(start + chunk, total_q))
         seqs_of_rows = attention["seqs"].query_chunk(rows.start, rows.stop)
@@ -80,11 +81,11 @@ def msa_attention(
 
 
 def check_path(
-    q: Tensor,
-    k: Tensor | PagedKV,
-    v: Tensor | None,
-    index_q: Tensor,
-    index_k: Tensor | PagedIndexKeys,
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
     topk: int = 16,
     seqs: Sequences | None = None,
     *,
@@ -108,14 +109,19 @@ def check_path(
     return selection, attention, chunk
 
 
-def _check_agreement(q: Tensor, k: Tensor | PagedKV, index_q: Tensor, index_k: Tensor | PagedIndexKeys) -> None:
+def _check_agreement(
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
+) -> None:
     """The index branch and the main branch must describe the same tokens and groups."""
     checks.alike("index_q", index_q, "q", q, dtype=False)
     checks.size("index_q", index_q, 0, q.shape[0], "total_q of q")
     num_kv_heads = k.num_heads if isinstance(k, PagedKV) else k.shape[1]
     if index_q.shape[1] not in (1, num_kv_heads):
         raise ValueError(f"index_q.shape[1] must be num_kv_heads ({num_kv_heads}) or 1, got {index_q.shape[1]}")
-    if isinstance(k, Tensor) and isinstance(index_k, Tensor):
+    if not isinstance(k, PagedKV) and not isinstance(index_k, PagedIndexKeys):
         checks.size("index_k", index_k, 0, k.shape[0], "total_k of k")
 
 

@@ -7,41 +7,56 @@ from typing import Any
 
 from torch import Tensor
 
-from openmsa.kv_cache import PagedKV
+from openmsa.kv_cache import PagedKV, Stored
+from openmsa.kv_cache.stored import KEY_FORMATS, QUERY_FORMATS, check_alike, check_rows, check_values, kind_of
 from openmsa.runtime import checks
-from openmsa.types import Sequences, layout
+from openmsa.types import Layout, Sequences, layout
 
 
 def check_qkv(
-    q: Tensor, k: Tensor | PagedKV, v: Tensor | None, seqs: Sequences | None, softmax_scale: float | None, check: bool
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
+    seqs: Sequences | None,
+    softmax_scale: float | None,
+    check: bool,
 ) -> dict[str, Any]:
-    """Checked ``{q, k, v, seqs, softmax_scale}``: shapes, head counts, dtypes, devices and lengths; values when `check`."""
-    checks.tensor("q", q, "[total_q, num_q_heads, head_dim]")
+    """Checked ``{q, k, v, seqs, softmax_scale}``: shapes, head counts, dtypes, formats, devices and lengths; values when
+    `check`."""
+    check_rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)
     head_dim = q.shape[2]
     checks.head_dim("head_dim", head_dim)
     if isinstance(k, PagedKV):
         if v is not None and v is not k:
             raise ValueError(f"v must be None when k is a PagedKV (it holds both), got {type(v).__name__}")
         v, num_kv_heads = None, k.num_heads
-        checks.alike("k.k", k.k, "q", q)
+        check_alike("k.k", k.k, "q", q)
         checks.size("k.k", k.k, 3, head_dim, "head_dim of q")
         packed = k.layout(seqs, q.shape[0], q.device, check)
-        values = dict(zip(("k.k", "k.v"), k.gather(packed.k_lens()), strict=False)) if check else {}
+        values: dict[str, Any] = dict(zip(("k.k", "k.v"), k.gather(packed.k_lens()), strict=False)) if check else {}
     else:
-        checks.tensor("k", k, "[total_k, num_kv_heads, head_dim]")
-        checks.tensor("v", v, "[total_k, num_kv_heads, head_dim]")
-        assert v is not None
-        for name, value in (("k", k), ("v", v)):
-            checks.alike(name, value, "q", q)
-            checks.size(name, value, 2, head_dim, "head_dim of q")
-        checks.size("v", v, 0, k.shape[0], "total_k of k")
-        checks.size("v", v, 1, k.shape[1], "num_kv_heads of k")
-        num_kv_heads = k.shape[1]
-        packed = layout(seqs, q.shape[0], k.shape[0], q.device, check=check)
+        packed, num_kv_heads = _check_packed(q, k, v, seqs, check), k.shape[1]
         values = {"k": k, "v": v}
     checks.divides("num_kv_heads", num_kv_heads, "num_q_heads", q.shape[1])
     if check:
         for name, value in ({"q": q} | values).items():
-            checks.finite(name, value)
+            check_values(name, value)
     scale = head_dim**-0.5 if softmax_scale is None else checks.scale("softmax_scale", softmax_scale)
     return {"q": q, "k": k, "v": v, "seqs": packed, "softmax_scale": scale}
+
+
+def _check_packed(
+    q: Tensor | Stored, k: Tensor | Stored, v: Tensor | Stored | None, seqs: Sequences | None, check: bool
+) -> Layout:
+    for name, value in (("k", k), ("v", v)):
+        check_rows(name, value, "[total_k, num_kv_heads, head_dim]", KEY_FORMATS)
+    assert v is not None
+    if kind_of(v) != kind_of(k):
+        raise TypeError(f"v must be stored as k ({kind_of(k)}), got {kind_of(v)}")
+    for name, value in (("k", k), ("v", v)):
+        check_alike(name, value, "q", q)
+        checks.size(name, value, 2, q.shape[2], "head_dim of q")
+    check_alike("v", v, "k", k)
+    checks.size("v", v, 0, k.shape[0], "total_k of k")
+    checks.size("v", v, 1, k.shape[1], "num_kv_heads of k")
+    return layout(seqs, q.shape[0], k.shape[0], q.device, check=check)

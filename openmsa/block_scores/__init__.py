@@ -7,15 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from openmsa.kv_cache import PagedIndexKeys
+from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, Stored
+from openmsa.kv_cache.stored import INDEX_FORMATS, QUERY_FORMATS, check_alike, check_rows, check_values
 from openmsa.runtime import checks, refusals
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Sequences, layout
 
 
 def block_scores(
-    index_q: Tensor,
-    index_k: Tensor | PagedIndexKeys,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
     seqs: Sequences | None = None,
     *,
     block_size: int = 128,
@@ -24,9 +25,12 @@ def block_scores(
 ) -> Tensor:
     """Maximum raw dot product of each index query with the visible keys of each block.
 
-    index_q:  ``[total_q, index_heads, index_dim]``, float32, float16, bfloat16 or float64; any strides.
-    index_k:  ``[total_k, index_key_heads, index_dim]`` of the same dtype, where index_key_heads divides index_heads (1: all
-              heads share the keys), or a `PagedIndexKeys`.
+    index_q:  ``[total_q, index_heads, index_dim]``, float32, float16, bfloat16 or float64, any strides; or `E4M3` with one
+              scale for the tensor or one a head.
+    index_k:  ``[total_k, index_key_heads, index_dim]``, where index_key_heads divides index_heads (1: all heads share the
+              keys), or a `PagedIndexKeys` of them: a tensor of the same dtype, or, with queries of any dtype, `E4M3`, `Int8`,
+              `NVFP4` or `MXFP4`, whose scores are those of the numbers they stand for, scales included. `CertifiedKeys` count
+              as their exact keys.
     seqs:     packed lengths; None: one sequence, whose last total_q positions are the queries.
     check:    also read the values (page ids, lengths, NaN) on any device and raise ValueError on a bad one.
 
@@ -41,43 +45,58 @@ def block_scores(
 
 
 def _check(
-    index_q: Tensor,
-    index_k: Tensor | PagedIndexKeys,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
     seqs: Sequences | None = None,
     *,
     block_size: int = 128,
     check: bool = False,
 ) -> dict[str, Any]:
-    checks.tensor("index_q", index_q, "[total_q, index_heads, index_dim]")
+    check_rows("index_q", index_q, "[total_q, index_heads, index_dim]", QUERY_FORMATS)
     checks.head_dim("index_dim", index_q.shape[2])
     checks.integer("block_size", block_size, 16, 256)
+    index_k = _scored(index_k)
     if isinstance(index_k, PagedIndexKeys):
         key_heads, keys = index_k.num_heads, index_k.keys
-        checks.alike("index_k.keys", keys, "index_q", index_q)
+        check_alike("index_k.keys", keys, "index_q", index_q)
         checks.size("index_k.keys", keys, 3, index_q.shape[2], "index_dim of index_q")
         packed = index_k.layout(seqs, index_q.shape[0], index_q.device, check)
     else:
-        checks.tensor("index_k", index_k, "[total_k, index_key_heads, index_dim]")
-        key_heads, keys = index_k.shape[1], index_k
-        checks.alike("index_k", index_k, "index_q", index_q)
+        check_rows("index_k", index_k, "[total_k, index_key_heads, index_dim]", INDEX_FORMATS)
+        key_heads = index_k.shape[1]
+        check_alike("index_k", index_k, "index_q", index_q)
         checks.size("index_k", index_k, 2, index_q.shape[2], "index_dim of index_q")
         packed = layout(seqs, index_q.shape[0], index_k.shape[0], index_q.device, check=check)
     checks.divides("index_key_heads", key_heads, "index_heads", index_q.shape[1])
     if check:
-        checks.finite("index_q", index_q)
-        checks.finite("index_k", index_k if isinstance(index_k, Tensor) else index_k.gather(packed.k_lens())[0])
+        check_values("index_q", index_q)
+        check_values("index_k", index_k.gather(packed.k_lens())[0] if isinstance(index_k, PagedIndexKeys) else index_k)
     return {"index_q": index_q, "index_k": index_k, "seqs": packed, "block_size": block_size}
+
+
+def _scored(index_k: Tensor | Stored | PagedIndexKeys) -> Tensor | Stored | PagedIndexKeys:
+    """The keys that scores are computed from."""
+    if isinstance(index_k, CertifiedKeys):
+        return index_k.exact
+    if isinstance(index_k, PagedIndexKeys) and isinstance(index_k.keys, CertifiedKeys):
+        return PagedIndexKeys(index_k.keys.exact, index_k.page_table, index_k.seq_lens)
+    return index_k
+
+
+TRITON_READS = {"index_q": ("plain",), "index_k": ("plain",)}
+"""The formats that the scoring kernel takes: a new one is named here."""
+
+
+def _refuse_triton(index_q: Any, index_k: Any, **_: Any) -> str | None:
+    reason = refusals.unless_reads(TRITON_READS, index_q=index_q, index_k=index_k)
+    return reason or refusals.unless_cuda_inference(index_q, index_k)
 
 
 STAGE = Stage(
     "block_scores",
     _check,
     (
-        Implementation(
-            "triton",
-            "openmsa.block_scores.triton_scores:block_scores",
-            lambda index_q, index_k, **_: refusals.unless_cuda_inference(index_q, index_k),
-        ),
+        Implementation("triton", "openmsa.block_scores.triton_scores:block_scores", _refuse_triton),
         Implementation(
             "cpu",
             "openmsa.block_scores.cpu:block_scores",

@@ -6,8 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache import PagedIndexKeys
+from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.kv_cache.rows import Rows
+from openmsa.kv_cache.stored import rows_of, wide_dtype
 from openmsa.runtime.matmul import matmul_nt
 from openmsa.types import Layout
 
@@ -16,7 +17,7 @@ FEW_ROWS_KEYS = 32768  # few rows: keys are the rows of the product
 MIN_ROWS = 16  # below about 12 rows a product takes another kernel, which rounds differently (see `matmul_nt`)
 
 
-def block_scores(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, block_size: int) -> Tensor:
+def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndexKeys, seqs: Layout, block_size: int) -> Tensor:
     """See `openmsa.block_scores.block_scores`."""
     scores = _score(index_q, index_k, seqs, block_size, nan_is_lowest=False)
     if bool(scores.isnan().any()):  # rare: once more, dropping single products
@@ -24,12 +25,18 @@ def block_scores(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout
     return scores
 
 
-def _score(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, block_size: int, nan_is_lowest: bool) -> Tensor:
+def _score(
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
+    seqs: Layout,
+    block_size: int,
+    nan_is_lowest: bool,
+) -> Tensor:
     total_q, heads, _ = index_q.shape
-    pool = index_k if isinstance(index_k, Tensor) else index_k.keys
+    pool = index_k.keys if isinstance(index_k, PagedIndexKeys) else index_k
     key_heads = pool.shape[1]
     group = heads // key_heads
-    dtype = torch.float64 if index_q.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(index_q)
     scores = torch.full((heads, total_q, seqs.num_blocks(block_size)), -torch.inf, dtype=dtype)
     # Decode: a property of the whole call, and then a token at a time, so that query chunks change nothing.
     few = seqs.longest_q * group < MIN_ROWS
@@ -37,12 +44,13 @@ def _score(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, bloc
     tile_tokens = 1 if few else max(1, tile_rows // group)
     tile_keys = tile_keys // block_size * block_size
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
-        keys = Rows(pool, k0) if isinstance(index_k, Tensor) else Rows(pool, pages=index_k.page_table[b])
+        pages = index_k.page_table[b] if isinstance(index_k, PagedIndexKeys) else None
+        keys = Rows(pool, k0, pages, dtype)
         for key_head in range(key_heads):
             of_group = slice(key_head * group, (key_head + 1) * group)
             for t0 in range(q0, q1, tile_tokens):
                 t1 = min(t0 + tile_tokens, q1)
-                q = index_q[t0:t1, of_group].to(dtype).transpose(0, 1)  # [group, tokens, dim]
+                q = rows_of(index_q, slice(t0, t1), of_group, dtype=dtype).to(dtype).transpose(0, 1)  # [group, tokens, dim]
                 position = torch.arange(t0 - q0, t1 - q0) + offset
                 end = min(int(position[-1]) + 1, k_len)  # keys that the last query sees
                 done = 0
@@ -74,7 +82,9 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 
 def _whole_blocks(q: Tensor, keys: Rows, head: int, num_blocks: int, block_size: int) -> Tensor:
     """Scores ``[group, num_blocks]`` of the first blocks, all of whose keys the query ``[group, dim]`` sees."""
-    pool = keys.rows[:, head] if keys.pages is not None else None  # [num_pages, page_size, dim]
+    pool = None  # [num_pages, page_size, dim]
+    if keys.pages is not None and isinstance(keys.rows, Tensor):
+        pool = keys.rows[:, head]
     if keys.pages is not None and pool is not None and _mostly_ours(pool, num_blocks * block_size, block_size):
         everything = Rows(pool.flatten(0, 1)[:, None])
         best = _whole_blocks(q, everything, 0, pool.shape[0] * pool.shape[1] // block_size, block_size)

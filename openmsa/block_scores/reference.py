@@ -6,22 +6,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache import PagedIndexKeys
+from openmsa.kv_cache import PagedIndexKeys, Stored
+from openmsa.kv_cache.stored import dequantized, wide_dtype
 from openmsa.types import Layout
 
 
-def block_scores(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, block_size: int) -> Tensor:
+def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndexKeys, seqs: Layout, block_size: int) -> Tensor:
     """See `openmsa.block_scores.block_scores`. Holds one sequence's full score matrix."""
     total_q, heads, _ = index_q.shape
-    keys, cu_k = (index_k, seqs.cu_seqlens_k) if isinstance(index_k, Tensor) else index_k.gather(seqs.k_lens())
-    dtype = torch.float64 if index_q.dtype == torch.float64 else torch.float32
+    dtype, cu_k = wide_dtype(index_q), seqs.cu_seqlens_k
+    keys: Tensor | Stored
+    if isinstance(index_k, PagedIndexKeys):
+        keys, cu_k = index_k.gather(seqs.k_lens(), dtype)
+    else:
+        keys = index_k
+    index_q, keys = dequantized(index_q, dtype), dequantized(keys, dtype)
     num_blocks = seqs.num_blocks(block_size)
     scores = torch.full((heads, total_q, num_blocks), -torch.inf, dtype=dtype, device=index_q.device)
     for b in range(seqs.batch):
         q0, q1 = seqs.cu_seqlens_q[b : b + 2].tolist()
         k0, k1 = cu_k[b : b + 2].tolist()
-        q = index_q[q0:q1].to(dtype)  # [q_len, heads, dim]
-        k = keys[k0:k1].to(dtype).repeat_interleave(heads // keys.shape[1], dim=1)  # [k_len, heads, dim]
+        q = index_q[q0:q1]  # [q_len, heads, dim]
+        k = keys[k0:k1].repeat_interleave(heads // keys.shape[1], dim=1)  # [k_len, heads, dim]
         products = torch.einsum("qhd,khd->hqk", q, k).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         position = seqs.q_offset[b] + torch.arange(q1 - q0, device=q.device)
         visible = torch.arange(k1 - k0, device=q.device) <= position[:, None]  # [q_len, k_len]

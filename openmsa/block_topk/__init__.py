@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
-from openmsa.kv_cache import PagedIndexKeys
+from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime import checks, refusals
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Layout, Sequences, layout
 
 
 def select_blocks(
-    index_q: Tensor,
-    index_k: Tensor | PagedIndexKeys,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
     topk: int = 16,
     seqs: Sequences | None = None,
     *,
@@ -91,8 +91,8 @@ def _check_counts(topk: int, block_size: int, init_blocks: int, local_blocks: in
 
 
 def _check(
-    index_q: Tensor,
-    index_k: Tensor | PagedIndexKeys,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
     topk: int = 16,
     seqs: Sequences | None = None,
     *,
@@ -152,8 +152,13 @@ def _lengths_of_scores(scores: Tensor, seqs: Sequences | None, block_size: int) 
     return lengths
 
 
-def _refuse_triton(index_q: Tensor, index_k: Tensor | PagedIndexKeys, **arguments: Any) -> str | None:
-    reason = refusals.unless_cuda_inference(index_q, index_k)
+TRITON_READS = {"index_q": ("plain",), "index_k": ("plain",)}
+"""The formats that the selection's kernels take: a new one is named here."""
+
+
+def _refuse_triton(index_q: Any, index_k: Any, **arguments: Any) -> str | None:
+    reason = refusals.unless_reads(TRITON_READS, index_q=index_q, index_k=index_k)
+    reason = reason or refusals.unless_cuda_inference(index_q, index_k)
     if reason is None:
         from openmsa.block_topk import triton_select
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
-from openmsa.kv_cache import PagedIndexKeys
+from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.types import Layout
 
@@ -18,8 +18,8 @@ ID_BITS = 24
 
 
 def select_blocks(
-    index_q: Tensor,
-    index_k: Tensor | PagedIndexKeys,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
     seqs: Layout,
     block_size: int,
     topk: int,

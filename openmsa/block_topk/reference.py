@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
-from openmsa.kv_cache import PagedIndexKeys
+from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.types import Layout
 
 
@@ -30,8 +30,8 @@ def select_from_scores(scores: Tensor, topk: int, visible_blocks: Tensor, init_b
 
 
 def select_blocks(
-    index_q: Tensor,
-    index_k: Tensor | PagedIndexKeys,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
     seqs: Layout,
     block_size: int,
     topk: int,

@@ -8,16 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from openmsa.inputs import check_qkv
-from openmsa.kv_cache import PagedKV
+from openmsa.kv_cache import PagedKV, Stored
 from openmsa.runtime import checks, refusals
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Sequences
 
 
 def dense_attention(
-    q: Tensor,
-    k: Tensor | PagedKV,
-    v: Tensor | None = None,
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None = None,
     seqs: Sequences | None = None,
     *,
     causal: bool = True,
@@ -37,9 +37,10 @@ def dense_attention(
     return_out, return_lse, return_max_score: which results to return, in this order; one alone comes as a tensor, several as a
                        tuple. At least one must be True.
 
-    out is ``[total_q, num_q_heads, head_dim]`` in q's dtype; lse float32 ``[total_q, num_q_heads]``, natural logarithm;
-    max_score float32 ``[num_q_heads, total_q, num_blocks]``, the maximum raw (unscaled) dot product over the visible keys of
-    each block of `block_size` keys, -inf where there is none, NaN counting as -inf (float64 each for float64 inputs).
+    out is ``[total_q, num_q_heads, head_dim]`` in q's dtype (bfloat16 for `E4M3`); lse float32 ``[total_q, num_q_heads]``,
+    natural logarithm; max_score float32 ``[num_q_heads, total_q, num_blocks]``, the maximum raw (unscaled) dot product over
+    the visible keys of each block of `block_size` keys, -inf where there is none, NaN counting as -inf (float64 each for
+    float64 inputs).
     A query that sees nothing gives 0 and lse -inf.
 
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
@@ -61,9 +62,9 @@ def dense_attention(
 
 
 def _check(
-    q: Tensor,
-    k: Tensor | PagedKV,
-    v: Tensor | None = None,
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None = None,
     seqs: Sequences | None = None,
     *,
     causal: bool = True,
@@ -93,15 +94,19 @@ def chosen_results(out: Tensor | None, lse: Tensor | None, max_score: Tensor | N
     return results[0] if len(results) == 1 else results
 
 
+TRITON_READS = {"q": ("plain",), "k": ("plain",)}
+"""The formats that the kernel takes (v has that of k): a new one is named here."""
+
+
+def _refuse_triton(q: Any, k: Any, v: Any, **_: Any) -> str | None:
+    return refusals.unless_reads(TRITON_READS, q=q, k=k) or refusals.unless_cuda_inference(q, k, v)
+
+
 STAGE = Stage(
     "dense_attention",
     _check,
     (
-        Implementation(
-            "triton",
-            "openmsa.dense_attention.triton_forward:dense_attention",
-            lambda q, k, v, **_: refusals.unless_cuda_inference(q, k, v),
-        ),
+        Implementation("triton", "openmsa.dense_attention.triton_forward:dense_attention", _refuse_triton),
         Implementation(
             "cpu", "openmsa.dense_attention.cpu:dense_attention", lambda q, k, v, **_: refusals.unless_cpu_inference(q, k, v)
         ),

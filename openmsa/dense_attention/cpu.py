@@ -10,17 +10,19 @@ from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
 from openmsa.dense_attention import chosen_results
-from openmsa.kv_cache import PagedIndexKeys, PagedKV
+from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import Rows
+from openmsa.kv_cache.stored import out_dtype, rows_of, wide_dtype
 from openmsa.types import Layout
 
 SPLIT_KEYS = 16384  # few queries: the fused kernel works in parallel over heads and queries only, so keys are split too
+DEQUANTIZED_KEYS = 65536  # of a format, held as numbers at a time
 
 
 def dense_attention(
-    q: Tensor,
-    k: Tensor | PagedKV,
-    v: Tensor | None,
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
     seqs: Layout,
     causal: bool,
     softmax_scale: float,
@@ -42,35 +44,46 @@ def dense_attention(
     return chosen_results(out if return_out else None, lse if return_lse else None, max_score)
 
 
-def _attend(q: Tensor, k: Tensor | PagedKV, v: Tensor | None, seqs: Layout, scale: float) -> tuple[Tensor, Tensor]:
-    total_q, heads, _ = q.shape
+def _attend(
+    q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, seqs: Layout, scale: float
+) -> tuple[Tensor, Tensor]:
+    total_q, heads, dim = q.shape
     k_pool, v_pool = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
     assert v_pool is not None
     kv_heads = k_pool.shape[1]
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = torch.full((total_q, heads), -torch.inf, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    dtype = wide_dtype(q) if isinstance(q, Stored) or isinstance(k_pool, Stored) else q.dtype
+    out = torch.zeros(total_q, heads, dim, dtype=out_dtype(q))
+    lse = torch.full((total_q, heads), -torch.inf, dtype=wide_dtype(q))
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         q0 -= min(offset, 0)  # queries before position 0 see nothing
         prefix = min(max(offset, 0), k_len)  # keys that all queries see
         if q0 >= q1 or not k_len:
             continue
-        keys, values = (
-            torch.stack([Rows(pool, pages=k.page_table[b]).span(h, 0, k_len) for h in range(kv_heads)])
-            if isinstance(k, PagedKV)
-            else pool[k0 : k0 + k_len].transpose(0, 1)
-            for pool in (k_pool, v_pool)
-        )  # [kv_heads, k_len, dim]
-        queries = q[q0:q1].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, q_len, dim]
-        parts = []
-        if prefix:
-            parts.append(_unmasked(queries, keys[:, :prefix], values[:, :prefix], scale))
+        pages = k.page_table[b] if isinstance(k, PagedKV) else None
+        rows = Rows(k_pool, k0, pages, dtype), Rows(v_pool, k0, pages, dtype)
+        queries = rows_of(q, slice(q0, q1), dtype=dtype).to(dtype)
+        queries = queries.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, q_len, dim]
+        step = DEQUANTIZED_KEYS if isinstance(k_pool, Stored) else max(prefix, 1)
+        parts = [
+            _unmasked(queries, *_read(rows, first, min(first + step, prefix), dtype), scale) for first in range(0, prefix, step)
+        ]
         if prefix < k_len:
-            seen = slice(prefix, min(k_len, prefix + q1 - q0))
-            parts.append(_causal(queries, keys[:, seen], values[:, seen], scale))
+            parts.append(_causal(queries, *_read(rows, prefix, min(k_len, prefix + q1 - q0), dtype), scale))
         merged, merged_lse = _merge(parts)
         out[q0:q1] = merged.permute(2, 0, 1, 3).flatten(1, 2)
         lse[q0:q1] = merged_lse.permute(2, 0, 1).flatten(1, 2)
     return out, lse
+
+
+def _read(rows: tuple[Rows, Rows], first: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values [first, stop) of all heads, ``[kv_heads, stop - first, dim]``: views where packed and plain."""
+    keys, values = (
+        rows_of(r.rows, slice(r.start + first, r.start + stop), dtype=dtype).to(dtype).transpose(0, 1)
+        if r.pages is None
+        else torch.stack([r.span(head, first, stop).to(dtype) for head in range(r.rows.shape[1])])
+        for r in rows
+    )
+    return keys, values
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

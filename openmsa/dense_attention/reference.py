@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from openmsa.dense_attention import chosen_results
-from openmsa.kv_cache import PagedKV
+from openmsa.kv_cache import PagedKV, Stored
+from openmsa.kv_cache.stored import dequantized, out_dtype, wide_dtype
 from openmsa.types import Layout
 
 
 def dense_attention(
-    q: Tensor,
-    k: Tensor | PagedKV,
-    v: Tensor | None,
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
     seqs: Layout,
     causal: bool,
     softmax_scale: float,
@@ -24,16 +25,15 @@ def dense_attention(
     return_max_score: bool,
 ) -> Tensor | tuple[Tensor, ...]:
     """See `openmsa.dense_attention.dense_attention`. Holds one sequence's full logit matrix."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype, result, cu_k = wide_dtype(q), out_dtype(q), seqs.cu_seqlens_k
     if isinstance(k, PagedKV):
-        k, v, cu_k = k.gather(seqs.k_lens())
-    else:
-        cu_k = seqs.cu_seqlens_k
+        k, v, cu_k = k.gather(seqs.k_lens(), dtype)
     assert v is not None
+    q, k, v = (dequantized(x, dtype) for x in (q, k, v))
     heads = q.shape[1]
     group, num_blocks = heads // k.shape[1], seqs.num_blocks(block_size)
-    outs, lses = [q.new_zeros((0, heads, q.shape[2]), dtype=dtype)], [q.new_zeros((0, heads), dtype=dtype)]
-    max_score = q.new_full((heads, q.shape[0], num_blocks), -torch.inf, dtype=dtype)
+    outs, lses = [q.new_zeros((0, heads, q.shape[2]))], [q.new_zeros((0, heads))]
+    max_score = q.new_full((heads, q.shape[0], num_blocks), -torch.inf)
     for b in range(seqs.batch):
         q0, q1 = seqs.cu_seqlens_q[b : b + 2].tolist()
         k0, k1 = cu_k[b : b + 2].tolist()
@@ -41,8 +41,8 @@ def dense_attention(
         visible = torch.arange(k1 - k0, device=q.device) <= position[:, None]  # [q_len, k_len]
         if not causal:
             visible = torch.ones_like(visible)
-        keys, values = (x[k0:k1].to(dtype).repeat_interleave(group, dim=1) for x in (k, v))  # [k_len, heads, dim]
-        products = torch.einsum("qhd,khd->hqk", q[q0:q1].to(dtype), keys)
+        keys, values = (x[k0:k1].repeat_interleave(group, dim=1) for x in (k, v))  # [k_len, heads, dim]
+        products = torch.einsum("qhd,khd->hqk", q[q0:q1], keys)
         logits = (products * softmax_scale).masked_fill(~visible, -torch.inf)
         lse = logits.logsumexp(-1)  # [heads, q_len]
         weights = (logits - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
@@ -52,7 +52,7 @@ def dense_attention(
         whole = torch.nn.functional.pad(scores, (0, num_blocks * block_size - (k1 - k0)), value=-torch.inf)
         max_score[:, q0:q1] = whole.unflatten(2, (num_blocks, block_size)).amax(3)
     return chosen_results(
-        torch.cat(outs).to(q.dtype) if return_out else None,
+        torch.cat(outs).to(result) if return_out else None,
         torch.cat(lses) if return_lse else None,
         max_score if return_max_score else None,
     )

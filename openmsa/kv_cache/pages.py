@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import plain
 from openmsa.kv_cache.sharing import check_private
-from openmsa.kv_cache.stored import Stored, check_alike, check_rows, check_values, format_of, rows_of
+from openmsa.kv_cache.stored import Stored, check_alike, check_rows, check_values, format_of, kind_of, rows_of
 from openmsa.runtime import checks
 from openmsa.types import Layout, Sequences, layout, starts
 
@@ -37,8 +37,8 @@ class Paged:
         for name, pool in pools.items():
             check_rows(name, pool, POOL, self.formats, plain.DTYPES)
             check_alike(name, pool, first_name, first)
-            if _kind(pool) != _kind(first):
-                raise TypeError(f"{name} must be stored as {first_name} ({_kind(first)}), got {_kind(pool)}")
+            if kind_of(pool) != kind_of(first):
+                raise TypeError(f"{name} must be stored as {first_name} ({kind_of(first)}), got {kind_of(pool)}")
             if pool.shape != first.shape:
                 raise ValueError(f"{name} must have the shape of {first_name} {tuple(first.shape)}, got {tuple(pool.shape)}")
         checks.head_dim(f"{first_name}.shape[3]", first.shape[3])
@@ -176,8 +176,3 @@ class Paged:
             else:
                 pool[index] = plain.quantize(rows, pool.dtype)
         self.seq_lens.copy_(lens)
-
-
-def _kind(pool: Tensor | Stored) -> str:
-    """The format, and the layout of its scales where there are several."""
-    return " ".join((format_of(pool), *filter(None, [getattr(pool, "layout", None) if isinstance(pool, Stored) else None])))

@@ -61,6 +61,10 @@ class Stored(ABC):
         """Itself: codes have no gradient."""
         return self
 
+    def __getitem__(self, rows: slice) -> Stored:
+        """A slice of the first dimension, a view; offered by the formats of queries."""
+        raise TypeError(f"{type(self).__name__} offers no slices; rows() gives numbers")
+
     @abstractmethod
     def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         """``self[index]`` as numbers; `index` runs over the leading dimensions as torch indexing does. Products with scales are
@@ -84,6 +88,11 @@ class Stored(ABC):
 def format_of(value: Any) -> str:
     """ "plain" for a tensor, else the name of its format."""
     return getattr(value, "format", "plain")
+
+
+def kind_of(value: Tensor | Stored) -> str:
+    """The format, and the layout of its scales where it has several: what keys and values must share."""
+    return f"{value.format} {getattr(value, 'layout', '')}".strip() if isinstance(value, Stored) else "plain"
 
 
 def rows_of(value: Tensor | Stored, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def unless_cpu_inference(*tensors: Any) -> str | None:
 
 
 def unless_cuda_inference(*tensors: Any, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) -> str | None:
-    """For Triton kernels without a backward."""
+    """For Triton kernels without a backward. dtypes: of plain tensors; which formats a kernel reads `unless_reads` says."""
     if importlib.util.find_spec("triton") is None:
         return "the triton package is not installed"
     for tensor in tensors:
@@ -32,10 +33,20 @@ def unless_cuda_inference(*tensors: Any, dtypes: tuple[torch.dtype, ...] = (torc
             return f"it needs CUDA tensors, got {tensor.device}"
         if torch.cuda.get_device_capability(tensor.device) < (8, 0):
             return f"it needs compute capability 8.0 or newer, which {tensor.device} has not"
-        if tensor.dtype not in dtypes:
+        if getattr(tensor, "format", "plain") == "plain" and tensor.dtype not in dtypes:
             return f"it needs {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}, got {tensor.dtype}"
     if needs_grad(*tensors):
         return "it computes no gradients and an input requires one; call it under torch.no_grad()"
+    return None
+
+
+def unless_reads(reads: Mapping[str, tuple[str, ...]], **operands: Any) -> str | None:
+    """For implementations that read some storage formats only. reads: for each operand the formats that its kernels take, the
+    name of a tensor without one being "plain". An operand may be a tensor, a cache or None."""
+    for name, operand in operands.items():
+        stored = getattr(operand, "format", "plain")
+        if stored not in reads[name]:
+            return f"it reads {name} stored as {' or '.join(reads[name])}, got {stored}"
     return None
 
 

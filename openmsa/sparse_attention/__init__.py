@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from openmsa.inputs import check_qkv
-from openmsa.kv_cache import PagedKV
+from openmsa.kv_cache import PagedKV, Stored
 from openmsa.runtime import checks, refusals
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Layout, Sequences
 
 
 def sparse_attention(
-    q: Tensor,
-    k: Tensor | PagedKV,
-    v: Tensor | None,
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
     blocks: Tensor,
     seqs: Sequences | None = None,
     *,
@@ -30,9 +30,11 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of every query over the visible keys of its selected blocks.
 
-    q:              ``[total_q, num_q_heads, head_dim]``, float32, float16, bfloat16 or float64; any strides.
-    k, v:           ``[total_k, num_kv_heads, head_dim]`` of the same dtype, num_kv_heads dividing num_q_heads; or a `PagedKV`
-                    as `k` with `v` None.
+    q:              ``[total_q, num_q_heads, head_dim]``, float32, float16, bfloat16 or float64, any strides; or `E4M3` with one
+                    scale for the tensor or one a head.
+    k, v:           ``[total_k, num_kv_heads, head_dim]``, num_kv_heads dividing num_q_heads: tensors of q's dtype, or, with
+                    queries of any dtype, both `E4M3` or both `NVFP4`; or a `PagedKV` of such as `k` with `v` None. Formats
+                    count as the numbers that they stand for: every scale is in the logits, in lse and in the result.
     blocks:         int32 ``[total_q, num_kv_heads or 1, topk]``, block ids counted from the start of the query's sequence, in
                     any order, distinct; 1 head: one selection shared by all KV heads. -1, and every id past the visible
                     blocks, is skipped.
@@ -40,8 +42,9 @@ def sparse_attention(
     check:          also read the values (block ids from -1 to num_blocks - 1 and distinct, page ids, lengths, NaN) on any
                     device and raise ValueError on a bad one.
 
-    Returns ``[total_q, num_q_heads, head_dim]`` in q's dtype, and with `return_lse` float32 ``[total_q, num_q_heads]`` (float64
-    for float64 inputs), the natural logarithm of the softmax denominator. A query with nothing to read gives 0 and lse -inf.
+    Returns ``[total_q, num_q_heads, head_dim]`` in q's dtype (bfloat16 for `E4M3`), and with `return_lse` float32
+    ``[total_q, num_q_heads]`` (float64 for float64 queries), the natural logarithm of the softmax denominator. A query with
+    nothing to read gives 0 and lse -inf.
 
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, equation 8.
@@ -53,9 +56,9 @@ def sparse_attention(
 
 
 def _check(
-    q: Tensor,
-    k: Tensor | PagedKV,
-    v: Tensor | None,
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
     blocks: Tensor,
     seqs: Sequences | None = None,
     *,
@@ -98,10 +101,19 @@ def _many_queries(seqs: Layout, **_: Any) -> str | None:
     return f"it is meant for at most {DECODE_QUERIES} queries a sequence, got up to {seqs.longest_q}"
 
 
-def _cannot_prefill(q: Tensor, k: Any, v: Tensor | None, blocks: Tensor, **_: Any) -> str | None:
+DECODE_READS = {"q": ("plain",), "k": ("plain",)}
+PREFILL_READS = {"q": ("plain",), "k": ("plain",)}
+"""The formats that the kernels take (v has that of k): a new one is named here."""
+
+
+def _cannot_decode(q: Any, k: Any, v: Any, **_: Any) -> str | None:
+    return refusals.unless_reads(DECODE_READS, q=q, k=k) or refusals.unless_cuda_inference(q, k, v)
+
+
+def _cannot_prefill(q: Any, k: Any, v: Any, blocks: Tensor, **_: Any) -> str | None:
     if blocks.numel() >= 2**31:
         return f"it numbers the selected blocks with int32 and blocks has {blocks.numel()} of them; split the queries"
-    return refusals.unless_cuda_inference(q, k, v)
+    return refusals.unless_reads(PREFILL_READS, q=q, k=k) or refusals.unless_cuda_inference(q, k, v)
 
 
 STAGE = Stage(
@@ -111,7 +123,7 @@ STAGE = Stage(
         Implementation(
             "triton_decode",
             "openmsa.sparse_attention.triton_decode:sparse_attention",
-            lambda q, k, v, **_: refusals.unless_cuda_inference(q, k, v),
+            _cannot_decode,
             _many_queries,
         ),
         Implementation("triton_prefill", "openmsa.sparse_attention.triton_prefill:sparse_attention", _cannot_prefill),

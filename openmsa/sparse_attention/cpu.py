@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache import PagedKV
+from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.rows import Rows
+from openmsa.kv_cache.stored import out_dtype, rows_of, wide_dtype
 from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.runtime.matmul import matmul_nt
 from openmsa.types import Layout
@@ -38,9 +39,9 @@ class _Head:
 
 
 def sparse_attention(
-    q: Tensor,
-    k: Tensor | PagedKV,
-    v: Tensor | None,
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
     blocks: Tensor,
     seqs: Layout,
     block_size: int,
@@ -53,19 +54,18 @@ def sparse_attention(
     assert v_pool is not None
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = torch.empty((total_q, heads, dim), dtype=q.dtype)
+    dtype = wide_dtype(q)
+    out = torch.empty((total_q, heads, dim), dtype=out_dtype(q))
     lse = torch.empty((total_q, heads), dtype=dtype)
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
-        keys, values = (
-            Rows(pool, pages=k.page_table[b]) if isinstance(k, PagedKV) else Rows(pool, k0) for pool in (k_pool, v_pool)
-        )
+        pages = k.page_table[b] if isinstance(k, PagedKV) else None
+        keys, values = (Rows(pool, k0, pages, dtype) for pool in (k_pool, v_pool))
         last_key = (torch.arange(q1 - q0) + offset).clamp_(max=k_len - 1)
         for head in range(kv_heads):
             of_group = slice(head * group, (head + 1) * group)
             ids = blocks[q0:q1, head if blocks.shape[1] > 1 else 0].long()
             ids = ids.masked_fill(ids * block_size > last_key[:, None], -1)
-            of_head = q[q0:q1, of_group]
+            of_head = rows_of(q, slice(q0, q1), of_group, dtype=dtype)
             problem = _Head(of_head, softmax_scale, dtype, ids, last_key, keys, values, head, block_size, k_len)
             attend = _gather_keys if seqs.longest_q <= FEW_QUERIES else _gather_queries
             attend(problem, out[q0:q1, of_group], lse[q0:q1, of_group])

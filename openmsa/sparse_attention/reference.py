@@ -6,14 +6,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache import PagedKV
+from openmsa.kv_cache import PagedKV, Stored
+from openmsa.kv_cache.stored import dequantized, out_dtype, wide_dtype
 from openmsa.types import Layout
 
 
 def sparse_attention(
-    q: Tensor,
-    k: Tensor | PagedKV,
-    v: Tensor | None,
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
     blocks: Tensor,
     seqs: Layout,
     block_size: int,
@@ -21,15 +22,14 @@ def sparse_attention(
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `openmsa.sparse_attention.sparse_attention`. Holds one sequence's full logit matrix."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype, result, cu_k = wide_dtype(q), out_dtype(q), seqs.cu_seqlens_k
     if isinstance(k, PagedKV):
-        k, v, cu_k = k.gather(seqs.k_lens())
-    else:
-        cu_k = seqs.cu_seqlens_k
+        k, v, cu_k = k.gather(seqs.k_lens(), dtype)
     assert v is not None
+    q, k, v = (dequantized(x, dtype) for x in (q, k, v))
     heads, kv_heads = q.shape[1], k.shape[1]
     group = heads // kv_heads
-    outs, lses = [q.new_zeros((0, heads, q.shape[2]), dtype=dtype)], [q.new_zeros((0, heads), dtype=dtype)]
+    outs, lses = [q.new_zeros((0, heads, q.shape[2]))], [q.new_zeros((0, heads))]
     for b in range(seqs.batch):
         q0, q1 = seqs.cu_seqlens_q[b : b + 2].tolist()
         k0, k1 = cu_k[b : b + 2].tolist()
@@ -41,12 +41,12 @@ def sparse_attention(
         position = seqs.q_offset[b] + torch.arange(q1 - q0, device=q.device)
         causal = torch.arange(k1 - k0, device=q.device) <= position[:, None]  # [q_len, k_len]
         reads = (selected & causal[:, None]).repeat_interleave(group, dim=1)  # [q_len, heads, k_len]
-        keys, values = (x[k0:k1].to(dtype).repeat_interleave(group, dim=1) for x in (k, v))  # [k_len, heads, dim]
-        logits = torch.einsum("qhd,khd->qhk", q[q0:q1].to(dtype), keys) * softmax_scale
+        keys, values = (x[k0:k1].repeat_interleave(group, dim=1) for x in (k, v))  # [k_len, heads, dim]
+        logits = torch.einsum("qhd,khd->qhk", q[q0:q1], keys) * softmax_scale
         logits = logits.masked_fill(~reads, -torch.inf)
         lse = logits.logsumexp(-1)  # [q_len, heads]
         weights = (logits - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
         outs.append(torch.einsum("qhk,khd->qhd", weights, values))
         lses.append(lse)
-    out = torch.cat(outs).to(q.dtype)
+    out = torch.cat(outs).to(result)
     return (out, torch.cat(lses)) if return_lse else out
