@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-gpu lint types compile-check bench clean
+.PHONY: demo test test-gpu first-call lint types compile-check bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -22,9 +22,14 @@ demo: $(INSTALLED)
 test: $(INSTALLED) lint types compile-check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 
-# On a machine with a GPU, with the python that holds torch and triton: make test-gpu PYTHON=python3
+# On a machine with a GPU, with the python that holds torch and triton: make test-gpu PYTHON=python3 [OPTIONS='-n 14']
+# The contract suite on CUDA tensors, graphs and streams, and compute-sanitizer over every kernel (tests/gpu).
 test-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(OPTIONS)
+
+# How long the first call of each operation takes, compiling and from Triton's cache.
+first-call:
+	PYTHONPATH=. $(PYTHON) scripts/first_call.py $(OPTIONS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check -q .

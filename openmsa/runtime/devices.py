@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from openmsa.runtime import compiler_key
+
 
 @dataclass(frozen=True)
 class Device:
@@ -43,6 +45,7 @@ def facts(device: torch.device) -> Device:
 
 @functools.cache
 def _read(index: int) -> Device:
+    compiler_key.remember()  # whoever asks is about to launch
     properties = torch.cuda.get_device_properties(index)
     major, minor = properties.major, properties.minor
     arch = {8: 80, 9: 90, 10: 100, 11: 100}.get(major, 120)

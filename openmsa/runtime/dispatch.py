@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from openmsa.runtime import compiler_key
+
 Refusal = Callable[..., "str | None"]
 
 
@@ -33,6 +35,8 @@ class Implementation:
     def load(self) -> Callable[..., Any]:
         """The function itself."""
         module, _, function = self.path.partition(":")
+        if ".triton_" in module:
+            compiler_key.remember()
         return getattr(importlib.import_module(module), function)
 
 

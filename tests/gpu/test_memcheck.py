@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: MIT
+"""compute-sanitizer finds no access out of bounds in any kernel, and would have found one."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TOOL = shutil.which("compute-sanitizer")
+SUMMARY = "ERROR SUMMARY:"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="compute-sanitizer needs an NVIDIA GPU"),
+    pytest.mark.skipif(TOOL is None, reason="compute-sanitizer is not on the PATH: install NVIDIA's CUDA toolkit"),
+]
+
+
+def memcheck(*arguments):
+    """What the tool and `tests.gpu.every_kernel` print under it. Each tensor has an allocation of its own, so that its end is
+    known to the tool."""
+    command = [TOOL, "--tool", "memcheck", sys.executable, "-m", "tests.gpu.every_kernel", *arguments]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
+    return done.stdout + done.stderr
+
+
+def launched(printed):
+    lines = [line for line in printed.splitlines() if line.startswith("launched:")]
+    assert len(lines) == 1, printed[-3000:]
+    return set(lines[0].split()[1:])
+
+
+def test_every_kernel_stays_in_bounds():
+    from openmsa.runtime.variants import declared
+
+    printed = memcheck()
+    print(printed)
+    assert f"{SUMMARY} 0 errors" in printed, printed[-6000:]
+    arch = torch.cuda.get_device_capability()[0] * 10
+    kernels = {variant.fn.__name__ for _, variant in declared(arch)}
+    assert kernels <= launched(printed), f"not launched: {kernels - launched(printed)}"
+
+
+def test_an_access_out_of_bounds_is_reported():
+    printed = memcheck("fault")
+    assert SUMMARY in printed, printed[-3000:]
+    assert f"{SUMMARY} 0 errors" not in printed
+    assert "Invalid __global__ write" in printed
