@@ -44,6 +44,7 @@ class Peer:
     def __init__(self, x: Inputs, folder: Path) -> None:
         self.kernels, self.x, self.w, pages = _load(folder), x, x.workload, x.pages()
         assert pages.pool is not None
+        assert isinstance(pages.index.keys, Tensor)
         self.pool, self.index = pages.pool, pages.index.keys[:, 0]  # [num_pages, 128, index_dim]
         self.table, self.lens = pages.kv.page_table, pages.kv.seq_lens
         self.out = torch.empty_like(x.q)

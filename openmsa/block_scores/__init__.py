@@ -55,7 +55,7 @@ def _check(
     check_rows("index_q", index_q, "[total_q, index_heads, index_dim]", QUERY_FORMATS)
     checks.head_dim("index_dim", index_q.shape[2])
     checks.integer("block_size", block_size, 16, 256)
-    index_k = _scored(index_k)
+    index_k = exact_keys(index_k)
     if isinstance(index_k, PagedIndexKeys):
         key_heads, keys = index_k.num_heads, index_k.keys
         check_alike("index_k.keys", keys, "index_q", index_q)
@@ -74,8 +74,8 @@ def _check(
     return {"index_q": index_q, "index_k": index_k, "seqs": packed, "block_size": block_size}
 
 
-def _scored(index_k: Tensor | Stored | PagedIndexKeys) -> Tensor | Stored | PagedIndexKeys:
-    """The keys that scores are computed from."""
+def exact_keys(index_k: Tensor | Stored | PagedIndexKeys) -> Tensor | Stored | PagedIndexKeys:
+    """The keys that scores are computed from: of `CertifiedKeys` the exact ones."""
     if isinstance(index_k, CertifiedKeys):
         return index_k.exact
     if isinstance(index_k, PagedIndexKeys) and isinstance(index_k.keys, CertifiedKeys):

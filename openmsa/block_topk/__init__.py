@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
+from openmsa.block_topk.certified import STAGE as CERTIFIED_STAGE
+from openmsa.block_topk.certified import check_certified
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime import checks, refusals
 from openmsa.runtime.dispatch import Implementation, Stage
@@ -24,6 +26,8 @@ def select_blocks(
     block_size: int = 128,
     init_blocks: int = 0,
     local_blocks: int = 1,
+    certified: bool = False,
+    rescored: Tensor | None = None,
     impl: str = "auto",
     check: bool = False,
 ) -> Tensor:
@@ -34,6 +38,9 @@ def select_blocks(
     init_blocks:   this many first blocks are always selected,
     local_blocks:  and this many last visible blocks, the query's own block among them; both inside the k
                    (init_blocks + local_blocks <= topk).
+    certified:     the same selection, bit for bit, for fewer bytes: index_k are `CertifiedKeys` (or pages of them), of which
+                   the int8 half bounds every score rigorously and only blocks that the bounds leave open are read exactly.
+    rescored:      int32 ``[total_q, index_heads]``, receives how many blocks were scored exactly; only with `certified`.
 
     Returns int32 ``[total_q, index_heads, topk]``: block ids counted from the start of the query's sequence, ascending, then
     -1. Ties go to the lower id; the result is the same in every run. NaN counts as lowest: a block whose score is NaN or -inf
@@ -46,7 +53,15 @@ def select_blocks(
     arguments = _check(
         index_q, index_k, topk, seqs, block_size=block_size, init_blocks=init_blocks, local_blocks=local_blocks, check=check
     )
-    return STAGE.run(impl, arguments)
+    if not certified:
+        if rescored is not None:
+            raise ValueError("rescored must be None unless certified is True, got a tensor")
+        blocks: Tensor = STAGE.run(impl, arguments)
+        return blocks
+    blocks, count = CERTIFIED_STAGE.run(impl, check_certified(arguments, index_k, rescored))
+    if rescored is not None:
+        rescored.copy_(count)
+    return blocks
 
 
 def select_blocks_from_scores(

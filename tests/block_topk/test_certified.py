@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: MIT
+"""Certified selection equals the exact one bit for bit, on every input, and reads little on ordinary ones."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from openmsa import CertifiedKeys, Int8, PagedIndexKeys, Sequences, explain, select_blocks
+from tests.contract import DEVICES
+
+INF, NAN = math.inf, math.nan
+
+
+def keys_of(kind, n, heads, dim):
+    """Index keys [n, heads, dim] that make the selection hard in one way."""
+    k = torch.randn(n, heads, dim)
+    if kind == "repeated":
+        return k[torch.arange(n) % 7]
+    if kind == "nearly equal":
+        return k[:1] + 1e-3 * k
+    if kind == "huge norms":
+        return k * torch.exp(8 * torch.randn(n, 1, 1))
+    if kind == "tiny norms":
+        return k * 1e-38
+    if kind == "zero":
+        return torch.zeros_like(k)
+    if kind == "inf and nan":
+        k[torch.rand(n) < 0.02, :, 0] = INF
+        k[torch.rand(n) < 0.02, :, -1] = NAN
+        k[torch.rand(n) < 0.02] = -INF
+    if kind == "one direction":  # int8 keeps its sign only
+        k[..., 1:] *= 1e-4
+    return k
+
+
+KINDS = ("random", "repeated", "nearly equal", "huge norms", "tiny norms", "zero", "inf and nan", "one direction")
+SHAPES = (  # q_lens, k_lens, index heads, key heads, dim, block size, topk, init, local, page size
+    ((1,), (5000,), 4, 1, 128, 128, 8, 0, 1, 128),
+    ((1, 1, 1), (900, 0, 3000), 4, 1, 128, 128, 16, 0, 1, 64),
+    ((3, 2), (700, 1500), 4, 2, 64, 32, 5, 1, 2, 16),
+    ((40, 0, 7), (333, 20, 800), 2, 1, 80, 48, 6, 0, 0, 32),
+    ((2,), (4000,), 1, 1, 64, 256, 3, 1, 2, 256),
+)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("kind", "shape"), list(itertools.product(KINDS, SHAPES)))
+def test_it_is_the_exact_selection(kind, shape, dtype, device):
+    q_lens, k_lens, heads, key_heads, dim, block_size, topk, init, local, page_size = shape
+    index_k = keys_of(kind, sum(k_lens), key_heads, dim).to(dtype).to(device)
+    index_q = torch.randn(sum(q_lens), heads, dim).to(dtype).to(device)
+    if kind == "inf and nan":
+        index_q[0, 0, 0], index_q[-1, -1, 1] = NAN, INF
+    seqs = Sequences.from_lengths(list(q_lens), list(k_lens), device)
+    options = {"block_size": block_size, "init_blocks": init, "local_blocks": local}
+    for pages in (False, True):
+        exact = paged_keys(index_k, seqs, page_size) if pages else index_k
+        both = certified(exact)
+        if explain(select_blocks, index_q, both, topk, seqs, certified=True, **options).chosen is None:
+            pytest.skip("no kernel for this dtype")
+        rescored = torch.full((sum(q_lens), heads), -7, dtype=torch.int32, device=device)
+        blocks = select_blocks(index_q, both, topk, seqs, certified=True, rescored=rescored, **options)
+        assert torch.equal(blocks, select_blocks(index_q, exact, topk, seqs, **options))
+        assert bool((rescored >= 0).all())
+        assert int(rescored.max()) <= -(-max(k_lens) // block_size)
+
+
+def paged_keys(index_k, seqs, page_size):
+    """In shuffled pages, NaN where no key lives."""
+    lens, starts = seqs.cu_seqlens_k.diff().int(), seqs.cu_seqlens_k.tolist()
+    counts = [-(-n // page_size) for n in lens.tolist()]
+    free = torch.randperm(sum(counts) + 1).tolist()
+    pool = index_k.new_full((len(free), index_k.shape[1], page_size, index_k.shape[2]), NAN)
+    table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
+    for b, count in enumerate(counts):
+        for i in range(count):
+            table[b, i] = free.pop()
+            rows = index_k[starts[b] + i * page_size : min(starts[b] + (i + 1) * page_size, starts[b + 1])]
+            pool[int(table[b, i]), :, : rows.shape[0]] = rows.transpose(0, 1)
+    return PagedIndexKeys(pool, table.to(pool.device), lens)
+
+
+def certified(index_k):
+    if isinstance(index_k, PagedIndexKeys):
+        return PagedIndexKeys(CertifiedKeys.quantize(index_k.keys), index_k.page_table, index_k.seq_lens)
+    return CertifiedKeys.quantize(index_k)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_few_blocks_are_rescored_on_ordinary_keys(device):
+    """Of 256 blocks the bounds settle all but those near the last place."""
+    torch.manual_seed(0)
+    keys = CertifiedKeys.quantize(torch.randn(256 * 64, 1, 128, dtype=torch.bfloat16, device=device))
+    index_q = torch.randn(1, 4, 128, dtype=torch.bfloat16, device=device)
+    rescored = torch.empty(1, 4, dtype=torch.int32, device=device)
+    select_blocks(index_q, keys, 16, block_size=64, certified=True, rescored=rescored)
+    assert 0 < float(rescored.float().mean()) < 64
+
+
+def test_wrong_bounds_would_show():
+    """With errors that claim to be 0 the coarse keys decide, and decide otherwise: the bounds are what makes it exact."""
+    torch.manual_seed(0)
+    k, index_q = torch.randn(256 * 64, 1, 64), torch.randn(8, 4, 64)
+    coarse = Int8.quantize(k)
+    lying = CertifiedKeys(Int8(coarse.data, coarse.scale, torch.zeros_like(coarse.error)), k)
+    exact = select_blocks(index_q, k, 16, block_size=64)
+    assert not torch.equal(select_blocks(index_q, lying, 16, block_size=64, certified=True), exact)
+
+
+def test_arguments_are_checked():
+    k, index_q = torch.randn(300, 1, 64), torch.randn(2, 4, 64)
+    keys = CertifiedKeys.quantize(k)
+    with pytest.raises(ValueError, match=r"index_k must be CertifiedKeys .* for certified=True, got Tensor"):
+        select_blocks(index_q, k, certified=True)
+    with pytest.raises(ValueError, match="rescored must be None unless certified is True"):
+        select_blocks(index_q, keys, rescored=torch.zeros(2, 4, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"rescored.shape\[1\] must be 4"):
+        select_blocks(index_q, keys, certified=True, rescored=torch.zeros(2, 3, dtype=torch.int32))
