@@ -15,7 +15,7 @@ if importlib.util.find_spec("triton") is not None and not torch.cuda.is_availabl
 
 def _widen_bfloat16() -> None:
     """The interpreter keeps bfloat16 as raw 16-bit integers and its arithmetic works on those bits. Computes in float32 and
-    rounds the result back, as the hardware does."""
+    rounds the result back, as the hardware does. Its conversions of bfloat16 and float8 are replaced by PyTorch's."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -52,6 +52,30 @@ def _widen_bfloat16() -> None:
     for name in ("OLT", "OLE", "OGT", "OGE", "OEQ", "ONE", "ULT", "ULE", "UGT", "UGE", "UEQ", "UNE"):
         patched(f"create_fcmp{name}", keep=False)
     patched("create_dot", keep=False)  # the accumulator is float32
+
+    cast, convert = InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp
+
+    def cast_impl(self: object, source: TensorHandle, to: tl.dtype) -> TensorHandle:
+        """Its own cuts bits off and loses subnormal numbers."""
+        if is_bf16(source):
+            wide = widen(source)
+            return wide if to.scalar == tl.float32 else cast(self, wide, to)
+        if to.scalar == tl.bfloat16:
+            return narrow(cast(self, source, tl.float32))
+        return cast(self, source, to)
+
+    def create_fp_to_fp(self: object, source: TensorHandle, to: tl.dtype, rounding: object) -> TensorHandle:
+        """Its own rounds ties up and knows no NaN; these round as PyTorch and saturate as the hardware does."""
+        if source.dtype.scalar == tl.float8e4nv:
+            numbers = torch.from_numpy(source.data.view(np.uint8).copy()).view(torch.float8_e4m3fn).float().numpy()
+            wide = TensorHandle(numbers, tl.float32)
+            return wide if to.scalar == tl.float32 else cast_impl(self, wide, to)
+        if to.scalar == tl.float8e4nv:
+            numbers = torch.from_numpy(cast_impl(self, source, tl.float32).data.copy()).clamp(-448, 448)
+            return TensorHandle(numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), tl.float8e4nv)
+        return convert(self, source, to, rounding)
+
+    InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp = cast_impl, create_fp_to_fp
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
