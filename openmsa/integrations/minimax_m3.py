@@ -104,7 +104,7 @@ def _filled_with_mean(out: Tensor, empty: Tensor, value: Tensor) -> Tensor:
 def _attend_around_padding(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, seqs: Sequences, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """out and lse. Blocks without padding in one call; each run of real keys in the other blocks as a sequence of its own; merged.
+    """out and lse. Blocks without padding in one call; each run of real keys in the other blocks as its own sequence; merged.
 
     Left padding costs one call more, right padding none: what follows a row's last real token is seen by no real query.
     """
