@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache import plain
 from openmsa.kv_cache.int8 import Int8
-from openmsa.kv_cache.stored import Stored
+from openmsa.kv_cache.stored import Stored, part
+
+EXACT = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,7 @@ class CertifiedKeys(Stored):
     """The same index keys in two precisions.
 
     coarse:  `Int8` of the exact keys as they are stored.
-    exact:   float32, float16, bfloat16 or float64 of the same shape, any strides.
+    exact:   float32, float16 or bfloat16 of the same shape, any strides.
 
     Its numbers, and the scores that any stage computes, are those of the exact keys. `write` fills both, the coarse keys from
     the values as `exact` rounded them.
@@ -35,16 +36,10 @@ class CertifiedKeys(Stored):
     def __post_init__(self) -> None:
         if not isinstance(self.coarse, Int8):
             raise TypeError(f"CertifiedKeys.coarse must be an openmsa.Int8, got {type(self.coarse).__name__}")
-        if not isinstance(self.exact, Tensor) or self.exact.dtype not in plain.DTYPES:
-            got = self.exact.dtype if isinstance(self.exact, Tensor) else type(self.exact).__name__
-            raise TypeError(f"CertifiedKeys.exact must be a torch.Tensor of {' or '.join(map(str, plain.DTYPES))}, got {got}")
+        part("CertifiedKeys.exact", self.exact, self.coarse.data, EXACT)
         if self.exact.shape != self.coarse.shape:
             raise ValueError(
                 f"CertifiedKeys.exact must have the shape of coarse {tuple(self.coarse.shape)}, got {tuple(self.exact.shape)}"
-            )
-        if self.exact.device != self.coarse.device:
-            raise ValueError(
-                f"CertifiedKeys.exact must be on the device of coarse ({self.coarse.device}), got {self.exact.device}"
             )
 
     @property
@@ -68,6 +63,6 @@ class CertifiedKeys(Stored):
         return self.exact[index].to(dtype)
 
     def write(self, index: tuple[Any, ...], values: Tensor) -> None:
-        rounded = plain.quantize(values.detach(), self.exact.dtype)
+        rounded = values.detach().to(self.exact.dtype)
         self.exact[index] = rounded
         self.coarse.write(index, rounded)

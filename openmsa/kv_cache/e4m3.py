@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.stored import Stored, part, scalar
+from openmsa.kv_cache.stored import Stored, divided, part, scalar
 
 LARGEST = 448.0
 NAN_CODE = 0x7F
@@ -134,4 +134,4 @@ def _amax_scale(values: Tensor, per: str) -> Tensor:
         raise ValueError(f"per must be 'tensor', 'head' or, for a pool of 4 dimensions, 'page', got {per!r}")
     kept = {"tensor": (), "head": (1,), "page": (0, 1)}[per]
     amax = finite_amax(values.detach(), tuple(d for d in range(values.dim()) if d not in kept))
-    return torch.where(amax > 0, amax / LARGEST, 1.0)
+    return torch.where(amax > 0, divided(amax, LARGEST), 1.0)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.stored import Stored, part
+from openmsa.kv_cache.stored import Stored, divided, part
 
 LARGEST = 2.0**127
 """Magnitudes above it (infinities too) count as it, so that code times scale is finite."""
@@ -31,13 +31,13 @@ def encode(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     has_nan, magnitude = values.isnan().any(-1), values.abs()
     past = (magnitude > LARGEST).any(-1)
     amax = torch.where(has_nan, 0.0, magnitude.amax(-1)).clamp(max=LARGEST)
-    scale = amax / 127
+    scale = divided(amax, 127.0)
     ratio = values.clamp(-LARGEST, LARGEST) / scale[..., None]
     ratio = torch.where((scale > 0)[..., None], ratio, 0.0)
     code = ratio.round().clamp_(-127, 127)
     units = ((ratio - code).abs() * 2.0**FRACTION_BITS).floor().long() + 3
-    norm = units.square().sum(-1).float().sqrt() * 2.0**-FRACTION_BITS
-    error = norm * scale * MARGIN + TINY
+    norm = units.square().sum(-1).float().double().sqrt().float()  # the CPU's float32 root is not correctly rounded
+    error = (norm * 2.0**-FRACTION_BITS * scale * MARGIN).clamp(min=TINY)
     error = torch.where(scale > 0, error, torch.where(amax > 0, TINY, 0.0))  # scale 0: below 2**-142 in every element
     error = torch.where(past, torch.inf, error)
     scale, error = torch.where(has_nan, torch.nan, scale), torch.where(has_nan, 0.0, error)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import e4m3
-from openmsa.kv_cache.stored import Stored, index_of, part, scalar
+from openmsa.kv_cache.stored import Stored, divided, index_of, part, scalar
 
 GROUP = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -132,7 +132,7 @@ class NVFP4(Stored):
         where that is 0."""
         if global_scale is None:
             amax = e4m3.finite_amax(values.detach(), tuple(range(values.dim())))
-            global_scale = torch.where(amax > 0, amax / (LARGEST * e4m3.LARGEST), 1.0)
+            global_scale = torch.where(amax > 0, divided(amax, LARGEST * e4m3.LARGEST), 1.0)
         stored = cls.allocate(tuple(values.shape), values.device, global_scale, layout)
         stored.write((), values)
         return stored
@@ -174,7 +174,7 @@ class NVFP4(Stored):
         groups = values.detach().float().unflatten(-1, (-1, GROUP))
         has_nan = groups.isnan().any(-1)
         amax = torch.where(has_nan, 0.0, groups.abs().amax(-1))
-        whole = 1.0 if self.global_scale is None else self.global_scale
+        whole = amax.new_ones(()) if self.global_scale is None else self.global_scale
         codes = e4m3.encode(amax / (whole * LARGEST))
         unit = (codes.float() * whole)[..., None]
         ratio = torch.where((unit > 0) & ~has_nan[..., None], groups / unit, 0.0)

@@ -58,7 +58,12 @@ class PagedKV(Paged):
 
         k, v: ``[total_new, num_kv_heads, head_dim]``, any float dtype, rounded to the cache's format. cu_seqlens: int32
         ``[batch + 1]``, the packed tokens of each sequence; None: the same number for each. The pages must be in the table
-        already. On an error the cache is unchanged. check: also refuse NaN. On a GPU the checks sync with the host.
+        already. On an error the cache is unchanged.
+
+        check: on a CPU, also refuse NaN. On a GPU only then are values read, which waits for the device. Without it nothing is
+        read on the host and nothing allocated, so that a CUDA graph can hold the call: a token at or past the end of
+        `cu_seqlens`, past the page table's capacity or on a page outside the pool is not written, `seq_lens` stops at the
+        capacity, and of tokens that share a place any one stays. (Without triton installed, checks and writes wait.)
         """
         self._append({"k": k, "v": v}, cu_seqlens, check)
 

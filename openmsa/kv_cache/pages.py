@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -135,6 +136,37 @@ class Paged:
         return [rows_of(pool, *index, dtype=dtype) for pool in self.pools().values()], cu  # [total, heads, dim]
 
     def _append(self, new: dict[str, Tensor], cu_seqlens: Tensor | None, check: bool) -> None:
+        total = self._check_new(new, check)
+        on_gpu = self.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        if cu_seqlens is None:
+            if self.batch == 0 or total % self.batch:
+                raise ValueError(
+                    f"{next(iter(new))}.shape[0] must be a multiple of the batch ({self.batch}) when cu_seqlens is None, "
+                    f"got {total}"
+                )
+        else:
+            read = "the number of new tokens" if check or not on_gpu else ""
+            cu_seqlens = starts("cu_seqlens", cu_seqlens, self.device, total, read)
+            if cu_seqlens.numel() - 1 != self.batch:
+                raise ValueError(f"cu_seqlens must have batch + 1 entries ({self.batch + 1}), got {cu_seqlens.numel()}")
+        if check or not on_gpu:
+            sequence, position, lens = self._places(total, cu_seqlens)
+        if on_gpu:
+            from openmsa.kv_cache import triton_append
+
+            triton_append.append(self.pools(), new, self.page_table, self.seq_lens, cu_seqlens)
+            return
+        slot = self.slots(sequence, position)
+        for name, rows in new.items():
+            pool, index = self.pools()[name], (slot // self.page_size, slice(None), slot % self.page_size)
+            if isinstance(pool, Stored):
+                pool.write(index, rows)
+            else:
+                pool[index] = plain.quantize(rows, pool.dtype)
+        self.seq_lens.copy_(lens)
+
+    def _check_new(self, new: dict[str, Tensor], check: bool) -> int:
+        """The number of new tokens."""
         first_name, first = next(iter(new.items()))
         for name, rows in new.items():
             checks.tensor(name, rows, "[total_new, heads, dim]")
@@ -145,20 +177,17 @@ class Paged:
                 raise ValueError(f"{name} must be on the device of the cache ({self.device}), got {rows.device}")
             if check:
                 check_values(name, rows)
-        total = first.shape[0]
+        return first.shape[0]
+
+    def _places(self, total: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Sequence and position of each new token, int64 ``[total]``, and the lengths with them; raises unless each has a place
+        of its own. Reads tensors."""
         if cu_seqlens is None:
-            if self.batch == 0 or total % self.batch:
-                raise ValueError(
-                    f"{first_name}.shape[0] must be a multiple of the batch ({self.batch}) when cu_seqlens is None, got {total}"
-                )
             cu_seqlens = torch.arange(self.batch + 1, device=self.device, dtype=torch.int32) * (total // self.batch)
-        added = starts("cu_seqlens", cu_seqlens, self.device, total, "the number of new tokens")
-        if added.numel() - 1 != self.batch:
-            raise ValueError(f"cu_seqlens must have batch + 1 entries ({self.batch + 1}), got {added.numel()}")
-        lens = self.seq_lens + added.diff()
+        lens = self.seq_lens + cu_seqlens.diff()
         token = torch.arange(total, device=self.device)
-        sequence = torch.searchsorted(added[1:], token.int(), right=True)
-        position = token - added[sequence] + self.seq_lens[sequence]
+        sequence = torch.searchsorted(cu_seqlens[1:], token.int(), right=True)
+        position = token - cu_seqlens[sequence] + self.seq_lens[sequence]
         full = (lens > self.capacity).nonzero().flatten()
         if full.numel():
             b = int(full[0])
@@ -168,11 +197,4 @@ class Paged:
             )
         self._check_pages(lens)
         check_private(self.page_table, self.seq_lens, sequence, position, self.page_size)
-        slot = self.slots(sequence, position)
-        for name, rows in new.items():
-            pool, index = self.pools()[name], (slot // self.page_size, slice(None), slot % self.page_size)
-            if isinstance(pool, Stored):
-                pool.write(index, rows)
-            else:
-                pool[index] = plain.quantize(rows, pool.dtype)
-        self.seq_lens.copy_(lens)
+        return sequence, position, lens

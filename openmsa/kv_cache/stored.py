@@ -165,6 +165,11 @@ def scalar(name: str, value: Tensor | float, of: Tensor) -> Tensor:
     return tensor.reshape(())
 
 
+def divided(x: Tensor, by: float) -> Tensor:
+    """x / by, correctly rounded: for a number of Python, PyTorch multiplies by its reciprocal on a GPU."""
+    return x / torch.full_like(x, by)
+
+
 def index_of(shape: tuple[int, ...], index: tuple[Any, ...], device: torch.device) -> Tensor:
     """Row numbers, int64, of ``self[index]`` when the leading dimensions `shape` are counted in C order. Costs no memory for
     rows outside the index."""
