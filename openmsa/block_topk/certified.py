@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
-from openmsa.block_scores import exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
 from openmsa.runtime import checks, refusals
 from openmsa.runtime.dispatch import Implementation, Stage
@@ -30,15 +29,6 @@ def check_certified(selection: dict[str, Any], index_k: Any, rescored: Tensor | 
     return selection | {"index_k": index_k}
 
 
-def reference(index_q: Any, index_k: Any, **selection: Any) -> tuple[Tensor, Tensor]:
-    """The specification: the selection by the exact keys, every visible block of which is scored."""
-    from openmsa.block_topk import reference as plain
-
-    blocks = plain.select_blocks(index_q, exact_keys(index_k), **selection)
-    visible = selection["seqs"].visible_blocks(index_q.shape[0], selection["block_size"])
-    return blocks, visible[:, None].expand(-1, index_q.shape[1]).clone()
-
-
 STAGE = Stage(
     "select_blocks(certified=True)",
     SCORING.check,
@@ -50,7 +40,7 @@ STAGE = Stage(
         ),
         Implementation(
             "reference",
-            "openmsa.block_topk.certified:reference",
+            "openmsa.block_topk.reference:select_certified",
             lambda **_: None,
             lambda index_q, **_: refusals.on_gpu_by_name_only(index_q),
         ),
