@@ -59,6 +59,9 @@ class CertifiedKeys(Stored):
         exact = values.detach() if dtype is None else values.detach().to(dtype)
         return cls(Int8.quantize(exact), exact)
 
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.exact.to(dtype)
+
     def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.exact[index].to(dtype)
 

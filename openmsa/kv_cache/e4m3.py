@@ -88,7 +88,7 @@ class E4M3(Stored):
                 raise ValueError(f"per must be None when scale is given, got {per!r}")
             scale = _amax_scale(values, per)
         stored = cls.allocate(tuple(values.shape), values.device, scale)
-        stored.write((), values)
+        stored.fill(values)
         return stored
 
     @property

@@ -76,7 +76,9 @@ class Int8(Stored):
     @classmethod
     def quantize(cls, values: Tensor) -> Int8:
         """Keys ``[..., dim]``, converted to float32 first."""
-        return cls(*encode(values.detach().float()))
+        stored = cls.allocate(tuple(values.shape), values.device)
+        stored.fill(values)
+        return stored
 
     def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -65,7 +65,7 @@ class MXFP4(Stored):
     def quantize(cls, values: Tensor) -> MXFP4:
         """Keys ``[..., dim]``, converted to float32 first."""
         stored = cls.allocate(tuple(values.shape), values.device)
-        stored.write((), values)
+        stored.fill(values)
         return stored
 
     def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -134,7 +134,7 @@ class NVFP4(Stored):
             amax = e4m3.finite_amax(values.detach(), tuple(range(values.dim())))
             global_scale = torch.where(amax > 0, divided(amax, LARGEST * e4m3.LARGEST), 1.0)
         stored = cls.allocate(tuple(values.shape), values.device, global_scale, layout)
-        stored.write((), values)
+        stored.fill(values)
         return stored
 
     def in_layout(self, layout: str) -> NVFP4:

@@ -7,6 +7,7 @@ format "plain"; the functions below take either.
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -76,8 +77,24 @@ class Stored(ABC):
         page stay; those of a row or a group are computed from the values."""
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """All rows as numbers."""
+        """All rows as numbers. On a GPU by one kernel, except to float64."""
+        if self._in_triton() and dtype != torch.float64:
+            from openmsa.kv_cache import triton_dequantize
+
+            return triton_dequantize.dequantize(self, dtype)
         return self.rows(dtype=dtype)
+
+    def fill(self, values: Tensor) -> None:
+        """``write((), values)``; on a GPU by one kernel."""
+        if self._in_triton():
+            from openmsa.kv_cache import triton_append
+
+            triton_append.quantize_into(self, values)
+        else:
+            self.write((), values)
+
+    def _in_triton(self) -> bool:
+        return self.device.type == "cuda" and self.dim() in (3, 4) and importlib.util.find_spec("triton") is not None
 
     @classmethod
     @abstractmethod

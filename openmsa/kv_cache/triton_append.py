@@ -80,25 +80,26 @@ def _write(pool: Tensor | Stored, new: Tensor, place: dict[str, Any], round_to: 
     write_kernel[(triton.cdiv(place["total"] * heads, rows),)](
         new,
         **dict(zip(("s_new_p", "s_new_t", "s_new_h", "s_new_d"), s_new, strict=True)),
-        **_tensors(pool),
+        **tensors_of(pool),
         **place,
         heads=heads,
         num_pages=pages,
         page_size=page_size,
         ROUND=round_to,
         ROWS=rows,
-        **_constexprs(format_of(pool), getattr(pool, "layout", "linear"), dim),
+        **constexprs_of(format_of(pool), getattr(pool, "layout", "linear"), dim),
         num_warps=2,
     )
 
 
-def _constexprs(stored: str, layout: str, dim: int) -> dict[str, Any]:
+def constexprs_of(stored: str, layout: str, dim: int) -> dict[str, Any]:
+    """The constexprs that a format decides."""
     swizzled = stored == "nvfp4" and layout == "128x4"
     padded = triton.next_power_of_2(dim)
     return {"FORMAT": FORMAT_IDS[stored], "SWIZZLED": swizzled, "DIM": dim, "PADDED": padded, "GROUP": GROUPS.get(stored, 1)}
 
 
-def _tensors(pool: Tensor | Stored) -> dict[str, Any]:
+def tensors_of(pool: Tensor | Stored) -> dict[str, Any]:
     """The kernel's pointers into a pool, and their strides from page to page, head, row and element or group."""
     data = pool.data if isinstance(pool, Stored) else pool
     parts = {name: getattr(pool, name, None) for name in ("scale", "error", "global_scale")} if isinstance(pool, Stored) else {}
@@ -127,7 +128,7 @@ def _strides(rows: Tensor) -> tuple[int, int, int]:
 def compile_variants(arch: int) -> Iterator[Variant]:
     """Every format at the head dim of the models, from bfloat16, see `openmsa.runtime.variants`."""
     for stored, layout in [(name, "linear") for name in FORMAT_IDS] + [("nvfp4", "128x4")]:
-        constexprs = {**_constexprs(stored, layout, 128), "ROUND": None, "ROWS": ELEMENTS // 128, "s_new_d": 1, "s_data_d": 1}
+        constexprs = {**constexprs_of(stored, layout, 128), "ROUND": None, "ROWS": ELEMENTS // 128, "s_new_d": 1, "s_data_d": 1}
         data = {"plain": "*bf16", "int8": "*i8"}.get(stored, "*u8")
         arguments = {"new": "*bf16", "data": data, "page_table": "*i32", "seq_lens": "*i32", "cu_seqlens": "*i32"}
         arguments |= dict.fromkeys(COUNTS, "i32")

@@ -62,6 +62,18 @@ def locate(
 
 
 @triton.jit
+def group_offsets(page, head, row, heads, page_size, o_scale, o_group, s_scale_g, SWIZZLED: tl.constexpr, GROUPS: tl.constexpr):
+    """Where the scales of groups lie, int64 [rows, groups]: from the row's linear offset, or in the 128x4 layout."""
+    if SWIZZLED:
+        place = ((page * heads + head) * page_size + row)[:, None]
+        tile = place // 128 * ((GROUPS + 3) // 4) + o_group // 4
+        offsets = tile * 512 + place % 32 * 16 + place % 128 // 32 * 4 + o_group % 4
+    else:
+        offsets = o_scale[:, None] + o_group * s_scale_g
+    return offsets
+
+
+@triton.jit
 def scale_of_group(bits, FORMAT: tl.constexpr, whole):
     """Scale code (uint8), its number times the whole tensor's scale, and whether the group has a NaN, from the largest
     magnitude's bits."""
@@ -196,13 +208,9 @@ def write_kernel(
         low = e2m1_code(tl.where(m_some, tl.div_rn(low, unit), 0.0))
         high = e2m1_code(tl.where(m_some, tl.div_rn(high, unit), 0.0))
         tl.store(p_data[:, None, None] + o_pair.to(tl.int64) * s_data_d, low | (high << 4), mask=m_new)
-        if SWIZZLED:
-            place = ((page * heads + head) * page_size + row)[:, None]
-            tile = place // 128 * ((DIM // GROUP + 3) // 4) + o_group // 4
-            offset = tile * 512 + place % 32 * 16 + place % 128 // 32 * 4 + o_group % 4
-        else:
-            offset = (page * s_scale_p + head * s_scale_h + row * s_scale_t)[:, None] + o_group * s_scale_g
-        tl.store(scale + offset, code, mask=m_group)
+        o_scale = page * s_scale_p + head * s_scale_h + row * s_scale_t
+        offsets = group_offsets(page, head, row, heads, page_size, o_scale, o_group, s_scale_g, SWIZZLED, DIM // GROUP)
+        tl.store(scale + offsets, code, mask=m_group)
 
 
 @triton.jit(do_not_specialize=["batch", "each", "capacity"])
