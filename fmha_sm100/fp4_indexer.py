@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: MIT
+"""Block scores from FP4 index queries and paged FP4 index keys, under the public names, over `openmsa.block_scores`.
+
+Scales come in two layouts. "public": beside their rows. "preordered_mma": 128x4 tiles (see `openmsa.NVFP4`) as a contiguous
+tensor ``[L, ceil(mn / 128), ceil(groups / 4), 32, 4, 4]`` indexed by (matrix, row // 128, group // 4, row % 32,
+row % 128 // 32, group % 4); a matrix is one head of the queries (mn = total_q) or one head of a page of the keys (mn =
+page_size).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fmha_sm100 import operands
+from fmha_sm100.k2q_rows import checked_starts, longest
+from openmsa import MXFP4, NVFP4, PagedIndexKeys, Sequences, block_scores
+from openmsa.kv_cache import mxfp4, nvfp4
+from openmsa.runtime import checks
+
+BLOCK = 128
+PACKED = tuple(d for d in (torch.uint8, torch.int8, getattr(torch, "float4_e2m1fn_x2", None)) if d is not None)
+LAYOUTS = ("preordered_mma", "public")
+Shape6 = tuple[int, int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class _Format:
+    group: int
+    dtype: torch.dtype  # of scales; uint8 is taken as their bytes
+
+
+_FORMATS = {
+    "mxfp4": _Format(mxfp4.GROUP, torch.float8_e8m0fnu),
+    "nvfp4": _Format(nvfp4.GROUP, torch.float8_e4m3fn),
+}
+
+
+def fp4_indexer_block_scores(
+    q_fp4: Tensor,
+    k_fp4: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    cu_page_offsets: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    kv_indices: Tensor,
+    fp4_format: str,
+    causal: bool = False,
+    qo_offset: Tensor | int | None = None,
+    scale_layout: str = "preordered_mma",
+) -> Tensor:
+    """Maximum raw dot product of each index query with the visible keys of each block of 128.
+
+    q_fp4:            ``[total_q, num_q_heads, dim // 2]``, two E2M1 codes a byte, low nibble first (uint8, int8 or
+                      float4_e2m1fn_x2); any strides.
+    k_fp4:            the same, a pool ``[num_pages, num_k_heads, page_size, dim // 2]``; any strides. num_k_heads divides
+                      num_q_heads.
+    q_scale, k_scale: as `scale_layout` says. "public": ``[total_q, num_q_heads, groups]`` and ``[num_pages, num_k_heads,
+                      page_size, groups]``; "preordered_mma": `fp4_indexer_mma_scale_storage_shape` of (total_q, num_q_heads)
+                      and of (page_size, num_pages * num_k_heads), the latter also as ``[num_pages, num_k_heads, 1, ...]``
+                      with any page stride. uint8 codes, or float8_e8m0fnu ("mxfp4", groups of 32), or float8_e4m3fn ("nvfp4",
+                      groups of 16).
+    cu_seqlens_q, cu_seqlens_k, cu_page_offsets:  int32 or int64 ``[batch + 1]``; the last says where each sequence's pages
+                      start in `kv_indices`, int32, the physical pages one after the other.
+    causal:           query i of a sequence sees the keys up to ``qo_offset + i``; qo_offset: an int, ``[batch]``, or None for
+                      ``k_len - q_len``. False: all keys, and qo_offset must be None.
+
+    Returns float32 ``[num_q_heads, ceil(max_seqlen_k / 128), total_q]``; not scaled, no global scale; -inf where a block
+    holds no visible key; NaN products count as -inf.
+
+    The same as the public function: names, order, defaults, layouts, result. Better: any device, strides and head counts; dims
+    that are multiples of the group up to 256; other page sizes. Queries are read as bfloat16, which holds their numbers
+    exactly (float32 on a CPU); keys stay packed. With "preordered_mma", MXFP4 key scales are copied into rows on each call.
+    """
+    spec = _spec(fp4_format)
+    operands.chosen("scale_layout", scale_layout, LAYOUTS)
+    checks.tensor("q_fp4", q_fp4, "[total_q, num_q_heads, dim // 2]", PACKED)
+    checks.tensor("k_fp4", k_fp4, "[num_pages, num_k_heads, page_size, dim // 2]", PACKED)
+    checks.size("k_fp4", k_fp4, 3, q_fp4.shape[2], "dim // 2 of q_fp4")
+    tensors = {
+        "k_fp4": k_fp4,
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "kv_indices": kv_indices,
+        "cu_page_offsets": cu_page_offsets,
+    }
+    checks.tensor("kv_indices", kv_indices, "[pages of all sequences]", (torch.int32,))
+    for name in ("q_scale", "k_scale"):
+        if not isinstance(tensors[name], Tensor) or tensors[name].dtype not in (torch.uint8, spec.dtype):
+            raise TypeError(f"{name} must be uint8 or {spec.dtype}, got {getattr(tensors[name], 'dtype', type(tensors[name]))}")
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            checks.alike(name, tensor, "q_fp4", q_fp4, dtype=False)
+    if q_fp4.shape[2] * 2 % spec.group:
+        raise ValueError(f"q_fp4.shape[2] must be a multiple of {spec.group // 2} bytes in {fp4_format}, got {q_fp4.shape[2]}")
+    if not causal and qo_offset is not None:
+        raise ValueError(f"qo_offset must be None with causal=False, got {type(qo_offset).__name__}")
+    total_q, page_size = q_fp4.shape[0], k_fp4.shape[2]
+    cu_q, cu_k = checked_starts(cu_seqlens_q, cu_seqlens_k, total_q, q_fp4.device)
+    max_q, max_k = longest("max_seqlen_q", max_seqlen_q, cu_q), longest("max_seqlen_k", max_seqlen_k, cu_k)
+    if max_q is None or max_k is None:
+        raise ValueError(f"max_seqlen_q and max_seqlen_k must be given, got {max_q} and {max_k}")
+    queries = _queries(q_fp4, q_scale, spec, scale_layout)
+    table = _page_table(kv_indices, cu_page_offsets, cu_k, -(-max_k // page_size), page_size)
+    keys = PagedIndexKeys(_keys(k_fp4, k_scale, spec, scale_layout), table, cu_k.diff())
+    seqs = Sequences(cu_q, None, max_q, max_k, _offset(qo_offset, causal, cu_k))
+    scores = block_scores(queries, keys, seqs, block_size=BLOCK)  # [num_q_heads, total_q, blocks]
+    return scores.transpose(1, 2).contiguous()
+
+
+def fp4_indexer_mma_scale_shape(mn: int, l: int, *, fp4_format: str) -> Shape6:  # noqa: E741 (the public name)
+    """The scales as the matrix unit names them: ``(32, 4, ceil(mn / 128), 4, ceil(groups / 4), l)``, for dim 128."""
+    matrices, tiles, columns, *_ = fp4_indexer_mma_scale_storage_shape(mn, l, fp4_format=fp4_format)
+    return 32, 4, tiles, 4, columns, matrices
+
+
+def fp4_indexer_mma_scale_stride(mn: int, l: int, *, fp4_format: str) -> Shape6:  # noqa: E741
+    """Strides, in elements, of `fp4_indexer_mma_scale_shape` in the storage."""
+    matrix, tile, column, low, high, one = fp4_indexer_mma_scale_storage_stride(mn, l, fp4_format=fp4_format)
+    return low, high, tile, one, column, matrix
+
+
+def fp4_indexer_mma_scale_storage_shape(mn: int, l: int, *, fp4_format: str) -> Shape6:  # noqa: E741
+    """``(l, ceil(mn / 128), ceil(groups / 4), 32, 4, 4)``, for dim 128."""
+    checks.integer("mn", mn, 0)
+    checks.integer("l", l, 0)
+    return _storage_shape(mn, l, 128 // _spec(fp4_format).group)
+
+
+def fp4_indexer_mma_scale_storage_stride(mn: int, l: int, *, fp4_format: str) -> Shape6:  # noqa: E741
+    """Of contiguous storage."""
+    _, tiles, columns, *_ = fp4_indexer_mma_scale_storage_shape(mn, l, fp4_format=fp4_format)
+    return 512 * tiles * columns, 512 * columns, 512, 16, 4, 1
+
+
+def fp4_indexer_reorder_scales_for_mma_cute(q_scale: Tensor, k_scale: Tensor, *, fp4_format: str) -> tuple[Tensor, Tensor]:
+    """Scales of the layout "public" in that of "preordered_mma"; zeros in the padding. PyTorch operations, any device."""
+    spec = _spec(fp4_format)
+    for name, scale, shape in (
+        ("q_scale", q_scale, "[total_q, num_q_heads, groups]"),
+        ("k_scale", k_scale, "[num_pages, num_k_heads, page_size, groups]"),
+    ):
+        checks.tensor(name, scale, shape, (torch.uint8, spec.dtype))
+    q = _to_tiles(q_scale.view(torch.uint8).transpose(0, 1))
+    k = _to_tiles(k_scale.view(torch.uint8).flatten(0, 1))
+    return q.view(q_scale.dtype), k.view(k_scale.dtype)
+
+
+def _spec(fp4_format: str) -> _Format:
+    if fp4_format not in _FORMATS:
+        raise ValueError(f"fp4_format must be one of {', '.join(_FORMATS)}, got {fp4_format!r}")
+    return _FORMATS[fp4_format]
+
+
+def _storage_shape(rows: int, matrices: int, groups: int) -> Shape6:
+    return matrices, -(-rows // 128), -(-groups // 4), 32, 4, 4
+
+
+def _to_tiles(scale: Tensor) -> Tensor:
+    """uint8 ``[matrices, rows, groups]`` as the storage of the matrix unit."""
+    matrices, rows, groups = scale.shape
+    _, tiles, columns, *_ = _storage_shape(rows, matrices, groups)
+    padded = torch.nn.functional.pad(scale, (0, columns * 4 - groups, 0, tiles * 128 - rows))
+    return padded.reshape(matrices, tiles, 4, 32, columns, 4).permute(0, 1, 4, 3, 2, 5).contiguous()
+
+
+def _from_tiles(name: str, scale: Tensor, rows: int, matrices: int, groups: int) -> Tensor:
+    """The storage of the matrix unit as uint8 ``[matrices, rows, groups]``, a copy."""
+    shape = _storage_shape(rows, matrices, groups)
+    if tuple(scale.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape} with scale_layout='preordered_mma', got {tuple(scale.shape)}")
+    tiles = scale.view(torch.uint8).permute(0, 1, 4, 3, 2, 5)  # [matrices, tile, row // 32, row % 32, columns, 4]
+    return tiles.reshape(matrices, shape[1] * 128, shape[2] * 4)[:, :rows, :groups]
+
+
+def _beside(name: str, scale: Tensor, data: Tensor, groups: int) -> Tensor:
+    expected = (*data.shape[:-1], groups)
+    if tuple(scale.shape) != expected:
+        raise ValueError(f"{name} must have shape {expected} with scale_layout='public', got {tuple(scale.shape)}")
+    return scale
+
+
+def _queries(data: Tensor, scale: Tensor, spec: _Format, layout: str) -> Tensor:
+    groups = data.shape[2] * 2 // spec.group
+    if layout == "public":
+        rows = _beside("q_scale", scale, data, groups)
+    else:
+        rows = _from_tiles("q_scale", scale, data.shape[0], data.shape[1], groups).transpose(0, 1)
+    stored = (NVFP4 if spec.group == nvfp4.GROUP else MXFP4)(data.view(torch.uint8), rows)
+    return stored.dequantize(torch.float32 if data.device.type == "cpu" else torch.bfloat16)
+
+
+def _keys(data: Tensor, scale: Tensor, spec: _Format, layout: str) -> NVFP4 | MXFP4:
+    pages, heads, page_size, half = data.shape
+    groups = half * 2 // spec.group
+    codes = data.view(torch.uint8)
+    if layout == "public":
+        rows = _beside("k_scale", scale, data, groups)
+        return NVFP4(codes, rows) if spec.group == nvfp4.GROUP else MXFP4(codes, rows)
+    if scale.dim() == 7:  # pages with a stride of their own
+        scale = scale.flatten(0, 1)
+    shape = _storage_shape(page_size, pages * heads, groups)
+    if spec.group == nvfp4.GROUP and page_size % 128 == 0 and tuple(scale.shape) == shape and scale.is_contiguous():
+        return NVFP4(codes, scale.reshape(-1, shape[2] * 4), None, "128x4")
+    rows = _from_tiles("k_scale", scale, page_size, pages * heads, groups).unflatten(0, (pages, heads))
+    return NVFP4(codes, rows) if spec.group == nvfp4.GROUP else MXFP4(codes, rows)
+
+
+def _page_table(kv_indices: Tensor, cu_page_offsets: Tensor, cu_k: Tensor, width: int, page_size: int) -> Tensor:
+    """int32 [batch, width]: the physical pages of each sequence; -1 behind the last."""
+    checks.tensor("cu_page_offsets", cu_page_offsets, "[batch + 1]", (torch.int32, torch.int64))
+    checks.size("cu_page_offsets", cu_page_offsets, 0, cu_k.numel(), "batch + 1, as cu_seqlens_q")
+    pages = (cu_k.diff() + page_size - 1) // page_size
+    if cu_k.device.type == "cpu":
+        short = (cu_page_offsets.diff() < pages).nonzero()
+        if short.numel():
+            b = int(short[0])
+            held = int(cu_page_offsets.diff()[b])
+            raise ValueError(f"cu_page_offsets must give sequence {b} at least {int(pages[b])} pages for its keys, got {held}")
+        if int(cu_page_offsets[-1]) > kv_indices.numel():
+            raise ValueError(
+                f"cu_page_offsets must not end past kv_indices ({kv_indices.numel()}), got {int(cu_page_offsets[-1])}"
+            )
+    logical = torch.arange(width, device=cu_k.device)
+    at = cu_page_offsets[:-1, None] + logical
+    named = (logical < pages[:, None]) & (at < kv_indices.numel())  # [batch, width]
+    if not kv_indices.numel():
+        return torch.full(named.shape, -1, dtype=torch.int32, device=cu_k.device)
+    return torch.where(named, kv_indices[torch.where(named, at, 0)], -1)
+
+
+def _offset(qo_offset: Tensor | int | None, causal: bool, cu_k: Tensor) -> Tensor | None:
+    if not causal:
+        return cu_k.diff()
+    if qo_offset is None or isinstance(qo_offset, Tensor):
+        return qo_offset
+    return torch.full_like(cu_k[1:], checks.integer("qo_offset", qo_offset, -(2**31), 2**31 - 1))

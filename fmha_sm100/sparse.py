@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: MIT
+"""Sparse attention under the public names, over `openmsa`: `build_k2q_csr`, `sparse_atten_func` and their relatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmha_sm100 import operands
+from fmha_sm100.attend import Options, Result, attend
+from fmha_sm100.decode_wrapper import DecodeAttentionSchedule, SparseDecodePagedAttentionWrapper, sparse_decode_atten_func
+from fmha_sm100.fp4_indexer import (
+    fp4_indexer_block_scores,
+    fp4_indexer_mma_scale_shape,
+    fp4_indexer_mma_scale_storage_shape,
+    fp4_indexer_mma_scale_storage_stride,
+    fp4_indexer_mma_scale_stride,
+    fp4_indexer_reorder_scales_for_mma_cute,
+)
+from fmha_sm100.k2q import SparseAttentionSchedule, SparseK2qCsrBuilderSm100, build_k2q_csr
+from fmha_sm100.k2q_reference import build_k2q_csr_torch_reference, k2q_to_q2k, q2k_to_k2q
+from fmha_sm100.nvfp4 import (
+    Nvfp4QuantizedTensor,
+    dequantize_nvfp4_128x4_to_bf16,
+    nvfp4_global_scale_from_amax,
+    nvfp4_operand,
+    nvfp4_scale_128x4_offset,
+    quantize_bf16_to_nvfp4_128x4,
+    quantize_kv_bf16_to_nvfp4_128x4,
+    swizzle_nvfp4_scale_to_128x4,
+)
+from fmha_sm100.operands import Scale, check_operands
+
+__all__ = [
+    "DecodeAttentionSchedule",
+    "Nvfp4QuantizedTensor",
+    "SparseAttentionSchedule",
+    "SparseDecodePagedAttentionWrapper",
+    "SparseK2qCsrBuilderSm100",
+    "build_k2q_csr",
+    "build_k2q_csr_torch_reference",
+    "dequantize_nvfp4_128x4_to_bf16",
+    "fp4_indexer_block_scores",
+    "fp4_indexer_mma_scale_shape",
+    "fp4_indexer_mma_scale_storage_shape",
+    "fp4_indexer_mma_scale_storage_stride",
+    "fp4_indexer_mma_scale_stride",
+    "fp4_indexer_reorder_scales_for_mma_cute",
+    "k2q_to_q2k",
+    "nvfp4_global_scale_from_amax",
+    "nvfp4_scale_128x4_offset",
+    "q2k_to_k2q",
+    "quantize_bf16_to_nvfp4_128x4",
+    "quantize_kv_bf16_to_nvfp4_128x4",
+    "sparse_atten_func",
+    "sparse_atten_nvfp4_kv_func",
+    "sparse_decode_atten_func",
+    "swizzle_nvfp4_scale_to_128x4",
+]
+
+
+def sparse_atten_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k2q_row_ptr: Tensor,
+    k2q_q_indices: Tensor,
+    topK: int,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    blk_kv: int = 128,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    lse_temperature_scale: float = 1.0,
+    return_temperature_lse: bool = False,
+    partial_dtype: torch.dtype = torch.bfloat16,
+    return_softmax_lse: bool = False,
+    page_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    schedule: Any = None,
+    usable_SM_count: int = -1,
+    qk_dtype: torch.dtype | None = None,
+    pv_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    output_scale: Scale = None,
+    q_scale: Scale = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+) -> Result:
+    """Softmax attention of every query over the blocks that `build_k2q_csr` turned around.
+
+    q:               ``[total_q, num_q_heads, head_dim]``, bfloat16, float16, float32, float64 or float8_e4m3fn; any strides.
+    k, v:            ``[total_k, num_kv_heads, head_dim]`` (total_k may exceed the keys in use) or, with `page_table`, pools
+                     ``[num_pages, num_kv_heads, page_size, head_dim]``; q's dtype or float8_e4m3fn; any strides.
+    k2q_row_ptr, k2q_q_indices, topK:  from `build_k2q_csr` with the same lengths and block size.
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k:  as there.
+    causal:          query i of a sequence sees the keys up to ``k_len - q_len + i``; False: all keys of its blocks.
+    page_table:      int32 ``[batch, max_pages]``. seqused_k: ``[batch]``, the keys of each sequence, with pages only; None:
+                     from cu_seqlens_k.
+    lse_temperature_scale, return_temperature_lse:  also the lse of the logits divided by this, with `return_softmax_lse`; any
+                     temperature but 1 costs a second pass over the keys.
+    out:             where to write, as the output; any strides.
+    q_scale, k_scale, v_scale, output_scale:  numbers, or float32 tensors on the device: one element; for e4m3 operands also
+                     ``[heads]`` and, with pages, ``[num_pages, heads or 1]``. The first three belong to their operand, the
+                     last one multiplies the output.
+    schedule, partial_dtype, usable_SM_count, qk_dtype, pv_dtype:  accepted and checked. Our kernels plan their own work, and
+                     products and partial results are never less precise than the operands' dtypes ask for.
+
+    Returns out ``[total_q, num_q_heads, head_dim]`` in q's dtype (bfloat16 for e4m3 queries) | (out, lse) | (out, lse,
+    temperature lse); lse float32 ``[total_q, num_q_heads]``, natural logarithm. A query with nothing to read: 0 and -inf.
+
+    The same as the public function: names, order, defaults, shapes, return forms, bottom-right causal. Better: any device,
+    strides, page size (16 to 256 and others), block size, group size and head dim (multiples of 16 to 256); topK from 1 to
+    64; scales for every format; `out`; `causal=False` with pages; no ``[topK, total_q, heads, dim]`` memory; gradients where
+    `openmsa.sparse_attention` has them; every misuse raises ValueError, TypeError or NotImplementedError before any launch.
+    On a GPU nothing is read on the host: the call can be captured in a CUDA graph.
+    """
+    check_operands(q, k, v, "head_dim", page_table is not None, operands.QUERIES)
+    operands.chosen("qk_dtype", qk_dtype, operands.PRODUCTS)
+    operands.chosen("pv_dtype", pv_dtype, operands.PRODUCTS)
+    options = Options(
+        k2q_row_ptr=k2q_row_ptr,
+        k2q_q_indices=k2q_q_indices,
+        topK=topK,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        blk_kv=blk_kv,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        lse_temperature_scale=lse_temperature_scale,
+        return_temperature_lse=return_temperature_lse,
+        return_softmax_lse=return_softmax_lse,
+        partial_dtype=partial_dtype,
+        page_table=page_table,
+        seqused_k=seqused_k,
+        schedule=schedule,
+        usable_SM_count=usable_SM_count,
+        out=out,
+    )
+    query, q_factor = operands.stored("q", q, q_scale)
+    keys, k_factor = operands.stored("k", k, k_scale)
+    stored_v, v_factor = operands.stored("v", v, v_scale)
+    values, out_factor = operands.scaled(stored_v, operands.times(v_factor, output_scale))
+    return attend(query, keys, values, options, q_factor * k_factor, out_factor)
+
+
+def sparse_atten_nvfp4_kv_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale_128x4: Tensor,
+    v_scale_128x4: Tensor,
+    k_global_scale: Scale,
+    v_global_scale: Scale,
+    k2q_row_ptr: Tensor,
+    k2q_q_indices: Tensor,
+    topK: int,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    blk_kv: int = 128,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    lse_temperature_scale: float = 1.0,
+    return_temperature_lse: bool = False,
+    partial_dtype: torch.dtype = torch.bfloat16,
+    return_softmax_lse: bool = False,
+    page_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    schedule: Any = None,
+    out: Tensor | None = None,
+    output_scale: Scale = None,
+    q_scale: Scale = None,
+    kv_layout: str = "legacy",
+) -> Result:
+    """`sparse_atten_func` with K and V in NVFP4.
+
+    k, v:          uint8 ``[total_k, num_kv_heads, head_dim // 2]`` or, with `page_table`, pools ``[num_pages, num_kv_heads,
+                   page_size, head_dim // 2]``, two E2M1 codes a byte, low nibble first; any strides.
+    k_scale_128x4, v_scale_128x4:  E4M3 codes (uint8 or float8_e4m3fn) of each 16 elements, laid out as `kv_layout` says:
+                   "legacy": 128x4 tiles over the rows of k in C order, ``[rows rounded up to 128, groups rounded up to 4]`` or
+                   more rows; "linear": ``[..., head_dim // 16]`` beside k, any strides; "vllm": as "linear" for K, and for V
+                   with the scales of four neighbouring tokens next to each other (byte ``token // 4 * 4 * groups + group * 4 +
+                   token % 4`` of a head of a page, with pages whose size is a multiple of 4; flat: the same with heads between
+                   the groups of four tokens). `fmha_sm100.nvfp4_kv.nvfp4_head_slot_views` gives such views of vLLM's cache.
+                   "vllm" reads V's scales from a copy made on each call.
+    k_global_scale, v_global_scale:  a number, one float32 element on the device, or None (1.0).
+
+    number = e2m1 * scale * global scale. All else as in `sparse_atten_func`; q_scale is the queries' own.
+
+    The same as the public function: names, order, layouts, result. Better: what `sparse_atten_func` adds, both global scales
+    in every result, `kv_layout` "linear".
+    """
+    check_operands(q, k, v, "head_dim // 2", page_table is not None, (torch.uint8,))
+    options = Options(
+        k2q_row_ptr=k2q_row_ptr,
+        k2q_q_indices=k2q_q_indices,
+        topK=topK,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        blk_kv=blk_kv,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        lse_temperature_scale=lse_temperature_scale,
+        return_temperature_lse=return_temperature_lse,
+        return_softmax_lse=return_softmax_lse,
+        partial_dtype=partial_dtype,
+        page_table=page_table,
+        seqused_k=seqused_k,
+        schedule=schedule,
+        usable_SM_count=-1,
+        out=out,
+    )
+    query, q_factor = operands.stored("q", q, q_scale)
+    keys = nvfp4_operand("k", k, k_scale_128x4, k_global_scale, kv_layout)
+    values = nvfp4_operand("v", v, v_scale_128x4, v_global_scale, kv_layout)
+    scaled, out_factor = operands.scaled(values, operands.times(1.0, output_scale))
+    return attend(query, keys, scaled, options, q_factor, out_factor)
