@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: MIT
+"""`fmha_sm100_plan`: lengths, offsets and page positions of a batch as tensors that the caller may overwrite between launches.
+
+A plan is the dict of `_fmha_sm100_plan`. Launches read its tensors on the device, when they run, and take no number from the
+lengths seen while planning: sizes follow from shapes, from ``max_k_tiles`` and from the page table that the launch is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmsa.runtime import checks
+
+TILE = 128  # tokens of a max-score tile in the public package
+DECODE_QUERIES = 32  # sparse plans of at most so many queries a request have a row for each query token
+EVERYTHING = 1 << 30  # an offset from which every key is visible: causal=False
+MODES = ("auto", "prefill", "decode")
+
+
+def fmha_sm100_plan(
+    qo_segment_lens: Tensor,
+    kv_segment_lens: Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int = -1,
+    *,
+    qo_offset: int | Tensor | None = None,
+    split_prefill_decode: bool = True,
+    **options: Any,
+) -> tuple[bool, int, int, dict[str, Any], None]:
+    """Describes a batch for `fmha_sm100`.
+
+    qo_segment_lens, kv_segment_lens:  int32 or int64 ``[batch]``, queries and keys of each request; CPU tensors are the usual
+                   form (on a GPU they are read once, which syncs).
+    num_qo_heads, num_kv_heads:  of the launches; num_kv_heads -1: not checked.
+    qo_offset:     None: ``kv - qo``; an int; or ``[batch]``. Query i of a request sees key j iff ``i + qo_offset >= j``.
+    split_prefill_decode:  taken and not needed: batches may mix short and long requests in any order.
+    options:       see `_fmha_sm100_plan`.
+
+    Returns ``(False, 0, batch, plan, None)``, to be passed to `fmha_sm100`; ``plan`` is the dict of `_fmha_sm100_plan`.
+
+    The same as the public function: names, order, defaults, the five-tuple with the dict at index 3, its keys and shapes, and
+    that a sparse plan of short requests has one row for each query token. Better: nothing is launched and nothing is shared
+    between plans; the order of requests is free; ``causal=False`` is truly so whatever lengths are written later; wrong
+    arguments raise ValueError or TypeError.
+    """
+    batch = _lengths("qo_segment_lens", qo_segment_lens, None).numel()
+    plan = _fmha_sm100_plan(qo_segment_lens, kv_segment_lens, num_qo_heads, num_kv_heads, qo_offset, **options)
+    return False, 0, batch, plan, None
+
+
+def _fmha_sm100_plan(
+    qo_segment_lens: Tensor,
+    kv_segment_lens: Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int = -1,
+    qo_offset: int | Tensor | None = None,
+    num_kv_splits: int = -1,
+    page_size: int = -1,
+    output_maxscore: bool = False,
+    kv_block_num: int = -1,
+    usable_SM_count: int = -1,
+    causal: bool = True,
+    sparse_kernel_mode: str = "auto",
+    use_fp8_kvcache: bool = False,
+    device: torch.device | str | int | None = None,
+    stream: Any = None,
+    *,
+    block_size: int = TILE,
+    max_kv_len: int | None = None,
+    decode_backend: str = "auto",
+    prefill_backend: str = "auto",
+    kv_dtype: str | None = None,
+    block_scale_shift: int = 3,
+) -> dict[str, Any]:
+    """The plan itself, a dict.
+
+    page_size:        tokens a page, 16 to 256; -1: keys are packed.
+    output_maxscore:  whether launches may return max scores.
+    kv_block_num:     blocks that each query selects, 1 to 64; -1: dense.
+    causal:           False: every query sees all keys of its request.
+    sparse_kernel_mode:  "decode" plans a row for each query token, "prefill" a row for each request, "auto" decides by the
+                      longest request (32 queries).
+    device:           of the plan's tensors. None: that of the lengths; for CPU lengths the current GPU if this process uses one
+                      already, else the CPU. A launch follows its queries: a plan that lies elsewhere is copied for it.
+    block_size:       tokens of a max-score tile (ours); 128 as in the public package. Selections count pages: where pages are
+                      smaller, score them with ``block_size=page_size``.
+    max_kv_len:       a promise (ours) that no request ever has more keys in launches of this plan, which makes their scratch
+                      smaller. None: a request may fill the page table.
+    num_kv_splits, usable_SM_count, use_fp8_kvcache, stream, decode_backend, prefill_backend, kv_dtype, block_scale_shift: taken
+                      and not needed: kernels choose their splits and follow the types of the tensors.
+
+    Its tensors, int32, ``rows`` being the requests or, in a sparse plan of short requests, the query tokens:
+    ``qo_segment_lens`` and ``kv_segment_lens`` ``[rows]``, ``qo_segment_offsets`` and ``kv_segment_offsets`` ``[rows + 1]``,
+    ``qo_offset`` ``[rows]``, and with pages ``kv_page_indptr`` ``[rows + 1]``, where each row's pages start in the flat page
+    table. With pages ``kv_segment_offsets`` is not read. ``max_k_tiles`` is an int, -1 without max scores; a caller may change
+    it.
+    """
+    qo = _lengths("qo_segment_lens", qo_segment_lens, None)
+    kv = _lengths("kv_segment_lens", kv_segment_lens, qo.numel())
+    _check_numbers(num_qo_heads, num_kv_heads, page_size, kv_block_num, block_size, max_kv_len)
+    if sparse_kernel_mode not in MODES:
+        raise ValueError(f"sparse_kernel_mode must be one of {MODES}, got {sparse_kernel_mode!r}")
+    longest_q, longest_kv = (int(x.max()) if x.numel() else 0 for x in (qo, kv))
+    if max_kv_len is not None and longest_kv > max_kv_len:
+        raise ValueError(f"kv_segment_lens must be at most max_kv_len ({max_kv_len}), got {longest_kv}")
+    sparse = kv_block_num > 0
+    prefill = sparse_kernel_mode == "prefill" or (sparse_kernel_mode == "auto" and longest_q > DECODE_QUERIES)
+    by_token = sparse and page_size > 0 and not prefill
+    offset = _offsets(qo_offset, qo, kv, causal)
+    tensors = _rows(qo, kv, offset, page_size, causal, by_token)
+    tiles = -(-max(-(-longest_kv // block_size), 1) // TILE) * TILE if output_maxscore else -1
+    with torch.inference_mode(False):
+        placed = _place(tensors, _device(device, qo_segment_lens, kv_segment_lens))
+    return {
+        **placed,
+        "max_k_tiles": tiles,
+        "max_qo_len": 1 if by_token else longest_q,
+        "qo_len_uniform": by_token or bool((qo == longest_q).all()),
+        "num_kv_splits": 1,
+        "predicted_speedup": 1.0,
+        "pack_factor": 1,
+        "orig_num_qo_heads": num_qo_heads,
+        "num_kv_heads": num_kv_heads,
+        "page_size": page_size,
+        "kv_block_num": kv_block_num,
+        "causal": causal,
+        "block_size": block_size,
+        "max_kv_len": max_kv_len,
+        "total_q": int(qo.sum()),
+        "batch_size": qo.numel(),
+        "MM-SA-Nv": sparse and prefill,
+        **dict.fromkeys(UNUSED),
+    }
+
+
+UNUSED = (
+    *("packed_work_range", "packed_work_info", "kv_tile_begin_indices", "kv_tile_end_indices", "kv_split_indices"),
+    *("workspace_o", "workspace_lse", "num_kv_splits_per_row", "cute_workspace_buffer"),
+)
+"""Workspaces of the public kernels, None here as they are there when a plan has no use for them."""
+
+
+def _lengths(name: str, value: Any, batch: int | None) -> Tensor:
+    """int64 ``[batch]`` on the CPU."""
+    checks.tensor(name, value, "[batch]", (torch.int32, torch.int64))
+    if batch is not None:
+        checks.size(name, value, 0, batch, "the batch of qo_segment_lens")
+    lens = value.detach().to("cpu", torch.int64)
+    checks.in_range(name, lens, 0, 2**31)
+    return lens
+
+
+def _check_numbers(
+    num_qo_heads: int, num_kv_heads: int, page_size: int, kv_block_num: int, block_size: int, max_kv_len: int | None
+) -> None:
+    checks.integer("num_qo_heads", num_qo_heads, 1)
+    if num_kv_heads != -1:
+        checks.integer("num_kv_heads", num_kv_heads, 1)
+        checks.divides("num_kv_heads", num_kv_heads, "num_qo_heads", num_qo_heads)
+    if page_size != -1:
+        checks.integer("page_size", page_size, 16, 256)
+    if kv_block_num != -1:
+        checks.integer("kv_block_num", kv_block_num, 1, 64)
+    checks.integer("block_size", block_size, 16, 256)
+    if max_kv_len is not None:
+        checks.integer("max_kv_len", max_kv_len, 0)
+
+
+def _offsets(qo_offset: int | Tensor | None, qo: Tensor, kv: Tensor, causal: bool) -> Tensor:
+    """int64 ``[batch]``."""
+    if isinstance(qo_offset, Tensor):
+        checks.tensor("qo_offset", qo_offset, "[batch]", (torch.int32, torch.int64))
+        checks.size("qo_offset", qo_offset, 0, qo.numel(), "the batch of qo_segment_lens")
+        offset = qo_offset.detach().to("cpu", torch.int64)
+    elif qo_offset is not None:
+        checks.integer("qo_offset", qo_offset, -(2**31), 2**31 - 1)
+        offset = torch.full_like(qo, qo_offset)
+    else:
+        offset = kv - qo
+    return offset if causal else torch.full_like(qo, EVERYTHING)
+
+
+def _rows(qo: Tensor, kv: Tensor, offset: Tensor, page_size: int, causal: bool, by_token: bool) -> dict[str, Tensor]:
+    """The plan's tensors, on the CPU. Where rows are not requests, also the request of each row and its place in that."""
+    first_page = _starts((kv + page_size - 1) // page_size) if page_size > 0 else None  # [batch + 1]
+    tensors = {}
+    if by_token and bool((qo != 1).any()):
+        request = torch.arange(qo.numel())
+        request = request.repeat_interleave(qo)  # [total_q]
+        index = torch.arange(request.numel()) - _starts(qo)[request]
+        tensors = {"row_request": request, "row_index": index}
+        qo, kv, offset = torch.ones_like(request), kv[request], offset[request] + (index if causal else 0)
+        if first_page is not None:
+            first_page = torch.cat((first_page[request], first_page[-1:]))
+    tensors |= {"qo_segment_lens": qo, "kv_segment_lens": kv, "qo_offset": offset}
+    tensors |= {"qo_segment_offsets": _starts(qo), "kv_segment_offsets": _starts(kv)}
+    if first_page is not None:
+        tensors["kv_page_indptr"] = first_page
+    return {name: x.to(torch.int32) for name, x in tensors.items()}
+
+
+def _starts(lens: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+
+
+def _place(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor | None]:
+    """On the device with one copy, each tensor at an aligned place of one allocation that this plan owns."""
+    sizes = [-(-x.numel() // 32) * 32 for x in tensors.values()]
+    staged = torch.zeros(sum(sizes), dtype=torch.int32)
+    for piece, x in zip(staged.split(sizes), tensors.values(), strict=True):
+        piece[: x.numel()] = x
+    pieces = staged.to(device).split(sizes)
+    placed = {name: piece[: x.numel()] for piece, (name, x) in zip(pieces, tensors.items(), strict=True)}
+    return dict.fromkeys(("kv_page_indptr", "row_request", "row_index")) | placed
+
+
+def _device(device: torch.device | str | int | None, *lengths: Tensor) -> torch.device:
+    if device is not None:
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    for lens in lengths:
+        if lens.device.type != "cpu":
+            return lens.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
