@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fmha_sm100 import operands
-from fmha_sm100.k2q import SparseAttentionSchedule
 from fmha_sm100.k2q_rows import Rows, checked_starts, longest
+from fmha_sm100.k2q_schedule import SparseAttentionSchedule
 from fmha_sm100.k2q_selection import selection
 from openmsa import E4M3, sparse_attention
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
@@ -80,7 +80,7 @@ class Options:
         if not hasattr(self.schedule, "scheduler_metadata"):
             raise TypeError(f"schedule must come from build_k2q_csr or be None, got {type(self.schedule).__name__}")
         if isinstance(self.schedule, SparseAttentionSchedule):
-            shape = tuple(self.schedule.split_counts.shape)
+            shape = self.schedule.shape
             if shape != (total_q, num_kv_heads):
                 raise ValueError(f"schedule must be of this call's queries and heads {(total_q, num_kv_heads)}, got {shape}")
 
@@ -110,8 +110,12 @@ def attend(
     else:
         lens = cu_k.diff() if options.seqused_k is None else options.seqused_k
         keys = operands.paged(k, v, options.page_table, lens, cu_q, max_q, max_k, options.causal)
-    csr_rows = Rows.of(cu_q, cu_k, options.blk_kv, -(-max_k // options.blk_kv))
-    blocks = selection(options.k2q_row_ptr, options.k2q_q_indices, options.topK, total_q, csr_rows, options.blk_kv)
+    levels = -(-max_k // options.blk_kv)
+    blocks = selection(
+        *(options.k2q_row_ptr, options.k2q_q_indices, options.topK, total_q),
+        lambda: Rows.of(cu_q, cu_k, options.blk_kv, levels),
+        options.blk_kv,
+    )
 
     def run(softmax_scale: float) -> tuple[Tensor, Tensor]:
         result = sparse_attention(

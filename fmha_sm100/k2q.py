@@ -8,43 +8,15 @@ bit for bit. The cost is one stable sort of ``topk * total_q`` int32 keys a KV h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from fmha_sm100.k2q_rows import Rows, checked_starts, longest
+from fmha_sm100.k2q_rows import NOTHING, Rows, checked_starts, longest
+from fmha_sm100.k2q_schedule import SparseAttentionSchedule, in_rows
 from fmha_sm100.k2q_selection import remember
-from openmsa.runtime import checks, devices
+from openmsa.runtime import checks
 
 MAX_PACKED_QUERY = 1 << 24  # `qsplit_indices` has 24 bits for the query
-
-
-@dataclass
-class SparseAttentionSchedule:
-    """How the public kernels cut the CSR rows into work items. Our kernels find their own work and do not read it; it is exact,
-    for callers (a backward pass, for example) that do.
-
-    scheduler_metadata:  int32 ``[capacity, 6]``: (kv head, row, first query of the row, queries, sequence, key block) of each
-                         item, ordered by head and row; zeros behind the last.
-    work_count:          int32 ``[1]``: how many items there are.
-    qsplit_indices:      int32, as ``k2q_q_indices``, with the slot of the block among the query's blocks in the upper 8 bits
-                         (24 bits for the query); -1 where unused.
-    split_counts:        int32 ``[total_q, num_kv_heads]``: blocks that each query reads.
-    target_q_per_cta:    most queries of an item.
-    """
-
-    enabled: bool
-    scheduler_metadata: Tensor
-    work_count: Tensor
-    qsplit_indices: Tensor
-    split_counts: Tensor
-    target_q_per_cta: int
-
-    @property
-    def work_capacity(self) -> int:
-        """Items that `scheduler_metadata` has room for."""
-        return self.scheduler_metadata.shape[0]
 
 
 def build_k2q_csr(
@@ -73,7 +45,8 @@ def build_k2q_csr(
 
     Returns k2q_row_ptr int32 ``[num_kv_heads, total_rows + 1]`` and k2q_q_indices int32 ``[num_kv_heads, total_q * topk]``:
     the queries, counted from the start of their sequence, that read each row's block, ascending; -1 behind the last. Row order
-    is level by level (`k2q_rows`). With `return_schedule` also a `SparseAttentionSchedule`.
+    is level by level (`k2q_rows`). With `return_schedule` also a `SparseAttentionSchedule`,
+    made when it is first read.
 
     The same as the public function: names, order, shapes, row order, values, two or three results. Better: runs on any
     device; topk from 1 to 64 and blocks of 16 to 256 keys; strided `q2k_indices`; -1 anywhere; the order of items and, with
@@ -125,56 +98,20 @@ def _num_rows(rows: Rows, total_rows: int | None, total_k: int, max_k: int | Non
 def _build(
     q2k: Tensor, rows: Rows, num_rows: int, group: int, block_size: int, schedule: bool
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, SparseAttentionSchedule]:
-    heads, total_q, topk = q2k.shape
-    sequence, query = rows.of_tokens(total_q)
-    row = q2k.new_full(q2k.shape, num_rows)  # of each entry; num_rows: skipped
-    if total_q and rows.batch:
-        row = rows.of_blocks(sequence[:, None], q2k, num_rows)
-    ordered, entry = row.flatten(1).contiguous().sort(dim=1, stable=True)  # [heads, total_q * topk]
-    held = ordered < num_rows
+    heads, _, topk = q2k.shape
+    if not rows.batch:
+        q2k = q2k[:, :0]
+    sequence, query = rows.of_tokens(q2k.shape[1])
+    row = rows.of_blocks(sequence, q2k)  # of each entry, [heads, total_q, topk]
+    ordered, entry = in_rows(row)
     boundaries = torch.arange(num_rows + 1, device=q2k.device, dtype=torch.int32).expand(heads, -1).contiguous()
     row_ptr = torch.searchsorted(ordered, boundaries, out_int32=True)
-    q_indices = torch.where(held, query[entry // topk], -1)
-    remember(row_ptr, q_indices, torch.where(row < num_rows, q2k, -1), block_size)
+    place = entry // topk
+    q_indices = torch.where(ordered < num_rows, place.int() if rows.batch == 1 else query[place], -1)
+    remember(row_ptr, q_indices, row if rows.batch == 1 else torch.where(row == NOTHING, row, q2k), block_size)
     if not schedule:
         return row_ptr, q_indices
-    valid = row < num_rows
-    slot = valid.cumsum(2, dtype=torch.int32).sub_(1).flatten(1).gather(1, entry)
-    return row_ptr, q_indices, _schedule(row_ptr, q_indices, held, slot, valid, rows, group, block_size)
-
-
-def _schedule(
-    row_ptr: Tensor, q_indices: Tensor, held: Tensor, slot: Tensor, valid: Tensor, rows: Rows, group: int, block_size: int
-) -> SparseAttentionSchedule:
-    heads, total_q, topk = valid.shape
-    device, num_rows = row_ptr.device, row_ptr.shape[1] - 1
-    target = target_queries(total_q, topk, block_size, heads, group, device)
-    counts = row_ptr.diff().flatten()  # [heads * num_rows]
-    pieces = (counts + target - 1) // target
-    ends = pieces.cumsum(0)
-    capacity = min(heads * num_rows, valid.numel()) + valid.numel() // target
-    item = torch.arange(capacity, device=device)
-    metadata = torch.zeros((capacity, 6), dtype=torch.int32, device=device)
-    if capacity:
-        at = torch.searchsorted(ends, item, right=True).clamp_(max=counts.numel() - 1)
-        first = (item - ends[at] + pieces[at]) * target
-        sequence, block = rows.of_rows(num_rows)
-        row = at % num_rows
-        fields = (at // num_rows, row, first, (counts[at] - first).clamp_(max=target), sequence[row], block[row])
-        metadata = torch.where((item < ends[-1])[:, None], torch.stack(fields, 1).to(torch.int32), metadata)
-    work_count = pieces.sum(dtype=torch.int32).view(1)
-    qsplit = torch.where(held, q_indices | (slot << 24), -1)
-    return SparseAttentionSchedule(True, metadata, work_count, qsplit, valid.sum(2, dtype=torch.int32).T.contiguous(), target)
-
-
-def target_queries(total_q: int, topk: int, block_size: int, heads: int, group: int, device: torch.device) -> int:
-    """Most queries of a work item: about two items a multiprocessor, in units of 128 (query, head) rows, and no more than
-    ``2 * topk * block_size`` so that a block that everyone reads is shared out."""
-    unit = max(128 // group, 1)
-    items = 2 * devices.facts(device).num_sms
-    units = min(max(-(-total_q * topk * heads // (unit * items)), 1), 512)
-    most = max(2 * topk * block_size, unit)
-    return -(-min(units * unit, most) // unit) * unit
+    return row_ptr, q_indices, SparseAttentionSchedule(row, row_ptr.diff().flatten(), rows, group, block_size)
 
 
 class SparseK2qCsrBuilderSm100:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from openmsa.types import starts
 
+NOTHING = 2**31 - 1
+"""A row, or a block, that does not exist; every block id past the visible ones is skipped."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -34,16 +37,20 @@ class Rows:
         return self.blocks.numel()
 
     def _table(self) -> Tensor:
-        """int64 [levels, batch]: how many rows come up to and with this one."""
+        """int32 [levels, batch]: how many rows come up to and with this one."""
         level = torch.arange(self.levels, device=self.blocks.device, dtype=torch.int32)
-        return (level[:, None] < self.blocks).flatten().cumsum(0).view(self.levels, self.batch)
+        return (level[:, None] < self.blocks).flatten().cumsum(0, dtype=torch.int32).view(self.levels, self.batch)
 
-    def of_blocks(self, sequence: Tensor, block: Tensor, none: int) -> Tensor:
-        """Rows, int32, of blocks of sequences (int64, shapes that broadcast); `none` where there is no such block."""
-        held = (block >= 0) & (block < self.blocks[sequence]) & (block < self.levels)
-        block = torch.where(held, block, 0)
-        row = block if self.batch == 1 else self._table()[block, sequence] - 1
-        return torch.where(held & (row < none), row, none).to(torch.int32)
+    def of_blocks(self, sequence: Tensor, block: Tensor) -> Tensor:
+        """Rows, int32 ``[..., total_q, topk]``, of the blocks of each token (sequence: int64 ``[total_q]``); NOTHING where
+        there is no such block."""
+        limit = self.blocks.clamp(max=self.levels)
+        limit = limit if self.batch == 1 else limit[sequence][:, None]
+        held = (block >= 0) & (block < limit)
+        if self.batch == 1:
+            return torch.where(held, block, NOTHING)
+        row = self._table().view(-1)[torch.where(held, block * self.batch + sequence[:, None].int(), 0)]
+        return torch.where(held, row - 1, NOTHING)
 
     def of_rows(self, total_rows: int) -> tuple[Tensor, Tensor]:
         """The sequence and the block, int64 [total_rows], of each row; 0 for rows past the last."""
@@ -53,7 +60,7 @@ class Rows:
             return torch.zeros_like(block), block
         table = self._table()
         level = torch.arange(self.levels, device=device)[:, None]
-        row = torch.where((level < self.blocks) & (table <= total_rows), table - 1, total_rows)  # [levels, batch]
+        row = torch.where((level < self.blocks) & (table <= total_rows), table - 1, total_rows).long()  # [levels, batch]
         place = torch.zeros(total_rows + 1, dtype=torch.int64, device=device)  # the last one takes what has no row
         place.scatter_(0, row.flatten(), torch.arange(row.numel(), device=device))
         return place[:-1] % max(self.batch, 1), place[:-1] // max(self.batch, 1)
@@ -61,6 +68,8 @@ class Rows:
     def of_tokens(self, total_q: int) -> tuple[Tensor, Tensor]:
         """For each query token its sequence, int64 [total_q], and its number within it, int32 [total_q]."""
         token = torch.arange(total_q, device=self.blocks.device, dtype=torch.int32)
+        if self.batch == 1:
+            return torch.zeros_like(token, dtype=torch.int64), token
         sequence = torch.searchsorted(self.cu_seqlens_q[1:], token, right=True).clamp_(max=max(self.batch - 1, 0))
         return sequence, token - self.cu_seqlens_q[sequence]
 

@@ -5,21 +5,21 @@ Attention wants the blocks of a query, callers hand over the queries of a block.
 with the ``k2q_q_indices`` that it returns, an attribute of that tensor which lives and dies with it, and no sort is needed.
 The attribute counts only while neither CSR tensor was written to (their version counters say so) and building and attending
 are both or neither captured in a CUDA graph. Everything else - copies, views, CSR tensors from elsewhere, overwritten buffers -
-takes the general way, one more stable sort on the device. Both give the same ids in the same order: ascending, -1 behind.
+takes the general way, one more stable sort on the device. Both give the same ids in the same order: ascending.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fmha_sm100.k2q_rows import Rows
+from fmha_sm100.k2q_rows import NOTHING, Rows
 
 ATTRIBUTE = "_openmsa_selection"
-NOTHING = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,16 @@ class _Remembered:
     block_size: int
 
 
-def remember(row_ptr: Tensor, q_indices: Tensor, q2k: Tensor, block_size: int) -> None:
-    """Leaves the selection of ``q2k`` int32 ``[num_kv_heads, total_q, topk]``, a new tensor with -1 where nothing is read, with
-    the CSR tensors made from it."""
-    blocks = torch.where(q2k < 0, NOTHING, q2k).sort(dim=2).values
-    blocks = torch.where(blocks == NOTHING, -1, blocks).transpose(0, 1).contiguous()
+def remember(row_ptr: Tensor, q_indices: Tensor, blocks: Tensor, block_size: int) -> None:
+    """Leaves the selection, int32 ``[num_kv_heads, total_q, topk]``, NOTHING where nothing is read, with the CSR tensors."""
+    blocks = blocks.sort(dim=2).values.transpose(0, 1)
     versions = row_ptr._version, q_indices._version
     setattr(q_indices, ATTRIBUTE, _Remembered(blocks, weakref.ref(row_ptr), versions, _capturing(row_ptr), block_size))
 
 
-def selection(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows: Rows, block_size: int) -> Tensor:
-    """int32 ``[total_q, num_kv_heads, topk]``: the blocks of each query, ascending, -1 behind the last."""
+def selection(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows: Callable[[], Rows], block_size: int) -> Tensor:
+    """int32 ``[total_q, num_kv_heads, topk]``: the blocks of each query, ascending, NOTHING behind the last. rows: called when
+    the CSR tensors have to be read."""
     known = getattr(q_indices, ATTRIBUTE, None)
     if known is not None and known.row_ptr() is row_ptr and known.blocks.shape[::2] == (total_q, topk):
         if known.block_size != block_size:
@@ -52,7 +51,7 @@ def selection(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows:
         if not written and known.capturing == _capturing(row_ptr):
             return known.blocks
     with torch.no_grad():
-        return rebuilt(row_ptr, q_indices, topk, total_q, rows)
+        return rebuilt(row_ptr, q_indices, topk, total_q, rows())
 
 
 def rebuilt(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows: Rows) -> Tensor:
@@ -60,7 +59,7 @@ def rebuilt(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows: R
     heads, device = q_indices.shape[0], q_indices.device
     num_rows, entries = row_ptr.shape[1] - 1, q_indices.shape[1]
     if not num_rows or not entries or not rows.batch:
-        return torch.full((total_q, heads, topk), -1, dtype=torch.int32, device=device)
+        return torch.full((total_q, heads, topk), NOTHING, dtype=torch.int32, device=device)
     sequence, block = rows.of_rows(num_rows)
     entry = torch.arange(entries, device=device, dtype=torch.int32).expand(heads, -1).contiguous()
     row = torch.searchsorted(row_ptr[:, 1:].contiguous(), entry, right=True)  # [heads, entries]
@@ -73,7 +72,7 @@ def rebuilt(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows: R
     token, order = token.sort(dim=1, stable=True)  # rows ascend, so the blocks of a token do
     slot = entry - torch.searchsorted(token, token, out_int32=True)
     place = torch.where((token < total_q) & (slot < topk), token.long() * topk + slot, total_q * topk)
-    blocks = torch.full((heads, total_q * topk + 1), -1, dtype=torch.int32, device=device)  # the last takes the rest
+    blocks = torch.full((heads, total_q * topk + 1), NOTHING, dtype=torch.int32, device=device)  # the last takes the rest
     blocks.scatter_(1, place, block.to(torch.int32)[row].gather(1, order))
     return blocks[:, :-1].view(heads, total_q, topk).transpose(0, 1)
 

@@ -19,8 +19,9 @@ from fmha_sm100.fp4_indexer import (
     fp4_indexer_mma_scale_stride,
     fp4_indexer_reorder_scales_for_mma_cute,
 )
-from fmha_sm100.k2q import SparseAttentionSchedule, SparseK2qCsrBuilderSm100, build_k2q_csr
+from fmha_sm100.k2q import SparseK2qCsrBuilderSm100, build_k2q_csr
 from fmha_sm100.k2q_reference import build_k2q_csr_torch_reference, k2q_to_q2k, q2k_to_k2q
+from fmha_sm100.k2q_schedule import SparseAttentionSchedule
 from fmha_sm100.nvfp4 import (
     Nvfp4QuantizedTensor,
     dequantize_nvfp4_128x4_to_bf16,
