@@ -4,12 +4,12 @@
 `build_k2q_csr` and `sparse_atten_func` are what the MiniMax-M3 integration of transformers looks for.
 """
 
-from . import fmha_sm100 as _package
 from .fmha_sm100 import fmha_sm100, fmha_sm100_plan, sparse_topk_select
 from .fmha_sm100.sparse import build_k2q_csr, sparse_atten_func, sparse_atten_nvfp4_kv_func, sparse_decode_atten_func
+from .openmsa import __version__
 
-__version__ = _package.__version__
 __all__ = [
+    "__version__",
     "build_k2q_csr",
     "fmha_sm100",
     "fmha_sm100_plan",
