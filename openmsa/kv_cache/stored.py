@@ -7,6 +7,7 @@ format "plain"; the functions below take either.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
@@ -57,6 +58,14 @@ class Stored(ABC):
     @property
     def requires_grad(self) -> bool:
         return False
+
+    def to(self, device: torch.device | str) -> Stored:
+        """The same rows on another device."""
+        fields = {name: value for name, value in vars(self).items() if isinstance(value, (Tensor, Stored))}
+        moved = copy.copy(self)
+        for name, value in fields.items():
+            object.__setattr__(moved, name, value.to(device))
+        return moved
 
     def detach(self) -> Stored:
         """Itself: codes have no gradient."""

@@ -181,12 +181,12 @@ BAD_APPENDS = {
     "capacity": (
         ValueError,
         ("capacity", "8", "got 9 for sequence 1"),
-        lambda c, d: c.append(rows(1, device=d), rows(1, device=d), starts(d, 0, 1)),
+        lambda c, d: c.append(rows(1, device=d), rows(1, device=d), starts(d, 0, 1), check=True),
     ),
     "capacity of one of two": (
         ValueError,
         ("capacity", "8", "got 9 for sequence 1"),
-        lambda c, d: c.append(rows(2, device=d), rows(2, device=d)),
+        lambda c, d: c.append(rows(2, device=d), rows(2, device=d), check=True),
     ),
     "NaN": (
         ValueError,
@@ -217,7 +217,7 @@ def test_append_needs_pages(device, page):
     cache.page_table[0, 1] = page
     before = cache.k.clone()
     with pytest.raises(ValueError, match=rf"page_table must .*from 0 to 5.*got {page} at sequence 0, logical page 1"):
-        cache.append(rows(1, device=device), rows(1, device=device), starts(device, 1, 0))
+        cache.append(rows(1, device=device), rows(1, device=device), starts(device, 1, 0), check=True)
     assert_equal("k", cache.k, before)
     assert cache.seq_lens.tolist() == [5, 8]
 
@@ -229,7 +229,7 @@ def test_two_sequences_must_not_write_one_place(device):
     cache.seq_lens.fill_(5)
     before = cache.k.clone()
     with pytest.raises(ValueError, match=r"page_table must .*same place"):
-        cache.append(rows(2, device=device), rows(2, device=device))
+        cache.append(rows(2, device=device), rows(2, device=device), check=True)
     assert_equal("k", cache.k, before)
 
 
