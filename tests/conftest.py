@@ -24,6 +24,8 @@ def _widen_bfloat16() -> None:
         return isinstance(handle, TensorHandle) and handle.dtype.scalar == tl.bfloat16
 
     def widen(handle: object) -> object:
+        if isinstance(handle, TensorHandle) and handle.dtype.scalar == tl.float8e4nv:
+            return create_fp_to_fp(None, handle, tl.float32, None)
         if not is_bf16(handle):
             return handle
         bits = handle.data.view(np.uint16).astype(np.uint32) << 16

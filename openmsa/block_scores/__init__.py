@@ -83,7 +83,7 @@ def exact_keys(index_k: Tensor | Stored | PagedIndexKeys) -> Tensor | Stored | P
     return index_k
 
 
-TRITON_READS = {"index_q": ("plain",), "index_k": ("plain",)}
+TRITON_READS = {"index_q": ("plain", "e4m3"), "index_k": ("plain", "e4m3", "int8", "nvfp4", "mxfp4")}
 """The formats that the scoring kernel takes: a new one is named here."""
 
 

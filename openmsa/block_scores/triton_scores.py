@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from openmsa.index_branch.triton_launch import launch_scores, score_rows
-from openmsa.kv_cache import PagedIndexKeys
+from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.types import Layout
 
 
-def block_scores(index_q: Tensor, index_k: Tensor | PagedIndexKeys, seqs: Layout, block_size: int) -> Tensor:
+def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndexKeys, seqs: Layout, block_size: int) -> Tensor:
     """See `openmsa.block_scores.block_scores`."""
     total_q, heads, _ = index_q.shape
     num_blocks = seqs.num_blocks(block_size)

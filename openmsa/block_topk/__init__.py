@@ -167,7 +167,7 @@ def _lengths_of_scores(scores: Tensor, seqs: Sequences | None, block_size: int) 
     return lengths
 
 
-TRITON_READS = {"index_q": ("plain",), "index_k": ("plain",)}
+TRITON_READS = {"index_q": ("plain", "e4m3"), "index_k": ("plain", "e4m3", "int8", "nvfp4", "mxfp4")}
 """The formats that the selection's kernels take: a new one is named here."""
 
 

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from openmsa.block_topk.triton_topk import launch_topk
 from openmsa.index_branch.triton_launch import launch
-from openmsa.index_branch.triton_tiles import KeySource, Tile
+from openmsa.index_branch.triton_sources import KeySource
+from openmsa.index_branch.triton_tiles import Tile
+from openmsa.kv_cache import Stored
 from openmsa.runtime.devices import facts
 
 
@@ -18,8 +20,8 @@ def decode_select_workspace(total_q: int, index_heads: int, max_seqlen_k: int, b
 
 
 def decode_select(
-    index_q: Tensor,
-    keys: Tensor,
+    index_q: Tensor | Stored,
+    keys: Tensor | Stored,
     page_table: Tensor,
     seq_lens: Tensor,
     cu_seqlens_q: Tensor,
@@ -36,8 +38,8 @@ def decode_select(
     """Selects the blocks that each new token reads; the arguments are taken as checked. Never allocates, never syncs, can be
     captured in a CUDA graph; all lengths are read on the device when it runs.
 
-    index_q:       ``[total_q, index_heads, index_dim]``, float16 or bfloat16, any strides.
-    keys:          pool ``[num_pages, index_key_heads, page_size, index_dim]`` of the same dtype, any strides.
+    index_q:       ``[total_q, index_heads, index_dim]``, float16, bfloat16 or `E4M3`, any strides.
+    keys:          pool ``[num_pages, index_key_heads, page_size, index_dim]`` of the same dtype or in a format, any strides.
     page_table:    int32 ``[batch, max_pages]``, last dimension contiguous.
     seq_lens:      int32 ``[batch]``: keys of each sequence, the new tokens' own included; the queries are the last positions.
     cu_seqlens_q:  int32 ``[batch + 1]``: where each sequence's new tokens start; all arange when every sequence has one.
@@ -58,7 +60,7 @@ def decode_select(
     tile = Tile.of(block_size)
     source = KeySource.of_pool(keys, page_table, tile, device)
     lengths = (cu_seqlens_q, None, seq_lens, None)
-    pdl = index_q.is_cuda and device.arch >= 90
+    pdl = index_q.device.type == "cuda" and device.arch >= 90
     longest = (max_seqlen_q, max_seqlen_k)
     launch(index_q, source, tile, lengths, seq_lens.numel(), longest, scores, visible, device, pdl=pdl)
     launch_topk(scores, visible, init_blocks, local_blocks, out, pdl=pdl)

@@ -13,27 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from openmsa.index_branch.triton_scores import block_maxima, walk
-from openmsa.index_branch.triton_tiles import (
-    FLAT,
-    PAGE,
-    PAGES,
-    KeySource,
-    Tile,
-    hold_rows,
-    load_keys,
-    load_rows,
-    pointer_type,
-    sequence_bounds,
-    tile_start,
-)
-from openmsa.kv_cache import PagedIndexKeys
+from openmsa.index_branch.triton_config import Kind, tall_rows, walk
+from openmsa.index_branch.triton_formats import query_numbers, query_rest, row_factors
+from openmsa.index_branch.triton_launch import kind_of
+from openmsa.index_branch.triton_scores import score_tile
+from openmsa.index_branch.triton_sources import KeySource, QuerySource
+from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile, hold_rows, load_rows, sequence_bounds, tile_start
+from openmsa.index_branch.triton_variants import Operands, variant
+from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts
 from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
@@ -44,21 +37,23 @@ _NONE = tl.constexpr(0x7FFFFFFF)  # larger than any block id
 
 @dataclass(frozen=True)
 class Config:
-    """rows: (query, head) rows a program; hold: rows in registers; resident: programs that a multiprocessor holds at a time."""
+    """rows: (query, head) rows a program; swap: keys times queries, not queries times keys; hold: rows in registers;
+    resident: programs that a multiprocessor holds at a time."""
 
     rows: int
+    swap: bool
     hold: bool
     num_warps: int
     num_stages: int
     resident: int
 
 
-def config(device: Device, dim: int, tile: int, indirect: bool, tma: bool) -> Config:
+def config(device: Device, kind: Kind) -> Config:
     """As many rows as threads where registers allow it, so that a list belongs to one thread and is kept once; on Hopper the
-    rows in registers too, which leaves shared memory to the keys, and two programs a multiprocessor."""
-    hold = device.arch == 90 and tma
-    rows = 128 if device.arch in (90, 100) and tma and dim <= 128 else 64
-    return Config(rows, hold, 4, *walk(device, 0 if hold else rows, dim, tile, indirect))
+    rows in registers too, which leaves shared memory to the keys, and two programs a multiprocessor. Keys that are converted
+    first are the left factor, which may stay in registers."""
+    rows, hold = (64, False) if kind.converted else tall_rows(device, kind)
+    return Config(rows, kind.converted, hold, 4, *walk(device, 0 if hold else rows, kind))
 
 
 @triton.jit
@@ -107,48 +102,20 @@ def store_ascending(p_o, ids, m_row, COUNT: tl.constexpr):
         tl.store(p_o + place, tl.where(ids[j] == _NONE, -1, ids[j]), mask=m_row)
 
 
-_RUNTIME_LENGTHS = ["num_pages", "capacity", "max_keys"]
+RUNTIME_LENGTHS = ["num_pages", "capacity", "max_keys"]
 
 
-@triton.jit(do_not_specialize=_RUNTIME_LENGTHS)
+@triton.jit(do_not_specialize=RUNTIME_LENGTHS)
 def fused_kernel(
-    q,
-    keys,
-    page_table,
-    cu_q,
-    cu_k,
-    q_offset,
-    out,
-    s_qt,
-    s_qh,
-    s_qd,
-    s_page,
-    s_head,
-    s_token,
-    s_dim,
-    s_table,
-    num_pages,
-    capacity,
-    max_keys,
-    KEY_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    KEYS: tl.constexpr,
-    SUB: tl.constexpr,
-    PARTS: tl.constexpr,
-    TOPK: tl.constexpr,
-    INIT: tl.constexpr,
-    LOCAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    HOLD: tl.constexpr,
-    MODE: tl.constexpr,
-    TMA: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    q, q_scale, keys, scales, k_factor, page_table, cu_q, cu_k, q_offset, out,
+    s_qt, s_qh, s_qd, s_qs, s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg, s_kf, s_table,
+    num_pages, capacity, max_keys,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr,
+    SWIZZLED: tl.constexpr, PRODUCT: tl.constexpr, TWICE: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constexpr,
+    LOCAL: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, HOLD: tl.constexpr, MODE: tl.constexpr, TMA: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Grid (row tiles, batch * key heads); late rows, which see most keys, start first."""
     SLOTS: tl.constexpr = TOPK - INIT - LOCAL
     i_m = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -171,17 +138,27 @@ def fused_kernel(
     if MODE != 0:
         page_row += i_s.to(tl.int64) * s_table
     b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
+    b_rest = None
+    if TWICE:
+        b_rest = query_rest(b_q)
+    b_q = query_numbers(b_q, PRODUCT)
+    o_f = i_m * ROWS + o_own
+    b_f = None
+    if q_scale is not None or k_factor is not None:
+        b_f = row_factors(q_scale, k_factor, tl.where(o_f < q_len * GROUP, o_f, 0), i_h, s_qs, s_kf, GROUP)
     if HOLD:
         b_q = hold_rows(b_q, DIM_PAD)
     values, ids = empty_list(ROWS, SLOTS)
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
     for i_t in tl.range(INIT * PARTS, i_full, num_stages=STAGES):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
-        b_k = load_keys(
-            keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
-            MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, KEYS < TILE,
+        m, _ = score_tile(
+            b_q, b_rest, None, keys, scales, None, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
+            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, PRODUCT, SWAP, False, False,
         )  # fmt: skip
-        m = tl.gather(block_maxima(b_q, b_k, i_k, i_last, TILE, KEYS, SUB, False, False), o_own, 0)
+        m = tl.gather(m, o_own, 0)
+        m = m if b_f is None else m * b_f
         if PARTS == 2:
             m = tl.maximum(best, m)
             best = tl.where(i_t % 2 == 0, m, float("-inf"))
@@ -189,11 +166,13 @@ def fused_kernel(
         values, ids = insert(values, ids, m, i_t // PARTS, SLOTS)
     for i_t in tl.range(i_full, i_end, num_stages=1):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
-        b_k = load_keys(
-            keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
-            MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, True,
+        m, _ = score_tile(
+            b_q, b_rest, None, keys, scales, None, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
+            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, PRODUCT, SWAP, True, LOCAL == 0,
         )  # fmt: skip
-        m = tl.gather(block_maxima(b_q, b_k, i_k, i_last, TILE, KEYS, SUB, False, LOCAL == 0), o_own, 0)
+        m = tl.gather(m, o_own, 0)
+        m = m if b_f is None else m * b_f
         m = tl.where(i_t // PARTS < own_seen - LOCAL, m, float("-inf"))
         if PARTS == 2:
             m = tl.maximum(best, m)
@@ -211,8 +190,8 @@ def fused_kernel(
 
 
 def launch_fused(
-    index_q: Tensor,
-    index_k: Tensor | PagedIndexKeys,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
     seqs: Layout,
     block_size: int,
     init_blocks: int,
@@ -225,71 +204,65 @@ def launch_fused(
     _, heads, dim = index_q.shape
     tile = Tile.of(block_size, single=True)
     source = KeySource.of(index_k, tile, device)
+    queries = QuerySource.of(index_q, source, device)
     group = heads // source.heads
-    chosen = chosen or config(device, dim, tile.tile, source.mode != FLAT, source.tma)
+    chosen = chosen or config(device, kind_of(source, queries, dim, tile))
+    constants: dict[str, Any] = source.constexprs() | tile.constexprs()
     fused_kernel[(triton.cdiv(seqs.max_seqlen_q * group, chosen.rows), seqs.batch * source.heads)](
-        index_q,
+        queries.rows,
+        queries.scale,
         source.keys,
+        source.scales.scale,
+        source.scales.factor,
         source.page_table,
         seqs.cu_seqlens_q,
         seqs.cu_seqlens_k,
         seqs.q_offset,
         out,
-        *index_q.stride(),
+        *queries.rows.stride(),
+        queries.scale_stride,
         *source.strides,
+        *source.scales.strides,
+        source.scales.factor_stride,
         source.table_stride,
         source.num_pages,
         source.capacity,
         seqs.max_seqlen_k,
-        KEY_HEADS=source.heads,
         GROUP=group,
         DIM=dim,
         DIM_PAD=triton.next_power_of_2(dim),
-        **tile.constexprs(),
+        PRODUCT=queries.product,
+        TWICE=queries.twice,
         TOPK=out.shape[2],
         INIT=init_blocks,
         LOCAL=local_blocks,
         ROWS=chosen.rows,
+        SWAP=chosen.swap,
         HOLD=chosen.hold,
-        MODE=source.mode,
-        TMA=source.tma,
-        PAGE_SIZE=source.page_size,
         STAGES=chosen.num_stages,
         num_warps=chosen.num_warps,
+        **constants,
     )
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
-    """bf16 and fp16, flat and paged, forced blocks or none, odd dims and blocks."""
+    """Every format, flat and paged, forced blocks or none, odd dims and blocks."""
     device = COMPILE_TARGETS[arch]
-    for dtype, dim, block_size, mode, tma, topk, init, local in (
-        (torch.bfloat16, 128, 128, FLAT, True, 16, 0, 1),
-        (torch.bfloat16, 128, 128, PAGE, True, 16, 0, 1),
-        (torch.float16, 128, 128, PAGES, False, 16, 1, 1),
-        (torch.float16, 128, 128, FLAT, False, 16, 0, 0),
-        (torch.bfloat16, 64, 64, FLAT, True, 16, 0, 1),
-        (torch.bfloat16, 256, 256, FLAT, True, 16, 0, 1),
+    for query, keys, dim, block_size, mode, tma, topk, init, local in (
+        ("bf16", "plain", 128, 128, FLAT, True, 16, 0, 1),
+        ("bf16", "plain", 128, 128, PAGE, True, 16, 0, 1),
+        ("fp16", "plain", 128, 128, PAGES, False, 16, 1, 1),
+        ("fp16", "plain", 128, 128, FLAT, False, 16, 0, 0),
+        ("bf16", "plain", 64, 64, FLAT, True, 16, 0, 1),
+        ("bf16", "plain", 256, 256, FLAT, True, 16, 0, 1),
+        ("e4m3", "e4m3", 128, 128, FLAT, True, 16, 0, 1),
+        ("e4m3", "e4m3 page", 128, 128, PAGE, True, 16, 0, 1),
+        *(("bf16", keys, 128, 128, PAGE, True, 16, 0, 1) for keys in ("e4m3", "int8", "nvfp4", "nvfp4 128x4", "mxfp4")),
     ):
-        yield _variant(device, dtype, dim, block_size, mode, tma and device.has_tma, topk, init, local)
-
-
-def _variant(
-    device: Device, dtype: torch.dtype, dim: int, block_size: int, mode: int, tma: bool, topk: int, init: int, local: int
-) -> Variant:
-    tile = Tile.of(block_size, single=True)
-    pad = triton.next_power_of_2(dim)
-    chosen = config(device, dim, tile.tile, mode != FLAT, tma)
-    pointer = pointer_type(dtype)
-    arguments = {"q": pointer, "keys": f"tensordesc<{pointer[1:]}[1, 1, {tile.tile}, {pad}]>" if tma else pointer}
-    arguments |= dict.fromkeys(("page_table", "cu_q", "cu_k", "q_offset", "out"), "*i32")
-    arguments |= dict.fromkeys(("s_qt", "s_qh", "s_page", "s_head", "s_token", "s_table"), "i32:16")
-    arguments |= dict.fromkeys(_RUNTIME_LENGTHS, "i32")
-    constexprs = {"s_qd": 1, "s_dim": 1, "KEY_HEADS": 1, "GROUP": 4, "DIM": dim, "DIM_PAD": pad, **tile.constexprs()}
-    constexprs |= {"ROWS": chosen.rows, "HOLD": chosen.hold, "MODE": mode, "TMA": tma, "STAGES": chosen.num_stages}
-    constexprs |= {"TOPK": topk, "INIT": init, "LOCAL": local, "PAGE_SIZE": {FLAT: 1, PAGE: tile.span, PAGES: 16}[mode]}
-    constexprs |= {"page_table": None} if mode == FLAT else {}
-    arguments = {name: kind for name, kind in arguments.items() if name not in constexprs}
-    keys = ("flat", "page", "pages")[mode] + (" tma" if tma else "")
-    name = f"fused {pointer[1:]} d{dim} b{block_size} {keys} k{topk} {init}+{local}"
-    slack = {80: 24, 90: 64, 120: 32}.get(device.arch, 0)  # in the last steps only, not in the walk
-    return Variant(name, fused_kernel, arguments, constexprs, chosen.num_warps, chosen.num_stages, wgmma=True, may_spill=slack)
+        operands = Operands(query, keys, dim, Tile.of(block_size, single=True), mode, tma and device.has_tma)
+        types, constants = operands.arguments(device)
+        types |= {"out": "*i32"} | dict.fromkeys(RUNTIME_LENGTHS, "i32")
+        constants |= {"TOPK": topk, "INIT": init, "LOCAL": local}
+        slack = {80: 24, 90: 64, 120: 32}.get(device.arch, 0)  # in the last steps only, not in the walk
+        chosen = config(device, operands.kind(device))
+        yield variant(f"fused {operands.name} k{topk} {init}+{local}", fused_kernel, types, constants, chosen, slack)

@@ -9,7 +9,7 @@ from torch import Tensor
 from openmsa.block_topk.triton_fused import MAX_FREE, launch_fused
 from openmsa.block_topk.triton_topk import MAX_BLOCKS, launch_topk
 from openmsa.index_branch.triton_launch import launch_scores, score_rows
-from openmsa.kv_cache import PagedIndexKeys
+from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime.devices import Device, facts
 from openmsa.types import Layout
 
@@ -38,8 +38,8 @@ def fuses(rows: int, num_blocks: int, free: int, device: Device) -> bool:
 
 
 def select_blocks(
-    index_q: Tensor,
-    index_k: Tensor | PagedIndexKeys,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
     seqs: Layout,
     block_size: int,
     topk: int,
@@ -60,8 +60,8 @@ def select_blocks(
 
 
 def score_then_select(
-    index_q: Tensor,
-    index_k: Tensor | PagedIndexKeys,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
     seqs: Layout,
     block_size: int,
     init_blocks: int,
@@ -74,9 +74,10 @@ def score_then_select(
     chunk = min(max(WORKSPACE // (4 * heads * num_blocks), 16), total_q)
     scores = torch.empty(chunk, heads, score_rows(num_blocks), dtype=torch.float32, device=index_q.device)[..., :num_blocks]
     visible = torch.empty(chunk, dtype=torch.int32, device=index_q.device)
+    overlap = index_q.device.type == "cuda" and facts(index_q.device).arch >= 90  # of the two launches
     for start in range(0, total_q, chunk):
         stop = min(start + chunk, total_q)
         part = seqs if chunk == total_q else seqs.query_chunk(start, stop)
         held = scores[: stop - start].transpose(0, 1)
-        launch_scores(index_q[start:stop], index_k, part, block_size, held, visible)
-        launch_topk(held, visible, init_blocks, local_blocks, out[start:stop])
+        launch_scores(index_q[start:stop], index_k, part, block_size, held, visible, pdl=overlap)
+        launch_topk(held, visible, init_blocks, local_blocks, out[start:stop], pdl=overlap)

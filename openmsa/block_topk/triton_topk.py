@@ -130,8 +130,10 @@ def topk_kernel(
     i_row = tl.program_id(0)
     i_t, i_h = i_row // HEADS, i_row % HEADS
     if PDL:
-        gdc_launch_dependents()  # a kernel behind this one may be resident when it ends; it must wait itself
+        # Wait first: the kernel behind this one, which starts when every program has come to the second line, may then read
+        # what any kernel before this one wrote, and must wait (gdc_wait) only for the ids.
         gdc_wait()
+        gdc_launch_dependents()
     seen = tl.minimum(tl.load(visible + i_t), num_blocks)
     n_init = tl.minimum(seen, INIT)
     i_local = tl.maximum(seen - LOCAL, n_init)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# ruff: noqa: RET505 (kernels return from branches on constants)
 """Block scores on the GPU: a program holds one tile of (query, head) rows and walks the keys.
 
 The walk has no mask as long as every key is visible to every row of the tile; only the diagonal has one. Keys come through the
@@ -9,85 +10,36 @@ keys on the tensor cores' long side, so that a tile is read from shared memory o
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from openmsa.index_branch.triton_tiles import (
-    hold_rows,
-    load_keys,
-    load_rows,
-    sequence_bounds,
-    tile_start,
+from openmsa.index_branch.triton_formats import (
+    error_radius,
+    key_numbers,
+    load_group_scales,
+    load_scales,
+    query_numbers,
+    query_rest,
+    row_factors,
+    row_norms,
 )
-from openmsa.runtime.devices import Device
-
-
-@dataclass(frozen=True)
-class Config:
-    """rows: (query, head) rows a program; swap: keys times queries, not queries times keys; hold: rows in registers;
-    num_stages: of the walk; resident: programs that one multiprocessor holds at a time."""
-
-    rows: int
-    swap: bool
-    hold: bool
-    num_warps: int
-    num_stages: int
-    resident: int
-
-
-def config(device: Device, rows: int, dim: int, tile: int, indirect: bool, tma: bool) -> Config:
-    """rows: the most a sequence has for a key head. indirect: keys in pages, whose ids are read one stage ahead.
-
-    Many rows on Hopper: 128 rows of one warpgroup, held in registers, and two programs a multiprocessor, one multiplying while
-    the other takes maxima. Shared memory then moves 94 bytes a clock of its 128; with 64 rows there (160) it was the limit."""
-    swap = rows <= 64
-    hold = device.arch == 90 and tma and not swap
-    rows = max(16, triton.next_power_of_2(rows)) if swap else 128 if hold and dim <= 128 else 64
-    return Config(rows, swap, hold, 4, *walk(device, 0 if hold else rows, dim, tile, indirect))
-
-
-def walk(device: Device, rows: int, dim: int, tile: int, indirect: bool) -> tuple[int, int]:
-    """Stages of the walk, and resident programs a multiprocessor, that fit its shared memory beside `rows` rows."""
-    row_bytes = triton.next_power_of_2(dim) * 2
-    for resident, buffers in ((2, 3), (2, 2), (1, 3), (1, 2), (1, 1)):
-        if resident * ((rows + buffers * tile) * row_bytes + 1536) <= device.shared_bytes:
-            break
-    asynchronous = device.arch in (90, 100)  # the product reads the buffers itself, so it holds one
-    ahead = max(buffers - asynchronous, 1)  # stages between a load and its use
-    return ahead * (1 + indirect) + 1, resident
-
-
-@functools.lru_cache(4096)
-def splits(programs: int, tiles: int, slots: int, least: int) -> int:
-    """Into how many parts the walk over `tiles` key tiles is cut, each keeping at least `least`: time is the number of rounds
-    that `slots` places need, times a part's tiles and its start-up, worth two. The finest within 3 % of the best."""
-    if not programs or programs >= 8 * slots:
-        return 1
-    most = max(1, min(tiles // least, 8 * slots // programs))
-    cost = {n: -(-programs * n // slots) * (-(-tiles // n) + 2) for n in range(1, most + 1)}
-    best = min(cost.values())
-    return max(n for n, c in cost.items() if c <= 1.03 * best)
+from openmsa.index_branch.triton_tiles import hold_rows, load_keys, load_rows, sequence_bounds, tile_start
 
 
 @triton.jit
 def block_maxima(
-    b_q, b_k, i_k, i_last,
+    s, i_k, i_last,
     TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, SWAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Best product of each row with each block of a tile, [rows, SUB] ([rows] when SUB is 1); NaN where all are NaN.
-    i_last: the last key that each row sees."""
+    s: [rows, TILE], or with SWAP [TILE, rows]. i_last: the last key that each row sees."""
     o_k = tl.arange(0, TILE)
     if SWAP:
-        s = tl.dot(b_k, b_q.T)  # [TILE, rows]
         counts = (o_k < KEYS)[:, None]
         if MASKED:
             counts = counts & (i_k + o_k[:, None] <= i_last[None, :])
     else:
-        s = tl.dot(b_q, b_k.T)  # [rows, TILE]
         counts = (o_k < KEYS)[None, :]
         if MASKED:
             counts = counts & (i_k + o_k[None, :] <= i_last[:, None])
@@ -103,12 +55,67 @@ def block_maxima(
 
 
 @triton.jit
-def store_maxima(p_s, m, i_t, num_blocks, s_sb, m_row, SUB: tl.constexpr, PARTS: tl.constexpr):
-    """p_s: address of block 0 of each row; i_t: the key tile; s_sb: int64. Writes NaN as -inf."""
-    m = tl.where(m > float("-inf"), m, float("-inf"))
+def score_tile(
+    b_q, b_rest, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+    s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
+    MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, SWIZZLED: tl.constexpr,
+    PRODUCT: tl.constexpr, SWAP: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Maxima of the blocks of one tile (`block_maxima`), scales of pages, keys and groups included. With `errors` two of them:
+    of lower and of upper bounds of the scores; otherwise the second is the first. BOUNDED: some key
+    may not exist; MASKED: some row does not see every key."""
+    PACK: tl.constexpr = 2 if FORMAT >= 3 else 1
+    GROUPS: tl.constexpr = DIM // (16 if FORMAT == 3 else 32)
+    b_k = load_keys(
+        keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
+        MODE, TMA, PAGE_SIZE, TILE, DIM // PACK, DIM_PAD // PACK, BOUNDED or KEYS < TILE,
+    )  # fmt: skip
+    b_g = None
+    if FORMAT >= 3:
+        b_g = load_group_scales(
+            scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, s_gg,
+            MODE, PAGE_SIZE, TILE, GROUPS, SWIZZLED,
+        )  # fmt: skip
+    b_s = load_scales(scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, SCALE)
+    b_k = key_numbers(b_k, b_g, FORMAT, PRODUCT)
+    if SWAP:
+        s = tl.dot(b_k, b_q.T)  # [TILE, rows]
+        if b_rest is not None:
+            s += tl.dot(b_k, b_rest.T)
+    else:
+        s = tl.dot(b_q, b_k.T)  # [rows, TILE]
+        if b_rest is not None:
+            s += tl.dot(b_rest, b_k.T)
+    if SCALE == 2:
+        s = s * (b_s[:, None] if SWAP else b_s[None, :])
+    if errors is not None:
+        b_e = load_scales(errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, 2)
+        b_e = error_radius(b_e, b_s, DIM)
+        radius = b_e[:, None] * b_norm[None, :] if SWAP else b_norm[:, None] * b_e[None, :]
+        low, high = s - radius, s + radius
+        low = tl.where(low < float("inf"), low, float("-inf"))
+        real = b_s == b_s  # a key with NaN has no score; what overflows has no bound
+        high = tl.where((high == high) | ~(real[:, None] if SWAP else real[None, :]), high, float("inf"))
+        low = block_maxima(low, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
+        return low, block_maxima(high, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
+    else:
+        m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
+        if SCALE == 1:
+            m = m * b_s
+        return m, m
+
+
+@triton.jit
+def store_maxima(p_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB: tl.constexpr, PARTS: tl.constexpr):
+    """p_s: address of block 0 of each row; b_f: factor of each row or None; i_t: the key tile; s_sb: int64. NaN as -inf."""
     if SUB == 1:
+        m = m if b_f is None else m * b_f
+        m = tl.where(m > float("-inf"), m, float("-inf"))
         tl.store(p_s + (i_t // PARTS) * s_sb, m, mask=m_row)
     else:
+        m = m if b_f is None else m * b_f[:, None]
+        m = tl.where(m > float("-inf"), m, float("-inf"))
         o_b = i_t * SUB + tl.arange(0, SUB)
         tl.store(p_s[:, None] + (o_b * s_sb)[None, :], m, mask=m_row[:, None] & (o_b < num_blocks)[None, :])
 
@@ -118,52 +125,19 @@ RUNTIME_LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys", "tiles_per
 
 @triton.jit(do_not_specialize=RUNTIME_LENGTHS)
 def score_kernel(
-    q,
-    keys,
-    page_table,
-    cu_q,
-    cu_k,
-    seq_lens,
-    q_offset,
-    scores,
-    visible,
-    s_qt,
-    s_qh,
-    s_qd,
-    s_page,
-    s_head,
-    s_token,
-    s_dim,
-    s_table,
-    s_sh,
-    s_st,
-    s_sb,
-    num_blocks,
-    num_pages,
-    capacity,
-    max_keys,
-    tiles_per_split,
-    KEY_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    KEYS: tl.constexpr,
-    SUB: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SWAP: tl.constexpr,
-    HOLD: tl.constexpr,
-    MODE: tl.constexpr,
-    TMA: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    FILL: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, q_scale, keys, scales, errors, k_factor, page_table, cu_q, cu_k, seq_lens, q_offset, scores, upper, visible,
+    s_qt, s_qh, s_qd, s_qs, s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg, s_kf, s_table, s_sh, s_st, s_sb,
+    num_blocks, num_pages, capacity, max_keys, tiles_per_split,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr,
+    SWIZZLED: tl.constexpr, PRODUCT: tl.constexpr, TWICE: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr,
+    HOLD: tl.constexpr, MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, FILL: tl.constexpr,
+    COLLECT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (splits, row tiles, batch * key heads); late rows, which see most keys, start first.
-    PDL: let the kernel behind this one be launched while this one runs."""
+    errors, upper: with both, `scores` receives the maxima of lower bounds and `upper` (same strides) those of upper bounds.
+    COLLECT: rows of scores are written eight blocks, a sector, at a time. PDL: let the kernel behind this one be launched while
+    this one runs."""
     if PDL:
         gdc_launch_dependents()
     i_split = tl.program_id(0)
@@ -192,37 +166,77 @@ def score_kernel(
         page_row += i_s.to(tl.int64) * s_table
     s_sb = tl.full([], 0, tl.int64) + s_sb
     i_token = (q_start + o_r // GROUP).to(tl.int64)
-    p_s = scores + (i_h * GROUP + o_r % GROUP).to(tl.int64) * s_sh + i_token * s_st
+    o_s = (i_h * GROUP + o_r % GROUP).to(tl.int64) * s_sh + i_token * s_st
     b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
+    b_rest = None
+    if TWICE:
+        b_rest = query_rest(b_q)
+    b_norm = None
+    if errors is not None:
+        b_norm = row_norms(b_q, DIM)
+    b_q = query_numbers(b_q, PRODUCT)
+    b_f = None
+    if q_scale is not None or k_factor is not None:
+        b_f = row_factors(q_scale, k_factor, tl.where(m_row, o_r, 0), i_h, s_qs, s_kf, GROUP)
 
     if HOLD:
         b_q = hold_rows(b_q, DIM_PAD)
+    if COLLECT:
+        o_own = tl.arange(0, ROWS)  # one row a thread
+        o_8 = tl.arange(0, 8)
+        p_8 = scores + tl.multiple_of(o_s, 4)[:, None] + o_8[None, :]
+        held = tl.full([ROWS, 8], float("-inf"), tl.float32)
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
+    best_upper = best
     for i_t in tl.range(first, i_full, num_stages=STAGES):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
-        b_k = load_keys(
-            keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
-            MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, KEYS < TILE,
+        m, m_upper = score_tile(
+            b_q, b_rest, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
+            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, PRODUCT, SWAP, False, False,
         )  # fmt: skip
-        m = block_maxima(b_q, b_k, i_k, i_last, TILE, KEYS, SUB, SWAP, False)
-        if PARTS == 2:
-            m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
-            best = m
-        store_maxima(p_s, m, i_t, num_blocks, s_sb, m_row, SUB, PARTS)
+        if COLLECT:
+            m = m if b_f is None else m * b_f
+            held = tl.where(o_8[None, :] == i_t % 8, tl.gather(m, o_own, 0)[:, None], held)
+            if i_t % 8 == 7:
+                held_or_low = tl.where(held > float("-inf"), held, float("-inf"))
+                tl.store(p_8 + i_t // 8 * 8, held_or_low, mask=m_row[:, None])
+        else:
+            if PARTS == 2:
+                m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
+                best = m
+            store_maxima(scores + o_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB, PARTS)
+            if errors is not None:
+                if PARTS == 2:
+                    m_upper = tl.where(i_t % 2 == 1, tl.maximum(best_upper, m_upper), m_upper)
+                    best_upper = m_upper
+                store_maxima(upper + o_s, m_upper, b_f, i_t, num_blocks, s_sb, m_row, SUB, PARTS)
+    if COLLECT:  # what is left of the last eight
+        o_held = i_full // 8 * 8 + o_8
+        held = tl.where(held > float("-inf"), held, float("-inf"))
+        tl.store(p_8 + i_full // 8 * 8, held, mask=m_row[:, None] & ((o_held >= first) & (o_held < i_full))[None, :])
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
-        b_k = load_keys(
-            keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
-            MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, True,
+        m, m_upper = score_tile(
+            b_q, b_rest, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
+            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, PRODUCT, SWAP, True, True,
         )  # fmt: skip
-        m = block_maxima(b_q, b_k, i_k, i_last, TILE, KEYS, SUB, SWAP, True)
         if PARTS == 2:
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
             best = m
-        store_maxima(p_s, m, i_t, num_blocks, s_sb, m_row, SUB, PARTS)
+        store_maxima(scores + o_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB, PARTS)
+        if errors is not None:
+            if PARTS == 2:
+                m_upper = tl.where(i_t % 2 == 1, tl.maximum(best_upper, m_upper), m_upper)
+                best_upper = m_upper
+            store_maxima(upper + o_s, m_upper, b_f, i_t, num_blocks, s_sb, m_row, SUB, PARTS)
     if FILL:
         unseen = tl.full([ROWS, 16], float("-inf"), tl.float32)
         stop = tl.minimum(last // PARTS * SUB, num_blocks)
         for i_b in range(tl.maximum(first, i_end) // PARTS * SUB, stop, 16):
             o_b = i_b + tl.arange(0, 16)
-            tl.store(p_s[:, None] + (o_b * s_sb)[None, :], unseen, mask=m_row[:, None] & (o_b < stop)[None, :])
+            m_s = m_row[:, None] & (o_b < stop)[None, :]
+            tl.store(scores + o_s[:, None] + (o_b * s_sb)[None, :], unseen, mask=m_s)
+            if errors is not None:
+                tl.store(upper + o_s[:, None] + (o_b * s_sb)[None, :], unseen, mask=m_s)

@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""What the scoring kernels share: where index keys lie and how a tile of them is loaded, and which rows a program serves.
+# ruff: noqa: RET505 (kernels return from branches on constants)
+"""What the scoring kernels share: how keys are cut into tiles, which rows a program serves, and how bytes become tiles.
 
 A tile is TILE keys (a power of two up to 128) of which the first KEYS count. It holds SUB whole blocks (block sizes 16, 32, 64
 and 128), one block padded to a power of two, or one of the PARTS = 2 overlapping halves of a block of more than 128 keys: a
-maximum does not mind the overlap. Other formats of index keys (e4m3, int8, NVFP4) differ in `load_keys` and in the product.
+maximum does not mind the overlap. What a tile's bytes and scales stand for: `triton_formats`; where they lie: `triton_sources`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
-
-from openmsa.kv_cache import PagedIndexKeys
-from openmsa.runtime.devices import Device
 
 FLAT, PAGE, PAGES = 0, 1, 2  # contiguous sequences; pages that hold whole tiles; pages smaller than a tile or ragged
 
@@ -56,59 +50,6 @@ class Tile:
         return {"BLOCK": self.block, "TILE": self.tile, "KEYS": self.keys, "SUB": self.sub, "PARTS": self.parts}
 
 
-@dataclass(frozen=True)
-class KeySource:
-    """Where a kernel reads keys. `launch` are its arguments; `keys` is a tensor or a TMA descriptor of it."""
-
-    keys: Any
-    page_table: Tensor | None
-    strides: tuple[int, int, int, int]
-    table_stride: int
-    heads: int
-    num_pages: int
-    capacity: int
-    page_size: int
-    mode: int
-    tma: bool
-
-    @classmethod
-    def of(cls, index_k: Tensor | PagedIndexKeys, tile: Tile, device: Device) -> KeySource:
-        if isinstance(index_k, Tensor):
-            pool = index_k.unsqueeze(0).transpose(1, 2)  # [1, heads, total_k, dim]
-            return cls.of_pool(pool, None, tile, device)
-        return cls.of_pool(index_k.keys, index_k.page_table, tile, device)
-
-    @classmethod
-    def of_pool(cls, pool: Tensor, page_table: Tensor | None, tile: Tile, device: Device) -> KeySource:
-        """pool: ``[num_pages, heads, page_size, dim]``; with no page table one page is the packed keys of all sequences."""
-        num_pages, heads, page_size, dim = pool.shape
-        mode = FLAT if page_table is None else PAGE if page_size % tile.span == 0 else PAGES
-        tma = device.has_tma and mode != PAGES and _describable(pool)
-        keys: Any = pool
-        if tma:
-            keys = TensorDescriptor(pool, list(pool.shape), list(pool.stride()), [1, 1, tile.tile, triton.next_power_of_2(dim)])
-        if page_table is None:  # page_size is a compile key, so it must not be the number of packed keys
-            return cls(keys, None, pool.stride(), 0, heads, num_pages, page_size, 1, mode, tma)
-        capacity = page_table.shape[1] * page_size
-        return cls(keys, page_table, pool.stride(), page_table.stride(0), heads, num_pages, capacity, page_size, mode, tma)
-
-
-def _describable(pool: Tensor) -> bool:
-    """Whether the copy engine can read it: 16-byte strides in memory order, rows contiguous."""
-    outer = [stride * pool.element_size() for stride in pool.stride()[:-1]]
-    return (
-        pool.numel() > 0
-        and pool.stride(3) == 1
-        and pool.data_ptr() % 16 == 0
-        and all(stride > 0 and stride % 16 == 0 and stride < 2**40 for stride in outer)
-    )
-
-
-def pointer_type(dtype: torch.dtype) -> str:
-    """Triton's name of a pointer to `dtype`."""
-    return {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-
-
 @triton.jit
 def sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys):
     """Of sequence i_s: first query, number of queries, first key, number of keys, position of its first query."""
@@ -131,6 +72,27 @@ def tile_start(i_t, BLOCK: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, 
 
 
 @triton.jit
+def place(
+    page_row, i_k, k_start, k_len, num_pages, MODE: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Of keys i_k to i_k + TILE: the page (one number, or one a key), the row in it [TILE], and which exist [TILE]."""
+    o_k = i_k + tl.arange(0, TILE)
+    m_k = o_k < k_len
+    if MODE == 0:
+        i_page = 0
+        o_row = k_start + o_k
+    elif MODE == 1:
+        i_page = tl.load(page_row + i_k // PAGE_SIZE)
+        m_k = m_k & (i_page >= 0) & (i_page < num_pages)
+        o_row = i_k % PAGE_SIZE + tl.arange(0, TILE)
+    else:
+        i_page = tl.load(page_row + o_k // PAGE_SIZE, mask=m_k, other=-1)
+        m_k = m_k & (i_page >= 0) & (i_page < num_pages)
+        o_row = o_k % PAGE_SIZE
+    return i_page, o_row, m_k
+
+
+@triton.jit
 def load_keys(
     keys,
     page_row,
@@ -147,37 +109,29 @@ def load_keys(
     TMA: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """Keys i_k to i_k + TILE of a sequence, [TILE, DIM_PAD], zero past DIM and in pages that do not exist.
-    BOUNDED: also zero past k_len; without it every key counted must exist."""
+    """Keys i_k to i_k + TILE of a sequence as they are stored, [TILE, WIDTH_PAD], zero past WIDTH and in pages that do not
+    exist. BOUNDED: also zero past k_len; without it every key counted must exist."""
     if TMA:
         if MODE == 0:
             b_k = keys.load([0, i_h, k_start + i_k, 0])
         else:
             b_k = keys.load([tl.load(page_row + i_k // PAGE_SIZE), i_h, i_k % PAGE_SIZE, 0])
-        b_k = b_k.reshape(TILE, DIM_PAD)
+        b_k = b_k.reshape(TILE, WIDTH_PAD)
     else:
-        o_k = i_k + tl.arange(0, TILE)
-        o_d = tl.arange(0, DIM_PAD)
-        m_k = o_k < k_len
-        if MODE == 0:
-            p_k = keys + (k_start + o_k).to(tl.int64) * s_token
-        elif MODE == 1:
-            i_page = tl.load(page_row + i_k // PAGE_SIZE)
-            m_k = m_k & (i_page >= 0) & (i_page < num_pages)
-            p_k = keys + i_page.to(tl.int64) * s_page + (i_k % PAGE_SIZE + tl.arange(0, TILE)).to(tl.int64) * s_token
-        else:
-            i_page = tl.load(page_row + o_k // PAGE_SIZE, mask=m_k, other=-1)
-            m_k = m_k & (i_page >= 0) & (i_page < num_pages)
-            p_k = keys + i_page.to(tl.int64) * s_page + (o_k % PAGE_SIZE).to(tl.int64) * s_token
-        p_k = (p_k + i_h.to(tl.int64) * s_head)[:, None] + (o_d * s_dim)[None, :]
+        o_d = tl.arange(0, WIDTH_PAD)
+        i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE)
+        p_k = keys + o_row.to(tl.int64) * s_token + i_h.to(tl.int64) * s_head
+        if MODE != 0:
+            p_k += i_page.to(tl.int64) * s_page
+        p_k = p_k[:, None] + (o_d * s_dim)[None, :]
         if BOUNDED or MODE != 0:
-            b_k = tl.load(p_k, mask=m_k[:, None] & (o_d < DIM)[None, :], other=0.0)
-        elif DIM < DIM_PAD:
-            b_k = tl.load(p_k, mask=(o_d < DIM)[None, :], other=0.0)
+            b_k = tl.load(p_k, mask=m_k[:, None] & (o_d < WIDTH)[None, :], other=0.0)
+        elif WIDTH < WIDTH_PAD:
+            b_k = tl.load(p_k, mask=(o_d < WIDTH)[None, :], other=0.0)
         else:
             b_k = tl.load(p_k)
     return b_k
@@ -196,7 +150,10 @@ def load_rows(q, i_row, q_len, i_h, s_token, s_head, s_dim, GROUP: tl.constexpr,
 def hold_rows(b_q, DIM_PAD: tl.constexpr):
     """The same rows, in the layout of a product: Hopper's matrix unit then takes them from registers instead of reading them
     from shared memory again for every tile, whose bandwidth is what limits the walk. The product with the identity is exact
-    where rows are finite and only serves to set the layout."""
+    where rows are finite (NaN spreads over its row, whose products are NaN anyway) and only serves to set the layout."""
     o_d = tl.arange(0, DIM_PAD)
-    same = tl.dot(b_q, (o_d[:, None] == o_d[None, :]).to(b_q.dtype)).to(b_q.dtype)
-    return tl.where(same == b_q, same, b_q)
+    same = tl.dot(b_q, (o_d[:, None] == o_d[None, :]).to(tl.float32).to(b_q.dtype)).to(b_q.dtype)
+    if b_q.dtype.primitive_bitwidth == 8:
+        return same
+    else:
+        return tl.where(same == b_q, same, b_q)

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: MIT
 """The Triton scoring kernel, in the interpreter or on a GPU where there is one, against the reference."""
 
+from itertools import product
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from openmsa import PagedIndexKeys
+from openmsa import E4M3, MXFP4, NVFP4, Int8, PagedIndexKeys
 from openmsa.block_scores import reference, triton_scores
-from openmsa.index_branch.triton_scores import config, splits
+from openmsa.index_branch.triton_config import Kind, config, splits
+from openmsa.index_branch.triton_launch import launch_scores
 from openmsa.index_branch.triton_tiles import Tile
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
@@ -83,13 +86,86 @@ def test_pages_that_do_not_exist_are_not_read():
     assert bool((scores[:, :, 1:3] == 0).all())  # what they hold is undefined, but it is no memory of others
 
 
+def stored(keys, name):
+    """Keys, packed or a pool, in a format with scales of every shape."""
+    heads = torch.linspace(0.5, 2, keys.shape[1], device=DEVICE)
+    return {
+        "plain": lambda: keys,
+        "e4m3": lambda: E4M3.quantize(keys),
+        "e4m3 head": lambda: E4M3.quantize(keys, heads),
+        "e4m3 page": lambda: E4M3.quantize(keys, per="page" if keys.dim() == 4 else "tensor"),
+        "int8": lambda: Int8.quantize(keys),
+        "nvfp4": lambda: NVFP4.quantize(keys),
+        "nvfp4 128x4": lambda: NVFP4.quantize(keys, layout="128x4"),
+        "mxfp4": lambda: MXFP4.quantize(keys),
+    }[name]()
+
+
+QUERIES = {"bf16": BF16, "fp16": FP16, "e4m3": BF16}
+FORMAT_CASES = [
+    ("bf16", "e4m3 head", "tuned"),
+    ("bf16", "int8", "tuned"),
+    ("bf16", "nvfp4", "tuned"),
+    ("bf16", "mxfp4", "tuned"),
+    ("fp16", "e4m3 page", "decode"),
+    ("fp16", "int8", "decode"),
+    ("fp16", "nvfp4 128x4", "decode"),
+    ("fp16", "mxfp4", "decode"),
+    ("bf16", "nvfp4 128x4", "odd"),
+    ("bf16", "int8", "ragged"),
+    ("e4m3", "e4m3 head", "tuned"),
+    ("e4m3", "e4m3 page", "ragged"),
+    ("e4m3", "e4m3 page", "large blocks"),
+    ("e4m3", "e4m3", "decode"),
+    ("e4m3", "plain", "decode"),
+    ("e4m3", "nvfp4", "decode"),
+    ("e4m3", "int8", "small blocks"),
+]
+
+
+@pytest.mark.parametrize("storage", ["flat", "block", "small"])
+@pytest.mark.parametrize(("query", "keys", "name"), FORMAT_CASES)
+def test_formats(query, keys, name, storage):
+    q_lens, k_lens, dim, block, key_heads, _ = CASES[name]
+    p = problem(q_lens, k_lens, kv_heads=4, index_key_heads=key_heads, index_dim=dim, dtype=QUERIES[query]).to(DEVICE)
+    p.index_k[sum(k_lens) // 2, 0, 3] = torch.nan
+    index_q = E4M3.quantize(p.index_q, per="head") if query == "e4m3" else p.index_q
+    if storage == "flat":
+        index_k, lengths = stored(p.index_k, keys), layout(p.seqs, sum(q_lens), sum(k_lens), DEVICE)
+    else:
+        cache = paged(p, block if storage == "block" else 16)[1]
+        index_k = PagedIndexKeys(stored(cache.keys, keys), cache.page_table, cache.seq_lens)
+        lengths = index_k.layout(p.seqs, sum(q_lens), DEVICE)
+    exact = index_q.dequantize(torch.float64) if query == "e4m3" else index_q.double()
+    truth = reference.block_scores(exact, index_k, lengths, block)
+    honest = reference.block_scores(index_q, index_k, lengths, block)
+    assert_close("scores", triton_scores.block_scores(index_q, index_k, lengths, block), honest, truth)
+
+
+@pytest.mark.parametrize("name", ["tuned", "decode", "ragged", "large blocks"])
+def test_bounds_hold(name):
+    q_lens, k_lens, dim, block, key_heads, dtype = CASES[name]
+    p = problem(q_lens, k_lens, kv_heads=4, index_key_heads=key_heads, index_dim=dim, dtype=dtype).to(DEVICE)
+    p.index_k[7], p.index_k[20] = torch.nan, 0
+    p.index_q[1, 0, 2] = torch.inf
+    lengths = layout(p.seqs, sum(q_lens), sum(k_lens), DEVICE)
+    scores = torch.full((2, *p.index_q.shape[:2], lengths.num_blocks(block)), torch.nan, device=DEVICE).transpose(1, 2)
+    launch_scores(p.index_q, Int8.quantize(p.index_k), lengths, block, scores[0], None, upper=scores[1])
+    exact = triton_scores.block_scores(p.index_q, p.index_k, lengths, block)
+    assert bool((scores[0] <= exact).all())
+    assert bool((exact <= scores[1]).all())
+    seen = exact.isfinite()
+    assert bool((scores[1] - scores[0])[seen & scores[1].isfinite()].mean() < 0.2 * dim**0.5)
+
+
 def test_configurations_fit():
     for arch, device in COMPILE_TARGETS.items():
         for dim in (16, 64, 128, 192, 256):
             for rows in (4, 64, 65, 65536):
-                for indirect in (False, True):
-                    c = config(device, rows, dim, 128, indirect, device.has_tma)
-                    assert c.swap == (rows <= 64)
+                for indirect, key_bytes, factor_bytes in product((False, True), (1, 2), (1, 2)):
+                    converted, kinds = key_bytes != factor_bytes, (key_bytes * dim, factor_bytes * dim)
+                    c = config(device, rows, Kind(dim, 128, *kinds, converted, indirect, device.has_tma))
+                    assert c.swap == (rows <= 64 or converted)
                     assert c.rows >= min(rows, 64)
                     assert c.num_stages >= 1, arch
                     assert c.resident in (1, 2)

@@ -6,6 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from openmsa import E4M3, MXFP4, NVFP4, Int8, PagedIndexKeys
 from openmsa.block_topk import reference, triton_decode, triton_fused, triton_select, triton_topk
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_equal
@@ -78,6 +79,52 @@ def test_select(name, storage, way):
     assert_equal("blocks", out, expected)
 
 
+def exact(keys, name):
+    """Whole numbers from -2 to 2, exactly, in a format with scales that are not 1."""
+    if name == "int8":
+        scale = torch.full(keys.shape[:-1], 2.0, device=DEVICE)
+        scale[keys.isnan().any(-1)] = torch.nan
+        return Int8(keys.nan_to_num().to(torch.int8), scale, torch.zeros_like(scale))
+    quarter = torch.tensor(0.25, device=DEVICE)
+    return {
+        "e4m3": lambda: E4M3.quantize(keys, quarter),
+        "e4m3 page": lambda: E4M3.quantize(keys, quarter.expand(keys.shape[:2]).contiguous()),
+        "nvfp4": lambda: NVFP4.quantize(keys, quarter),
+        "nvfp4 128x4": lambda: NVFP4.quantize(keys, quarter, layout="128x4"),
+        "mxfp4": lambda: MXFP4.quantize(keys),
+    }[name]()
+
+
+FORMATS = [
+    ("tuned", "fp8", "e4m3"),
+    ("tuned", "plain", "int8"),
+    ("ragged", "fp8", "e4m3 page"),
+    ("ragged", "plain", "mxfp4"),
+    ("odd", "plain", "nvfp4 128x4"),
+    ("large blocks", "plain", "e4m3"),
+    ("small blocks", "fp8", "nvfp4"),
+]
+
+
+@pytest.mark.parametrize(("name", "query", "keys"), FORMATS)
+@pytest.mark.parametrize("way", ["fused", "two"])
+def test_select_formats(name, query, keys, way):
+    q_lens, k_lens, heads, key_heads, dim, block, topk, init, local, dtype = CASES[name]
+    p = problem(
+        q_lens, k_lens, index_heads=heads, index_key_heads=key_heads, index_dim=dim, dtype=dtype, integer_index=True
+    ).to(DEVICE)
+    p.index_k[::50] = torch.nan
+    index_q = E4M3.quantize(p.index_q, 2.0 ** -torch.arange(heads, device=DEVICE)) if query == "fp8" else p.index_q
+    cache = paged(p, block if name != "odd" else 32)[1]
+    cache = PagedIndexKeys(exact(cache.keys, keys), cache.page_table, cache.seq_lens)
+    lengths = cache.layout(p.seqs, sum(q_lens), DEVICE)
+    expected = reference.select_blocks(index_q, cache, lengths, block, topk, init, local)
+    out = poisoned(sum(q_lens), heads, topk)
+    select = {"fused": triton_fused.launch_fused, "two": triton_select.score_then_select}[way]
+    select(index_q, cache, lengths, block, init, local, out)
+    assert_equal("blocks", out, expected)
+
+
 def test_chunks_make_no_difference(monkeypatch):
     p = problem((10, 13), (300, 200), index_heads=1, index_dim=32, dtype=FP16, integer_index=True).to(DEVICE)
     lengths = layout(p.seqs, 23, 500, DEVICE)
@@ -86,19 +133,32 @@ def test_chunks_make_no_difference(monkeypatch):
     assert_equal("blocks", triton_select.select_blocks(p.index_q, p.index_k, lengths, 32, 3, 0, 1), whole)
 
 
-@pytest.mark.parametrize("q_lens", [(1, 1, 1), (2, 3, 1)])
-def test_decode(q_lens):
+@pytest.mark.parametrize(
+    ("q_lens", "query", "keys"),
+    [
+        ((1, 1, 1), "plain", "plain"),
+        ((2, 3, 1), "plain", "plain"),
+        ((1, 1, 1), "fp8", "e4m3 page"),
+        ((2, 3, 1), "plain", "int8"),
+        ((1, 1, 1), "plain", "nvfp4"),
+        ((1, 1, 1), "plain", "mxfp4"),
+    ],
+)
+def test_decode(q_lens, query, keys):
     p = problem(q_lens, (300, 140, 3), index_heads=4, index_dim=64, dtype=BF16, integer_index=True).to(DEVICE)
-    _, cache = paged(p, 64)
+    cache = paged(p, 64)[1]
+    if keys != "plain":
+        cache = PagedIndexKeys(exact(cache.keys, keys), cache.page_table, cache.seq_lens)
+    index_q = E4M3.quantize(p.index_q) if query == "fp8" else p.index_q
     total_q = sum(q_lens)
     cu_seqlens_q = torch.tensor([0, *q_lens], device=DEVICE).cumsum(0, dtype=torch.int32)
     lengths = cache.layout(Sequences(cu_seqlens_q), total_q, DEVICE)
-    expected = reference.select_blocks(p.index_q, cache, lengths, 64, 3, 0, 1)
+    expected = reference.select_blocks(index_q, cache, lengths, 64, 3, 0, 1)
     size = triton_decode.decode_select_workspace(total_q, 4, cache.capacity, 64)
     workspace = torch.full((size,), torch.nan, device=DEVICE)
     out = poisoned(total_q, 4, 3)
     triton_decode.decode_select(
-        p.index_q,
+        index_q,
         cache.keys,
         cache.page_table,
         cache.seq_lens,

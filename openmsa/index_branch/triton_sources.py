@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: MIT
+"""Where index keys and their scales lie, and how index queries are stored, as the scoring kernels take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from openmsa.index_branch import triton_formats as formats
+from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile
+from openmsa.kv_cache import E4M3, MXFP4, NVFP4, CertifiedKeys, Int8, PagedIndexKeys, Stored
+from openmsa.runtime.devices import Device
+
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float8_e4m3fn: tl.float8e4nv}
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Scales beside the codes. `scale`: of pages or keys, or codes of groups; strides from page to page, head to head, key to
+    key and group to group (128x4: counted in rows). `factor`: of the tensor or of each head, with its stride."""
+
+    where: int = formats.NO_SCALE
+    scale: Tensor | None = None
+    strides: tuple[int, int, int, int] = (0, 0, 0, 0)
+    swizzled: bool = False
+    factor: Tensor | None = None
+    factor_stride: int = 0
+    error: Tensor | None = None
+
+    @classmethod
+    def of(cls, keys: Tensor | Stored, mode: int) -> Scales:
+        """keys: a pool, or packed rows, which are taken as the only page."""
+        if isinstance(keys, E4M3) and keys.scale is not None:
+            page, head = keys.scale_strides
+            if keys.scale.dim() < 2:
+                return cls(factor=keys.scale, factor_stride=head)
+            where = formats.TILE_SCALE if mode == PAGE else formats.KEY_SCALE
+            return cls(where, keys.scale, (page, head, 0, 0))
+        if isinstance(keys, Int8):
+            return cls(formats.KEY_SCALE, keys.scale, (*_strides(keys.scale), 0), error=keys.error)
+        if isinstance(keys, NVFP4):
+            scale, swizzled = keys.scale.view(torch.uint8), keys.layout != "linear"
+            strides = (*_row_numbers(keys.shape), 0) if swizzled else (*_strides(scale[..., 0]), scale.stride(-1))
+            return cls(scale=scale, strides=strides, swizzled=swizzled, factor=keys.global_scale)
+        if isinstance(keys, MXFP4):
+            return cls(scale=keys.scale, strides=(*_strides(keys.scale[..., 0]), keys.scale.stride(-1)))
+        return cls()
+
+
+def _strides(rows: Tensor) -> tuple[int, int, int]:
+    """From page to page, head to head and key to key of ``[pages, heads, page_size]`` or packed ``[total, heads]``."""
+    return rows.stride() if rows.dim() == 3 else (0, rows.stride(1), rows.stride(0))
+
+
+def _row_numbers(shape: torch.Size) -> tuple[int, int, int]:
+    """The same when rows are counted in C order of the logical shape."""
+    return (shape[1] * shape[2], shape[2], 1) if len(shape) == 4 else (0, 1, shape[1])
+
+
+@dataclass(frozen=True)
+class KeySource:
+    """Where a kernel reads keys. `keys` is a tensor or a TMA descriptor of it, `scales` what its codes are multiplied by."""
+
+    keys: Any
+    page_table: Tensor | None
+    strides: tuple[int, int, int, int]
+    table_stride: int
+    heads: int
+    num_pages: int
+    capacity: int
+    page_size: int
+    mode: int
+    tma: bool
+    format: int
+    dtype: torch.dtype
+    scales: Scales
+
+    @classmethod
+    def of(cls, index_k: Tensor | Stored | PagedIndexKeys, tile: Tile, device: Device) -> KeySource:
+        if isinstance(index_k, PagedIndexKeys):
+            return cls.of_pool(index_k.keys, index_k.page_table, tile, device)
+        return cls.of_pool(index_k, None, tile, device)
+
+    @classmethod
+    def of_pool(cls, keys: Tensor | Stored, page_table: Tensor | None, tile: Tile, device: Device) -> KeySource:
+        """keys: ``[num_pages, heads, page_size, dim]``; with no page table packed ``[total, heads, dim]``, read as one page."""
+        keys = keys.exact if isinstance(keys, CertifiedKeys) else keys
+        data = keys.data if isinstance(keys, Stored) else keys
+        data = data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn and device.arch < 90 else data
+        pool = data.unsqueeze(0).transpose(1, 2) if page_table is None else data
+        num_pages, heads, page_size, width = pool.shape
+        mode = FLAT if page_table is None else PAGE if page_size % tile.span == 0 else PAGES
+        tma = device.has_tma and mode != PAGES and _describable(pool)
+        source: Any = pool
+        if tma:
+            box = [1, 1, tile.tile, triton.next_power_of_2(width)]
+            source = TensorDescriptor(pool, list(pool.shape), list(pool.stride()), box)
+        stored = formats.PLAIN if isinstance(keys, Tensor) else _FORMATS[keys.format]
+        where = (FLAT, 0, page_size, 1) if page_table is None else (mode, page_table.stride(0), 0, page_size)
+        capacity = where[2] if page_table is None else page_table.shape[1] * page_size
+        # Of packed keys page_size is 1: it is a compile key, so it must not be their number.
+        return cls(
+            source, page_table, pool.stride(), where[1], heads, num_pages, capacity, where[3], mode, tma, stored, data.dtype,
+            Scales.of(keys, mode),
+        )  # fmt: skip
+
+    def constexprs(self) -> dict[str, Any]:
+        """As the kernels take them."""
+        scales = self.scales
+        return {
+            "KEY_HEADS": self.heads,
+            "MODE": self.mode,
+            "TMA": self.tma,
+            "PAGE_SIZE": self.page_size,
+            "FORMAT": self.format,
+            "SCALE": scales.where,
+            "SWIZZLED": scales.swizzled,
+        }
+
+
+_FORMATS = {"e4m3": formats.E4M3, "int8": formats.INT8, "nvfp4": formats.NVFP4, "mxfp4": formats.MXFP4}
+
+
+@dataclass(frozen=True)
+class QuerySource:
+    """Index queries as a kernel reads them, and of which type both factors of a product are."""
+
+    rows: Tensor
+    scale: Tensor | None
+    scale_stride: int
+    product: Any  # a Triton dtype
+    twice: bool  # fp16 queries in bf16 products: rounded ones and the rest
+
+    @classmethod
+    def of(cls, index_q: Tensor | Stored, source: KeySource, device: Device) -> QuerySource:
+        """e4m3 times e4m3 on the matrix unit where it knows them; every other pair in 16 bits, in which both are exact."""
+        scale, stride = None, 0
+        if isinstance(index_q, E4M3):
+            scale, stride = index_q.scale, index_q.scale_strides[1]
+            rows = index_q.data
+            if source.format == formats.E4M3:
+                dtype = torch.float8_e4m3fn if device.arch >= 90 else torch.float16
+            else:
+                dtype = source.dtype if source.format == formats.PLAIN else torch.bfloat16
+            rows = rows.view(torch.uint8) if device.arch < 90 else rows
+            return cls(rows, scale, stride, TYPES[dtype], False)
+        assert isinstance(index_q, Tensor)
+        twice = source.format == formats.MXFP4 and index_q.dtype == torch.float16
+        return cls(index_q, scale, stride, tl.bfloat16 if twice else TYPES[index_q.dtype], twice)
+
+
+def _describable(pool: Tensor) -> bool:
+    """Whether the copy engine can read it: 16-byte strides in memory order, rows contiguous and not shorter than 16 bytes."""
+    outer = [stride * pool.element_size() for stride in pool.stride()[:-1]]
+    return (
+        pool.numel() > 0
+        and pool.stride(3) == 1
+        and pool.shape[3] * pool.element_size() >= 16
+        and pool.data_ptr() % 16 == 0
+        and all(stride > 0 and stride % 16 == 0 and stride < 2**40 for stride in outer)
+    )

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: MIT
+"""Variants of the scoring kernel for compiling without a GPU, and what the selecting kernel's have in common with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from openmsa.index_branch import triton_formats as formats
+from openmsa.index_branch.triton_config import Kind, config
+from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, score_kernel
+from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile
+from openmsa.runtime.devices import COMPILE_TARGETS, Device
+from openmsa.runtime.variants import Variant
+
+_FORMATS = {"plain": formats.PLAIN, "e4m3": formats.E4M3, "int8": formats.INT8, "nvfp4": formats.NVFP4, "mxfp4": formats.MXFP4}
+_TYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "e4m3": tl.float8e4nv}
+
+
+@dataclass(frozen=True)
+class Operands:
+    """query: "bf16", "fp16" or "e4m3". keys: a format, with "128x4" behind it for swizzled scales, or "head" or "page" for the
+    scales of e4m3. mode: FLAT, PAGE or PAGES."""
+
+    query: str
+    keys: str
+    dim: int
+    tile: Tile
+    mode: int
+    tma: bool
+
+    @property
+    def name(self) -> str:
+        """Of a variant."""
+        where = ("flat", "page", "pages")[self.mode] + (" tma" if self.tma else "")
+        return f"{self.query} x {self.keys} d{self.dim} b{self.tile.block} {where}"
+
+    @property
+    def format(self) -> int:
+        return _FORMATS[self.keys.split()[0]]
+
+    def product(self, device: Device) -> Any:
+        """As `QuerySource.of` chooses it."""
+        if self.query != "e4m3":
+            return tl.bfloat16 if self.format == formats.MXFP4 else _TYPES[self.query]
+        if self.format == formats.E4M3:
+            return tl.float8e4nv if device.arch >= 90 else tl.float16
+        return tl.bfloat16
+
+    def kind(self, device: Device) -> Kind:
+        """As `kind_of` gives it."""
+        padded = triton.next_power_of_2(self.dim)
+        key_bytes = {formats.PLAIN: 2 * padded, formats.E4M3: padded, formats.INT8: padded}.get(self.format, padded // 2)
+        factor_bytes = padded * self.product(device).primitive_bitwidth // 8
+        indirect = self.mode != FLAT
+        return Kind(self.dim, self.tile.tile, key_bytes, factor_bytes, key_bytes != factor_bytes, indirect, self.tma)
+
+    def arguments(self, device: Device) -> tuple[dict[str, str], dict[str, Any]]:
+        """Types of the run-time arguments and values of the constexprs that both kernels take."""
+        e4m3 = "fp8e4nv" if device.arch >= 90 else "u8"
+        element = {formats.PLAIN: "bf16" if self.query == "e4m3" else self.query, formats.E4M3: e4m3, formats.INT8: "i8"}
+        stored = element.get(self.format, "u8")
+        box = f"[1, 1, {self.tile.tile}, {triton.next_power_of_2(self.dim) // (2 if self.format >= formats.NVFP4 else 1)}]"
+        types = {"q": "*" + (e4m3 if self.query == "e4m3" else self.query)}
+        types["keys"] = f"tensordesc<{stored}{box}>" if self.tma else f"*{stored}"
+        types |= dict.fromkeys(("page_table", "cu_q", "cu_k", "q_offset"), "*i32")
+        types |= dict.fromkeys(("s_qt", "s_qh", "s_page", "s_head", "s_token", "s_gp", "s_table"), "i32:16")
+        types |= dict.fromkeys(("s_gh", "s_gt", "s_qs", "s_kf"), "i32")
+        types |= {"q_scale": "*fp32", "k_factor": "*fp32", "scales": "*u8" if self.format >= formats.NVFP4 else "*fp32"}
+        constants: dict[str, Any] = {"s_qd": 1, "s_dim": 1, "s_gg": 1, "KEY_HEADS": 1, "GROUP": 4, "DIM": self.dim}
+        constants |= self.tile.constexprs() | {"DIM_PAD": triton.next_power_of_2(self.dim), "MODE": self.mode, "TMA": self.tma}
+        constants |= {"FORMAT": self.format, "SCALE": formats.NO_SCALE, "SWIZZLED": "128x4" in self.keys}
+        constants |= {"PRODUCT": self.product(device), "PAGE_SIZE": {FLAT: 1, PAGE: self.tile.span, PAGES: 16}[self.mode]}
+        constants |= {"TWICE": self.query == "fp16" and self.format == formats.MXFP4}
+        absent = ["page_table"] if self.mode == FLAT else []
+        absent += [] if self.query == "e4m3" else ["q_scale"]
+        absent += [] if self.format == formats.NVFP4 or "head" in self.keys else ["k_factor"]
+        if self.format == formats.INT8:
+            constants["SCALE"] = formats.KEY_SCALE
+        elif "page" in self.keys:
+            constants["SCALE"] = formats.TILE_SCALE if self.mode == PAGE else formats.KEY_SCALE
+        elif self.format < formats.NVFP4:
+            absent.append("scales")
+        return types, constants | dict.fromkeys(absent)
+
+
+def variant(name: str, fn: Any, types: dict[str, str], constants: dict[str, Any], chosen: Any, slack: int) -> Variant:
+    """chosen: a configuration of either kernel."""
+    constants |= {"ROWS": chosen.rows, "SWAP": chosen.swap, "HOLD": chosen.hold, "STAGES": chosen.num_stages}
+    types = {name: kind for name, kind in types.items() if name not in constants}
+    return Variant(name, fn, types, constants, chosen.num_warps, chosen.num_stages, wgmma=True, may_spill=slack)
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """Every format, flat and paged, many rows and few, odd dims and blocks, and bounds of int8 keys."""
+    device = COMPILE_TARGETS[arch]
+    for query, keys, rows, dim, block_size, mode, tma, fill in (
+        ("bf16", "plain", 65536, 128, 128, FLAT, True, True),
+        ("bf16", "plain", 65536, 128, 128, PAGE, True, False),
+        ("fp16", "plain", 65536, 128, 128, FLAT, False, False),
+        ("bf16", "plain", 65536, 128, 128, PAGES, False, False),
+        ("bf16", "plain", 65536, 64, 64, PAGE, True, False),
+        ("fp16", "plain", 65536, 256, 256, FLAT, True, False),
+        ("bf16", "plain", 65536, 80, 48, FLAT, True, True),
+        ("bf16", "plain", 4, 128, 128, PAGE, True, False),
+        ("fp16", "plain", 4, 128, 128, PAGE, False, False),
+        ("bf16", "plain", 64, 128, 128, FLAT, True, True),
+        ("bf16", "plain", 8, 64, 32, PAGES, False, False),
+        ("e4m3", "e4m3", 65536, 128, 128, FLAT, True, True),
+        ("e4m3", "e4m3 head", 65536, 128, 128, PAGE, True, False),
+        ("e4m3", "e4m3 page", 65536, 128, 128, PAGES, False, False),
+        ("e4m3", "e4m3", 4, 128, 128, PAGE, True, False),
+        ("e4m3", "plain", 4, 128, 128, PAGE, True, False),
+        *(
+            ("bf16", keys, rows, 128, 128, PAGE, True, False)
+            for keys in ("e4m3", "e4m3 page", "int8", "nvfp4", "nvfp4 128x4", "mxfp4")
+            for rows in (4, 1024)
+        ),
+        ("e4m3", "nvfp4", 4, 128, 128, PAGE, True, False),
+        ("fp16", "mxfp4", 4, 128, 128, FLAT, True, False),
+        ("fp16", "int8", 1024, 64, 64, FLAT, False, True),
+        ("bf16", "nvfp4", 1024, 80, 48, PAGES, False, False),
+        ("bf16", "int8 bounds", 4, 128, 128, PAGE, True, False),
+        ("bf16", "int8 bounds", 1024, 128, 128, FLAT, True, False),
+    ):
+        operands = Operands(query, keys, dim, Tile.of(block_size), mode, tma and device.has_tma)
+        yield _variant(device, operands, rows, fill)
+
+
+def _variant(device: Device, operands: Operands, rows: int, fill: bool) -> Variant:
+    types, constants = operands.arguments(device)
+    chosen = config(device, rows, operands.kind(device))
+    types |= dict.fromkeys(("s_sh", "s_st", *RUNTIME_LENGTHS), "i32") | dict.fromkeys(("scores", "upper", "errors"), "*fp32")
+    types |= {"visible": "*i32", "seq_lens": "*i32"}
+    bounds = "bounds" in operands.keys
+    constants |= {"s_sb": 1, "FILL": fill, "PDL": rows <= 64 and device.has_tma, "seq_lens": None}
+    constants["COLLECT"] = not chosen.swap and operands.tile.sub == operands.tile.parts == 1
+    constants |= ({"visible": None} if fill else {}) | ({} if bounds else {"upper": None, "errors": None})
+    slack = 16 if device.arch == 120 else 0
+    return variant(f"{'few' if rows <= 64 else 'many'} {operands.name}", score_kernel, types, constants, chosen, slack)
