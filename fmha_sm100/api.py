@@ -143,7 +143,6 @@ def _fmha_sm100(
         out=out if output_o else None,
         lse=lse,
         max_score=scores,
-        fresh_scores=max_score is None,
         wants_out=output_o,
         wants_lse=return_lse or lse is not None,
     )

@@ -14,7 +14,7 @@ from fmha_sm100.operands import Rows, first, scaled, write_out
 from openmsa import E4M3, PagedIndexKeys, PagedKV, sparse_attention
 from openmsa.block_scores import STAGE as SCORING
 from openmsa.dense_attention import STAGE as DENSE
-from openmsa.types import Sequences
+from openmsa.types import Layout, Sequences
 
 SCORES_AT_ONCE = 1 << 27  # scores of the queries that are taken at a time, so that scratch stays small beside the result
 INT32 = 2**31
@@ -36,7 +36,6 @@ class Call:
     out: Tensor | None
     lse: Tensor | None
     max_score: Tensor | None  # as a view [num_qo_heads, total_q, max_k_tiles]
-    fresh_scores: bool  # max_score is filled with -inf
     wants_out: bool
     wants_lse: bool
 
@@ -65,23 +64,27 @@ def score(call: Call) -> None:
     keys = PagedIndexKeys(k.k, k.page_table, k.seq_lens) if isinstance(k, PagedKV) else k
     arguments = SCORING.check(call.q, keys, seqs, block_size=block_size)
     layout, total_q = arguments["seqs"], call.q.shape[0]
-    visible = layout.visible_blocks(total_q, block_size)
     step = max(1, SCORES_AT_ONCE // max(layout.num_blocks(block_size) * call.q.shape[1], 1))
     for start in range(0, total_q, step):
         own = slice(start, min(start + step, total_q))
         scores = SCORING.run("auto", arguments | {"index_q": call.q[own], "seqs": layout.query_chunk(own.start, own.stop)})
-        _write_scores(call, scores, visible, own)
+        write_scores(call, scores, layout, own)
 
 
-def _write_scores(call: Call, scores: Tensor, visible: Tensor, own: slice) -> None:
-    """scores: ``[num_qo_heads, queries, tiles]`` of the queries `own`. visible: int32 ``[total_q]``, tiles that each sees."""
+def write_scores(call: Call, scores: Tensor, layout: Layout, own: slice) -> None:
+    """scores: ``[num_qo_heads, queries, tiles]`` of the queries `own`: the tiles that each sees go into the result."""
     assert call.max_score is not None
-    tiles = min(call.max_score.shape[2], scores.shape[2])
-    target, scores = call.max_score[:, own, :tiles], scores[..., :tiles]
-    if not call.fresh_scores:
-        seen = torch.arange(tiles, device=scores.device) < visible[own, None]
-        scores = torch.where(seen, scores, target)
-    target.copy_(scores)
+    block_size, tiles = call.plan["block_size"], min(call.max_score.shape[2], scores.shape[2])
+    scores = scores[..., :tiles]
+    if rows.uses_kernels(scores):
+        from fmha_sm100 import triton_rows
+
+        lengths = (call.plan["qo_segment_offsets"], call.plan["kv_segment_lens"], call.offset)
+        triton_rows.write(scores, call.max_score, own.start, *lengths, block_size)
+        return
+    target = call.max_score[:, own, :tiles]
+    visible = layout.visible_blocks(call.q.shape[0], block_size)  # [total_q]
+    target.copy_(torch.where(torch.arange(tiles, device=scores.device) < visible[own, None], scores, target))
 
 
 def attend_densely(call: Call) -> tuple[Tensor | None, Tensor | None]:
@@ -102,8 +105,7 @@ def attend_densely(call: Call) -> tuple[Tensor | None, Tensor | None]:
     results = DENSE.run("auto", arguments)
     found = list(results) if isinstance(results, tuple) else [results]
     if call.max_score is not None:
-        visible = arguments["seqs"].visible_blocks(call.q.shape[0], call.plan["block_size"])
-        _write_scores(call, found.pop(), visible, slice(None))
+        write_scores(call, found.pop(), arguments["seqs"], slice(0, call.q.shape[0]))
     lse = write_out(call.lse, found.pop()) if call.wants_lse else None
     return (write_out(call.out, found[0], factor) if call.wants_out else None), lse
 

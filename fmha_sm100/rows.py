@@ -17,6 +17,11 @@ TENSORS = (
 """What a launch reads of a plan."""
 
 
+def uses_kernels(tensor: Tensor) -> bool:
+    """Whether work on this tensor is done by the Triton kernels."""
+    return tensor.device.type == "cuda"
+
+
 def on_device(plan: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """The plan with its tensors where the queries are: itself, or copies made for this launch."""
     first = plan["kv_segment_lens"]
@@ -77,6 +82,10 @@ def page_table(plan: dict[str, Any], kv_indices: Tensor, page_size: int, max_pag
         width = min(width, -(-int(plan["kv_segment_lens"].max()) // page_size))
     if width < 1:
         return kv_indices.new_full((first.numel(), 1), -1)
+    if uses_kernels(flat):
+        from fmha_sm100 import triton_rows
+
+        return triton_rows.cut(flat, first, width)
     at = first[:, None] + torch.arange(width, dtype=torch.int32, device=flat.device)  # [rows, width]
     known = (at >= 0) & (at < flat.numel())
     pages = flat.index_select(0, at.clamp(0, flat.numel() - 1).flatten()).view_as(at)
@@ -94,6 +103,10 @@ def one_long_sequence(
     and the token's position in it.
     """
     first = plan["kv_page_indptr"][:-1]
+    if uses_kernels(blocks):
+        from fmha_sm100 import triton_rows
+
+        return triton_rows.shift(blocks, first, plan["kv_segment_lens"], offset, num_pages, page_size)
     seen = torch.minimum(plan["kv_segment_lens"], offset + 1).clamp(min=0)  # [rows] keys that the token sees
     seen = torch.where((first >= 0) & (first < num_pages), seen, 0)
     last = seen[:, None, None]

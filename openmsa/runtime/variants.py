@@ -64,9 +64,11 @@ class Variant:
 
 def declared(arch: int) -> Iterator[tuple[str, Variant]]:
     """Every variant that the installed kernel modules declare for `arch`, with its module's name. Needs triton."""
+    import fmha_sm100
     import openmsa
 
-    for module in pkgutil.walk_packages(openmsa.__path__, "openmsa."):
+    packages = ((openmsa, "openmsa."), (fmha_sm100, "fmha_sm100."))
+    for module in (m for package, prefix in packages for m in pkgutil.walk_packages(package.__path__, prefix)):
         leaf = module.name.rsplit(".", 1)[1]
         if leaf.startswith("triton_") or "_sm90" in leaf:
             for variant in getattr(importlib.import_module(module.name), "compile_variants", lambda arch: ())(arch):

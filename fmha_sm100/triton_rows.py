@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: MIT
+"""What stands around a launch on a GPU, one kernel each: a page table cut from the flat one, selections moved into one long
+sequence, and scores written where the caller wants them. `rows` and `launch` do the same in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openmsa.runtime.variants import Variant
+
+COLUMNS = 256  # pages of a program
+TOKENS, TILES = 32, 64  # scores of a program
+
+
+@triton.jit(do_not_specialize=["total", "width"])
+def cut_kernel(flat, first, table, s_flat, total, width, COLUMNS: tl.constexpr):
+    """Grid (rows, ceil(width / COLUMNS)): ``table[row, j] = flat[first[row] + j]``, -1 outside the flat table."""
+    i_row = tl.program_id(0)
+    o_c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    o_at = tl.load(first + i_row) + o_c
+    b_page = tl.load(flat + o_at.to(tl.int64) * s_flat, mask=(o_at >= 0) & (o_at < total), other=-1)
+    tl.store(table + i_row.to(tl.int64) * width + o_c, b_page, mask=o_c < width)
+
+
+@triton.jit(do_not_specialize=["num_pages"])
+def shift_kernel(
+    blocks,
+    first,
+    lens,
+    offset,
+    shifted,
+    keys,
+    position,
+    s_row,
+    s_head,
+    s_slot,
+    num_pages,
+    HEADS: tl.constexpr,
+    TOPK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Grid (rows): see `fmha_sm100.rows.one_long_sequence`. ENTRIES: HEADS * TOPK, rounded up to a power of two."""
+    i_row = tl.program_id(0)
+    i_first = tl.load(first + i_row)
+    n_seen = tl.maximum(tl.minimum(tl.load(lens + i_row), tl.load(offset + i_row) + 1), 0)
+    n_seen = tl.where((i_first >= 0) & (i_first < num_pages), n_seen, 0)
+    n_keys = tl.where(n_seen > 0, i_first * PAGE + n_seen, 0)
+    tl.store(keys + i_row, n_keys)
+    tl.store(position + i_row, n_keys - 1)
+    o_e = tl.arange(0, ENTRIES)
+    m_e = o_e < HEADS * TOPK
+    p_b = blocks + i_row.to(tl.int64) * s_row + (o_e // TOPK) * s_head + (o_e % TOPK) * s_slot
+    b_id = tl.load(p_b, mask=m_e, other=-1)
+    b_id = tl.where((b_id >= 0) & (b_id < (n_seen + PAGE - 1) // PAGE), b_id + i_first, -1)
+    tl.store(shifted + i_row.to(tl.int64) * (HEADS * TOPK) + o_e, b_id, mask=m_e)
+
+
+@triton.jit(do_not_specialize=["start", "count", "tiles", "rows", "steps"])
+def write_kernel(
+    scores,
+    target,
+    starts,
+    lens,
+    offset,
+    s_sh,
+    s_st,
+    s_sb,
+    s_th,
+    s_tt,
+    s_tb,
+    start,
+    count,
+    tiles,
+    rows,
+    steps,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Grid (ceil(count / TOKENS), ceil(tiles / TILES), heads): scores ``[heads, count, tiles]`` of the tokens from `start` on
+    into target ``[heads, total_q, tiles]``, where a token sees a key of the tile. steps: of the search for its row."""
+    o_t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    i_h = tl.program_id(2).to(tl.int64)
+    m_t = o_t < count
+    i_t = start + o_t
+    low = tl.zeros([TOKENS], tl.int32)  # the last row whose first token is not behind this one
+    high = tl.zeros([TOKENS], tl.int32) + rows
+    for _ in tl.range(0, steps):
+        middle = (low + high) // 2
+        behind = tl.load(starts + middle, mask=m_t & (middle < rows), other=2147483647) > i_t
+        high = tl.where(behind, middle, high)
+        low = tl.where(behind, low, middle)
+    i_last = tl.load(offset + low, mask=m_t, other=0) + i_t - tl.load(starts + low, mask=m_t, other=0)
+    i_last = tl.minimum(i_last, tl.load(lens + low, mask=m_t, other=0) - 1)
+    n_seen = tl.maximum(i_last + BLOCK, 0) // BLOCK  # [TOKENS] tiles
+    o_b = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    mask = m_t[:, None] & (o_b[None, :] < tiles) & (o_b[None, :] < n_seen[:, None])
+    p_s = scores + i_h * s_sh + o_t.to(tl.int64)[:, None] * s_st + o_b.to(tl.int64)[None, :] * s_sb
+    p_t = target + i_h * s_th + i_t.to(tl.int64)[:, None] * s_tt + o_b.to(tl.int64)[None, :] * s_tb
+    tl.store(p_t, tl.load(p_s, mask=mask, other=0.0).to(tl.float32), mask=mask)
+
+
+def cut(flat: Tensor, first: Tensor, width: int) -> Tensor:
+    """int32 ``[rows, width]`` from the flat page table and the place of each row's first page, int32 ``[rows]``."""
+    table = torch.empty((first.numel(), width), dtype=torch.int32, device=flat.device)
+    if table.numel():
+        cut_kernel[(first.numel(), triton.cdiv(width, COLUMNS))](
+            flat, first, table, flat.stride(0), flat.numel(), width, COLUMNS=COLUMNS, num_warps=2
+        )
+    return table
+
+
+def shift(
+    blocks: Tensor, first: Tensor, lens: Tensor, offset: Tensor, num_pages: int, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `fmha_sm100.rows.one_long_sequence`."""
+    rows, heads, topk = blocks.shape
+    shifted = torch.empty((rows, heads, topk), dtype=torch.int32, device=blocks.device)
+    keys, position = torch.empty((2, rows), dtype=torch.int32, device=blocks.device)
+    if rows:
+        shift_kernel[(rows,)](
+            *(blocks, first, lens, offset, shifted, keys, position, *blocks.stride(), num_pages),
+            HEADS=heads,
+            TOPK=topk,
+            ENTRIES=triton.next_power_of_2(heads * topk),
+            PAGE=page_size,
+            num_warps=1,
+        )
+    return shifted, keys, position
+
+
+def write(scores: Tensor, target: Tensor, start: int, starts: Tensor, lens: Tensor, offset: Tensor, block_size: int) -> None:
+    """scores: ``[heads, count, tiles]`` of tokens from `start` on; target: ``[heads, total_q, tiles or more]``, any strides."""
+    heads, count, tiles = scores.shape
+    grid = (triton.cdiv(count, TOKENS), triton.cdiv(tiles, TILES), heads)
+    if 0 in grid:
+        return
+    rows = lens.numel()
+    write_kernel[grid](
+        *(
+            scores,
+            target,
+            starts,
+            lens,
+            offset,
+            *scores.stride(),
+            *target.stride(),
+            start,
+            count,
+            tiles,
+            rows,
+            rows.bit_length(),
+        ),
+        BLOCK=block_size,
+        TOKENS=TOKENS,
+        TILES=TILES,
+    )
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """Decode of four KV heads; scores in both layouts."""
+    del arch
+    pointers: dict[str, Any] = dict.fromkeys(("flat", "first", "table"), "*i32")
+    numbers = dict.fromkeys(("total", "width"), "i32")
+    yield Variant("cut", cut_kernel, pointers | numbers, {"s_flat": 1, "COLUMNS": COLUMNS}, 2)
+    pointers = dict.fromkeys(("blocks", "first", "lens", "offset", "shifted", "keys", "position"), "*i32")
+    numbers = dict.fromkeys(("s_row", "s_head", "num_pages"), "i32")
+    sizes = {"s_slot": 1, "HEADS": 4, "TOPK": 16, "ENTRIES": 64, "PAGE": 128}
+    yield Variant("shift", shift_kernel, pointers | numbers, sizes, 1)
+    pointers = dict.fromkeys(("scores", "target"), "*fp32") | dict.fromkeys(("starts", "lens", "offset"), "*i32")
+    numbers = dict.fromkeys(("s_sh", "s_st", "s_th", "start", "count", "tiles", "rows", "steps"), "i32")
+    sizes = {"s_sb": 1, "BLOCK": 128, "TOKENS": TOKENS, "TILES": TILES}
+    yield Variant("write THK", write_kernel, pointers | numbers | {"s_tt": "i32"}, sizes | {"s_tb": 1}, 4)
+    yield Variant("write HKT", write_kernel, pointers | numbers | {"s_tb": "i32"}, sizes | {"s_tt": 1}, 4)
