@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fmha_sm100.k2q_rows import NOTHING, Rows, checked_starts, longest
-from fmha_sm100.k2q_schedule import SparseAttentionSchedule, in_rows
+from fmha_sm100.k2q_schedule import SparseAttentionSchedule, by_heads, in_rows
 from fmha_sm100.k2q_selection import remember
 from openmsa.runtime import checks
 
@@ -98,20 +98,25 @@ def _num_rows(rows: Rows, total_rows: int | None, total_k: int, max_k: int | Non
 def _build(
     q2k: Tensor, rows: Rows, num_rows: int, group: int, block_size: int, schedule: bool
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, SparseAttentionSchedule]:
-    heads, _, topk = q2k.shape
-    if not rows.batch:
-        q2k = q2k[:, :0]
+    q2k = q2k if rows.batch else q2k[:, :0]
     sequence, query = rows.of_tokens(q2k.shape[1])
     row = rows.of_blocks(sequence, q2k)  # of each entry, [heads, total_q, topk]
-    ordered, entry = in_rows(row)
-    boundaries = torch.arange(num_rows + 1, device=q2k.device, dtype=torch.int32).expand(heads, -1).contiguous()
-    row_ptr = torch.searchsorted(ordered, boundaries, out_int32=True)
-    place = entry // topk
-    q_indices = torch.where(ordered < num_rows, place.int() if rows.batch == 1 else query[place], -1)
-    remember(row_ptr, q_indices, row if rows.batch == 1 else torch.where(row == NOTHING, row, q2k), block_size)
+    row_ptr, q_indices = by_heads(lambda part: _compressed(part, query, rows.batch == 1, num_rows), row)
+    blocks = row if rows.batch == 1 else torch.where(row == NOTHING, row, q2k)
+    (ascending,) = by_heads(lambda part: (part.sort(dim=2).values,), blocks)
+    remember(row_ptr, q_indices, ascending, block_size)
     if not schedule:
         return row_ptr, q_indices
     return row_ptr, q_indices, SparseAttentionSchedule(row, row_ptr.diff().flatten(), rows, group, block_size)
+
+
+def _compressed(row: Tensor, query: Tensor, one_sequence: bool, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Row pointers and queries of some heads."""
+    ordered, entry = in_rows(row)
+    boundaries = torch.arange(num_rows + 1, device=row.device, dtype=torch.int32).expand(row.shape[0], -1).contiguous()
+    row_ptr = torch.searchsorted(ordered, boundaries, out_int32=True)
+    entry.floor_divide_(row.shape[2])  # its token
+    return row_ptr, torch.where(ordered < num_rows, entry.int() if one_sequence else query[entry], -1)
 
 
 class SparseK2qCsrBuilderSm100:

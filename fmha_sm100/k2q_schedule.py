@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""How the public kernels cut the rows of a CSR into work items."""
+"""How the public kernels cut the rows of a CSR into work items, and the sort that makes the rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -11,11 +12,22 @@ from torch import Tensor
 from fmha_sm100.k2q_rows import Rows
 from openmsa.runtime import devices
 
+LARGE = 1 << 24  # entries sorted at once
+
 
 def in_rows(row: Tensor) -> tuple[Tensor, Tensor]:
     """The entries of each head ordered by row and, within one, by query: their rows and their numbers (int64), ``[heads,
     total_q * topk]`` each."""
     return row.flatten(1).contiguous().sort(dim=1, stable=True)
+
+
+def by_heads(function: Callable[..., tuple[Tensor, ...]], *heads: Tensor) -> tuple[Tensor, ...]:
+    """``function(*heads)`` of tensors ``[heads, ...]``, one head at a time where together they are large: a sort holds int64
+    numbers of all its entries."""
+    if heads[0].shape[0] < 2 or heads[0].numel() <= LARGE:
+        return function(*heads)
+    parts = [function(*(x[h : h + 1] for x in heads)) for h in range(heads[0].shape[0])]
+    return tuple(torch.cat(results) for results in zip(*parts, strict=True))
 
 
 class SparseAttentionSchedule:

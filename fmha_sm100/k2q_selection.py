@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fmha_sm100.k2q_rows import NOTHING, Rows
+from fmha_sm100.k2q_schedule import by_heads
 
 ATTRIBUTE = "_openmsa_selection"
 
@@ -32,10 +33,10 @@ class _Remembered:
 
 
 def remember(row_ptr: Tensor, q_indices: Tensor, blocks: Tensor, block_size: int) -> None:
-    """Leaves the selection, int32 ``[num_kv_heads, total_q, topk]``, NOTHING where nothing is read, with the CSR tensors."""
-    blocks = blocks.sort(dim=2).values.transpose(0, 1)
-    versions = row_ptr._version, q_indices._version
-    setattr(q_indices, ATTRIBUTE, _Remembered(blocks, weakref.ref(row_ptr), versions, _capturing(row_ptr), block_size))
+    """Leaves the selection, int32 ``[num_kv_heads, total_q, topk]``, ascending, NOTHING at the end, with the CSR tensors."""
+    versions, capturing = (row_ptr._version, q_indices._version), _capturing(row_ptr)
+    known = _Remembered(blocks.transpose(0, 1), weakref.ref(row_ptr), versions, capturing, block_size)
+    setattr(q_indices, ATTRIBUTE, known)
 
 
 def selection(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows: Callable[[], Rows], block_size: int) -> Tensor:
@@ -56,25 +57,29 @@ def selection(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows:
 
 def rebuilt(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows: Rows) -> Tensor:
     """`selection` from the CSR tensors alone. Entries that name no query of the row's sequence are skipped."""
-    heads, device = q_indices.shape[0], q_indices.device
-    num_rows, entries = row_ptr.shape[1] - 1, q_indices.shape[1]
-    if not num_rows or not entries or not rows.batch:
-        return torch.full((total_q, heads, topk), NOTHING, dtype=torch.int32, device=device)
+    num_rows = row_ptr.shape[1] - 1
+    if not num_rows or not q_indices.numel() or not rows.batch:
+        shape = total_q, q_indices.shape[0], topk
+        return torch.full(shape, NOTHING, dtype=torch.int32, device=q_indices.device)
     sequence, block = rows.of_rows(num_rows)
-    entry = torch.arange(entries, device=device, dtype=torch.int32).expand(heads, -1).contiguous()
-    row = torch.searchsorted(row_ptr[:, 1:].contiguous(), entry, right=True)  # [heads, entries]
-    held = row < num_rows
-    row = row.clamp_(max=num_rows - 1)
-    owner = sequence[row]
-    held &= (q_indices >= 0) & (q_indices < rows.cu_seqlens_q.diff()[owner])
-    token = torch.where(held, rows.cu_seqlens_q[owner] + q_indices, total_q)
-    token = torch.where(token < total_q, token, total_q)
-    token, order = token.sort(dim=1, stable=True)  # rows ascend, so the blocks of a token do
-    slot = entry - torch.searchsorted(token, token, out_int32=True)
-    place = torch.where((token < total_q) & (slot < topk), token.long() * topk + slot, total_q * topk)
-    blocks = torch.full((heads, total_q * topk + 1), NOTHING, dtype=torch.int32, device=device)  # the last takes the rest
-    blocks.scatter_(1, place, block.to(torch.int32)[row].gather(1, order))
-    return blocks[:, :-1].view(heads, total_q, topk).transpose(0, 1)
+    start, length = rows.cu_seqlens_q[sequence], rows.cu_seqlens_q.diff()[sequence]  # of each row's queries
+
+    def of_heads(row_ptr: Tensor, q_indices: Tensor) -> tuple[Tensor]:
+        heads = q_indices.shape[0]
+        entry = torch.arange(q_indices.shape[1], device=q_indices.device, dtype=torch.int32).expand(heads, -1).contiguous()
+        row = torch.searchsorted(row_ptr[:, 1:].contiguous(), entry, right=True, out_int32=True)
+        held = row < num_rows
+        row = row.clamp_(max=num_rows - 1)
+        held &= (q_indices >= 0) & (q_indices < length[row])
+        token = torch.where(held, start[row] + q_indices, total_q).clamp_(max=total_q)
+        token, order = token.sort(dim=1, stable=True)  # rows ascend, so the blocks of a token do
+        slot = entry - torch.searchsorted(token, token, out_int32=True)
+        place = torch.where((token < total_q) & (slot < topk), token.long() * topk + slot, total_q * topk)
+        blocks = torch.full((heads, total_q * topk + 1), NOTHING, dtype=torch.int32, device=row.device)
+        blocks.scatter_(1, place, block.int()[row].gather(1, order))  # the last one takes the rest
+        return (blocks[:, :-1].view(heads, total_q, topk),)
+
+    return by_heads(of_heads, row_ptr, q_indices)[0].transpose(0, 1)
 
 
 def _capturing(tensor: Tensor) -> bool:

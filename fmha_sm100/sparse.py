@@ -10,7 +10,9 @@ from torch import Tensor
 
 from fmha_sm100 import operands
 from fmha_sm100.attend import Options, Result, attend
-from fmha_sm100.decode_wrapper import DecodeAttentionSchedule, SparseDecodePagedAttentionWrapper, sparse_decode_atten_func
+from fmha_sm100.decode import sparse_decode_atten_func
+from fmha_sm100.decode_schedule import DecodeAttentionSchedule
+from fmha_sm100.decode_wrapper import SparseDecodePagedAttentionWrapper
 from fmha_sm100.fp4_indexer import (
     fp4_indexer_block_scores,
     fp4_indexer_mma_scale_shape,

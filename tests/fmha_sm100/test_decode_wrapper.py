@@ -131,7 +131,7 @@ def test_schedule_of_the_public_kernels():
     wrapper.plan(**plan)
     assert isinstance(wrapper.schedule, DecodeAttentionSchedule)
     assert wrapper.kv_pages.tolist() == [40, 1, 0, 2]
-    assert wrapper.seqlen_q == 2
+    assert (wrapper.seqlen_q, wrapper.batch, wrapper.is_sparse) == (2, 4, False)
     assert wrapper.cta_tile_q == 128
     assert wrapper.num_q_tiles == 1
     assert wrapper.kv_chunk_size_tokens == 128 * wrapper.kv_chunk_size_pages

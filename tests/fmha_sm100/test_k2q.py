@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from fmha_sm100 import k2q_schedule
 from fmha_sm100.k2q_rows import NOTHING, Rows
 from fmha_sm100.k2q_selection import rebuilt, selection
 from fmha_sm100.sparse import (
@@ -154,6 +155,19 @@ def test_a_csr_of_another_block_size_is_refused():
     row_ptr, queries = csr(p, blocks, BLOCK)
     with pytest.raises(ValueError, match="blk_kv must be the block size that the CSR was built with"):
         selection(row_ptr, queries, 3, 4, not_needed, 32)
+
+
+def test_many_entries_are_sorted_a_head_at_a_time(monkeypatch):
+    p, blocks = case((6, 3), (400, 90), topk=4, block_size=BLOCK, kv_heads=3, head_dim=16)
+    expected = [*csr(p, blocks, BLOCK), csr(p, blocks, BLOCK, return_schedule=True)[2].qsplit_indices]
+    rows = Rows.of(p.seqs.cu_seqlens_q, p.seqs.cu_seqlens_k, BLOCK, 25)
+    selected = selection(*expected[:2], 4, 9, not_needed, BLOCK)
+    monkeypatch.setattr(k2q_schedule, "LARGE", 5)
+    *parts, schedule = csr(p, blocks, BLOCK, return_schedule=True)
+    for name, a, b in zip(("row_ptr", "queries", "qsplit"), [*parts, schedule.qsplit_indices], expected, strict=True):
+        assert_equal(name, a, b)
+    assert_equal("remembered", selection(*parts, 4, 9, not_needed, BLOCK), selected)
+    assert_equal("rebuilt", rebuilt(*parts, 4, 9, rows), selected)
 
 
 def test_wild_csr_entries_are_skipped():
