@@ -94,7 +94,7 @@ def chosen_results(out: Tensor | None, lse: Tensor | None, max_score: Tensor | N
     return results[0] if len(results) == 1 else results
 
 
-TRITON_READS = {"q": ("plain",), "k": ("plain",)}
+TRITON_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "nvfp4")}
 """The formats that the kernel takes (v has that of k): a new one is named here."""
 
 

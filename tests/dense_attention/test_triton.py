@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from openmsa import PagedKV
 from openmsa.dense_attention import triton_forward
-from openmsa.dense_attention.triton_forward import Config, configure, spans
+from openmsa.dense_attention.triton_config import Config, configure, spans
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close, assert_equal

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: MIT
+"""Tiles and splits of the dense kernel, chosen by a pure function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from openmsa.runtime.devices import Device
+
+MAX_SPLITS = 64
+MIN_SHARE = 4  # spans of keys that are worth a program
+LONGEST_WALK = 1 << 16  # keys a program may have to walk where a batch holds sequences of very different lengths
+
+
+@dataclass(frozen=True)
+class Config:
+    """rows: (token, head) pairs a program; keys: keys a tile; splits: programs that share the keys of a tile of rows.
+    qk8, pv8: whether E4M3 queries and keys, and weights rounded to E4M3 and E4M3 values, are multiplied as they are; otherwise
+    stored numbers become float16 first."""
+
+    rows: int
+    keys: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    qk8: bool = False
+    pv8: bool = False
+
+
+def configure(
+    batch: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    device: Device,
+    key_format: str = "plain",
+    query_format: str = "plain",
+) -> Config:
+    """Tiles and split for one regime. A pure function."""
+    pairs, roomy, stored = max_seqlen_q * group, device.shared_bytes > 128 * 1024, key_format != "plain"
+    if pairs <= 32:  # bound by bytes: one program a multiprocessor with deep buffers
+        keys = 64 if head_dim <= 128 else 32
+        keys *= 2 if stored and roomy else 1
+        config, resident = Config(16 if pairs <= 16 else 32, keys, 1, 4, 4 if roomy else 3), 1
+    elif head_dim <= 128 and device.arch == 90 and pairs >= 512:
+        config, resident = Config(128, 64, 1, 4, 2), 2
+    elif head_dim <= 128:
+        config, resident = Config(64, 64, 1, 4, 3 if roomy else 2), 2
+    else:
+        config, resident = Config(64, 32, 1, 8, 2), 2
+    programs = max(batch * num_kv_heads * -(-pairs // config.rows), 1)
+    splits = max(resident * device.num_sms // programs, max_seqlen_k // LONGEST_WALK if pairs <= 32 else 1)
+    useful = -(-max_seqlen_k // (MIN_SHARE * config.keys))
+    qk8 = key_format == query_format == "e4m3" and device.arch >= 90 and head_dim > 16
+    return replace(config, splits=max(1, min(splits, useful, MAX_SPLITS)), qk8=qk8)
+
+
+def spans(keys: int, block_size: int | None) -> tuple[int, int]:
+    """Keys a span and blocks a tile: without max scores (block_size None) a span is a tile; with them tiles keep to blocks,
+    several blocks a tile where they divide it, else one block a span of one or more tiles."""
+    if block_size is None:
+        return keys, 1
+    return (keys, keys // block_size) if keys % block_size == 0 else (block_size, 1)
