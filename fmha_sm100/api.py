@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fmha_sm100 import launch, values
+from fmha_sm100.arguments import check_plan, operand_rows, score_buffer
 from fmha_sm100.launch import Call
-from fmha_sm100.operands import FP8, check_operands, check_out, stored
+from fmha_sm100.operands import FP8, Scale, check_out
 from fmha_sm100.plan import _fmha_sm100_plan, fmha_sm100_plan
 from fmha_sm100.rows import offsets, on_device
 from fmha_sm100.topk import sparse_topk_select
@@ -20,7 +21,6 @@ from openmsa.runtime import checks
 __all__ = ["_fmha_sm100", "_fmha_sm100_plan", "fmha_sm100", "fmha_sm100_plan", "sparse_topk_select"]
 
 Results = tuple[Tensor | None, Tensor | None] | tuple[Tensor | None, Tensor | None, Tensor | None]
-Scale = float | Tensor | None
 PLAN_KEYS = (
     "qo_segment_offsets",
     "kv_segment_lens",
@@ -48,7 +48,8 @@ def fmha_sm100(
 
     q:                 ``[total_q, num_qo_heads, head_dim]``, bfloat16 or float8_e4m3fn, float16 too and on a CPU any float.
     k, v:              packed ``[total_kv, num_kv_heads, head_dim]``, or pools ``[num_pages, num_kv_heads, page_size,
-                       head_dim]``; any strides: halves of one cache, permuted views. v may be None for scores alone.
+                       head_dim]``; any strides: halves of one cache, permuted views. v may be None for scores alone. uint8:
+                       the K and V slots of vLLM's NVFP4 cache (`fmha_sm100.nvfp4_kv`), k_scale and v_scale its global scales.
     plan_info:         of `fmha_sm100_plan`. Its tensors are read on the device when the launch runs.
     kv_indices:        int32, for pools: the page table, flat, request b (or row, see the plan) starting at
                        ``kv_page_indptr[b]``; or ``[rows, max_pages]``.
@@ -110,22 +111,15 @@ def _fmha_sm100(
         raise TypeError(f"plan_info must be what _fmha_sm100_plan returned, got {type(plan_info).__name__}")
     if v is None and not output_o and not return_lse and lse is None:
         v = k
-    paged = isinstance(k, Tensor) and k.dim() == 4
-    check_operands(q, k, v, "head_dim", paged, (*checks.FLOATS, FP8))  # type: ignore[arg-type]
-    assert v is not None
-    _check_plan(q, k, plan_info, kv_indices, kv_block_indexes, q_offset_override)
-    scores = _score_buffer(q, plan_info, kv_block_indexes, max_score, output_maxscore, output_o)
+    q_rows, k_rows, v_rows, factor, v_factor = operand_rows(q, k, v, q_scale, k_scale, v_scale)  # type: ignore[arg-type]
+    check_plan(q, k, plan_info, kv_indices, kv_block_indexes, q_offset_override)
+    scores = score_buffer(q, plan_info, kv_block_indexes, max_score, output_maxscore, output_o)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out_dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
     if out is not None:
-        check_out("out", out, (*q.shape[:2], v.shape[-1]), out_dtype, q.device)
+        check_out("out", out, tuple(q.shape), out_dtype, q.device)
     if lse is not None:
         check_out("lse", lse, tuple(q.shape[:2]), wide, q.device)
-    (q_rows, q_factor), (k_rows, k_factor), (v_rows, v_factor) = (
-        stored("q", q, q_scale),
-        stored("k", k, k_scale),
-        stored("v", v, v_scale),
-    )
     if scores is not None and any(isinstance(x, E4M3) and x.scale is not None for x in (q_rows, k_rows)):
         raise ValueError("q_scale and k_scale must be numbers where max scores are asked for (those are raw), got a tensor")
     scale = q.shape[2] ** -0.5 if sm_scale is None else checks.scale("sm_scale", sm_scale)
@@ -138,7 +132,7 @@ def _fmha_sm100(
         offset=offsets(plan, q_offset_override),
         kv_indices=kv_indices,
         blocks=kv_block_indexes,
-        softmax_scale=scale * q_factor * k_factor,
+        softmax_scale=scale * factor,
         out_scale=v_factor * (1.0 if o_scale is None else checks.scale("o_scale", o_scale)),
         out=out if output_o else None,
         lse=lse,
@@ -149,7 +143,9 @@ def _fmha_sm100(
     if check_input_valid:
         values.check(call)
     found = _run(call, out_dtype)
-    if max_score is None and scores is not None:
+    if scores is None:
+        max_score = None
+    elif max_score is None:
         max_score = scores.transpose(1, 2)  # [num_qo_heads, max_k_tiles, total_q]
     return (found[0], max_score, found[1]) if call.wants_lse else (found[0], max_score)
 
@@ -164,86 +160,3 @@ def _run(call: Call, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         return launch.attend_densely(call)
     launch.score(call)
     return None, None
-
-
-def _check_plan(
-    q: Tensor,
-    k: Tensor,
-    plan: dict[str, Any],
-    kv_indices: Tensor | None,
-    blocks: Tensor | None,
-    override: int | Tensor | None,
-) -> None:
-    """The call must fit what was planned."""
-    checks.size("q", q, 0, plan["total_q"], "the queries of the plan")
-    checks.size("q", q, 1, plan["orig_num_qo_heads"], "num_qo_heads of the plan")
-    if plan["num_kv_heads"] != -1:
-        checks.size("k", k, 1, plan["num_kv_heads"], "num_kv_heads of the plan")
-    if (kv_indices is not None) != (k.dim() == 4):
-        raise ValueError(f"kv_indices must be given with paged k and v and only then, got k of shape {tuple(k.shape)}")
-    if kv_indices is not None:
-        if not isinstance(kv_indices, Tensor) or kv_indices.dtype != torch.int32:
-            raise TypeError(
-                f"kv_indices must be an int32 tensor, got {getattr(kv_indices, 'dtype', type(kv_indices).__name__)}"
-            )
-        checks.alike("kv_indices", kv_indices, "q", q, dtype=False)
-        if plan["page_size"] != k.shape[2]:
-            raise ValueError(f"k.shape[2] must be the page_size of the plan ({plan['page_size']}), got {k.shape[2]}")
-    elif plan["page_size"] != -1:
-        raise ValueError(f"kv_indices must be given where the plan has a page_size ({plan['page_size']}), got None")
-    _check_blocks(q, k, plan, blocks)
-    if isinstance(override, Tensor):
-        checks.tensor("q_offset_override", override, "[batch]", (torch.int32, torch.int64))
-        checks.alike("q_offset_override", override, "q", q, dtype=False)
-        if override.numel() not in (plan["batch_size"], plan["qo_offset"].numel()):
-            raise ValueError(f"q_offset_override must have {plan['batch_size']} entries (batch), got {override.numel()}")
-    elif override is not None:
-        checks.integer("q_offset_override", override, -(2**31), 2**31 - 1)
-
-
-def _check_blocks(q: Tensor, k: Tensor, plan: dict[str, Any], blocks: Tensor | None) -> None:
-    if blocks is None:
-        if plan["kv_block_num"] != -1:
-            raise ValueError(f"kv_block_indexes must be given: the plan has kv_block_num={plan['kv_block_num']}, got None")
-        return
-    checks.tensor("kv_block_indexes", blocks, "[total_q, num_kv_heads, kv_block_num]", (torch.int32,))
-    checks.alike("kv_block_indexes", blocks, "q", q, dtype=False)
-    checks.size("kv_block_indexes", blocks, 0, q.shape[0], "a row for each query")
-    if blocks.shape[1] not in (1, k.shape[1], q.shape[1]):
-        raise ValueError(
-            f"kv_block_indexes.shape[1] must be num_kv_heads ({k.shape[1]}), num_qo_heads ({q.shape[1]}) or 1, "
-            f"got {blocks.shape[1]}"
-        )
-    checks.integer("kv_block_indexes.shape[2]", blocks.shape[2], 1, 64)
-    if plan["kv_block_num"] not in (-1, blocks.shape[2]):
-        raise ValueError(
-            f"kv_block_indexes.shape[2] must be kv_block_num of the plan ({plan['kv_block_num']}), got {blocks.shape[2]}"
-        )
-
-
-def _score_buffer(
-    q: Tensor, plan: dict[str, Any], blocks: Tensor | None, given: Tensor | None, output_maxscore: bool, output_o: bool
-) -> Tensor | None:
-    """The caller's buffer or a new one as ``[num_qo_heads, total_q, max_k_tiles]``; None where no scores are asked for."""
-    if not (output_o or output_maxscore):
-        raise ValueError("output_o or output_maxscore must be True, got False for both")
-    heads, total_q, tiles = q.shape[1], q.shape[0], plan["max_k_tiles"]
-    if blocks is not None and not output_o:
-        raise ValueError("output_o must be True with kv_block_indexes, got False")
-    possible = tiles > 0 and blocks is None
-    if not possible and output_maxscore and (given is not None or not output_o):
-        name = "output_o=False" if given is None else "max_score"
-        raise ValueError(f"{name} needs a plan with output_maxscore=True and no kv_block_indexes, got max_k_tiles={tiles}")
-    if not possible or not output_maxscore:
-        return None
-    if given is None:
-        return torch.full((heads, tiles, total_q), -torch.inf, dtype=torch.float32, device=q.device).transpose(1, 2)
-    checks.tensor("max_score", given, "[num_qo_heads, max_k_tiles, total_q]", (torch.float32,))
-    checks.alike("max_score", given, "q", q, dtype=False)
-    if tuple(given.shape) == (heads, tiles, total_q):
-        return given.transpose(1, 2)
-    if tuple(given.shape) == (total_q, heads, tiles):
-        return given.transpose(0, 1)
-    raise ValueError(
-        f"max_score must have shape {(heads, tiles, total_q)} or {(total_q, heads, tiles)}, got {tuple(given.shape)}"
-    )

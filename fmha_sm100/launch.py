@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmha_sm100 import rows
-from fmha_sm100.operands import Rows, first, scaled, write_out
+from fmha_sm100.operands import Rows, scaled, write_out
 from openmsa import E4M3, PagedIndexKeys, PagedKV, sparse_attention
 from openmsa.block_scores import STAGE as SCORING
 from openmsa.dense_attention import STAGE as DENSE
@@ -158,13 +158,11 @@ def reads_one_long_sequence(call: Call) -> bool:
 
 def nothing(call: Call, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """What a call without queries or without keys returns: zeros and -inf."""
-    total_q, heads, _ = call.q.shape
     out = lse = None
     if call.wants_out:
-        shape = (total_q, heads, first(call.v, 0).shape[-1])
-        out = torch.zeros(shape, dtype=dtype, device=call.q.device) if call.out is None else call.out.zero_()
+        out = torch.zeros(call.q.shape, dtype=dtype, device=call.q.device) if call.out is None else call.out.zero_()
     if call.wants_lse:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        lse = torch.empty((total_q, heads), dtype=wide, device=call.q.device) if call.lse is None else call.lse
+        lse = torch.empty(call.q.shape[:2], dtype=wide, device=call.q.device) if call.lse is None else call.lse
         lse.fill_(-torch.inf)
     return out, lse

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmha_sm100.api import Results, Scale, _fmha_sm100
+from fmha_sm100.api import Results, _fmha_sm100
+from fmha_sm100.operands import Scale
 from fmha_sm100.plan import _fmha_sm100_plan
 from openmsa.runtime import checks
 

@@ -125,7 +125,7 @@ def test_scores_beside_the_output(device, page_size):
     only_lse = fmha_sm100(here.q, k, v, plan, kv_indices=table, output_o=False, return_lse=True)
     assert only_lse[0] is None
     assert_results((out, only_lse[2]), truth(p))
-    without = fmha_sm100(here.q, k, v, plan, kv_indices=table, output_maxscore=False)
+    without = fmha_sm100(here.q, k, v, plan, kv_indices=table, output_maxscore=False, max_score=scores)
     assert without[1] is None
     assert torch.equal(without[0], out)
 
@@ -227,6 +227,19 @@ def test_plans_changed_in_place(device, path, fixed):
     blocks_here = None if blocks is None else blocks.to(device)
     out, _, lse = fmha_sm100(here.q, k, v, plan, kv_indices=table, kv_block_indexes=blocks_here, return_lse=True)
     return assert_results((out, lse), truth(after, blocks, page_size))
+
+
+@devices
+@pytest.mark.parametrize("path", ["dense", "prefill"])
+def test_a_promise_on_the_lengths(device, path):
+    """Makes the scratch smaller and changes no result."""
+    p = batch(dtype=dtype_of(device))
+    here, blocks = p.to(device), selection(p, 16) if path == "prefill" else None
+    k, v, _, table, _ = pages(here, 16)
+    plan = planned(p, device, 16, max_kv_len=max(p.k_lens), **({"kv_block_num": 3} if path == "prefill" else {}))
+    blocks_here = None if blocks is None else blocks.to(device)
+    out = fmha_sm100(here.q, k, v, plan, kv_indices=table, kv_block_indexes=blocks_here)[0]
+    assert_results((out,), truth(p, blocks, 16))
 
 
 @devices

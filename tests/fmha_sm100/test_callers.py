@@ -6,8 +6,9 @@ import torch
 
 from fmha_sm100 import build_k2q_csr, fmha_sm100, fmha_sm100_plan, sparse_atten_func, sparse_topk_select
 from fmha_sm100.api import _fmha_sm100, _fmha_sm100_plan
+from openmsa import NVFP4
 from openmsa.testing.compare import assert_equal
-from openmsa.testing.inputs import problem
+from openmsa.testing.inputs import paged, problem
 from tests import oracle
 from tests.contract import DEVICES
 from tests.fmha_sm100.batch import assert_results, lengths, pages, truth
@@ -120,6 +121,44 @@ def test_vllm_decode(device, queries):
     )  # fmt: skip
     assert found[0] is out
     assert_results((out,), truth(p, blocks, PAGE))
+
+
+@devices
+def test_vllm_decode_nvfp4(device):
+    """Slots of codes and scales, V's scales by fours; global scales on the device."""
+    p = made((1,) * 3, (300, 5, 130))
+    kv, _ = paged(p, PAGE)
+    whole = torch.tensor(0.37)
+    stored = [NVFP4.quantize(x.nan_to_num(0), whole) for x in (kv.k, kv.v)]
+    num_pages = kv.k.shape[0]
+    cache = torch.zeros(num_pages, 2 * HEADS, PAGE * DIM * 9 // 16, dtype=torch.uint8)
+    for n, x in enumerate(stored):
+        scales = x.scale.view(torch.uint8)  # [pages, heads, page, groups]
+        if n:
+            scales = scales.unflatten(2, (PAGE // 4, 4)).transpose(3, 4)
+        cache[:, n::2] = torch.cat((x.data.flatten(2), scales.flatten(2)), -1)
+    cache = cache.view(num_pages, 2 * HEADS, PAGE, DIM * 9 // 16).to(device)
+    numbers = [oracle.from_pages(x.dequantize(torch.float64), kv.page_table, kv.seq_lens) for x in stored]
+    exact = type(p)(**{**vars(p), "q": p.q.double(), "k": numbers[0], "v": numbers[1]})
+
+    qo, lens = lengths(p)
+    plan = fmha_sm100_plan(
+        *(qo, lens, HEADS * GROUP),
+        num_kv_heads=HEADS,
+        page_size=PAGE,
+        kv_block_num=TOPK,
+        sparse_kernel_mode="decode",
+        device=device,
+    )
+    flat = torch.cat([row[: -(-n // PAGE)] for row, n in zip(kv.page_table, p.k_lens, strict=True)]).to(device)
+    out, _ = fmha_sm100(
+        *(p.q.to(device).to(FP8), cache[:, 0::2], cache[:, 1::2], plan), kv_indices=flat, kv_block_indexes=selected(p).to(device),
+        output_maxscore=False, q_scale=0.5, k_scale=whole.to(device), v_scale=whole.to(device),
+    )  # fmt: skip
+    honest = exact.map(lambda x: x.to(torch.bfloat16))
+    assert_results(
+        (out,), (truth(exact, selected(p), PAGE, DIM**-0.5 / 2)[0], truth(honest, selected(p), PAGE, DIM**-0.5 / 2)[1])
+    )
 
 
 @devices
