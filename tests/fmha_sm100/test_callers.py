@@ -142,23 +142,15 @@ def test_vllm_decode_nvfp4(device):
     exact = type(p)(**{**vars(p), "q": p.q.double(), "k": numbers[0], "v": numbers[1]})
 
     qo, lens = lengths(p)
-    plan = fmha_sm100_plan(
-        *(qo, lens, HEADS * GROUP),
-        num_kv_heads=HEADS,
-        page_size=PAGE,
-        kv_block_num=TOPK,
-        sparse_kernel_mode="decode",
-        device=device,
-    )
+    heads = {"num_kv_heads": HEADS, "page_size": PAGE, "kv_block_num": TOPK, "device": device}
+    plan = fmha_sm100_plan(qo, lens, HEADS * GROUP, sparse_kernel_mode="decode", **heads)
     flat = torch.cat([row[: -(-n // PAGE)] for row, n in zip(kv.page_table, p.k_lens, strict=True)]).to(device)
-    out, _ = fmha_sm100(
-        *(p.q.to(device).to(FP8), cache[:, 0::2], cache[:, 1::2], plan), kv_indices=flat, kv_block_indexes=selected(p).to(device),
-        output_maxscore=False, q_scale=0.5, k_scale=whole.to(device), v_scale=whole.to(device),
-    )  # fmt: skip
+    options = {"kv_indices": flat, "kv_block_indexes": selected(p).to(device), "output_maxscore": False, "q_scale": 0.5}
+    scales = {"k_scale": whole.to(device), "v_scale": whole.to(device)}
+    out, _ = fmha_sm100(p.q.to(device).to(FP8), cache[:, 0::2], cache[:, 1::2], plan, **options, **scales)
     honest = exact.map(lambda x: x.to(torch.bfloat16))
-    assert_results(
-        (out,), (truth(exact, selected(p), PAGE, DIM**-0.5 / 2)[0], truth(honest, selected(p), PAGE, DIM**-0.5 / 2)[1])
-    )
+    found = (truth(x, selected(p), PAGE, DIM**-0.5 / 2)[n] for n, x in enumerate((exact, honest)))
+    assert_results((out,), tuple(found))
 
 
 @devices
