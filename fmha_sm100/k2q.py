@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fmha_sm100.k2q_rows import NOTHING, Rows, checked_starts, longest
-from fmha_sm100.k2q_schedule import SparseAttentionSchedule, by_heads, in_rows
+from fmha_sm100.k2q_schedule import SparseAttentionSchedule
 from fmha_sm100.k2q_selection import remember
+from fmha_sm100.k2q_sort import by_heads, sort_heads
 from openmsa.runtime import checks
 
 MAX_PACKED_QUERY = 1 << 24  # `qsplit_indices` has 24 bits for the query
@@ -112,8 +113,8 @@ def _build(
 
 def _compressed(row: Tensor, query: Tensor, one_sequence: bool, num_rows: int) -> tuple[Tensor, Tensor]:
     """Row pointers and queries of some heads."""
-    ordered, entry = in_rows(row)
-    boundaries = torch.arange(num_rows + 1, device=row.device, dtype=torch.int32).expand(row.shape[0], -1).contiguous()
+    ordered, entry = sort_heads(row.flatten(1), num_rows)
+    boundaries = torch.arange(num_rows + 1, device=row.device, dtype=ordered.dtype).expand(row.shape[0], -1).contiguous()
     row_ptr = torch.searchsorted(ordered, boundaries, out_int32=True)
     entry.floor_divide_(row.shape[2])  # its token
     return row_ptr, torch.where(ordered < num_rows, entry.int() if one_sequence else query[entry], -1)

@@ -1,33 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""How the public kernels cut the rows of a CSR into work items, and the sort that makes the rows."""
+"""How the public kernels cut the rows of a CSR into work items."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from fmha_sm100.k2q_rows import Rows
+from fmha_sm100.k2q_sort import by_heads, sort_heads
 from openmsa.runtime import devices
-
-LARGE = 1 << 24  # entries sorted at once
-
-
-def in_rows(row: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries of each head ordered by row and, within one, by query: their rows and their numbers (int64), ``[heads,
-    total_q * topk]`` each."""
-    return row.flatten(1).contiguous().sort(dim=1, stable=True)
-
-
-def by_heads(function: Callable[..., tuple[Tensor, ...]], *heads: Tensor) -> tuple[Tensor, ...]:
-    """``function(*heads)`` of tensors ``[heads, ...]``, one head at a time where together they are large: a sort holds int64
-    numbers of all its entries."""
-    if heads[0].shape[0] < 2 or heads[0].numel() <= LARGE:
-        return function(*heads)
-    parts = [function(*(x[h : h + 1] for x in heads)) for h in range(heads[0].shape[0])]
-    return tuple(torch.cat(results) for results in zip(*parts, strict=True))
 
 
 class SparseAttentionSchedule:
@@ -65,11 +48,16 @@ class SparseAttentionSchedule:
 
     @cached_property
     def qsplit_indices(self) -> Tensor:
+        query = self._rows.of_tokens(self._row.shape[1])[1]
+
+        def of_heads(row: Tensor) -> tuple[Tensor]:
+            topk, valid = row.shape[2], row < self._num_rows
+            ordered, entry = sort_heads(row.flatten(1), self._num_rows)
+            slot = valid.cumsum(2, dtype=torch.int32).sub(1).flatten(1).gather(1, entry)
+            return (torch.where(ordered < self._num_rows, query[entry // topk] | (slot << 24), -1),)
+
         with torch.inference_mode(False):
-            ordered, entry = in_rows(self._row)
-            slot = self._valid.cumsum(2, dtype=torch.int32).sub(1).flatten(1).gather(1, entry)
-            query = self._rows.of_tokens(self._row.shape[1])[1][entry // self._row.shape[2]]
-            return torch.where(ordered < self._num_rows, query | (slot << 24), -1)
+            return by_heads(of_heads, self._row)[0]
 
     @cached_property
     def _pieces(self) -> Tensor:

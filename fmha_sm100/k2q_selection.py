@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fmha_sm100.k2q_rows import NOTHING, Rows
-from fmha_sm100.k2q_schedule import by_heads
+from fmha_sm100.k2q_sort import by_heads, sort_heads
 
 ATTRIBUTE = "_openmsa_selection"
 
@@ -71,8 +71,8 @@ def rebuilt(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows: R
         held = row < num_rows
         row = row.clamp_(max=num_rows - 1)
         held &= (q_indices >= 0) & (q_indices < length[row])
-        token = torch.where(held, start[row] + q_indices, total_q).clamp_(max=total_q)
-        token, order = token.sort(dim=1, stable=True)  # rows ascend, so the blocks of a token do
+        token = torch.where(held, start[row] + q_indices, total_q)
+        token, order = sort_heads(token, total_q)  # rows ascend, so the blocks of a token do
         slot = entry - torch.searchsorted(token, token, out_int32=True)
         place = torch.where((token < total_q) & (slot < topk), token.long() * topk + slot, total_q * topk)
         blocks = torch.full((heads, total_q * topk + 1), NOTHING, dtype=torch.int32, device=row.device)

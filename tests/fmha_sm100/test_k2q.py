@@ -4,9 +4,10 @@
 import pytest
 import torch
 
-from fmha_sm100 import k2q_schedule
+from fmha_sm100 import k2q_sort
 from fmha_sm100.k2q_rows import NOTHING, Rows
 from fmha_sm100.k2q_selection import rebuilt, selection
+from fmha_sm100.k2q_sort import sort_heads
 from fmha_sm100.sparse import (
     SparseK2qCsrBuilderSm100,
     build_k2q_csr,
@@ -162,7 +163,7 @@ def test_many_entries_are_sorted_a_head_at_a_time(monkeypatch):
     expected = [*csr(p, blocks, BLOCK), csr(p, blocks, BLOCK, return_schedule=True)[2].qsplit_indices]
     rows = Rows.of(p.seqs.cu_seqlens_q, p.seqs.cu_seqlens_k, BLOCK, 25)
     selected = selection(*expected[:2], 4, 9, not_needed, BLOCK)
-    monkeypatch.setattr(k2q_schedule, "LARGE", 5)
+    monkeypatch.setattr(k2q_sort, "LARGE", 5)
     *parts, schedule = csr(p, blocks, BLOCK, return_schedule=True)
     for name, a, b in zip(("row_ptr", "queries", "qsplit"), [*parts, schedule.qsplit_indices], expected, strict=True):
         assert_equal(name, a, b)
@@ -290,3 +291,18 @@ def test_building_is_captured_and_does_not_wait():
         assert_equal("row_ptr", row_ptr, expected[0])
         assert_equal("queries", queries, expected[1])
         assert_equal("split_counts", schedule.split_counts, expected[2].split_counts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("most", [5, 2**14 - 1, 2**14, 2**15 - 1, 2**15, 2**30 - 1, 2**31 - 1])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_sorting_whole_heads(device, heads, most):
+    """At the limits of each kind of key, equal values in their order, all above the limit as the limit."""
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randint(0, 2**31 - 1, (2, 300), generator=generator).int() % torch.tensor([[9], [most]], dtype=torch.int32)
+    value[:, ::7], value[:, 1::7] = 2**31 - 1, max(most - 1, 0)
+    value = value[:heads]
+    ordered, entry = sort_heads(value.to(device), most)
+    expected = value.clamp(max=most).sort(dim=1, stable=True)
+    assert_equal("ordered", ordered.int(), expected.values)
+    assert_equal("entry", entry, expected.indices)
