@@ -13,8 +13,8 @@ LARGE = 1 << 24  # entries sorted at once
 
 def sort_heads(value: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Each head of int32 ``[heads, entries]`` sorted, equal values in their order: values, those above `most` as `most`, and
-    the entry, int64, that each came from. One sort of all heads together, where PyTorch would sort segments in two, and of keys of
-    two bytes where they are enough, as a radix sort takes its time by the byte."""
+    the entry, int64, that each came from. One sort of all heads together, where PyTorch would sort segments in two, and of
+    keys of two bytes where they are enough, as a radix sort takes its time by the byte."""
     heads, entries = value.shape
     width = most + 1
     kind = torch.int16 if heads * width <= 2**15 else torch.int32 if heads * width <= 2**31 else torch.int64
