@@ -11,10 +11,10 @@ m3 = pytest.importorskip(
 
 from openmsa.integrations.minimax_m3 import register_minimax_m3  # noqa: E402
 from openmsa.testing.compare import assert_close  # noqa: E402
+from tests.exact import DEVICES  # noqa: E402
 
 OURS = "openmsa-m3-test"
 LENGTH, VOCABULARY = 150, 64
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PADDINGS = {"none": None, "left": (37, 0), "left of whole blocks": (48, 0), "right": (0, 29), "both": (21, 40)}
 
 
