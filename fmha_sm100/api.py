@@ -52,7 +52,7 @@ def fmha_sm100(
                        the K and V slots of vLLM's NVFP4 cache (`fmha_sm100.nvfp4_kv`), k_scale and v_scale its global scales.
     plan_info:         of `fmha_sm100_plan`. Its tensors are read on the device when the launch runs.
     kv_indices:        int32, for pools: the page table, flat, request b (or row, see the plan) starting at
-                       ``kv_page_indptr[b]``; or ``[rows, max_pages]``.
+                       ``kv_page_indptr[b]``; or ``[batch or rows, max_pages]``.
     kv_block_indexes:  int32 ``[total_q, heads, kv_block_num]`` with num_kv_heads, num_qo_heads or 1 heads: pages within the
                        request (packed keys: blocks of the plan's block_size), in any order, distinct, -1 anywhere.
     q_offset_override: int, ``[batch]`` or ``[rows]``, instead of the plan's ``qo_offset``.

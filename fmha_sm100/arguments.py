@@ -54,6 +54,11 @@ def check_plan(
                 f"kv_indices must be an int32 tensor, got {getattr(kv_indices, 'dtype', type(kv_indices).__name__)}"
             )
         checks.alike("kv_indices", kv_indices, "q", q, dtype=False)
+        tables = sorted({plan["batch_size"], plan["kv_segment_lens"].numel()})
+        if kv_indices.dim() != 1 and (kv_indices.dim() != 2 or kv_indices.shape[0] not in tables):
+            raise ValueError(
+                f"kv_indices must be flat or [{' or '.join(map(str, tables))}, pages], got {tuple(kv_indices.shape)}"
+            )
         if plan["page_size"] != k.shape[2]:
             raise ValueError(f"k.shape[2] must be the page_size of the plan ({plan['page_size']}), got {k.shape[2]}")
     elif plan["page_size"] != -1:

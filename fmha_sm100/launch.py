@@ -137,7 +137,7 @@ def _attend(call: Call) -> tuple[Tensor, Tensor]:
         block_size = call.page_size
     if reads_one_long_sequence(call):
         assert call.kv_indices is not None
-        flat = call.kv_indices.reshape(-1)
+        flat = call.kv_indices
         blocks, keys, position = rows.one_long_sequence(call.plan, call.offset, blocks, flat.numel(), block_size)
         k: Any = PagedKV(call.k, call.v, flat.expand(keys.numel(), -1), keys)
         v, seqs = None, rows.paged(call.plan, position)

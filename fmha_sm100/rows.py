@@ -70,13 +70,14 @@ def paged(plan: dict[str, Any], offset: Tensor) -> Sequences:
 
 
 def page_table(plan: dict[str, Any], kv_indices: Tensor, page_size: int, max_pages: int | None) -> Tensor:
-    """int32 ``[rows, pages]``: a two-dimensional table with a row for each row of the plan as it is; otherwise cut from the
-    flat one at `kv_page_indptr`, wide enough for whatever the device may hold in `kv_segment_lens`. max_pages: a bound on the
-    pages of a request, None: all there are. Past the end of the flat table stands -1."""
+    """int32 ``[rows, pages]``: a two-dimensional table, with a row for each request or for each row of the plan, as it is;
+    otherwise cut from the flat one at `kv_page_indptr`, wide enough for whatever the device may hold in `kv_segment_lens`.
+    max_pages: a bound on the pages of a request, None: all there are. Past the end of the flat table stands -1."""
     first = plan["kv_page_indptr"][:-1]
-    if kv_indices.dim() == 2 and kv_indices.shape[0] == first.numel():
-        return kv_indices
-    flat = kv_indices.reshape(-1)
+    if kv_indices.dim() == 2:
+        by_request = plan["row_request"] is not None and kv_indices.shape[0] == plan["batch_size"]
+        return kv_indices.index_select(0, plan["row_request"]) if by_request else kv_indices
+    flat = kv_indices
     width = flat.numel() if max_pages is None else min(flat.numel(), max_pages)
     if flat.device.type == "cpu" and first.numel():  # lengths may be read here
         width = min(width, -(-int(plan["kv_segment_lens"].max()) // page_size))

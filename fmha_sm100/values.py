@@ -52,8 +52,10 @@ def _check_pages(call: Call, lens: Tensor) -> None:
     assert call.kv_indices is not None
     table, num_pages = call.kv_indices.cpu(), call.k.shape[0]
     counts = (lens.long() + call.page_size - 1) // call.page_size  # [rows]
-    if table.dim() == 2 and table.shape[0] == lens.numel():
-        first = torch.arange(lens.numel()) * table.shape[1]
+    if table.dim() == 2:
+        request = call.plan["row_request"]
+        by_row = request is None or table.shape[0] != call.plan["batch_size"]
+        first = (torch.arange(lens.numel()) if by_row else request.cpu().long()) * table.shape[1]
         _none("kv_segment_lens", counts > table.shape[1], lens, f"at most what {table.shape[1]} pages hold")
     else:
         first = call.plan["kv_page_indptr"].cpu()[:-1].long()

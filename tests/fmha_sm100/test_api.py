@@ -244,12 +244,14 @@ def test_a_promise_on_the_lengths(device, path):
 
 @devices
 @kinds
-def test_one_row_a_request_of_a_two_dimensional_table(device, kind):
-    p = batch("decode", dtype_of(device))
+@pytest.mark.parametrize("lens", ["decode", "short"])
+def test_two_dimensional_tables(device, kind, lens):
+    """A row for each request."""
+    p = batch(lens, dtype_of(device))
     here, blocks = p.to(device), selection(p, 16)
     k, v, _, table, width = pages(here, 16, fixed=True)
     plan = planned(p, device, 16, kv_block_num=3, sparse_kernel_mode=kind)
-    options = {"kv_indices": table.view(-1, width), "kv_block_indexes": blocks.to(device)}
+    options = {"kv_indices": table.view(-1, width), "kv_block_indexes": blocks.to(device), "check_input_valid": True}
     assert_results(fmha_sm100(here.q, k, v, plan, **options)[:1], truth(p, blocks, 16))
 
 

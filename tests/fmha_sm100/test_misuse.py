@@ -14,7 +14,7 @@ BLOCKS = torch.zeros(TOTAL, 2, 3, dtype=torch.int32)
 
 def call(device="cpu", plan=None, change=None, **changes):
     """A call over pages of 32 keys with whatever is to be wrong about it."""
-    p = batch().to(device)
+    p = batch(dtype=torch.float32 if device == "cpu" else torch.bfloat16).to(device)
     k, v, _, table, _ = pages(p, 32)
     options = {"num_kv_heads": 2, "page_size": 32, "device": device} | (plan or {})
     planned = fmha_sm100_plan(*lengths(p), HEADS, **options)
@@ -42,6 +42,7 @@ SPARSE = {"kv_block_num": 3}
         ({"plan_info": (False, 0, 2, {}, None)}, TypeError, "plan_info must be what _fmha_sm100_plan returned"),
         ({"kv_indices": None}, ValueError, "kv_indices must be given with paged k and v"),
         ({"kv_indices": torch.zeros(9)}, TypeError, "kv_indices must be an int32 tensor, got torch.float32"),
+        ({"kv_indices": torch.zeros(5, 9, dtype=torch.int32)}, ValueError, r"kv_indices must be flat or \[6, pages\]"),
         ({"plan": {"page_size": 64}}, ValueError, r"k.shape\[2\] must be the page_size of the plan \(64\), got 32"),
         ({"k": torch.zeros(9, 2, 32), "v": torch.zeros(9, 2, 32), "kv_indices": None}, ValueError, "plan has a page_size"),
         ({"out": torch.zeros(TOTAL, 4, 16)}, ValueError, r"out must have shape \(47, 4, 32\), got \(47, 4, 16\)"),
