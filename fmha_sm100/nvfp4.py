@@ -98,8 +98,16 @@ def swizzle_nvfp4_scale_to_128x4(scale: Tensor, *, rows: int, cols: int) -> Tens
     return tiles.permute(0, 3, 2, 1, 4).reshape(high, wide)
 
 
-def nvfp4_operand(name: str, data: Tensor, scale: Tensor, global_scale: Tensor | float | None, kv_layout: str) -> NVFP4:
-    """K or V of `sparse_atten_nvfp4_kv_func` as openmsa takes it."""
+def nvfp4_operand(
+    name: str,
+    data: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | float | None,
+    kv_layout: str,
+    pages: Tensor | None = None,
+) -> NVFP4:
+    """K or V of `sparse_atten_nvfp4_kv_func` as openmsa takes it. pages: of a pool, the physical pages that may be read; any
+    shape, repeated and wild ids are harmless; None: all."""
     if kv_layout not in LAYOUTS:
         raise ValueError(f"kv_layout must be one of {', '.join(LAYOUTS)}, got {kv_layout!r}")
     argument = f"{name}_scale_128x4"
@@ -120,22 +128,28 @@ def nvfp4_operand(name: str, data: Tensor, scale: Tensor, global_scale: Tensor |
     if tuple(scale.shape) != (*data.shape[:-1], groups):
         raise ValueError(f"{argument} must have shape {(*data.shape[:-1], groups)}, got {tuple(scale.shape)}")
     if kv_layout == "vllm" and name == "v":
-        scale = _without_quads(argument, scale.view(torch.uint8))
+        scale = _without_quads(argument, scale.view(torch.uint8), pages)
     return NVFP4(data, scale, whole)
 
 
-def _without_quads(name: str, scale: Tensor) -> Tensor:
-    """A copy of V's scales in linear order."""
+def _without_quads(name: str, scale: Tensor, pages: Tensor | None) -> Tensor:
+    """V's scales in linear order: a copy, of a pool only of `pages` where they are fewer; the others hold anything."""
     tokens = scale.shape[-2] if scale.dim() == 4 else scale.shape[0]
     if tokens % QUAD:
         raise ValueError(f"{name} must cover tokens in multiples of {QUAD} with kv_layout='vllm', got {tokens}")
-    if scale.dim() == 4:
-        pages, heads, size, groups = scale.shape
-        quads = scale.reshape(pages, heads, size // QUAD, groups, QUAD)
-        return quads.transpose(-1, -2).reshape(scale.shape)
-    total, heads, groups = scale.shape
-    quads = scale.reshape(total // QUAD, heads, groups, QUAD)
-    return quads.permute(0, 3, 1, 2).reshape(scale.shape)
+    if scale.dim() == 3:
+        total, heads, groups = scale.shape
+        return scale.reshape(total // QUAD, heads, groups, QUAD).permute(0, 3, 1, 2).reshape(scale.shape)
+    if pages is None or pages.numel() >= scale.shape[0]:
+        return _linear(scale)
+    used = pages.flatten().long().clamp_(0, scale.shape[0] - 1)
+    return torch.empty(scale.shape, dtype=scale.dtype, device=scale.device).index_copy_(0, used, _linear(scale[used]))
+
+
+def _linear(scale: Tensor) -> Tensor:
+    """Pages ``[num_pages, num_kv_heads, page_size, groups]``."""
+    pages, heads, size, groups = scale.shape
+    return scale.reshape(pages, heads, size // QUAD, groups, QUAD).transpose(-1, -2).reshape(scale.shape)
 
 
 def _global_scale(name: str, scale: Tensor | float | None, data: Tensor) -> Tensor | None:

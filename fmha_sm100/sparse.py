@@ -35,6 +35,7 @@ from fmha_sm100.nvfp4 import (
     swizzle_nvfp4_scale_to_128x4,
 )
 from fmha_sm100.operands import Scale, check_operands
+from openmsa.runtime import checks
 
 __all__ = [
     "DecodeAttentionSchedule",
@@ -195,7 +196,7 @@ def sparse_atten_nvfp4_kv_func(
                    with the scales of four neighbouring tokens next to each other (byte ``token // 4 * 4 * groups + group * 4 +
                    token % 4`` of a head of a page, with pages whose size is a multiple of 4; flat: the same with heads between
                    the groups of four tokens). `fmha_sm100.nvfp4_kv.nvfp4_head_slot_views` gives such views of vLLM's cache.
-                   "vllm" reads V's scales from a copy made on each call.
+                   "vllm" reads V's scales from a copy of the pages in `page_table`, made on each call.
     k_global_scale, v_global_scale:  a number, one float32 element on the device, or None (1.0).
 
     number = e2m1 * scale * global scale. All else as in `sparse_atten_func`; q_scale is the queries' own.
@@ -227,6 +228,10 @@ def sparse_atten_nvfp4_kv_func(
     )
     query, q_factor = operands.stored("q", q, q_scale)
     keys = nvfp4_operand("k", k, k_scale_128x4, k_global_scale, kv_layout)
-    values = nvfp4_operand("v", v, v_scale_128x4, v_global_scale, kv_layout)
+    pages = None
+    if page_table is not None:
+        checks.tensor("page_table", page_table, "[batch, max_pages]", (torch.int32,))
+        pages = page_table[:, : -(-int(max_seqlen_k) // max(k.shape[2], 1))]
+    values = nvfp4_operand("v", v, v_scale_128x4, v_global_scale, kv_layout, pages)
     scaled, out_factor = operands.scaled(values, operands.times(1.0, output_scale))
     return attend(query, keys, scaled, options, q_factor, out_factor)

@@ -196,10 +196,10 @@ def test_as_vllm_attends_from_slots(device):
     p, blocks = case((5, 33), (300, 140), topk=16, kv_heads=2, group=16, head_dim=128, dtype=torch.bfloat16)
     k, v, table, lens = pools(p, 128, "cpu", packed=False)
     both = quantize_kv_bf16_to_nvfp4_128x4(k.nan_to_num(0), v.nan_to_num(0))
-    cache = torch.zeros(k.shape[0], 4, 128 * 72, dtype=torch.uint8)
+    cache = torch.full((k.shape[0] + 40, 4, 128 * 72), 0x7F, dtype=torch.uint8)  # more pages than the table names
     for n, x in enumerate(both):
-        cache[:, n::2, :8192] = x.data.flatten(2)
-        cache[:, n::2, 8192:] = scales_of(x, "vllm", n == 1, True).flatten(2)
+        cache[: k.shape[0], n::2, :8192] = x.data.flatten(2)
+        cache[: k.shape[0], n::2, 8192:] = scales_of(x, "vllm", n == 1, True).flatten(2)
     cache = cache.view(-1, 4, 128, 72).to(device)
     k_data, k_sf, v_data, v_sf = nvfp4_head_slot_views(cache[:, 0::2], cache[:, 1::2])
     out = torch.full_like(p.q, torch.nan, device=device)
