@@ -26,6 +26,11 @@ class Config:
     qk8: bool = False
     pv8: bool = False
 
+    def stages_rows(self, stored: bool, half: bool, arch: int) -> bool:
+        """Whether queries pass through memory once they are converted (see `openmsa.dense_attention.triton_kernel`). stored:
+        whether queries or keys have a format; half: whether the queries are float16."""
+        return arch == 90 and self.rows >= 64 and stored and not half and not self.qk8
+
 
 def configure(
     batch: int,
@@ -37,8 +42,10 @@ def configure(
     device: Device,
     key_format: str = "plain",
     query_format: str = "plain",
+    max_score: bool = False,
 ) -> Config:
-    """Tiles and split for one regime. A pure function."""
+    """Tiles and split for one regime. A pure function. max_score: whether products are a result; those that Hopper's matrix
+    unit makes of E4M3 numbers are off by up to 3e-4 of the largest, and float16 makes them then."""
     pairs, roomy, stored = max_seqlen_q * group, device.shared_bytes > 128 * 1024, key_format != "plain"
     if pairs <= 32:  # bound by bytes: one program a multiprocessor with deep buffers
         keys = 64 if head_dim <= 128 else 32
@@ -53,7 +60,7 @@ def configure(
     programs = max(batch * num_kv_heads * -(-pairs // config.rows), 1)
     splits = max(resident * device.num_sms // programs, max_seqlen_k // LONGEST_WALK if pairs <= 32 else 1)
     useful = -(-max_seqlen_k // (MIN_SHARE * config.keys))
-    qk8 = key_format == query_format == "e4m3" and device.arch >= 90 and head_dim > 16
+    qk8 = key_format == query_format == "e4m3" and device.arch >= 90 and head_dim > 16 and not max_score
     return replace(config, splits=max(1, min(splits, useful, MAX_SPLITS)), qk8=qk8)
 
 

@@ -23,7 +23,7 @@ from openmsa.dense_attention.triton_kernel import dense_kernel
 from openmsa.dense_attention.triton_operands import Operand, codes, operand
 from openmsa.dense_attention.triton_variants import dense_variants
 from openmsa.kv_cache import E4M3, PagedKV, Stored
-from openmsa.kv_cache.stored import out_dtype
+from openmsa.kv_cache.stored import format_of, out_dtype
 from openmsa.runtime import devices
 from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
@@ -53,7 +53,7 @@ def dense_attention(
     max_score = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device) if return_max_score else None
     if config is None:
         sizes = (seqs.batch, seqs.max_seqlen_q, seqs.max_seqlen_k, num_kv_heads, heads // num_kv_heads, head_dim)
-        config = configure(*sizes, facts, *(getattr(x, "format", "plain") for x in (stored[0], q)))
+        config = configure(*sizes, facts, *(format_of(x) for x in (stored[0], q)), return_max_score)
     if total_q and heads:
         table = k.page_table if isinstance(k, PagedKV) else None
         results = (out, lse, max_score)
@@ -86,9 +86,12 @@ def _launch(
     if in_one_page and keys.descriptor_fits and values.descriptor_fits:
         descriptors = (keys.descriptor(config.keys), values.descriptor(config.keys))
     partials = _partials(splits, seqs.batch * tiles * num_kv_heads, config.rows, head_dim, out_dtype(q), q.device)
-    q_scale, rows = None, q
+    q_scale, rows, arch = None, q, devices.facts(q.device).arch
     if isinstance(q, E4M3):
-        q_scale, rows = q.scale, codes(q.data, devices.facts(q.device).arch >= 90)
+        q_scale, rows = q.scale, codes(q.data, arch >= 90)
+    staged = None
+    if config.stages_rows(keys.format > 0 or rows is not q, q.dtype == torch.float16, arch):
+        staged = (torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out).view(torch.int16)
     dense_kernel[(seqs.batch * tiles, num_kv_heads, splits)](
         rows,
         keys.pool,
@@ -104,6 +107,7 @@ def _launch(
         seqs.cu_seqlens_k,
         seqs.q_offset,
         *results,
+        staged,
         *partials,
         softmax_scale * 1.4426950408889634,
         tiles,

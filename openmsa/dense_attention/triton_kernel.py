@@ -113,7 +113,7 @@ def _walk(
 @triton.jit(do_not_specialize=["tiles", "num_pages", "num_blocks", "capacity", "splits"])
 def dense_kernel(
     q, k, v, k_desc, v_desc, q_scale, k_scale, v_scale, k_global, v_global, page_table, cu_q, cu_k, q_offset, out, lse,
-    max_score, part, part_lse, arrived, scale, tiles, splits, num_pages, num_blocks, capacity,
+    max_score, staged, part, part_lse, arrived, scale, tiles, splits, num_pages, num_blocks, capacity,
     stride_qt, stride_qh, stride_qd, stride_kp, stride_kh, stride_kn, stride_kd, stride_vp, stride_vh, stride_vn, stride_vd,
     stride_qs, stride_ksp, stride_ksh, stride_ksn, stride_ksg, stride_vsp, stride_vsh, stride_vsn, stride_vsg,
     stride_tb, stride_tp, stride_ot, stride_oh, stride_lt, stride_mh, stride_mt,
@@ -174,6 +174,14 @@ def dense_kernel(
             b_q = e4m3_half(b_q).to(k.dtype.element_ty)
         elif not QK8:
             b_q, b_row = half_rows(b_q)
+        if (
+            staged is not None
+        ):  # only what is loaded goes to the matrix unit through shared memory; computed rows fill registers
+            p_stage = staged + o_token[:, None] * (tl.num_programs(1) * G * D) + o_h[:, None] * D + o_d[None, :]
+            m_stage = m_r[:, None] & (o_d[None, :] < D)
+            tl.store(p_stage, b_q.to(tl.int16, bitcast=True), mask=m_stage)
+            tl.debug_barrier()
+            b_q = tl.load(p_stage.to(tl.pointer_type(b_q.dtype), bitcast=True), mask=m_stage, other=0.0)
         if q_scale is not None:
             b_row *= tl.load(q_scale + o_h * stride_qs)
         if KS == 1:

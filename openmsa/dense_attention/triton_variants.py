@@ -69,7 +69,9 @@ def _of_case(
     results: tuple[str, ...],
 ) -> Variant:
     query_format = "e4m3" if q == "fp8e4nv" else "plain"
-    config = configure(batch, queries, keys, 4, group, head_dim, COMPILE_TARGETS[arch], key_format, query_format)
+    config = configure(
+        batch, queries, keys, 4, group, head_dim, COMPILE_TARGETS[arch], key_format, query_format, "max_score" in results
+    )
     return variant(name, config, q, key_format, scales, group, head_dim, page_size, block_size, results, arch)
 
 
@@ -93,7 +95,7 @@ def variant(
     strides = [f"stride_{x}" for x in ["qt", "qh", "kp", "kh", "kn", "vp", "vh", "vn", "tb", "ot", "oh"]]
     arguments = {"q": f"*{rows}", "k": f"*{codes}", "v": f"*{codes}", "out": f"*{out}", "part": f"*{out}", "scale": "fp32"}
     arguments |= dict.fromkeys(("lse", "max_score", "part_lse", "q_scale", "k_global", "v_global"), "*fp32")
-    arguments |= dict.fromkeys(("cu_q", "cu_k", "q_offset", "page_table", "arrived"), "*i32")
+    arguments |= {"staged": "*i16"} | dict.fromkeys(("cu_q", "cu_k", "q_offset", "page_table", "arrived"), "*i32")
     arguments |= dict.fromkeys(("k_scale", "v_scale"), f"*{eight}" if key_format == "nvfp4" else "*fp32")
     arguments |= dict.fromkeys(strides, "i32:16") | dict.fromkeys(("stride_lt", "stride_mh", "stride_mt"), "i32")
     arguments |= dict.fromkeys(("stride_qs", *(f"stride_{x}s{y}" for x in "kv" for y in "phng")), "i32")
@@ -111,6 +113,7 @@ def variant(
     absent |= {"k_scale", "v_scale"} if scales == NO_SCALE else set()
     absent |= set() if key_format == "nvfp4" else {"k_global", "v_global"}
     absent |= set() if q == "fp8e4nv" else {"q_scale"}
+    absent |= set() if config.stages_rows(key_format != "plain" or q == "fp8e4nv", q == "fp16", arch) else {"staged"}
     constants |= dict.fromkeys(absent)
     constants |= {"G": group, "D": head_dim, "BM": config.rows, "BN": config.keys, "BD": padded, "PAGE": page_size}
     constants |= {"SPAN": span, "NB": blocks_a_tile, "CAUSAL": True, "POSITIVE": True, "SPLIT": config.splits > 1}
