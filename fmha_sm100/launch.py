@@ -67,7 +67,8 @@ def score(call: Call) -> None:
     step = max(1, SCORES_AT_ONCE // max(layout.num_blocks(block_size) * call.q.shape[1], 1))
     for start in range(0, total_q, step):
         own = slice(start, min(start + step, total_q))
-        scores = SCORING.run("auto", arguments | {"index_q": call.q[own], "seqs": layout.query_chunk(own.start, own.stop)})
+        part = {} if step >= total_q else {"index_q": call.q[own], "seqs": layout.query_chunk(own.start, own.stop)}
+        scores = SCORING.run("auto", arguments | part)
         write_scores(call, scores, layout, own)
 
 
