@@ -142,7 +142,7 @@ def _without_quads(name: str, scale: Tensor, pages: Tensor | None) -> Tensor:
         return scale.reshape(total // QUAD, heads, groups, QUAD).permute(0, 3, 1, 2).reshape(scale.shape)
     if pages is None or pages.numel() >= scale.shape[0]:
         return _linear(scale)
-    used = pages.flatten().long().clamp_(0, scale.shape[0] - 1)
+    used = pages.flatten().long().clamp(0, scale.shape[0] - 1)
     return torch.empty(scale.shape, dtype=scale.dtype, device=scale.device).index_copy_(0, used, _linear(scale[used]))
 
 

@@ -92,6 +92,7 @@ def sparse_atten_func(
     pv_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     output_scale: Scale = None,
+    enable_fp16_softmax: bool | None = None,
     q_scale: Scale = None,
     k_scale: Scale = None,
     v_scale: Scale = None,
@@ -112,8 +113,9 @@ def sparse_atten_func(
     q_scale, k_scale, v_scale, output_scale:  numbers, or float32 tensors on the device: one element; for e4m3 operands also
                      ``[heads]`` and, with pages, ``[num_pages, heads or 1]``. The first three belong to their operand, the
                      last one multiplies the output.
-    schedule, partial_dtype, usable_SM_count, qk_dtype, pv_dtype:  accepted and checked. Our kernels plan their own work, and
-                     products and partial results are never less precise than the operands' dtypes ask for.
+    schedule, partial_dtype, usable_SM_count, qk_dtype, pv_dtype, enable_fp16_softmax:  accepted; all but the last checked. Our
+                     kernels plan their own work, and products, weights and partial results are never less precise than the
+                     operands' dtypes ask for.
 
     Returns out ``[total_q, num_q_heads, head_dim]`` in q's dtype (bfloat16 for e4m3 queries) | (out, lse) | (out, lse,
     temperature lse); lse float32 ``[total_q, num_q_heads]``, natural logarithm. A query with nothing to read: 0 and -inf.
@@ -181,8 +183,10 @@ def sparse_atten_nvfp4_kv_func(
     page_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
     schedule: Any = None,
+    usable_SM_count: int = -1,
     out: Tensor | None = None,
     output_scale: Scale = None,
+    enable_fp16_softmax: bool | None = None,
     q_scale: Scale = None,
     kv_layout: str = "legacy",
 ) -> Result:
@@ -223,7 +227,7 @@ def sparse_atten_nvfp4_kv_func(
         page_table=page_table,
         seqused_k=seqused_k,
         schedule=schedule,
-        usable_SM_count=-1,
+        usable_SM_count=usable_SM_count,
         out=out,
     )
     query, q_factor = operands.stored("q", q, q_scale)

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: MIT
 """`sparse_atten_func` in float64 arithmetic of its own, as the callers of the public package call it, and with every option."""
 
+import inspect
+
 import pytest
 import torch
 
+import fmha_sm100
+from fmha_sm100 import sparse
 from fmha_sm100.sparse import SparseAttentionSchedule, build_k2q_csr, sparse_atten_func
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import strided
@@ -368,3 +372,70 @@ def test_capture_without_a_sync():
                 buffer.copy_(value)
             graph.replay()
             check((out,), truth(p, blocks, 128))
+
+
+NONE, BF16 = None, torch.bfloat16
+LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+OPTIONS = {
+    "blk_kv": 128,
+    "causal": False,
+    "softmax_scale": NONE,
+    "lse_temperature_scale": 1.0,
+    "return_temperature_lse": False,
+    "partial_dtype": BF16,
+    "return_softmax_lse": False,
+    "page_table": NONE,
+    "seqused_k": NONE,
+    "schedule": NONE,
+}
+PUBLIC = {  # positional, keywords without a default, keywords with one
+    "build_k2q_csr": (
+        "q2k_indices cu_seqlens_q cu_seqlens_k kv_block_size",
+        "",
+        {"total_k": NONE, "max_seqlen_k": NONE, "max_seqlen_q": NONE, "total_rows": NONE, "qhead_per_kv": 1}
+        | {"return_schedule": False},
+    ),
+    "sparse_atten_func": (
+        "q k v k2q_row_ptr k2q_q_indices topK",
+        LENGTHS,
+        OPTIONS | {"usable_SM_count": -1, "qk_dtype": NONE, "pv_dtype": NONE},
+    ),
+    "sparse_atten_nvfp4_kv_func": (
+        "q k v k_scale_128x4 v_scale_128x4 k_global_scale v_global_scale k2q_row_ptr k2q_q_indices topK",
+        LENGTHS,
+        OPTIONS,
+    ),
+    "sparse_decode_atten_func": (
+        "q k v q2k_indices",
+        "page_table seqused_k seqlen_q max_seqlen_k",
+        {"blk_kv": 128, "causal": True, "softmax_scale": NONE, "return_softmax_lse": False, "schedule": NONE}
+        | {"O_partial": NONE, "LSE_partial": NONE},
+    ),
+    "fp4_indexer_block_scores": (
+        "q_fp4 k_fp4 q_scale k_scale cu_seqlens_q cu_seqlens_k cu_page_offsets",
+        "max_seqlen_q max_seqlen_k kv_indices fp4_format",
+        {"causal": False, "qo_offset": NONE, "scale_layout": "preordered_mma"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_signatures(name):
+    """The public arguments, in order and with their defaults; what is ours comes behind and is optional."""
+    positional, required, optional = PUBLIC[name]
+    parameters = inspect.signature(getattr(sparse, name)).parameters
+    kinds = {n: p.kind is p.KEYWORD_ONLY for n, p in parameters.items()}
+    assert [n for n, keyword in kinds.items() if not keyword] == positional.split()
+    for n in required.split():
+        assert parameters[n].default is inspect.Parameter.empty
+    for n, default in optional.items():
+        assert parameters[n].default == default
+    ours = set(parameters) - {*positional.split(), *required.split(), *optional}
+    assert all(parameters[n].default is not inspect.Parameter.empty for n in ours)
+
+
+def test_every_public_name_is_there():
+    for name in sparse.__all__:
+        assert getattr(sparse, name).__doc__
+    for name in ("build_k2q_csr", "sparse_atten_func", "SparseDecodePagedAttentionWrapper", "fp4_indexer_block_scores"):
+        assert getattr(fmha_sm100, name) is getattr(sparse, name)
