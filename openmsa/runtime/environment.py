@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def _mebibytes(name: str, default: int) -> int:
@@ -18,3 +19,9 @@ def _mebibytes(name: str, default: int) -> int:
 def cpu_workspace_bytes() -> int:
     """Scratch memory that one call of a CPU implementation may use beside its inputs and outputs."""
     return _mebibytes("OPENMSA_CPU_WORKSPACE_MIB", 256)
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept."""
+    text = os.environ.get("OPENMSA_CACHE_DIR", "")
+    return Path(text).expanduser() if text else Path.home() / ".cache" / "openmsa"
