@@ -71,7 +71,7 @@ class MXFP4(Stored):
     def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         scale = power_of_two(self.scale[index], wide)[..., None]
-        return decode_pairs(self.data[index], wide).unflatten(-1, (-1, GROUP)).mul(scale).flatten(-2).to(dtype)
+        return decode_pairs(self.data[index], wide).unflatten(-1, (-1, GROUP)).mul_(scale).flatten(-2).to(dtype)
 
     def write(self, index: tuple[Any, ...], values: Tensor) -> None:
         groups = values.detach().float().unflatten(-1, (-1, GROUP))

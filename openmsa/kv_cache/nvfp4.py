@@ -37,7 +37,12 @@ def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def decode_pairs(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes ``[..., dim // 2]`` as E2M1 numbers ``[..., dim]``, float32 or float64."""
-    return torch.nn.functional.embedding(data.int(), _pairs(data.device, dtype)).flatten(-2)
+    pairs, byte = _pairs(data.device, dtype), data.reshape(-1).int()
+    if dtype == torch.float32:  # a pair as one element of 8 bytes: a third of the time
+        numbers = pairs.view(torch.float64).flatten().index_select(0, byte).view(dtype)
+    else:
+        numbers = pairs.index_select(0, byte)
+    return numbers.view(*data.shape[:-1], 2 * data.shape[-1])
 
 
 def encode_pairs(values: Tensor) -> Tensor:
@@ -164,8 +169,8 @@ class NVFP4(Stored):
 
     def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        scale = self._scales(index).contiguous().view(torch.float8_e4m3fn).to(wide)[..., None]
-        numbers = decode_pairs(self.data[index], wide).unflatten(-1, (-1, GROUP)).mul(scale)  # exact
+        scale = e4m3.decode(self._scales(index), wide)[..., None]
+        numbers = decode_pairs(self.data[index], wide).unflatten(-1, (-1, GROUP)).mul_(scale)  # exact
         if self.global_scale is not None:
             numbers = numbers.mul_(self.global_scale)
         return numbers.flatten(-2).to(dtype)
