@@ -29,10 +29,21 @@ def check_certified(selection: dict[str, Any], index_k: Any, rescored: Tensor | 
     return selection | {"index_k": index_k}
 
 
+def _refuse_triton(index_q: Any, index_k: Any, **arguments: Any) -> str | None:
+    reason = refusals.unless_reads({"index_q": ("plain",), "index_k": ("certified",)}, index_q=index_q, index_k=index_k)
+    reason = reason or refusals.unless_cuda_inference(index_q, index_k)
+    if reason is None:
+        from openmsa.block_topk import triton_certified
+
+        reason = triton_certified.refuse(index_q, index_k, **arguments)
+    return reason
+
+
 STAGE = Stage(
     "select_blocks(certified=True)",
     SCORING.check,
     (
+        Implementation("triton", "openmsa.block_topk.triton_certified:select_blocks", _refuse_triton),
         Implementation(
             "cpu",
             "openmsa.block_topk.cpu_certified:select_blocks",

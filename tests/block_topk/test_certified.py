@@ -119,3 +119,39 @@ def test_arguments_are_checked():
         select_blocks(index_q, keys, rescored=torch.zeros(2, 4, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"rescored.shape\[1\] must be 4"):
         select_blocks(index_q, keys, certified=True, rescored=torch.zeros(2, 3, dtype=torch.int32))
+
+
+KERNEL_SHAPES = (  # as SHAPES, small enough for the interpreter
+    ((1, 1), (900, 2000), 4, 1, 64, 64, 8, 0, 1, 64),
+    ((3, 0, 2), (700, 64, 300), 4, 2, 64, 32, 5, 1, 2, 16),
+    ((2,), (1500,), 1, 1, 80, 256, 3, 1, 1, 256),
+    ((40,), (333,), 2, 1, 64, 48, 6, 0, 0, 32),
+)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the contract tests above run the kernels")
+@pytest.mark.parametrize(("kind", "shape"), list(itertools.product(KINDS, KERNEL_SHAPES)))
+def test_kernels_find_the_exact_selection(kind, shape):
+    pytest.importorskip("triton")
+    from openmsa.block_topk import triton_certified, triton_select
+
+    q_lens, k_lens, heads, key_heads, dim, block_size, topk, init, local, page_size = shape
+    index_k = keys_of(kind, sum(k_lens), key_heads, dim).half()
+    index_q = torch.randn(sum(q_lens), heads, dim).half()
+    exact = paged_keys(index_k, Sequences.from_lengths(list(q_lens), list(k_lens)), page_size)
+    lengths = exact.layout(Sequences.from_lengths(list(q_lens), list(k_lens)), len(index_q), index_q.device)
+    for keys in (exact, index_k):
+        arguments = (lengths, block_size, topk, init, local)
+        blocks, rescored = triton_certified.select_blocks(index_q, certified(keys), *arguments)
+        assert torch.equal(blocks, triton_select.select_blocks(index_q, keys, *arguments))
+        assert bool((rescored <= lengths.visible_blocks(len(index_q), block_size)[:, None]).all())
+
+
+def test_bounds_come_first_only_where_they_can_pay():
+    pytest.importorskip("triton")
+    from openmsa.block_topk.triton_certified import certifies
+
+    assert certifies(rows=4, num_blocks=1024, free=15, score_bytes=1 << 20)
+    assert not certifies(rows=65, num_blocks=1024, free=15, score_bytes=1 << 20)
+    assert not certifies(rows=4, num_blocks=15, free=15, score_bytes=1 << 20)
+    assert not certifies(rows=4, num_blocks=1024, free=0, score_bytes=1 << 20)
