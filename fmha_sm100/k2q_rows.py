@@ -44,6 +44,8 @@ class Rows:
     def of_blocks(self, sequence: Tensor, block: Tensor) -> Tensor:
         """Rows, int32 ``[..., total_q, topk]``, of the blocks of each token (sequence: int64 ``[total_q]``); NOTHING where
         there is no such block."""
+        if not self.levels:
+            return torch.full_like(block, NOTHING)
         limit = self.blocks.clamp(max=self.levels)
         limit = limit if self.batch == 1 else limit[sequence][:, None]
         held = (block >= 0) & (block < limit)
