@@ -102,7 +102,7 @@ def _many_queries(seqs: Layout, **_: Any) -> str | None:
 
 
 DECODE_READS = {"q": ("plain",), "k": ("plain",)}
-PREFILL_READS = {"q": ("plain",), "k": ("plain",)}
+PREFILL_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "nvfp4")}
 """The formats that the kernels take (v has that of k): a new one is named here."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openmsa.sparse_attention.triton_keys import key_offsets
+from openmsa.sparse_attention.triton_keys import converted, key_place, load_keys, whole_factor
 
 
 @triton.jit(do_not_specialize=["num_pages", "i_chunk", "chunk_tiles", "chunk_entries", "item_bound"])
@@ -49,6 +49,24 @@ def attend_outer(
     stride_v_dim,
     stride_table_b,
     stride_table_p,
+    k_factor,  # float32 factors and bytes of group scales, or None
+    stride_kf_page,
+    stride_kf_h,
+    k_groups,
+    stride_kg_page,
+    stride_kg_h,
+    stride_kg_row,
+    stride_kg_dim,
+    v_factor,
+    stride_vf_page,
+    stride_vf_h,
+    v_groups,
+    stride_vg_page,
+    stride_vg_h,
+    stride_vg_row,
+    stride_vg_dim,
+    q_factor,
+    stride_qf_h,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -61,6 +79,12 @@ def attend_outer(
     ITEM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     NEGATIVE: tl.constexpr,
+    FORMAT: tl.constexpr,  # of K and V
+    K_SCALE: tl.constexpr,  # 0: no factor; 1: of the tensor or a head; 2: of a page
+    V_SCALE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    QK_TYPE: tl.constexpr,  # in which queries are multiplied with keys
+    V_TYPE: tl.constexpr,  # in which weights are multiplied with values
 ):
     """One program a (item of the chunk, KV head, part of its group and cut of the block)."""
     CUTS: tl.constexpr = (BLOCK + KEYS - 1) // KEYS
@@ -101,16 +125,33 @@ def attend_outer(
     o_key = i_cut * KEYS + o_n
     key = block * BLOCK + o_key
     m_key = (o_key < BLOCK) & (key <= last_of_item)
-    m_kv = m_key[:, None] & m_d[None, :]
     table_row = page_table
     if PAGE_SIZE > 0:
         table_row += i_b * stride_table_b
     k += i_h.to(tl.int64) * stride_k_h
     v += i_h.to(tl.int64) * stride_v_h
-    o_k = key_offsets(key, m_key, k_begin, table_row, num_pages, stride_table_p, stride_k_page, stride_k_row, PAGE_SIZE)
-    o_v = key_offsets(key, m_key, k_begin, table_row, num_pages, stride_table_p, stride_v_page, stride_v_row, PAGE_SIZE)
-    b_k = tl.trans(tl.load(k + o_k[:, None] + o_d[None, :] * stride_k_dim, mask=m_kv, other=0.0))
-    b_v = tl.load(v + o_v[:, None] + o_d[None, :] * stride_v_dim, mask=m_kv, other=0.0)
+    page, row = key_place(key, m_key, k_begin, table_row, num_pages, stride_table_p, PAGE_SIZE)
+    if FORMAT == 3 and not SWIZZLED:
+        k_groups += i_h.to(tl.int64) * stride_kg_h
+        v_groups += i_h.to(tl.int64) * stride_vg_h
+    b_k = load_keys(
+        k, k_groups, page, row, m_key, i_h, num_kv_heads, stride_k_page, stride_k_row, stride_k_dim,
+        stride_kg_page, stride_kg_row, stride_kg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, QK_TYPE, True,
+    )  # fmt: skip
+    b_k = tl.trans(b_k)
+    b_v = load_keys(
+        v, v_groups, page, row, m_key, i_h, num_kv_heads, stride_v_page, stride_v_row, stride_v_dim,
+        stride_vg_page, stride_vg_row, stride_vg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, V_TYPE, True,
+    )  # fmt: skip
+    if K_SCALE == 1:
+        scale = tl.maximum(scale * whole_factor(k_factor, i_h, stride_kf_h, K_SCALE), 1e-37)
+    if K_SCALE == 2:
+        key_scale = tl.load(k_factor + page * stride_kf_page + i_h * stride_kf_h, mask=m_key, other=1.0)  # [KEYS]
+    v_scale = whole_factor(v_factor, i_h, stride_vf_h, V_SCALE)
+    if V_SCALE == 2:
+        value_scale = tl.load(v_factor + page * stride_vf_page + i_h * stride_vf_h, mask=m_key, other=0.0)  # [KEYS]
+    if q_factor is not None:  # one factor a row
+        row_factor = tl.load(q_factor + (i_h * GROUP + head) * stride_qf_h, mask=head < GROUP, other=1.0)
     if BLOCK % KEYS != 0:
         is_masked = True
         key = tl.where(o_key < BLOCK, key, 2147483647)
@@ -127,9 +168,14 @@ def attend_outer(
         m_q = ((o_e + TOKENS < end) & (head < GROUP))[:, None] & m_d[None, :]
         b_next = tl.load(q + ((ahead // TOPK).to(tl.int64) * stride_q_t)[:, None] + o_head, mask=m_q, other=0.0)
         after = tl.load(entries + o_e + 2 * TOKENS, mask=o_e + 2 * TOKENS < end, other=0)
+        b_a = converted(b_q, QK_TYPE)
         if NEGATIVE:
-            b_q = (-b_q.to(tl.float32)).to(b_q.dtype)
-        s = tl.dot(b_q, b_k)  # [ROWS, KEYS]
+            b_a = (-b_a.to(tl.float32)).to(QK_TYPE)
+        s = tl.dot(b_a, b_k)  # [ROWS, KEYS]
+        if q_factor is not None:
+            s *= row_factor[:, None]
+        if K_SCALE == 2:
+            s *= key_scale[None, :]
         if is_masked:
             last_key = tl.minimum(position + entry // TOPK, k_len - 1)
             s = tl.where(key[None, :] <= last_key[:, None], s, -float("inf"))
@@ -139,7 +185,11 @@ def attend_outer(
         p = tl.exp2(s * scale - m_i[:, None])
         l_i = tl.sum(p, 1)
         inverse = 1.0 / (tl.maximum(l_i, 1e-30) if CUTS > 1 else l_i)
-        o = tl.dot(p.to(b_v.dtype), b_v) * inverse[:, None]
+        if V_SCALE == 1:
+            inverse *= v_scale
+        if V_SCALE == 2:
+            p *= value_scale[None, :]
+        o = tl.dot(p.to(V_TYPE), b_v) * inverse[:, None]
         o_row = (entry + entry // TOPK * other_heads).to(tl.int64) * (CUTS * GROUP)
         m_o = m_row[:, None] & m_d[None, :]
         tl.store(o_part + (o_row * DIM)[:, None] + o_within, o.to(o_part.dtype.element_ty), mask=m_o)

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from openmsa.kv_cache import PagedKV
+from openmsa.kv_cache import PagedKV, Stored
+from openmsa.kv_cache.stored import out_dtype
+from openmsa.runtime.devices import facts
 from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention.triton_config import PrefillConfig, power_of_two, prefill_config, union_limit
+from openmsa.sparse_attention.triton_keys import Keys, Queries, formats
 from openmsa.sparse_attention.triton_lists import ITEM_FIELDS, TILE_FIELDS, bucket_offsets, fill_lists, tile_lists
 from openmsa.sparse_attention.triton_outer import attend_outer, combine_outer
 from openmsa.sparse_attention.triton_union import attend_union
@@ -31,9 +33,9 @@ SCAN_STEP = 2048
 
 
 def sparse_attention(
-    q: Tensor,
-    k: Tensor | PagedKV,
-    v: Tensor | None,
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
     blocks: Tensor,
     seqs: Layout,
     block_size: int,
@@ -48,7 +50,7 @@ def sparse_attention(
     """See `openmsa.sparse_attention.sparse_attention`.
 
     path:             "union" or "outer" sends every tile to that kernel; "auto": each where it is faster.
-    partial_dtype:    of KV-outer's partial outputs; None: q's.
+    partial_dtype:    of KV-outer's partial outputs; None: the output's.
     workspace_bytes:  bound on the partial outputs held at a time (lists and lse add a few percent); at least one tile's.
     config:           None: `prefill_config`.
 
@@ -57,70 +59,32 @@ def sparse_attention(
     """
     if path not in PATHS:
         raise ValueError(f"path must be one of {PATHS}, got {path!r}")
-    keys = _Keys.of(k, v, seqs, block_size)
+    has_float8 = facts(q.device).arch >= 90
+    keys, queries = Keys.of(k, v, seqs, block_size, has_float8), Queries.of(q, has_float8)
+    if path == "auto" and keys.stored and not keys.k.dtype == queries.data.dtype == torch.float8_e4m3fn:
+        path = "outer"  # which converts a block once; the union kernel loses more by converting than it gains
     if config is None:
         major = torch.cuda.get_device_capability(q.device)[0] if q.device.type == "cuda" else 9
-        config = prefill_config(q.shape[2], q.shape[1] // keys.heads, block_size, major, q.element_size())
-    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
+        bytes_ = 2 if keys.stored else keys.k.element_size()
+        config = prefill_config(q.shape[2], q.shape[1] // keys.heads, block_size, major, bytes_)
+    out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if out.numel() == 0 or keys.k.numel() == 0 or keys.total == 0:
         out.zero_(), lse.fill_(-torch.inf)
     else:
-        plan = _Plan.of(q, blocks, seqs, keys, block_size, config, path, partial_dtype or q.dtype, workspace_bytes)
+        plan = _Plan.of(q.shape, blocks, seqs, keys, block_size, config, path, partial_dtype or out.dtype, workspace_bytes)
         # Masked logits are -inf times the scale and must stay -inf: a scale of 0 becomes one too small to matter.
         scale = max(abs(softmax_scale) * math.log2(math.e), 1e-37)
         lists = _build_lists(blocks, seqs, keys, plan, config)
-        _union(q, seqs, keys, plan, config, lists, out, lse, scale, softmax_scale < 0)
+        _union(queries, seqs, keys, plan, config, lists, out, lse, scale, softmax_scale < 0)
         if plan.has_outer:
-            _outer(q, seqs, keys, plan, config, lists, out, lse, scale, softmax_scale < 0)
+            _outer(queries, seqs, keys, plan, config, lists, out, lse, scale, softmax_scale < 0)
     return (out, lse) if return_lse else out
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
     """See `openmsa.runtime.variants`."""
     return prefill_variants(arch)
-
-
-@dataclass(frozen=True)
-class _Keys:
-    """K and V, packed or paged, as the kernels take them."""
-
-    k: Tensor
-    v: Tensor
-    heads: int
-    total: int  # bound on the keys of all sequences together
-    page_size: int  # 0: packed
-    num_pages: int
-    table: Tensor | None
-    by_row: bool  # no block crosses pages
-
-    @classmethod
-    def of(cls, k: Tensor | PagedKV, v: Tensor | None, seqs: Layout, block_size: int) -> _Keys:
-        if isinstance(k, PagedKV):
-            total = seqs.batch * min(seqs.max_seqlen_k, k.capacity)
-            whole = k.page_size % block_size == 0
-            return cls(k.k, k.v, k.num_heads, total, k.page_size, k.num_pages, k.page_table, whole)
-        assert v is not None
-        return cls(k, v, k.shape[1], k.shape[0], 0, 1, None, True)
-
-    @property
-    def table_strides(self) -> tuple[int, int]:
-        return (0, 0) if self.table is None else self.table.stride()  # type: ignore[return-value]
-
-    def strides(self, x: Tensor) -> tuple[int, int, int, int]:
-        """Of page, head, row and dim."""
-        if self.page_size:
-            return x.stride()  # type: ignore[return-value]
-        return 0, x.stride(1), x.stride(0), x.stride(2)
-
-    def descriptor(self, x: Tensor, step: int, dim_padded: int) -> TensorDescriptor | None:
-        """Of `x` as [pages, heads, rows, dim] in boxes of `step` rows; None where the copy engine cannot read it."""
-        pool = x if self.page_size else x.transpose(0, 1)[None]
-        outer = [s for s, n in zip(pool.stride()[:3], pool.shape[:3], strict=True) if n > 1]
-        aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in outer) and x.data_ptr() % 16 == 0
-        if not aligned or pool.stride(3) != 1 or dim_padded > 256:
-            return None
-        strides = [s if n > 1 else 16 for s, n in zip(pool.stride()[:3], pool.shape[:3], strict=True)]  # of 1: never used
-        return TensorDescriptor(x, list(pool.shape), [*strides, 1], [1, 1, step, dim_padded])
 
 
 @dataclass(frozen=True)
@@ -146,17 +110,17 @@ class _Plan:
     @classmethod
     def of(
         cls,
-        q: Tensor,
+        shape: torch.Size,
         blocks: Tensor,
         seqs: Layout,
-        keys: _Keys,
+        keys: Keys,
         block_size: int,
         config: PrefillConfig,
         path: str,
         partial_dtype: torch.dtype,
         workspace_bytes: int,
     ) -> _Plan:
-        total_q, num_q_heads, head_dim = q.shape
+        total_q, num_q_heads, head_dim = shape
         topk, tokens = blocks.shape[2], config.union_tokens
         group = num_q_heads // keys.heads
         most = min(tokens * topk, seqs.num_blocks(block_size))
@@ -188,7 +152,7 @@ class _Plan:
         )
 
 
-def _build_lists(blocks: Tensor, seqs: Layout, keys: _Keys, plan: _Plan, config: PrefillConfig) -> dict[str, Tensor | None]:
+def _build_lists(blocks: Tensor, seqs: Layout, keys: Keys, plan: _Plan, config: PrefillConfig) -> dict[str, Tensor | None]:
     """Union lists of the tiles that stay together, entries and items of the others."""
 
     def empty(*shape: int) -> Tensor:
@@ -282,13 +246,14 @@ def _list_warps(entries: int) -> int:
 
 def _union(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> None:
     by_row = keys.by_row and plan.block_size % config.union_keys == 0
-    dim_padded = power_of_two(q.shape[2])
+    dim = q.data.shape[2]
+    dim_padded = power_of_two(dim)
     k_tma = v_tma = None
     if by_row and config.union_tma:
         k_tma, v_tma = (keys.descriptor(x, config.union_keys, dim_padded) for x in (keys.k, keys.v))
     tma = k_tma is not None and v_tma is not None
     attend_union[(plan.num_tiles * keys.heads * plan.parts,)](
-        q,
+        q.data,
         keys.k,
         keys.v,
         k_tma if tma else None,
@@ -306,21 +271,25 @@ def _union(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> Non
         keys.heads,
         keys.num_pages,
         plan.capacity,
-        *q.stride(),
+        *q.data.stride(),
         *keys.strides(keys.k),
         *keys.strides(keys.v),
         *keys.table_strides,
+        *keys.scales(),
+        q.factor,
+        q.factor_stride,
         GROUP=plan.group,
         HEADS=config.heads,
         PARTS=plan.parts,
         TOKENS=config.union_tokens,
-        DIM=q.shape[2],
+        DIM=dim,
         DIM_PADDED=dim_padded,
         BLOCK=plan.block_size,
         KEYS=config.union_keys,
         PAGE_SIZE=keys.page_size,
         BY_ROW=by_row,
         NEGATIVE=negative,
+        **formats(q.data.dtype, keys.k.dtype, keys.scale_modes(), True),
         TMA=tma,
         STAGES=config.union_stages,
         num_warps=config.union_warps,
@@ -330,15 +299,16 @@ def _union(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> Non
 
 def _outer(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> None:
     rows = plan.chunk_tiles * config.union_tokens * keys.heads * plan.topk * plan.cuts * plan.group
-    o_part = q.new_empty(rows, q.shape[2], dtype=plan.partial_dtype)
-    lse_part = q.new_empty(rows, dtype=torch.float32)
+    dim = q.data.shape[2]
+    o_part = lse.new_empty(rows, dim, dtype=plan.partial_dtype)
+    lse_part = lse.new_empty(rows)
     shape = {
         "GROUP": plan.group,
         "HEADS": config.heads,
         "PARTS": plan.parts,
         "TOPK": plan.topk,
-        "DIM": q.shape[2],
-        "DIM_PADDED": power_of_two(q.shape[2]),
+        "DIM": dim,
+        "DIM_PADDED": power_of_two(dim),
     }
     for i_chunk in range(plan.num_chunks):
         first_tile = i_chunk * plan.chunk_tiles
@@ -346,7 +316,7 @@ def _outer(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> Non
         if tiles <= 0:
             break
         attend_outer[(plan.item_bound, keys.heads, plan.parts * plan.cuts)](
-            q,
+            q.data,
             keys.k,
             keys.v,
             o_part,
@@ -366,10 +336,13 @@ def _outer(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> Non
             plan.item_bound,
             keys.heads,
             keys.num_pages,
-            *q.stride(),
+            *q.data.stride(),
             *keys.strides(keys.k),
             *keys.strides(keys.v),
             *keys.table_strides,
+            *keys.scales(),
+            q.factor,
+            q.factor_stride,
             **shape,
             TOKENS=config.outer_tokens,
             BLOCK=plan.block_size,
@@ -377,6 +350,7 @@ def _outer(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> Non
             ITEM=config.outer_item,
             PAGE_SIZE=keys.page_size,
             NEGATIVE=negative,
+            **formats(q.data.dtype, keys.k.dtype, keys.scale_modes(), False),
             num_warps=config.outer_warps,
         )
         combine_outer[(tiles * keys.heads, plan.parts)](

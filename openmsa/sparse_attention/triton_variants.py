@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention.triton_config import MAX_HEADS, power_of_two, prefill_config
+from openmsa.sparse_attention.triton_keys import formats
 from openmsa.sparse_attention.triton_lists import bucket_offsets, fill_lists, tile_lists
 from openmsa.sparse_attention.triton_outer import attend_outer, combine_outer
 from openmsa.sparse_attention.triton_union import attend_union
@@ -19,19 +24,56 @@ _POINTERS |= dict.fromkeys(("num_items", "entries", "items"), "*i32")
 _UNIT_STRIDES = {"stride_q_d", "stride_k_dim", "stride_v_dim", "stride_blocks_k", "stride_table_p"}
 
 
-def _variant(name: str, fn: Any, dtype: str, page_size: int, constexprs: Mapping[str, Any], **options: Any) -> Variant:
+@dataclass(frozen=True)
+class _Stored:
+    """Triton's types of queries, keys and outputs, how factors go, and the constexprs that follow."""
+
+    q: str
+    k: str
+    out: str
+    modes: Mapping[str, Any]
+    torch_types: tuple[torch.dtype, torch.dtype]
+
+    @classmethod
+    def of(cls, q: str, keys: str, arch: int) -> _Stored:
+        """q: "bf16", "fp16" or "e4m3". keys: "" (as q), "e4m3", "e4m3 page", "nvfp4" or "nvfp4 128x4"."""
+        codes = ("fp8e4nv", torch.float8_e4m3fn) if arch >= 90 else ("u8", torch.uint8)
+        plain = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        q_type, q_torch = codes if q == "e4m3" else (q, plain[q])
+        form, _, detail = keys.partition(" ")
+        k_type, k_torch = {"": (q_type, q_torch), "e4m3": codes, "nvfp4": ("u8", torch.uint8)}[form]
+        scale = 0 if not form else 2 if detail == "page" else 1
+        modes = {"FORMAT": FORMAT_IDS[form or "plain"], "K_SCALE": scale, "V_SCALE": scale, "SWIZZLED": detail == "128x4"}
+        return cls(q_type, k_type, "bf16" if q == "e4m3" else q, modes, (q_torch, k_torch))
+
+    def constexprs(self, union: bool) -> dict[str, Any]:
+        """Types and factors; None for what is not there."""
+        known: dict[str, Any] = formats(*self.torch_types, dict(self.modes), union)
+        if self.torch_types[0] in (torch.bfloat16, torch.float16):
+            known |= {"q_factor": None, "stride_qf_h": 0}
+        for x in "kv":
+            if self.modes["FORMAT"] != FORMAT_IDS["nvfp4"]:
+                known |= dict.fromkeys((f"{x}_groups", *(f"stride_{x}g_{d}" for d in ("page", "h", "row", "dim"))))
+            if not self.modes["K_SCALE"]:
+                known |= dict.fromkeys((f"{x}_factor", f"stride_{x}f_page", f"stride_{x}f_h"))
+        return known
+
+
+def _variant(name: str, fn: Any, stored: _Stored, page_size: int, constexprs: Mapping[str, Any], **options: Any) -> Variant:
     known, arguments = dict(constexprs), {}
+    types = {"q": stored.q, "k": stored.k, "v": stored.k, "out": stored.out, "o_part": stored.out}
+    types |= {"k_groups": "u8", "v_groups": "u8", "k_factor": "fp32", "v_factor": "fp32", "q_factor": "fp32"}
     for argument in fn.arg_names:
         if argument in known:
             continue
         if argument in _UNIT_STRIDES:
             known[argument] = 1
         elif argument in ("k_tma", "v_tma") and known["TMA"]:
-            arguments[argument] = f"tensordesc<{dtype}[1, 1, {known['KEYS']}, {known['DIM_PADDED']}]>"
+            arguments[argument] = f"tensordesc<{stored.k}[1, 1, {known['KEYS']}, {known['DIM_PADDED']}]>"
         elif argument in ("k_tma", "v_tma") or (argument == "page_table" and not page_size):
             known[argument] = None
-        elif argument in ("q", "k", "v", "out", "o_part"):
-            arguments[argument] = f"*{dtype}"
+        elif argument in types:
+            arguments[argument] = f"*{types[argument]}"
         elif argument in _POINTERS:
             arguments[argument] = _POINTERS[argument]
         elif argument == "scale":
@@ -50,39 +92,66 @@ def prefill_variants(arch: int) -> Iterator[Variant]:
     ]
     for dtype, dim, group, block, page in cases:
         yield from _of_case(arch, dtype, dim, group, block, page)
+    plain = ((128, 16, 128, 0), (128, 16, 128, 128))
+    for stored, q, layouts in (
+        ("e4m3", "bf16", (*plain, (64, 3, 64, 16), (256, 16, 128, 0))),
+        ("e4m3", "fp16", plain[:1]),
+        ("e4m3", "e4m3", (*plain, (64, 4, 64, 0))),
+        ("e4m3 page", "bf16", (plain[1], (64, 4, 64, 16))),
+        ("nvfp4", "bf16", plain[:1]),
+        ("nvfp4 128x4", "e4m3", plain[1:]),
+    ):
+        for dim, group, block, page in layouts:
+            yield from _of_case(arch, q, dim, group, block, page, keys=stored)
 
 
-def _of_case(arch: int, dtype: str, dim: int, group: int, block: int, page: int, topk: int = 16) -> Iterator[Variant]:
+def _of_case(
+    arch: int, dtype: str, dim: int, group: int, block: int, page: int, topk: int = 16, keys: str = ""
+) -> Iterator[Variant]:
     config = prefill_config(dim, group, block, arch // 10)
-    name = f"{dtype} d{dim} g{group} b{block} p{page}"
+    stored = _Stored.of(dtype, keys, arch)
+    name = " ".join(filter(None, (dtype, keys, f"d{dim} g{group} b{block} p{page}")))
     by_row = page % block == 0
     heads = {"GROUP": group, "HEADS": config.heads, "PARTS": -(-group // MAX_HEADS)}
     dims = {"DIM": dim, "DIM_PADDED": power_of_two(dim)}
     rows = {"TOPK": topk, "SLOTS": power_of_two(topk), "TOKENS": config.union_tokens, "BLOCK": block}
     flags = {"PAGE_SIZE": page, "NEGATIVE": False}
 
-    if dim == 128 and dtype == "bf16":
+    if dim == 128 and dtype == "bf16" and not keys:
         lists = rows | {"PAGE_SIZE": page if by_row else 0, "HAS_OUTER": True}
         warps = min(8, max(1, rows["TOKENS"] * rows["SLOTS"] // 256))
-        yield _variant(f"tile_lists {name}", tile_lists, dtype, page, lists, num_warps=warps)
-        yield _variant(f"fill_lists {name}", fill_lists, dtype, page, rows | {"ITEM": config.outer_item}, num_warps=warps)
-    if (dtype, dim, group, block, page) == ("bf16", 128, 16, 128, 0):
-        yield _variant("bucket_offsets", bucket_offsets, dtype, page, {"ITEM": config.outer_item, "STEP": 2048}, num_warps=8)
+        yield _variant(f"tile_lists {name}", tile_lists, stored, page, lists, num_warps=warps)
+        yield _variant(f"fill_lists {name}", fill_lists, stored, page, rows | {"ITEM": config.outer_item}, num_warps=warps)
+    if (dtype, dim, group, block, page, keys) == ("bf16", 128, 16, 128, 0, ""):
+        yield _variant("bucket_offsets", bucket_offsets, stored, page, {"ITEM": config.outer_item, "STEP": 2048}, num_warps=8)
 
     union = heads | dims | flags | {"TOKENS": config.union_tokens, "BLOCK": block, "KEYS": config.union_keys}
     union |= {"BY_ROW": by_row and block % config.union_keys == 0}
-    union |= {"TMA": config.union_tma and union["BY_ROW"], "STAGES": config.union_stages}
+    union |= {"TMA": config.union_tma and union["BY_ROW"] and "nvfp4" not in keys, "STAGES": config.union_stages}
+    union |= stored.constexprs(True)
     options = {"num_warps": config.union_warps, "num_stages": config.union_stages}
     wgmma = config.union_tokens * config.heads >= 64
     spill = 8 if arch == 100 else 0  # dim 64: one register, stored before the loops and read behind them
-    yield _variant(f"union {name}", attend_union, dtype, page, union, wgmma=wgmma, dot=True, may_spill=spill, **options)
+    if keys:  # conversions by integer arithmetic on sm_80, factors of two pages a block
+        spill = {80: 96, 90: 104, 100: 216, 120: 0}[arch]
+    yield _variant(f"union {name}", attend_union, stored, page, union, wgmma=wgmma, dot=True, may_spill=spill, **options)
 
     outer = heads | dims | flags | {"TOKENS": config.outer_tokens, "TOPK": topk, "BLOCK": block, "KEYS": config.outer_keys}
-    outer |= {"ITEM": config.outer_item}
+    outer |= {"ITEM": config.outer_item} | stored.constexprs(False)
     wgmma = config.outer_tokens * config.heads >= 64
-    yield _variant(f"outer {name}", attend_outer, dtype, page, outer, wgmma=wgmma, dot=True, num_warps=config.outer_warps)
+    yield _variant(
+        f"outer {name}",
+        attend_outer,
+        stored,
+        page,
+        outer,
+        wgmma=wgmma,
+        dot=True,
+        may_spill=spill if keys else 0,
+        num_warps=config.outer_warps,
+    )
 
     merge = heads | dims | {"TILE_TOKENS": config.union_tokens, "TOKENS": config.combine_tokens, "TOPK": topk}
     merge |= {"CUTS": -(-block // config.outer_keys)}
-    if page == 0:
-        yield _variant(f"combine {name}", combine_outer, dtype, page, merge, num_warps=config.combine_warps)
+    if page == 0 and not keys:
+        yield _variant(f"combine {name}", combine_outer, stored, page, merge, num_warps=config.combine_warps)

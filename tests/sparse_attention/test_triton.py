@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from openmsa.kv_cache import E4M3, NVFP4, PagedKV
 from openmsa.sparse_attention import STAGE, triton_prefill
 from openmsa.sparse_attention.triton_config import power_of_two, prefill_config, union_limit
 from openmsa.testing.allocations import PoisonedOutputs
@@ -78,6 +79,56 @@ def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, 
     config = dataclasses.replace(prefill_config(head_dim, group, block, 9), outer_item=4, union_gain=0.6)
     storage = "paged" if page else "strided" if block == 48 else "flat"
     check(run(arguments(p, blocks, block, storage, page), path=path, workspace_bytes=1, config=config), expected)
+
+
+STORED = {
+    "e4m3": E4M3.quantize,
+    "e4m3 tensor": lambda x: E4M3.quantize(x, per="tensor"),
+    "e4m3 head": lambda x: E4M3.quantize(x, per="head"),
+    "e4m3 page": lambda x: E4M3.quantize(x, per="page"),
+    "nvfp4": NVFP4.quantize,
+    "nvfp4 128x4": lambda x: NVFP4.quantize(x, 0.02, layout="128x4"),
+}
+STORED_CASES = [  # keys, queries, page_size, dtype
+    ("e4m3", torch.float16, 0, DTYPE),
+    ("e4m3 head", torch.bfloat16, 0, torch.bfloat16),
+    ("e4m3 tensor", "e4m3", 64, torch.bfloat16),
+    ("e4m3 page", torch.bfloat16, 64, torch.bfloat16),
+    ("e4m3 page", "e4m3", 7, torch.bfloat16),
+    ("nvfp4", torch.bfloat16, 0, torch.bfloat16),
+    ("nvfp4 128x4", "e4m3", 16, torch.bfloat16),
+    ("nvfp4 128x4", torch.float16, 0, DTYPE),
+    ("plain", "e4m3", 0, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("path", ["union", "outer"])
+@pytest.mark.parametrize(("keys", "queries", "page_size", "dtype"), STORED_CASES)
+def test_formats(keys, queries, page_size, dtype, path):
+    """Against float64 on the numbers that the codes stand for, every factor and scale counted."""
+    p = problem((9, 0, 3), (150, 0, 64), kv_heads=2, group=3, head_dim=48, dtype=dtype, offsets=(141, 0, 50))
+    p = p.map(lambda x: x * torch.tensor([1.0, 3.0]).repeat_interleave(x.shape[1] // 2 or 1)[: x.shape[1], None].to(dtype))
+    p, blocks = p.to(DEVICE), random_blocks(p, 3, 64, 2)
+    put = STORED.get(keys, lambda x: x)
+    q = E4M3.quantize(p.q, per="head") if queries == "e4m3" else p.q
+    if page_size:
+        cache, _ = paged(p, page_size)
+        if keys == "e4m3 page":  # factors far apart
+            cache.k, cache.v = (
+                x * torch.logspace(-2, 2, len(x), dtype=x.dtype, device=DEVICE)[:, None, None, None] for x in (cache.k, cache.v)
+            )
+        k, v = PagedKV(put(cache.k), put(cache.v), cache.page_table, cache.seq_lens), None
+        key_numbers, value_numbers, _ = k.gather()
+    else:
+        k, v = put(p.k), put(p.v)
+        key_numbers, value_numbers = (x.dequantize() if keys != "plain" else x for x in (k, v))
+    numbers = q.dequantize() if queries == "e4m3" else q
+    meant = dataclasses.replace(p, q=numbers.float(), k=key_numbers.float(), v=value_numbers.float()).to("cpu")
+    reads = oracle.reads_of_blocks(blocks, 64)
+    rounded = meant.map(lambda x: x.to(dtype))
+    expected = oracle.attention(meant, reads, 0.2), oracle.honest_attention(rounded, reads, 0.2)
+    checked = STAGE.check(q, k, v, blocks.to(DEVICE), p.seqs, block_size=64, softmax_scale=0.2, return_lse=True)
+    check(run(checked, path=path), expected)
 
 
 @pytest.fixture(scope="module")
