@@ -27,7 +27,7 @@ from tests import oracle
 from tests.contract import SHAPES, all_subjects, param, subjects
 from tests.low_precision import INDEX_FORMATS, KEY_FORMATS, STORAGES, exact_index, honest_e4m3_attention, stored_problem
 
-FEW = [SHAPES[n] for n in (1, 2, 3, 8, 9, 11)]  # block sizes 48, 32, 128, 48, 32, 16; odd pages, one shared selection
+FEW = [SHAPES[n] for n in (1, 2, 3, 8, 9, 10, 11)]  # block sizes 48, 32, 128, 48, 32, 256, 16; odd pages, shared selections
 
 
 def cases(function, formats, every_dtype=False):

@@ -91,7 +91,8 @@ def _whole_blocks(q: Tensor, keys: Rows, head: int, num_blocks: int, block_size:
         of_pages = best.unflatten(1, (pool.shape[0], -1))  # [group, num_pages, blocks a page]
         pages = keys.pages[: -(-num_blocks // of_pages.shape[2])]
         return of_pages.index_select(1, pages).flatten(1)[:, :num_blocks]
-    tile = (FEW_ROWS_KEYS if keys.pages is None else FEW_ROWS_KEYS // 4) // block_size
+    viewed = keys.pages is None and isinstance(keys.rows, Tensor)  # else copied: fewer at a time, which stay in cache
+    tile = (FEW_ROWS_KEYS if viewed else FEW_ROWS_KEYS // 4) // block_size
     parts = []
     for first in range(0, num_blocks, tile):
         stop = min(first + tile, num_blocks)

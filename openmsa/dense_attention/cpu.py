@@ -16,7 +16,7 @@ from openmsa.kv_cache.stored import out_dtype, rows_of, wide_dtype
 from openmsa.types import Layout
 
 SPLIT_KEYS = 16384  # few queries: the fused kernel works in parallel over heads and queries only, so keys are split too
-DEQUANTIZED_KEYS = 65536  # of a format, held as numbers at a time
+DEQUANTIZED_KEYS = 2048  # of a format, held as numbers at a time
 
 
 def dense_attention(
@@ -64,11 +64,13 @@ def _attend(
         queries = rows_of(q, slice(q0, q1), dtype=dtype).to(dtype)
         queries = queries.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, q_len, dim]
         step = DEQUANTIZED_KEYS if isinstance(k_pool, Stored) else max(prefix, 1)
-        parts = [
-            _unmasked(queries, *_read(rows, first, min(first + step, prefix), dtype), scale) for first in range(0, prefix, step)
-        ]
+        parts: list[tuple[Tensor, Tensor]] = []
+        for first in range(0, prefix, step):
+            keys, values = _read(rows, first, min(first + step, prefix), dtype)
+            parts = [_merge([*parts, _unmasked(queries, keys, values, scale)])]
         if prefix < k_len:
-            parts.append(_causal(queries, *_read(rows, prefix, min(k_len, prefix + q1 - q0), dtype), scale))
+            keys, values = _read(rows, prefix, min(k_len, prefix + q1 - q0), dtype)
+            parts = [*parts, _causal(queries, keys, values, scale)]
         merged, merged_lse = _merge(parts)
         out[q0:q1] = merged.permute(2, 0, 1, 3).flatten(1, 2)
         lse[q0:q1] = merged_lse.permute(2, 0, 1).flatten(1, 2)

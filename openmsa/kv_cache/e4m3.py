@@ -31,10 +31,11 @@ def decode(codes: Tensor, dtype: torch.dtype) -> Tensor:
     exponent: PyTorch's conversion takes thirty times as long."""
     if codes.device.type != "cpu":
         return codes.view(torch.float8_e4m3fn).to(dtype)
-    wide = codes.to(torch.int16)
-    bits = (wide & 0x7F) << 7 | (wide & 0x80) << 8
+    wide = codes.view(torch.int8).to(torch.int16)  # the sign's bit and all above it
+    bits = (wide << 7).bitwise_and_(-0x4080)  # the sign alone in front of exponent and mantissa
     numbers = bits.view(torch.float16).to(dtype).mul_(256.0)
-    return numbers.masked_fill_(numbers.abs() > LARGEST, torch.nan)
+    nan = (codes & 0x7F).eq_(0x7F)
+    return numbers.masked_fill_(nan.bool(), torch.nan) if bool(nan.any()) else numbers
 
 
 def finite_amax(values: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
