@@ -6,7 +6,8 @@ import importlib.util
 import pytest
 import torch
 
-from openmsa import DecodePlan, PagedIndexKeys, PagedKV, Sequences, decode, select_blocks, sparse_attention
+from openmsa import DecodePlan, PagedIndexKeys, PagedKV, Sequences, select_blocks, sparse_attention
+from openmsa.decode import plan as decode
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, strided
 

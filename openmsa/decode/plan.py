@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openmsa.block_topk import select_blocks
 from openmsa.kv_cache import PagedIndexKeys, PagedKV
-from openmsa.runtime import checks, devices
+from openmsa.runtime import checks
 from openmsa.sparse_attention import sparse_attention
 from openmsa.types import Sequences
 
@@ -31,8 +31,8 @@ class DecodePlan:
     topk, block_size, init_blocks, local_blocks:  as in `select_blocks`.
     softmax_scale:    as in `sparse_attention`.
     dtype:            of queries and caches. On a GPU float16 or bfloat16; on a CPU any float.
-    device:           a CUDA device: Triton kernels, three launches a run. A CPU: the stages `select_blocks` and
-                      `sparse_attention`, with their own memory, for tests and for programs that serve both.
+    device:           a CUDA device: Triton kernels, one launch a run for few sequences, three for many. A CPU: the stages
+                      `select_blocks` and `sparse_attention`, with their own memory, for programs that serve both.
 
     On a GPU a run neither allocates nor waits for the device, and lengths and page tables are read when the kernels run:
     capture it in a CUDA graph and update ``seq_lens`` and ``page_table`` in place between replays. No memory is shared
@@ -102,29 +102,25 @@ class DecodePlan:
             )
 
     def _allocate_for_kernels(self) -> None:
-        from openmsa.block_topk.triton_decode import decode_select_workspace
-        from openmsa.block_topk.triton_topk import MAX_BLOCKS
-        from openmsa.sparse_attention.triton_decode import Workspace, configure, row_tiles
+        from openmsa.decode.kernels import Kernels
+        from openmsa.decode.triton_launch import Sizes
 
-        tokens, capacity = self.max_batch * self.new_tokens, self.max_pages * self.page_size
-        if (num_blocks := -(-capacity // self.block_size)) > MAX_BLOCKS:
-            raise NotImplementedError(
-                f"max_pages * page_size / block_size must be at most {MAX_BLOCKS} on {self._device}, got {num_blocks}"
-            )
-        group, facts = self.num_q_heads // self.num_kv_heads, devices.facts(self._device)
-        sizes = (self.num_kv_heads, group, self.head_dim, self.topk, self.block_size, self.page_size, facts)
-        self._configs = [configure(batch * self.new_tokens, *sizes) for batch in range(1, self.max_batch + 1)]
-        rows, parts = row_tiles(group, self.head_dim)
-        heads = self.num_kv_heads * parts
-        splits = [(i + 1) * self.new_tokens * heads * c.splits for i, c in enumerate(self._configs) if c.splits > 1]
-        self._partials = Workspace.allocate(
-            tokens * heads, max(splits, default=0), rows, self.head_dim, self.dtype, self._device
+        sizes = Sizes(
+            new_tokens=self.new_tokens,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            index_heads=self._index_heads,
+            index_key_heads=self.index_key_heads,
+            index_dim=self.index_dim,
+            page_size=self.page_size,
+            num_blocks=-(-self.max_pages * self.page_size // self.block_size),
+            topk=self.topk,
+            init_blocks=self.init_blocks,
+            local_blocks=self.local_blocks,
+            block_size=self.block_size,
         )
-        scores = decode_select_workspace(tokens, self._index_heads, capacity, self.block_size)
-        self._scores = torch.empty(scores, dtype=torch.float32, device=self._device)
-        self._pdl = facts.arch >= 90 and self._device.type == "cuda"
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # the counters are zero before any stream runs the plan
+        self._kernels = Kernels(sizes, self.max_batch, self.max_pages, self.dtype, self._device)
 
     @property
     def blocks(self) -> Tensor:
@@ -154,9 +150,11 @@ class DecodePlan:
         out = self._out[: q.shape[0]] if out is None else out
         if q.shape[0] == 0:
             return out
-        run = self._run_kernels if uses_kernels(q.device) else self._run_stages
         with torch.no_grad():
-            run(q, kv, index_q, index_keys, out)
+            if uses_kernels(q.device):
+                self._kernels.run(q, kv, index_q, index_keys, self._scale, self.blocks, out, self.lse)
+            else:
+                self._run_stages(q, kv, index_q, index_keys, out)
         return out
 
     def _check_call(self, q: Tensor, kv: PagedKV, index_q: Tensor, index_keys: PagedIndexKeys, out: Tensor | None) -> None:
@@ -188,38 +186,6 @@ class DecodePlan:
         pages = cache.page_table.shape[1]
         if pages > self.max_pages:
             raise ValueError(f"{name}.page_table.shape[1] must be at most max_pages ({self.max_pages}), got {pages}")
-
-    def _run_kernels(self, q: Tensor, kv: PagedKV, index_q: Tensor, index_keys: PagedIndexKeys, out: Tensor) -> None:
-        from openmsa.block_topk.triton_decode import decode_select
-        from openmsa.sparse_attention.triton_decode import launch
-
-        lengths = (index_keys.page_table, index_keys.seq_lens, self._cu_seqlens_q[: kv.batch + 1])
-        decode_select(
-            *(index_q, index_keys.keys, *lengths),
-            max_seqlen_q=self.new_tokens,
-            max_seqlen_k=index_keys.capacity,
-            block_size=self.block_size,
-            topk=self.topk,
-            init_blocks=self.init_blocks,
-            local_blocks=self.local_blocks,
-            workspace=self._scores,
-            out=self.blocks,
-        )
-        launch(
-            self._configs[kv.batch - 1],
-            self._partials,
-            q,
-            kv,
-            None,
-            self.blocks,
-            kv.seq_lens,
-            self.new_tokens,
-            self.block_size,
-            self._scale,
-            out,
-            self.lse,
-            self._pdl,
-        )
 
     def _run_stages(self, q: Tensor, kv: PagedKV, index_q: Tensor, index_keys: PagedIndexKeys, out: Tensor) -> None:
         seqs = Sequences(cu_seqlens_q=self._cu_seqlens_q[: kv.batch + 1], max_seqlen_q=self.new_tokens)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: MIT
+"""A plan's kernels and their buffers: one launch a layer for few sequences, three for many."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmsa.block_topk.triton_decode import decode_select, decode_select_workspace
+from openmsa.block_topk.triton_topk import MAX_BLOCKS
+from openmsa.decode import triton_launch
+from openmsa.decode.triton_launch import Sizes
+from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE
+from openmsa.kv_cache import PagedIndexKeys, PagedKV
+from openmsa.runtime import devices
+from openmsa.sparse_attention import triton_decode
+
+
+class Kernels:
+    """Allocates for up to `max_batch` sequences; a run allocates nothing and never waits for the device."""
+
+    def __init__(self, sizes: Sizes, max_batch: int, max_pages: int, dtype: torch.dtype, device: torch.device) -> None:
+        if sizes.num_blocks > MAX_BLOCKS:
+            raise NotImplementedError(
+                f"max_pages * page_size / block_size must be at most {MAX_BLOCKS} on {device}, got {sizes.num_blocks}"
+            )
+        self.sizes, facts = sizes, devices.facts(device)
+        self.one_launch = [triton_launch.configure(batch, sizes, facts) for batch in range(1, max_batch + 1)]
+        self.attend = [_attend(batch, sizes, facts) for batch in range(1, max_batch + 1)]
+        self.interpreted = device.type != "cuda"
+        self.pdl = facts.arch >= 90 and not self.interpreted
+        self._allocate(max_batch, max_pages * sizes.page_size, dtype, device)
+        if not self.interpreted:
+            torch.cuda.current_stream(device).synchronize()  # the counters are written before any stream runs the plan
+
+    def _allocate(self, max_batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        sizes, tokens = self.sizes, max_batch * self.sizes.new_tokens
+        rows, parts = triton_decode.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)
+        heads = sizes.num_kv_heads * parts
+        splits = [(i + 1) * sizes.new_tokens * c.splits for i, c in enumerate(self.attend) if c.splits > 1]
+        most = max(splits, default=0)
+        self.partials = triton_decode.Workspace.allocate(tokens * heads, most * heads, rows, sizes.head_dim, dtype, device)
+        scores = decode_select_workspace(tokens, sizes.index_heads, capacity, sizes.block_size)
+        self.scores = torch.empty(scores, dtype=torch.float32, device=device)
+        self.cu_seqlens_q = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * sizes.new_tokens
+        small = {(i + 1) * sizes.new_tokens: c for i, c in enumerate(self.one_launch) if c}
+        split = max((n * c.attend.splits for n, c in small.items() if c.merging), default=0)
+        self.words = triton_launch.Workspace.allocate(max(small), split, sizes, device) if small else None
+
+    def run(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        index_q: Tensor,
+        index_keys: PagedIndexKeys,
+        softmax_scale: float,
+        blocks: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """One layer; the arguments are taken as checked."""
+        config = self.one_launch[kv.batch - 1]
+        if config is None or self.words is None:
+            self._three_launches(q, kv, index_q, index_keys, softmax_scale, blocks, out, lse)
+            return
+        for kind in (SCORE, ATTEND, MERGE) if self.interpreted else (EVERY,):
+            triton_launch.launch(
+                *(config, self.sizes, self.words, q, kv, index_q, index_keys, softmax_scale, blocks, out, lse),
+                pdl=self.pdl,
+                kind=kind.value,
+            )
+
+    def _three_launches(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        index_q: Tensor,
+        index_keys: PagedIndexKeys,
+        softmax_scale: float,
+        blocks: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        sizes = self.sizes
+        decode_select(
+            *(index_q, index_keys.keys, index_keys.page_table, index_keys.seq_lens, self.cu_seqlens_q[: kv.batch + 1]),
+            max_seqlen_q=sizes.new_tokens,
+            max_seqlen_k=index_keys.capacity,
+            block_size=sizes.block_size,
+            topk=sizes.topk,
+            init_blocks=sizes.init_blocks,
+            local_blocks=sizes.local_blocks,
+            workspace=self.scores,
+            out=blocks,
+        )
+        triton_decode.launch(
+            *(self.attend[kv.batch - 1], self.partials, q, kv, None, blocks, kv.seq_lens, sizes.new_tokens),
+            *(sizes.block_size, softmax_scale, out, lse, self.pdl),
+        )
+
+
+def _attend(batch: int, sizes: Sizes, facts: devices.Device) -> triton_decode.Config:
+    group = sizes.num_q_heads // sizes.num_kv_heads
+    shape = (sizes.num_kv_heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
+    return triton_decode.configure(batch * sizes.new_tokens, *shape, facts)

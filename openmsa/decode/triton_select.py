@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: MIT
+# ruff: noqa: RUF005 (kernels know no unpacking)
+"""Selection by every program that needs it: each warp holds all scores of a row, so that no barrier is met.
+
+The exact rule of `openmsa.block_topk.triton_topk`, whose bisection this is, on REPS vectors of one score a lane: block
+r * LANES + l is lane l of vector r. Ids come in ascending order, which places forced blocks at the ends.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from openmsa.block_topk.triton_topk import next_id, ordered
+from openmsa.decode.triton_words import absent, value_of
+
+LANES = tl.constexpr(32)
+
+
+@triton.jit
+def no_words(REPS: tl.constexpr):
+    """REPS x [LANES] zeros."""
+    words = ()
+    for _ in tl.static_range(REPS):
+        words = words + (tl.zeros([LANES], tl.int64),)
+    return words
+
+
+@triton.jit
+def load_words(p_words, tag, low, high, REPS: tl.constexpr):
+    """Words low <= b < high of a row, REPS x [LANES], and how many have not come."""
+    words = ()
+    missing = tl.zeros([LANES], tl.int32)
+    for r in tl.static_range(REPS):
+        o_b = r * LANES + tl.arange(0, LANES)
+        m_b = (o_b >= low) & (o_b < high)
+        word = tl.load(p_words + o_b, mask=m_b, other=0, volatile=True)
+        missing += absent(word, tag, m_b)
+        words = words + (word,)
+    return words, tl.sum(missing, 0)
+
+
+@triton.jit
+def _flags(xs, threshold, REPS: tl.constexpr):
+    """[LANES] words whose bit r says whether vector r reaches the threshold."""
+    words = (xs[0] >= threshold).to(tl.int32)
+    for r in tl.static_range(1, REPS):
+        words |= (xs[r] >= threshold).to(tl.int32) << r
+    return words
+
+
+@triton.jit
+def _counts(xs, t1, t2, t3, REPS: tl.constexpr):
+    """How many reach each of three thresholds, ten bits each."""
+    n = tl.zeros([LANES], tl.int32)
+    for r in tl.static_range(REPS):
+        n += tl.where(xs[r] >= t1, 1, 0) + tl.where(xs[r] >= t2, 1 << 10, 0) + tl.where(xs[r] >= t3, 1 << 20, 0)
+    return tl.sum(n, 0)
+
+
+@triton.jit
+def _between(low, high, PART: tl.constexpr, rounds):
+    """A threshold low < t < high, so many quarters of the way: between the values first, then between the bits."""
+    middle = low
+    if rounds < 8:
+        a, b = ordered(low).to(tl.float32, bitcast=True), ordered(high).to(tl.float32, bitcast=True)
+        middle = ordered((a * (1.0 - 0.25 * PART) + b * (0.25 * PART)).to(tl.int32, bitcast=True))
+    else:
+        quarter = ((high >> 2) - (low >> 2)).to(tl.int32)
+        middle = low + quarter * PART if PART < 3 else high - quarter
+    return tl.minimum(tl.maximum(middle, low + 1), high - 1)
+
+
+@triton.jit
+def _best(xs, REPS: tl.constexpr, GOAL: tl.constexpr):
+    """Flags of the GOAL best of xs (fewer when fewer are above -inf); ties go to the lower id. xs: `ordered` int32."""
+    NOTHING: tl.constexpr = -2139095041  # -inf
+    lowest = tl.where(xs[0] > NOTHING, xs[0], 0x7F800000)  # of those above -inf
+    highest = xs[0]
+    for r in tl.static_range(1, REPS):
+        lowest = tl.minimum(lowest, tl.where(xs[r] > NOTHING, xs[r], 0x7F800000))
+        highest = tl.maximum(highest, xs[r])
+    low, high = tl.min(lowest, 0), tl.max(highest, 0) + 1
+    if GOAL < LANES:  # a lane's best reaches the smallest of all lanes' best
+        columns = tl.min(highest, 0)
+        low = tl.where(columns > NOTHING, columns, low)
+    count = _counts(xs, low, low, low, REPS) & 1023
+    rounds = 0
+    while (count > GOAL) & (low + 1 < high):
+        t1, t2, t3 = _between(low, high, 1, rounds), _between(low, high, 2, rounds), _between(low, high, 3, rounds)
+        reached = _counts(xs, t1, t2, t3, REPS)
+        n1, n2, n3 = reached & 1023, (reached >> 10) & 1023, reached >> 20
+        high = tl.where(n1 < GOAL, t1, tl.where(n2 < GOAL, t2, tl.where(n3 < GOAL, t3, high)))
+        low = tl.where(n3 >= GOAL, t3, tl.where(n2 >= GOAL, t2, tl.where(n1 >= GOAL, t1, low)))
+        count = tl.where(n3 >= GOAL, n3, tl.where(n2 >= GOAL, n2, tl.where(n1 >= GOAL, n1, count)))
+        rounds += 1
+    words = _flags(xs, low, REPS)
+    if count > GOAL:  # equals at the threshold: the lowest ids among them
+        above = _flags(xs, low + 1, REPS)
+        tied = words ^ above
+        room = GOAL - (_counts(xs, low + 1, low + 1, low + 1, REPS) & 1023)
+        words = above
+        while room > 0:
+            _, rest = next_id(tied, LANES)
+            words = words | (tied ^ rest)
+            tied = rest
+            room -= 1
+    return words
+
+
+@triton.jit
+def popcount(x):
+    """Set bits of int32."""
+    x = x.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def select(words, seen, REPS: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr):
+    """The blocks selected from the words of a row that sees `seen` blocks: REPS int32 whose bit l stands for r * LANES + l."""
+    FREE: tl.constexpr = TOPK - INIT - LOCAL
+    n_init = tl.minimum(seen, INIT)
+    i_local = tl.maximum(seen - LOCAL, n_init)
+    o_l = tl.arange(0, LANES)
+    flags = tl.zeros([LANES], tl.int32)
+    if FREE > 0:
+        xs = ()
+        for r in tl.static_range(REPS):
+            x = value_of(words[r], (r * LANES + o_l >= n_init) & (r * LANES + o_l < i_local))
+            xs = xs + (ordered((x + 0.0).to(tl.int32, bitcast=True)),)  # both zeros are one
+        flags = _best(xs, REPS, FREE)
+    rows = ()
+    for r in tl.static_range(REPS):
+        o_b = r * LANES + o_l
+        forced = ((o_b < n_init) | ((o_b >= i_local) & (o_b < seen))).to(tl.int32)
+        rows = rows + (tl.sum((((flags >> r) & 1) | forced) << o_l, 0),)
+    return rows
+
+
+@triton.jit
+def chosen_ids(rows, o_k, REPS: tl.constexpr):
+    """The o_k-th lowest id of those in `rows` (see `select`); -1 past the last."""
+    before = 0
+    mask = tl.zeros_like(o_k)
+    base = tl.zeros_like(o_k)
+    rank = o_k
+    for r in tl.static_range(REPS):
+        count = popcount(rows[r])
+        here = (o_k >= before) & (o_k < before + count)
+        mask = tl.where(here, rows[r], mask)
+        base = tl.where(here, r * LANES, base)
+        rank = tl.where(here, o_k - before, rank)
+        before += count
+    place = tl.zeros_like(o_k)
+    for s in tl.static_range(5):
+        below = popcount((mask >> place) & ((1 << (16 >> s)) - 1))
+        up = rank >= below
+        place = tl.where(up, place + (16 >> s), place)
+        rank = tl.where(up, rank - below, rank)
+    return tl.where(o_k < before, base + place, -1)

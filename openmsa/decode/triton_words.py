@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: MIT
+"""Values handed from program to program inside one launch, each in a 64-bit word with the number of the launch beside it.
+
+A word is written and read whole, so a reader that finds the launch's number has its value too: no fence, no counter, no flag.
+Programs take their work in the order of tickets drawn when they start, and wait for words of earlier tickets only, whose
+programs are then running: nothing can wait for ever, whatever else occupies the GPU. The interpreter runs programs one after
+the other and never waits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_TICKETS = tl.constexpr(1 << 20)  # the counter is launches * _TICKETS + tickets drawn in this one
+
+
+@triton.jit
+def draw(counter, programs):
+    """This program's ticket, 0 to programs - 1 in the order of drawing, and the launch's number. The last to draw opens the
+    next launch, and knows that it is open before it goes on."""
+    drawn = tl.atomic_add(counter, 1, sem="relaxed")
+    ticket = (drawn % _TICKETS).to(tl.int32)
+    if ticket == programs - 1:
+        opened = tl.atomic_add(counter, _TICKETS - programs, sem="relaxed")
+        ticket += (opened < 0).to(tl.int32)  # never: counters are positive
+    return ticket, (drawn // _TICKETS).to(tl.int32)
+
+
+@triton.jit
+def fetch_ahead(p, mask):
+    """Asks for the lines of memory at these addresses, which then come from the L2 cache; nothing is read."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0;}",
+        "=r,l,r",
+        [p, mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def put(p_word, value, tag, mask, WAIT: tl.constexpr):
+    """Writes float32 values with the launch's number. WAIT: whether readers run at the same time."""
+    word = (tag.to(tl.int64) << 32) | (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    if WAIT:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0;}",
+            "=r,l,l,r",
+            [p_word, word, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(p_word, word, mask=mask)
+
+
+@triton.jit
+def absent(word, tag, mask):
+    """1 where a word that must come has not come yet."""
+    return (((word >> 32).to(tl.int32) != tag) & mask).to(tl.int32)
+
+
+@triton.jit
+def value_of(word, mask):
+    """The float32 values of words; -inf outside the mask."""
+    return tl.where(mask, word.to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))
+
+
+@triton.jit
+def arrived(x, WAIT: tl.constexpr):
+    """16-bit values whose loads are not moved past this point, behind the waiting that follows."""
+    if WAIT:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
