@@ -24,9 +24,9 @@ from openmsa.block_topk.triton_topk import MAX_BLOCKS, bisect, count_true, launc
 from openmsa.index_branch.triton_config import splits
 from openmsa.index_branch.triton_formats import query_numbers, row_factors
 from openmsa.index_branch.triton_launch import launch_scores, score_rows
-from openmsa.index_branch.triton_scores import score_tile
+from openmsa.index_branch.triton_scores import block_maxima
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
-from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile, load_rows, sequence_bounds, tile_start
+from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile, load_keys, load_rows, sequence_bounds, tile_start
 from openmsa.index_branch.triton_variants import Operands
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, Stored
 from openmsa.runtime.devices import COMPILE_TARGETS, facts
@@ -122,11 +122,11 @@ def rescore_kernel(
             best = tl.full([ROWS, SUB], float("-inf"), tl.float32)
             for part in tl.static_range(PARTS):
                 i_k = tile_start(i_u * PARTS + part, BLOCK, KEYS, SUB, PARTS)
-                m, _ = score_tile(
-                    b_q, None, None, keys, None, None, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-                    s_page, s_head, s_token, s_dim, 0, 0, 0, 0,
-                    MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, 0, 0, False, PRODUCT, True, True, True,
+                b_k = load_keys(
+                    keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
+                    MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, True,
                 )  # fmt: skip
+                m = block_maxima(tl.dot(b_k, b_q.T), i_k, i_last, TILE, KEYS, SUB, True, True)
                 best = tl.maximum(best, m[:, None] if SUB == 1 else m)
             if b_f is not None:
                 best *= b_f[:, None]
