@@ -25,8 +25,9 @@ def encode(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes int8 ``[..., dim]``, scales and errors float32 ``[...]`` of float32 keys ``[..., dim]``.
 
     The error is the same whatever the order of the sum: with ``ratio = value / scale`` rounded to float32, at most
-    127.5 * 2**-24 from the true ratio, each element's ``|ratio - code|`` is counted in units of 2**-18 and rounded up by one to
-    three of them; the squares add up exactly in int64. The float32 steps behind the sum lose less than `MARGIN` gives.
+    127.5 * 2**-24 from the true ratio, each element's ``|ratio - code|`` is counted in units of 2**-18 and raised by two to
+    three of them; the squares add up exactly in int64. The float32 steps behind the sum lose less than `MARGIN` gives. (Where a
+    subnormal scale lets ratios grow past 127.5, the whole distance is below `TINY`.)
     """
     has_nan, magnitude = values.isnan().any(-1), values.abs()
     past = (magnitude > LARGEST).any(-1)
