@@ -10,6 +10,7 @@ m3 = pytest.importorskip(
 )
 
 from openmsa.integrations.minimax_m3 import register_minimax_m3  # noqa: E402
+from openmsa.integrations.minimax_m3_indexer import replace_indexers  # noqa: E402
 from openmsa.testing.compare import assert_close  # noqa: E402
 from tests.exact import DEVICES  # noqa: E402
 
@@ -171,3 +172,62 @@ def test_batch_order_changes_nothing(model, ids):
 def test_refusals_name_what_they_refuse(model, ids, kwargs, message):
     with pytest.raises(NotImplementedError, match=message):
         logits(model, OURS, ids, **kwargs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("static", [False, True])
+def test_our_selection_is_the_models(ids, padding, static, device):
+    """Scores, top-k and attention all ours, prefill in two parts and single tokens, against the eager path."""
+    model, dtype = build(), torch.float32 if device == "cpu" else torch.bfloat16
+    model.to(dtype)
+    mask = mask_of(PADDINGS[padding])
+    honest = logits(model, "eager", ids, dtype, device, attention_mask=mask).logits
+    truth = logits(model, "eager", ids, torch.float64, device, attention_mask=mask).logits
+    assert replace_indexers(model) == 3
+    cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 20) if static else None
+    steps, start = [], 0
+    for stop in (70, 140, *range(141, LENGTH + 1)):
+        more = {"attention_mask": mask[:, :stop], "past_key_values": cache, "use_cache": True}
+        out = logits(model, OURS, ids[:, start:stop], dtype, device, **more)
+        steps.append(out.logits)
+        cache, start = out.past_key_values, stop
+    real = mask.bool()
+    assert_close("logits", *(x.cpu()[real] for x in (torch.cat(steps, 1), honest, truth)))
+
+
+@pytest.mark.parametrize("positions", ["counting", "from the first real token"])
+def test_ids_are_the_models(ids, positions):
+    mine, theirs = build(), build()
+    replace_indexers(mine)
+    taken = {}
+    for name, m in (("mine", mine), ("theirs", theirs)):
+        hook = m.model.layers[1].self_attn.indexer.register_forward_hook(
+            lambda module, args, out, name=name: taken.update({name: out})
+        )
+        mask = mask_of((9, 0))
+        given = (mask.cumsum(1) - 1).clamp(min=0) if positions != "counting" else None
+        logits(m, "eager", ids, attention_mask=mask, position_ids=given)
+        hook.remove()
+    assert torch.equal(*(taken[name].sort(-1).values for name in ("mine", "theirs")))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_models_own_head_and_block_size(device):
+    """head_dim and blocks of 128, one row padded on the left, everything ours."""
+    model, dtype = build(head_dim=128, block_size=128, topk=2), torch.float32 if device == "cpu" else torch.bfloat16
+    model.to(dtype)
+    ids = torch.randint(3, VOCABULARY, (2, 700), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, :200] = 0
+    honest = logits(model, "eager", ids, dtype, device, attention_mask=mask).logits
+    truth = logits(model, "eager", ids, torch.float64, device, attention_mask=mask).logits
+    replace_indexers(model)
+    tested = logits(model, OURS, ids, dtype, device, attention_mask=mask).logits
+    real = mask.bool()
+    assert_close("logits", *(x.cpu()[real] for x in (tested, honest, truth)))
+
+
+def test_models_without_sparse_layers_are_refused():
+    with pytest.raises(ValueError, match="sparse layers"):
+        replace_indexers(torch.nn.Linear(2, 2))
