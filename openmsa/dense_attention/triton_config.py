@@ -49,10 +49,11 @@ def configure(
     pairs, roomy, stored = max_seqlen_q * group, device.shared_bytes > 128 * 1024, key_format != "plain"
     if pairs <= 32:  # bound by bytes: one program a multiprocessor with deep buffers
         keys = 64 if head_dim <= 128 else 32
-        keys *= 2 if stored and roomy else 1
         config, resident = Config(16 if pairs <= 16 else 32, keys, 1, 4, 4 if roomy else 3), 1
+        if stored and roomy:  # bound by conversions too: two programs, one loading while the other converts
+            config, resident = replace(config, keys=2 * keys, num_stages=3), 2
     elif head_dim <= 128 and device.arch == 90 and pairs >= 512:
-        config, resident = Config(128, 64, 1, 4, 2), 2
+        config, resident = Config(128, 64, 1, 4, 3 if key_format == "e4m3" else 2), 2
     elif head_dim <= 128:
         config, resident = Config(64, 64, 1, 4, 3 if roomy else 2), 2
     else:

@@ -96,6 +96,9 @@ def _walk(
                 b_v = load_tile(values, i_page, i_row, o_n, m_n, i_h, FORMAT, VS, D, BN, BD, ONE, TMA, MASKED)
                 if FORMAT == 1 and not PV8:
                     b_v = e4m3_half(b_v)
+                    if BM < 64:
+                        even, odd = tl.split(tl.reshape(b_v, (BN, BD // 2, 2)))
+                        b_v = tl.reshape(tl.join(even, odd), (BN, BD))
                 if VS == 2:
                     i_scale = page_scales(values, i_page, i_h, m_n, BN, ONE)
                     if not ONE:

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from openmsa.kv_cache import E4M3, NVFP4, Stored
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 
-NO_SCALE, HEAD_SCALE, PAGE_SCALE, GROUPS, SWIZZLED_GROUPS = range(5)
+NO_SCALE, HEAD_SCALE, PAGE_SCALE, GROUPS, SWIZZLED, GROUP_WORDS, SWIZZLED_WORDS = range(7)
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Operand:
     """pool:     ``[num_pages, heads, page_size, columns]``; packed rows are one page.
     format:   as in `openmsa.kv_cache.triton_numbers`.
     scales:   the form of `scale`, one of the constants above; `whole` is the scale of all groups.
-    strides:  of the scales, from page to page, head, key and group: elements, or rows of scales when they are swizzled.
+    strides:  of the scales, from page to page, head, key and group: elements, words, or rows of scales when swizzled.
     """
 
     pool: Tensor
@@ -55,13 +55,23 @@ def operand(rows: Tensor | Stored, native: bool) -> Operand:
         form = NO_SCALE if rows.scale is None else PAGE_SCALE if rows.scale.dim() == 2 else HEAD_SCALE
         return Operand(_pool(codes(rows.data, native)), FORMAT_IDS["e4m3"], form, rows.scale, (page, head, 0, 0))
     if isinstance(rows, NVFP4):
-        scale, data = codes(rows.scale, native), _pool(rows.data)
-        if rows.layout == "linear":
-            return Operand(data, FORMAT_IDS["nvfp4"], GROUPS, scale, tuple(_pool(scale).stride()), rows.global_scale)
-        heads, size = rows.shape[1], rows.shape[2]
-        strides = (heads * size, size, 1, 0) if rows.dim() == 4 else (0, 1, heads, 0)
-        return Operand(data, FORMAT_IDS["nvfp4"], SWIZZLED_GROUPS, scale, strides, rows.global_scale)
+        return _four_bits(rows, native)
     return Operand(_pool(rows))
+
+
+def _four_bits(rows: NVFP4, native: bool) -> Operand:
+    """Groups of scales are read four at a time where a tile's row holds four and they lie so."""
+    scale, data = codes(rows.scale, native), _pool(rows.data)
+    words, number = rows.shape[-1] > 32 and scale.data_ptr() % 4 == 0, FORMAT_IDS["nvfp4"]
+    if rows.layout == "linear":
+        strides = _pool(scale).stride()
+        if words and rows.groups % 4 == 0 and strides[3] == 1 and not any(stride % 4 for stride in strides[:3]):
+            in_words = (strides[0] // 4, strides[1] // 4, strides[2] // 4, 1)
+            return Operand(data, number, GROUP_WORDS, scale, in_words, rows.global_scale)
+        return Operand(data, number, GROUPS, scale, strides, rows.global_scale)
+    heads, size = rows.shape[1], rows.shape[2]
+    strides = (heads * size, size, 1, 0) if rows.dim() == 4 else (0, 1, heads, 0)
+    return Operand(data, number, SWIZZLED_WORDS if words else SWIZZLED, scale, strides, rows.global_scale)
 
 
 def codes(data: Tensor, native: bool) -> Tensor:

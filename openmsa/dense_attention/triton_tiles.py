@@ -7,8 +7,8 @@ significant bits from 2**-10 to 2688). Scales of a tensor, a head or a page are 
 applies them to products. Where E4M3 is not native (before sm_89) the host passes its bytes as uint8.
 
 An operand is the tuple (pool of its head, TMA descriptor or None, scales, strides of page, key and element, strides of the
-scales: page, head, key, group, head). SCALES: 0 none; 1 one for the head, applied outside the walk; 2 one a page; 3 groups,
-linear; 4 groups, 128x4: the strides then count rows of scales instead of bytes.
+scales: page, head, key, group). SCALES: 0 none; 1 one for the head, applied outside the walk; 2 one a page; 3 groups, linear;
+4 groups, 128x4: the strides then count rows of scales instead of bytes; 5 and 6 the same in words of four groups.
 """
 
 from __future__ import annotations
@@ -21,6 +21,16 @@ from openmsa.kv_cache.triton_numbers import e4m3
 GROUP_UNIT = tl.constexpr(256.0)  # what groups are multiplied with at the end: their elements are kept 2**8 times smaller
 WHOLE = tl.constexpr(32768.0)  # weights at most 1 are kept so much larger in float16, so that small ones stay normal numbers
 WHOLE8 = tl.constexpr(448.0)  # the same in E4M3
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_UNPACK = tl.constexpr("""{
+.reg .b32 a, b, e, s;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shl.b32 e, a, 9;  and.b32 e, e, 0x0E000E00;  shl.b32 s, a, 12;  and.b32 s, s, 0x80008000;  or.b32 $0, e, s;
+shl.b32 e, b, 9;  and.b32 e, e, 0x0E000E00;  shl.b32 s, b, 12;  and.b32 s, s, 0x80008000;  or.b32 $1, e, s;
+shl.b32 e, a, 5;  and.b32 e, e, 0x0E000E00;  shl.b32 s, a, 8;  and.b32 s, s, 0x80008000;  or.b32 $2, e, s;
+shl.b32 e, b, 5;  and.b32 e, e, 0x0E000E00;  shl.b32 s, b, 8;  and.b32 s, s, 0x80008000;  or.b32 $3, e, s;
+}""")
 
 
 @triton.jit
@@ -44,32 +54,58 @@ def rows_at(i_page, i_row, o_n, stride_p, stride_n, ONE: tl.constexpr):
 @triton.jit
 def load_groups(
     scale, i_page, i_row, o_n, m_n, i_h, strides,
-    SCALES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ONE: tl.constexpr, MASKED: tl.constexpr,
+    SCALES: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, ONE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scales of groups of 16 elements, float16 times 2**6, [BN, BD // 16]."""
-    GROUPS: tl.constexpr = D // 16
-    o_g = tl.arange(0, BD // 16)
+    """Scales of groups of 16 elements, float16 times 2**6, [BN, BD // 16]. Words of four are copied ahead like keys; bytes
+    cannot be."""
+    WORDS: tl.constexpr = SCALES >= 5
+    PER: tl.constexpr = 64 if WORDS else 16  # elements that one load serves
+    COUNT: tl.constexpr = (D + PER - 1) // PER
+    TILES: tl.constexpr = (D + 63) // 64  # of four groups, in a row of the 128x4 layout
+    o_g = tl.arange(0, BD // PER)
     o_r = rows_at(i_page, i_row, o_n, strides[0], strides[2], ONE) + i_h.to(tl.int64) * strides[1]
     if SCALES == 4:
-        i_tile = (o_r // 128)[:, None] * ((GROUPS + 3) // 4) + (o_g // 4)[None, :]
+        i_tile = (o_r // 128)[:, None] * TILES + (o_g // 4)[None, :]
         o_s = i_tile * 512 + (o_r % 32 * 16 + o_r % 128 // 32 * 4)[:, None] + (o_g % 4)[None, :]
+    elif SCALES == 6:
+        o_s = ((o_r // 128)[:, None] * TILES + o_g[None, :]) * 128 + (o_r % 32 * 4 + o_r % 128 // 32)[:, None]
     else:
         o_s = o_r[:, None] + o_g[None, :] * strides[3]
+    p = scale + o_s
+    if WORDS:
+        p = scale.to(tl.pointer_type(tl.int32), bitcast=True) + o_s
     if MASKED:
-        codes = tl.load(scale + o_s, mask=m_n[:, None] & (o_g < GROUPS)[None, :], other=0.0)
-    elif GROUPS * 16 == BD:
-        codes = tl.load(scale + o_s)
+        codes = tl.load(p, mask=m_n[:, None] & (o_g < COUNT)[None, :], other=0 if WORDS else 0.0)
+    elif COUNT * PER == BD:
+        codes = tl.load(p)
     else:
-        codes = tl.load(scale + o_s, mask=(o_g < GROUPS)[None, :], other=0.0)
-    return e4m3_half(codes) * 64.0
+        codes = tl.load(p, mask=(o_g < COUNT)[None, :], other=0 if WORDS else 0.0)
+    if WORDS:
+        each = codes[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]
+        return e4m3(each.to(tl.uint8).reshape(BN, BD // 16)) * 64.0
+    else:
+        return e4m3_half(codes) * 64.0
+
+
+@triton.jit
+def e2m1_halves(packed):
+    """Both elements of each byte, float16 times 2**-14: sign and three bits go where they stand in a float16. The instructions
+    do for four bytes what the expressions, which the interpreter takes, do for one."""
+    if _INTERPRETED:
+        codes = packed.to(tl.uint16)
+        low = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.float16, bitcast=True)
+        high = (((codes & 0x80) << 8) | ((codes & 0x70) << 5)).to(tl.float16, bitcast=True)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _UNPACK, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    return low, high
 
 
 @triton.jit
 def e2m1_groups(packed, groups, BN: tl.constexpr, BD: tl.constexpr):
     """float16 [BN, BD] / GROUP_UNIT of E2M1 codes, two a byte, [BN, BD // 2], and the scales of their groups."""
-    codes = packed.to(tl.uint16)
-    low = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.float16, bitcast=True)  # times 2**-14
-    high = (((codes & 0x80) << 8) | ((codes & 0x70) << 5)).to(tl.float16, bitcast=True)
+    low, high = e2m1_halves(packed)
     each = tl.broadcast_to(groups[:, :, None], (BN, BD // 16, 8)).reshape(BN, BD // 2)
     return tl.join(low * each, high * each).reshape(BN, BD)
 
@@ -96,7 +132,7 @@ def load_tile(
         else:
             tile = tl.load(p, mask=(o_c < COLUMNS)[None, :], other=0.0)
     if FOUR:
-        groups = load_groups(operand[2], i_page, i_row, o_n, m_n, i_h, operand[4], SCALES, D, BD, ONE, MASKED)
+        groups = load_groups(operand[2], i_page, i_row, o_n, m_n, i_h, operand[4], SCALES, D, BN, BD, ONE, MASKED)
         tile = e2m1_groups(tile, groups, BN, BD)
     return tile
 

@@ -9,7 +9,7 @@ import triton
 
 from openmsa.dense_attention.triton_config import Config, configure, spans
 from openmsa.dense_attention.triton_kernel import dense_kernel
-from openmsa.dense_attention.triton_operands import GROUPS, HEAD_SCALE, NO_SCALE, PAGE_SCALE, SWIZZLED_GROUPS
+from openmsa.dense_attention.triton_operands import GROUP_WORDS, GROUPS, HEAD_SCALE, NO_SCALE, PAGE_SCALE, SWIZZLED_WORDS
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.runtime.variants import Variant
@@ -38,16 +38,16 @@ def dense_variants(arch: int) -> Iterator[Variant]:
         ("prefill max score", "fp8e4nv", 1, 16384, 131072, 16, 128, 0, 128, ("out", "lse", "max_score"), "e4m3", HEAD_SCALE),
         ("prefill flat", "bf16", 1, 16384, 131072, 16, 128, 0, None, ("out",), "e4m3", HEAD_SCALE),
         ("prefill pages", "bf16", 1, 16384, 131072, 16, 128, 128, None, ("out", "lse"), "e4m3", PAGE_SCALE),
-        ("prefill flat", "bf16", 1, 16384, 131072, 16, 128, 0, None, ("out",), "nvfp4", GROUPS),
-        ("prefill d96", "bf16", 1, 16384, 131072, 3, 96, 128, None, ("out",), "nvfp4", SWIZZLED_GROUPS),
+        ("prefill flat", "bf16", 1, 16384, 131072, 16, 128, 0, None, ("out",), "nvfp4", GROUP_WORDS),
+        ("prefill d96", "bf16", 1, 16384, 131072, 3, 96, 128, None, ("out",), "nvfp4", GROUPS),
         ("prefill d256", "bf16", 1, 8192, 8192, 8, 256, 0, None, ("out",), "e4m3", HEAD_SCALE),
         ("prefill", "fp8e4nv", 1, 8192, 8192, 16, 128, 0, None, ("out",), "plain", NO_SCALE),
         ("decode pages", "fp8e4nv", 32, 1, 32768, 16, 128, 128, None, ("out", "lse"), "e4m3", HEAD_SCALE),
         ("decode pages", "bf16", 32, 1, 32768, 16, 128, 128, None, ("out", "lse"), "e4m3", HEAD_SCALE),
         ("decode pages of 16", "bf16", 32, 1, 32768, 16, 128, 16, None, ("out",), "e4m3", PAGE_SCALE),
-        ("decode pages", "bf16", 32, 1, 32768, 16, 128, 128, None, ("out", "lse"), "nvfp4", GROUPS),
-        ("decode pages of 16", "fp16", 32, 1, 32768, 16, 128, 16, None, ("out",), "nvfp4", SWIZZLED_GROUPS),
-        ("decode max score", "bf16", 8, 1, 32768, 16, 128, 128, 128, ("max_score",), "nvfp4", GROUPS),
+        ("decode pages", "bf16", 32, 1, 32768, 16, 128, 128, None, ("out", "lse"), "nvfp4", GROUP_WORDS),
+        ("decode pages of 16", "fp16", 32, 1, 32768, 16, 128, 16, None, ("out",), "nvfp4", SWIZZLED_WORDS),
+        ("decode max score", "bf16", 8, 1, 32768, 16, 128, 128, 128, ("max_score",), "nvfp4", GROUP_WORDS),
     )
     for name, *case, key_format, scales in stored:
         yield _of_case(arch, name, key_format, scales, *case)

@@ -119,6 +119,8 @@ CASES = [  # store, query store, dtype, head_dim, group, kv_heads, block, page_s
 def test_against_the_truth(store, q_store, dtype, head_dim, group, kv_heads, block, page_size, causal, config):
     p = ragged(block, BOTH[dtype], kv_heads=kv_heads, group=group, head_dim=head_dim)
     options = {"page_size": page_size, "block_size": block, "causal": causal, "config": config}
+    if config is not None and config.qk8:  # whose products are no result: the matrix unit of Hopper rounds them
+        options["results"] = ("out", "lse")
     scale = 0.002 if "e4m3" in (store, q_store) else 0.2  # without scales the numbers are a hundred times larger
     check(p, STORES.get(store, lambda x: x), q_store=STORES.get(q_store), scale=scale, **options)
 

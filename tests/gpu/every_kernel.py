@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Launches each Triton kernel a few times on small, odd inputs, for compute-sanitizer: ``python -m tests.gpu.every_kernel``.
+"""Launches each Triton kernel a few times on small, odd inputs, for compute-sanitizer:
+``python -m tests.gpu.every_kernel PART``.
 
 Block ids and page ids point anywhere, rows lie in wider rows, sequences are empty or short, formats have every kind of scale.
-With the argument ``fault`` it writes past the end of a tensor instead, which the tool must report.
+The part ``fault`` writes past the end of a tensor, which the tool must report.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +38,16 @@ LAUNCHED = "launched:"
 EVERYTHING = {"return_lse": True, "return_max_score": True}
 SHAPES = ((128, 16, 128, 128), (96, 3, 48, 7))  # head_dim, group, block_size, page_size
 
+
+def onto_device(x: Any) -> Any:
+    """A tensor, a format or a cache on the GPU."""
+    if isinstance(x, torch.Tensor):
+        return x.to(DEVICE)
+    if hasattr(x, "__dataclass_fields__"):
+        return type(x)(**{field: onto_device(getattr(x, field)) for field in x.__dataclass_fields__})
+    return x
+
+
 KEY_FORMATS: dict[str, Callable[[torch.Tensor], Any]] = {
     "plain": lambda x: x,
     "e4m3 tensor": lambda x: E4M3.quantize(x, per="tensor"),
@@ -55,44 +68,51 @@ def attempt(function: Callable[..., Any], *args: Any, impl: str, **kwargs: Any) 
         function(*args, impl=impl, **kwargs)
 
 
-def attention(p: Problem, page_size: int, block: int, topk: int = 5) -> None:
-    """Sparse and dense attention, flat and paged, in every format of keys and of queries."""
-    heads = p.k.shape[1]
-    blocks = random_blocks(p, topk, block, heads)
-    blocks[blocks < 0] = 2**30
-    kv = paged(p, page_size)[0]
-    here, blocks = p.to(DEVICE), blocks.to(DEVICE)
-    for name, store in KEY_FORMATS.items():
-        wide = (strided(p.k), strided(p.v)) if name == "plain" else (p.k, p.v)
-        flat = tuple(store(x.to(DEVICE)) for x in wide)
-        pools = (store(x.to(DEVICE).nan_to_num()) for x in (kv.k, kv.v))
-        cache = PagedKV(*pools, kv.page_table.to(DEVICE), kv.seq_lens.to(DEVICE))
-        for q in (here.q, E4M3.quantize(here.q, per="head")) if name in ("plain", "e4m3 head") else (here.q,):
+def ragged(head_dim: int, group: int, block: int) -> Problem:
+    """A few queries before, at and behind the keys of four sequences, one of them empty."""
+    offsets = (2 * block + 3, 0, block, -1)
+    options = {"kv_heads": 2, "group": group, "head_dim": head_dim, "dtype": torch.bfloat16, "offsets": offsets}
+    return problem((2, 1, 0, 3), (2 * block + 5, 0, block, 7 * block - 1), **options)
+
+
+def attention(name: str) -> None:
+    """Sparse and dense attention, flat and paged, in one format of keys; with queries in a format where they may have one."""
+    store = KEY_FORMATS[name]
+    for head_dim, group, block, page_size in SHAPES:
+        p = ragged(head_dim, group, block)
+        blocks = random_blocks(p, 5, block, p.k.shape[1])
+        blocks[blocks < 0] = 2**30
+        kv = paged(p, page_size)[0]
+        cache = PagedKV(store(kv.k.nan_to_num()), store(kv.v.nan_to_num()), kv.page_table, kv.seq_lens)
+        flat = (strided(p.k), strided(p.v)) if name == "plain" else (store(p.k), store(p.v))
+        here, blocks = p.to(DEVICE), blocks.to(DEVICE)
+        for q in (p.q, E4M3.quantize(p.q, per="head")) if name in ("plain", "e4m3 head") else (p.q,):
             for k, v in (flat, (cache, None)):
+                operands = [onto_device(x) for x in (q, k, v)]
                 for impl in ("triton_decode", "triton_prefill"):
-                    attempt(sparse_attention, q, k, v, blocks, here.seqs, block_size=block, impl=impl, return_lse=True)
-                attempt(dense_attention, q, k, v, here.seqs, block_size=block, impl="triton", **EVERYTHING)
-                attempt(dense_attention, q, k, v, here.seqs, impl="triton")
+                    attempt(sparse_attention, *operands, blocks, here.seqs, block_size=block, impl=impl, return_lse=True)
+                attempt(dense_attention, *operands, here.seqs, block_size=block, impl="triton", **EVERYTHING)
 
 
-def index_branch(p: Problem, page_size: int, block: int) -> None:
+def index_branch() -> None:
     """Scores and selections, flat and paged, in every format of index keys."""
-    here = p.to(DEVICE)
-    keys = paged(p, page_size)[1]
-    for name, store in INDEX_FORMATS.items():
-        pool = store(keys.keys.to(DEVICE).nan_to_num())
-        cache = PagedIndexKeys(pool, keys.page_table.to(DEVICE), keys.seq_lens.to(DEVICE))
-        for q in (here.index_q, E4M3.quantize(here.index_q, per="head")) if name == "e4m3 head" else (here.index_q,):
-            for index_k in (store(here.index_k), cache):
-                attempt(block_scores, q, index_k, here.seqs, block_size=block, impl="triton")
-                attempt(select_blocks, q, index_k, 5, here.seqs, block_size=block, impl="triton")
+    for (name, store), (head_dim, group, block, page_size) in itertools.product(INDEX_FORMATS.items(), SHAPES):
+        p = ragged(head_dim, group, block)
+        keys = paged(p, page_size)[1]
+        cache = PagedIndexKeys(store(keys.keys.nan_to_num()), keys.page_table, keys.seq_lens)
+        here = p.to(DEVICE)
+        for q in (p.index_q, E4M3.quantize(p.index_q, per="head")) if name == "e4m3 head" else (p.index_q,):
+            for index_k in (store(p.index_k), cache):
+                operands = [onto_device(x) for x in (q, index_k)]
+                attempt(block_scores, *operands, here.seqs, block_size=block, impl="triton")
+                attempt(select_blocks, *operands, 5, here.seqs, block_size=block, impl="triton")
 
 
 def decode_step() -> None:
     """A plan, and the kernel that scores and selects at once."""
     p = problem((1, 1), (3000, 5), kv_heads=2, group=16, head_dim=128, dtype=torch.bfloat16)
     here = p.to(DEVICE)
-    kv, keys = (type(c)(**{name: x.to(DEVICE) for name, x in vars(c).items()}) for c in paged(p, 128))
+    kv, keys = map(onto_device, paged(p, 128))
     dense_attention(here.q, kv, None, here.seqs, impl="triton")
     sizes = {"max_batch": 2, "num_q_heads": 32, "num_kv_heads": 2, "head_dim": 128, "index_dim": 128, "page_size": 128}
     DecodePlan(**sizes, max_pages=kv.page_table.shape[1], device=DEVICE).run(here.q, kv, here.index_q, keys)
@@ -111,14 +131,12 @@ def many_rows() -> None:
 
 def appends() -> None:
     """New tokens for every sequence of a paged cache."""
-    table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32, device=DEVICE)
-    new = torch.randn(4, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+    new, pool = torch.randn(4, 2, 64, device=DEVICE, dtype=torch.bfloat16), torch.randn(4, 2, 5, 64)
     for store in KEY_FORMATS.values():
-        pools = (store(torch.randn(4, 2, 5, 64, device=DEVICE)) for _ in range(2))
-        PagedKV(*pools, table, torch.tensor([4, 0], dtype=torch.int32, device=DEVICE)).append(new, new)
+        onto_device(PagedKV(store(pool), store(pool), table, torch.tensor([4, 0], dtype=torch.int32))).append(new, new)
     for store in INDEX_FORMATS.values():
-        lens = torch.tensor([4, 0], dtype=torch.int32, device=DEVICE)
-        PagedIndexKeys(store(torch.randn(4, 2, 5, 64, device=DEVICE)), table, lens).append(new)
+        onto_device(PagedIndexKeys(store(pool), table, torch.tensor([4, 0], dtype=torch.int32))).append(new)
 
 
 @triton.jit
@@ -127,26 +145,26 @@ def write_past_the_end(x, n):
     tl.store(x + n, 1.0)
 
 
-def main() -> None:
-    """Everything, or the fault."""
+PARTS: dict[str, Callable[[], None]] = {
+    **{f"attention, {name}": functools.partial(attention, name) for name in KEY_FORMATS},
+    "index branch": index_branch,
+    "decode step": decode_step,
+    "many rows": many_rows,
+    "appends": appends,
+}
+
+
+def main(part: str) -> None:
+    """One part, or the fault."""
     names: set[str] = set()
     triton.knobs.compilation.listener = lambda *, src, **_: names.add(src.name)
-    if sys.argv[1:] == ["fault"]:
+    if part == "fault":
         write_past_the_end[(1,)](torch.zeros(128, device=DEVICE), 128)
     else:
-        for head_dim, group, block, page_size in SHAPES:
-            lens = (2, 1, 0, 3), (2 * block + 5, 0, block, 7 * block - 1)
-            offsets = (2 * block + 3, 0, block, -1)
-            options = {"kv_heads": 2, "group": group, "head_dim": head_dim, "dtype": torch.bfloat16, "offsets": offsets}
-            p = problem(*lens, **options)
-            attention(p, page_size, block)
-            index_branch(p, page_size, block)
-        decode_step()
-        many_rows()
-        appends()
+        PARTS[part]()
     torch.cuda.synchronize()
     print(LAUNCHED, *sorted(names))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,10 @@ pytestmark = [
 ]
 
 
-def memcheck(*arguments):
-    """What the tool and `tests.gpu.every_kernel` print under it. Each tensor has an allocation of its own, so that its end is
+def memcheck(part):
+    """What the tool and a part of `tests.gpu.every_kernel` print. Each tensor has an allocation of its own, so that its end is
     known to the tool."""
-    command = [TOOL, "--tool", "memcheck", sys.executable, "-m", "tests.gpu.every_kernel", *arguments]
+    command = [TOOL, "--tool", "memcheck", sys.executable, "-m", "tests.gpu.every_kernel", part]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
     return done.stdout + done.stderr
@@ -38,13 +39,16 @@ def launched(printed):
 
 def test_every_kernel_stays_in_bounds():
     from openmsa.runtime.variants import declared
+    from tests.gpu.every_kernel import PARTS
 
-    printed = memcheck()
-    print(printed)
-    assert f"{SUMMARY} 0 errors" in printed, printed[-6000:]
-    arch = torch.cuda.get_device_capability()[0] * 10
-    kernels = {variant.fn.__name__ for _, variant in declared(arch)}
-    assert kernels <= launched(printed), f"not launched: {kernels - launched(printed)}"
+    with ThreadPoolExecutor(max(1, min(len(PARTS), (os.cpu_count() or 2) // 2))) as pool:
+        printed = dict(zip(PARTS, pool.map(memcheck, PARTS), strict=True))
+    for part, text in printed.items():
+        print(f"--- {part}", *(line for line in text.splitlines() if line.startswith(("ran:", "refused:", "====="))), sep="\n")
+        assert f"{SUMMARY} 0 errors" in text, f"{part}: {text[-3000:]}"
+    kernels = {variant.fn.__name__ for _, variant in declared(torch.cuda.get_device_capability()[0] * 10)}
+    found = set().union(*map(launched, printed.values()))
+    assert kernels <= found, f"not launched: {kernels - found}"
 
 
 def test_an_access_out_of_bounds_is_reported():
