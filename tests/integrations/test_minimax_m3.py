@@ -228,6 +228,17 @@ def test_the_models_own_head_and_block_size(device):
     assert_close("logits", *(x.cpu()[real] for x in (tested, honest, truth)))
 
 
+def test_the_vision_towers_attention_is_pytorchs():
+    """Bidirectional, without blocks and without a mask, image by image."""
+    register_minimax_m3(OURS)
+    attend = transformers.AttentionInterface()[OURS]
+    q, k, v = torch.randn(3, 1, 4, 30, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    tower = torch.nn.Module()
+    out, _ = attend(tower, q, k, v, None, scaling=0.2, dropout=0.0, is_causal=False)
+    truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.2).transpose(1, 2)
+    torch.testing.assert_close(out, truth)
+
+
 def test_models_without_sparse_layers_are_refused():
     with pytest.raises(ValueError, match="sparse layers"):
         replace_indexers(torch.nn.Linear(2, 2))
