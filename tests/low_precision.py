@@ -54,12 +54,14 @@ class StoredProblem:
     index_k: object
     numbers: Problem
     seqs: object
+    strided: bool  # whether keys and values are spread
 
     def to(self, device):
         """On another device."""
         if device == "cpu":
             return self
-        q, index_q, index_k, k, v = (moved(x, device) for x in (self.q, self.index_q, self.index_k, *self.kv))
+        q, index_q = (moved(x, device, False) for x in (self.q, self.index_q))
+        index_k, k, v = (moved(x, device, self.strided) for x in (self.index_k, *self.kv))
         return replace(self, q=q, index_q=index_q, kv=(k, v), index_k=index_k, seqs=self.numbers.to(device).seqs)
 
     def honest(self, dtype):
@@ -67,10 +69,14 @@ class StoredProblem:
         return self.numbers.map(lambda x: x.to(dtype))
 
 
-def moved(x, device):
+def moved(x, device, strided):
+    """On another device; a copy there loses its strides, so it is spread again."""
     if isinstance(x, (PagedKV, PagedIndexKeys)):
-        return type(x)(**{name: value.to(device) for name, value in vars(x).items()})
-    return x if x is None else x.to(device)
+        pools = {name: moved(pool, device, strided) for name, pool in x.pools().items()}
+        return type(x)(**pools, page_table=x.page_table.to(device), seq_lens=x.seq_lens.to(device))
+    if x is None:
+        return x
+    return spread(x.to(device)) if strided else x.to(device)
 
 
 def honest_e4m3_attention(p, reads):
@@ -93,7 +99,9 @@ def stored_problem(p, key_format="plain", index_format="plain", storage="flat", 
 
     def store(x, name, factor=None):
         kept = x if name == "plain" else quantized(x, name, factor)
-        return spread(kept) if storage in ("strided", "interleaved pages") else kept
+        return spread(kept) if strided else kept
+
+    strided = storage in ("strided", "interleaved pages")
 
     formats = {"k": (key_format, None), "v": (key_format, None), "index_k": (index_format, scale)}
     q, index_q = (x if q_format == "plain" else E4M3.quantize(x, per="head") for x in (p.q, p.index_q))
@@ -112,7 +120,7 @@ def stored_problem(p, key_format="plain", index_format="plain", storage="flat", 
             (PagedKV(pools["k"], pools["v"], table, lens), None),
             PagedIndexKeys(pools["index_k"], table, lens.clone()),
         )
-    return StoredProblem(q, index_q, kv, index_k, replace(p, **numbers), p.seqs)
+    return StoredProblem(q, index_q, kv, index_k, replace(p, **numbers), p.seqs, strided)
 
 
 def wide(x):
