@@ -26,6 +26,9 @@ def measure_ceilings(
     if device.type == "cpu":
         products.append(partial(matmul_nt, a, b))
     gemm = 2 * n**3 / min(_best(product, clock) for product in products)
+    gemm_fp8 = None
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        gemm_fp8 = 2 * n**3 / _best(_fp8_product(a, b), clock)
     del a, b, products
 
     count = (buffer_bytes or BUFFER_BYTES[device.type]) // 4
@@ -36,12 +39,19 @@ def measure_ceilings(
     one = torch.ones(1, device=device)
     smallest: Run = partial(one.mul_, 1.0)
     launch = _best(captured(smallest) if device.type == "cuda" else smallest, clock)
-    return Ceilings(gemm, copy, read, launch)
+    return Ceilings(gemm, copy, read, launch, gemm_fp8)
 
 
 def best_of(a: Ceilings, b: Ceilings) -> Ceilings:
     """The higher rates and the shorter launch of two measurements."""
-    return Ceilings(max(a.gemm, b.gemm), max(a.copy, b.copy), max(a.read, b.read), min(a.launch, b.launch))
+    fp8 = max(a.gemm_fp8 or 0, b.gemm_fp8 or 0) or None
+    return Ceilings(max(a.gemm, b.gemm), max(a.copy, b.copy), max(a.read, b.read), min(a.launch, b.launch), fp8)
+
+
+def _fp8_product(a: torch.Tensor, b: torch.Tensor) -> Run:
+    one = torch.ones((), device=a.device)
+    x, y = (m.to(torch.float8_e4m3fn) for m in (a, b))
+    return partial(torch._scaled_mm, x, y.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
 
 def _best(run: Run, clock: Clock) -> float:

@@ -19,17 +19,37 @@ SPAN, SPARE = 64, 8  # a clustered selection: neighbours a span, and blocks beyo
 
 @dataclass(frozen=True)
 class Cost:
-    """Useful FLOPs and bytes of one call."""
+    """Useful FLOPs and bytes of one call; fp8_flops: those of the FLOPs whose factors are both e4m3."""
 
     flops: int
     bytes: int
+    fp8_flops: int = 0
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the tensors of a workload are stored. index, kv: bits an element of index keys and of keys and values, scales
+    included; None: the workload's dtype. fp8_scores: index queries are e4m3 as well."""
+
+    index: float | None = None
+    kv: float | None = None
+    fp8_scores: bool = False
+
+
+PLAIN = Form()
+FORMS = {
+    "e4m3": Form(8, 8, fp8_scores=True),
+    "nvfp4": Form(4.5, 4.5),  # a byte of scale for 16 elements
+    "certified": Form(8.5),  # int8 with two float32 a key of 128; blocks that are rescored come on top
+}
 
 
 @dataclass(frozen=True)
 class Ceilings:
     """What the device reached in the same run.
 
-    gemm:    FLOP/s of a matrix product in the workload's dtype. copy, read: bytes/s of a copy (read and written) and of a read.
+    gemm:    FLOP/s of a matrix product in the workload's dtype. gemm_fp8: the same in e4m3, None where there is none.
+    copy, read: bytes/s of a copy (read and written) and of a read.
     launch:  seconds of the smallest call (on a GPU out of a CUDA graph). No part of a limit: it says how much of a short row's
              time is none of its own.
     """
@@ -38,6 +58,7 @@ class Ceilings:
     copy: float
     read: float
     launch: float
+    gemm_fp8: float | None = None
 
     @property
     def bandwidth(self) -> float:
@@ -46,7 +67,8 @@ class Ceilings:
 
 def limit_seconds(cost: Cost, ceilings: Ceilings) -> tuple[float, str]:
     """The least time the work could take, and what sets it: "flops" or "bytes"."""
-    compute, memory = cost.flops / ceilings.gemm, cost.bytes / ceilings.bandwidth
+    compute = (cost.flops - cost.fp8_flops) / ceilings.gemm + cost.fp8_flops / (ceilings.gemm_fp8 or ceilings.gemm)
+    memory = cost.bytes / ceilings.bandwidth
     return (compute, "flops") if compute >= memory else (memory, "bytes")
 
 
@@ -88,12 +110,17 @@ def _q_bytes(w: Workload) -> int:
     return w.total_q * w.num_q_heads * w.head_dim * w.dtype.itemsize
 
 
-def _index_bytes(w: Workload) -> int:
-    return (w.total_q * w.num_kv_heads + w.batch * w.context) * w.index_dim * w.dtype.itemsize
+def _key_bytes(w: Workload, elements: int, bits: float | None) -> int:
+    return elements * w.dtype.itemsize if bits is None else int(elements * bits / 8)
 
 
-def _kv_bytes(w: Workload, keys: int) -> int:
-    return 2 * keys * w.num_kv_heads * w.head_dim * w.dtype.itemsize
+def _index_bytes(w: Workload, form: Form) -> int:
+    queries = w.total_q * w.num_kv_heads * w.index_dim * (1 if form.fp8_scores else w.dtype.itemsize)
+    return queries + _key_bytes(w, w.batch * w.context * w.index_dim, form.index)
+
+
+def _kv_bytes(w: Workload, keys: int, form: Form) -> int:
+    return _key_bytes(w, 2 * keys * w.num_kv_heads * w.head_dim, form.kv)
 
 
 def _score_bytes(w: Workload) -> int:
@@ -104,14 +131,16 @@ def _id_bytes(w: Workload) -> int:
     return 4 * w.total_q * w.num_kv_heads * w.topk
 
 
-def block_scores(w: Workload) -> Cost:
+def block_scores(w: Workload, form: Form = PLAIN) -> Cost:
     """Index queries and keys in, float32 scores out."""
-    return Cost(2 * visible_keys(w) * w.num_kv_heads * w.index_dim, _index_bytes(w) + _score_bytes(w))
+    flops = 2 * visible_keys(w) * w.num_kv_heads * w.index_dim
+    return Cost(flops, _index_bytes(w, form) + _score_bytes(w), flops if form.fp8_scores else 0)
 
 
-def select_blocks(w: Workload) -> Cost:
+def select_blocks(w: Workload, form: Form = PLAIN) -> Cost:
     """As `block_scores`, with block ids out: the scores need never be written."""
-    return Cost(block_scores(w).flops, _index_bytes(w) + _id_bytes(w))
+    scores = block_scores(w, form)
+    return Cost(scores.flops, _index_bytes(w, form) + _id_bytes(w), scores.fp8_flops)
 
 
 def select_blocks_from_scores(w: Workload) -> Cost:
@@ -119,26 +148,26 @@ def select_blocks_from_scores(w: Workload) -> Cost:
     return Cost(0, _score_bytes(w) + _id_bytes(w))
 
 
-def sparse_attention(w: Workload, clustered: bool = False) -> Cost:
+def sparse_attention(w: Workload, clustered: bool = False, form: Form = PLAIN) -> Cost:
     """Queries, block ids and the selected keys and values in, output out."""
     flops = 4 * selected_keys(w) * w.num_q_heads * w.head_dim
-    return Cost(flops, 2 * _q_bytes(w) + _id_bytes(w) + _kv_bytes(w, distinct_keys(w, clustered)))
+    return Cost(flops, 2 * _q_bytes(w) + _id_bytes(w) + _kv_bytes(w, distinct_keys(w, clustered), form))
 
 
-def sparse_attention_clustered(w: Workload) -> Cost:
+def sparse_attention_clustered(w: Workload, form: Form = PLAIN) -> Cost:
     """`sparse_attention` where neighbours share most blocks."""
-    return sparse_attention(w, clustered=True)
+    return sparse_attention(w, True, form)
 
 
 def dense_attention(w: Workload) -> Cost:
     """Queries, keys and values in, output out."""
-    return Cost(4 * visible_keys(w) * w.num_q_heads * w.head_dim, 2 * _q_bytes(w) + _kv_bytes(w, w.batch * w.context))
+    return Cost(4 * visible_keys(w) * w.num_q_heads * w.head_dim, 2 * _q_bytes(w) + _kv_bytes(w, w.batch * w.context, PLAIN))
 
 
-def msa_attention(w: Workload) -> Cost:
+def msa_attention(w: Workload, form: Form = PLAIN) -> Cost:
     """The whole path: selection and sparse attention, without writing the ids between them."""
-    index, main = select_blocks(w), sparse_attention(w)
-    return Cost(index.flops + main.flops, index.bytes + main.bytes - 2 * _id_bytes(w))
+    index, main = select_blocks(w, form), sparse_attention(w, form=form)
+    return Cost(index.flops + main.flops, index.bytes + main.bytes - 2 * _id_bytes(w), index.fp8_flops)
 
 
 Costing = Callable[[Workload], Cost]

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from openmsa import PagedIndexKeys, PagedKV, Sequences
+from openmsa import E4M3, NVFP4, CertifiedKeys, PagedIndexKeys, PagedKV, Sequences
 from openmsa.bench.cost import SPAN, SPARE
 from openmsa.bench.workloads import Workload
+from openmsa.kv_cache import stored as formats
 
 ROWS_AT_A_TIME = 1 << 27  # random numbers held while a selection is drawn
 
@@ -27,6 +29,16 @@ class Pages:
     kv: PagedKV
     index: PagedIndexKeys
     pool: Tensor | None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Operands in a low-precision form, as the public functions take them."""
+
+    index_q: Tensor | formats.Stored
+    k: Tensor | formats.Stored | PagedKV
+    v: Tensor | formats.Stored | None
+    index_k: formats.Stored | PagedIndexKeys
 
 
 @dataclass
@@ -83,6 +95,29 @@ class Inputs:
         page_table = table.view(w.batch, w.num_blocks).int()
         lens = [torch.full((w.batch,), w.context, dtype=torch.int32, device=self.device) for _ in range(2)]
         return Pages(PagedKV(k, v, page_table, lens[0]), PagedIndexKeys(index, page_table, lens[1]), pool)
+
+    def stored(self, form: str, paged: bool) -> Stored:
+        """The keys in one of the forms of `openmsa.bench.cost.FORMS`, scales per tensor, and index queries to go with them."""
+        if paged:
+            pages = self.pages()
+            table, lens = pages.kv.page_table, pages.kv.seq_lens
+            k, v, index_k = pages.kv.k, pages.kv.v, pages.index.keys
+        else:
+            k, v, index_k = self.k, self.v, self.index_k
+        assert isinstance(k, Tensor)
+        assert isinstance(v, Tensor)
+        assert isinstance(index_k, Tensor)
+        keys: list[Any] = [k, v]
+        if form == "certified":
+            index: formats.Stored = CertifiedKeys.quantize(index_k)
+        elif form == "e4m3":
+            *keys, index = (E4M3.quantize(x, per="tensor") for x in (k, v, index_k))
+        else:
+            *keys, index = (NVFP4.quantize(x) for x in (k, v, index_k))
+        index_q = E4M3.quantize(self.index_q, per="tensor") if form == "e4m3" else self.index_q
+        if paged:
+            return Stored(index_q, PagedKV(keys[0], keys[1], table, lens), None, PagedIndexKeys(index, table, lens))
+        return Stored(index_q, keys[0], keys[1], index)
 
     def selection(self, kind: str) -> Tensor:
         """int32 ``[total_q, num_kv_heads, topk]``, distinct visible ids, each query's own block among them, -1 tail.

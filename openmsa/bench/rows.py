@@ -93,7 +93,23 @@ def _dense_attention(c: Context, paged: bool = False) -> partial[Any]:
     return partial(dense_attention, c.x.q, c.x.k, c.x.v, c.x.seqs, impl=c.impl)
 
 
-def _decode_plan(c: Context) -> partial[Any]:
+def _stored(c: Context, stage: str, form: str, paged: bool = False, selection: str = "random") -> Callable[[], Any]:
+    """A stage, or "msa_attention", on operands of a form."""
+    x, seqs, topk = c.x.stored(form, paged), c.x.seqs, c.x.workload.topk
+    choose = partial(select_blocks, x.index_q, x.index_k, topk, seqs, certified=form == "certified", **_options(c))
+    attend = partial(sparse_attention, c.x.q, x.k, x.v, seqs=seqs, **_options(c))
+    if stage == "block_scores":
+        return partial(block_scores, x.index_q, x.index_k, seqs, **_options(c))
+    if stage == "select_blocks":
+        return choose
+    if stage == "sparse_attention":
+        return partial(attend, blocks=c.x.selection(selection))
+    if form == "certified":
+        return lambda: attend(blocks=choose())
+    return partial(msa_attention, c.x.q, x.k, x.v, x.index_q, x.index_k, topk, seqs, **_options(c))
+
+
+def _decode_plan(c: Context, form: str = "plain") -> partial[Any]:
     w, pages = c.x.workload, c.x.pages()
     plan = DecodePlan(
         max_batch=w.batch,
@@ -115,6 +131,19 @@ def _vllm(build: Callable[..., Any], costing: cost.Costing, *arguments: Any) -> 
     return Row(lambda c: build(c.x, c.peers, *arguments), costing, absent=lambda c: vllm_peer.absent(c.x.device, c.peers))
 
 
+def _in_form(stage: str, form: str, paged: bool = False, selection: str = "random") -> Row:
+    """A row of `_stored`; the peers are what a bf16 user would run instead."""
+    clustered = "_clustered" if stage == "sparse_attention" and selection == "clustered" else ""
+    costing = partial(getattr(cost, stage + clustered), form=cost.FORMS[form])
+    peers = {
+        "msa_attention": ("sdpa", "vllm_path"),
+        "block_scores": ("vllm_scores",),
+        "select_blocks": ("vllm_select",),
+        "sparse_attention": (f"vllm_attend/{selection}",),
+    }
+    return Row(partial(_stored, stage=stage, form=form, paged=paged, selection=selection), costing, peers[stage])
+
+
 ROWS: dict[str, Row] = {
     "msa_attention": Row(_msa_attention, cost.msa_attention, ("sdpa", "vllm_path")),
     "msa_attention/paged": Row(partial(_msa_attention, paged=True), cost.msa_attention, ("sdpa", "vllm_path")),
@@ -131,6 +160,19 @@ ROWS: dict[str, Row] = {
         )
         for form in ("", "/paged")
         for kind, costing in (("random", cost.sparse_attention), ("clustered", cost.sparse_attention_clustered))
+    },
+    **{
+        f"sparse_attention/{form}{kept}/{kind}": _in_form("sparse_attention", form, bool(kept), kind)
+        for form in ("e4m3", "nvfp4")
+        for kept in ("", "/paged")
+        for kind in ("random", "clustered")
+    },
+    **{
+        f"{stage}/{form}{kept}": _in_form(stage, form, bool(kept))
+        for stage in ("block_scores", "select_blocks", "msa_attention")
+        for form in cost.FORMS
+        for kept in ("", "/paged")
+        if (stage, form) != ("block_scores", "certified")
     },
     "dense_attention": Row(_dense_attention, cost.dense_attention, ("sdpa",)),
     "dense_attention/paged": Row(partial(_dense_attention, paged=True), cost.dense_attention, ("sdpa",)),

@@ -14,17 +14,23 @@ K, M = 1 << 10, 1 << 20
 
 PREFILL_ROWS = ("msa_attention", "block_scores", "select_blocks", "sparse_attention", "dense_attention", "sdpa")
 DECODE_ROWS = ("msa_attention", "msa_attention/paged", *PREFILL_ROWS[1:])
-GPU_PREFILL_ROWS = ("msa_attention", "msa_attention/paged", "dense_attention", "sdpa", "vllm_path")
+GPU_PREFILL_ROWS = ("msa_attention", "msa_attention/paged", "msa_attention/e4m3", "dense_attention", "sdpa", "vllm_path")
 GPU_CHUNK_ROWS = (
     *("msa_attention", "msa_attention/paged"),
     *("block_scores", "block_scores/paged", "select_blocks", "select_blocks/paged", "select_blocks_from_scores"),
     *("sparse_attention/random", "sparse_attention/clustered"),
     *("sparse_attention/paged/random", "sparse_attention/paged/clustered"),
+    *("msa_attention/e4m3", "block_scores/e4m3", "select_blocks/e4m3", "select_blocks/e4m3/paged"),
+    *("sparse_attention/e4m3/random", "sparse_attention/e4m3/clustered", "sparse_attention/e4m3/paged/random"),
+    *("sparse_attention/nvfp4/random", "sparse_attention/nvfp4/clustered"),
     *("dense_attention", "sdpa"),
     *("vllm_path", "vllm_scores", "vllm_select", "vllm_topk", "vllm_attend/random", "vllm_attend/clustered"),
 )
 GPU_DECODE_ROWS = (
     *("decode_plan", "msa_attention/paged", "block_scores/paged", "select_blocks/paged", "sparse_attention/paged/random"),
+    *("msa_attention/e4m3/paged", "select_blocks/e4m3/paged", "sparse_attention/e4m3/paged/random"),
+    *("msa_attention/nvfp4/paged", "select_blocks/nvfp4/paged", "sparse_attention/nvfp4/paged/random"),
+    *("msa_attention/certified/paged", "select_blocks/certified/paged"),
     *("dense_attention/paged", "sdpa", "vllm_path", "vllm_select", "vllm_attend/random"),
 )
 
