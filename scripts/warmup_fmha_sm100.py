@@ -38,6 +38,7 @@ M3_HEADS = ((64, 4), (32, 2), (16, 1))  # tensor parallelism 1, 2, 4
 KINDS = ("scores prefill", "scores decode", "selection", "sparse prefill", "sparse decode", "dense prefill", "dense decode")
 DECODE_KINDS = ("scores decode", "selection", "sparse decode", "dense decode")
 NOT_M3 = re.compile(r"\bfp16\b|\bd(?!128\b)\d+\b|\bg(?!16\b)\d+\b|\bb(?!128\b)\d+\b|\bp16\b|pages of 16")
+DEVICE = "cuda"
 PAGE, DIM, CONTEXT, MANY = 128, 128, 32768, 8192  # enough queries for the kernels of long prompts
 
 
@@ -126,22 +127,22 @@ def _call(task: Task) -> None:
     lens = torch.full((batch,), q_len, dtype=torch.int32), torch.full((batch,), CONTEXT, dtype=torch.int32)
     total_q, blocks = batch * q_len, CONTEXT // PAGE
     if kind == "selection":
-        scores = torch.randn(task.num_kv_heads, blocks, total_q, device="cuda")
+        scores = torch.randn(task.num_kv_heads, blocks, total_q, device=DEVICE)
         for layout, values in (("HKT", scores), ("THK", scores.permute(2, 0, 1).contiguous())):
             fmha_sm100.sparse_topk_select(values, task.topk, blocks, force_end_blocks=1, max_score_layout=layout)
         return
     index = kind.startswith("scores")
     q_heads, kv_heads = (task.num_kv_heads, 1) if index else (task.num_q_heads, task.num_kv_heads)
-    q = torch.randn(total_q, q_heads, DIM, device="cuda").to(dtype)
-    cache = torch.zeros(batch * blocks, kv_heads, PAGE, 2 * DIM, device="cuda").to(dtype)
+    q = torch.randn(total_q, q_heads, DIM, device=DEVICE).to(dtype)
+    cache = torch.zeros(batch * blocks, kv_heads, PAGE, 2 * DIM, device=DEVICE).to(dtype)
     k, v = cache.split(DIM, dim=-1)  # as engines keep them
-    table = torch.arange(batch * blocks, dtype=torch.int32, device="cuda")
-    options = {"num_kv_heads": kv_heads, "page_size": PAGE, "device": "cuda", "use_fp8_kvcache": task.dtype == "fp8"}
+    table = torch.arange(batch * blocks, dtype=torch.int32, device=DEVICE)
+    options = {"num_kv_heads": kv_heads, "page_size": PAGE, "device": DEVICE, "use_fp8_kvcache": task.dtype == "fp8"}
     if not kind.startswith("sparse"):
         plan = fmha_sm100.fmha_sm100_plan(*lens, q_heads, output_maxscore=index, **options)
         fmha_sm100.fmha_sm100(q, k, v, plan, kv_indices=table, output_o=not index, output_maxscore=index)
         return
-    ids = torch.arange(task.topk, dtype=torch.int32, device="cuda").expand(total_q, kv_heads, -1).contiguous()
+    ids = torch.arange(task.topk, dtype=torch.int32, device=DEVICE).expand(total_q, kv_heads, -1).contiguous()
     plan = fmha_sm100.fmha_sm100_plan(*lens, q_heads, kv_block_num=task.topk, **options)
     fmha_sm100.fmha_sm100(q, k, v, plan, kv_indices=table, kv_block_indexes=ids, output_maxscore=False)
     if many:
@@ -152,7 +153,7 @@ def _call_by_csr(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.T
     """`build_k2q_csr` and `sparse_atten_func`, flat and paged, of one request."""
     from fmha_sm100.sparse import build_k2q_csr, sparse_atten_func
 
-    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (q.shape[0], CONTEXT))
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=DEVICE) for n in (q.shape[0], CONTEXT))
     longest = {"max_seqlen_q": q.shape[0], "max_seqlen_k": CONTEXT}
     group, lengths = q.shape[1] // k.shape[1], {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **longest}
     csr = build_k2q_csr(ids.transpose(0, 1), cu_q, cu_k, PAGE, total_k=CONTEXT, qhead_per_kv=group, **longest)

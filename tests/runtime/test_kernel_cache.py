@@ -126,6 +126,17 @@ def test_a_preset_for_an_architecture_needs_no_gpu(command, capsys):
     assert "fp16" not in printed
 
 
+def test_every_task_is_a_call_that_fmha_sm100_takes(command, monkeypatch):
+    """On CPU tensors, where nothing compiles: the arguments are what counts."""
+    monkeypatch.setattr(command, "DEVICE", "cpu")
+    monkeypatch.setattr(command, "CONTEXT", 512)
+    monkeypatch.setattr(command, "MANY", 40)
+    tasks = {(t.kind, t.dtype, t.num_kv_heads): t for t in command.gpu_tasks("all", True) if t.num_kv_heads in (1, 4)}
+    assert {kind for kind, _, _ in tasks} == set(command.KINDS)
+    for task in tasks.values():
+        command._call(task)
+
+
 def test_kernels_compile_in_workers():
     pytest.importorskip("triton")
     flags = ["--arch", "90", "--preset", "all", "--match", "fmha_sm100.triton_rows write THK", "-j", "1"]
