@@ -151,7 +151,7 @@ def layout(
     max_k = _bound("seqs.max_seqlen_k", max_k, cu_k, readable)
     offset = seqs.q_offset
     if offset is None:
-        offset = cu_k.diff() - cu_q.diff()
+        offset = (cu_k - cu_q).diff()
     else:
         _integers("seqs.q_offset", offset, "[batch]", device)
         checks.size("seqs.q_offset", offset, 0, batch, "one entry a sequence")
@@ -159,7 +159,9 @@ def layout(
 
 
 def _one_sequence(total: int, device: torch.device) -> Tensor:
-    return torch.arange(2, dtype=torch.int32, device=device) * total  # [0, total], without a copy from the host
+    if total == 0:
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    return torch.arange(0, total + 1, total, dtype=torch.int32, device=device)  # [0, total], without a copy from the host
 
 
 def _integers(name: str, value: Tensor, shape: str, device: torch.device) -> None:

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from openmsa.index_branch.triton_config import Kind, tall_rows, walk
-from openmsa.index_branch.triton_formats import query_numbers, query_rest, row_factors
-from openmsa.index_branch.triton_launch import kind_of
+from openmsa.index_branch.triton_formats import grouped_parts, query_numbers, query_parts, row_factors
+from openmsa.index_branch.triton_launch import kind_of, padded
 from openmsa.index_branch.triton_scores import score_tile
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
 from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile, hold_rows, load_rows, sequence_bounds, tile_start
@@ -38,7 +38,7 @@ _NONE = tl.constexpr(0x7FFFFFFF)  # larger than any block id
 @dataclass(frozen=True)
 class Config:
     """rows: (query, head) rows a program; swap: keys times queries, not queries times keys; hold: rows in registers;
-    resident: programs that a multiprocessor holds at a time."""
+    resident: programs that a multiprocessor holds at a time; grouped: FP4 scales go to sums over groups."""
 
     rows: int
     swap: bool
@@ -46,14 +46,16 @@ class Config:
     num_warps: int
     num_stages: int
     resident: int
+    grouped: bool = False
 
 
 def config(device: Device, kind: Kind) -> Config:
     """As many rows as threads where registers allow it, so that a list belongs to one thread and is kept once; on Hopper the
-    rows in registers too, which leaves shared memory to the keys, and two programs a multiprocessor. Keys that are converted
-    first are the left factor, which may stay in registers."""
-    rows, hold = (64, False) if kind.converted else tall_rows(device, kind)
-    return Config(rows, kind.converted, hold, 4, *walk(device, 0 if hold else rows, kind))
+    rows in registers too, which leaves shared memory to the keys, and two programs a multiprocessor."""
+    swap = kind.must_group
+    rows, hold = (16, False) if swap else tall_rows(device, kind)
+    held = rows * kind.factor_bytes * max(1, kind.groups * swap)
+    return Config(rows, swap, hold, 4, *walk(device, 0 if hold else held, kind, swap), swap)
 
 
 @triton.jit
@@ -112,9 +114,9 @@ def fused_kernel(
     num_pages, capacity, max_keys,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr,
-    SWIZZLED: tl.constexpr, PRODUCT: tl.constexpr, TWICE: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constexpr,
-    LOCAL: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, HOLD: tl.constexpr, MODE: tl.constexpr, TMA: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr,
+    SWIZZLED: tl.constexpr, PRODUCT: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr, TOPK: tl.constexpr,
+    INIT: tl.constexpr, LOCAL: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, HOLD: tl.constexpr,
+    MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, batch * key heads); late rows, which see most keys, start first."""
     SLOTS: tl.constexpr = TOPK - INIT - LOCAL
@@ -138,14 +140,17 @@ def fused_kernel(
     if MODE != 0:
         page_row += i_s.to(tl.int64) * s_table
     b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
-    b_rest = None
-    if TWICE:
-        b_rest = query_rest(b_q)
     b_q = query_numbers(b_q, PRODUCT)
     o_f = i_m * ROWS + o_own
     b_f = None
     if q_scale is not None or k_factor is not None:
         b_f = row_factors(q_scale, k_factor, tl.where(o_f < q_len * GROUP, o_f, 0), i_h, s_qs, s_kf, GROUP)
+    if GROUPED:
+        GROUPS: tl.constexpr = triton.next_power_of_2(DIM // (16 if FORMAT == 3 else 32))
+        b_q, b_up = grouped_parts(b_q, GROUPS, SPLIT)
+        b_f = b_up if b_f is None else b_f * b_up
+    elif FORMAT >= 2:
+        b_q = query_parts(b_q, SPLIT)
     if HOLD:
         b_q = hold_rows(b_q, DIM_PAD)
     values, ids = empty_list(ROWS, SLOTS)
@@ -153,7 +158,7 @@ def fused_kernel(
     for i_t in tl.range(INIT * PARTS, i_full, num_stages=STAGES):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
         m, _ = score_tile(
-            b_q, b_rest, None, keys, scales, None, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+            b_q, None, keys, scales, None, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
             MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, PRODUCT, SWAP, False, False,
         )  # fmt: skip
@@ -167,7 +172,7 @@ def fused_kernel(
     for i_t in tl.range(i_full, i_end, num_stages=1):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
         m, _ = score_tile(
-            b_q, b_rest, None, keys, scales, None, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+            b_q, None, keys, scales, None, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
             MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, PRODUCT, SWAP, True, LOCAL == 0,
         )  # fmt: skip
@@ -230,9 +235,9 @@ def launch_fused(
         seqs.max_seqlen_k,
         GROUP=group,
         DIM=dim,
-        DIM_PAD=triton.next_power_of_2(dim),
+        DIM_PAD=padded(dim, source.format),
         PRODUCT=queries.product,
-        TWICE=queries.twice,
+        GROUPED=chosen.grouped,
         TOPK=out.shape[2],
         INIT=init_blocks,
         LOCAL=local_blocks,

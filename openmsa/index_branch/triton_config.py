@@ -5,24 +5,40 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import triton
+import triton.language as tl
 
+from openmsa.index_branch import triton_formats as formats
 from openmsa.runtime.devices import Device
 
 
 @dataclass(frozen=True)
 class Kind:
     """What tiles of keys are. key_bytes, factor_bytes: of a key as it is stored and as a factor of the product; converted:
-    whether these differ; indirect: keys in pages, whose ids are read one stage ahead."""
+    whether these differ; groups: of elements with a scale, of FP4 keys, else 0; must_group: factors cannot hold those scales;
+    indirect: keys in pages, whose ids are read one stage ahead."""
 
     dim: int
     tile: int
     key_bytes: int
     factor_bytes: int
     converted: bool
+    groups: int
+    must_group: bool
     indirect: bool
     tma: bool
+
+    @classmethod
+    def of(cls, dim: int, tile: int, format: int, product: Any, indirect: bool, tma: bool) -> Kind:
+        """format: of the codes; product: the Triton dtype of factors."""
+        padded, fp4 = triton.next_power_of_2(dim), format >= formats.NVFP4
+        key_bytes = padded // 2 if fp4 else padded * (2 if format == formats.PLAIN else 1)
+        factor_bytes = padded * product.primitive_bitwidth // 8
+        groups = triton.next_power_of_2(dim // (16 if format == formats.NVFP4 else 32)) if fp4 else 0
+        must_group = format == formats.MXFP4 and product == tl.float16
+        return cls(dim, tile, key_bytes, factor_bytes, key_bytes != factor_bytes, groups, must_group, indirect, tma)
 
     @property
     def narrow(self) -> bool:
@@ -33,7 +49,8 @@ class Kind:
 @dataclass(frozen=True)
 class Config:
     """rows: (query, head) rows a program; swap: keys times queries, not queries times keys; hold: rows in registers;
-    num_stages: of the walk; resident: programs that one multiprocessor holds at a time."""
+    num_stages: of the walk; resident: programs that one multiprocessor holds at a time; grouped: FP4 scales go to sums over
+    groups of elements, not to the elements."""
 
     rows: int
     swap: bool
@@ -41,6 +58,7 @@ class Config:
     num_warps: int
     num_stages: int
     resident: int
+    grouped: bool = False
 
 
 def config(device: Device, rows: int, kind: Kind) -> Config:
@@ -48,30 +66,37 @@ def config(device: Device, rows: int, kind: Kind) -> Config:
 
     Many rows on Hopper: 128 rows of one warpgroup, held in registers, and two programs a multiprocessor, one multiplying while
     the other takes maxima. Shared memory then moves 94 bytes a clock of its 128; with 64 rows there (160) it was the limit.
-    Keys that are converted first are the left factor, which may stay in registers."""
-    swap = rows <= 64 or kind.converted
-    if swap:
-        rows, hold = min(max(16, triton.next_power_of_2(rows)), 64), False
+    Few rows: keys are the left factor, and one that is converted first never leaves its registers."""
+    swap, hold, grouped = rows <= 64 or kind.must_group, False, kind.must_group
+    if kind.groups and rows <= 8 and kind.groups * max(4, triton.next_power_of_2(rows)) >= 16:
+        rows, grouped = max(4, triton.next_power_of_2(rows)), True
+    elif swap:
+        rows = min(max(16, triton.next_power_of_2(rows)), 16 if grouped else 64)
     else:
         rows, hold = tall_rows(device, kind)
-    return Config(rows, swap, hold, 4, *walk(device, 0 if hold else rows, kind))
+    held = rows * kind.factor_bytes * max(1, kind.groups * grouped)
+    return Config(rows, swap, hold, 4, *walk(device, 0 if hold else held, kind, swap), grouped)
 
 
 def tall_rows(device: Device, kind: Kind) -> tuple[int, bool]:
     """Rows of a program where rows are the left factor, and whether they are held in registers. Rows of e4m3 are not: their
-    layout in registers is not the one of a product's result, and is made anew for every tile."""
+    layout in registers is not the one of a product's result, and is made anew for every tile. Beside keys that are converted
+    there is no room for them."""
     wide = device.arch in (90, 100) and kind.tma and kind.dim <= 128
-    return 128 if wide else 64, device.arch == 90 and kind.tma and not kind.narrow
+    return 128 if wide else 64, device.arch == 90 and kind.tma and not kind.narrow and not kind.converted
 
 
-def walk(device: Device, rows: int, kind: Kind) -> tuple[int, int]:
-    """Stages of the walk, and resident programs a multiprocessor, that fit its shared memory beside `rows` rows."""
-    deepest = 3 if kind.key_bytes > 128 else 4 if kind.key_bytes > 64 else 5
-    held = kind.tile * kind.factor_bytes if kind.converted and device.arch >= 90 else 0  # should they not stay in registers
+def walk(device: Device, row_bytes: int, kind: Kind, swap: bool = False) -> tuple[int, int]:
+    """Stages of the walk, and resident programs a multiprocessor, that fit its shared memory beside the rows there.
+
+    Keys of one byte an element take more buffers where rows are many; where rows are few (swap) and keys are converted, three
+    buffers and more programs stream faster than deeper ones."""
+    deepest = 3 if kind.key_bytes > 128 or (swap and kind.converted) else 5
+    held = 0 if swap or not kind.converted else kind.tile * kind.factor_bytes  # the tile that the product reads
     for resident, buffers in [(2, n) for n in range(deepest, 1, -1)] + [(1, n) for n in range(deepest, 0, -1)]:
-        if resident * (rows * kind.factor_bytes + held + buffers * kind.tile * kind.key_bytes + 1536) <= device.shared_bytes:
+        if resident * (row_bytes + held + buffers * kind.tile * kind.key_bytes + 1536) <= device.shared_bytes:
             break
-    asynchronous = device.arch in (90, 100) and not kind.converted  # the product reads the buffers itself, so it holds one
+    asynchronous = device.arch in (90, 100)  # the product reads the buffers itself, so it holds one
     ahead = max(buffers - asynchronous, 1)  # stages between a load and its use
     return ahead * (1 + kind.indirect) + 1, resident
 

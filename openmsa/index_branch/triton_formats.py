@@ -3,12 +3,20 @@
 """Index keys as they are stored, turned into factors of a product: conversions inside the kernels, every one exact.
 
 FORMAT: 0 plain, 1 e4m3, 2 int8, 3 NVFP4, 4 MXFP4. Scales of groups of elements (FP4) are multiplied into the elements, which
-stays exact in bf16 and, for NVFP4, in fp16; SCALE says where all others go: 0 there are none; 1 one a tile (a page), multiplied
-with the maxima of its blocks; 2 one a key, multiplied with the products. Scales of a tensor or a head come in at the end, with
-those of the queries. Where e4m3 is not native (before sm_89) it is loaded as bytes.
+stays exact in bf16 and, for NVFP4, in fp16; where rows are few, into the products of each group. SCALE says where all
+others go: 0 there are none; 1 one a tile (a page), multiplied with the maxima of its blocks; 2 one a key, multiplied with the
+products. Scales of a tensor or a head come in at the end, with those of the queries. Where e4m3 is not native (before sm_89) it
+is loaded as bytes.
+
+Several codes a load: FP4, four (two where strides forbid it) and int8, two. They are not put back in order: every SPLIT-th
+element of a key makes a tile of its own, and so it is with queries (`query_parts`). For a few rows, FP4 queries are spread
+further: one row for each group of elements, zero outside of it, so that the product gives the sums of the groups of bare e2m1
+numbers, and no element of a key is ever multiplied by a scale.
 """
 
 from __future__ import annotations
+
+import os
 
 import triton
 import triton.language as tl
@@ -17,36 +25,81 @@ from openmsa.index_branch.triton_tiles import place
 
 PLAIN, E4M3, INT8, NVFP4, MXFP4 = 0, 1, 2, 3, 4
 NO_SCALE, TILE_SCALE, KEY_SCALE = 0, 1, 2
+_ASM = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
+"""Whether four bytes at a time are converted by instructions written out; the interpreter knows only the plain ones."""
+
+
+# A word holds two halves of 16 bits; a line moves the sign of one e2m1 code of each half to bit 15 and its magnitude to where
+# exponent and mantissa of a small number are: times 2**-126 as bf16, times 2**-14 as fp16.
+_E2M1 = """{{ .reg .b32 a, b;
+shl.b32 a, $4, 12; {} b, $4, {}; and.b32 b, b, {mask}; lop3.b32 $0, a, 0x80008000, b, 0xEA;
+shl.b32 a, $4, 8; {} b, $4, {}; and.b32 b, b, {mask}; lop3.b32 $1, a, 0x80008000, b, 0xEA;
+shl.b32 a, $4, 4; {} b, $4, {}; and.b32 b, b, {mask}; lop3.b32 $2, a, 0x80008000, b, 0xEA;
+{} b, $4, {}; and.b32 b, b, {mask}; lop3.b32 $3, $4, 0x80008000, b, 0xEA; }}"""
+E2M1_TO_BF16 = tl.constexpr(_E2M1.format("shl.b32", 6, "shl.b32", 2, "shr.b32", 2, "shr.b32", 6, mask="0x01C001C0"))
+E2M1_TO_FP16 = tl.constexpr(_E2M1.format("shl.b32", 9, "shl.b32", 5, "shl.b32", 1, "shr.b32", 3, mask="0x0E000E00"))
+# 128 + the low seven bits, as a mantissa, less 128, or 256 of a negative code.
+INT8_TO_BF16 = tl.constexpr("""{ .reg .b32 a, b, c, one, big; mov.b32 one, 0xBF80BF80; mov.b32 big, 0x43004300;
+lop3.b32 a, $2, 0x007F007F, big, 0xEA; lop3.b32 b, $2, 0x00800080, big, 0xEA; fma.rn.bf16x2 $0, b, one, a; shr.b32 c, $2, 8;
+lop3.b32 a, c, 0x007F007F, big, 0xEA; lop3.b32 b, c, 0x00800080, big, 0xEA; fma.rn.bf16x2 $1, b, one, a; }""")
 
 
 @triton.jit
 def e4m3_bytes(codes):
-    """e4m3 codes (uint8) as bf16."""
-    c = codes.to(tl.int16)
-    bits = ((c & 0x80) << 8) | ((c & 0x7F) << 4)
-    numbers = bits.to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32) * 1.329227995784916e36  # 2**120
-    return tl.where((c & 0x7F) == 0x7F, float("nan"), numbers).to(tl.bfloat16)
+    """e4m3 codes (uint8) as float32."""
+    c = codes.to(tl.int32)
+    numbers = (((c & 0x80) << 24) | ((c & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+    return tl.where((c & 0x7F) == 0x7F, float("nan"), numbers)
 
 
 @triton.jit
 def e8m0_bytes(codes):
-    """e8m0 codes (uint8) as bf16: powers of two, 255 NaN."""
-    c = codes.to(tl.int16)
-    bits = tl.where(c == 255, 0x7FC0, tl.where(c == 0, 0x40, c << 7)).to(tl.int16)
-    return bits.to(tl.bfloat16, bitcast=True)
+    """e8m0 codes (uint8) as float32: powers of two, 255 NaN."""
+    c = codes.to(tl.int32)
+    return tl.where(c == 255, 0x7FC00000, tl.where(c == 0, 0x400000, c << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def e2m1_nibbles(codes):
-    """e2m1 codes (uint8, low nibble) as bf16 times 2**-126."""
-    c = codes.to(tl.int16)
-    return (((c & 8) << 12) | ((c & 7) << 6)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+def e2m1_parts(codes, PRODUCT: tl.constexpr):
+    """The e2m1 elements of each item, the lowest nibble first, four of int16 and two of uint8, as a tuple of PRODUCT times
+    2**-126 (bf16) or 2**-14 (fp16)."""
+    if _ASM and codes.dtype == tl.int16 and PRODUCT == tl.bfloat16:
+        BF16: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+        return tl.inline_asm_elementwise(E2M1_TO_BF16, "=r,=r,=r,=r,r", [codes], dtype=BF16, is_pure=True, pack=2)
+    elif _ASM and codes.dtype == tl.int16:
+        FP16: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+        return tl.inline_asm_elementwise(E2M1_TO_FP16, "=r,=r,=r,=r,r", [codes], dtype=FP16, is_pure=True, pack=2)
+    elif codes.dtype == tl.int16:
+        first, second = e2m1(codes, PRODUCT), e2m1(codes >> 4, PRODUCT)
+        return first, second, e2m1(codes >> 8, PRODUCT), e2m1(codes >> 12, PRODUCT)
+    else:
+        return e2m1(codes.to(tl.int16), PRODUCT), e2m1(codes.to(tl.int16) >> 4, PRODUCT)
 
 
 @triton.jit
-def int8_numbers(codes, PRODUCT: tl.constexpr):
-    """int8 as PRODUCT, without the slow conversion instruction: the byte becomes the mantissa of 2**23 + 128 + code."""
-    bits = (codes.to(tl.int32) & 0xFF) ^ 0x4B000080
+def e2m1(c, PRODUCT: tl.constexpr):
+    """The e2m1 number in the lowest four bits of int16."""
+    UP: tl.constexpr = 6 if PRODUCT == tl.bfloat16 else 9
+    return (((c & 8) << 12) | ((c & 7) << UP)).to(tl.int16).to(PRODUCT, bitcast=True)
+
+
+@triton.jit
+def int8_parts(codes, PRODUCT: tl.constexpr):
+    """int8 as PRODUCT, the low byte of int16 first, a tuple. Without the slow conversion instruction: a byte becomes the
+    mantissa of a larger number."""
+    if _ASM and codes.dtype == tl.int16 and PRODUCT == tl.bfloat16:
+        BF16: tl.constexpr = (tl.bfloat16, tl.bfloat16)
+        return tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,r", [codes], dtype=BF16, is_pure=True, pack=2)
+    elif codes.dtype == tl.int16:
+        return int8(codes, PRODUCT), int8(codes >> 8, PRODUCT)
+    else:
+        return (int8(codes, PRODUCT),)
+
+
+@triton.jit
+def int8(codes, PRODUCT: tl.constexpr):
+    """The int8 number in the lowest eight bits."""
+    bits = (codes.to(tl.int32) & 0xFF) ^ 0x4B000080  # 2**23 + 128 + code
     return (bits.to(tl.float32, bitcast=True) - 8388736.0).to(PRODUCT)
 
 
@@ -81,20 +134,30 @@ def load_group_scales(
     SWIZZLED: tl.constexpr,
 ):
     """Codes of the scales of each key's groups, uint8 [TILE, GROUPS padded to a power of two]. SWIZZLED (128x4): strides count
-    rows instead of bytes."""
-    GROUPS_PAD: tl.constexpr = triton.next_power_of_2(GROUPS)
-    o_g = tl.arange(0, GROUPS_PAD)[None, :]
+    rows. scales: bytes or, four groups each, int32, in which strides are then."""
     i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE)
     o_s = o_row.to(tl.int64) * s_token + i_h.to(tl.int64) * s_head
     if MODE != 0:
         o_s += i_page.to(tl.int64) * s_page
     o_s = o_s[:, None]
-    if SWIZZLED:
-        i_tile = (o_s // 128) * ((GROUPS + 3) // 4) + o_g // 4
-        p_s = scales + i_tile * 512 + (o_s % 32) * 16 + (o_s % 128 // 32) * 4 + o_g % 4
+    if scales.dtype.element_ty == tl.int32:
+        WORDS: tl.constexpr = GROUPS // 4
+        o_w = tl.arange(0, WORDS)[None, :]
+        if SWIZZLED:
+            p_w = scales + (o_s // 128 * WORDS + o_w) * 128 + o_s % 32 * 4 + o_s % 128 // 32
+        else:
+            p_w = scales + o_s + o_w * s_group
+        words = tl.load(p_w, mask=m_k[:, None] & (o_w < WORDS), other=0)
+        return ((words[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF).reshape(TILE, GROUPS).to(tl.uint8)
     else:
-        p_s = scales + o_s + o_g * s_group
-    return tl.load(p_s, mask=m_k[:, None] & (o_g < GROUPS), other=0)
+        GROUPS_PAD: tl.constexpr = triton.next_power_of_2(GROUPS)
+        o_g = tl.arange(0, GROUPS_PAD)[None, :]
+        if SWIZZLED:
+            i_tile = o_s // 128 * ((GROUPS + 3) // 4) + o_g // 4
+            p_s = scales + i_tile * 512 + o_s % 32 * 16 + o_s % 128 // 32 * 4 + o_g % 4
+        else:
+            p_s = scales + o_s + o_g * s_group
+        return tl.load(p_s, mask=m_k[:, None] & (o_g < GROUPS), other=0)
 
 
 @triton.jit
@@ -130,44 +193,94 @@ def load_scales(
 
 
 @triton.jit
-def fp4_numbers(b_k, b_g, FORMAT: tl.constexpr, PRODUCT: tl.constexpr):
-    """Bytes [TILE, width] and codes of group scales [TILE, groups] to elements times scales [TILE, 2 * width]."""
-    TILE: tl.constexpr = b_k.shape[0]
-    WIDTH: tl.constexpr = 2 * b_k.shape[1]
-    GROUPS: tl.constexpr = b_g.shape[1]
-    b_x = tl.join(e2m1_nibbles(b_k & 15), e2m1_nibbles(b_k >> 4)).reshape(TILE, WIDTH)
-    b_x = (b_x.to(tl.float32) * 8.507059173023462e37).to(tl.bfloat16)  # 2**126
-    b_s = e4m3_bytes(b_g) if FORMAT == 3 else e8m0_bytes(b_g)
-    b_s = tl.broadcast_to(b_s[:, :, None], [TILE, GROUPS, WIDTH // GROUPS]).reshape(TILE, WIDTH)
-    return (b_x * b_s).to(PRODUCT)
+def group_numbers(b_g, FORMAT: tl.constexpr):
+    """Codes of the scales of groups as float32."""
+    if FORMAT == 3:
+        return e4m3_bytes(b_g)
+    else:
+        return e8m0_bytes(b_g)
 
 
 @triton.jit
-def key_numbers(b_k, b_g, FORMAT: tl.constexpr, PRODUCT: tl.constexpr):
-    """A tile as `load_keys` gives it to factors of type PRODUCT. b_g: codes of group scales (FP4 only)."""
-    if FORMAT == 0:
-        return b_k
-    elif FORMAT == 1:
-        return e4m3_numbers(b_k, PRODUCT)
-    elif FORMAT == 2:
-        return int8_numbers(b_k, PRODUCT)
+def fp4_unit(b_k, b_g, FORMAT: tl.constexpr, PRODUCT: tl.constexpr):
+    """For items [TILE, width] and codes of group scales [TILE, groups]: two factors, exact in PRODUCT, that make bare e2m1
+    numbers of `e2m1_parts` those of the keys, a number and [TILE, width]."""
+    TILE: tl.constexpr = b_k.shape[0]
+    WIDTH: tl.constexpr = b_k.shape[1]
+    GROUPS: tl.constexpr = b_g.shape[1]
+    unit = tl.full([], 8.507059173023462e37 if PRODUCT == tl.bfloat16 else 16384.0, tl.float32).to(PRODUCT)
+    b_s = group_numbers(b_g, FORMAT).to(PRODUCT)
+    return unit, tl.broadcast_to(b_s[:, :, None], [TILE, GROUPS, WIDTH // GROUPS]).reshape(TILE, WIDTH)
+
+
+@triton.jit
+def every_second(b_q):
+    """Elements of even and of odd number, [rows, width / 2] each."""
+    return tl.split(b_q.reshape(b_q.shape[0], b_q.shape[1] // 2, 2))
+
+
+@triton.jit
+def query_parts(b_q, SPLIT: tl.constexpr):
+    """Every SPLIT-th element of rows of queries, from each start: a tuple."""
+    if SPLIT == 1:
+        return (b_q,)
+    elif SPLIT == 2:
+        return every_second(b_q)
     else:
-        return fp4_numbers(b_k, b_g, FORMAT, PRODUCT)
+        even, odd = every_second(b_q)
+        first, third = every_second(even)
+        second, fourth = every_second(odd)
+        return first, second, third, fourth
+
+
+@triton.jit
+def group_rows(b_q, GROUPS: tl.constexpr):
+    """Rows of elements [rows, width], once for each group of them and zero elsewhere, [groups * rows, width]."""
+    ROWS: tl.constexpr = b_q.shape[0]
+    WIDTH: tl.constexpr = b_q.shape[1]
+    here = tl.arange(0, WIDTH)[None, :] // (WIDTH // GROUPS) == tl.arange(0, GROUPS)[:, None]
+    return tl.where(here[:, None, :], b_q[None, :, :], 0.0).to(b_q.dtype).reshape(GROUPS * ROWS, WIDTH)
+
+
+@triton.jit
+def raised(b_q):
+    """bf16 rows of queries times powers of two that bring their largest elements to 2**118, so that products with bare e2m1
+    numbers, whose unit is 2**-126, are of middling size; and, divided by 2**8, what undoes it: [rows, width] and [rows]."""
+    largest = tl.max(tl.abs(b_q.to(tl.float32)), 1)
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -126)
+    exponent = tl.where((largest == largest) & (largest < float("inf")), exponent, 0)
+    step = 118 - exponent  # up to 244, so in two
+    up = b_q.to(tl.float32) * power_of_two(step // 2)[:, None] * power_of_two(step - step // 2)[:, None]
+    return up.to(tl.bfloat16), power_of_two(exponent)
+
+
+@triton.jit
+def grouped_parts(b_q, GROUPS: tl.constexpr, SPLIT: tl.constexpr):
+    """`query_parts` spread over the groups of FP4 keys, and what each row's scores are to be multiplied by in the end."""
+    b_up = tl.full([b_q.shape[0]], 1.0, tl.float32)
+    if b_q.dtype == tl.bfloat16:
+        b_q, b_up = raised(b_q)
+    parts = query_parts(b_q, SPLIT)
+    if SPLIT == 2:
+        return (group_rows(parts[0], GROUPS), group_rows(parts[1], GROUPS)), b_up
+    else:
+        first, second = group_rows(parts[0], GROUPS), group_rows(parts[1], GROUPS)
+        return (first, second, group_rows(parts[2], GROUPS), group_rows(parts[3], GROUPS)), b_up
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2**exponent, from -126 to 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def query_numbers(b_q, PRODUCT: tl.constexpr):
-    """Rows of queries as factors of type PRODUCT; from fp16 to bf16 this rounds: see `query_rest`."""
+    """Rows of queries as factors of type PRODUCT."""
     if b_q.dtype == tl.uint8:
         return e4m3_numbers(b_q, PRODUCT)
     else:
         return b_q.to(PRODUCT)
-
-
-@triton.jit
-def query_rest(b_q):
-    """What rounding fp16 queries to bf16 left over, exact in bf16."""
-    return (b_q.to(tl.float32) - b_q.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import triton
 from torch import Tensor
 
 from openmsa.index_branch.triton_config import Config, Kind, config, splits
+from openmsa.index_branch.triton_formats import NVFP4
 from openmsa.index_branch.triton_scores import score_kernel
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
 from openmsa.index_branch.triton_tiles import FLAT, Tile
@@ -51,12 +53,14 @@ def launch_scores(
     launch(index_q, source, tile, lengths, seqs.batch, longest, scores, visible, device, chosen, pdl, upper)
 
 
+def padded(dim: int, format: int) -> int:
+    """Elements of a tile's row: a power of two, and of FP4 16 bytes at least."""
+    return max(triton.next_power_of_2(dim), 32 if format >= NVFP4 else 16)
+
+
 def kind_of(source: KeySource, queries: QuerySource, dim: int, tile: Tile) -> Kind:
     """What the configuration depends on."""
-    padded = triton.next_power_of_2(dim)
-    key_bytes = padded // 2 if source.format >= 3 else padded * source.dtype.itemsize
-    factor_bytes = padded * queries.product.primitive_bitwidth // 8
-    return Kind(dim, tile.tile, key_bytes, factor_bytes, key_bytes != factor_bytes, source.mode != FLAT, source.tma)
+    return Kind.of(dim, tile.tile, source.format, queries.product, source.mode != FLAT, source.tma)
 
 
 def launch(
@@ -81,6 +85,8 @@ def launch(
     queries = QuerySource.of(index_q, source, device)
     rows = longest[0] * group
     chosen = chosen or config(device, rows, kind_of(source, queries, dim, tile))
+    if upper is not None:  # twice the maxima to hold
+        chosen = replace(chosen, rows=min(chosen.rows, 64))
     row_tiles = triton.cdiv(rows, chosen.rows)
     num_blocks = scores.shape[2]
     blocks = -(-num_blocks // tile.sub)
@@ -118,9 +124,9 @@ def launch(
         blocks_a_split * tile.parts,
         GROUP=group,
         DIM=dim,
-        DIM_PAD=triton.next_power_of_2(dim),
+        DIM_PAD=padded(dim, source.format),
         PRODUCT=queries.product,
-        TWICE=queries.twice,
+        GROUPED=chosen.grouped,
         ROWS=chosen.rows,
         SWAP=chosen.swap,
         HOLD=chosen.hold,

@@ -15,12 +15,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.index_branch.triton_formats import (
+    e2m1_parts,
+    e4m3_numbers,
     error_radius,
-    key_numbers,
+    fp4_unit,
+    group_numbers,
+    grouped_parts,
+    int8_parts,
     load_group_scales,
     load_scales,
     query_numbers,
-    query_rest,
+    query_parts,
     row_factors,
     row_norms,
 )
@@ -55,8 +60,17 @@ def block_maxima(
 
 
 @triton.jit
+def times(b_q, b_k, s, SWAP: tl.constexpr):
+    """Products of rows and keys [rows, keys], or with SWAP [keys, rows]; added to s unless that is None."""
+    if SWAP:
+        return tl.dot(b_k, b_q.T, s)
+    else:
+        return tl.dot(b_q, b_k.T, s)
+
+
+@triton.jit
 def score_tile(
-    b_q, b_rest, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+    b_q, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
     s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
     MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, SWIZZLED: tl.constexpr,
@@ -65,8 +79,7 @@ def score_tile(
     """Maxima of the blocks of one tile (`block_maxima`), scales of pages, keys and groups included. With `errors` two of them:
     of lower and of upper bounds of the scores; otherwise the second is the first. BOUNDED: some key
     may not exist; MASKED: some row does not see every key."""
-    PACK: tl.constexpr = 2 if FORMAT >= 3 else 1
-    GROUPS: tl.constexpr = DIM // (16 if FORMAT == 3 else 32)
+    PACK: tl.constexpr = DIM_PAD // b_q[0].shape[1] if FORMAT >= 2 else 1  # elements an item of the keys holds
     b_k = load_keys(
         keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
         MODE, TMA, PAGE_SIZE, TILE, DIM // PACK, DIM_PAD // PACK, BOUNDED or KEYS < TILE,
@@ -75,18 +88,32 @@ def score_tile(
     if FORMAT >= 3:
         b_g = load_group_scales(
             scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, s_gg,
-            MODE, PAGE_SIZE, TILE, GROUPS, SWIZZLED,
+            MODE, PAGE_SIZE, TILE, DIM // (16 if FORMAT == 3 else 32), SWIZZLED,
         )  # fmt: skip
     b_s = load_scales(scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, SCALE)
-    b_k = key_numbers(b_k, b_g, FORMAT, PRODUCT)
-    if SWAP:
-        s = tl.dot(b_k, b_q.T)  # [TILE, rows]
-        if b_rest is not None:
-            s += tl.dot(b_k, b_rest.T)
+    if FORMAT == 0:
+        s = times(b_q, b_k, None, SWAP)
+    elif FORMAT == 1:
+        s = times(b_q, e4m3_numbers(b_k, PRODUCT), None, SWAP)
+    elif FORMAT == 2:
+        s = None
+        parts = int8_parts(b_k, PRODUCT)
+        for i in tl.static_range(len(parts)):
+            s = times(b_q[i], parts[i], s, SWAP)
+    elif b_q[0].shape[0] > i_last.shape[0]:  # `grouped_parts`
+        ROWS: tl.constexpr = i_last.shape[0]
+        parts = e2m1_parts(b_k, PRODUCT)
+        s = None
+        for i in tl.static_range(len(parts)):
+            s = times(b_q[i], parts[i], s, True)
+        s = s.reshape(TILE, b_q[0].shape[0] // ROWS, ROWS) * group_numbers(b_g, FORMAT)[:, :, None]
+        s = tl.sum(s, 1) * (256.0 if b_q[0].dtype == tl.bfloat16 else 16384.0)  # the unit of bare e2m1 numbers
     else:
-        s = tl.dot(b_q, b_k.T)  # [rows, TILE]
-        if b_rest is not None:
-            s += tl.dot(b_rest, b_k.T)
+        parts = e2m1_parts(b_k, PRODUCT)
+        unit, b_x = fp4_unit(b_k, b_g, FORMAT, PRODUCT)
+        s = None
+        for i in tl.static_range(len(parts)):
+            s = times(b_q[i], parts[i] * unit * b_x, s, SWAP)
     if SCALE == 2:
         s = s * (b_s[:, None] if SWAP else b_s[None, :])
     if errors is not None:
@@ -107,6 +134,13 @@ def score_tile(
 
 
 @triton.jit
+def scored(m, b_f):
+    """Maxima [rows, blocks] as scores: times the factor of each row (None: 1), and NaN as -inf."""
+    m = m if b_f is None else m * b_f[:, None]
+    return tl.where(m > float("-inf"), m, float("-inf"))
+
+
+@triton.jit
 def store_maxima(p_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB: tl.constexpr, PARTS: tl.constexpr):
     """p_s: address of block 0 of each row; b_f: factor of each row or None; i_t: the key tile; s_sb: int64. NaN as -inf."""
     if SUB == 1:
@@ -114,10 +148,8 @@ def store_maxima(p_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB: tl.constexpr, P
         m = tl.where(m > float("-inf"), m, float("-inf"))
         tl.store(p_s + (i_t // PARTS) * s_sb, m, mask=m_row)
     else:
-        m = m if b_f is None else m * b_f[:, None]
-        m = tl.where(m > float("-inf"), m, float("-inf"))
         o_b = i_t * SUB + tl.arange(0, SUB)
-        tl.store(p_s[:, None] + (o_b * s_sb)[None, :], m, mask=m_row[:, None] & (o_b < num_blocks)[None, :])
+        tl.store(p_s[:, None] + (o_b * s_sb)[None, :], scored(m, b_f), mask=m_row[:, None] & (o_b < num_blocks)[None, :])
 
 
 RUNTIME_LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys", "tiles_per_split"]
@@ -130,8 +162,8 @@ def score_kernel(
     num_blocks, num_pages, capacity, max_keys, tiles_per_split,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr,
-    SWIZZLED: tl.constexpr, PRODUCT: tl.constexpr, TWICE: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr,
-    HOLD: tl.constexpr, MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, FILL: tl.constexpr,
+    SWIZZLED: tl.constexpr, PRODUCT: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr,
+    SWAP: tl.constexpr, HOLD: tl.constexpr, MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, FILL: tl.constexpr,
     COLLECT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, row tiles, batch * key heads); late rows, which see most keys, start first.
@@ -168,9 +200,6 @@ def score_kernel(
     i_token = (q_start + o_r // GROUP).to(tl.int64)
     o_s = (i_h * GROUP + o_r % GROUP).to(tl.int64) * s_sh + i_token * s_st
     b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
-    b_rest = None
-    if TWICE:
-        b_rest = query_rest(b_q)
     b_norm = None
     if errors is not None:
         b_norm = row_norms(b_q, DIM)
@@ -178,11 +207,16 @@ def score_kernel(
     b_f = None
     if q_scale is not None or k_factor is not None:
         b_f = row_factors(q_scale, k_factor, tl.where(m_row, o_r, 0), i_h, s_qs, s_kf, GROUP)
+    if GROUPED:
+        GROUPS: tl.constexpr = triton.next_power_of_2(DIM // (16 if FORMAT == 3 else 32))
+        b_q, b_up = grouped_parts(b_q, GROUPS, SPLIT)
+        b_f = b_up if b_f is None else b_f * b_up
+    elif FORMAT >= 2:
+        b_q = query_parts(b_q, SPLIT)
 
     if HOLD:
         b_q = hold_rows(b_q, DIM_PAD)
     if COLLECT:
-        o_own = tl.arange(0, ROWS)  # one row a thread
         o_8 = tl.arange(0, 8)
         p_8 = scores + tl.multiple_of(o_s, 4)[:, None] + o_8[None, :]
         held = tl.full([ROWS, 8], float("-inf"), tl.float32)
@@ -191,16 +225,14 @@ def score_kernel(
     for i_t in tl.range(first, i_full, num_stages=STAGES):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
         m, m_upper = score_tile(
-            b_q, b_rest, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+            b_q, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
             MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, PRODUCT, SWAP, False, False,
         )  # fmt: skip
         if COLLECT:
-            m = m if b_f is None else m * b_f
-            held = tl.where(o_8[None, :] == i_t % 8, tl.gather(m, o_own, 0)[:, None], held)
+            held = tl.where(o_8[None, :] == i_t % 8, m[:, None], held)
             if i_t % 8 == 7:
-                held_or_low = tl.where(held > float("-inf"), held, float("-inf"))
-                tl.store(p_8 + i_t // 8 * 8, held_or_low, mask=m_row[:, None])
+                tl.store(p_8 + i_t // 8 * 8, scored(held, b_f), mask=m_row[:, None])
         else:
             if PARTS == 2:
                 m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
@@ -213,12 +245,13 @@ def score_kernel(
                 store_maxima(upper + o_s, m_upper, b_f, i_t, num_blocks, s_sb, m_row, SUB, PARTS)
     if COLLECT:  # what is left of the last eight
         o_held = i_full // 8 * 8 + o_8
-        held = tl.where(held > float("-inf"), held, float("-inf"))
-        tl.store(p_8 + i_full // 8 * 8, held, mask=m_row[:, None] & ((o_held >= first) & (o_held < i_full))[None, :])
+        tl.store(
+            p_8 + i_full // 8 * 8, scored(held, b_f), mask=m_row[:, None] & ((o_held >= first) & (o_held < i_full))[None, :]
+        )
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
         m, m_upper = score_tile(
-            b_q, b_rest, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+            b_q, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
             MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, PRODUCT, SWAP, True, True,
         )  # fmt: skip

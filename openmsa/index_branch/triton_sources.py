@@ -45,12 +45,20 @@ class Scales:
         if isinstance(keys, Int8):
             return cls(formats.KEY_SCALE, keys.scale, (*_strides(keys.scale), 0), error=keys.error)
         if isinstance(keys, NVFP4):
-            scale, swizzled = keys.scale.view(torch.uint8), keys.layout != "linear"
-            strides = (*_row_numbers(keys.shape), 0) if swizzled else (*_strides(scale[..., 0]), scale.stride(-1))
-            return cls(scale=scale, strides=strides, swizzled=swizzled, factor=keys.global_scale)
+            scale = _items(keys.scale.view(torch.uint8), torch.int32, keys.groups in (4, 8, 16))
+            if keys.layout != "linear":
+                return cls(scale=scale, strides=(*_row_numbers(keys.shape), 0), swizzled=True, factor=keys.global_scale)
+            return cls(scale=scale, strides=(*_strides(scale[..., 0]), scale.stride(-1)), factor=keys.global_scale)
         if isinstance(keys, MXFP4):
-            return cls(scale=keys.scale, strides=(*_strides(keys.scale[..., 0]), keys.scale.stride(-1)))
+            scale = _items(keys.scale, torch.int32, keys.scale.shape[-1] in (4, 8))
+            return cls(scale=scale, strides=(*_strides(scale[..., 0]), scale.stride(-1)))
         return cls()
+
+
+def _items(codes: Tensor, dtype: torch.dtype, fits: bool) -> Tensor:
+    """Codes of one byte, several a load where their number and their strides allow it."""
+    outer = (codes.data_ptr(), codes.shape[-1], *codes.stride()[:-1])
+    return codes.view(dtype) if fits and codes.stride(-1) == 1 and all(n % dtype.itemsize == 0 for n in outer) else codes
 
 
 def _strides(rows: Tensor) -> tuple[int, int, int]:
@@ -92,7 +100,10 @@ class KeySource:
         """keys: ``[num_pages, heads, page_size, dim]``; with no page table packed ``[total, heads, dim]``, read as one page."""
         keys = keys.exact if isinstance(keys, CertifiedKeys) else keys
         data = keys.data if isinstance(keys, Stored) else keys
-        data = data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn and device.arch < 90 else data
+        if data.dtype == torch.float8_e4m3fn and device.arch < 90:
+            data = data.view(torch.uint8)
+        elif isinstance(keys, (Int8, NVFP4, MXFP4)):
+            data = _items(data, torch.int16, keys.shape[-1] >= (32 if isinstance(keys, Int8) else 64))
         pool = data.unsqueeze(0).transpose(1, 2) if page_table is None else data
         num_pages, heads, page_size, width = pool.shape
         mode = FLAT if page_table is None else PAGE if page_size % tile.span == 0 else PAGES
@@ -110,6 +121,11 @@ class KeySource:
             Scales.of(keys, mode),
         )  # fmt: skip
 
+    @property
+    def split(self) -> int:
+        """Elements an item of the keys holds."""
+        return self.dtype.itemsize * {formats.INT8: 1, formats.NVFP4: 2, formats.MXFP4: 2}.get(self.format, 0) or 1
+
     def constexprs(self) -> dict[str, Any]:
         """As the kernels take them."""
         scales = self.scales
@@ -121,6 +137,7 @@ class KeySource:
             "FORMAT": self.format,
             "SCALE": scales.where,
             "SWIZZLED": scales.swizzled,
+            "SPLIT": self.split,
         }
 
 
@@ -135,7 +152,6 @@ class QuerySource:
     scale: Tensor | None
     scale_stride: int
     product: Any  # a Triton dtype
-    twice: bool  # fp16 queries in bf16 products: rounded ones and the rest
 
     @classmethod
     def of(cls, index_q: Tensor | Stored, source: KeySource, device: Device) -> QuerySource:
@@ -149,10 +165,9 @@ class QuerySource:
             else:
                 dtype = source.dtype if source.format == formats.PLAIN else torch.bfloat16
             rows = rows.view(torch.uint8) if device.arch < 90 else rows
-            return cls(rows, scale, stride, TYPES[dtype], False)
+            return cls(rows, scale, stride, TYPES[dtype])
         assert isinstance(index_q, Tensor)
-        twice = source.format == formats.MXFP4 and index_q.dtype == torch.float16
-        return cls(index_q, scale, stride, tl.bfloat16 if twice else TYPES[index_q.dtype], twice)
+        return cls(index_q, scale, stride, TYPES[index_q.dtype])
 
 
 def _describable(pool: Tensor) -> bool:

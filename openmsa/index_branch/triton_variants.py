@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
@@ -12,6 +12,7 @@ import triton.language as tl
 
 from openmsa.index_branch import triton_formats as formats
 from openmsa.index_branch.triton_config import Kind, config
+from openmsa.index_branch.triton_launch import padded
 from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, score_kernel
 from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile
 from openmsa.runtime.devices import COMPILE_TARGETS, Device
@@ -46,36 +47,36 @@ class Operands:
     def product(self, device: Device) -> Any:
         """As `QuerySource.of` chooses it."""
         if self.query != "e4m3":
-            return tl.bfloat16 if self.format == formats.MXFP4 else _TYPES[self.query]
+            return _TYPES[self.query]
         if self.format == formats.E4M3:
             return tl.float8e4nv if device.arch >= 90 else tl.float16
         return tl.bfloat16
 
     def kind(self, device: Device) -> Kind:
         """As `kind_of` gives it."""
-        padded = triton.next_power_of_2(self.dim)
-        key_bytes = {formats.PLAIN: 2 * padded, formats.E4M3: padded, formats.INT8: padded}.get(self.format, padded // 2)
-        factor_bytes = padded * self.product(device).primitive_bitwidth // 8
-        indirect = self.mode != FLAT
-        return Kind(self.dim, self.tile.tile, key_bytes, factor_bytes, key_bytes != factor_bytes, indirect, self.tma)
+        return Kind.of(self.dim, self.tile.tile, self.format, self.product(device), self.mode != FLAT, self.tma)
 
     def arguments(self, device: Device) -> tuple[dict[str, str], dict[str, Any]]:
         """Types of the run-time arguments and values of the constexprs that both kernels take."""
         e4m3 = "fp8e4nv" if device.arch >= 90 else "u8"
-        element = {formats.PLAIN: "bf16" if self.query == "e4m3" else self.query, formats.E4M3: e4m3, formats.INT8: "i8"}
-        stored = element.get(self.format, "u8")
-        box = f"[1, 1, {self.tile.tile}, {triton.next_power_of_2(self.dim) // (2 if self.format >= formats.NVFP4 else 1)}]"
+        element = {formats.PLAIN: "bf16" if self.query == "e4m3" else self.query, formats.E4M3: e4m3}
+        stored = element.get(self.format, "i16")
+        split = {formats.INT8: 2, formats.NVFP4: 4, formats.MXFP4: 4}.get(self.format, 1)
+        box = f"[1, 1, {self.tile.tile}, {triton.next_power_of_2(self.dim) // split}]"
         types = {"q": "*" + (e4m3 if self.query == "e4m3" else self.query)}
         types["keys"] = f"tensordesc<{stored}{box}>" if self.tma else f"*{stored}"
         types |= dict.fromkeys(("page_table", "cu_q", "cu_k", "q_offset"), "*i32")
         types |= dict.fromkeys(("s_qt", "s_qh", "s_page", "s_head", "s_token", "s_gp", "s_table"), "i32:16")
         types |= dict.fromkeys(("s_gh", "s_gt", "s_qs", "s_kf"), "i32")
-        types |= {"q_scale": "*fp32", "k_factor": "*fp32", "scales": "*u8" if self.format >= formats.NVFP4 else "*fp32"}
+        types |= {
+            "q_scale": "*fp32",
+            "k_factor": "*fp32",
+            "scales": ("*i32" if self.dim == 128 else "*u8") if self.format >= formats.NVFP4 else "*fp32",
+        }
         constants: dict[str, Any] = {"s_qd": 1, "s_dim": 1, "s_gg": 1, "KEY_HEADS": 1, "GROUP": 4, "DIM": self.dim}
-        constants |= self.tile.constexprs() | {"DIM_PAD": triton.next_power_of_2(self.dim), "MODE": self.mode, "TMA": self.tma}
-        constants |= {"FORMAT": self.format, "SCALE": formats.NO_SCALE, "SWIZZLED": "128x4" in self.keys}
+        constants |= self.tile.constexprs() | {"DIM_PAD": padded(self.dim, self.format), "MODE": self.mode, "TMA": self.tma}
+        constants |= {"FORMAT": self.format, "SCALE": formats.NO_SCALE, "SWIZZLED": "128x4" in self.keys, "SPLIT": split}
         constants |= {"PRODUCT": self.product(device), "PAGE_SIZE": {FLAT: 1, PAGE: self.tile.span, PAGES: 16}[self.mode]}
-        constants |= {"TWICE": self.query == "fp16" and self.format == formats.MXFP4}
         absent = ["page_table"] if self.mode == FLAT else []
         absent += [] if self.query == "e4m3" else ["q_scale"]
         absent += [] if self.format == formats.NVFP4 or "head" in self.keys else ["k_factor"]
@@ -91,6 +92,7 @@ class Operands:
 def variant(name: str, fn: Any, types: dict[str, str], constants: dict[str, Any], chosen: Any, slack: int) -> Variant:
     """chosen: a configuration of either kernel."""
     constants |= {"ROWS": chosen.rows, "SWAP": chosen.swap, "HOLD": chosen.hold, "STAGES": chosen.num_stages}
+    constants["GROUPED"] = chosen.grouped
     types = {name: kind for name, kind in types.items() if name not in constants}
     return Variant(name, fn, types, constants, chosen.num_warps, chosen.num_stages, wgmma=True, may_spill=slack)
 
@@ -137,6 +139,7 @@ def _variant(device: Device, operands: Operands, rows: int, fill: bool) -> Varia
     types |= dict.fromkeys(("s_sh", "s_st", *RUNTIME_LENGTHS), "i32") | dict.fromkeys(("scores", "upper", "errors"), "*fp32")
     types |= {"visible": "*i32", "seq_lens": "*i32"}
     bounds = "bounds" in operands.keys
+    chosen = replace(chosen, rows=min(chosen.rows, 64)) if bounds else chosen
     constants |= {"s_sb": 1, "FILL": fill, "PDL": rows <= 64 and device.has_tma, "seq_lens": None}
     constants["COLLECT"] = not chosen.swap and operands.tile.sub == operands.tile.parts == 1
     constants |= ({"visible": None} if fill else {}) | ({} if bounds else {"upper": None, "errors": None})

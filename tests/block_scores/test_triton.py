@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton.language as tl
+
 from openmsa import E4M3, MXFP4, NVFP4, Int8, PagedIndexKeys
 from openmsa.block_scores import reference, triton_scores
 from openmsa.index_branch.triton_config import Kind, config, splits
@@ -162,11 +164,13 @@ def test_configurations_fit():
     for arch, device in COMPILE_TARGETS.items():
         for dim in (16, 64, 128, 192, 256):
             for rows in (4, 64, 65, 65536):
-                for indirect, key_bytes, factor_bytes in product((False, True), (1, 2), (1, 2)):
-                    converted, kinds = key_bytes != factor_bytes, (key_bytes * dim, factor_bytes * dim)
-                    c = config(device, rows, Kind(dim, 128, *kinds, converted, indirect, device.has_tma))
-                    assert c.swap == (rows <= 64 or converted)
-                    assert c.rows >= min(rows, 64)
+                for indirect, format, narrow in product((False, True), (0, 1, 2, 3, 4), (False, True)):
+                    dtype = tl.float8e4nv if narrow and format == 1 else tl.float16 if narrow else tl.bfloat16
+                    kind = Kind.of(dim, 128, format, dtype, indirect, device.has_tma)
+                    c = config(device, rows, kind)
+                    assert c.swap == (rows <= 64 or kind.must_group)
+                    assert c.rows >= min(rows, 16 if c.grouped else 64)
+                    assert c.grouped <= (format >= 3)
                     assert c.num_stages >= 1, arch
                     assert c.resident in (1, 2)
 
