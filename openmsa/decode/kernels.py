@@ -11,7 +11,7 @@ from openmsa.block_topk.triton_topk import MAX_BLOCKS
 from openmsa.decode import triton_launch
 from openmsa.decode.triton_launch import Sizes
 from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE
-from openmsa.kv_cache import PagedIndexKeys, PagedKV
+from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.runtime import devices
 from openmsa.sparse_attention import triton_decode
 
@@ -47,11 +47,17 @@ class Kernels:
         split = max((n * c.attend.splits for n, c in small.items() if c.merging), default=0)
         self.words = triton_launch.Workspace.allocate(max(small), split, sizes, device) if small else None
 
+    def refuse(self, q: Tensor | E4M3, kv: PagedKV, index_keys: PagedIndexKeys) -> str | None:
+        """Why the kernels cannot read these formats, or None."""
+        if index_keys.format == "certified":
+            return "it reads index keys stored as plain, e4m3, int8, nvfp4 or mxfp4, got certified"
+        return triton_decode.refuse(q, kv, None, self.sizes.block_size)
+
     def run(
         self,
-        q: Tensor,
+        q: Tensor | E4M3,
         kv: PagedKV,
-        index_q: Tensor,
+        index_q: Tensor | E4M3,
         index_keys: PagedIndexKeys,
         softmax_scale: float,
         blocks: Tensor,
@@ -60,7 +66,8 @@ class Kernels:
     ) -> None:
         """One layer; the arguments are taken as checked."""
         config = self.one_launch[kv.batch - 1]
-        if config is None or self.words is None:
+        plain = isinstance(q, Tensor) and isinstance(index_q, Tensor) and kv.format == index_keys.format == "plain"
+        if not plain or config is None or self.words is None:
             self._three_launches(q, kv, index_q, index_keys, softmax_scale, blocks, out, lse)
             return
         for kind in (SCORE, ATTEND, MERGE) if self.interpreted else (EVERY,):
@@ -72,9 +79,9 @@ class Kernels:
 
     def _three_launches(
         self,
-        q: Tensor,
+        q: Tensor | E4M3,
         kv: PagedKV,
-        index_q: Tensor,
+        index_q: Tensor | E4M3,
         index_keys: PagedIndexKeys,
         softmax_scale: float,
         blocks: Tensor,

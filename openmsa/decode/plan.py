@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from openmsa.block_topk import select_blocks
-from openmsa.kv_cache import PagedIndexKeys, PagedKV
+from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
+from openmsa.kv_cache.stored import QUERY_FORMATS, check_rows
 from openmsa.runtime import checks
 from openmsa.sparse_attention import sparse_attention
 from openmsa.types import Sequences
@@ -30,7 +31,8 @@ class DecodePlan:
     index_key_heads, index_dim:  of the index branch, as in `block_scores`.
     topk, block_size, init_blocks, local_blocks:  as in `select_blocks`.
     softmax_scale:    as in `sparse_attention`.
-    dtype:            of queries and caches. On a GPU float16 or bfloat16; on a CPU any float.
+    dtype:            of outputs and of queries and caches that are plain tensors. On a GPU float16 or bfloat16; on a CPU any
+                      float. Queries may also be `E4M3`, and caches may be in any format of theirs, which a run may change.
     device:           a CUDA device: Triton kernels, one launch a run for few sequences, three for many. A CPU: the stages
                       `select_blocks` and `sparse_attention`, with their own memory, for programs that serve both.
 
@@ -132,7 +134,15 @@ class DecodePlan:
         """The softmax denominators of the last run, natural logarithm: ``[tokens, num_q_heads]``, overwritten by the next."""
         return self._lse[: self._tokens]
 
-    def run(self, q: Tensor, kv: PagedKV, index_q: Tensor, index_keys: PagedIndexKeys, *, out: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        q: Tensor | E4M3,
+        kv: PagedKV,
+        index_q: Tensor | E4M3,
+        index_keys: PagedIndexKeys,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """One layer's sparse attention for the new tokens.
 
         q:           ``[batch * new_tokens, num_q_heads, head_dim]``, the tokens of a sequence next to each other; any strides.
@@ -157,29 +167,39 @@ class DecodePlan:
                 self._run_stages(q, kv, index_q, index_keys, out)
         return out
 
-    def _check_call(self, q: Tensor, kv: PagedKV, index_q: Tensor, index_keys: PagedIndexKeys, out: Tensor | None) -> None:
+    def _check_call(
+        self, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, out: Tensor | None
+    ) -> None:
         for name, cache, kind in (("kv", kv, PagedKV), ("index_keys", index_keys, PagedIndexKeys)):
             if not isinstance(cache, kind):
                 raise TypeError(f"{name} must be an openmsa.{kind.__name__}, got {type(cache).__name__}")
         checks.integer("kv.batch", kv.batch, 0, self.max_batch)
-        self._check_tensor("q", q, kv.batch, self.num_q_heads, self.head_dim)
-        self._check_tensor("index_q", index_q, kv.batch, self._index_heads, self.index_dim)
+        self._check_rows("q", q, kv.batch, self.num_q_heads, self.head_dim, QUERY_FORMATS)
+        self._check_rows("index_q", index_q, kv.batch, self._index_heads, self.index_dim, QUERY_FORMATS)
         if out is not None:
-            self._check_tensor("out", out, kv.batch, self.num_q_heads, self.head_dim)
+            self._check_rows("out", out, kv.batch, self.num_q_heads, self.head_dim)
         self._check_cache("kv", kv, kv.batch, self.num_kv_heads, self.head_dim)
         self._check_cache("index_keys", index_keys, kv.batch, self.index_key_heads, self.index_dim)
+        if uses_kernels(self._device) and (reason := self._kernels.refuse(q, kv, index_keys)):
+            raise NotImplementedError(f"a plan on {self._device} cannot run this: {reason}")
 
-    def _check_tensor(self, name: str, value: Tensor, batch: int, heads: int, dim: int) -> None:
-        checks.tensor(name, value, "[batch * new_tokens, heads, dim]", (self.dtype,))
-        checks.size(name, value, 0, batch * self.new_tokens, f"the cache's batch {batch} times new_tokens {self.new_tokens}")
-        checks.size(name, value, 1, heads, "heads of the plan")
-        checks.size(name, value, 2, dim, "dim of the plan")
+    def _check_rows(
+        self, name: str, value: Tensor | E4M3, batch: int, heads: int, dim: int, formats: tuple[str, ...] = ()
+    ) -> None:
+        check_rows(name, value, "[batch * new_tokens, heads, dim]", formats, (self.dtype,))
+        sizes = (
+            (batch * self.new_tokens, f"the cache's batch {batch} times new_tokens {self.new_tokens}"),
+            (heads, "heads of the plan"),
+            (dim, "dim of the plan"),
+        )
+        for axis, (size, meaning) in enumerate(sizes):
+            checks.size(name, value, axis, size, meaning)
         if value.device != self._device:
             raise ValueError(f"{name} must be on the device of the plan ({self._device}), got {value.device}")
 
     def _check_cache(self, name: str, cache: PagedKV | PagedIndexKeys, batch: int, heads: int, dim: int) -> None:
         expected: dict[str, object] = {"batch": batch, "num_heads": heads, "head_dim": dim, "page_size": self.page_size}
-        expected |= {"dtype": self.dtype, "device": self._device}
+        expected |= {"device": self._device} | ({"dtype": self.dtype} if cache.format == "plain" else {})
         for attribute, value in expected.items():
             if getattr(cache, attribute) != value:
                 raise ValueError(f"{name}.{attribute} must be {value} in this plan, got {getattr(cache, attribute)}")
@@ -187,7 +207,9 @@ class DecodePlan:
         if pages > self.max_pages:
             raise ValueError(f"{name}.page_table.shape[1] must be at most max_pages ({self.max_pages}), got {pages}")
 
-    def _run_stages(self, q: Tensor, kv: PagedKV, index_q: Tensor, index_keys: PagedIndexKeys, out: Tensor) -> None:
+    def _run_stages(
+        self, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, out: Tensor
+    ) -> None:
         seqs = Sequences(cu_seqlens_q=self._cu_seqlens_q[: kv.batch + 1], max_seqlen_q=self.new_tokens)
         blocks = select_blocks(
             index_q,

@@ -101,13 +101,17 @@ def _many_queries(seqs: Layout, **_: Any) -> str | None:
     return f"it is meant for at most {DECODE_QUERIES} queries a sequence, got up to {seqs.longest_q}"
 
 
-DECODE_READS = {"q": ("plain",), "k": ("plain",)}
-PREFILL_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "nvfp4")}
+DECODE_READS = PREFILL_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "nvfp4")}
 """The formats that the kernels take (v has that of k): a new one is named here."""
 
 
-def _cannot_decode(q: Any, k: Any, v: Any, **_: Any) -> str | None:
-    return refusals.unless_reads(DECODE_READS, q=q, k=k) or refusals.unless_cuda_inference(q, k, v)
+def _cannot_decode(q: Any, k: Any, v: Any, block_size: int, **_: Any) -> str | None:
+    reason = refusals.unless_reads(DECODE_READS, q=q, k=k) or refusals.unless_cuda_inference(q, k, v)
+    if reason is None:
+        from openmsa.sparse_attention import triton_decode
+
+        reason = triton_decode.refuse(q, k, v, block_size)
+    return reason
 
 
 def _cannot_prefill(q: Any, k: Any, v: Any, blocks: Tensor, **_: Any) -> str | None:

@@ -21,10 +21,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.kv_cache import PagedKV
+from openmsa.kv_cache import E4M3, PagedKV, Stored
+from openmsa.kv_cache.stored import out_dtype
 from openmsa.runtime import devices
 from openmsa.runtime.devices import COMPILE_TARGETS, Device
 from openmsa.runtime.variants import Variant
+from openmsa.sparse_attention import triton_decode_stored
+from openmsa.sparse_attention.triton_decode_stored import Source, format_id, padded_dim, query_parts, swizzled, walk_stored
 from openmsa.sparse_attention.triton_decode_tiles import first_keys, merge, store_rows, walk
 from openmsa.types import Layout
 
@@ -77,6 +80,18 @@ def configure(
     return Config(rows, keys, tiles, splits, lookup, 4, 2 if crowded else 3)
 
 
+def refuse(q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, block_size: int) -> str | None:
+    """Why these formats cannot be read, or None."""
+    if isinstance(q, Stored) and not format_id(k):
+        return "it reads queries stored as e4m3 beside keys stored as e4m3 or nvfp4 only"
+    if not format_id(k):
+        return None
+    run = math.gcd(block_size, k.page_size) if isinstance(k, PagedKV) else block_size
+    if run & -run < 32:
+        return f"it reads stored keys 32 in a row or more, got blocks of {block_size} and runs of {run & -run}"
+    return triton_decode_stored.refuse(k) or (None if v is None else triton_decode_stored.refuse(v))
+
+
 @dataclass(frozen=True)
 class Workspace:
     """Partial results of one launch at a time. `arrived` is zero before and after each."""
@@ -111,6 +126,11 @@ def sparse_decode_kernel(
     part,
     part_lse,
     arrived,
+    q_factor,
+    k_factor,
+    v_factor,
+    k_groups,
+    v_groups,
     scale,
     queries,
     num_pages,
@@ -137,6 +157,19 @@ def sparse_decode_kernel(
     stride_od,
     stride_lt,
     stride_lh,
+    s_qf,
+    s_kfp,
+    s_kfh,
+    s_vfp,
+    s_vfh,
+    s_kgp,
+    s_kgh,
+    s_kgn,
+    s_kgg,
+    s_vgp,
+    s_vgh,
+    s_vgn,
+    s_vgg,
     G: tl.constexpr,
     D: tl.constexpr,
     TOPK: tl.constexpr,
@@ -149,6 +182,9 @@ def sparse_decode_kernel(
     SPLITS: tl.constexpr,
     LOOKUP: tl.constexpr,
     STAGES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (sequences * queries, KV heads * row tiles, SPLITS). Lengths: `seq_lens` with `queries` tokens a sequence, the last
@@ -179,15 +215,17 @@ def sparse_decode_kernel(
     n_k = tl.minimum(n_k, last + 1)  # keys that the query sees; below 1: none
     n_blocks = (n_k + BLOCK - 1) // BLOCK
 
-    p_q = q + i_t.to(tl.int64) * stride_qt + (i_h * G + o_r[:, None]) * stride_qh + o_d[None, :] * stride_qd
-    b_q = tl.load(p_q, mask=m_r[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, BD]
+    p_q = q + i_t.to(tl.int64) * stride_qt + (i_h * G + o_r) * stride_qh
+    if FORMAT == 0:
+        b_q = tl.load(p_q[:, None] + o_d[None, :] * stride_qd, mask=m_r[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, BD]
+    else:
+        b_qs, b_row = query_parts(p_q, m_r, stride_qd, D, BD, 2 if FORMAT == 1 else 4)
+        if q_factor is not None:
+            b_row *= tl.load(q_factor + (i_h * G + o_r) * s_qf, mask=m_r, other=0.0)
     p_ids = blocks + i_t.to(tl.int64) * stride_bt + i_h * stride_bh
     p_table = page_table
     if PAGE:
         p_table = page_table + i_b.to(tl.int64) * stride_tb
-    k += i_h.to(tl.int64) * stride_kh
-    v += i_h.to(tl.int64) * stride_vh
-
     o_u = tl.arange(0, TILES)
     if PDL:  # only `blocks` comes from the kernel in front
         gdc_wait()
@@ -196,11 +234,20 @@ def sparse_decode_kernel(
         b_u = i_s * TILES + o_u
         b_id = tl.load(p_ids + (b_u // (BLOCK // BN)) * stride_bs, mask=b_u < TOPK * (BLOCK // BN), other=-1)
         b_first, b_page = first_keys(b_u, b_id, p_table, stride_tp, n_k, n_blocks, num_pages, BLOCK, PAGE, BN)
-    b_acc, b_m, b_z = walk(
-        b_q, k, v, b_first, b_page, p_ids, stride_bs, p_table, stride_tp, i_s, tiles, i_k0, n_k, n_blocks, num_pages, scale,
-        stride_kp, stride_kn, stride_kd, stride_vp, stride_vn, stride_vd,
-        D, TOPK, BLOCK, PAGE, BM, BN, BD, TILES, LOOKUP, STAGES,
-    )  # fmt: skip
+    if FORMAT == 0:
+        b_acc, b_m, b_z = walk(
+            b_q, k + i_h.to(tl.int64) * stride_kh, v + i_h.to(tl.int64) * stride_vh, b_first, b_page, p_ids, stride_bs,
+            p_table, stride_tp, i_s, tiles, i_k0, n_k, n_blocks, num_pages, scale,
+            stride_kp, stride_kn, stride_kd, stride_vp, stride_vn, stride_vd,
+            D, TOPK, BLOCK, PAGE, BM, BN, BD, TILES, LOOKUP, STAGES,
+        )  # fmt: skip
+    else:
+        b_acc, b_m, b_z = walk_stored(
+            b_qs, b_row, k, v, k_factor, v_factor, k_groups, v_groups, b_first, b_page, i_h, tiles, i_k0, n_k, scale,
+            stride_kp, stride_kh, stride_kn, stride_vp, stride_vh, stride_vn, s_kfp, s_kfh, s_vfp, s_vfh,
+            s_kgp, s_kgh, s_kgn, s_kgg, s_vgp, s_vgh, s_vgn, s_vgg,
+            D, PAGE, BM, BN, BD, TILES, STAGES, FORMAT, SWIZZLED, NATIVE,
+        )  # fmt: skip
 
     out += i_t.to(tl.int64) * stride_ot + i_h * G * stride_oh
     if lse is not None:
@@ -223,9 +270,9 @@ def sparse_decode_kernel(
 def launch(
     config: Config,
     workspace: Workspace | None,
-    q: Tensor,
-    k: Tensor | PagedKV,
-    v: Tensor | None,
+    q: Tensor | E4M3,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
     blocks: Tensor,
     lengths: Layout | Tensor,
     queries: int,
@@ -240,7 +287,9 @@ def launch(
     of the inputs only `blocks` may come from kernels launched since the last one that was launched without this attribute."""
     paged = isinstance(k, PagedKV)
     table = k.page_table if paged else None
-    pools = (k.k, k.v) if paged else (_as_page(k), _as_page(v))
+    sources = [Source.of(rows, paged) for rows in ((k.k, k.v) if paged else (k, v))]
+    pools, form = [source.words for source in sources], format_id(k)
+    codes = q.data.view(torch.uint8) if isinstance(q, E4M3) else q
     layout = lengths if isinstance(lengths, Layout) else None
     seq_lens = None if layout else lengths
     batch = layout.batch if layout else lengths.numel()
@@ -249,7 +298,7 @@ def launch(
     rows, parts = row_tiles(group, head_dim)
     split = config.splits > 1
     sparse_decode_kernel[(batch * queries, num_kv_heads * parts, config.splits)](
-        q,
+        codes,
         *pools,
         blocks,
         table,
@@ -258,12 +307,15 @@ def launch(
         out,
         lse,
         *((workspace.part, workspace.part_lse, workspace.arrived) if split else (None, None, None)),
+        q.scale if isinstance(q, E4M3) else None,
+        *(source.factor for source in sources),
+        *(source.groups for source in sources),
         softmax_scale,
         queries,
         pools[0].shape[0],
         table.shape[1] * pools[0].shape[2] if paged else 0,
         config.tiles,
-        *q.stride(),
+        *codes.stride(),
         *pools[0].stride(),
         *pools[1].stride(),
         blocks.stride(0),
@@ -272,6 +324,9 @@ def launch(
         *(table.stride() if paged else (0, 0)),
         *out.stride(),
         *(lse.stride() if lse is not None else (0, 0)),
+        q.scale_strides[1] if isinstance(q, E4M3) else 0,
+        *(stride for source in sources for stride in source.factor_strides),
+        *(stride for source in sources for stride in source.group_strides),
         G=group,
         D=head_dim,
         TOPK=blocks.shape[2],
@@ -279,11 +334,14 @@ def launch(
         PAGE=k.page_size if paged else 0,
         BM=rows,
         BN=config.keys,
-        BD=triton.next_power_of_2(head_dim),
+        BD=padded_dim(head_dim, form),
         TILES=config.tiles,
         SPLITS=config.splits,
         LOOKUP=config.lookup,
         STAGES=config.num_stages,
+        FORMAT=form,
+        SWIZZLED=swizzled(k),
+        NATIVE=q.device.type == "cuda" and devices.facts(q.device).arch >= 90,
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -291,15 +349,10 @@ def launch(
     )
 
 
-def _as_page(rows: Tensor) -> Tensor:
-    """Packed keys [total_k, heads, dim] as one page [1, heads, total_k, dim]."""
-    return rows.transpose(0, 1)[None]
-
-
 def sparse_attention(
-    q: Tensor,
-    k: Tensor | PagedKV,
-    v: Tensor | None,
+    q: Tensor | E4M3,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
     blocks: Tensor,
     seqs: Layout,
     block_size: int,
@@ -310,7 +363,7 @@ def sparse_attention(
     """See `openmsa.sparse_attention.sparse_attention`. config: None: `configure`."""
     total_q, num_q_heads, head_dim = q.shape
     num_kv_heads = k.num_heads if isinstance(k, PagedKV) else k.shape[1]
-    out = torch.empty((total_q, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty((total_q, num_q_heads, head_dim), dtype=out_dtype(q), device=q.device)
     lse = torch.empty((total_q, num_q_heads), dtype=torch.float32, device=q.device) if return_lse else None
     tokens, group = seqs.batch * seqs.max_seqlen_q, num_q_heads // num_kv_heads
     if total_q and num_q_heads and tokens:
@@ -320,7 +373,7 @@ def sparse_attention(
         rows, parts = row_tiles(group, head_dim)
         programs = tokens * num_kv_heads * parts
         partials = programs * config.splits if config.splits > 1 else 0
-        workspace = Workspace.allocate(programs, partials, rows, head_dim, q.dtype, q.device)
+        workspace = Workspace.allocate(programs, partials, rows, head_dim, out.dtype, q.device)
         launch(config, workspace, q, k, v, blocks, seqs, seqs.max_seqlen_q, block_size, softmax_scale, out, lse)
     return out if lse is None else (out, lse)
 
@@ -341,10 +394,23 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     for name, dtype, tokens, group, head_dim, block_size, page_size in cases:
         config = configure(tokens, 4, group, head_dim, 16, block_size, page_size, COMPILE_TARGETS[arch])
         yield variant(name, config, dtype, group, head_dim, 16, block_size, page_size, pdl=arch >= 90)
+    for tokens, form in ((1, 1), (32, 1), (1, 3), (32, 3)):
+        config = configure(tokens, 4, 16, 128, 16, 128, 128, COMPILE_TARGETS[arch])
+        name = f"B{tokens} {'e4m3' if form == 1 else 'nvfp4'} pages"
+        yield variant(name, config, "bf16", 16, 128, 16, 128, 128, pdl=arch >= 90, form=form)
 
 
 def variant(
-    name: str, config: Config, dtype: str, group: int, head_dim: int, topk: int, block_size: int, page_size: int, pdl: bool
+    name: str,
+    config: Config,
+    dtype: str,
+    group: int,
+    head_dim: int,
+    topk: int,
+    block_size: int,
+    page_size: int,
+    pdl: bool,
+    form: int = 0,
 ) -> Variant:
     """As a plan launches it: lengths from seq_lens; flat keys from packed starts."""
     strides = [f"stride_{x}" for x in ["qt", "qh", "kp", "kh", "kn", "vp", "vh", "vn", "bt", "bh", "tb", "ot", "oh"]]
@@ -373,6 +439,14 @@ def variant(
     constants |= {"G": group, "D": head_dim, "TOPK": topk, "BLOCK": block_size, "PAGE": page_size, "BM": config.rows}
     constants |= {"BN": config.keys, "BD": triton.next_power_of_2(head_dim), "TILES": config.tiles, "SPLITS": config.splits}
     constants |= {"LOOKUP": config.lookup, "STAGES": config.num_stages, "PDL": pdl}
+    constants |= {"FORMAT": form, "SWIZZLED": False, "NATIVE": pdl, "BD": padded_dim(head_dim, form)}
+    factors = {name: "*fp32" for name in ("k_factor", "v_factor")} if form else {}
+    groups = {name: "*u8" for name in ("k_groups", "v_groups")} if form == 3 else {}
+    arguments |= factors | groups | ({"k": "*i16", "v": "*i16"} if form else {})
+    constants |= {x: None for x in ("q_factor", "k_factor", "v_factor", "k_groups", "v_groups") if x not in arguments}
+    small = ("qf", "kfp", "kfh", "vfp", "vfh", "kgp", "kgh", "kgn", "vgp", "vgh", "vgn")
+    arguments |= {f"s_{x}": "i32:16" if x in ("kgp", "kgh", "vgp", "vgh") else "i32" for x in small}
+    constants |= {"s_kgg": 1, "s_vgg": 1}
     return Variant(
         f"{name} {dtype}",
         sparse_decode_kernel,

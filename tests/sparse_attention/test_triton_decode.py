@@ -6,15 +6,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from openmsa import PagedKV, Sequences, explain, sparse_attention
+from openmsa import E4M3, PagedKV, Sequences, explain, sparse_attention
 from openmsa.runtime.devices import COMPILE_TARGETS
-from openmsa.sparse_attention import triton_decode
+from openmsa.sparse_attention import STAGE, triton_decode
 from openmsa.sparse_attention.triton_decode import Config, configure
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks, strided
 from openmsa.types import layout
 from tests import oracle
+from tests.low_precision import stored_problem
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 FLOAT = torch.float16 if DEVICE.type == "cuda" else torch.float32  # on a GPU the kernels serve half precision only
@@ -75,6 +76,48 @@ def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, 
         check(p, blocks, block, run(p, wild, block, kv, config=config))
     else:
         check(p, blocks, block, run(p, wild, block, strided(p.k), strided(p.v), config))
+
+
+STORED = [  # format, queries, storage, page_size, head_dim, group, block_size, dtype, tiles
+    ("e4m3", "plain", "paged", 64, 128, 16, 64, torch.float16, 2),
+    ("e4m3 page", "plain", "paged", 32, 64, 3, 32, torch.bfloat16, 1),
+    ("e4m3", "e4m3", "flat", 0, 96, 2, 64, torch.bfloat16, 4),
+    ("nvfp4", "plain", "paged", 64, 128, 16, 32, torch.bfloat16, 2),
+    ("nvfp4 128x4", "e4m3", "paged", 32, 96, 3, 64, torch.bfloat16, 2),
+    ("nvfp4 128x4", "plain", "flat", 0, 48, 4, 64, torch.float16, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "queries", "storage", "page", "head_dim", "group", "block", "dtype", "tiles"), STORED)
+def test_formats_against_the_truth(name, queries, storage, page, head_dim, group, block, dtype, tiles):
+    """Of the numbers that the bytes stand for; scales of tensors, heads, pages and groups."""
+    p = problem(
+        (2, 1, 0, 1), (3 * block + 5, 0, block, 1), kv_heads=2, group=group, head_dim=head_dim, dtype=dtype,
+        offsets=(2 * block + 3, 0, block, 0),
+    )  # fmt: skip
+    stored = stored_problem(p, name, "plain", storage, page, queries)
+    blocks = random_blocks(p, 3, block, 2 if group != 3 else 1)
+    moved = stored.to(DEVICE.type)
+    options = {"block_size": block, "softmax_scale": SCALE, "return_lse": True}
+    checked = STAGE.check(moved.q, *moved.kv, blocks.to(DEVICE), moved.seqs, **options)
+    config = Config(triton_decode.row_tiles(group, head_dim)[0], 32, tiles, -(-3 * block // 32 // tiles), False, 4, 3)
+    with PoisonedOutputs():
+        out, lse = triton_decode.sparse_attention(**checked, config=config)
+    reads = oracle.reads_of_blocks(blocks, block)
+    truth, truth_lse = oracle.attention(stored.numbers, reads, SCALE)
+    honest, honest_lse = oracle.honest_attention(stored.honest(out.dtype), reads, SCALE)
+    assert_close("out", out.cpu(), honest, truth)
+    assert_close("lse", lse.cpu(), honest_lse, truth_lse)
+
+
+def test_formats_that_are_not_read_are_refused():
+    p = problem((1,), (64,), head_dim=64, dtype=torch.bfloat16)
+    e4m3 = E4M3.quantize(p.k)
+    assert triton_decode.refuse(p.q, e4m3, e4m3, 64) is None
+    assert "32 in a row" in triton_decode.refuse(p.q, e4m3, e4m3, 48)
+    assert "beside keys" in triton_decode.refuse(E4M3.quantize(p.q), p.k, p.v, 64)
+    odd = E4M3(torch.zeros(64, 2, 65, dtype=torch.uint8)[..., :64])
+    assert "even addresses" in triton_decode.refuse(p.q, odd, odd, 64)
 
 
 def test_the_order_of_blocks_and_the_split_do_not_matter():
