@@ -22,9 +22,9 @@ from openmsa.block_scores import exact_keys
 from openmsa.block_topk import triton_select
 from openmsa.block_topk.triton_topk import MAX_BLOCKS, bisect, count_true, launch_topk, num_warps, ordered
 from openmsa.index_branch.triton_config import splits
-from openmsa.index_branch.triton_formats import query_numbers, row_factors
 from openmsa.index_branch.triton_launch import launch_scores, score_rows
-from openmsa.index_branch.triton_scores import block_maxima
+from openmsa.index_branch.triton_products import block_maxima
+from openmsa.index_branch.triton_queries import query_numbers, row_factors
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
 from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile, load_keys, load_rows, sequence_bounds, tile_start
 from openmsa.index_branch.triton_variants import Operands

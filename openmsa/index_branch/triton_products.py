@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: MIT
+# ruff: noqa: RET505 (kernels return from branches on constants)
+"""Scores of one tile of keys of any format: loads, products, scales, and the maxima of its blocks."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from openmsa.index_branch.triton_formats import (
+    e2m1_parts,
+    e4m3_numbers,
+    error_radius,
+    fp4_unit,
+    group_numbers,
+    int8_parts,
+    load_group_scales,
+    load_scales,
+)
+from openmsa.index_branch.triton_tiles import load_keys
+
+
+@triton.jit
+def block_maxima(
+    s, i_k, i_last,
+    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, SWAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Best product of each row with each block of a tile, [rows, SUB] ([rows] when SUB is 1); NaN where all are NaN.
+    s: [rows, TILE], or with SWAP [TILE, rows]. i_last: the last key that each row sees."""
+    o_k = tl.arange(0, TILE)
+    if SWAP:
+        counts = (o_k < KEYS)[:, None]
+        if MASKED:
+            counts = counts & (i_k + o_k[:, None] <= i_last[None, :])
+    else:
+        counts = (o_k < KEYS)[None, :]
+        if MASKED:
+            counts = counts & (i_k + o_k[None, :] <= i_last[:, None])
+    if MASKED or KEYS < TILE:
+        s = tl.where(counts, s, float("-inf"))
+    if SUB == 1:
+        m = tl.max(s, 0 if SWAP else 1)
+    elif SWAP:
+        m = tl.max(tl.reshape(s, [SUB, TILE // SUB, s.shape[1]]), 1).T
+    else:
+        m = tl.max(tl.reshape(s, [s.shape[0], SUB, TILE // SUB]), 2)
+    return m
+
+
+@triton.jit
+def times(b_q, b_k, s, SWAP: tl.constexpr):
+    """Products of rows and keys [rows, keys], or with SWAP [keys, rows]; added to s unless that is None."""
+    if SWAP:
+        return tl.dot(b_k, b_q.T, s)
+    else:
+        return tl.dot(b_q, b_k.T, s)
+
+
+@triton.jit
+def score_tile(
+    b_q, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+    s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
+    MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, SWIZZLED: tl.constexpr,
+    PRODUCT: tl.constexpr, SWAP: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Maxima of the blocks of one tile (`block_maxima`), scales of pages, keys and groups included. With `errors` two of them:
+    of lower and of upper bounds of the scores; otherwise the second is the first. BOUNDED: some key
+    may not exist; MASKED: some row does not see every key."""
+    PACK: tl.constexpr = DIM_PAD // b_q[0].shape[1] if FORMAT >= 2 else 1  # elements an item of the keys holds
+    b_k = load_keys(
+        keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
+        MODE, TMA, PAGE_SIZE, TILE, DIM // PACK, DIM_PAD // PACK, BOUNDED or KEYS < TILE,
+    )  # fmt: skip
+    b_g = None
+    if FORMAT >= 3:
+        b_g = load_group_scales(
+            scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, s_gg,
+            MODE, PAGE_SIZE, TILE, DIM // (16 if FORMAT == 3 else 32), SWIZZLED,
+        )  # fmt: skip
+    b_s = load_scales(scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, SCALE)
+    if FORMAT == 0:
+        s = times(b_q, b_k, None, SWAP)
+    elif FORMAT == 1:
+        s = times(b_q, e4m3_numbers(b_k, PRODUCT), None, SWAP)
+    elif FORMAT == 2:
+        s = None
+        parts = int8_parts(b_k, PRODUCT)
+        for i in tl.static_range(len(parts)):
+            s = times(b_q[i], parts[i], s, SWAP)
+    elif b_q[0].shape[0] > i_last.shape[0]:  # `grouped_parts`
+        ROWS: tl.constexpr = i_last.shape[0]
+        parts = e2m1_parts(b_k, PRODUCT)
+        s = None
+        for i in tl.static_range(len(parts)):
+            s = times(b_q[i], parts[i], s, True)
+        s = s.reshape(TILE, b_q[0].shape[0] // ROWS, ROWS) * group_numbers(b_g, FORMAT)[:, :, None]
+        s = tl.sum(s, 1) * (256.0 if b_q[0].dtype == tl.bfloat16 else 16384.0)  # the unit of bare e2m1 numbers
+    else:
+        parts = e2m1_parts(b_k, PRODUCT)
+        unit, b_x = fp4_unit(b_k, b_g, FORMAT, PRODUCT)
+        s = None
+        for i in tl.static_range(len(parts)):
+            s = times(b_q[i], parts[i] * unit * b_x, s, SWAP)
+    if SCALE == 2:
+        s = s * (b_s[:, None] if SWAP else b_s[None, :])
+    if errors is not None:
+        b_e = load_scales(errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, 2)
+        b_e = error_radius(b_e, b_s, DIM)
+        radius = b_e[:, None] * b_norm[None, :] if SWAP else b_norm[:, None] * b_e[None, :]
+        low, high = s - radius, s + radius
+        low = tl.where(low < float("inf"), low, float("-inf"))
+        real = b_s == b_s  # a key with NaN has no score; what overflows has no bound
+        high = tl.where((high == high) | ~(real[:, None] if SWAP else real[None, :]), high, float("inf"))
+        low = block_maxima(low, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
+        return low, block_maxima(high, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
+    else:
+        m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
+        if SCALE == 1:
+            m = m * b_s
+        return m, m

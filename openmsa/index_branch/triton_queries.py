@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: MIT
+# ruff: noqa: RET505 (kernels return from branches on constants)
+"""Index queries inside the scoring kernels: numbers, the parts that products with packed keys take, and their scales."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from openmsa.index_branch.triton_formats import e4m3_numbers
+
+
+@triton.jit
+def every_second(b_q):
+    """Elements of even and of odd number, [rows, width / 2] each."""
+    return tl.split(b_q.reshape(b_q.shape[0], b_q.shape[1] // 2, 2))
+
+
+@triton.jit
+def query_parts(b_q, SPLIT: tl.constexpr):
+    """Every SPLIT-th element of rows of queries, from each start: a tuple."""
+    if SPLIT == 1:
+        return (b_q,)
+    elif SPLIT == 2:
+        return every_second(b_q)
+    else:
+        even, odd = every_second(b_q)
+        first, third = every_second(even)
+        second, fourth = every_second(odd)
+        return first, second, third, fourth
+
+
+@triton.jit
+def group_rows(b_q, GROUPS: tl.constexpr):
+    """Rows of elements [rows, width], once for each group of them and zero elsewhere, [groups * rows, width]."""
+    ROWS: tl.constexpr = b_q.shape[0]
+    WIDTH: tl.constexpr = b_q.shape[1]
+    here = tl.arange(0, WIDTH)[None, :] // (WIDTH // GROUPS) == tl.arange(0, GROUPS)[:, None]
+    return tl.where(here[:, None, :], b_q[None, :, :], 0.0).to(b_q.dtype).reshape(GROUPS * ROWS, WIDTH)
+
+
+@triton.jit
+def raised(b_q):
+    """bf16 rows of queries times powers of two that bring their largest elements to 2**118, so that products with bare e2m1
+    numbers, whose unit is 2**-126, are of middling size; and, divided by 2**8, what undoes it: [rows, width] and [rows]."""
+    largest = tl.max(tl.abs(b_q.to(tl.float32)), 1)
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -126)
+    exponent = tl.where((largest == largest) & (largest < float("inf")), exponent, 0)
+    step = 118 - exponent  # up to 244, so in two
+    up = b_q.to(tl.float32) * power_of_two(step // 2)[:, None] * power_of_two(step - step // 2)[:, None]
+    return up.to(tl.bfloat16), power_of_two(exponent)
+
+
+@triton.jit
+def grouped_parts(b_q, GROUPS: tl.constexpr, SPLIT: tl.constexpr):
+    """`query_parts` spread over the groups of FP4 keys, and what each row's scores are to be multiplied by in the end."""
+    b_up = tl.full([b_q.shape[0]], 1.0, tl.float32)
+    if b_q.dtype == tl.bfloat16:
+        b_q, b_up = raised(b_q)
+    parts = query_parts(b_q, SPLIT)
+    if SPLIT == 2:
+        return (group_rows(parts[0], GROUPS), group_rows(parts[1], GROUPS)), b_up
+    else:
+        first, second = group_rows(parts[0], GROUPS), group_rows(parts[1], GROUPS)
+        return (first, second, group_rows(parts[2], GROUPS), group_rows(parts[3], GROUPS)), b_up
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2**exponent, from -126 to 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def query_numbers(b_q, PRODUCT: tl.constexpr):
+    """Rows of queries as factors of type PRODUCT."""
+    if b_q.dtype == tl.uint8:
+        return e4m3_numbers(b_q, PRODUCT)
+    else:
+        return b_q.to(PRODUCT)
+
+
+@triton.jit
+def row_factors(q_scale, k_factor, i_row, i_h, s_qs, s_kf, GROUP: tl.constexpr):
+    """What scales of tensors and heads multiply each row of scores by: the queries' times the keys', either may be None."""
+    b_f = tl.full(i_row.shape, 1.0, tl.float32)
+    if q_scale is not None:
+        b_f *= tl.load(q_scale + (i_h * GROUP + i_row % GROUP) * s_qs)
+    if k_factor is not None:
+        b_f *= tl.load(k_factor + i_h * s_kf)
+    return b_f
+
+
+@triton.jit
+def row_norms(b_q, DIM: tl.constexpr):
+    """At least the Euclidean norm of each row of queries."""
+    x = b_q.to(tl.float32)
+    return tl.sqrt(tl.sum(x * x, 1)) * (1 + 1e-4) + 1e-37
