@@ -66,8 +66,8 @@ class Kernels:
     ) -> None:
         """One layer; the arguments are taken as checked."""
         config = self.one_launch[kv.batch - 1]
-        plain = isinstance(q, Tensor) and isinstance(index_q, Tensor) and kv.format == index_keys.format == "plain"
-        if not plain or config is None or self.words is None:
+        plain = kv.format == index_keys.format == "plain"
+        if config is None or self.words is None or not (plain and isinstance(q, Tensor) and isinstance(index_q, Tensor)):
             self._three_launches(q, kv, index_q, index_keys, softmax_scale, blocks, out, lse)
             return
         for kind in (SCORE, ATTEND, MERGE) if self.interpreted else (EVERY,):

@@ -20,7 +20,7 @@ from openmsa.sparse_attention import triton_decode
 
 MAX_BLOCKS = 256  # up to which one launch was measured to be faster
 RESIDENT = 4  # programs of all kinds a multiprocessor, for which scoring is cut
-FETCH_BYTES = 12 * 2**20  # of index keys that may be fetched ahead: a quarter of the L2 cache, which others use too
+FETCH_BYTES = 0  # of index keys that may be fetched ahead of the kernel in front; 0: never, as long as it is not measured
 
 
 @dataclass(frozen=True)

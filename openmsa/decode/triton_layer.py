@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.decode.triton_select import chosen_ids, load_words, no_words, select
 from openmsa.decode.triton_words import absent, arrived, draw, fetch_ahead, put, value_of
-from openmsa.index_branch.triton_scores import block_maxima
+from openmsa.index_branch.triton_products import block_maxima
 from openmsa.index_branch.triton_tiles import load_rows, tile_start
 from openmsa.sparse_attention.triton_decode_tiles import first_keys, store_rows, walk
 
