@@ -15,8 +15,8 @@ LONGEST_WALK = 1 << 16  # keys a program may have to walk where a batch holds se
 @dataclass(frozen=True)
 class Config:
     """rows: (token, head) pairs a program; keys: keys a tile; splits: programs that share the keys of a tile of rows.
-    qk8, pv8: whether E4M3 queries and keys, and weights rounded to E4M3 and E4M3 values, are multiplied as they are; otherwise
-    stored numbers become float16 first."""
+    qk8: whether E4M3 queries and keys are multiplied as they are; otherwise stored numbers become float16 first.
+    """
 
     rows: int
     keys: int
@@ -24,7 +24,6 @@ class Config:
     num_warps: int
     num_stages: int
     qk8: bool = False
-    pv8: bool = False
 
     def stages_rows(self, stored: bool, half: bool, arch: int) -> bool:
         """Whether queries pass through memory once they are converted (see `openmsa.dense_attention.triton_kernel`). stored:
@@ -53,9 +52,9 @@ def configure(
         if stored and roomy:  # bound by conversions too: two programs, one loading while the other converts
             config, resident = replace(config, keys=2 * keys, num_stages=3), 2
     elif head_dim <= 128 and device.arch == 90 and pairs >= 512:
-        config, resident = Config(128, 64, 1, 4, 3 if key_format == "e4m3" else 2), 2
+        config, resident = Config(128, 64, 1, 4, 3 if stored else 2), 2
     elif head_dim <= 128:
-        config, resident = Config(64, 64, 1, 4, 3 if roomy else 2), 2
+        config, resident = Config(64, 64, 1, 8 if stored and device.arch != 90 else 4, 3 if roomy else 2), 2
     else:
         config, resident = Config(64, 32, 1, 8, 2), 2
     programs = max(batch * num_kv_heads * -(-pairs // config.rows), 1)

@@ -137,7 +137,6 @@ def _launch(
         KS=keys.scales,
         VS=values.scales,
         QK8=config.qk8,
-        PV8=config.pv8,
         CAUSAL=causal,
         POSITIVE=softmax_scale > 0,
         SPLIT=splits > 1,

@@ -8,17 +8,17 @@ import triton.language as tl
 
 from openmsa.dense_attention.triton_config import MIN_SHARE
 from openmsa.dense_attention.triton_merge import merge, store_rows
-from openmsa.dense_attention.triton_tiles import GROUP_UNIT, WHOLE, WHOLE8, e4m3_half, half_rows, load_tile, page_scales
+from openmsa.dense_attention.triton_tiles import GROUP_UNIT, WHOLE, e4m3_half, half_rows, load_tile, page_scales
 
 _MIN_SHARE = tl.constexpr(MIN_SHARE)
 
 
 @triton.jit
 def _walk(
-    b_q, b_m, b_z, b_acc, keys, values, p_table, p_max, m_r, b_last, b_row, b_logit, i_lo, i_hi, i_k0, i_h, n_k, num_pages,
-    num_blocks, stride_tp,
+    b_q, b_m, b_z, b_acc, i_unit, keys, values, p_table, p_max, m_r, b_last, b_row, b_logit, i_lo, i_hi, i_k0, i_h, n_k,
+    num_pages, num_blocks, stride_tp,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr,
-    NB: tl.constexpr, FORMAT: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, QK8: tl.constexpr, PV8: tl.constexpr,
+    NB: tl.constexpr, FORMAT: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, QK8: tl.constexpr,
     SOFTMAX: tl.constexpr, OUT: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, POSITIVE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -26,7 +26,7 @@ def _walk(
     b_row: what makes raw products of a row's products; b_logit: what makes logits of them, base 2. Numbers or [BM]."""
     C: tl.constexpr = (SPAN + BN - 1) // BN
     ONE: tl.constexpr = PAGE == 0 or (PAGE % BN == 0 and SPAN % BN == 0)  # a tile lies in one page, looked up one tile ahead
-    SHIFT: tl.constexpr = (8.807354922057604 if PV8 else 15.0) if FORMAT != 0 else 0.0  # log2 of WHOLE8 or WHOLE
+    SHIFT: tl.constexpr = 15.0 if FORMAT != 0 else 0.0  # log2 of WHOLE
     o_n = tl.arange(0, BN)
     b_best = tl.full([BM], -float("inf"), tl.float32)
     i_next_page = 0
@@ -56,7 +56,7 @@ def _walk(
             b_k = e4m3_half(b_k)
         b_s = tl.dot(b_q, tl.trans(b_k))  # [BM, BN]
         if KS == 2:
-            b_scale = page_scales(keys, i_page, i_h, m_n, BN, ONE)
+            b_scale = page_scales(keys, i_page, i_h, m_n, i_first < n_k, ONE)
             b_s *= b_scale if ONE else b_scale[None, :]
         if MASKED:
             m_s = m_n[None, :] & (o_key[None, :] <= b_last[:, None])
@@ -92,25 +92,20 @@ def _walk(
             b_z = b_z * b_old + tl.sum(b_p, 1)
             b_m = b_m_new
             if OUT:
+                if VS == 2:  # sums are kept in units of the largest scale so far, weights stay at most WHOLE
+                    b_scale = page_scales(values, i_page, i_h, m_n, i_first < n_k, ONE)
+                    i_top = tl.maximum(i_unit, b_scale if ONE else tl.max(b_scale, 0))
+                    i_safe = tl.where(i_top == 0, 1.0, i_top)
+                    b_scale = b_scale / i_safe
+                    b_p *= b_scale if ONE else b_scale[None, :]
+                    b_old *= i_unit / i_safe
+                    i_unit = i_top
                 b_acc = b_acc * b_old[:, None]
                 b_v = load_tile(values, i_page, i_row, o_n, m_n, i_h, FORMAT, VS, D, BN, BD, ONE, TMA, MASKED)
-                if FORMAT == 1 and not PV8:
+                if FORMAT == 1:
                     b_v = e4m3_half(b_v)
-                    if BM < 64:
-                        even, odd = tl.split(tl.reshape(b_v, (BN, BD // 2, 2)))
-                        b_v = tl.reshape(tl.join(even, odd), (BN, BD))
-                if VS == 2:
-                    i_scale = page_scales(values, i_page, i_h, m_n, BN, ONE)
-                    if not ONE:
-                        b_scale = i_scale
-                        i_scale = tl.max(b_scale, 0)
-                        b_p *= (b_scale / tl.where(i_scale == 0, 1.0, i_scale))[None, :]
-                    b_acc += tl.dot(b_p.to(b_v.dtype), b_v) * i_scale
-                elif PV8:  # the matrix unit would add to a long sum with 14 bits
-                    b_acc += tl.dot(b_p.to(b_v.dtype), b_v)
-                else:
-                    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc)
-    return b_m, b_z, b_acc
+                b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc)
+    return b_m, b_z, b_acc, i_unit
 
 
 @triton.jit(do_not_specialize=["tiles", "num_pages", "num_blocks", "capacity", "splits"])
@@ -122,7 +117,7 @@ def dense_kernel(
     stride_tb, stride_tp, stride_ot, stride_oh, stride_lt, stride_mh, stride_mt,
     G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
     SPAN: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, QK8: tl.constexpr,
-    PV8: tl.constexpr, CAUSAL: tl.constexpr, POSITIVE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, POSITIVE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences * tiles of rows, KV heads, splits). scale includes log2(e). PAGE 0: flat keys. FORMAT of keys and values
     and the forms KS, VS of their scales: `openmsa.dense_attention.triton_tiles`."""
@@ -193,7 +188,7 @@ def dense_kernel(
             b_row *= GROUP_UNIT if k_global is None else GROUP_UNIT * tl.load(k_global)
         b_logit = b_row * scale
         if FORMAT != 0:
-            i_value = 1.0 / (WHOLE8 if PV8 else WHOLE)
+            i_value = 1.0 / WHOLE
         if VS == 1:
             i_value *= tl.load(v_scale + i_h * stride_vsh)
         elif VS > 2:
@@ -214,23 +209,24 @@ def dense_kernel(
     b_m = tl.full([BM], -float("inf"), tl.float32)
     b_z = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, BD], tl.float32)
+    i_unit = tl.full([], 0.0, tl.float32)
     TMA: tl.constexpr = k_desc is not None
     if SPAN % BN == 0:
-        b_m, b_z, b_acc = _walk(
-            b_q, b_m, b_z, b_acc, keys, values, p_table, p_max, m_r, b_last, b_row, b_logit, i_lo, i_full, i_k0, i_h, n_k,
-            num_pages, num_blocks, stride_tp,
-            D, BM, BN, BD, PAGE, SPAN, NB, FORMAT, KS, VS, QK8, PV8, SOFTMAX, OUT, False, TMA, POSITIVE, STAGES,
+        b_m, b_z, b_acc, i_unit = _walk(
+            b_q, b_m, b_z, b_acc, i_unit, keys, values, p_table, p_max, m_r, b_last, b_row, b_logit, i_lo, i_full, i_k0, i_h,
+            n_k, num_pages, num_blocks, stride_tp,
+            D, BM, BN, BD, PAGE, SPAN, NB, FORMAT, KS, VS, QK8, SOFTMAX, OUT, False, TMA, POSITIVE, STAGES,
         )  # fmt: skip
-    b_m, b_z, b_acc = _walk(
-        b_q, b_m, b_z, b_acc, keys, values, p_table, p_max, m_r, b_last, b_row, b_logit, i_full, i_hi, i_k0, i_h, n_k,
+    b_m, b_z, b_acc, i_unit = _walk(
+        b_q, b_m, b_z, b_acc, i_unit, keys, values, p_table, p_max, m_r, b_last, b_row, b_logit, i_full, i_hi, i_k0, i_h, n_k,
         num_pages, num_blocks, stride_tp,
-        D, BM, BN, BD, PAGE, SPAN, NB, FORMAT, KS, VS, QK8, PV8, SOFTMAX, OUT, True, False, POSITIVE, STAGES,
+        D, BM, BN, BD, PAGE, SPAN, NB, FORMAT, KS, VS, QK8, SOFTMAX, OUT, True, False, POSITIVE, STAGES,
     )  # fmt: skip
 
     if SOFTMAX:
         if FORMAT != 0:
-            b_z *= 1.0 / (WHOLE8 if PV8 else WHOLE)
-            b_acc *= i_value
+            b_z *= 1.0 / WHOLE
+            b_acc *= i_value * i_unit if VS == 2 else i_value
         o_out = o_token * stride_ot + o_h * stride_oh
         o_lse = o_token * stride_lt + o_h
         if SPLIT:

@@ -20,7 +20,6 @@ from openmsa.kv_cache.triton_numbers import e4m3
 
 GROUP_UNIT = tl.constexpr(256.0)  # what groups are multiplied with at the end: their elements are kept 2**8 times smaller
 WHOLE = tl.constexpr(32768.0)  # weights at most 1 are kept so much larger in float16, so that small ones stay normal numbers
-WHOLE8 = tl.constexpr(448.0)  # the same in E4M3
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _UNPACK = tl.constexpr("""{
 .reg .b32 a, b, e, s;
@@ -138,11 +137,11 @@ def load_tile(
 
 
 @triton.jit
-def page_scales(operand, i_page, i_h, m_n, BN: tl.constexpr, ONE: tl.constexpr):
-    """float32 scales of the pages of a tile's keys: one number where they lie in ONE page, else [BN]."""
+def page_scales(operand, i_page, i_h, m_n, m_first, ONE: tl.constexpr):
+    """float32 scales of the pages of a tile's keys: one number where they lie in ONE page, else [BN]. 0 where no key exists."""
     p = operand[2] + i_page.to(tl.int64) * operand[4][0] + i_h * operand[4][1]
     if ONE:
-        return tl.load(p)
+        return tl.load(p, mask=m_first, other=0.0)
     else:
         return tl.load(p, mask=m_n, other=0.0)
 
