@@ -6,10 +6,11 @@ import importlib.util
 import pytest
 import torch
 
-from openmsa import DecodePlan, PagedIndexKeys, PagedKV, Sequences, select_blocks, sparse_attention
+from openmsa import E4M3, CertifiedKeys, DecodePlan, PagedIndexKeys, PagedKV, Sequences, select_blocks, sparse_attention
 from openmsa.decode import plan as decode
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, strided
+from tests.low_precision import stored_problem
 
 CUDA = torch.cuda.is_available()
 HOW = ["stages"] if CUDA or importlib.util.find_spec("triton") is None else ["stages", "kernels"]
@@ -213,3 +214,37 @@ def test_default_lengths_are_those_of_the_stages():
     seqs = Sequences(cu_seqlens_q=torch.tensor([0, 2, 4], dtype=torch.int32), max_seqlen_q=2)
     blocks = select_blocks(p.index_q, keys, 4, seqs, block_size=32)
     assert_equal("out", out, sparse_attention(p.q, kv, None, blocks, seqs, block_size=32))
+
+
+FORMATS = [("e4m3", "int8", "plain"), ("nvfp4", "nvfp4", "plain"), ("e4m3", "e4m3", "e4m3")]
+
+
+@pytest.mark.parametrize(("key_format", "index_format", "queries"), FORMATS)
+def test_formats_of_caches(device, key_format, index_format, queries):
+    """The selection of the stored index keys and the attention of the stored keys, as the stages' references give them."""
+    p = problem([1, 1], [200, 33], kv_heads=2, group=4, head_dim=64, index_dim=32, dtype=torch.bfloat16)
+    stored = stored_problem(p, key_format, index_format, "paged", PAGE, queries)
+    moved_ = stored.to(device)
+    plan = plan_of(p, device)
+    out = plan.run(moved_.q, moved_.kv[0], moved_.index_q, moved_.index_k)
+    options = {"block_size": 32, "impl": "reference"}
+    blocks = select_blocks(stored.numbers.index_q, stored.numbers.index_k, 4, stored.numbers.seqs, **options)
+    assert_equal("blocks", plan.blocks, blocks)
+    truth, honest = (
+        sparse_attention(x.q, x.k, x.v, blocks, x.seqs, return_lse=True, **options)
+        for x in (stored.numbers, stored.honest(torch.bfloat16))
+    )
+    assert_close("out", out, honest[0], truth[0])
+    assert_close("lse", plan.lse, honest[1].to(plan.lse.dtype), truth[1])
+
+
+def test_formats_that_the_kernels_do_not_read_are_refused(monkeypatch):
+    monkeypatch.setattr(decode, "uses_kernels", lambda device: True)
+    p = step((64,), dtype=torch.bfloat16)
+    kv, keys = paged(p, PAGE)
+    plan = plan_of(p, "cpu")
+    with pytest.raises(NotImplementedError, match="beside keys stored as"):
+        plan.run(E4M3.quantize(p.q), kv, p.index_q, keys)
+    certified = PagedIndexKeys(CertifiedKeys.quantize(keys.keys), keys.page_table, keys.seq_lens)
+    with pytest.raises(NotImplementedError, match="got certified"):
+        plan.run(p.q, kv, p.index_q, certified)

@@ -18,7 +18,8 @@ from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.sparse_attention import triton_decode
 
-MAX_BLOCKS = 256  # up to which one launch was measured to be faster
+MAX_BLOCKS = 256  # up to which one launch was measured to be faster: of 32K keys, and
+MAX_ROWS = 2  # outputs (token and head) a multiprocessor: four sequences of 64 heads, not eight
 RESIDENT = 4  # programs of all kinds a multiprocessor, for which scoring is cut
 FETCH_BYTES = 0  # of index keys that may be fetched ahead of the kernel in front; 0: never, as long as it is not measured
 
@@ -67,9 +68,12 @@ def configure(batch: int, sizes: Sizes, device: Device) -> Config | None:
     attend, attending = attend_config(batch, sizes, device)
     tile = Tile.of(sizes.block_size)
     whole = sizes.page_size % tile.span == 0  # pages hold whole tiles
-    if attend.lookup or not whole or sizes.num_blocks > MAX_BLOCKS or attending > device.num_sms:
+    outputs = batch * sizes.new_tokens * sizes.num_q_heads
+    if attend.lookup or not whole or sizes.num_blocks > MAX_BLOCKS:
         return None
-    merging = batch * sizes.new_tokens * sizes.num_q_heads if attend.splits > 1 else 0
+    if attending > device.num_sms or outputs > MAX_ROWS * device.num_sms:
+        return None
+    merging = outputs if attend.splits > 1 else 0
     tiles, walks = tile.count(sizes.num_blocks), batch * sizes.index_key_heads
     room = max(RESIDENT * device.num_sms - attending - merging, device.num_sms)
     share = triton.cdiv(triton.cdiv(tiles * walks, room), tile.parts) * tile.parts

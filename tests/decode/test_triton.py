@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: MIT
+"""The decode layer of one launch: its three kinds of programs one after the other, in the interpreter without a GPU."""
+
+import dataclasses
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from openmsa.decode import triton_launch  # noqa: E402
+from openmsa.decode.triton_launch import Sizes, Workspace, configure  # noqa: E402
+from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE  # noqa: E402
+from openmsa.decode.triton_select import chosen_ids, load_words, select  # noqa: E402
+from openmsa.runtime.devices import COMPILE_TARGETS  # noqa: E402
+from openmsa.testing.compare import assert_close, assert_equal  # noqa: E402
+from openmsa.testing.inputs import paged, problem  # noqa: E402
+from tests import oracle  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+M3 = Sizes(1, 64, 4, 128, 4, 1, 128, 128, 256, 16, 0, 1, 128)
+
+
+@triton.jit
+def _select_kernel(words, out, seen, REPS: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr):
+    low = tl.minimum(seen, INIT)
+    high = tl.maximum(seen - LOCAL, low)
+    row, _ = load_words(words, tl.full([], 1, tl.int32), low, high, REPS)
+    o_k = tl.arange(0, TOPK)
+    tl.store(out + o_k, chosen_ids(select(row, seen, REPS, TOPK, INIT, LOCAL), o_k, REPS))
+
+
+SCORES = {
+    "normal": lambda n: torch.randn(n),
+    "ties": lambda n: torch.randint(-2, 3, (n,)).float(),
+    "zeros of both signs": lambda n: torch.where(torch.rand(n) < 0.5, 0.0, -0.0),
+    "few": lambda n: torch.where(torch.rand(n) < 0.05, torch.randn(n), -torch.inf),
+    "huge": lambda n: torch.randn(n) * 1e38 * 3,
+    "infinite": lambda n: torch.where(torch.rand(n) < 0.2, torch.inf, torch.randn(n)),
+    "tiny": lambda n: torch.randn(n) * 1e-42,
+    "one value": lambda n: torch.full((n,), -3.5),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize(
+    ("num_blocks", "topk", "init", "local"), [(256, 16, 0, 1), (100, 8, 2, 2), (20, 32, 0, 0), (64, 4, 2, 2)]
+)
+def test_selection_is_exact(name, num_blocks, topk, init, local):
+    torch.manual_seed(num_blocks)
+    scores = SCORES[name](num_blocks)
+    for seen in (num_blocks, num_blocks - 1, 3, 0):
+        words = (torch.ones(num_blocks, dtype=torch.int64) << 32) | (scores.view(torch.int32).long() & 0xFFFFFFFF)
+        out = torch.full((topk,), -7, dtype=torch.int32, device=DEVICE)
+        reps = max(triton.next_power_of_2(num_blocks) // 32, 1)
+        _select_kernel[(1,)](words.to(DEVICE), out, seen, reps, topk, init, local)
+        expected = torch.tensor(oracle.select(scores.tolist(), seen, topk, init, local), dtype=torch.int32)
+        assert_equal(f"ids of {seen}", out.cpu(), expected)
+
+
+CASES = [  # new_tokens, kv_heads, group, head_dim, index_heads, block, page, topk, keys, tiles, share
+    (1, 2, 4, 64, 2, 64, 128, 4, 32, 1, 1),
+    (3, 2, 3, 32, 1, 32, 128, 5, 32, 2, 2),
+    (1, 1, 20, 48, 1, 256, 256, 2, 64, 3, 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "group", "dim", "index_heads", "block", "page", "topk", "keys", "tiles", "share"), CASES
+)
+def test_programs_against_the_truth(tokens, heads, group, dim, index_heads, block, page, topk, keys, tiles, share):
+    """Ragged and empty sequences, several splits, tiles of several blocks and blocks of several tiles, NaN where no key is."""
+    k_lens = (3 * block + 5, 0, block - 1)
+    p = problem(
+        [tokens] * 3, k_lens, kv_heads=heads, group=group, head_dim=dim, index_dim=32, index_heads=index_heads,
+        integer_index=True, dtype=torch.float16,
+    )  # fmt: skip
+    kv, index_keys = paged(p, page)
+    kv, index_keys = (type(c)(**{name: x.to(DEVICE) for name, x in vars(c).items()}) for c in (kv, index_keys))
+    num_blocks = kv.capacity // block
+    sizes = Sizes(tokens, heads * group, heads, dim, index_heads, 1, 32, page, num_blocks, topk, 0, 1, block)
+    config = _config(sizes, 3, keys, tiles, share)
+    workspace = Workspace.allocate(3 * tokens, 3 * tokens * config.attend.splits, sizes, DEVICE)
+    blocks = torch.full((3 * tokens, index_heads, topk), -7, dtype=torch.int32, device=DEVICE)
+    out = torch.full_like(p.q, torch.nan, device=DEVICE)
+    lse = torch.full(p.q.shape[:2], torch.nan, device=DEVICE)
+    for kind in (EVERY,) if CUDA else (SCORE, ATTEND, MERGE):
+        triton_launch.launch(
+            *(config, sizes, workspace, p.q.to(DEVICE), kv, p.index_q.to(DEVICE), index_keys, 0.2, blocks, out, lse),
+            kind=kind.value,
+        )
+    expected = oracle.select_blocks(p, oracle.block_scores(p, block), block, topk, 0, 1)
+    assert_equal("blocks", blocks.cpu(), expected.to(torch.int32))
+    reads = oracle.reads_of_blocks(expected, block)
+    truth, honest = oracle.attention(p, reads, 0.2), oracle.honest_attention(p, reads, 0.2)
+    assert_close("out", out.cpu(), honest[0], truth[0])
+    assert_close("lse", lse.cpu(), honest[1], truth[1])
+
+
+def _config(sizes, batch, keys, tiles, share):
+    """By hand, so that small problems are cut as large ones are."""
+    base = configure(1, dataclasses.replace(sizes, page_size=256), COMPILE_TARGETS[90])
+    tokens, total = batch * sizes.new_tokens, triton_launch.Tile.of(sizes.block_size).count(sizes.num_blocks)
+    splits = -(-sizes.topk * sizes.block_size // (keys * tiles))
+    row_tiles = triton_launch.triton_decode.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)[1]
+    attend = dataclasses.replace(base.attend, keys=keys, tiles=triton.next_power_of_2(tiles), splits=splits, num_stages=2)
+    return dataclasses.replace(
+        base,
+        attend=attend,
+        score_tiles=share,
+        score_splits=-(-total // share),
+        scoring=batch * -(-total // share),
+        attending=tokens * sizes.num_kv_heads * row_tiles * splits,
+        merging=tokens * sizes.num_q_heads if splits > 1 else 0,
+    )
+
+
+def test_the_choice_is_a_pure_function_of_sizes():
+    hopper = COMPILE_TARGETS[90]
+    one = configure(1, M3, hopper)
+    assert (one.scoring, one.attending, one.merging, one.attend.keys, one.attend.tiles) == (256, 128, 64, 64, 1)
+    assert [configure(b, M3, hopper) is not None for b in (1, 2, 4, 8, 32)] == [True, True, True, False, False]
+    assert configure(1, dataclasses.replace(M3, num_blocks=512), hopper) is None
+    assert configure(1, dataclasses.replace(M3, page_size=16), hopper) is None
+    assert configure(1, dataclasses.replace(M3, page_size=64), hopper) is None
