@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Mapping
 from typing import Any
@@ -22,16 +23,26 @@ def unless_cpu_inference(*tensors: Any) -> str | None:
     return None
 
 
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def unless_cuda_inference(*tensors: Any, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) -> str | None:
     """For Triton kernels without a backward. dtypes: of plain tensors; which formats a kernel reads `unless_reads` says."""
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return "the triton package is not installed"
     for tensor in tensors:
         if tensor is None:
             continue
         if tensor.device.type != "cuda":
             return f"it needs CUDA tensors, got {tensor.device}"
-        if torch.cuda.get_device_capability(tensor.device) < (8, 0):
+        if _capability(tensor.device) < (8, 0):
             return f"it needs compute capability 8.0 or newer, which {tensor.device} has not"
         if getattr(tensor, "format", "plain") == "plain" and tensor.dtype not in dtypes:
             return f"it needs {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}, got {tensor.dtype}"

@@ -23,6 +23,9 @@ class PrefillConfig:
     outer_tokens:  gathered queries a step of the KV-outer kernel.
     outer_keys:    keys that a KV-outer program holds; a wider block takes several programs and partials.
     outer_item:    queries of one block that a KV-outer program walks; more are split across programs.
+    few_tokens:    queries whose blocks one program lists where queries are few.
+    few_buckets:   blocks whose lists one program cuts into units.
+    few_programs:  programs a multiprocessor that share the units.
     """
 
     heads: int
@@ -36,6 +39,9 @@ class PrefillConfig:
     outer_keys: int
     outer_warps: int
     outer_item: int
+    few_tokens: int
+    few_buckets: int
+    few_programs: int
     combine_tokens: int
     combine_warps: int
 
@@ -77,9 +83,22 @@ def prefill_config(head_dim: int, group: int, block_size: int, major: int, eleme
         outer_keys=outer_keys,
         outer_warps=8 if wide else 4,
         outer_item=512,
+        few_tokens=4,
+        few_buckets=32,
+        few_programs=2,
         combine_tokens=max(1, min(16 // heads, union_tokens)),
         combine_warps=4,
     )
+
+
+FEW_LIST_BYTES = 64 << 20
+
+
+def few_queries(total_q: int, head_dim: int, topk: int, num_kv_heads: int, num_buckets: int) -> bool:
+    """Whether the KV-outer form for few queries is the way. Measured: up to one query a block on average it wins on random and
+    on clustered selections; up to four on random ones only, where union tiles lose less than it loses on clustered ones."""
+    lists = total_q * num_kv_heads * num_buckets * 4
+    return head_dim <= 128 and lists <= FEW_LIST_BYTES and total_q * topk <= num_buckets
 
 
 def union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> int:

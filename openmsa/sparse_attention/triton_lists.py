@@ -31,7 +31,8 @@ def _either(id_a, bits_a, id_b, bits_b):
 
 
 @triton.jit
-def _sequence_of_tile(cu_q, i_tile, batch, search_steps, TOKENS: tl.constexpr):
+def sequence_of_tile(cu_q, i_tile, batch, search_steps, TOKENS: tl.constexpr):
+    """The sequence of a tile, numbered as above."""
     low = i_tile * 0
     high = low + batch - 1
     for _ in range(search_steps):
@@ -80,7 +81,7 @@ def tile_lists(
     """One program a (tile, KV head): its union list, or its queries' places in the lists of their blocks."""
     i_tile = tl.program_id(0) // num_kv_heads
     i_h = tl.program_id(0) % num_kv_heads
-    i_b = _sequence_of_tile(cu_q, i_tile, batch, search_steps, TOKENS)
+    i_b = sequence_of_tile(cu_q, i_tile, batch, search_steps, TOKENS)
     q_begin, q_end = tl.load(cu_q + i_b), tl.load(cu_q + i_b + 1)
     k_begin, k_end = tl.load(cu_k + i_b), tl.load(cu_k + i_b + 1)
     first = tl.minimum(q_begin + (i_tile - q_begin // TOKENS - i_b) * TOKENS, q_end)

@@ -197,16 +197,17 @@ def attend_outer(
         b_q, entry, ahead = b_next, ahead, after
 
 
-@triton.jit(do_not_specialize=["first_tile", "num_tiles"])
+@triton.jit(do_not_specialize=["first_tile", "total_q"])
 def combine_outer(
     o_part,
     lse_part,
     slots,
-    tiles,
-    union_sizes,
+    tiles,  # None: tile i is the queries from i * TILE_TOKENS on, and the chunk is all of them
+    union_sizes,  # None with `tiles`
     out,  # [total_q, num_q_heads, DIM], contiguous
     lse,  # float32 [total_q, num_q_heads]
     first_tile,
+    total_q,
     num_kv_heads,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -225,10 +226,13 @@ def combine_outer(
     i_part = tl.program_id(1)
     i_h = tl.program_id(0) % num_kv_heads
     i_tile = first_tile + tl.program_id(0) // num_kv_heads
-    if tl.load(union_sizes + (i_tile * num_kv_heads + i_h) * 2) >= 0:
-        return
-    first, tokens = tl.load(tiles + i_tile * 4), tl.load(tiles + i_tile * 4 + 1)
-    first_of_chunk = tl.load(tiles + first_tile * 4)
+    if tiles is not None:
+        if tl.load(union_sizes + (i_tile * num_kv_heads + i_h) * 2) >= 0:
+            return
+        first, tokens = tl.load(tiles + i_tile * 4), tl.load(tiles + i_tile * 4 + 1)
+        first_of_chunk = tl.load(tiles + first_tile * 4)
+    else:
+        first, tokens, first_of_chunk = i_tile * TILE_TOKENS, total_q - i_tile * TILE_TOKENS, 0
     o_r, o_d = tl.arange(0, TOKENS * HEADS), tl.arange(0, DIM_PADDED)
     head = i_part * HEADS + o_r % HEADS
     for i_share in range(SHARES):

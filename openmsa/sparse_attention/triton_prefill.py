@@ -19,7 +19,8 @@ from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
 from openmsa.runtime.devices import facts
 from openmsa.runtime.variants import Variant
-from openmsa.sparse_attention.triton_config import PrefillConfig, power_of_two, prefill_config, union_limit
+from openmsa.sparse_attention.triton_config import PrefillConfig, few_queries, power_of_two, prefill_config, union_limit
+from openmsa.sparse_attention.triton_few import UNIT_FIELDS, attend_few, few_lists, few_units
 from openmsa.sparse_attention.triton_keys import Keys, Queries, formats
 from openmsa.sparse_attention.triton_lists import ITEM_FIELDS, TILE_FIELDS, bucket_offsets, fill_lists, tile_lists
 from openmsa.sparse_attention.triton_outer import attend_outer, combine_outer
@@ -28,7 +29,7 @@ from openmsa.sparse_attention.triton_variants import prefill_variants
 from openmsa.types import Layout
 
 WORKSPACE_BYTES = 2 << 30  # partials held at a time
-PATHS = ("auto", "union", "outer")
+PATHS = ("auto", "few", "union", "outer")
 SCAN_STEP = 2048
 
 
@@ -49,7 +50,8 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `openmsa.sparse_attention.sparse_attention`.
 
-    path:             "union" or "outer" sends every tile to that kernel; "auto": each where it is faster.
+    path:             "union" or "outer" sends every tile to that kernel; "few" is KV-outer in the form for few queries (plain
+                      tensors only); "auto": each where it is faster.
     partial_dtype:    of KV-outer's partial outputs; None: the output's.
     workspace_bytes:  bound on the partial outputs held at a time (lists and lse add a few percent); at least one tile's.
     config:           None: `prefill_config`.
@@ -61,6 +63,9 @@ def sparse_attention(
         raise ValueError(f"path must be one of {PATHS}, got {path!r}")
     has_float8 = facts(q.device).arch >= 90
     keys, queries = Keys.of(k, v, seqs, block_size, has_float8), Queries.of(q, has_float8)
+    plain = isinstance(q, Tensor) and keys.stored is None
+    if path == "few" and not plain:
+        raise ValueError("path must be 'auto', 'union' or 'outer' for stored queries or keys, got 'few'")
     if path == "auto" and keys.stored and not keys.k.dtype == queries.data.dtype == torch.float8_e4m3fn:
         path = "outer"  # which converts a block once; the union kernel loses more by converting than it gains
     if config is None:
@@ -71,14 +76,21 @@ def sparse_attention(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if out.numel() == 0 or keys.k.numel() == 0 or keys.total == 0:
         out.zero_(), lse.fill_(-torch.inf)
+        return (out, lse) if return_lse else out
+    # Masked logits are -inf times the scale and must stay -inf: a scale of 0 becomes one too small to matter.
+    scale, negative = max(abs(softmax_scale) * math.log2(math.e), 1e-37), softmax_scale < 0
+    partial_dtype = partial_dtype or out.dtype
+    num_buckets = -(-keys.total // block_size) + seqs.batch - 1
+    if path == "auto" and plain and few_queries(q.shape[0], q.shape[2], blocks.shape[2], keys.heads, num_buckets):
+        path = "few"
+    if path == "few":
+        _few(queries, blocks, seqs, keys, block_size, num_buckets, config, partial_dtype, out, lse, scale, negative)
     else:
-        plan = _Plan.of(q.shape, blocks, seqs, keys, block_size, config, path, partial_dtype or out.dtype, workspace_bytes)
-        # Masked logits are -inf times the scale and must stay -inf: a scale of 0 becomes one too small to matter.
-        scale = max(abs(softmax_scale) * math.log2(math.e), 1e-37)
+        plan = _Plan.of(q.shape, blocks, seqs, keys, block_size, num_buckets, config, path, partial_dtype, workspace_bytes)
         lists = _build_lists(blocks, seqs, keys, plan, config)
-        _union(queries, seqs, keys, plan, config, lists, out, lse, scale, softmax_scale < 0)
+        _union(queries, seqs, keys, plan, config, lists, out, lse, scale, negative)
         if plan.has_outer:
-            _outer(queries, seqs, keys, plan, config, lists, out, lse, scale, softmax_scale < 0)
+            _outer(queries, seqs, keys, plan, config, lists, out, lse, scale, negative)
     return (out, lse) if return_lse else out
 
 
@@ -115,6 +127,7 @@ class _Plan:
         seqs: Layout,
         keys: Keys,
         block_size: int,
+        num_buckets: int,
         config: PrefillConfig,
         path: str,
         partial_dtype: torch.dtype,
@@ -130,7 +143,6 @@ class _Plan:
         num_chunks = -(-num_tiles // max(1, workspace_bytes // tile_bytes))
         chunk_tiles = -(-num_tiles // num_chunks)
         chunk_entries = chunk_tiles * tokens * topk
-        num_buckets = -(-keys.total // block_size) + seqs.batch - 1
         # Not of the chunk: the workspace must not change which kernel serves a tile.
         limit = {"union": most, "outer": 0}.get(path, union_limit(config, topk, total_q * topk / num_buckets))
         return cls(
@@ -166,7 +178,7 @@ def _build_lists(blocks: Tensor, seqs: Layout, keys: Keys, plan: _Plan, config: 
     if plan.has_outer:
         lists["counts"], lists["partly"] = blocks.new_zeros(2, segments, plan.num_buckets)
         lists["ranks"] = empty(blocks.shape[0], keys.heads, plan.topk)
-    strides = (blocks.stride(0), blocks.stride(1) if blocks.shape[1] > 1 else 0, blocks.stride(2))
+    strides = _block_strides(blocks)
     slots, tokens = power_of_two(plan.topk), config.union_tokens
     grid = (plan.num_tiles * keys.heads,)
     tile_lists[grid](
@@ -240,6 +252,10 @@ def _build_lists(blocks: Tensor, seqs: Layout, keys: Keys, plan: _Plan, config: 
     return lists
 
 
+def _block_strides(blocks: Tensor) -> tuple[int, int, int]:
+    return blocks.stride(0), blocks.stride(1) if blocks.shape[1] > 1 else 0, blocks.stride(2)
+
+
 def _list_warps(entries: int) -> int:
     return min(8, max(1, entries // 256))
 
@@ -248,16 +264,14 @@ def _union(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> Non
     by_row = keys.by_row and plan.block_size % config.union_keys == 0
     dim = q.data.shape[2]
     dim_padded = power_of_two(dim)
-    k_tma = v_tma = None
-    if by_row and config.union_tma:
-        k_tma, v_tma = (keys.descriptor(x, config.union_keys, dim_padded) for x in (keys.k, keys.v))
-    tma = k_tma is not None and v_tma is not None
+    k_tma, v_tma = _descriptors(keys, config, dim_padded) if by_row else (None, None)
+    tma = k_tma is not None
     attend_union[(plan.num_tiles * keys.heads * plan.parts,)](
         q.data,
         keys.k,
         keys.v,
-        k_tma if tma else None,
-        v_tma if tma else None,
+        k_tma,
+        v_tma,
         out,
         lse,
         seqs.cu_seqlens_k,
@@ -362,6 +376,7 @@ def _outer(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> Non
             out,
             lse,
             first_tile,
+            0,
             keys.heads,
             **shape,
             TILE_TOKENS=config.union_tokens,
@@ -369,3 +384,118 @@ def _outer(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> Non
             CUTS=plan.cuts,
             num_warps=config.combine_warps,
         )
+
+
+def _descriptors(keys: Keys, config: PrefillConfig, dim_padded: int) -> tuple[Any, Any]:
+    """Of K and V, or None twice."""
+    if not config.union_tma:
+        return None, None
+    both = keys.descriptor(keys.k, config.union_keys, dim_padded), keys.descriptor(keys.v, config.union_keys, dim_padded)
+    return (None, None) if None in both else both
+
+
+def _few(q, blocks, seqs, keys, block_size, num_buckets, config, partial_dtype, out, lse, scale, negative) -> None:
+    """Lists, units, attention, merge. A list has room for the queries of the longest sequence."""
+    (total_q, _, topk), (_, num_q_heads, dim) = blocks.shape, q.data.shape
+    group, tokens, room = num_q_heads // keys.heads, config.union_tokens, min(seqs.max_seqlen_q, total_q)
+    unit_bound = total_q * topk // tokens + min(num_buckets, total_q * topk)
+    counts = blocks.new_zeros(2, keys.heads, num_buckets)
+    entries = blocks.new_empty(keys.heads, num_buckets, room)
+    units = blocks.new_empty(keys.heads * unit_bound, UNIT_FIELDS + tokens)
+    units, unit_entries = units.view(-1).split((units.shape[0] * UNIT_FIELDS, units.shape[0] * tokens))
+    num_units = blocks.new_empty(keys.heads, 2)
+    slots = blocks.new_empty((total_q, keys.heads), dtype=torch.int64)
+    o_part = lse.new_empty(total_q * num_q_heads * topk, dim, dtype=partial_dtype)
+    lse_part = lse.new_empty(total_q * num_q_heads * topk)
+    starts = (seqs.cu_seqlens_q, seqs.cu_seqlens_k, seqs.q_offset)
+    sequences = (keys.heads, seqs.batch, (seqs.batch - 1).bit_length(), num_buckets, room)
+    few_lists[((-(-total_q // config.few_tokens) + seqs.batch - 1) * keys.heads,)](
+        blocks,
+        *starts,
+        counts,
+        entries,
+        slots,
+        *_block_strides(blocks),
+        *sequences,
+        TOPK=topk,
+        SLOTS=power_of_two(topk),
+        TOKENS=config.few_tokens,
+        BLOCK=block_size,
+        num_warps=1,
+    )
+    few_units[(keys.heads, -(-num_buckets // config.few_buckets))](
+        *starts,
+        keys.table,
+        counts,
+        entries,
+        units,
+        unit_entries,
+        num_units,
+        *keys.table_strides,
+        *sequences,
+        unit_bound,
+        keys.num_pages,
+        TOKENS=tokens,
+        BLOCK=block_size,
+        PAGE_SIZE=keys.page_size if keys.by_row else 0,
+        STEP=SCAN_STEP,
+        BUCKETS=config.few_buckets,
+        AT_ONCE=16,
+        num_warps=4,
+    )
+    by_row = keys.by_row and block_size % config.union_keys == 0
+    dim_padded = power_of_two(dim)
+    k_tma, v_tma = _descriptors(keys, config, dim_padded) if by_row else (None, None)
+    shape = {"GROUP": group, "HEADS": config.heads, "PARTS": -(-group // config.heads), "DIM": dim, "DIM_PADDED": dim_padded}
+    shares = -(-config.few_programs * facts(q.data.device).num_sms // (keys.heads * shape["PARTS"]))
+    attend_few[(min(shares, unit_bound), keys.heads * shape["PARTS"])](
+        q.data,
+        keys.k,
+        keys.v,
+        k_tma,
+        v_tma,
+        o_part,
+        lse_part,
+        keys.table,
+        units,
+        unit_entries,
+        num_units,
+        scale,
+        unit_bound,
+        keys.heads,
+        keys.num_pages,
+        *q.data.stride(),
+        *keys.strides(keys.k),
+        *keys.strides(keys.v),
+        *keys.table_strides,
+        **shape,
+        TOKENS=tokens,
+        TOPK=topk,
+        BLOCK=block_size,
+        KEYS=config.union_keys,
+        PAGE_SIZE=keys.page_size,
+        BY_ROW=by_row,
+        NEGATIVE=negative,
+        TMA=k_tma is not None,
+        STAGES=config.union_stages,
+        num_warps=config.union_warps,
+        num_stages=config.union_stages,
+    )
+    combine_outer[(-(-total_q // config.combine_tokens) * keys.heads, shape["PARTS"])](
+        o_part,
+        lse_part,
+        slots,
+        None,
+        None,
+        out,
+        lse,
+        0,
+        total_q,
+        keys.heads,
+        **shape,
+        TOPK=topk,
+        TILE_TOKENS=config.combine_tokens,
+        TOKENS=config.combine_tokens,
+        CUTS=1,
+        num_warps=2 * config.combine_warps,
+    )

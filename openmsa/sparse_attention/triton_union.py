@@ -112,20 +112,26 @@ def _span(
             else:
                 m_key = o_key >= 0
                 page, at = row_place(row + i % STEPS * KEYS, PAGE_SIZE)
+            x_k, x_v, i_page = k, v, page
+            if not MASKED and FORMAT == 3:  # whose scales may lie by row number
                 at += o_n.to(tl.int64)
-                page += at * 0
+                i_page += at * 0
+            elif not MASKED:
+                x_k += page * stride_k_page + at * stride_k_row
+                x_v += page * stride_v_page + at * stride_v_row
+                at, i_page = o_n.to(tl.int64), page * 0
             b_k = load_keys(
-                k, k_groups, page, at, m_key, i_h, num_kv_heads, stride_k_page, stride_k_row, stride_k_dim, stride_kg_page,
+                x_k, k_groups, i_page, at, m_key, i_h, num_kv_heads, stride_k_page, stride_k_row, stride_k_dim, stride_kg_page,
                 stride_kg_row, stride_kg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, QK_TYPE, MASKED,
             )  # fmt: skip
             b_v = load_keys(
-                v, v_groups, page, at, m_key, i_h, num_kv_heads, stride_v_page, stride_v_row, stride_v_dim, stride_vg_page,
+                x_v, v_groups, i_page, at, m_key, i_h, num_kv_heads, stride_v_page, stride_v_row, stride_v_dim, stride_vg_page,
                 stride_vg_row, stride_vg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, V_TYPE, MASKED,
             )  # fmt: skip
         s = tl.dot(b_q, tl.trans(b_k))  # [ROWS, KEYS]
         if K_SCALE == 2:
             p_factor = k_factor + page.to(tl.int64) * stride_kf_page
-            s *= tl.load(p_factor) if TMA else tl.load(p_factor, mask=m_key, other=1.0)[None, :]
+            s *= tl.load(p_factor) if TMA or not MASKED else tl.load(p_factor, mask=m_key, other=1.0)[None, :]
         if MASKED:
             s = tl.where((o_key < BLOCK)[None, :] & (position[None, :] <= last_key[:, None]), s, -float("inf"))
         m_member = ((bits >> token) & 1) != 0  # [ROWS]
@@ -137,7 +143,7 @@ def _span(
         l_i = l_i * alpha + tl.sum(p, 1)
         if V_SCALE == 2:
             p_factor = v_factor + page.to(tl.int64) * stride_vf_page
-            p *= tl.load(p_factor) if TMA else tl.load(p_factor, mask=m_key, other=0.0)[None, :]
+            p *= tl.load(p_factor) if TMA or not MASKED else tl.load(p_factor, mask=m_key, other=0.0)[None, :]
         acc = tl.dot(p.to(V_TYPE), b_v, acc * alpha[:, None])
         m_i = m_new
         bits = tl.load(p_bits + i_next)

@@ -12,6 +12,7 @@ import torch
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention.triton_config import MAX_HEADS, power_of_two, prefill_config
+from openmsa.sparse_attention.triton_few import attend_few, few_lists, few_units
 from openmsa.sparse_attention.triton_keys import formats
 from openmsa.sparse_attention.triton_lists import bucket_offsets, fill_lists, tile_lists
 from openmsa.sparse_attention.triton_outer import attend_outer, combine_outer
@@ -20,7 +21,7 @@ from openmsa.sparse_attention.triton_union import attend_union
 _POINTERS = dict.fromkeys(("lse", "lse_part"), "*fp32") | {"slots": "*i64"}
 _POINTERS |= dict.fromkeys(("blocks", "cu_q", "cu_k", "q_offset", "page_table", "tiles", "union_sizes", "union_ids"), "*i32")
 _POINTERS |= dict.fromkeys(("union_rows", "union_bits", "counts", "partly", "ranks", "entry_offsets", "item_offsets"), "*i32")
-_POINTERS |= dict.fromkeys(("num_items", "entries", "items"), "*i32")
+_POINTERS |= dict.fromkeys(("num_items", "entries", "items", "units", "unit_entries", "num_units"), "*i32")
 _UNIT_STRIDES = {"stride_q_d", "stride_k_dim", "stride_v_dim", "stride_blocks_k", "stride_table_p"}
 
 
@@ -122,12 +123,18 @@ def _of_case(
         warps = min(8, max(1, rows["TOKENS"] * rows["SLOTS"] // 256))
         yield _variant(f"tile_lists {name}", tile_lists, stored, page, lists, num_warps=warps)
         yield _variant(f"fill_lists {name}", fill_lists, stored, page, rows | {"ITEM": config.outer_item}, num_warps=warps)
+        few = {**rows, "TOKENS": config.few_tokens}
+        yield _variant(f"few_lists {name}", few_lists, stored, page, few, num_warps=1)
+        few = {"TOKENS": config.union_tokens, "BLOCK": block, "PAGE_SIZE": lists["PAGE_SIZE"], "STEP": 2048}
+        few |= {"BUCKETS": config.few_buckets, "AT_ONCE": 16}
+        yield _variant(f"few_units {name}", few_units, stored, page, few, num_warps=4)
     if (dtype, dim, group, block, page, keys) == ("bf16", 128, 16, 128, 0, ""):
         yield _variant("bucket_offsets", bucket_offsets, stored, page, {"ITEM": config.outer_item, "STEP": 2048}, num_warps=8)
 
     union = heads | dims | flags | {"TOKENS": config.union_tokens, "BLOCK": block, "KEYS": config.union_keys}
     union |= {"BY_ROW": by_row and block % config.union_keys == 0}
     union |= {"TMA": config.union_tma and union["BY_ROW"] and "nvfp4" not in keys, "STAGES": config.union_stages}
+    few = union | {"TOPK": topk}
     union |= stored.constexprs(True)
     options = {"num_warps": config.union_warps, "num_stages": config.union_stages}
     wgmma = config.union_tokens * config.heads >= 64
@@ -135,6 +142,9 @@ def _of_case(
     if keys:  # conversions by integer arithmetic on sm_80, factors of two pages a block
         spill = {80: 96, 90: 104, 100: 216, 120: 0}[arch]
     yield _variant(f"union {name}", attend_union, stored, page, union, wgmma=wgmma, dot=True, may_spill=spill, **options)
+
+    if not keys and dim <= 128:
+        yield _variant(f"few {name}", attend_few, stored, page, few, wgmma=wgmma, dot=True, may_spill=8, **options)
 
     outer = heads | dims | flags | {"TOKENS": config.outer_tokens, "TOPK": topk, "BLOCK": block, "KEYS": config.outer_keys}
     outer |= {"ITEM": config.outer_item} | stored.constexprs(False)
@@ -155,3 +165,5 @@ def _of_case(
     merge |= {"CUTS": -(-block // config.outer_keys)}
     if page == 0 and not keys:
         yield _variant(f"combine {name}", combine_outer, stored, page, merge, num_warps=config.combine_warps)
+        merge |= {"TILE_TOKENS": config.combine_tokens, "CUTS": 1, "tiles": None, "union_sizes": None}
+        yield _variant(f"merge {name}", combine_outer, stored, page, merge, num_warps=2 * config.combine_warps)
