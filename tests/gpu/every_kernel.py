@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fmha_sm100 import triton_rows
 from openmsa import (
     DecodePlan,
     PagedIndexKeys,
@@ -30,7 +31,7 @@ from openmsa import (
     select_blocks_from_scores,
     sparse_attention,
 )
-from openmsa.kv_cache import E4M3, MXFP4, NVFP4, Int8
+from openmsa.kv_cache import E4M3, MXFP4, NVFP4, CertifiedKeys, Int8, Stored
 from openmsa.testing.inputs import Problem, paged, problem, random_blocks, strided
 
 DEVICE = torch.device("cuda", 0)
@@ -118,6 +119,19 @@ def decode_step() -> None:
     DecodePlan(**sizes, max_pages=kv.page_table.shape[1], device=DEVICE).run(here.q, kv, here.index_q, keys)
 
 
+def few_rows() -> None:
+    """Two queries on many blocks: the sparse prefill for few queries, and certified selection, flat and paged."""
+    p = problem((1, 2), (3000, 700), kv_heads=2, group=16, head_dim=128, dtype=torch.bfloat16)
+    here = p.to(DEVICE)
+    blocks = random_blocks(p, 5, 64, 2).to(DEVICE)
+    sparse_attention(here.q, here.k, here.v, blocks, here.seqs, block_size=64, impl="triton_prefill")
+    keys = paged(p, 64)[1]
+    pool = CertifiedKeys.quantize(keys.keys.nan_to_num())
+    cache = onto_device(PagedIndexKeys(pool, keys.page_table, keys.seq_lens))
+    for index_k in (onto_device(CertifiedKeys.quantize(p.index_k)), cache):
+        attempt(select_blocks, here.index_q, index_k, 5, here.seqs, block_size=64, impl="triton", certified=True)
+
+
 def many_rows() -> None:
     """Enough rows that scoring and selection are fused, and that neighbouring queries share blocks."""
     p = problem((7000, 3), (7000, 400), kv_heads=4, group=2, dtype=torch.bfloat16).to(DEVICE)
@@ -129,13 +143,27 @@ def many_rows() -> None:
 
 
 def appends() -> None:
-    """New tokens for every sequence of a paged cache."""
+    """New tokens for every sequence of a paged cache, and caches as numbers."""
     table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
     new, pool = torch.randn(4, 2, 64, device=DEVICE, dtype=torch.bfloat16), torch.randn(4, 2, 5, 64)
     for store in KEY_FORMATS.values():
         onto_device(PagedKV(store(pool), store(pool), table, torch.tensor([4, 0], dtype=torch.int32))).append(new, new)
-    for store in INDEX_FORMATS.values():
-        onto_device(PagedIndexKeys(store(pool), table, torch.tensor([4, 0], dtype=torch.int32))).append(new)
+    for store in (*INDEX_FORMATS.values(), CertifiedKeys.quantize):
+        cache = onto_device(PagedIndexKeys(store(pool), table, torch.tensor([4, 0], dtype=torch.int32)))
+        cache.append(new)
+        if isinstance(cache.keys, Stored):
+            cache.keys.dequantize()
+
+
+def drop_in() -> None:
+    """What `fmha_sm100` does around a launch, on rows whose first page and lengths lie anywhere."""
+    first, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 5, -3, 2**30], [300, 0, 40, 17]))
+    triton_rows.cut(torch.arange(9, dtype=torch.int32, device=DEVICE), first, 7)
+    blocks = torch.tensor([[[0, -1, 2**30]]], dtype=torch.int32, device=DEVICE).expand(4, 2, 3)
+    triton_rows.shift(blocks, first, lens, lens - 1, 9, 64)
+    starts = torch.tensor([0, 3, 3, 5], dtype=torch.int32, device=DEVICE)
+    target = torch.empty(2, 9, 5, device=DEVICE)
+    triton_rows.write(torch.randn(2, 6, 5, device=DEVICE), target, 3, starts, lens, lens - 1, 64)
 
 
 @triton.jit
@@ -148,8 +176,10 @@ PARTS: dict[str, Callable[[], None]] = {
     **{f"attention, {name}": functools.partial(attention, name) for name in KEY_FORMATS},
     "index branch": index_branch,
     "decode step": decode_step,
+    "few rows": few_rows,
     "many rows": many_rows,
     "appends": appends,
+    "drop-in": drop_in,
 }
 
 
