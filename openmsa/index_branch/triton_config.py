@@ -50,7 +50,7 @@ class Kind:
 class Config:
     """rows: (query, head) rows a program; swap: keys times queries, not queries times keys; hold: rows in registers;
     num_stages: of the walk; resident: programs that one multiprocessor holds at a time; grouped: FP4 scales go to sums over
-    groups of elements, not to the elements."""
+    groups of elements, not to the elements; max_registers: of a thread, so that more programs are resident."""
 
     rows: int
     swap: bool
@@ -59,6 +59,7 @@ class Config:
     num_stages: int
     resident: int
     grouped: bool = False
+    max_registers: int | None = None
 
 
 def config(device: Device, rows: int, kind: Kind) -> Config:
@@ -74,8 +75,13 @@ def config(device: Device, rows: int, kind: Kind) -> Config:
         rows = min(max(16, triton.next_power_of_2(rows)), 16 if grouped else 64)
     else:
         rows, hold = tall_rows(device, kind)
-    held = rows * kind.factor_bytes * max(1, kind.groups * grouped)
-    return Config(rows, swap, hold, 4, *walk(device, 0 if hold else held, kind, swap), grouped)
+    row_bytes = 0 if hold else rows * kind.factor_bytes * max(1, kind.groups * grouped)
+    stages, resident = walk(device, row_bytes, kind, swap)
+    if device.arch == 90 and kind.tma and swap and kind.converted and rows <= 16:
+        return Config(rows, swap, hold, 4, stages, 4, grouped, 128)  # as many as the conversions need to hide their latency
+    if device.arch == 90 and kind.tma and not swap and kind.narrow and rows == 128:
+        return Config(rows, swap, hold, 4, 2 * (1 + kind.indirect) + 1, 3, grouped, 168)  # a third hides the others' maxima
+    return Config(rows, swap, hold, 4, stages, resident, grouped)
 
 
 def tall_rows(device: Device, kind: Kind) -> tuple[int, bool]:
@@ -89,9 +95,9 @@ def tall_rows(device: Device, kind: Kind) -> tuple[int, bool]:
 def walk(device: Device, row_bytes: int, kind: Kind, swap: bool = False) -> tuple[int, int]:
     """Stages of the walk, and resident programs a multiprocessor, that fit its shared memory beside the rows there.
 
-    Keys of one byte an element take more buffers where rows are many; where rows are few (swap) and keys are converted, three
-    buffers and more programs stream faster than deeper ones."""
-    deepest = 3 if kind.key_bytes > 128 or (swap and kind.converted) else 5
+    Keys of a byte an element and less take more buffers where rows are many; where rows are few (swap) three buffers and more
+    programs stream faster than deeper ones."""
+    deepest = 3 if kind.key_bytes > 128 or swap else 5
     held = 0 if swap or not kind.converted else kind.tile * kind.factor_bytes  # the tile that the product reads
     for resident, buffers in [(2, n) for n in range(deepest, 1, -1)] + [(1, n) for n in range(deepest, 0, -1)]:
         if resident * (row_bytes + held + buffers * kind.tile * kind.key_bytes + 1536) <= device.shared_bytes:
@@ -102,12 +108,13 @@ def walk(device: Device, row_bytes: int, kind: Kind, swap: bool = False) -> tupl
 
 
 @functools.lru_cache(4096)
-def splits(programs: int, tiles: int, slots: int, least: int) -> int:
-    """Into how many parts the walk over `tiles` key tiles is cut, each keeping at least `least`: time is the number of rounds
-    that `slots` places need, times a part's tiles and its start-up, worth two. The finest within 3 % of the best."""
+def splits(programs: int, tiles: int, slots: int, least: int, step: int = 1) -> int:
+    """Into how many parts the walk over `tiles` key tiles is cut, each a multiple of `step` and at least `least`: time is the
+    number of rounds that `slots` places need, times a part's tiles and its start-up, worth two. The finest within 3 % of the
+    best."""
     if not programs or programs >= 8 * slots:
         return 1
     most = max(1, min(tiles // least, 8 * slots // programs))
-    cost = {n: -(-programs * n // slots) * (-(-tiles // n) + 2) for n in range(1, most + 1)}
+    cost = {n: -(-programs * n // slots) * (-(-tiles // (n * step)) * step + 2) for n in range(1, most + 1)}
     best = min(cost.values())
     return max(n for n, c in cost.items() if c <= 1.03 * best)

@@ -91,11 +91,10 @@ def launch(
     num_blocks = scores.shape[2]
     blocks = -(-num_blocks // tile.sub)
     programs = row_tiles * batch * source.heads
-    num_splits = splits(programs, blocks, chosen.resident * device.num_sms, 1 if rows <= 64 else 8)
     collect = not chosen.swap and upper is None and tile.sub == tile.parts == 1 and _in_sectors(scores)
-    blocks_a_split = -(-blocks // num_splits)
-    if collect and num_splits > 1:
-        blocks_a_split = triton.cdiv(blocks_a_split, SECTOR) * SECTOR
+    step = SECTOR if collect else 1
+    num_splits = splits(programs, blocks, chosen.resident * device.num_sms, 1 if rows <= 64 else 8, step)
+    blocks_a_split = triton.cdiv(blocks, num_splits * step) * step
     num_splits = -(-blocks // blocks_a_split)
     constants: dict[str, Any] = source.constexprs() | tile.constexprs()
     score_kernel[(num_splits, row_tiles, batch * source.heads)](
@@ -135,6 +134,7 @@ def launch(
         STAGES=chosen.num_stages,
         PDL=pdl,
         num_warps=chosen.num_warps,
+        maxnreg=chosen.max_registers,
         **constants,
     )
 

@@ -181,6 +181,8 @@ def test_choice():
     assert not triton_select.fuses(1024, 1024, 15, hopper)  # too few rows to fill the card
     assert not triton_select.fuses(65536, 1024, 31, hopper)  # too long a list
     assert triton_select.fuses(1024, 20000, 15, hopper)
+    assert not triton_select.fuses(65536, 1024, 15, hopper, narrow=True)  # lists would take longer than the products
+    assert triton_select.fuses(65536, 20000, 15, hopper, narrow=True)
     lengths = layout(Sequences(max_seqlen_k=17000 * 16, max_seqlen_q=1), 1, 17000 * 16, torch.device("cpu"))
     assert triton_select.refuse(lengths, 16, 16, 0, 1) is None
     assert "more than 16384 blocks" in triton_select.refuse(lengths, 16, 32, 0, 1)
