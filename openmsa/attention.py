@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from openmsa.block_topk import STAGE as SELECTION
+from openmsa.block_topk.certified import STAGE as CERTIFIED
+from openmsa.block_topk.certified import check_certified
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
@@ -33,6 +35,7 @@ def msa_attention(
     local_blocks: int = 1,
     softmax_scale: float | None = None,
     query_chunk: int | None = None,
+    certified: bool = False,
     return_lse: bool = False,
     impl: str = "auto",
     check: bool = False,
@@ -40,8 +43,8 @@ def msa_attention(
     """MiniMax Sparse Attention: every query attends to the `topk` key blocks that its index branch selects.
 
     q, k, v, seqs, softmax_scale, return_lse: as in `sparse_attention`.
-    index_q, index_k, topk, block_size, init_blocks, local_blocks: as in `select_blocks`; index_q has as many heads as k, or 1
-    (one selection shared by all KV heads).
+    index_q, index_k, topk, block_size, init_blocks, local_blocks, certified: as in `select_blocks`; index_q has as many heads
+    as k, or 1 (one selection shared by all KV heads).
     query_chunk:  queries handled at a time, which bounds memory; None: 16384. It changes no selection.
     impl, check:  passed to each stage.
 
@@ -62,11 +65,12 @@ def msa_attention(
         local_blocks=local_blocks,
         softmax_scale=softmax_scale,
         query_chunk=query_chunk,
+        certified=certified,
         check=check,
     )
     total_q, heads, head_dim = q.shape
     if total_q <= chunk:  # nothing to put together
-        blocks = SELECTION.run(impl, selection | {"seqs": attention["seqs"]})
+        blocks = _selected(impl, certified, selection | {"seqs": attention["seqs"]})
         out, lse = ATTENTION.run(impl, attention | {"blocks": blocks})
         return (out, lse) if return_lse else out
     out = torch.zeros((total_q, heads, head_dim), dtype=out_dtype(q), device=q.device)
@@ -74,10 +78,15 @@ def msa_attention(
     for start in range(0, total_q, chunk):
         rows = slice(start, min(start + chunk, total_q))
         seqs_of_rows = attention["seqs"].query_chunk(rows.start, rows.stop)
-        blocks = SELECTION.run(impl, selection | {"index_q": index_q[rows], "seqs": seqs_of_rows})
+        blocks = _selected(impl, certified, selection | {"index_q": index_q[rows], "seqs": seqs_of_rows})
         result = ATTENTION.run(impl, attention | {"q": q[rows], "blocks": blocks, "seqs": seqs_of_rows})
         out[rows], lse[rows] = result
     return (out, lse) if return_lse else out
+
+
+def _selected(impl: str, certified: bool, selection: dict[str, Any]) -> Tensor:
+    blocks: Tensor = CERTIFIED.run(impl, selection)[0] if certified else SELECTION.run(impl, selection)
+    return blocks
 
 
 def check_path(
@@ -94,6 +103,7 @@ def check_path(
     local_blocks: int = 1,
     softmax_scale: float | None = None,
     query_chunk: int | None = None,
+    certified: bool = False,
     return_lse: bool = False,
     check: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], int]:
@@ -102,6 +112,8 @@ def check_path(
     selection = SELECTION.check(
         index_q, index_k, topk, seqs, block_size=block_size, init_blocks=init_blocks, local_blocks=local_blocks, check=check
     )
+    if certified:
+        selection = check_certified(selection, index_k)
     seqs = _worked_out(q, k, index_q, index_k, seqs, selection["seqs"]) if not check else seqs
     attention = check_qkv(q, k, v, seqs, softmax_scale, check) | {"block_size": block_size, "return_lse": True}
     _check_agreement(q, k, index_q, index_k)

@@ -49,7 +49,8 @@ def explain(function: Callable[..., Any], *args: Any, impl: str = "auto", **kwar
         selection, attention, _ = check_path(*args, **kwargs)
         index_q = selection["index_q"]
         blocks = torch.empty((*index_q.shape[:2], selection["topk"]), dtype=torch.int32, device=index_q.device)
-        return PathExplanation((SELECTION.explain(impl, selection), SPARSE.explain(impl, attention | {"blocks": blocks})))
+        chooser = CERTIFIED if kwargs.get("certified") else SELECTION
+        return PathExplanation((chooser.explain(impl, selection), SPARSE.explain(impl, attention | {"blocks": blocks})))
     if function is select_blocks and kwargs.pop("certified", False):
         kwargs.pop("rescored", None)
         index_k = kwargs["index_k"] if "index_k" in kwargs else args[1]

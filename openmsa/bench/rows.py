@@ -104,13 +104,12 @@ def _stored(c: Context, stage: str, form: str, paged: bool = False, selection: s
         return choose
     if stage == "sparse_attention":
         return partial(attend, blocks=c.x.selection(selection))
-    if form == "certified":
-        return lambda: attend(blocks=choose())
-    return partial(msa_attention, c.x.q, x.k, x.v, x.index_q, x.index_k, topk, seqs, **_options(c))
+    options = _options(c) | {"certified": form == "certified"}
+    return partial(msa_attention, c.x.q, x.k, x.v, x.index_q, x.index_k, topk, seqs, **options)
 
 
 def _decode_plan(c: Context, form: str = "plain") -> partial[Any]:
-    w, pages = c.x.workload, c.x.pages()
+    w = c.x.workload
     plan = DecodePlan(
         max_batch=w.batch,
         num_q_heads=w.num_q_heads,
@@ -124,7 +123,11 @@ def _decode_plan(c: Context, form: str = "plain") -> partial[Any]:
         dtype=w.dtype,
         device=c.x.device,
     )
-    return partial(plan.run, c.x.q, pages.kv, c.x.index_q, pages.index)
+    if form == "plain":
+        pages = c.x.pages()
+        return partial(plan.run, c.x.q, pages.kv, c.x.index_q, pages.index)
+    stored: Any = c.x.stored(form, paged=True)
+    return partial(plan.run, c.x.q, stored.k, stored.index_q, stored.index_k)
 
 
 def _vllm(build: Callable[..., Any], costing: cost.Costing, *arguments: Any) -> Row:
@@ -148,6 +151,12 @@ ROWS: dict[str, Row] = {
     "msa_attention": Row(_msa_attention, cost.msa_attention, ("sdpa", "vllm_path")),
     "msa_attention/paged": Row(partial(_msa_attention, paged=True), cost.msa_attention, ("sdpa", "vllm_path")),
     "decode_plan": Row(_decode_plan, cost.msa_attention, ("sdpa", "vllm_path")),
+    **{
+        f"decode_plan/{form}": Row(
+            partial(_decode_plan, form=form), partial(cost.msa_attention, form=cost.FORMS[form]), ("sdpa", "vllm_path")
+        )
+        for form in ("e4m3", "nvfp4")
+    },
     "block_scores": Row(_block_scores, cost.block_scores, ("vllm_scores",)),
     "block_scores/paged": Row(partial(_block_scores, paged=True), cost.block_scores, ("vllm_scores",)),
     "select_blocks": Row(_select_blocks, cost.select_blocks, ("vllm_select",)),
