@@ -144,7 +144,8 @@ def _of_case(
     yield _variant(f"union {name}", attend_union, stored, page, union, wgmma=wgmma, dot=True, may_spill=spill, **options)
 
     if not keys and dim <= 128:
-        yield _variant(f"few {name}", attend_few, stored, page, few, wgmma=wgmma, dot=True, may_spill=8, **options)
+        spill = {80: 8, 90: 8, 100: 16, 120: 72}[arch]
+        yield _variant(f"few {name}", attend_few, stored, page, few, wgmma=wgmma, dot=True, may_spill=spill, **options)
 
     outer = heads | dims | flags | {"TOKENS": config.outer_tokens, "TOPK": topk, "BLOCK": block, "KEYS": config.outer_keys}
     outer |= {"ITEM": config.outer_item} | stored.constexprs(False)
