@@ -268,6 +268,6 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         types, constants = operands.arguments(device)
         types |= {"out": "*i32"} | dict.fromkeys(RUNTIME_LENGTHS, "i32")
         constants |= {"TOPK": topk, "INIT": init, "LOCAL": local}
-        slack = {80: 24, 90: 64, 120: 32}.get(device.arch, 0)  # in the last steps only, not in the walk
+        slack = {80: 48, 90: 64, 120: 32}.get(device.arch, 0)  # in the last steps only, not in the walk
         chosen = config(device, operands.kind(device))
         yield variant(f"fused {operands.name} k{topk} {init}+{local}", fused_kernel, types, constants, chosen, slack)

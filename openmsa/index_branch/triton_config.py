@@ -88,7 +88,7 @@ def tall_rows(device: Device, kind: Kind) -> tuple[int, bool]:
     """Rows of a program where rows are the left factor, and whether they are held in registers. Rows of e4m3 are not: their
     layout in registers is not the one of a product's result, and is made anew for every tile. Beside keys that are converted
     there is no room for them."""
-    wide = device.arch in (90, 100) and kind.tma and kind.dim <= 128
+    wide = (device.arch == 90 or (device.arch == 100 and not kind.converted)) and kind.tma and kind.dim <= 128
     return 128 if wide else 64, device.arch == 90 and kind.tma and not kind.narrow and not kind.converted
 
 
