@@ -15,8 +15,8 @@ from openmsa.runtime import devices
 
 class SparseAttentionSchedule:
     """The third result of `build_k2q_csr`. Our kernels find their own work and do not read it; it is exact, for callers (a
-    backward pass, for example) that do. Its tensors are made when they are first read, on the device, without a host sync, and
-    describe the selection of the moment of building.
+    backward pass, for example) that do. Its tensors are made on the device, without a host sync, when they are first read, and
+    describe the selection of the moment of building; while a CUDA graph is captured, at once, and every replay renews them.
 
     enabled:             True.
     scheduler_metadata:  int32 ``[work_capacity, 6]``: (kv head, row, first query of the row, queries, sequence, key block) of
@@ -37,6 +37,8 @@ class SparseAttentionSchedule:
         self._num_rows = counts.numel() // max(row.shape[0], 1)
         self.shape = (row.shape[1], row.shape[0])  # queries and heads
         self.target_q_per_cta = _target(row, block_size, group)
+        if devices.capturing(row.device):
+            _ = self.split_counts, self.qsplit_indices, self.work_count, self.scheduler_metadata
 
     @cached_property
     def _valid(self) -> Tensor:

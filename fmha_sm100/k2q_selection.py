@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fmha_sm100.k2q_rows import NOTHING, Rows
 from fmha_sm100.k2q_sort import by_heads, sort_heads
+from openmsa.runtime import devices
 
 ATTRIBUTE = "_openmsa_selection"
 
@@ -34,7 +35,7 @@ class _Remembered:
 
 def remember(row_ptr: Tensor, q_indices: Tensor, blocks: Tensor, block_size: int) -> None:
     """Leaves the selection, int32 ``[num_kv_heads, total_q, topk]``, ascending, NOTHING at the end, with the CSR tensors."""
-    versions, capturing = (row_ptr._version, q_indices._version), _capturing(row_ptr)
+    versions, capturing = (row_ptr._version, q_indices._version), devices.capturing(row_ptr.device)
     known = _Remembered(blocks.transpose(0, 1), weakref.ref(row_ptr), versions, capturing, block_size)
     setattr(q_indices, ATTRIBUTE, known)
 
@@ -49,7 +50,7 @@ def selection(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows:
                 f"blk_kv must be the block size that the CSR was built with ({known.block_size}), got {block_size}"
             )
         written = row_ptr.is_inference() or q_indices.is_inference() or known.versions != (row_ptr._version, q_indices._version)
-        if not written and known.capturing == _capturing(row_ptr):
+        if not written and known.capturing == devices.capturing(row_ptr.device):
             return known.blocks
     with torch.no_grad():
         return rebuilt(row_ptr, q_indices, topk, total_q, rows())
@@ -80,7 +81,3 @@ def rebuilt(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows: R
         return (blocks[:, :-1].view(heads, total_q, topk),)
 
     return by_heads(of_heads, row_ptr, q_indices)[0].transpose(0, 1)
-
-
-def _capturing(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openmsa.runtime import devices
 from openmsa.types import Sequences
 
 TENSORS = (
@@ -27,7 +28,7 @@ def on_device(plan: dict[str, Any], device: torch.device) -> dict[str, Any]:
     first = plan["kv_segment_lens"]
     if first.device == device:
         return plan
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if devices.capturing(device):
         raise ValueError(
             f"plan_info must lie on {device} to be captured in a CUDA graph (plan with device=), got {first.device}"
         )

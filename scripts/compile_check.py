@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Compiles every declared kernel variant for sm_80, sm_90, sm_100 and sm_120 and inspects the machine code. Needs no GPU.
 
-    python scripts/compile_check.py [--arch 80 90 100 120] [--match NAME] [--sass DIRECTORY]
+    python scripts/compile_check.py [--arch 80 90 100 120] [--match NAME] [--jobs N] [--sass DIRECTORY]
 
 Prints registers, stack bytes and loads from it, shared memory and the matrix instructions of each, and exits with 1 on a
 compile error, on spills, on a missing matrix instruction or on more shared memory than the architecture has.
@@ -11,6 +11,7 @@ compile error, on spills, on a missing matrix instruction or on more shared memo
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +27,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
 
 import triton
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -43,7 +46,9 @@ class Inspection:
 
     arch: int
     module: str
-    variant: Variant
+    name: str
+    num_warps: int
+    num_stages: int
     registers: int = 0
     stack: int = 0
     reloads: int = 0
@@ -72,9 +77,16 @@ def tool(name: str, *arguments: str) -> str:
     return subprocess.run([str(TOOLS / name), *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def inspect(module: str, variant: Variant, arch: int, sass_to: Path | None) -> Inspection:
+@functools.cache
+def variants(arch: int) -> list[tuple[str, Variant]]:
+    """The declared ones, in an order that every process finds."""
+    return list(declared(arch))
+
+
+def inspect(arch: int, index: int, sass_to: Path | None) -> Inspection:
     """Compiles one variant and reads its machine code."""
-    found = Inspection(arch, module, variant)
+    module, variant = variants(arch)[index]
+    found = Inspection(arch, module, variant.name, variant.num_warps, variant.num_stages)
     start = time.perf_counter()
     try:
         kernel = compile_variant(variant, arch)
@@ -102,13 +114,13 @@ def inspect(module: str, variant: Variant, arch: int, sass_to: Path | None) -> I
     found.shared = kernel.metadata.shared
     found.instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE))
     found.matrix = Counter(MATRIX.findall(sass))
-    found.faults += faults(found)
+    found.faults += faults(found, variant)
     return found
 
 
-def faults(found: Inspection) -> list[str]:
+def faults(found: Inspection, variant: Variant) -> list[str]:
     """What is wrong with it, as sentences."""
-    variant, sentences = found.variant, []
+    sentences = []
     if found.reloads and found.stack > variant.may_spill:  # some sm_120 code reserves stack that it never reads
         sentences.append(f"spills: {found.stack} bytes of stack ({variant.may_spill} allowed), {found.reloads} reloads")
     if found.shared > SHARED_LIMIT[found.arch]:
@@ -128,11 +140,11 @@ def show(results: list[Inspection], console: Console) -> None:
     for r in results:
         matrix = " ".join(f"{name}x{n}" for name, n in r.matrix.most_common())
         verdict = "[red]" + "; ".join(r.faults) if r.faults else "[green]ok"
-        numbers = (r.variant.num_warps, r.variant.num_stages, r.registers, r.stack, r.reloads, r.shared, r.instructions)
+        numbers = (r.num_warps, r.num_stages, r.registers, r.stack, r.reloads, r.shared, r.instructions)
         table.add_row(
             f"sm_{r.arch}",
             r.module.removeprefix("openmsa."),
-            r.variant.name,
+            r.name,
             *map(str, numbers),
             matrix,
             f"{r.seconds:.1f}",
@@ -146,15 +158,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHS, choices=ARCHS)
     parser.add_argument("--match", default="", help="only variants whose 'module name' contains this text")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; default: one a core")
     parser.add_argument("--sass", type=Path, help="also write the disassembly and TTGIR of each variant to this directory")
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 200)
-    results = [
-        inspect(module, variant, arch, options.sass)
+    wanted = [
+        (arch, index, options.sass)
         for arch in options.arch
-        for module, variant in declared(arch)
+        for index, (module, variant) in enumerate(variants(arch))
         if options.match in f"{module} {variant.name}"
     ]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        found = pool.map(inspect, *zip(*wanted, strict=True)) if wanted else []
+        results = list(track(found, "compiling", total=len(wanted), console=console, transient=True))
     show(results, console)
     failed = sum(bool(r.faults) for r in results)
     console.print(f"{len(results)} variants compiled, {failed} with faults")

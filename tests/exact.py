@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from openmsa.testing.compare import assert_close
+from tests.products import FP8, e4m3_products, multiplies_e4m3
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else ["cpu"]
-FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def visible(batch, b, blocks=None, block_size=128):
 
 
 def attention(batch, blocks=None, dtype=torch.float64, scale=None, block_size=128, quantized=False):
-    """(out [total_q, Hq, D], lse [total_q, Hq]); quantized: weights rounded to float8, as kernels for float8 do."""
+    """(out [total_q, Hq, D], lse [total_q, Hq]); quantized: weights rounded to float8, as kernels for float8 do, and products
+    of float8 operands where the device multiplies them."""
     wide = torch.promote_types(dtype, torch.float32)
     scale = batch.q.shape[2] ** -0.5 if scale is None else scale
     outs, lses = [], []
@@ -87,11 +88,13 @@ def attention(batch, blocks=None, dtype=torch.float64, scale=None, block_size=12
     for b, (q, k, v) in enumerate(
         zip(batch.q.split(list(batch.q_lens)), *(x.split(list(batch.k_lens)) for x in (batch.k, batch.v)), strict=True)
     ):
+        codes = [x.transpose(0, 1) for x in (q, k)]
         q, k, v = (x.to(dtype).transpose(0, 1) for x in (q, k, v))  # [heads, length, D]
         k, v = (x.repeat_interleave(group, 0) for x in (k, v))
         seen = visible(batch, b, blocks, block_size)
         seen = seen.repeat_interleave(q.shape[0] // seen.shape[0], 0)
-        logits = ((q @ k.mT).to(wide) * scale).masked_fill(~seen, -torch.inf)
+        raw = e4m3_products(*codes) if quantized and multiplies_e4m3(q.device) else q @ k.mT
+        logits = (raw.to(wide) * scale).masked_fill(~seen, -torch.inf)
         lse = logits.logsumexp(-1)
         weights = (logits - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
         if quantized:
@@ -102,12 +105,16 @@ def attention(batch, blocks=None, dtype=torch.float64, scale=None, block_size=12
 
 
 def scores(batch, dtype=torch.float64, tile=128):
-    """Raw dot products' maxima [Hq, tiles, total_q], -inf where a tile holds no visible key."""
+    """Raw dot products' maxima [Hq, tiles, total_q], -inf where a tile holds no visible key; in float32 honest ones."""
     wide = torch.promote_types(dtype, torch.float32)
     tiles, group, found = -(-max(batch.k_lens) // tile), batch.q.shape[1] // batch.k.shape[1], []
     for b, (q, k) in enumerate(zip(batch.q.split(list(batch.q_lens)), batch.k.split(list(batch.k_lens)), strict=True)):
-        q, k = q.to(wide).transpose(0, 1), k.to(wide).transpose(0, 1).repeat_interleave(group, 0)
-        raw = (q @ k.mT).masked_fill(~visible(batch, b), -torch.inf)
+        q, k = q.transpose(0, 1), k.transpose(0, 1)
+        if q.dtype == k.dtype == FP8 and wide == torch.float32:
+            raw = e4m3_products(q, k)
+        else:
+            raw = q.to(wide) @ k.to(wide).repeat_interleave(group, 0).mT
+        raw = raw.masked_fill(~visible(batch, b), -torch.inf)
         raw = torch.nn.functional.pad(raw, (0, tiles * tile - raw.shape[2]), value=-torch.inf)
         found.append(raw.unflatten(2, (tiles, tile)).amax(3))
     return torch.cat(found, 1).transpose(1, 2)

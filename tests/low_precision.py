@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Problems whose keys, values, index keys or queries are stored in low-precision formats, with the numbers they stand for."""
 
-from dataclasses import dataclass, replace
-from unittest import mock
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,6 +10,7 @@ from openmsa.kv_cache import Stored
 from openmsa.kv_cache.e4m3 import encode
 from openmsa.testing.inputs import Problem, paged
 from tests import oracle
+from tests.products import Codes, products
 
 KEY_FORMATS = ("e4m3", "e4m3 page", "nvfp4", "nvfp4 128x4")
 INDEX_FORMATS = (*KEY_FORMATS, "int8", "mxfp4", "certified")
@@ -55,6 +55,7 @@ class StoredProblem:
     numbers: Problem
     seqs: object
     strided: bool  # whether keys and values are spread
+    codes: dict = field(default_factory=dict)  # name of an operand stored as E4M3 -> its `Codes`, packed, on the CPU
 
     def to(self, device):
         """On another device."""
@@ -68,6 +69,10 @@ class StoredProblem:
         """Numbers of `dtype`, as plain low-precision PyTorch would compute with."""
         return self.numbers.map(lambda x: x.to(dtype))
 
+    def factors(self, q, k, device):
+        """The two operands of these names as factors of honest products on a device, where both are E4M3; else nothing."""
+        return {"q": self.codes[q].to(device), "k": self.codes[k].to(device)} if {q, k} <= self.codes.keys() else {}
+
 
 def moved(x, device, strided):
     """On another device; a copy there loses its strides, so it is spread again."""
@@ -79,18 +84,26 @@ def moved(x, device, strided):
     return spread(x.to(device)) if strided else x.to(device)
 
 
-def honest_e4m3_attention(p, reads):
-    """What PyTorch gives when the weights are rounded to E4M3 too, as 448 times their ratio to the largest; bfloat16 out."""
-
-    def attend(q, keys, values, scale):
-        logits = (q.float() @ keys.float().T) * scale
-        weights = (logits - logits.amax(-1, keepdim=True)).exp()
-        rounded = encode(weights * 448).float() / 448
-        return ((rounded @ values.float()) / weights.sum(-1, keepdim=True)).bfloat16().double(), logits.logsumexp(-1).double()
-
-    with mock.patch.object(oracle, "attend", attend):
-        out, lse = oracle.attention(p, reads)
-    return out.bfloat16(), lse.float()
+@oracle.on_one_thread
+def honest_e4m3_attention(p, reads, scale=None, q=None, k=None):
+    """What PyTorch gives when the weights are rounded to E4M3 too, as 448 times their ratio to the largest; bfloat16 out. q, k:
+    `Codes` where they are E4M3; otherwise float32 numbers are multiplied."""
+    group, scale = p.q.shape[1] // p.k.shape[1], p.q.shape[2] ** -0.5 if scale is None else scale
+    q, k, tokens = p.q.float() if q is None else q, p.k.float() if k is None else k, list(oracle.rows(p))
+    out, lse = torch.zeros_like(p.q, dtype=torch.bfloat16), torch.full(p.q.shape[:2], -torch.inf)
+    for b, start in enumerate(sum(p.q_lens[:b]) for b in range(len(p.q_lens))):
+        own, keys, values = slice(start, start + p.q_lens[b]), oracle.keys_of(k, p, b), oracle.keys_of(p.v, p, b).float()
+        for head in range(p.q.shape[1]):
+            kv, logits = head // group, products(q[own, head], keys[:, head // group]) * scale
+            for row, _, last in tokens[own]:
+                ids = reads(row, kv, b, last)
+                if ids:
+                    near = logits[row - start, ids]
+                    weights = (near - near.amax()).exp()
+                    lse[row, head] = near.logsumexp(0)
+                    rounded = encode(weights * 448).float() / 448
+                    out[row, head] = ((rounded @ values[ids, kv]) / weights.sum()).bfloat16()
+    return out, lse
 
 
 def stored_problem(p, key_format="plain", index_format="plain", storage="flat", page_size=16, q_format="plain", scale=None):
@@ -106,9 +119,11 @@ def stored_problem(p, key_format="plain", index_format="plain", storage="flat", 
     formats = {"k": (key_format, None), "v": (key_format, None), "index_k": (index_format, scale)}
     q, index_q = (x if q_format == "plain" else E4M3.quantize(x, per="head") for x in (p.q, p.index_q))
     numbers = {"q": wide(q), "index_q": wide(index_q)}
+    codes = {name: codes_of(x) for name, x in (("q", q), ("index_q", index_q)) if isinstance(x, E4M3)}
     if "pages" not in storage and storage != "paged":
         rows = {name: store(getattr(p, name), *formats[name]) for name in formats}
         numbers |= {name: wide(value) for name, value in rows.items()}
+        codes |= {name: codes_of(value) for name, value in rows.items() if isinstance(value, E4M3)}
         kv, index_k = (rows["k"], rows["v"]), rows["index_k"]
     else:
         kv, index_keys = paged(p, page_size)
@@ -116,15 +131,24 @@ def stored_problem(p, key_format="plain", index_format="plain", storage="flat", 
         pools = {name: store(pool, *formats[name]) for name, pool in pools.items()}
         table, lens = kv.page_table, kv.seq_lens
         numbers |= {name: oracle.from_pages(wide(pool), table, lens) for name, pool in pools.items()}
+        codes |= {name: codes_of(pool, table, lens) for name, pool in pools.items() if isinstance(pool, E4M3)}
         kv, index_k = (
             (PagedKV(pools["k"], pools["v"], table, lens), None),
             PagedIndexKeys(pools["index_k"], table, lens.clone()),
         )
-    return StoredProblem(q, index_q, kv, index_k, replace(p, **numbers), p.seqs, strided)
+    return StoredProblem(q, index_q, kv, index_k, replace(p, **numbers), p.seqs, strided, codes)
 
 
 def wide(x):
     return x.dequantize(torch.float64) if isinstance(x, Stored) else x.double()
+
+
+def codes_of(x, table=None, lens=None):
+    """`Codes` of rows, or of a pool's keys in the order of the packed batch."""
+    ones = torch.ones(*x.shape[:-1], 1, device=x.device).to(x.data.dtype)
+    parts = [E4M3(x.data).dequantize(), E4M3(ones, x.scale).dequantize()]
+    codes, scale = parts if table is None else (oracle.from_pages(part, table, lens) for part in parts)
+    return Codes.of(codes, scale[..., 0], codes.device)
 
 
 def exact_index(p, index_format, seed=0):

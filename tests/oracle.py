@@ -10,6 +10,8 @@ import math
 
 import torch
 
+from tests.products import products as products_of
+
 
 def on_one_thread(function):
     """Threads only get in the way of tiny operations."""
@@ -67,18 +69,20 @@ def block_scores(p, block_size, q=None, k=None, causal=True, num_blocks=None):
 
 
 @on_one_thread
-def honest_scores(p, block_size, q=None, k=None, causal=True):
-    """The same in PyTorch, accumulated in float32 or, for float64 inputs, in float64."""
+def honest_scores(p, block_size, q=None, k=None, causal=True, num_blocks=None):
+    """The same in PyTorch, accumulated in float32 or, for float64 inputs, in float64; q and k may be `Codes`."""
     q, k = p.index_q if q is None else q, p.index_k if k is None else k
-    wide = torch.promote_types(q.dtype, torch.float32)
-    group, num_blocks = q.shape[1] // k.shape[1], math.ceil(max(p.k_lens, default=0) / block_size)
+    wide, group = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
+    if num_blocks is None:
+        num_blocks = math.ceil(max(p.k_lens, default=0) / block_size)
     scores = torch.full((q.shape[1], q.shape[0], num_blocks), -math.inf, dtype=wide)
     for b in range(len(p.q_lens)):
-        own, keys = slice(sum(p.q_lens[:b]), sum(p.q_lens[: b + 1])), keys_of(k, p, b).to(wide)
+        own, keys = slice(sum(p.q_lens[:b]), sum(p.q_lens[: b + 1])), keys_of(k, p, b)
         last = torch.tensor([last for _, sequence, last in rows(p) if sequence == b], dtype=torch.int64)
         hidden = torch.arange(len(keys)) > last[:, None] if causal else torch.zeros(len(last), len(keys), dtype=torch.bool)
         for head in range(q.shape[1]):
-            products = q[own, head].to(wide) @ keys[:, head // group].T
+            products = products_of(q[own, head], keys[:, head // group])
+            products = torch.where(products.isnan(), -math.inf, products)
             for block, piece in enumerate(products.masked_fill(hidden, -math.inf).split(block_size, dim=1)):
                 if piece.numel():
                     scores[head, own, block] = piece.amax(1)
@@ -143,18 +147,21 @@ def attention(p, reads, scale=None):
 
 
 @on_one_thread
-def honest_attention(p, reads, scale=None):
-    """The same in PyTorch, in the dtype of the inputs; the lse accumulated in float32 at least, over weights of that dtype."""
+def honest_attention(p, reads, scale=None, q=None, k=None):
+    """The same in PyTorch, in the dtype of the inputs; the lse accumulated in float32 at least, over weights of that dtype, and
+    of the products of q and k, `Codes`, where they are given."""
+    q, k = p.q if q is None else q, p.k if k is None else k
     dtype, wide = p.q.dtype, torch.promote_types(p.q.dtype, torch.float32)
     group, scale = p.q.shape[1] // p.k.shape[1], p.q.shape[2] ** -0.5 if scale is None else scale
     out, lse = torch.zeros_like(p.q), torch.full(p.q.shape[:2], -math.inf, dtype=wide)
     for b in range(len(p.q_lens)):
         own, keys, values = slice(sum(p.q_lens[:b]), sum(p.q_lens[: b + 1])), keys_of(p.k, p, b), keys_of(p.v, p, b)
+        factors = keys_of(k, p, b)
         for head in range(p.q.shape[1]) if len(keys) else ():
             kv, mask = head // group, torch.full((p.q_lens[b], len(keys)), -math.inf, dtype=wide)
             for row, _, last in (r for r in rows(p) if r[1] == b):
                 mask[row - own.start, reads(row, kv, b, last)] = 0
-            logits = p.q[own, head].to(wide) @ keys[:, kv].to(wide).T * scale + mask
+            logits = products_of(q[own, head], factors[:, kv]) * scale + mask
             peak = logits.amax(1, keepdim=True).clamp(min=-1e30)  # an empty row: exp(-inf) and log(0)
             lse[own, head] = peak[:, 0] + (logits - peak).exp().to(dtype).to(wide).sum(1).log()
             weights = ((p.q[own, head] @ keys[:, kv].T) * scale + mask).softmax(-1).nan_to_num(0).to(dtype)

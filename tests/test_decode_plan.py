@@ -8,9 +8,11 @@ import torch
 
 from openmsa import E4M3, CertifiedKeys, DecodePlan, PagedIndexKeys, PagedKV, Sequences, select_blocks, sparse_attention
 from openmsa.decode import plan as decode
-from openmsa.testing.compare import assert_close, assert_equal
+from openmsa.testing.compare import assert_close, assert_equal, compare
 from openmsa.testing.inputs import paged, problem, strided
+from tests import oracle
 from tests.low_precision import stored_problem
+from tests.products import multiplies_e4m3
 
 CUDA = torch.cuda.is_available()
 HOW = ["stages"] if CUDA or importlib.util.find_spec("triton") is None else ["stages", "kernels"]
@@ -216,6 +218,19 @@ def test_default_lengths_are_those_of_the_stages():
     assert_equal("out", out, sparse_attention(p.q, kv, None, blocks, seqs, block_size=32))
 
 
+def assert_best(blocks, p, factors):
+    """No block left out scores above one that was chosen, beyond the rounding of honest scores; the newest one is chosen."""
+    truth, honest = oracle.block_scores(p, 32), oracle.honest_scores(p, 32, **factors)
+    slack = 2 * compare(honest, honest, truth).bound
+    for row, _, last in oracle.rows(p):
+        for head, chosen in enumerate(blocks[row].tolist()):
+            scores, chosen = truth[head, row, : last // 32 + 1], [block for block in chosen if block >= 0]
+            assert len(set(chosen)) == min(4, len(scores))
+            assert chosen[-1] == len(scores) - 1
+            others = [block for block in range(len(scores)) if block not in chosen]
+            assert not others or scores[others].max() <= scores[chosen[:-1]].min() + slack
+
+
 FORMATS = [("e4m3", "int8", "plain"), ("nvfp4", "nvfp4", "plain"), ("e4m3", "e4m3", "e4m3")]
 
 
@@ -229,6 +244,10 @@ def test_formats_of_caches(device, key_format, index_format, queries):
     out = plan.run(moved_.q, moved_.kv[0], moved_.index_q, moved_.index_k)
     options = {"block_size": 32, "impl": "reference"}
     blocks = select_blocks(stored.numbers.index_q, stored.numbers.index_k, 4, stored.numbers.seqs, **options)
+    factors = stored.factors("index_q", "index_k", device)
+    if factors and multiplies_e4m3(torch.device(device)):  # whose scores are rounded: as good as the best, up to that
+        blocks = plan.blocks.cpu()
+        assert_best(blocks, stored.numbers, factors)
     assert_equal("blocks", plan.blocks, blocks)
     truth, honest = (
         sparse_attention(x.q, x.k, x.v, blocks, x.seqs, return_lse=True, **options)

@@ -25,7 +25,15 @@ from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import problem, random_blocks
 from tests import oracle
 from tests.contract import SHAPES, all_subjects, param, subjects
-from tests.low_precision import INDEX_FORMATS, KEY_FORMATS, STORAGES, exact_index, honest_e4m3_attention, stored_problem
+from tests.low_precision import (
+    INDEX_FORMATS,
+    KEY_FORMATS,
+    STORAGES,
+    codes_of,
+    exact_index,
+    honest_e4m3_attention,
+    stored_problem,
+)
 
 FEW = [SHAPES[n] for n in (1, 2, 3, 8, 9, 10, 11)]  # block sizes 48, 32, 128, 48, 32, 256, 16; odd pages, shared selections
 
@@ -58,7 +66,7 @@ def main_case(shape, dtype, name, storage, q_format, device):
 def honest_attention(s, reads, dtype, name, q_format, device):
     """In the dtype of the queries; of E4M3 queries in bfloat16, and on a GPU with E4M3 weights where all else is E4M3."""
     if q_format == "e4m3" and name.startswith("e4m3") and device != "cpu":
-        return honest_e4m3_attention(s.numbers, reads)
+        return honest_e4m3_attention(s.numbers, reads, **s.factors("q", "k", device))
     return oracle.honest_attention(s.honest(torch.bfloat16 if q_format == "e4m3" else dtype), reads)
 
 
@@ -99,7 +107,8 @@ def test_block_scores(subject, shape, name, storage, q_format):
     p = shape.problem(subject.dtype, blocks=3, index_dim=shape.head_dim // 32 * 32 or 32, index_key_heads=1)
     s = stored_problem(p, "plain", name, storage, shape.page_size, q_format)
     truth = oracle.block_scores(s.numbers, shape.block_size)
-    honest = oracle.honest_scores(s.honest(torch.bfloat16 if q_format == "e4m3" else subject.dtype), shape.block_size)
+    rounded = s.honest(torch.bfloat16 if q_format == "e4m3" else subject.dtype)
+    honest = oracle.honest_scores(rounded, shape.block_size, **s.factors("index_q", "index_k", subject.device))
     here = s.to(subject.device)
     scores = subject.run(block_scores, here.index_q, here.index_k, here.seqs, block_size=shape.block_size)
     assert_close("scores", scores, honest.float(), truth)
@@ -170,7 +179,7 @@ def test_the_whole_path(subject, name, index_name, q_format):
     if q_format == "e4m3":
         q = E4M3.quantize(p.q, per="head")
         numbers = replace(s.numbers, q=q.dequantize(torch.float64))
-        s = replace(s, q=q, index_q=E4M3.quantize(p.index_q, 1.0), numbers=numbers)
+        s = replace(s, q=q, index_q=E4M3.quantize(p.index_q, 1.0), numbers=numbers, codes=s.codes | {"q": codes_of(q)})
     blocks = oracle.select_blocks(p, oracle.block_scores(s.numbers, 16), 16, 3)
     reads = oracle.reads_of_blocks(blocks, 16)
     truth = oracle.attention(s.numbers, reads)

@@ -43,6 +43,11 @@ def facts(device: torch.device) -> Device:
     return _read(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of the device is being captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @functools.cache
 def _read(index: int) -> Device:
     compiler_key.remember()  # whoever asks is about to launch

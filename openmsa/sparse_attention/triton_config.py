@@ -51,10 +51,12 @@ def power_of_two(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-def prefill_config(head_dim: int, group: int, block_size: int, major: int, element_bytes: int = 2) -> PrefillConfig:
+def prefill_config(
+    head_dim: int, group: int, block_size: int, major: int, element_bytes: int = 2, stored: bool = False
+) -> PrefillConfig:
     """Tuned for 16 heads a group, head dim 128 and blocks of 128 on compute capability 9; the rest follows from memory.
 
-    major: of the compute capability.
+    major: of the compute capability. stored: whether keys are in a cache format, whose conversion takes registers.
     """
     dim = power_of_two(head_dim)
     shared = SHARED_BYTES.get(major, 99 << 10)
@@ -66,7 +68,7 @@ def prefill_config(head_dim: int, group: int, block_size: int, major: int, eleme
     union_rows = 64
     union_tokens = max(1, min(MAX_UNION_TOKENS, union_rows // heads))
     full = union_tokens * heads >= 64  # fewer heads than two leave half a tile
-    union_keys = min(keys, 64 if full and (roomy or not wide) else 32)
+    union_keys = min(keys, 64 if full and (roomy or not (wide or stored)) else 32)
     union_warps = 8 if wide else 4 if full else 2
 
     outer_rows = 64 if roomy or not wide else 32

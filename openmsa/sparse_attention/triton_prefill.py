@@ -71,7 +71,7 @@ def sparse_attention(
     if config is None:
         major = torch.cuda.get_device_capability(q.device)[0] if q.device.type == "cuda" else 9
         bytes_ = 2 if keys.stored else keys.k.element_size()
-        config = prefill_config(q.shape[2], q.shape[1] // keys.heads, block_size, major, bytes_)
+        config = prefill_config(q.shape[2], q.shape[1] // keys.heads, block_size, major, bytes_, keys.stored is not None)
     out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if out.numel() == 0 or keys.k.numel() == 0 or keys.total == 0:

@@ -109,7 +109,7 @@ def prefill_variants(arch: int) -> Iterator[Variant]:
 def _of_case(
     arch: int, dtype: str, dim: int, group: int, block: int, page: int, topk: int = 16, keys: str = ""
 ) -> Iterator[Variant]:
-    config = prefill_config(dim, group, block, arch // 10)
+    config = prefill_config(dim, group, block, arch // 10, stored=bool(keys))
     stored = _Stored.of(dtype, keys, arch)
     name = " ".join(filter(None, (dtype, keys, f"d{dim} g{group} b{block} p{page}")))
     by_row = page % block == 0

@@ -9,8 +9,8 @@ from fmha_sm100.sparse import build_k2q_csr
 from openmsa.testing.compare import assert_close
 from openmsa.testing.inputs import paged, problem, random_blocks
 from tests import oracle
-
-FP8 = torch.float8_e4m3fn
+from tests.low_precision import honest_e4m3_attention
+from tests.products import FP8
 
 
 def floats(device):
@@ -79,19 +79,9 @@ def with_numbers(p, q=None, k=None, v=None):
     return replace(p, q=p.q if q is None else q, k=p.k if k is None else k, v=p.v if v is None else v)
 
 
-def honest_fp8(p, blocks, block_size, scale=None):
-    """(out, lse) with e4m3 weights: PyTorch rounding the softmax numerators, 448 at the row's maximum, for an FP8 product."""
-    group, scale = p.q.shape[1] // p.k.shape[1], p.q.shape[2] ** -0.5 if scale is None else scale
-    out, lse = torch.zeros_like(p.q, dtype=torch.bfloat16), torch.full(p.q.shape[:2], -torch.inf)
-    reads = oracle.reads_of_blocks(blocks, block_size)
-    for row, b, last in oracle.rows(p):
-        for head in range(p.q.shape[1]):
-            ids = reads(row, head // group, b, last)
-            if ids:
-                keys, values = (oracle.keys_of(x, p, b)[ids, head // group].float() for x in (p.k, p.v))
-                logits = keys @ p.q[row, head].float() * scale
-                weights = (logits - logits.max()).exp()
-                lse[row, head] = logits.max() + weights.sum().log()
-                rounded = (weights * 448).to(FP8).float() / 448
-                out[row, head] = ((rounded @ values) / weights.sum()).to(torch.bfloat16)
-    return out, lse
+def honest_fp8(p, blocks, block_size, scale=None, q=None, k=None):
+    """(out, lse) with e4m3 weights: PyTorch rounding the softmax numerators, 448 at the row's maximum, for an FP8 product.
+
+    q, k: `Codes` on the device where both are e4m3.
+    """
+    return honest_e4m3_attention(p, oracle.reads_of_blocks(blocks, block_size), scale, q, k)

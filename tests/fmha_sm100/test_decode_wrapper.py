@@ -11,6 +11,7 @@ from openmsa.testing.compare import assert_equal
 from tests import oracle
 from tests.contract import DEVICES
 from tests.fmha_sm100.sparse_cases import FP8, case, check, floats, honest_fp8, pools, truth, with_numbers
+from tests.products import Codes
 
 devices = pytest.mark.parametrize("device", DEVICES)
 
@@ -81,7 +82,8 @@ def test_fp8_as_the_public_function(device):
             exact, honest = dense(low) if selection is None else truth(low, selection, 128)
             if device == "cuda":
                 everything = torch.arange(3, dtype=torch.int32).expand(4, 2, 3)
-                honest = honest_fp8(low, everything if selection is None else selection, 128)
+                factors = Codes.of(codes.q, q, device), Codes.of(codes.k, k, device)
+                honest = honest_fp8(low, everything if selection is None else selection, 128, None, *factors)
             check((out,), (exact, honest))
 
 

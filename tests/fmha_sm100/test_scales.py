@@ -9,8 +9,8 @@ from openmsa.testing.compare import assert_close
 from tests import oracle
 from tests.contract import DEVICES
 from tests.fmha_sm100.batch import assert_scores, batch, lengths, pages, selection
+from tests.products import FP8, Codes
 
-FP8 = torch.float8_e4m3fn
 SCALES = {"q_scale": 0.7, "k_scale": 1.6, "v_scale": 0.3, "o_scale": 2.5}
 ANY = {"decode": "short", "prefill": "mixed", "dense": "mixed", "packed keys": "mixed", "scores": "mixed"}
 
@@ -20,12 +20,14 @@ def rounded(p):
     return p.map(lambda x: x.to(FP8).to(torch.bfloat16))
 
 
-def expected(p, blocks, page_size):
-    """Truth and honest PyTorch with the scales where they belong: in the logits and behind the sum."""
+def expected(p, blocks, page_size, factors):
+    """Truth and honest PyTorch with the scales where they belong: in the logits and behind the sum. factors: q and k as `Codes`
+    where both are float8."""
     reads = oracle.reads_everything(p) if blocks is None else oracle.reads_of_blocks(blocks, page_size)
     scale = p.q.shape[2] ** -0.5 * SCALES["q_scale"] * SCALES["k_scale"]
     factor = SCALES["v_scale"] * SCALES["o_scale"]
-    return [(out * factor, lse) for out, lse in (oracle.attention(p, reads, scale), oracle.honest_attention(p, reads, scale))]
+    results = oracle.attention(p, reads, scale), oracle.honest_attention(p, reads, scale, *factors)
+    return [(out * factor, lse) for out, lse in results]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -57,10 +59,12 @@ def test_scales(device, path, formats, on_device):
     options = {"kv_indices": table, "kv_block_indexes": blocks_here, "return_lse": True, "output_o": path != "scores"}
     if path == "scores":
         scores = fmha_sm100(q, k, v, plan, kv_indices=table, output_o=False, **scales)[1]
-        return assert_scores("max_score", scores.transpose(1, 2), p)  # raw
+        factors = [Codes.of(x, device=device) for x in (p.index_q, p.index_k)] if formats == "fp8" else ()
+        return assert_scores("max_score", scores.transpose(1, 2), p, *factors)  # raw
     out, _, lse = fmha_sm100(q, k, v, plan, **options, **scales)
     assert out.dtype == torch.bfloat16
-    truth, honest = expected(p, blocks, page_size)
+    factors = [Codes.of(x, device=device) for x in (p.q, p.k)] if formats == "fp8" else ()
+    truth, honest = expected(p, blocks, page_size, factors)
     assert_close("out", out, honest[0].to(torch.bfloat16), truth[0])
     assert_close("lse", lse, honest[1], truth[1])
     return None

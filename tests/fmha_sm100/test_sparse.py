@@ -13,6 +13,7 @@ from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import strided
 from tests.contract import DEVICES
 from tests.fmha_sm100.sparse_cases import FP8, case, check, csr, floats, honest_fp8, lengths, pools, truth, with_numbers
+from tests.products import Codes
 
 devices = pytest.mark.parametrize("device", DEVICES)
 
@@ -59,7 +60,7 @@ def test_as_vllm_attends_in_prefill(device, fp8):
     assert buffer[:decode].isnan().all()
     exact, honest = truth(p, blocks, 128, 0.09)
     if fp8 and device == "cuda":
-        honest = honest_fp8(p, blocks, 128, 0.09)
+        honest = honest_fp8(p, blocks, 128, 0.09, *(Codes.of(x, device=device) for x in (p.q, p.k)))
     check((result,), (exact, honest))
 
 
@@ -247,7 +248,9 @@ def test_fp8_scales_count(device, query, per):
     exact_p = with_numbers(p, q=q.double() * q_number, **numbers)
     low = exact_p.map(lambda x: x.to(torch.bfloat16))
     exact = truth(exact_p, blocks, 64)[0]
-    honest = honest_fp8(low, blocks, 64) if query == "fp8" and device == "cuda" else truth(low, blocks, 64)[1]
+    honest = truth(low, blocks, 64)[1]
+    if query == "fp8" and device == "cuda":
+        honest = honest_fp8(low, blocks, 64, None, Codes.of(codes.q, q_number, device), Codes.of(codes.k, factors["k"], device))
     options = {"block_size": 64, "return_softmax_lse": True, "page_table": table, "seqused_k": lens}
     check(attend(p, blocks, device, k, v, q=q.to(device), **options, **here), (exact, honest))
 
@@ -258,7 +261,8 @@ def test_flat_fp8(device):
     codes = p.map(lambda x: x.to(FP8))
     numbers = codes.map(lambda x: x.to(torch.bfloat16))
     exact, honest = truth(numbers, blocks, 128)
-    honest = honest_fp8(numbers, blocks, 128) if device == "cuda" else honest
+    if device == "cuda":
+        honest = honest_fp8(numbers, blocks, 128, None, *(Codes.of(x, device=device) for x in (codes.q, codes.k)))
     check((attend(codes, blocks, device, output_scale=2.0) / 2,), (exact, honest))
 
 
