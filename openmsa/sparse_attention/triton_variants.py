@@ -118,7 +118,7 @@ def _of_case(
     rows = {"TOPK": topk, "SLOTS": power_of_two(topk), "TOKENS": config.union_tokens, "BLOCK": block}
     flags = {"PAGE_SIZE": page, "NEGATIVE": False}
 
-    if dim == 128 and dtype == "bf16" and not keys:
+    if dim == 128 and dtype == "bf16" and not keys and group in (3, 16):  # lists know tokens, blocks and pages alone
         lists = rows | {"PAGE_SIZE": page if by_row else 0, "HAS_OUTER": True}
         warps = min(8, max(1, rows["TOKENS"] * rows["SLOTS"] // 256))
         yield _variant(f"tile_lists {name}", tile_lists, stored, page, lists, num_warps=warps)
@@ -164,7 +164,7 @@ def _of_case(
 
     merge = heads | dims | {"TILE_TOKENS": config.union_tokens, "TOKENS": config.combine_tokens, "TOPK": topk}
     merge |= {"CUTS": -(-block // config.outer_keys)}
-    if page == 0 and not keys:
+    if page == 0 and not keys and (block == 128 or dim == 64):
         yield _variant(f"combine {name}", combine_outer, stored, page, merge, num_warps=config.combine_warps)
         merge |= {"TILE_TOKENS": config.combine_tokens, "CUTS": 1, "tiles": None, "union_sizes": None}
         yield _variant(f"merge {name}", combine_outer, stored, page, merge, num_warps=2 * config.combine_warps)
