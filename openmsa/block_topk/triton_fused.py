@@ -114,8 +114,8 @@ def fused_kernel(
     num_pages, capacity, max_keys,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr,
-    SWIZZLED: tl.constexpr, PRODUCT: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr, TOPK: tl.constexpr,
-    INIT: tl.constexpr, LOCAL: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, HOLD: tl.constexpr,
+    SWIZZLED: tl.constexpr, NATIVE: tl.constexpr, PRODUCT: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr,
+    TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, HOLD: tl.constexpr,
     MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, batch * key heads); late rows, which see most keys, start first."""
@@ -160,7 +160,7 @@ def fused_kernel(
         m, _ = score_tile(
             b_q, None, keys, scales, None, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
-            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, PRODUCT, SWAP, False, False,
+            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, SWAP, False, False,
         )  # fmt: skip
         m = tl.gather(m, o_own, 0)
         m = m if b_f is None else m * b_f
@@ -174,7 +174,8 @@ def fused_kernel(
         m, _ = score_tile(
             b_q, None, keys, scales, None, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
-            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, PRODUCT, SWAP, True, LOCAL == 0,
+            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, SWAP, True,
+            LOCAL == 0,
         )  # fmt: skip
         m = tl.gather(m, o_own, 0)
         m = m if b_f is None else m * b_f

@@ -30,14 +30,18 @@ _ASM = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
 
 # A word holds two halves of 16 bits; a line moves the sign of one e2m1 code of each half to bit 15 and its magnitude to where
-# exponent and mantissa of a small number are: times 2**-126 as bf16, times 2**-14 as fp16.
-_E2M1 = """{{ .reg .b32 a, b;
-shl.b32 a, $4, 12; {} b, $4, {}; and.b32 b, b, {mask}; lop3.b32 $0, a, 0x80008000, b, 0xEA;
-shl.b32 a, $4, 8; {} b, $4, {}; and.b32 b, b, {mask}; lop3.b32 $1, a, 0x80008000, b, 0xEA;
-shl.b32 a, $4, 4; {} b, $4, {}; and.b32 b, b, {mask}; lop3.b32 $2, a, 0x80008000, b, 0xEA;
-{} b, $4, {}; and.b32 b, b, {mask}; lop3.b32 $3, $4, 0x80008000, b, 0xEA; }}"""
-E2M1_TO_BF16 = tl.constexpr(_E2M1.format("shl.b32", 6, "shl.b32", 2, "shr.b32", 2, "shr.b32", 6, mask="0x01C001C0"))
-E2M1_TO_FP16 = tl.constexpr(_E2M1.format("shl.b32", 9, "shl.b32", 5, "shl.b32", 1, "shr.b32", 3, mask="0x0E000E00"))
+# exponent and mantissa of a small number are: times 2**-126 as bf16, times 2**-14 as fp16. As bf16 both lie so far apart that
+# one product shifts them.
+E2M1_TO_BF16 = tl.constexpr("""{ .reg .b32 a, h; shr.b32 h, $4, 8;
+and.b32 a, $4, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 $0, a, 0x81C081C0;
+and.b32 a, $4, 0x00F000F0; mul.lo.u32 a, a, 0x0104; and.b32 $1, a, 0x81C081C0;
+and.b32 a, h, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 $2, a, 0x81C081C0;
+and.b32 a, h, 0x00F000F0; mul.lo.u32 a, a, 0x0104; and.b32 $3, a, 0x81C081C0; }""")
+E2M1_TO_FP16 = tl.constexpr("""{ .reg .b32 a, b;
+shl.b32 a, $4, 12; shl.b32 b, $4, 9; and.b32 b, b, 0x0E000E00; lop3.b32 $0, a, 0x80008000, b, 0xEA;
+shl.b32 a, $4, 8; shl.b32 b, $4, 5; and.b32 b, b, 0x0E000E00; lop3.b32 $1, a, 0x80008000, b, 0xEA;
+shl.b32 a, $4, 4; shl.b32 b, $4, 1; and.b32 b, b, 0x0E000E00; lop3.b32 $2, a, 0x80008000, b, 0xEA;
+shr.b32 b, $4, 3; and.b32 b, b, 0x0E000E00; lop3.b32 $3, $4, 0x80008000, b, 0xEA; }""")
 # 128 + the low seven bits, as a mantissa, less 128, or 256 of a negative code.
 INT8_TO_BF16 = tl.constexpr("""{ .reg .b32 a, b, c, one, big; mov.b32 one, 0xBF80BF80; mov.b32 big, 0x43004300;
 lop3.b32 a, $2, 0x007F007F, big, 0xEA; lop3.b32 b, $2, 0x00800080, big, 0xEA; fma.rn.bf16x2 $0, b, one, a; shr.b32 c, $2, 8;
@@ -56,7 +60,7 @@ def e4m3_bytes(codes):
 def e8m0_bytes(codes):
     """e8m0 codes (uint8) as float32: powers of two, 255 NaN."""
     c = codes.to(tl.int32)
-    return tl.where(c == 255, 0x7FC00000, tl.where(c == 0, 0x400000, c << 23)).to(tl.float32, bitcast=True)
+    return tl.where(c == 255, 0x7FC00000, tl.maximum(c << 23, 0x400000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -193,23 +197,25 @@ def load_scales(
 
 
 @triton.jit
-def group_numbers(b_g, FORMAT: tl.constexpr):
-    """Codes of the scales of groups as float32."""
-    if FORMAT == 3:
+def group_numbers(b_g, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes of the scales of groups as float32. NATIVE: where the GPU converts e4m3."""
+    if FORMAT == 3 and NATIVE:
+        return b_g.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif FORMAT == 3:
         return e4m3_bytes(b_g)
     else:
         return e8m0_bytes(b_g)
 
 
 @triton.jit
-def fp4_unit(b_k, b_g, FORMAT: tl.constexpr, PRODUCT: tl.constexpr):
+def fp4_unit(b_k, b_g, FORMAT: tl.constexpr, PRODUCT: tl.constexpr, NATIVE: tl.constexpr):
     """For items [TILE, width] and codes of group scales [TILE, groups]: two factors, exact in PRODUCT, that make bare e2m1
     numbers of `e2m1_parts` those of the keys, a number and [TILE, width]."""
     TILE: tl.constexpr = b_k.shape[0]
     WIDTH: tl.constexpr = b_k.shape[1]
     GROUPS: tl.constexpr = b_g.shape[1]
     unit = tl.full([], 8.507059173023462e37 if PRODUCT == tl.bfloat16 else 16384.0, tl.float32).to(PRODUCT)
-    b_s = group_numbers(b_g, FORMAT).to(PRODUCT)
+    b_s = group_numbers(b_g, FORMAT, NATIVE).to(PRODUCT)
     return unit, tl.broadcast_to(b_s[:, :, None], [TILE, GROUPS, WIDTH // GROUPS]).reshape(TILE, WIDTH)
 
 

@@ -57,12 +57,23 @@ def times(b_q, b_k, s, SWAP: tl.constexpr):
 
 
 @triton.jit
+def side_by_side(parts):
+    """Two or four tensors [rows, width] as one: parts in registers stay where they are, and one product is waited for, not one
+    a part."""
+    if len(parts) == 2:
+        x = tl.join(parts[0], parts[1]).permute(0, 2, 1)
+    else:
+        x = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3])).permute(0, 3, 2, 1)
+    return x.reshape(x.shape[0], len(parts) * x.shape[-1])
+
+
+@triton.jit
 def score_tile(
     b_q, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
     s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
     MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, SWIZZLED: tl.constexpr,
-    PRODUCT: tl.constexpr, SWAP: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
+    NATIVE: tl.constexpr, PRODUCT: tl.constexpr, SWAP: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Maxima of the blocks of one tile (`block_maxima`), scales of pages, keys and groups included. With `errors` two of them:
     of lower and of upper bounds of the scores; otherwise the second is the first. BOUNDED: some key
@@ -86,19 +97,20 @@ def score_tile(
     elif FORMAT == 2:
         s = None
         parts = int8_parts(b_k, PRODUCT)
-        for i in tl.static_range(len(parts)):
-            s = times(b_q[i], parts[i], s, SWAP)
+        if SWAP and len(parts) == 2:
+            s = times(side_by_side(b_q), side_by_side(parts), None, True)
+        else:
+            for i in tl.static_range(len(parts)):
+                s = times(b_q[i], parts[i], s, SWAP)
     elif b_q[0].shape[0] > i_last.shape[0]:  # `grouped_parts`
         ROWS: tl.constexpr = i_last.shape[0]
         parts = e2m1_parts(b_k, PRODUCT)
-        s = None
-        for i in tl.static_range(len(parts)):
-            s = times(b_q[i], parts[i], s, True)
-        s = s.reshape(TILE, b_q[0].shape[0] // ROWS, ROWS) * group_numbers(b_g, FORMAT)[:, :, None]
+        s = times(side_by_side(b_q), side_by_side(parts), None, True)
+        s = s.reshape(TILE, b_q[0].shape[0] // ROWS, ROWS) * group_numbers(b_g, FORMAT, NATIVE)[:, :, None]
         s = tl.sum(s, 1) * (256.0 if b_q[0].dtype == tl.bfloat16 else 16384.0)  # the unit of bare e2m1 numbers
     else:
         parts = e2m1_parts(b_k, PRODUCT)
-        unit, b_x = fp4_unit(b_k, b_g, FORMAT, PRODUCT)
+        unit, b_x = fp4_unit(b_k, b_g, FORMAT, PRODUCT, NATIVE)
         s = None
         for i in tl.static_range(len(parts)):
             s = times(b_q[i], parts[i] * unit * b_x, s, SWAP)

@@ -88,6 +88,7 @@ class KeySource:
     format: int
     dtype: torch.dtype
     scales: Scales
+    native: bool  # whether the GPU converts e4m3
 
     @classmethod
     def of(cls, index_k: Tensor | Stored | PagedIndexKeys, tile: Tile, device: Device) -> KeySource:
@@ -118,7 +119,7 @@ class KeySource:
         # Of packed keys page_size is 1: it is a compile key, so it must not be their number.
         return cls(
             source, page_table, pool.stride(), where[1], heads, num_pages, capacity, where[3], mode, tma, stored, data.dtype,
-            Scales.of(keys, mode),
+            Scales.of(keys, mode), device.arch >= 90,
         )  # fmt: skip
 
     @property
@@ -137,6 +138,7 @@ class KeySource:
             "FORMAT": self.format,
             "SCALE": scales.where,
             "SWIZZLED": scales.swizzled,
+            "NATIVE": self.native,
             "SPLIT": self.split,
         }
 

@@ -85,8 +85,9 @@ class Stage:
 
     def run(self, impl: str, arguments: Mapping[str, Any]) -> Any:
         """Calls the first implementation that can serve; NotImplementedError lists every refusal when none can."""
+        for row in self.table:
+            asked = impl in ("auto", row.name) and row.refuse(**arguments) is None
+            if asked and (impl != "auto" or row.reserve(**arguments) is None):
+                return row.load()(**arguments)
         explanation = self.explain(impl, arguments)
-        if explanation.chosen is None:
-            raise NotImplementedError(f"impl={impl!r} cannot serve this call of {self.name}:\n{explanation}")
-        row = next(row for row in self.table if row.name == explanation.chosen)
-        return row.load()(**arguments)
+        raise NotImplementedError(f"impl={impl!r} cannot serve this call of {self.name}:\n{explanation}")
