@@ -159,6 +159,19 @@ def test_chunks_of_queries_select_the_same(subject, keys):
         assert_equal(f"blocks in chunks of {chunk}", selections(subject, p, 4, chunk), whole)
 
 
+@subjects(block_scores)
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_nan_of_a_query_changes_no_other_score(subject, tokens):
+    """Also where rounding alone tells keys apart."""
+    numbers = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    order = torch.rand(600, 64, generator=torch.Generator().manual_seed(2)).argsort(-1)
+    index_k = numbers[order][:, None].to(subject.device, subject.dtype)
+    index_q = torch.full((tokens, 2, 64), 1 / 3, dtype=subject.dtype, device=subject.device)
+    scores = subject.run(block_scores, index_q, index_k, block_size=16)
+    index_q[-1, 0, 3] = float("nan")
+    assert_equal("scores", subject.run(block_scores, index_q, index_k, block_size=16)[:, :-1], scores[:, :-1])
+
+
 @subjects(msa_attention)
 @law(lengths=ragged(), chunk=st.sampled_from([1, 2, 7, 17, 64]), topk=st.sampled_from([1, 2, 5]))
 def test_chunks_of_queries_give_the_same(subject, lengths, chunk, topk):

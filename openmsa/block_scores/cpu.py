@@ -20,8 +20,9 @@ MIN_ROWS = 16  # below about 12 rows a product takes another kernel, which round
 def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndexKeys, seqs: Layout, block_size: int) -> Tensor:
     """See `openmsa.block_scores.block_scores`."""
     scores = _score(index_q, index_k, seqs, block_size, nan_is_lowest=False)
-    if bool(scores.isnan().any()):  # rare: once more, dropping single products
-        scores = _score(index_q, index_k, seqs, block_size, nan_is_lowest=True)
+    lost = scores.isnan()
+    if bool(lost.any()):  # rare: once more, dropping single products, which may round the other scores differently
+        scores = torch.where(lost, _score(index_q, index_k, seqs, block_size, nan_is_lowest=True), scores)
     return scores
 
 

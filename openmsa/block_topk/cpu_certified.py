@@ -129,14 +129,14 @@ class Tile:
         group, tokens, _ = self.q.shape
         shape = group, tokens, -(-self.stop // self.block_size)
         lower, upper, doubt = (torch.full(shape, -torch.inf, dtype=self.q.dtype) for _ in range(3))
-        norm = torch.linalg.vector_norm(self.q, dim=-1)[..., None] * (1 + self.unit)  # [group, tokens, 1]
+        norm = _norm(self.q)[..., None] * (1 + self.unit)  # [group, tokens, 1]
         step = max(1, KEYS // self.block_size) * self.block_size
         for first in range(0, self.stop, step):
             stop = min(first + step, self.stop)
             k = keys.coarse.span(self.head, first, stop)  # [keys, dim]
             error = keys.error.span(self.head, first, stop)[:, 0].to(k.dtype)  # [keys]
             is_nan = k.isnan().any(-1)
-            length = (torch.linalg.vector_norm(k, dim=-1) + error) * (1 + self.unit)
+            length = (_norm(k) + error) * (1 + self.unit)
             products = self.q @ k.t()  # [group, tokens, keys]
             rounding = norm * (self.unit * length) + self.q.shape[2] * torch.finfo(k.dtype).tiny
             radius = norm * error + rounding
@@ -162,6 +162,11 @@ class Tile:
         return scores
 
 
+def _norm(x: Tensor) -> Tensor:
+    """Of rows ``[..., dim]``, or a little more: squares below the smallest normal number may be lost."""
+    return torch.linalg.vector_norm(x, dim=-1) + (x.shape[-1] * torch.finfo(x.dtype).tiny) ** 0.5
+
+
 def _block_max(products: Tensor, block_size: int) -> Tensor:
     short = -products.shape[-1] % block_size
     return torch.nn.functional.pad(products, (0, short), value=-torch.inf).unflatten(-1, (-1, block_size)).amax(-1)
@@ -178,10 +183,11 @@ def _nth_best(values: Tensor, n: Tensor) -> Tensor:
 
 def _certain(scores: Tensor, doubt: Tensor, places: Tensor) -> Tensor:
     """Whether the best `places` (``[group, tokens]``) of each row are the same however the scores were rounded: each of two
-    ways to compute a score is off by at most `doubt`, so they differ by twice that."""
+    ways to compute a score is off by at most `doubt`, so they differ by twice that, or without a limit
+    where infinities may meet."""
     ordered, order = scores.sort(dim=-1, descending=True)
     doubt = 2 * doubt.gather(-1, order)
     kept = torch.arange(ordered.shape[-1]) < places[..., None]
     least = (ordered - doubt).masked_fill(~kept, torch.inf).amin(-1)
     best = (ordered + doubt).masked_fill(kept, -torch.inf).amax(-1)
-    return (least > best) | (best == -torch.inf)
+    return ((least > best) | (best == -torch.inf)) & doubt.isfinite().all(-1)

@@ -89,6 +89,44 @@ def certified(index_k):
     return CertifiedKeys.quantize(index_k)
 
 
+def assert_exact(index_q, index_k, topk, seqs=None):
+    blocks = select_blocks(index_q, CertifiedKeys.quantize(index_k), topk, seqs, block_size=16, certified=True)
+    assert torch.equal(blocks, select_blocks(index_q, index_k, topk, seqs, block_size=16))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize(("size", "key_size"), [(1e-25, 1e15), (1e-42, 1e18), (1e15, 1e-25), (1e19, 1e-42), (1e25, 1e12)])
+def test_squares_out_of_range(size, key_size, tokens):
+    """Norms whose squares underflow or overflow although the products are ordinary numbers."""
+    for spread in (1.0, 1e-6):
+        k = (1 - spread) * torch.randn(1, 1, 64, dtype=torch.float64) + spread * torch.randn(600, 1, 64, dtype=torch.float64)
+        q = torch.randn(tokens, 2, 64, dtype=torch.float64)
+        assert_exact((q * size).float(), (k * key_size).float(), 5)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("topk", [3, 8])
+def test_infinities_that_meet(tokens, topk):
+    """Whether a sum of products that overflow ends as inf, -inf or NaN depends on its order."""
+    for dim in (16, 64, 128):
+        k = torch.zeros(90, 1, dim)
+        for j in range(90):
+            k[j, 0, torch.randperm(dim)[:4]] = torch.tensor([3e19, -3e19, 3e19, 1.0 if j % 3 == 0 else -6e19])
+        for size in (5e18, 1e19, 1e27):
+            assert_exact(torch.full((tokens, 2, dim), size), k, topk)
+
+
+def test_nan_of_others_changes_no_row():
+    """Sums that only their rounding tells apart, beside a query and beside a sequence with NaN."""
+    numbers = torch.randn(64)
+    k = torch.stack([numbers[torch.randperm(64)] for _ in range(600)])[:, None]
+    index_q = torch.full((3, 2, 64), 1 / 3)
+    index_q[2, 0, 3] = NAN
+    assert_exact(index_q, k, 5)
+    others = torch.cat((k, torch.full((40, 1, 64), NAN)))
+    assert_exact(index_q[:2], others, 5, Sequences.from_lengths([1, 1], [600, 40]))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_few_blocks_are_rescored_on_ordinary_keys(device):
     """Of 256 blocks the bounds settle all but those near the last place."""
