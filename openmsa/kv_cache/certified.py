@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache.int8 import Int8
-from openmsa.kv_cache.stored import Stored, part
+from openmsa.kv_cache.stored import Stored, check_quantizable, part
 
 EXACT = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -56,6 +56,7 @@ class CertifiedKeys(Stored):
     @classmethod
     def quantize(cls, values: Tensor, dtype: torch.dtype | None = None) -> CertifiedKeys:
         """Keys ``[..., dim]``; the exact ones in `dtype` (None: as they are, the same tensor)."""
+        check_quantizable(values)
         exact = values.detach() if dtype is None else values.detach().to(dtype)
         return cls(Int8.quantize(exact), exact)
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.stored import Stored, divided, part, scalar
+from openmsa.kv_cache.stored import Stored, check_quantizable, divided, part, scalar
 
 LARGEST = 448.0
 NAN_CODE = 0x7F
@@ -95,6 +95,7 @@ class E4M3(Stored):
     def quantize(cls, values: Tensor, scale: Tensor | float | None = None, *, per: str | None = None) -> E4M3:
         """Rows ``[total, heads, dim]`` or a pool of them. scale: as the class takes it. per: instead of it "tensor", "head" or
         "page" (page and head) computes the largest finite magnitude / 448, or 1 where that is 0."""
+        check_quantizable(values)
         if per is not None:
             if scale is not None:
                 raise ValueError(f"per must be None when scale is given, got {per!r}")
@@ -145,5 +146,5 @@ def _amax_scale(values: Tensor, per: str) -> Tensor:
     if per not in ("tensor", "head", "page") or (per == "page" and values.dim() != 4):
         raise ValueError(f"per must be 'tensor', 'head' or, for a pool of 4 dimensions, 'page', got {per!r}")
     kept = {"tensor": (), "head": (1,), "page": (0, 1)}[per]
-    amax = finite_amax(values.detach(), tuple(d for d in range(values.dim()) if d not in kept))
-    return torch.where(amax > 0, divided(amax, LARGEST), 1.0)
+    scale = divided(finite_amax(values.detach(), tuple(d for d in range(values.dim()) if d not in kept)), LARGEST)
+    return torch.where(scale > 0, scale, 1.0)  # the quotient may underflow

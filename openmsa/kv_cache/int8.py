@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.stored import Stored, divided, part
+from openmsa.kv_cache.stored import Stored, check_quantizable, divided, part
 
 LARGEST = 2.0**127
 """Magnitudes above it (infinities too) count as it, so that code times scale is finite."""
@@ -77,6 +77,7 @@ class Int8(Stored):
     @classmethod
     def quantize(cls, values: Tensor) -> Int8:
         """Keys ``[..., dim]``, converted to float32 first."""
+        check_quantizable(values)
         stored = cls.allocate(tuple(values.shape), values.device)
         stored.fill(values)
         return stored

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache.nvfp4 import BYTES, decode_pairs, encode_pairs
-from openmsa.kv_cache.stored import Stored, part
+from openmsa.kv_cache.stored import Stored, check_quantizable, part
 
 GROUP = 32
 NAN_CODE = 255
@@ -64,6 +64,7 @@ class MXFP4(Stored):
     @classmethod
     def quantize(cls, values: Tensor) -> MXFP4:
         """Keys ``[..., dim]``, converted to float32 first."""
+        check_quantizable(values, GROUP)
         stored = cls.allocate(tuple(values.shape), values.device)
         stored.fill(values)
         return stored

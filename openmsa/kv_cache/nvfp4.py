@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import e4m3
-from openmsa.kv_cache.stored import Stored, divided, index_of, part, scalar
+from openmsa.kv_cache.stored import Stored, check_quantizable, divided, index_of, part, scalar
 
 GROUP = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -135,9 +135,11 @@ class NVFP4(Stored):
     def quantize(cls, values: Tensor, global_scale: Tensor | float | None = None, layout: str = "linear") -> NVFP4:
         """Rows ``[..., dim]``, converted to float32 first. global_scale None: the largest finite magnitude / (6 * 448), or 1
         where that is 0."""
+        check_quantizable(values, GROUP)
         if global_scale is None:
             amax = e4m3.finite_amax(values.detach(), tuple(range(values.dim())))
-            global_scale = torch.where(amax > 0, divided(amax, LARGEST * e4m3.LARGEST), 1.0)
+            global_scale = divided(amax, LARGEST * e4m3.LARGEST)
+            global_scale = torch.where(global_scale > 0, global_scale, 1.0)  # the quotient may underflow
         stored = cls.allocate(tuple(values.shape), values.device, global_scale, layout)
         stored.fill(values)
         return stored

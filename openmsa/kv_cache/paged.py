@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache.formats import allocate
-from openmsa.kv_cache.pages import Paged
+from openmsa.kv_cache.pages import Paged, check_sizes
 from openmsa.kv_cache.stored import INDEX_FORMATS, KEY_FORMATS, Stored
 
 
@@ -46,6 +46,7 @@ class PagedKV(Paged):
     ) -> PagedKV:
         """Empty pools (zeros) on the device of `page_table`: of `dtype`, or in a `format`, "e4m3" or "nvfp4", with scale 1.0.
         Other scales and layouts: allocate the pools themselves, ``E4M3.allocate(shape, device, scale)``."""
+        check_sizes(page_table, num_pages, num_kv_heads=num_kv_heads, page_size=page_size, head_dim=head_dim)
         shape = (num_pages, num_kv_heads, page_size, head_dim)
         k, v = (allocate(format, cls.formats, shape, dtype, page_table.device) for _ in range(2))
         return cls(k, v, page_table, torch.zeros(page_table.shape[0], dtype=torch.int32, device=page_table.device))
@@ -98,6 +99,7 @@ class PagedIndexKeys(Paged):
     ) -> PagedIndexKeys:
         """An empty pool (zeros) on the device of `page_table`, as `PagedKV.allocate`; "certified" holds int8 keys beside exact
         ones of `dtype`."""
+        check_sizes(page_table, num_pages, num_heads=num_heads, page_size=page_size, index_dim=index_dim)
         keys = allocate(format, cls.formats, (num_pages, num_heads, page_size, index_dim), dtype, page_table.device)
         return cls(keys, page_table, torch.zeros(page_table.shape[0], dtype=torch.int32, device=page_table.device))
 

@@ -19,6 +19,14 @@ from openmsa.types import Layout, Sequences, layout, starts
 POOL = "[num_pages, heads, page_size, dim]"
 
 
+def check_sizes(page_table: Tensor, num_pages: int, **sizes: int) -> None:
+    """What `allocate` takes: a page table, and sizes of its pools."""
+    checks.tensor("page_table", page_table, "[batch, max_pages]", (torch.int32,))
+    checks.integer("num_pages", num_pages, 0)
+    for name, value in sizes.items():
+        checks.integer(name, value, 1)
+
+
 class Paged:
     """A cache of one or more pools of one shape and format behind one page table."""
 

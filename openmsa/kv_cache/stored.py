@@ -181,6 +181,14 @@ def part(name: str, value: Any, of: Tensor, dtypes: tuple[torch.dtype, ...], sha
     return value
 
 
+def check_quantizable(values: Any, group: int = 1) -> None:
+    """`values` must be a float tensor ``[..., dim]`` of whole groups."""
+    part("values", values, values, checks.FLOATS)
+    if values.dim() == 0 or values.shape[-1] % group:
+        multiple = f", dim a multiple of {group}" if group > 1 else ""
+        raise ValueError(f"values must have shape [..., dim]{multiple}, got {tuple(values.shape)}")
+
+
 def scalar(name: str, value: Tensor | float, of: Tensor) -> Tensor:
     """A float, or a float32 tensor of one element, as float32 ``[]`` on the device of `of`."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):

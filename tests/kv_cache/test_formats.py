@@ -144,6 +144,20 @@ def test_nvfp4_global_scale_reaches_the_largest_number():
     assert float((stored.dequantize() - x).abs().max()) <= float(x.abs().max()) / 6  # half the widest step, 4 to 6
 
 
+@pytest.mark.parametrize("largest", [1e-45, 1e-42])
+def test_computed_scales_are_positive(largest):
+    """Also where the division of the largest magnitude underflows; what is next to it stays 0."""
+    x = torch.zeros(2, 2, 4, 32)
+    x[0, 0, 0, :3] = largest
+    for per in ("tensor", "head", "page"):
+        stored = E4M3.quantize(x, per=per)
+        assert bool((stored.scale > 0).all())
+        assert bool((stored.dequantize()[x == 0] == 0).all())
+    packed = NVFP4.quantize(x)
+    assert float(packed.global_scale) > 0
+    assert bool((packed.dequantize()[x == 0] == 0).all())
+
+
 def test_mxfp4_by_the_definition():
     x = torch.cat([mixed(40, 2, 64), mixed(8, 2, 64) * 1e-37, mixed(8, 2, 64) * 1e-43, mixed(8, 2, 64).clamp(-1, 1) * 3e38])
     stored = MXFP4.quantize(x)
@@ -336,6 +350,12 @@ BAD = {
         ("CertifiedKeys.exact", "float32", "float64"),
         lambda: CertifiedKeys.quantize(torch.ones(1, 16).double()),
     ),
+    "quantized list": (TypeError, ("values", "torch.Tensor", "list"), lambda: E4M3.quantize([1.0])),
+    "quantized integers": (TypeError, ("values", "float32", "int32"), lambda: Int8.quantize(torch.ones(1, 16).int())),
+    "quantized number": (ValueError, ("values", "[..., dim]", "()"), lambda: Int8.quantize(torch.ones(()))),
+    "quantized nothing": (TypeError, ("values", "torch.Tensor", "NoneType"), lambda: CertifiedKeys.quantize(None)),
+    "nvfp4 of 17": (ValueError, ("values", "multiple of 16", "(1, 17)"), lambda: NVFP4.quantize(torch.ones(1, 17))),
+    "mxfp4 of 48": (ValueError, ("values", "multiple of 32", "(1, 48)"), lambda: MXFP4.quantize(torch.ones(1, 48))),
     "device": (
         ValueError,
         ("Int8.error", "device", "meta"),

@@ -275,6 +275,20 @@ def test_bad_caches(case):
         assert word in str(caught.value)
 
 
+def test_bad_sizes():
+    good = (torch.zeros(2, 2, dtype=torch.int32), 6, 2, 4, 16)
+    for at, value, error, words in (
+        (0, None, TypeError, "page_table must be a torch.Tensor .* got NoneType"),
+        (1, -1, ValueError, "num_pages must be at least 0, got -1"),
+        (2, 0, ValueError, "heads must be at least 1, got 0"),
+        (3, 1.5, TypeError, r"page_size must be an int, got float \(1.5\)"),
+        (4, -16, ValueError, "dim must be at least 1, got -16"),
+    ):
+        for cache in (PagedKV, PagedIndexKeys):
+            with pytest.raises(error, match=words):
+                cache.allocate(*good[:at], value, *good[at + 1 :], format="e4m3")
+
+
 def test_a_page_with_keys_of_another_sequence_is_not_written():
     """Sequence 0 ends inside page 2, which sequence 1 shares and fills further."""
     table = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32)
