@@ -441,7 +441,7 @@ def variant(
     constants |= {"LOOKUP": config.lookup, "STAGES": config.num_stages, "PDL": pdl}
     constants |= {"FORMAT": form, "SWIZZLED": False, "NATIVE": pdl, "BD": padded_dim(head_dim, form)}
     factors = {name: "*fp32" for name in ("k_factor", "v_factor")} if form else {}
-    groups = {name: "*u8" for name in ("k_groups", "v_groups")} if form == 3 else {}
+    groups = {name: "*i32" for name in ("k_groups", "v_groups")} if form == 3 else {}
     arguments |= factors | groups | ({"k": "*i16", "v": "*i16"} if form else {})
     constants |= {x: None for x in ("q_factor", "k_factor", "v_factor", "k_groups", "v_groups") if x not in arguments}
     small = ("qf", "kfp", "kfh", "vfp", "vfh", "kgp", "kgh", "kgn", "vgp", "vgh", "vgn")

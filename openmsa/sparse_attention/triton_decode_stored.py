@@ -27,7 +27,8 @@ GROUP = 16  # elements of one NVFP4 scale
 @dataclass(frozen=True)
 class Source:
     """Where a kernel finds one of keys and values. words: int16 pool [pages, heads, rows, words]; plain rows stand as they are.
-    factor: float32 scale of a tensor, head or page. groups: scales of groups, their strides in bytes, or in rows (128x4)."""
+    factor: float32 scale of a tensor, head or page. groups: scales of groups, bytes or, where their number and their strides
+    allow it, four of them an int32; their strides in items, or in rows (128x4)."""
 
     words: Tensor
     factor: Tensor | None = None
@@ -47,6 +48,9 @@ class Source:
             return cls(pool(_words(rows.data)), rows.scale, (page, head))
         if isinstance(rows, NVFP4):
             scale, heads, size = rows.scale.view(torch.uint8), rows.shape[1], rows.shape[-2]
+            outer = (scale.data_ptr(), rows.groups, *scale.stride()[:-1])
+            if scale.stride(-1) == 1 and all(n % 4 == 0 for n in outer):
+                scale = scale.view(torch.int32)
             if rows.layout == "linear":
                 strides = pool(scale).stride()
             else:
@@ -158,18 +162,25 @@ def query_parts(p_q, m_r, stride_qd, D: tl.constexpr, BD: tl.constexpr, PARTS: t
 
 
 @triton.jit
-def load_groups(scales, i_page, i_h, o_row, m_n, s_p, s_h, s_n, s_g, D: tl.constexpr, BD: tl.constexpr, SWIZZLED: tl.constexpr):
-    """float16 scales of the words of rows o_row, [rows, BD // 4]."""
+def load_groups(
+    scales, i_page, i_h, o_row, m_n, s_p, s_h, s_n, s_g,
+    D: tl.constexpr, BD: tl.constexpr, SWIZZLED: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """float16 scales of the words of rows o_row, [rows, BD // 4]. scales: bytes or int32 of four."""
     ROWS: tl.constexpr = o_row.shape[0]
     COLS: tl.constexpr = BD // 16
-    o_g = tl.arange(0, COLS)
+    PACK: tl.constexpr = 4 if scales.dtype.element_ty == tl.int32 else 1
+    o_g = tl.arange(0, COLS // PACK)[None, :] * PACK
     o_s = (i_page * s_p + i_h.to(tl.int64) * s_h + o_row.to(tl.int64) * s_n)[:, None]
     if SWIZZLED:
-        i_tile = (o_s // 128) * ((D // 16 + 3) // 4) + o_g[None, :] // 4
-        o_s = i_tile * 512 + (o_s % 32) * 16 + (o_s % 128 // 32) * 4 + o_g[None, :] % 4
+        i_tile = (o_s // 128) * ((D // 16 + 3) // 4) + o_g // 4
+        o_s = (i_tile * 512 + (o_s % 32) * 16 + (o_s % 128 // 32) * 4 + o_g % 4) // PACK
     else:
-        o_s = o_s + o_g[None, :] * s_g
-    b_g = e4m3(tl.load(scales + o_s, mask=m_n[:, None] & (o_g < D // 16)[None, :], other=0))
+        o_s = o_s + o_g // PACK * s_g
+    codes = tl.load(scales + o_s, mask=m_n[:, None] & (o_g < D // 16), other=0)
+    if PACK == 4:
+        codes = tl.reshape(codes[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :], [ROWS, COLS]).to(tl.uint8)
+    b_g = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16) if NATIVE else e4m3(codes)
     return tl.reshape(tl.broadcast_to(b_g[:, :, None], [ROWS, COLS, 4]), [ROWS, BD // 4])
 
 
@@ -213,8 +224,8 @@ def walk_stored(
         b_k = tl.load(k + o_k[:, None] + o_w[None, :], mask=m_n[:, None] & m_w, other=0)  # [BN, W] int16
         b_v = tl.load(v + o_v[:, None] + o_w[None, :], mask=m_n[:, None] & m_w, other=0)
         if FORMAT == 3:
-            b_kg = load_groups(k_groups, i_page, i_h, o_row, m_n, s_kgp, s_kgh, s_kgn, s_kgg, D, BD, SWIZZLED)
-            b_vg = load_groups(v_groups, i_page, i_h, o_row, m_n, s_vgp, s_vgh, s_vgn, s_vgg, D, BD, SWIZZLED)
+            b_kg = load_groups(k_groups, i_page, i_h, o_row, m_n, s_kgp, s_kgh, s_kgn, s_kgg, D, BD, SWIZZLED, NATIVE)
+            b_vg = load_groups(v_groups, i_page, i_h, o_row, m_n, s_vgp, s_vgh, s_vgn, s_vgg, D, BD, SWIZZLED, NATIVE)
         b_s = tl.zeros([BM, BN], tl.float32)
         for p in tl.static_range(PARTS):
             b_kp = part_of(b_k, p, FORMAT, NATIVE)

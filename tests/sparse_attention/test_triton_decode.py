@@ -85,6 +85,7 @@ STORED = [  # format, queries, storage, page_size, head_dim, group, block_size, 
     ("nvfp4", "plain", "paged", 64, 128, 16, 32, torch.bfloat16, 2),
     ("nvfp4 128x4", "e4m3", "paged", 32, 96, 3, 64, torch.bfloat16, 2),
     ("nvfp4 128x4", "plain", "flat", 0, 48, 4, 64, torch.float16, 1),
+    ("nvfp4 128x4", "plain", "paged", 32, 64, 4, 64, torch.float16, 2),
 ]
 
 
