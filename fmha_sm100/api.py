@@ -11,7 +11,7 @@ from torch import Tensor
 from fmha_sm100 import launch, values
 from fmha_sm100.arguments import check_plan, operand_rows, score_buffer
 from fmha_sm100.launch import Call
-from fmha_sm100.operands import FP8, Scale, check_out
+from fmha_sm100.operands import FP8, Scale, check_out, flags
 from fmha_sm100.plan import _fmha_sm100_plan, fmha_sm100_plan
 from fmha_sm100.rows import offsets, on_device
 from fmha_sm100.topk import sparse_topk_select
@@ -64,7 +64,8 @@ def fmha_sm100(
                        multiplied by ``v_scale * o_scale``. With float8 keys k_scale and v_scale may be float32 tensors of one
                        element, read on the device (then without max scores).
     output_maxscore, output_o:  which results to compute.
-    check_input_valid: also read the values (lengths, page and block ids, NaN in q) and raise ValueError naming a bad one.
+    check_input_valid: also read the values (lengths, page and block ids, NaN in q) and raise ValueError naming a bad one; on
+                       a CPU lengths and pages are always checked.
     return_lse, lse:   (ours) also return float32 ``[total_q, num_qo_heads]``, the natural logarithm of the softmax
                        denominator, in the given buffer or a new one.
 
@@ -109,6 +110,7 @@ def _fmha_sm100(
     """`fmha_sm100` for the dict of `_fmha_sm100_plan`."""
     if not isinstance(plan_info, dict) or any(key not in plan_info for key in PLAN_KEYS):
         raise TypeError(f"plan_info must be what _fmha_sm100_plan returned, got {type(plan_info).__name__}")
+    flags(output_maxscore=output_maxscore, output_o=output_o, check_input_valid=check_input_valid, return_lse=return_lse)
     if v is None and not output_o and not return_lse and lse is None:
         v = k
     q_rows, k_rows, v_rows, factor, v_factor = operand_rows(q, k, v, q_scale, k_scale, v_scale)  # type: ignore[arg-type]
@@ -142,6 +144,8 @@ def _fmha_sm100(
     )
     if check_input_valid:
         values.check(call)
+    elif q.device.type == "cpu":
+        values.check_keys(call)
     found = _run(call, out_dtype)
     if scores is None:
         max_score = None

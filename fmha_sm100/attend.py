@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fmha_sm100 import operands
-from fmha_sm100.k2q_rows import Rows, checked_starts, longest
+from fmha_sm100.k2q_rows import Rows, checked_starts, given_longest
 from fmha_sm100.k2q_schedule import SparseAttentionSchedule
 from fmha_sm100.k2q_selection import selection
 from openmsa import E4M3, sparse_attention
@@ -47,6 +47,11 @@ class Options:
 
     def check(self, q: Tensor, num_kv_heads: int) -> None:
         """Everything but the lengths."""
+        operands.flags(
+            causal=self.causal,
+            return_softmax_lse=self.return_softmax_lse,
+            return_temperature_lse=self.return_temperature_lse,
+        )
         checks.integer("topK", self.topK, 1, 64)
         checks.integer("blk_kv", self.blk_kv, 16, 256)
         checks.integer("usable_SM_count", self.usable_SM_count, -1)
@@ -101,10 +106,8 @@ def attend(
         operands.check_out("out", options.out, (total_q, heads, head_dim), out_dtype(q), q.device)
     scale = head_dim**-0.5 if options.softmax_scale is None else checks.scale("softmax_scale", options.softmax_scale)
     cu_q, cu_k = checked_starts(options.cu_seqlens_q, options.cu_seqlens_k, total_q, q.device)
-    max_q = longest("max_seqlen_q", options.max_seqlen_q, cu_q)
-    max_k = longest("max_seqlen_k", options.max_seqlen_k, cu_k)
-    if max_q is None or max_k is None:
-        raise ValueError(f"max_seqlen_q and max_seqlen_k must be given, got {max_q} and {max_k}")
+    max_q = given_longest("max_seqlen_q", options.max_seqlen_q, cu_q)
+    max_k = given_longest("max_seqlen_k", options.max_seqlen_k, cu_k)
     if options.page_table is None:
         keys = operands.flat(k, v, cu_q, cu_k, max_q, max_k, options.causal)
     else:

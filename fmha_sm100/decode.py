@@ -60,6 +60,7 @@ def sparse_decode_atten_func(
     refuses it); any device, dtype, group size, head dim and page size; scales; `causal=False`; lengths below seqlen_q.
     """
     operands.check_operands(q, k, v, "head_dim", True, operands.QUERIES)
+    operands.flags(causal=causal, return_softmax_lse=return_softmax_lse)
     checks.integer("seqlen_q", seqlen_q, 1)
     checks.integer("max_seqlen_k", max_seqlen_k, 0)
     checks.integer("blk_kv", blk_kv, 16, 256)
@@ -98,6 +99,7 @@ def sparse_decode_atten_func(
 def token_major(q2k_indices: Tensor, total_q: int, num_kv_heads: int) -> Tensor:
     """A selection in either order of its first two dimensions as ``[total_q, num_kv_heads, topk]``, a view."""
     checks.tensor("q2k_indices", q2k_indices, "[num_kv_heads, total_q, topk]", (torch.int32,))
+    checks.integer("q2k_indices.shape[2] (topk)", q2k_indices.shape[2], 1, 64)
     if tuple(q2k_indices.shape[:2]) == (num_kv_heads, total_q):
         return q2k_indices.transpose(0, 1)
     if tuple(q2k_indices.shape[:2]) != (total_q, num_kv_heads):

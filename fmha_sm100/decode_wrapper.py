@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fmha_sm100.decode import sparse_decode_atten_func
 from fmha_sm100.decode_schedule import DecodeAttentionSchedule, decode_schedule
-from fmha_sm100.operands import Scale
+from fmha_sm100.operands import Scale, flags
 from openmsa.runtime import checks
 
 
@@ -30,6 +30,7 @@ class SparseDecodePagedAttentionWrapper:
 
     def __init__(self, *, blk_kv: int = 128, causal: bool = True) -> None:
         self.blk_kv = checks.integer("blk_kv", blk_kv, 16, 256)
+        flags(causal=causal)
         self.causal = bool(causal)
         self.page_table: Tensor | None = None
         self.seqused_k: Tensor | None = None
@@ -64,11 +65,14 @@ class SparseDecodePagedAttentionWrapper:
         checks.tensor("seqused_k", seqused_k, "[batch]", (torch.int32, torch.int64))
         checks.size("seqused_k", seqused_k, 0, page_table.shape[0], "the batch of page_table")
         checks.alike("seqused_k", seqused_k, "page_table", page_table, dtype=False)
+        flags(enable_cuda_graph=enable_cuda_graph, disable_split_kv=disable_split_kv)
         checks.integer("seqlen_q", seqlen_q, 1)
         checks.integer("max_seqlen_k", max_seqlen_k, 0)
         for name, count in (("num_qo_heads", num_qo_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
             if count is not None:
                 checks.integer(name, count, 1)
+        if num_qo_heads is not None and num_kv_heads is not None:
+            checks.divides("num_kv_heads", num_kv_heads, "num_qo_heads", num_qo_heads)
         for name, size in (("max_grid_size", max_grid_size), ("fixed_split_size", fixed_split_size)):
             if size is not None:
                 checks.integer(name, size, 1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fmha_sm100 import operands
-from fmha_sm100.k2q_rows import checked_starts, longest
+from fmha_sm100.k2q_rows import checked_starts, given_longest
 from openmsa import MXFP4, NVFP4, PagedIndexKeys, Sequences, block_scores
 from openmsa.kv_cache import mxfp4, nvfp4
 from openmsa.runtime import checks
@@ -80,6 +80,7 @@ def fp4_indexer_block_scores(
     """
     spec = _spec(fp4_format)
     operands.chosen("scale_layout", scale_layout, LAYOUTS)
+    operands.flags(causal=causal)
     checks.tensor("q_fp4", q_fp4, "[total_q, num_q_heads, dim // 2]", PACKED)
     checks.tensor("k_fp4", k_fp4, "[num_pages, num_k_heads, page_size, dim // 2]", PACKED)
     checks.size("k_fp4", k_fp4, 3, q_fp4.shape[2], "dim // 2 of q_fp4")
@@ -103,11 +104,9 @@ def fp4_indexer_block_scores(
         raise ValueError(f"qo_offset must be None with causal=False, got {type(qo_offset).__name__}")
     total_q, page_size = q_fp4.shape[0], k_fp4.shape[2]
     cu_q, cu_k = checked_starts(cu_seqlens_q, cu_seqlens_k, total_q, q_fp4.device)
-    max_q, max_k = longest("max_seqlen_q", max_seqlen_q, cu_q), longest("max_seqlen_k", max_seqlen_k, cu_k)
-    if max_q is None or max_k is None:
-        raise ValueError(f"max_seqlen_q and max_seqlen_k must be given, got {max_q} and {max_k}")
+    max_q, max_k = given_longest("max_seqlen_q", max_seqlen_q, cu_q), given_longest("max_seqlen_k", max_seqlen_k, cu_k)
     queries = _queries(q_fp4, q_scale, spec, scale_layout)
-    table = _page_table(kv_indices, cu_page_offsets, cu_k, -(-max_k // page_size), page_size)
+    table = _page_table(kv_indices, cu_page_offsets, cu_k, -(-max_k // page_size), k_fp4)
     keys = PagedIndexKeys(_keys(k_fp4, k_scale, spec, scale_layout), table, cu_k.diff())
     seqs = Sequences(cu_q, None, max_q, max_k, _offset(qo_offset, causal, cu_k))
     scores = block_scores(queries, keys, seqs, block_size=BLOCK)  # [num_q_heads, total_q, blocks]
@@ -212,11 +211,11 @@ def _keys(data: Tensor, scale: Tensor, spec: _Format, layout: str) -> NVFP4 | MX
     return NVFP4(codes, rows) if spec.group == nvfp4.GROUP else MXFP4(codes, rows)
 
 
-def _page_table(kv_indices: Tensor, cu_page_offsets: Tensor, cu_k: Tensor, width: int, page_size: int) -> Tensor:
+def _page_table(kv_indices: Tensor, cu_page_offsets: Tensor, cu_k: Tensor, width: int, k_fp4: Tensor) -> Tensor:
     """int32 [batch, width]: the physical pages of each sequence; -1 behind the last."""
     checks.tensor("cu_page_offsets", cu_page_offsets, "[batch + 1]", (torch.int32, torch.int64))
     checks.size("cu_page_offsets", cu_page_offsets, 0, cu_k.numel(), "batch + 1, as cu_seqlens_q")
-    pages = (cu_k.diff() + page_size - 1) // page_size
+    pages = (cu_k.diff() + k_fp4.shape[2] - 1) // k_fp4.shape[2]
     if cu_k.device.type == "cpu":
         short = (cu_page_offsets.diff() < pages).nonzero()
         if short.numel():
@@ -232,12 +231,19 @@ def _page_table(kv_indices: Tensor, cu_page_offsets: Tensor, cu_k: Tensor, width
     named = (logical < pages[:, None]) & (at < kv_indices.numel())  # [batch, width]
     if not kv_indices.numel():
         return torch.full(named.shape, -1, dtype=torch.int32, device=cu_k.device)
+    if cu_k.device.type == "cpu":
+        read = torch.zeros_like(kv_indices).index_copy_(0, at[named], kv_indices[at[named]])
+        checks.in_range("kv_indices", read, 0, k_fp4.shape[0])
     return torch.where(named, kv_indices[torch.where(named, at, 0)], -1)
 
 
 def _offset(qo_offset: Tensor | int | None, causal: bool, cu_k: Tensor) -> Tensor | None:
     if not causal:
         return cu_k.diff()
-    if qo_offset is None or isinstance(qo_offset, Tensor):
+    if qo_offset is None:
+        return None
+    if isinstance(qo_offset, Tensor):
+        checks.tensor("qo_offset", qo_offset, "[batch]", (torch.int32, torch.int64))
+        checks.size("qo_offset", qo_offset, 0, cu_k.numel() - 1, "the batch of cu_seqlens_q")
         return qo_offset
     return torch.full_like(cu_k[1:], checks.integer("qo_offset", qo_offset, -(2**31), 2**31 - 1))

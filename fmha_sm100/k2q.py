@@ -15,6 +15,7 @@ from fmha_sm100.k2q_rows import NOTHING, Rows, checked_starts, longest
 from fmha_sm100.k2q_schedule import SparseAttentionSchedule
 from fmha_sm100.k2q_selection import remember
 from fmha_sm100.k2q_sort import by_heads, sort_heads
+from fmha_sm100.operands import flags
 from openmsa.runtime import checks
 
 MAX_PACKED_QUERY = 1 << 24  # `qsplit_indices` has 24 bits for the query
@@ -58,12 +59,15 @@ def build_k2q_csr(
     checks.integer("q2k_indices.shape[2] (topk)", topk, 1, 64)
     checks.integer("kv_block_size", kv_block_size, 16, 256)
     checks.integer("qhead_per_kv", qhead_per_kv, 1)
+    flags(return_schedule=return_schedule)
     if total_k is None:
         raise ValueError("total_k must be the number of keys (0 where it is not known), got None")
     checks.integer("total_k", total_k, 0)
     if total_q * topk >= 2**31:
         raise ValueError(f"total_q * topk must be below 2**31, got {total_q} * {topk}")
     cu_q, cu_k = checked_starts(cu_seqlens_q, cu_seqlens_k, total_q, q2k_indices.device)
+    if total_k and cu_k.device.type == "cpu" and total_k < int(cu_k[-1]):
+        raise ValueError(f"total_k must be at least the keys of cu_seqlens_k ({int(cu_k[-1])}) or 0, got {total_k}")
     if return_schedule:
         for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             if bound is None:

@@ -7,11 +7,14 @@ sequence that has one, and so on.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from openmsa.runtime import checks
 from openmsa.types import starts
 
 NOTHING = 2**31 - 1
@@ -88,15 +91,29 @@ def checked_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, dev
     return cu_q, cu_k
 
 
+def length(name: str, value: Any) -> int:
+    """An int at least 0; integers of other libraries and tensors of one integer are taken too."""
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} ({value!r})") from None
+    return checks.integer(name, value, 0)
+
+
 def longest(name: str, bound: int | None, cu_seqlens: Tensor) -> int | None:
     """`bound` as an int; on a CPU it must reach the longest sequence, which stands in for None."""
     if bound is not None:
-        bound = int(bound)
-        if bound < 0:
-            raise ValueError(f"{name} must be at least 0, got {bound}")
+        bound = length(name, bound)
     if cu_seqlens.device.type != "cpu":
         return bound
     most = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
     if bound is not None and bound < most:
         raise ValueError(f"{name} must be at least the longest sequence ({most}), got {bound}")
     return most if bound is None else bound
+
+
+def given_longest(name: str, bound: int, cu_seqlens: Tensor) -> int:
+    """`longest` where the bound is required."""
+    found = longest(name, length(name, bound), cu_seqlens)
+    assert found is not None
+    return found

@@ -60,6 +60,8 @@ def quantize_kv_bf16_to_nvfp4_128x4(k: Tensor, v: Tensor) -> tuple[Nvfp4Quantize
 
 def dequantize_nvfp4_128x4_to_bf16(qx: Nvfp4QuantizedTensor, *, include_global_scale: bool = True) -> Tensor:
     """The numbers, bfloat16 in the original shape; without the global scale on request."""
+    if not isinstance(qx, Nvfp4QuantizedTensor):
+        raise TypeError(f"qx must be an Nvfp4QuantizedTensor, got {type(qx).__name__}")
     data = qx.data.reshape(*qx.original_shape[:-1], -1)
     scale = qx.global_scale.reshape(()) if include_global_scale else None
     return NVFP4(data, qx.scale_128x4, scale, "128x4").dequantize(torch.bfloat16)
@@ -75,6 +77,10 @@ def nvfp4_global_scale_from_amax(amax: Tensor) -> Tensor:
 
 def nvfp4_scale_128x4_offset(row: int | Tensor, col: int | Tensor, scale_cols: int) -> int | Tensor:
     """Byte of the scale of group `col` of `row` in the 128x4 layout; ints or int64 tensors that broadcast."""
+    for name, value in (("row", row), ("col", col)):
+        if not isinstance(value, Tensor):
+            checks.integer(name, value, 0)
+    checks.integer("scale_cols", scale_cols, 1)
     return nvfp4.swizzled_offset(row, col, scale_cols)  # type: ignore[arg-type]
 
 

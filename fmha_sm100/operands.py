@@ -121,6 +121,8 @@ def paged(
     checks.size("page_table", page_table, 0, cu_q.numel() - 1, "the batch of cu_seqlens_q")
     checks.tensor("seqused_k", seq_lens, "[batch]", (torch.int32, torch.int64))
     checks.size("seqused_k", seq_lens, 0, cu_q.numel() - 1, "the batch of cu_seqlens_q")
+    if seq_lens.device.type == "cpu":
+        checks.in_range("seqused_k", seq_lens, 0, page_table.shape[1] * k.shape[2] + 1)
     seq_lens = seq_lens.to(torch.int32)
     offset = None if causal else seq_lens
     cache = PagedKV(k, v, page_table, seq_lens)
@@ -148,6 +150,13 @@ def check_out(name: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, d
         raise TypeError(f"{name} must have dtype {dtype}, got {out.dtype}")
     if out.device != device:
         raise ValueError(f"{name} must be on the device of q ({device}), got {out.device}")
+
+
+def flags(**given: Any) -> None:
+    """Each must be a bool: Python's, NumPy's, 0 or 1."""
+    for name, value in given.items():
+        if type(value).__name__ not in ("bool", "bool_") and not (isinstance(value, int) and value in (0, 1)):
+            raise TypeError(f"{name} must be a bool, got {type(value).__name__} ({value!r})")
 
 
 def chosen(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmha_sm100.operands import flags
 from openmsa.runtime import checks
 
 TILE = 128  # tokens of a max-score tile in the public package
@@ -46,6 +47,7 @@ def fmha_sm100_plan(
     between plans; the order of requests is free; ``causal=False`` is truly so whatever lengths are written later; wrong
     arguments raise ValueError or TypeError.
     """
+    flags(split_prefill_decode=split_prefill_decode)
     batch = _lengths("qo_segment_lens", qo_segment_lens, None).numel()
     plan = _fmha_sm100_plan(qo_segment_lens, kv_segment_lens, num_qo_heads, num_kv_heads, qo_offset, **options)
     return False, 0, batch, plan, None
@@ -98,6 +100,9 @@ def _fmha_sm100_plan(
     table. With pages ``kv_segment_offsets`` is not read. ``max_k_tiles`` is an int, -1 without max scores; a caller may change
     it.
     """
+    flags(output_maxscore=output_maxscore, causal=causal, use_fp8_kvcache=use_fp8_kvcache)
+    for name, count in (("num_kv_splits", num_kv_splits), ("usable_SM_count", usable_SM_count)):
+        checks.integer(name, count, -1)
     qo = _lengths("qo_segment_lens", qo_segment_lens, None)
     kv = _lengths("kv_segment_lens", kv_segment_lens, qo.numel())
     _check_numbers(num_qo_heads, num_kv_heads, page_size, kv_block_num, block_size, max_kv_len)
@@ -219,7 +224,10 @@ def _place(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor
 
 def _device(device: torch.device | str | int | None, *lengths: Tensor) -> torch.device:
     if device is not None:
-        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        try:
+            return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"device must be a torch.device, its name, the number of a GPU or None, got {device!r}") from None
     for lens in lengths:
         if lens.device.type != "cpu":
             return lens.device

@@ -23,6 +23,7 @@ from fmha_sm100.fp4_indexer import (
 )
 from fmha_sm100.k2q import SparseK2qCsrBuilderSm100, build_k2q_csr
 from fmha_sm100.k2q_reference import build_k2q_csr_torch_reference, k2q_to_q2k, q2k_to_k2q
+from fmha_sm100.k2q_rows import length
 from fmha_sm100.k2q_schedule import SparseAttentionSchedule
 from fmha_sm100.nvfp4 import (
     Nvfp4QuantizedTensor,
@@ -235,7 +236,7 @@ def sparse_atten_nvfp4_kv_func(
     pages = None
     if page_table is not None:
         checks.tensor("page_table", page_table, "[batch, max_pages]", (torch.int32,))
-        pages = page_table[:, : -(-int(max_seqlen_k) // max(k.shape[2], 1))]
+        pages = page_table[:, : -(-length("max_seqlen_k", max_seqlen_k) // max(k.shape[2], 1))]
     values = nvfp4_operand("v", v, v_scale_128x4, v_global_scale, kv_layout, pages)
     scaled, out_factor = operands.scaled(values, operands.times(1.0, output_scale))
     return attend(query, keys, scaled, options, q_factor, out_factor)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""``check_input_valid=True``: reads the values of a call and names the first bad one. On a GPU this syncs."""
+"""``check_input_valid=True``: reads the values of a call and names the first bad one. On a GPU this syncs; on a CPU the part
+that keeps reads inside the keys is done on every call."""
 
 from __future__ import annotations
 
@@ -15,20 +16,26 @@ def check(call: Call) -> None:
     """Raises ValueError naming the argument, the index, the rule and the value."""
     plan = call.plan
     lens, queries = plan["kv_segment_lens"].cpu(), plan["qo_segment_offsets"].cpu()
-    checks.in_range("kv_segment_lens", lens, 0, 2**31 - 1)
     if int(queries[0]) != 0 or bool((queries.diff() < 0).any()) or int(queries[-1]) != call.q.shape[0]:
         raise ValueError(f"qo_segment_offsets must rise from 0 to the rows of q ({call.q.shape[0]}), got {queries.tolist()}")
     check_values("q", call.q)
-    if call.kv_indices is None:
-        _check_packed(plan["kv_segment_offsets"].cpu(), lens, call.k.shape[0])
-    else:
-        _check_pages(call, lens)
+    check_keys(call)
     if call.blocks is not None:
         size = plan["block_size"] if call.kv_indices is None else call.page_size
         _check_blocks(call.blocks.cpu(), lens, queries, size)
     if call.max_score is not None:
         most = call.max_score.shape[2] * plan["block_size"]
         _none("kv_segment_lens", lens > most, lens, f"at most max_k_tiles * block_size ({most}) where max scores are asked for")
+
+
+def check_keys(call: Call) -> None:
+    """The part of `check` that says where each request's keys lie; on a CPU it runs on every call."""
+    lens = call.plan["kv_segment_lens"].cpu()
+    checks.in_range("kv_segment_lens", lens, 0, 2**31 - 1)
+    if call.kv_indices is None:
+        _check_packed(call.plan["kv_segment_offsets"].cpu(), lens, call.k.shape[0])
+    else:
+        _check_pages(call, lens)
 
 
 def _none(name: str, bad: Tensor, values: Tensor, rule: str) -> None:

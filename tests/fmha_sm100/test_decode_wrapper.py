@@ -170,6 +170,9 @@ def test_schedule_of_the_public_kernels():
         ({"q2k_indices": torch.zeros(2, 6, 2)}, TypeError, "q2k_indices must have dtype torch.int32"),
         ({"out": torch.zeros(6, 4, 32)}, ValueError, r"out must have shape \(6, 4, 64\)"),
         ({"lse": torch.zeros(4, 6)}, ValueError, r"lse must have shape \(6, 4\), got \(4, 6\)"),
+        ({"causal": "no"}, TypeError, "causal must be a bool, got str"),
+        ({"seqused_k": torch.tensor([1, -1, 1])}, ValueError, r"seqused_k must lie from 0 to \d+, got -1 at \(1,\)"),
+        ({"q2k_indices": torch.zeros(2, 6, 65, dtype=torch.int32)}, ValueError, r"q2k_indices.shape\[2\] \(topk\) .* got 65"),
     ],
 )
 def test_misuse(change, error, match):
@@ -185,6 +188,8 @@ def test_misuse_of_the_wrapper():
     wrapper = SparseDecodePagedAttentionWrapper()
     with pytest.raises(RuntimeError, match=r"plan\(\) must be called before run\(\)"):
         wrapper.run(p.q, **pool)
+    with pytest.raises(ValueError, match=r"num_kv_heads must divide num_qo_heads \(4\), got 3"):
+        wrapper.plan(**plan, num_qo_heads=4, num_kv_heads=3)
     with pytest.raises(ValueError, match="num_qo_heads must be 8, as planned, got 4"):
         wrapper.plan(**plan, num_qo_heads=8).run(p.q, **pool)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

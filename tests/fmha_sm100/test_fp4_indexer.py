@@ -167,11 +167,18 @@ def test_shapes_of_the_public_package():
         ({"q_scale": torch.zeros(5, 2, 4, dtype=torch.uint8)}, ValueError, r"q_scale must have shape \(5, 2, 8\)"),
         ({"scale_layout": "preordered_mma"}, ValueError, r"q_scale must have shape \(2, 1, 2, 32, 4, 4\)"),
         ({"qo_offset": 3}, ValueError, "qo_offset must be None with causal=False"),
+        ({"causal": True, "qo_offset": torch.zeros(2, dtype=torch.int32)}, ValueError, r"qo_offset.shape\[0\] must be 1"),
+        ({"causal": True, "qo_offset": torch.zeros(1)}, TypeError, "qo_offset must have dtype torch.int32 or torch.int64"),
+        ({"max_seqlen_q": None}, TypeError, "max_seqlen_q must be an int, got NoneType"),
         ({"max_seqlen_k": 100}, ValueError, r"max_seqlen_k must be at least the longest sequence \(130\), got 100"),
         ({"cu_page_offsets": torch.tensor([0, 1])}, ValueError, "cu_page_offsets must give sequence 0 at least 2 pages"),
         ({"cu_page_offsets": torch.tensor([0, 2, 3])}, ValueError, r"cu_page_offsets.shape\[0\] must be 2"),
         ({"cu_page_offsets": torch.tensor([1, 3])}, ValueError, r"cu_page_offsets must not end past kv_indices \(2\), got 3"),
-        ({"kv_indices": torch.tensor([0, 99], dtype=torch.int32)}, ValueError, "page_table must name pages"),
+        (
+            {"kv_indices": torch.tensor([0, 99], dtype=torch.int32)},
+            ValueError,
+            r"kv_indices must lie from 0 .* got 99 at \(1,\)",
+        ),
     ],
 )
 def test_misuse(change, error, match):

@@ -255,6 +255,10 @@ ARGUMENTS = {
         ({"total_rows": 1}, ValueError, r"total_rows must be at least the blocks of all sequences \(2\), got 1"),
         ({"return_schedule": True}, ValueError, "max_seqlen_q must be given with return_schedule=True"),
         ({"return_schedule": True, "max_seqlen_q": 3}, ValueError, "max_seqlen_k must be given with return_schedule=True"),
+        ({"return_schedule": "no"}, TypeError, "return_schedule must be a bool, got str"),
+        ({"max_seqlen_k": "200"}, TypeError, r"max_seqlen_k must be an int, got str \('200'\)"),
+        ({"max_seqlen_q": 3.5}, TypeError, r"max_seqlen_q must be an int, got float \(3.5\)"),
+        ({"total_k": 1}, ValueError, r"total_k must be at least the keys of cu_seqlens_k \(\d+\) or 0, got 1"),
     ],
 )
 def test_misuse(change, error, match):

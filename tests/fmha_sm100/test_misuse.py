@@ -70,6 +70,8 @@ SPARSE = {"kv_block_num": 3}
         ({"plan": SPARSE, "kv_block_indexes": BLOCKS[..., :2]}, ValueError, r"kv_block_num of the plan \(3\), got 2"),
         ({"plan": SPARSE, "kv_block_indexes": BLOCKS, "output_o": False}, ValueError, "output_o must be True"),
         ({"unknown": 1}, TypeError, "unknown"),
+        ({"output_o": "no"}, TypeError, r"output_o must be a bool, got str \('no'\)"),
+        ({"check_input_valid": None}, TypeError, "check_input_valid must be a bool, got NoneType"),
     ],
 )
 def test_arguments(arguments, error, words):
@@ -111,6 +113,21 @@ def test_values(device, change, words):
     call(device, **arguments)
     with pytest.raises(ValueError, match=words):
         call(device, change=change, **arguments)
+
+
+@pytest.mark.parametrize("kept", [0, 600])
+def test_packed_keys_that_are_too_few(kept):
+    p = batch()
+    plan = fmha_sm100_plan(*lengths(p), HEADS)
+    with pytest.raises(ValueError, match=r"kv_segment_lens\[\d\] must end before the next request"):
+        fmha_sm100(p.q, p.k[:kept], p.v[:kept], plan)
+
+
+@pytest.mark.parametrize("plan", [{}, SPARSE])
+def test_pages_outside_the_pool(plan):
+    blocks = selection(batch(), 32) if plan else None
+    with pytest.raises(ValueError, match=r"kv_indices\[3\] must be a page from 0 to \d+, got 1000000"):
+        call(plan=plan, kv_block_indexes=blocks, change=write("kv_indices", 3, 10**6))
 
 
 def test_values_of_packed_keys():

@@ -254,6 +254,8 @@ def test_misuse(change, error, match):
         (quantize_bf16_to_nvfp4_128x4, (torch.zeros(3, 10),), ValueError, "dim a multiple of 16"),
         (quantize_bf16_to_nvfp4_128x4, (torch.zeros(3, 16, dtype=torch.int32),), TypeError, "x must be a float tensor"),
         (quantize_kv_bf16_to_nvfp4_128x4, (torch.zeros(3, 16), torch.zeros(2, 16)), ValueError, "v must have the shape of k"),
+        (dequantize_nvfp4_128x4_to_bf16, (torch.zeros(3, 8),), TypeError, "qx must be an Nvfp4QuantizedTensor, got Tensor"),
+        (nvfp4_scale_128x4_offset, (0, "1", 4), TypeError, "col must be an int, got str"),
         (nvfp4_head_slot_views, (torch.zeros(1, 2, 8, 72),) * 2, TypeError, "k must be uint8 slots"),
         (nvfp4_head_slot_views, (torch.zeros(1, 2, 8, 70, dtype=torch.uint8),) * 2, ValueError, "k must have shape"),
     ],

@@ -131,6 +131,13 @@ def test_plans_made_in_inference_mode_can_be_changed_outside():
         ({"block_size": 8}, ValueError, "block_size must be from 16 to 256, got 8"),
         ({"max_kv_len": 299}, ValueError, r"kv_segment_lens must be at most max_kv_len \(299\), got 300"),
         ({"unknown": 1}, TypeError, "unknown"),
+        ({"device": "nonsense"}, ValueError, "device must be a torch.device, .* got 'nonsense'"),
+        ({"causal": None}, TypeError, "causal must be a bool, got NoneType"),
+        ({"output_maxscore": "no"}, TypeError, r"output_maxscore must be a bool, got str \('no'\)"),
+        ({"split_prefill_decode": 2}, TypeError, "split_prefill_decode must be a bool, got int"),
+        ({"use_fp8_kvcache": torch.float8_e4m3fn}, TypeError, "use_fp8_kvcache must be a bool, got dtype"),
+        ({"num_kv_splits": -2}, ValueError, "num_kv_splits must be at least -1, got -2"),
+        ({"usable_SM_count": 1.5}, TypeError, "usable_SM_count must be an int"),
     ],
 )
 def test_misuse(changes, error, words):

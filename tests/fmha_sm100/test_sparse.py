@@ -321,6 +321,10 @@ MISUSE = [
     ({"k_scale": torch.ones(())}, TypeError, "k_scale must be a number or None where k is not float8_e4m3fn"),
     ({"v_scale": "1"}, TypeError, "v_scale must be a float, got str"),
     ({"output_scale": torch.ones(4)}, ValueError, "output_scale must be one float32 number"),
+    ({"causal": None}, TypeError, "causal must be a bool, got NoneType"),
+    ({"return_softmax_lse": "no"}, TypeError, "return_softmax_lse must be a bool, got str"),
+    ({"max_seqlen_k": None}, TypeError, "max_seqlen_k must be an int, got NoneType"),
+    ({"max_seqlen_q": float("nan")}, TypeError, "max_seqlen_q must be an int, got float"),
 ]
 
 
