@@ -129,13 +129,14 @@ BAD = [
     ({"topk": 2, "init_blocks": 2}, ValueError, r"init_blocks \+ local_blocks must be at most topk \(2\)"),
     ({"dtype": torch.int32}, TypeError, "dtype must be"),
     ({"head_dim": 40}, ValueError, "head_dim must be a multiple of 16"),
+    ({"device": "meta"}, ValueError, "device must be a CUDA device or a CPU, got meta"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "error", "text"), BAD)
 def test_bad_plans_are_refused(changes, error, text):
     with pytest.raises(error, match=text):
-        plan_of(step((4,)), "cpu", **changes)
+        plan_of(step((4,)), **{"device": "cpu"} | changes)
 
 
 def test_what_the_kernels_do_not_do_is_refused(monkeypatch):
@@ -162,6 +163,9 @@ def test_calls_that_do_not_fit_the_plan_are_refused():
         plan.run(p.q, p.k, p.index_q, keys)
     with pytest.raises(ValueError, match=r"kv\.page_size must be 16"):
         plan_of(p, "cpu", page_size=16).run(p.q, kv, p.index_q, keys)
+    keys.seq_lens = keys.seq_lens - torch.tensor([0, 1], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"index_keys.seq_lens must be that of kv \(\[64, 40\]\), got \[64, 39\]"):
+        plan.run(p.q, kv, p.index_q, keys)
 
 
 @pytest.mark.gpu

@@ -77,6 +77,8 @@ class DecodePlan:
             self._allocate_for_kernels()
 
     def _check_numbers(self) -> None:
+        if self._device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device must be a CUDA device or a CPU, got {self._device}")
         counts = ("max_batch", "num_q_heads", "num_kv_heads", "page_size", "max_pages", "index_key_heads")
         bounds = (*((name, 1, None) for name in counts), ("init_blocks", 0, None), ("local_blocks", 0, None))
         for name, low, high in (*bounds, ("new_tokens", 1, MAX_NEW_TOKENS), ("topk", 1, 64), ("block_size", 16, 256)):
@@ -180,8 +182,12 @@ class DecodePlan:
             self._check_rows("out", out, kv.batch, self.num_q_heads, self.head_dim)
         self._check_cache("kv", kv, kv.batch, self.num_kv_heads, self.head_dim)
         self._check_cache("index_keys", index_keys, kv.batch, self.index_key_heads, self.index_dim)
-        if uses_kernels(self._device) and (reason := self._kernels.refuse(q, kv, index_keys)):
-            raise NotImplementedError(f"a plan on {self._device} cannot run this: {reason}")
+        if uses_kernels(self._device):
+            if reason := self._kernels.refuse(q, kv, index_keys):
+                raise NotImplementedError(f"a plan on {self._device} cannot run this: {reason}")
+        elif not torch.equal(index_keys.seq_lens, kv.seq_lens):
+            held, got = kv.seq_lens.tolist(), index_keys.seq_lens.tolist()
+            raise ValueError(f"index_keys.seq_lens must be that of kv ({held}), got {got}")
 
     def _check_rows(
         self, name: str, value: Tensor | E4M3, batch: int, heads: int, dim: int, formats: tuple[str, ...] = ()
