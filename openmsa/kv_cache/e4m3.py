@@ -143,8 +143,9 @@ class E4M3(Stored):
 
 
 def _amax_scale(values: Tensor, per: str) -> Tensor:
-    if per not in ("tensor", "head", "page") or (per == "page" and values.dim() != 4):
-        raise ValueError(f"per must be 'tensor', 'head' or, for a pool of 4 dimensions, 'page', got {per!r}")
+    if per not in ("tensor", "head", "page") or (per == "page" and values.dim() != 4) or (per == "head" and values.dim() < 3):
+        rule = "'tensor', from 3 dimensions on 'head', or, for a pool of 4 dimensions, 'page'"
+        raise ValueError(f"per must be {rule}, got {per!r} for shape {tuple(values.shape)}")
     kept = {"tensor": (), "head": (1,), "page": (0, 1)}[per]
     scale = divided(finite_amax(values.detach(), tuple(d for d in range(values.dim()) if d not in kept)), LARGEST)
     return torch.where(scale > 0, scale, 1.0)  # the quotient may underflow

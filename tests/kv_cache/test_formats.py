@@ -325,6 +325,7 @@ BAD = {
     "both scales": (ValueError, ("per", "scale", "head"), lambda: E4M3.quantize(torch.ones(1, 1, 16), 1.0, per="head")),
     "per": (ValueError, ("per", "'row'"), lambda: E4M3.quantize(torch.ones(1, 1, 16), per="row")),
     "per page of packed": (ValueError, ("per", "4 dimensions"), lambda: E4M3.quantize(torch.ones(1, 1, 16), per="page")),
+    "per head of a row": (ValueError, ("per", "3 dimensions", "(16,)"), lambda: E4M3.quantize(torch.ones(16), per="head")),
     "int8 scale": (
         ValueError,
         ("Int8.scale", "(1, 2)", "(2,)"),
