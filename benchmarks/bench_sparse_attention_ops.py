@@ -65,6 +65,14 @@ def integers(text: str) -> list[int]:
     return values
 
 
+def device_name(text: str) -> torch.device:
+    """``"cuda:1"``."""
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}") from None
+
+
 def sections(text: str) -> list[str]:
     """``"prefill,decode"`` or ``"all"``."""
     names = [part.strip() for part in text.split(",") if part.strip()]
@@ -79,7 +87,9 @@ def parser() -> argparse.ArgumentParser:
     """The flags."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--gpu", type=int, default=0, help="index of the GPU")
-    p.add_argument("--device", help="cpu, cuda or cuda:N; default: the GPU of --gpu where there is one, else cpu")
+    p.add_argument(
+        "--device", type=device_name, help="cpu, cuda or cuda:N; default: the GPU of --gpu where there is one, else cpu"
+    )
     p.add_argument("--output_mode", "--output-mode", choices=("full", "maxscore", "o"), default="o")
     p.add_argument("--dtype", choices=tuple(DTYPES), default="fp8", help="nvfp4: K and V, in sparse_prefill alone")
     p.add_argument("--output", "-o", type=Path, help="write the rows to this file, tab-separated")

@@ -51,18 +51,18 @@ def offsets(plan: dict[str, Any], override: int | Tensor | None) -> Tensor:
 
 def packed(plan: dict[str, Any], offset: Tensor, total_k: int, max_k: int) -> Sequences:
     """Lengths over packed keys. Requests need not fill the rows up to the next one: between them stands a sequence without
-    queries, which holds the rows that belong to nobody."""
+    queries, which holds the rows that belong to nobody. Rows before the first request are counted on a CPU alone, where the
+    stages ask for sequences from 0 on."""
     starts, lens, queries = plan["kv_segment_offsets"], plan["kv_segment_lens"], plan["qo_segment_offsets"]
     held = torch.stack((starts[:-1], starts[:-1] + lens), 1).flatten()  # [2 * batch]
     end = torch.full_like(held[:1], total_k)
     cu_q = torch.stack((queries[:-1], queries[1:]), 1).flatten()
-    return Sequences(
-        torch.cat((cu_q, queries[-1:])),
-        torch.cat((held, end)),
-        plan["max_qo_len"],
-        None if starts.device.type == "cpu" else max_k,
-        torch.stack((offset, torch.zeros_like(offset)), 1).flatten(),
-    )
+    cu_q, cu_k = torch.cat((cu_q, queries[-1:])), torch.cat((held, end))
+    offset = torch.stack((offset, torch.zeros_like(offset)), 1).flatten()
+    on_cpu = starts.device.type == "cpu"
+    if on_cpu and int(cu_k[0]):
+        cu_q, cu_k, offset = (torch.nn.functional.pad(x, (1, 0)) for x in (cu_q, cu_k, offset))
+    return Sequences(cu_q, cu_k, plan["max_qo_len"], None if on_cpu else max_k, offset)
 
 
 def paged(plan: dict[str, Any], offset: Tensor) -> Sequences:

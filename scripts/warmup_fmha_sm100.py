@@ -191,7 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elsewhere = os.environ.get("TRITON_CACHE_DIR")
     target = Path(elsewhere) if elsewhere else kernel_cache.folder()
     if options.clear:
-        held = kernel_cache.info() if options.dry_run else kernel_cache.clear()
+        try:
+            held = kernel_cache.info() if options.dry_run else kernel_cache.clear()
+        except FileExistsError as refusal:
+            p.error(f"--clear: {refusal}")
         console.print(f"{'would clear' if options.dry_run else 'cleared'} {_told(held)}")
     if options.info:
         console.print(_told(kernel_cache.info(target)))

@@ -60,6 +60,7 @@ def test_other_modes(tmp_path, flags):
         (["--dtype", "nvfp4", "--sections", "decode"], "--sections must be sparse_prefill"),
         (["--sections", "everything"], "must be among"),
         (["--seqs", "0"], "positive whole numbers"),
+        (["--device", "nonsense"], "must be cpu, cuda or cuda:N, got 'nonsense'"),
         (["--topk", "5"], "invalid choice"),
     ],
 )

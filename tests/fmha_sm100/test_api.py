@@ -229,6 +229,22 @@ def test_plans_changed_in_place(device, path, fixed):
     return assert_results((out, lse), truth(after, blocks, page_size))
 
 
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_packed_keys_need_not_start_at_the_first_row(sparse):
+    """Rows that belong to no request stand before, between and behind the requests, and hold NaN."""
+    p = batch()
+    starts = torch.tensor([5 + 3 * b for b in range(len(p.k_lens))]) + torch.tensor([0, *p.k_lens[:-1]]).cumsum(0)
+    rows = torch.cat([start + torch.arange(n) for start, n in zip(starts, p.k_lens, strict=True)])
+    k, v = (
+        torch.full((int(starts[-1]) + p.k_lens[-1] + 4, *x.shape[1:]), torch.nan).index_copy(0, rows, x) for x in (p.k, p.v)
+    )
+    blocks = selection(p, 32) if sparse else None
+    plan = planned(p, "cpu", -1, block_size=32, **({"kv_block_num": 3} if sparse else {}))
+    plan[3]["kv_segment_offsets"][:-1] = starts
+    out, _, lse = fmha_sm100(p.q, k, v, plan, kv_block_indexes=blocks, return_lse=True)
+    assert_results((out, lse), truth(p, blocks, 32))
+
+
 @devices
 @pytest.mark.parametrize("path", ["dense", "prefill"])
 def test_a_promise_on_the_lengths(device, path):

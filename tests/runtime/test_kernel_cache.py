@@ -53,13 +53,16 @@ def test_what_it_holds_and_clearing():
     assert not ours.exists()
 
 
-def test_a_folder_of_others_is_left_alone(home):
+def test_a_folder_of_others_is_left_alone(home, command, capsys):
     theirs = kernel_cache.folder()
     theirs.mkdir()
     (theirs / "data").write_text("theirs")
     for act in (kernel_cache.clear, kernel_cache.prepare):
         with pytest.raises(FileExistsError, match="something else"):
             act()
+    with pytest.raises(SystemExit):
+        command.main(["--clear"])
+    assert "error: --clear: " in capsys.readouterr().err
     assert (theirs / "data").read_text() == "theirs"
 
 
