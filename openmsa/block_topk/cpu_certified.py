@@ -3,7 +3,7 @@
 
 A key is ``data * scale`` plus an error of norm at most ``error``, so by Cauchy-Schwarz its product with q lies within
 ``|q| * error`` of that of ``data * scale``. Rounding is inside the bounds too: a dot product of `dim` terms, summed in any
-order, is off by less than ``dim * eps * |q| * |k|``. With k places to give, a block whose upper bound misses the k-th best
+order, is off by less than ``dim * eps / 2 * |q| * |k|``. With k places to give, a block whose upper bound misses the k-th best
 lower bound cannot be chosen, and one whose lower bound is above the k+1-st best upper bound must be. Where the exact scores of
 the last chosen and the first rejected of the others are no further apart than rounding, the row is scored as the uncertified
 selection scores it, so that both agree bit for bit.
@@ -104,8 +104,9 @@ class Tile:
 
     @property
     def unit(self) -> float:
-        """Error of a computed dot product at most, over the product of the norms: twice the textbook's bound."""
-        return 2 * (self.q.shape[2] + 8) * torch.finfo(self.q.dtype).eps
+        """What two computed values of a dot product differ by at most, over the product of the norms: each is off by less than
+        dim * eps / 2; a little more, for the roundings around them."""
+        return (self.q.shape[2] + 8) * torch.finfo(self.q.dtype).eps
 
     def select(self, keys: Keys, topk: int, init_blocks: int, local_blocks: int) -> tuple[Tensor, Tensor, Tensor]:
         """Blocks int32 ``[tokens, group, topk]``, rescored blocks ``[tokens, group]``, and by token whether it is certain."""
@@ -125,7 +126,7 @@ class Tile:
         return chosen, open_.sum(-1, dtype=torch.int32).t(), certain
 
     def _bounds(self, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
-        """Lower and upper bounds of each block's score, and how far its computed score may be from the true one."""
+        """Lower and upper bounds of each block's score, and what two computed values of it may differ by."""
         group, tokens, _ = self.q.shape
         shape = group, tokens, -(-self.stop // self.block_size)
         lower, upper, doubt = (torch.full(shape, -torch.inf, dtype=self.q.dtype) for _ in range(3))
@@ -182,11 +183,10 @@ def _nth_best(values: Tensor, n: Tensor) -> Tensor:
 
 
 def _certain(scores: Tensor, doubt: Tensor, places: Tensor) -> Tensor:
-    """Whether the best `places` (``[group, tokens]``) of each row are the same however the scores were rounded: each of two
-    ways to compute a score is off by at most `doubt`, so they differ by twice that, or without a limit
-    where infinities may meet."""
+    """Whether the best `places` (``[group, tokens]``) of each row are the same however the scores were rounded: two ways to
+    compute a score differ by at most `doubt`, without a limit where infinities may meet."""
     ordered, order = scores.sort(dim=-1, descending=True)
-    doubt = 2 * doubt.gather(-1, order)
+    doubt = doubt.gather(-1, order)
     kept = torch.arange(ordered.shape[-1]) < places[..., None]
     least = (ordered - doubt).masked_fill(~kept, torch.inf).amin(-1)
     best = (ordered + doubt).masked_fill(kept, -torch.inf).amax(-1)
