@@ -28,6 +28,8 @@ def operand_rows(
         k_factor = v_factor = 1.0
     else:
         check_operands(q, k, v, "head_dim", paged, (*checks.FLOATS, FP8))
+        if FP8 not in (q.dtype, k.dtype):
+            checks.alike("k", k, "q", q)
         (k_rows, k_factor), (v_rows, v_factor) = stored("k", k, k_scale), stored("v", v, v_scale)
     q_rows, q_factor = stored("q", q, q_scale)
     return q_rows, k_rows, v_rows, q_factor * k_factor, v_factor
@@ -42,6 +44,7 @@ def check_plan(
     override: int | Tensor | None,
 ) -> None:
     """The call must fit what was planned."""
+    _check_entries(plan)
     checks.size("q", q, 0, plan["total_q"], "the queries of the plan")
     checks.size("q", q, 1, plan["orig_num_qo_heads"], "num_qo_heads of the plan")
     if plan["num_kv_heads"] != -1:
@@ -71,6 +74,17 @@ def check_plan(
             raise ValueError(f"q_offset_override must have {plan['batch_size']} entries (batch), got {override.numel()}")
     elif override is not None:
         checks.integer("q_offset_override", override, -(2**31), 2**31 - 1)
+
+
+def _check_entries(plan: dict[str, Any]) -> None:
+    """Callers replace the plan's tensors by buffers of their own."""
+    rows = plan["batch_size"] if plan["row_index"] is None else plan["total_q"]
+    names = ("qo_offset", "kv_segment_lens", "qo_segment_offsets", "kv_segment_offsets", "kv_page_indptr")
+    for name in names if plan["page_size"] > 0 else names[:-1]:
+        ends = name not in names[:2]
+        checks.tensor(f"plan_info[{name!r}]", plan[name], "[rows + 1]" if ends else "[rows]", (torch.int32,))
+        checks.size(f"plan_info[{name!r}]", plan[name], 0, rows + ends, f"{rows} rows of the plan")
+    checks.integer("plan_info['max_k_tiles']", plan["max_k_tiles"], -(2**31))
 
 
 def _check_blocks(q: Tensor, k: Tensor, plan: dict[str, Any], blocks: Tensor | None) -> None:

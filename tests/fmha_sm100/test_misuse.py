@@ -130,6 +130,29 @@ def test_pages_outside_the_pool(plan):
         call(plan=plan, kv_block_indexes=blocks, change=write("kv_indices", 3, 10**6))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "error", "words"),
+    [
+        ("kv_segment_lens", None, TypeError, r"plan_info\['kv_segment_lens'\] must be a torch.Tensor"),
+        ("kv_segment_lens", torch.zeros(6), TypeError, r"plan_info\['kv_segment_lens'\] must have dtype torch.int32"),
+        ("qo_offset", torch.zeros(7, dtype=torch.int32), ValueError, r"plan_info\['qo_offset'\].shape\[0\] must be 6"),
+        ("qo_segment_offsets", torch.zeros(6, dtype=torch.int32), ValueError, r"shape\[0\] must be 7 \(6 rows of the plan\)"),
+        ("kv_page_indptr", None, TypeError, r"plan_info\['kv_page_indptr'\] must be a torch.Tensor"),
+        ("max_k_tiles", 1.5, TypeError, r"plan_info\['max_k_tiles'\] must be an int, got float"),
+    ],
+)
+def test_entries_of_the_plan(name, value, error, words):
+    with pytest.raises(error, match=words):
+        call(change=lambda arguments: arguments["plan_info"][3].update({name: value}))
+
+
+def test_dtypes_of_scores_alone():
+    p = batch()
+    plan = fmha_sm100_plan(*lengths(p), HEADS, output_maxscore=True)
+    with pytest.raises(TypeError, match=r"k must have the dtype of q \(torch.float32\), got torch.float16"):
+        fmha_sm100(p.q, p.k.half(), None, plan, output_o=False)
+
+
 def test_values_of_packed_keys():
     p = batch()
     plan = fmha_sm100_plan(*lengths(p), HEADS, output_maxscore=True)
