@@ -119,8 +119,9 @@ def score_tile(
     if errors is not None:
         b_e = load_scales(errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, 2)
         b_e = error_radius(b_e, b_s, DIM)
+        b_e *= 1048576.0  # 2**20: where sums could overflow, and infinities meet, this does
         radius = b_e[:, None] * b_norm[None, :] if SWAP else b_norm[:, None] * b_e[None, :]
-        low, high = s - radius, s + radius
+        low, high = s - radius * 2.0**-20, s + radius * 2.0**-20
         low = tl.where(low < float("inf"), low, float("-inf"))
         real = b_s == b_s  # a key with NaN has no score; what overflows has no bound
         high = tl.where((high == high) | ~(real[:, None] if SWAP else real[None, :]), high, float("inf"))

@@ -89,31 +89,35 @@ def certified(index_k):
     return CertifiedKeys.quantize(index_k)
 
 
-def assert_exact(index_q, index_k, topk, seqs=None):
+def assert_exact(device, index_q, index_k, topk, seqs=None):
+    """On a GPU of the numbers in bfloat16."""
+    index_q, index_k = (x.to(device, torch.float32 if device == "cpu" else torch.bfloat16) for x in (index_q, index_k))
     blocks = select_blocks(index_q, CertifiedKeys.quantize(index_k), topk, seqs, block_size=16, certified=True)
     assert torch.equal(blocks, select_blocks(index_q, index_k, topk, seqs, block_size=16))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize(("size", "key_size"), [(1e-25, 1e15), (1e-42, 1e18), (1e15, 1e-25), (1e19, 1e-42), (1e25, 1e12)])
-def test_squares_out_of_range(size, key_size, tokens):
+def test_squares_out_of_range(size, key_size, tokens, device):
     """Norms whose squares underflow or overflow although the products are ordinary numbers."""
     for spread in (1.0, 1e-6):
         k = (1 - spread) * torch.randn(1, 1, 64, dtype=torch.float64) + spread * torch.randn(600, 1, 64, dtype=torch.float64)
         q = torch.randn(tokens, 2, 64, dtype=torch.float64)
-        assert_exact((q * size).float(), (k * key_size).float(), 5)
+        assert_exact(device, q * size, k * key_size, 5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize("topk", [3, 8])
-def test_infinities_that_meet(tokens, topk):
+def test_infinities_that_meet(tokens, topk, device):
     """Whether a sum of products that overflow ends as inf, -inf or NaN depends on its order."""
     for dim in (16, 64, 128):
         k = torch.zeros(90, 1, dim)
         for j in range(90):
             k[j, 0, torch.randperm(dim)[:4]] = torch.tensor([3e19, -3e19, 3e19, 1.0 if j % 3 == 0 else -6e19])
         for size in (5e18, 1e19, 1e27):
-            assert_exact(torch.full((tokens, 2, dim), size), k, topk)
+            assert_exact(device, torch.full((tokens, 2, dim), size), k, topk)
 
 
 def test_nan_of_others_changes_no_row():
@@ -122,9 +126,9 @@ def test_nan_of_others_changes_no_row():
     k = torch.stack([numbers[torch.randperm(64)] for _ in range(600)])[:, None]
     index_q = torch.full((3, 2, 64), 1 / 3)
     index_q[2, 0, 3] = NAN
-    assert_exact(index_q, k, 5)
+    assert_exact("cpu", index_q, k, 5)
     others = torch.cat((k, torch.full((40, 1, 64), NAN)))
-    assert_exact(index_q[:2], others, 5, Sequences.from_lengths([1, 1], [600, 40]))
+    assert_exact("cpu", index_q[:2], others, 5, Sequences.from_lengths([1, 1], [600, 40]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
