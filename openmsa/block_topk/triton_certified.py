@@ -94,9 +94,10 @@ def rescore_kernel(
     num_blocks, num_pages, capacity, max_keys, units,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, PRODUCT: tl.constexpr, ROWS: tl.constexpr,
-    MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    UNITS: tl.constexpr, MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, batch * key heads): each program looks at `units` tiles' worth of blocks and scores those that hold NaN."""
+    """Grid (splits, batch * key heads): each program looks at `units` tiles' worth of blocks, at most UNITS, all at once, and
+    scores those that hold NaN."""
     i_s, i_h = tl.program_id(1) // KEY_HEADS, tl.program_id(1) % KEY_HEADS
     q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, None, q_offset, i_s, capacity, max_keys)
     o_r = tl.arange(0, ROWS)
@@ -114,24 +115,35 @@ def rescore_kernel(
     b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
     b_q = query_numbers(b_q, PRODUCT)
     b_f = row_factors(q_scale, None, tl.where(m_row, o_r, 0), i_h, s_qs, 0, GROUP)
-    for i_u in range(first, last):
+    o_a = first * SUB + tl.arange(0, UNITS * SUB)
+    m_b = o_a < tl.minimum(last * SUB, num_blocks)
+    marks = tl.load(p_s[:, None] + o_a[None, :], mask=m_row[:, None] & m_b[None, :], other=0.0)
+    is_open = tl.max((marks != marks).to(tl.int32), 0).reshape(UNITS, SUB)
+    left = tl.sum(tl.max(is_open, 1) << tl.arange(0, UNITS), 0)  # a bit for each unit with an open block
+    while left != 0:
+        bit = left & -left
+        left ^= bit
+        i_u = first + (bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the number of the bit
         o_b = i_u * SUB + tl.arange(0, SUB)
         mark = tl.load(p_s[:, None] + o_b[None, :], mask=m_row[:, None] & (o_b < num_blocks)[None, :], other=0.0)
-        is_open = mark != mark
-        if count_true(is_open) > 0:
-            best = tl.full([ROWS, SUB], float("-inf"), tl.float32)
-            for part in tl.static_range(PARTS):
-                i_k = tile_start(i_u * PARTS + part, BLOCK, KEYS, SUB, PARTS)
-                b_k = load_keys(
-                    keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
-                    MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, True,
-                )  # fmt: skip
-                m = block_maxima(tl.dot(b_k, b_q.T), i_k, i_last, TILE, KEYS, SUB, True, True)
-                best = tl.maximum(best, m[:, None] if SUB == 1 else m)
-            if b_f is not None:
-                best *= b_f[:, None]
-            best = tl.where(best > float("-inf"), best, float("-inf"))
-            tl.store(p_s[:, None] + o_b[None, :], best, mask=is_open)
+        best = tl.full([ROWS, SUB], float("-inf"), tl.float32)
+        for part in tl.static_range(PARTS):
+            i_k = tile_start(i_u * PARTS + part, BLOCK, KEYS, SUB, PARTS)
+            b_k = load_keys(
+                keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
+                MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, True,
+            )  # fmt: skip
+            m = block_maxima(tl.dot(b_k, b_q.T), i_k, i_last, TILE, KEYS, SUB, True, True)
+            best = tl.maximum(best, m[:, None] if SUB == 1 else m)
+        if b_f is not None:
+            best *= b_f[:, None]
+        best = tl.where(best > float("-inf"), best, float("-inf"))
+        tl.store(p_s[:, None] + o_b[None, :], best, mask=mark != mark)
+
+
+def at_once(blocks: int) -> int:
+    """Tiles of so many blocks that a program of `rescore_kernel` looks at: bits of a positive int32, and few registers."""
+    return max(16 // blocks, 1)
 
 
 def refuse(
@@ -210,7 +222,8 @@ def rescore(index_q: Tensor, exact: Tensor | Stored | PagedIndexKeys, seqs: Layo
     queries = QuerySource.of(index_q, source, device)
     group, num_blocks = heads // source.heads, scores.shape[2]
     tiles = -(-num_blocks // tile.sub)
-    num_splits = splits(seqs.batch * source.heads, tiles, 8 * device.num_sms, 1)
+    units = at_once(tile.sub)
+    num_splits = max(splits(seqs.batch * source.heads, tiles, 8 * device.num_sms, 1), -(-tiles // units))
     constants = tile.constexprs() | {"MODE": source.mode, "TMA": source.tma, "PAGE_SIZE": source.page_size}
     rescore_kernel[(num_splits, seqs.batch * source.heads)](
         queries.rows,
@@ -237,6 +250,7 @@ def rescore(index_q: Tensor, exact: Tensor | Stored | PagedIndexKeys, seqs: Layo
         DIM_PAD=triton.next_power_of_2(dim),
         PRODUCT=queries.product,
         ROWS=max(16, triton.next_power_of_2(seqs.max_seqlen_q * group)),
+        UNITS=units,
         num_warps=4,
         **constants,
     )
@@ -261,7 +275,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         operands = Operands("bf16", "plain", dim, tile, mode, tma and device.has_tma)
         types, constants = operands.arguments(device)
         types |= {"scores": "*fp32", "cu_k": "*i32", "s_sh": "i32", "s_st": "i32"} | dict.fromkeys(LENGTHS, "i32")
-        constants |= {"ROWS": rows}
+        constants |= {"ROWS": rows, "UNITS": at_once(tile.sub)}
         names = set(rescore_kernel.arg_names)
         types = {n: t for n, t in types.items() if n in names and n not in constants}
         constants = {n: c for n, c in constants.items() if n in names}
