@@ -122,7 +122,7 @@ def sparse_atten_func(
     temperature lse); lse float32 ``[total_q, num_q_heads]``, natural logarithm. A query with nothing to read: 0 and -inf.
 
     The same as the public function: names, order, defaults, shapes, return forms, bottom-right causal. Better: any device,
-    strides, page size (16 to 256 and others), block size, group size and head dim (multiples of 16 to 256); topK from 1 to
+    strides, page size, block size (16 to 256), group size and head dim (multiples of 16 to 256); topK from 1 to
     64; scales for every format; `out`; `causal=False` with pages; no ``[topK, total_q, heads, dim]`` memory; gradients where
     `openmsa.sparse_attention` has them; every misuse raises ValueError, TypeError or NotImplementedError before any launch.
     On a GPU nothing is read on the host: the call can be captured in a CUDA graph.

@@ -87,5 +87,12 @@ def append(records: Iterable[Record], path: Path) -> None:
 
 
 def load(path: Path) -> list[Record]:
-    """The records of a JSONL file."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    """The records of a JSONL file. Raises ValueError, naming the line, for any other."""
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path} must hold one JSON record a line, got {line[:40]!r} in line {number}") from error
+    return records

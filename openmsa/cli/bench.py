@@ -53,7 +53,11 @@ def bench(
     if device == "cuda" and not torch.cuda.is_available():
         _refuse("device must be cpu where PyTorch finds no GPU, got 'cuda'")
     from openmsa.bench import record, report, runner, workloads
+    from openmsa.explain import STAGES
 
+    names = dict.fromkeys(row.name for stage in STAGES.values() for row in stage.table)
+    if impl not in ("auto", *names):
+        _refuse(f"impl must be auto or one of {', '.join(names)}, got {impl!r}")
     try:
         work = workloads.chosen(device, match or ())
     except ValueError as error:
@@ -106,7 +110,10 @@ def show(
     """Print the tables of records."""
     from openmsa.bench import record, report
 
-    report.print_summary([line for path in records for line in record.load(path)], markdown)
+    try:
+        report.print_summary([line for path in records for line in record.load(path)], markdown)
+    except ValueError as error:
+        _refuse(str(error))
 
 
 def _list(device: str | None, as_json: bool) -> None:

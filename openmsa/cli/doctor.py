@@ -141,6 +141,7 @@ def _missing(explanation: Explanation) -> str | None:
 
 
 def _print(findings: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
@@ -152,9 +153,9 @@ def _print(findings: dict[str, Any]) -> None:
         console.print(f"[bold]{device['name']}[/]: {device['model']}, {facts}")
     for name, value in findings["settings"].items():
         console.print(f"{name}: {value:,}")
-    table = Table(title="which implementation serves each stage", title_justify="left")
+    table = Table(title="which implementation serves each stage", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("stage", "call", "device", "dtype", "chosen"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for (stage, call, device, chosen), entries in _grouped(findings["stages"], "stage", "call", "device", "chosen").items():
         table.add_row(stage, call, device, ", ".join(e["dtype"] for e in entries), chosen or "[red]none[/]")
     console.print(table)

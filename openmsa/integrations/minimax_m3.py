@@ -2,7 +2,7 @@
 """MiniMax-M3 of Hugging Face transformers (`minimax_m3_vl`) on this library, on any device:
 
     register_minimax_m3("openmsa-m3")
-    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="openmsa-m3")
+    model = AutoModelForImageTextToText.from_pretrained(..., attn_implementation="openmsa-m3")
 
 The model's sparse layers hand the blocks that their indexer selected to the attention function as ``block_indices``; this is
 the hook that transformers' own path for SM100 uses. Nothing of transformers is patched and the indexer stays the model's own.
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from openmsa.dense_attention import dense_attention
 from openmsa.integrations.transformers import equal_lengths, packed_forward, refuse_unsupported, register_forward
@@ -36,6 +35,7 @@ def register_minimax_m3(name: str = "openmsa-m3", *, impl: str = "auto") -> None
 
     What the model asks for beyond that raises NotImplementedError, as with `openmsa.integrations.transformers.register`.
     """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend_all(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float) -> Tensor:
         out = dense_attention(q, k, v, seqs, softmax_scale=softmax_scale, impl=impl)

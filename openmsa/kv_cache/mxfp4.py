@@ -35,7 +35,7 @@ class MXFP4(Stored):
 
     Quantising a group, in float32: scale = 2**(floor(log2(largest magnitude)) - 2), at least 2**-127; code = E2M1(value /
     scale) to nearest, ties to even, saturating. An infinity counts as the largest float32 for the scale and becomes 6 * scale.
-    A group of zeros: codes and scale code 0. A group with NaN: scale code 255, codes 0.
+    A group of zeros: scale code 0. -0.0, and what rounds to it, keeps its sign. A group with NaN: scale code 255, codes 0.
     """
 
     data: Tensor

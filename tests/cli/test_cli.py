@@ -73,7 +73,7 @@ def test_doctor_as_json():
 
 def test_doctor_for_people():
     shown = invoke("doctor").stdout
-    for word in ("torch", "which implementation serves each stage", "sparse_attention", "why not the others"):
+    for word in ("torch", "which implementation serves each stage", "select_blocks_from_scores ", "why not the others"):
         assert word in shown
 
 
@@ -128,6 +128,9 @@ def test_bench_plots(tiny, tmp_path):
     [
         (("--device", "tpu"), "device must be cpu or cuda, got 'tpu'"),
         (("--device", "cpu", "--match", "nothing"), "match must name a workload for cpu"),
+        (("--device", "cpu", "--impl", "fastest"), "impl must be auto or one of triton, cpu, reference"),
+        (("show", __file__), "test_cli.py must hold one JSON record a line"),
+        (("plot", __file__, "-o", "no.png"), "test_cli.py must hold one JSON record a line"),
     ],
 )
 def test_bench_refuses_with_a_sentence(arguments, sentence):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted(p for p in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+DOCUMENTS = sorted(p for p in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "hub").glob("*.md")])
 TOP = {p.name for p in ROOT.iterdir()}
 PATH = re.compile(r"`((?:[\w.-]+/)*[\w.-]+/?(?:\.\w+)?)`")
 

@@ -115,6 +115,19 @@ def test_stages_reach_each_other_through_public_names(path):
             assert module != f"openmsa.{stage}.reference", f"{name(path)} leans on the reference"
 
 
+@pytest.mark.parametrize("package", ["openmsa", "fmha_sm100"])
+def test_packages_carry_their_types(package):
+    assert (ROOT / package / "py.typed").exists()
+
+
+@pytest.mark.parametrize("module", ["transformers", "minimax_m3"])
+def test_an_integration_says_what_it_needs(module):
+    """Where its library is missing."""
+    code = f"import sys; sys.modules['transformers'] = None; import openmsa.integrations.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'openmsa[demo]'" in done.stderr
+
+
 def test_import_is_light():
     """`import openmsa` loads no kernel language, no command line, no plots, and initialises no GPU."""
     heavy = ("triton", "typer", "rich", "matplotlib", "transformers", "hypothesis")
