@@ -25,13 +25,16 @@ def block_scores(
 ) -> Tensor:
     """Maximum raw dot product of each index query with the visible keys of each block.
 
-    index_q:  ``[total_q, index_heads, index_dim]``, float32, float16, bfloat16 or float64, any strides; or `E4M3` with one
-              scale for the tensor or one a head.
+    index_q:  ``[total_q, index_heads, index_dim]``, index_dim a multiple of 16 up to 256, float32, float16, bfloat16 or
+              float64, any strides; or `E4M3` with one scale for the tensor or one a head.
     index_k:  ``[total_k, index_key_heads, index_dim]``, where index_key_heads divides index_heads (1: all heads share the
               keys), or a `PagedIndexKeys` of them: a tensor of the same dtype, or, with queries of any dtype, `E4M3`, `Int8`,
               `NVFP4` or `MXFP4`, whose scores are those of the numbers they stand for, scales included. `CertifiedKeys` count
               as their exact keys.
     seqs:     packed lengths; None: one sequence, whose last total_q positions are the queries.
+    block_size:  keys a block, 16 to 256.
+    impl:     "auto", the first implementation of the stage's table that serves the call, or the name of one, such as
+              "reference"; NotImplementedError lists why it cannot serve. `openmsa.explain` tells without a call.
     check:    also read the values (page ids, lengths, NaN) on any device and raise ValueError on a bad one.
 
     Returns float32 ``[index_heads, total_q, num_blocks]`` (float64 for float64 inputs), num_blocks = ceil(longest k_len /

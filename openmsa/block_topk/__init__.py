@@ -33,7 +33,7 @@ def select_blocks(
 ) -> Tensor:
     """Scores the key blocks and selects `topk` of them for every query and index head.
 
-    index_q, index_k, seqs, block_size, check: as in `block_scores`.
+    index_q, index_k, seqs, block_size, impl, check: as in `block_scores`.
     topk:          1 to 64.
     init_blocks:   this many first blocks are always selected,
     local_blocks:  and this many last visible blocks, the query's own block among them; both inside the k

@@ -31,7 +31,7 @@ def dense_attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """Softmax attention of every query over all keys it sees.
 
-    q, k, v, seqs, softmax_scale, check: as in `openmsa.sparse_attention`.
+    q, k, v, seqs, softmax_scale, block_size, impl, check: as in `openmsa.sparse_attention`.
     causal:            True: a query sees the keys at or before its position (`Sequences.q_offset` moves it); False: all keys
                        of its sequence.
     return_out, return_lse, return_max_score: which results to return, in this order; one alone comes as a tensor, several as a

@@ -30,14 +30,15 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of every query over the visible keys of its selected blocks.
 
-    q:              ``[total_q, num_q_heads, head_dim]``, float32, float16, bfloat16 or float64, any strides; or `E4M3` with one
-                    scale for the tensor or one a head.
+    q:              ``[total_q, num_q_heads, head_dim]``, head_dim a multiple of 16 up to 256, float32, float16, bfloat16 or
+                    float64, any strides; or `E4M3` with one scale for the tensor or one a head.
     k, v:           ``[total_k, num_kv_heads, head_dim]``, num_kv_heads dividing num_q_heads: tensors of q's dtype, or, with
                     queries of any dtype, both `E4M3` or both `NVFP4`; or a `PagedKV` of such as `k` with `v` None. Formats
                     count as the numbers that they stand for: every scale is in the logits, in lse and in the result.
     blocks:         int32 ``[total_q, num_kv_heads or 1, topk]``, block ids counted from the start of the query's sequence, in
-                    any order, distinct; 1 head: one selection shared by all KV heads. -1, and every id past the visible
-                    blocks, is skipped.
+                    any order, distinct; topk 1 to 64; 1 head: one selection shared by all KV heads. -1, and every id past
+                    the visible blocks, is skipped.
+    seqs, block_size, impl:  as in `openmsa.block_scores`.
     softmax_scale:  factor on the logits; None: ``head_dim ** -0.5``.
     check:          also read the values (block ids from -1 to num_blocks - 1 and distinct, page ids, lengths, NaN) on any
                     device and raise ValueError on a bad one.
