@@ -46,19 +46,24 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Layout:
-    """Checked `Sequences`, every field filled in: what the implementations of a stage receive."""
+    """Checked `Sequences`: what the implementations of a stage receive. q_offset stays None where the queries are the last of
+    their keys: kernels find that themselves, which saves their launch two more."""
 
     cu_seqlens_q: Tensor  # int32 [batch + 1]
     cu_seqlens_k: Tensor  # int32 [batch + 1]
     max_seqlen_q: int
     max_seqlen_k: int
-    q_offset: Tensor  # int32 [batch]
+    q_offset: Tensor | None  # int32 [batch]
     longest_q: int  # max_seqlen_q of the whole call: what must not change with query chunks depends on this one
 
     @property
     def batch(self) -> int:
         """Sequences."""
-        return self.q_offset.numel()
+        return self.cu_seqlens_q.numel() - 1
+
+    def first_positions(self) -> Tensor:
+        """int32 [batch], of each sequence's first query."""
+        return (self.cu_seqlens_k - self.cu_seqlens_q).diff() if self.q_offset is None else self.q_offset
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks of the longest sequence."""
@@ -70,11 +75,11 @@ class Layout:
 
     def tokens(self, total_q: int) -> tuple[Tensor, Tensor]:
         """For each query token its sequence, int64 [total_q], and the last key it sees, int32 [total_q] (below 0: none)."""
-        token = torch.arange(total_q, device=self.q_offset.device, dtype=torch.int32)
+        token = torch.arange(total_q, device=self.cu_seqlens_q.device, dtype=torch.int32)
         sequence = torch.searchsorted(self.cu_seqlens_q[1:], token, right=True).clamp_(max=max(self.batch - 1, 0))
         if self.batch == 0:
             return sequence, token
-        position = token - self.cu_seqlens_q[sequence] + self.q_offset[sequence]
+        position = token - self.cu_seqlens_q[sequence] + self.first_positions()[sequence]
         return sequence, torch.minimum(position, self.k_lens()[sequence] - 1)
 
     def visible_blocks(self, total_q: int, block_size: int) -> Tensor:
@@ -88,11 +93,11 @@ class Layout:
         skipped = (start - self.cu_seqlens_q[:-1]).clamp_(min=0)
         skipped = torch.minimum(skipped, self.cu_seqlens_q.diff())
         longest = min(self.max_seqlen_q, stop - start)
-        return Layout(cu_q, self.cu_seqlens_k, longest, self.max_seqlen_k, self.q_offset + skipped, self.longest_q)
+        return Layout(cu_q, self.cu_seqlens_k, longest, self.max_seqlen_k, self.first_positions() + skipped, self.longest_q)
 
     def on_host(self) -> list[tuple[int, int, int, int, int]]:
         """For each sequence: first and end packed query, first packed key, k_len, position of the first query. Syncs."""
-        cu_q, cu_k, offset = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist(), self.q_offset.tolist()
+        cu_q, cu_k, offset = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist(), self.first_positions().tolist()
         return [(cu_q[b], cu_q[b + 1], cu_k[b], cu_k[b + 1] - cu_k[b], offset[b]) for b in range(self.batch)]
 
 
@@ -150,12 +155,11 @@ def layout(
     max_q = _bound("seqs.max_seqlen_q", max_q, cu_q, readable)
     max_k = _bound("seqs.max_seqlen_k", max_k, cu_k, readable)
     offset = seqs.q_offset
-    if offset is None:
-        offset = (cu_k - cu_q).diff()
-    else:
+    if offset is not None:
         _integers("seqs.q_offset", offset, "[batch]", device)
         checks.size("seqs.q_offset", offset, 0, batch, "one entry a sequence")
-    return Layout(cu_q, cu_k, max_q, max_k, offset.to(torch.int32), max_q)
+        offset = offset.to(torch.int32)
+    return Layout(cu_q, cu_k, max_q, max_k, offset, max_q)
 
 
 def _one_sequence(total: int, device: torch.device) -> Tensor:

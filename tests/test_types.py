@@ -78,9 +78,9 @@ def test_defaults():
     for seqs in (None, Sequences()):
         one = layout(seqs, 3, 10, torch.device("cpu"))
         assert (one.cu_seqlens_q.tolist(), one.cu_seqlens_k.tolist()) == ([0, 3], [0, 10])
-        assert (one.max_seqlen_q, one.max_seqlen_k, one.q_offset.tolist()) == (3, 10, [7])
+        assert (one.max_seqlen_q, one.max_seqlen_k, one.first_positions().tolist()) == (3, 10, [7])
     read = layout(Sequences(ints(0, 3, 5), ints(0, 9, 19)), 5, 19, torch.device("cpu"))
-    assert (read.max_seqlen_q, read.max_seqlen_k, read.q_offset.tolist()) == (3, 10, [6, 8])
+    assert (read.max_seqlen_q, read.max_seqlen_k, read.first_positions().tolist()) == (3, 10, [6, 8])
     bounds = layout(Sequences(ints(0, 3, 5), ints(0, 9, 19), 100, 200), 5, 19, torch.device("cpu"))
     assert (bounds.max_seqlen_q, bounds.max_seqlen_k, bounds.num_blocks(16)) == (100, 200, 13)
 
@@ -98,11 +98,11 @@ def test_a_cache_brings_its_lengths(device):
     cache, _ = paged(p, 16)
     whole = cache.layout(Sequences(p.seqs.cu_seqlens_q), 3, cache.device)
     assert whole.k_lens().tolist() == [20, 33]
-    assert whole.q_offset.tolist() == [18, 32]
+    assert whole.first_positions().tolist() == [18, 32]
     assert whole.max_seqlen_k == (33 if device == "cpu" else cache.capacity)
     fewer = cache.layout(Sequences(p.seqs.cu_seqlens_q, ints(0, 16, 49).to(device)), 3, cache.device)
     assert fewer.k_lens().tolist() == [16, 33]
-    assert fewer.q_offset.tolist() == [14, 32]
+    assert fewer.first_positions().tolist() == [14, 32]
 
 
 BAD = {

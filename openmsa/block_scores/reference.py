@@ -29,7 +29,7 @@ def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndex
         q = index_q[q0:q1]  # [q_len, heads, dim]
         k = keys[k0:k1].repeat_interleave(heads // keys.shape[1], dim=1)  # [k_len, heads, dim]
         products = torch.einsum("qhd,khd->hqk", q, k).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        position = seqs.q_offset[b] + torch.arange(q1 - q0, device=q.device)
+        position = seqs.first_positions()[b] + torch.arange(q1 - q0, device=q.device)
         visible = torch.arange(k1 - k0, device=q.device) <= position[:, None]  # [q_len, k_len]
         products = products.masked_fill(~visible, -torch.inf)
         whole = torch.nn.functional.pad(products, (0, num_blocks * block_size - (k1 - k0)), value=-torch.inf)

@@ -37,7 +37,7 @@ def dense_attention(
     for b in range(seqs.batch):
         q0, q1 = seqs.cu_seqlens_q[b : b + 2].tolist()
         k0, k1 = cu_k[b : b + 2].tolist()
-        position = seqs.q_offset[b] + torch.arange(q1 - q0, device=q.device)
+        position = seqs.first_positions()[b] + torch.arange(q1 - q0, device=q.device)
         visible = torch.arange(k1 - k0, device=q.device) <= position[:, None]  # [q_len, k_len]
         if not causal:
             visible = torch.ones_like(visible)

@@ -131,7 +131,7 @@ def dense_kernel(
     i_m = n_tiles - 1 - i_m  # the rows that see the most keys first
     i_k0 = tl.load(cu_k + i_b)
     n_k = tl.minimum(tl.load(cu_k + i_b + 1) - i_k0, capacity)
-    i_first_position = tl.load(q_offset + i_b)
+    i_first_position = tl.load(cu_k + i_b + 1) - i_k0 - n_q if q_offset is None else tl.load(q_offset + i_b)
 
     o_r = i_m * BM + tl.arange(0, BM)
     o_t = o_r // G  # token of the sequence

@@ -109,7 +109,7 @@ def variant(
     (arguments if described else constants).update(dict.fromkeys(("k_desc", "v_desc"), box if described else None))
     absent = {"out", "lse", "max_score"} - set(results)
     absent |= {"part", "part_lse", "arrived"} if config.splits == 1 else set()
-    absent |= set() if page_size else {"page_table"}
+    absent |= set() if page_size else {"page_table", "q_offset"}
     absent |= {"k_scale", "v_scale"} if scales == NO_SCALE else set()
     absent |= set() if key_format == "nvfp4" else {"k_global", "v_global"}
     absent |= set() if q == "fp8e4nv" else {"q_scale"}

@@ -78,7 +78,7 @@ class Operands:
         constants |= {"FORMAT": self.format, "SCALE": formats.NO_SCALE, "SWIZZLED": "128x4" in self.keys, "SPLIT": split}
         constants["NATIVE"] = device.arch >= 90
         constants |= {"PRODUCT": self.product(device), "PAGE_SIZE": {FLAT: 1, PAGE: self.tile.span, PAGES: 16}[self.mode]}
-        absent = ["page_table"] if self.mode == FLAT else []
+        absent = ["page_table", "q_offset"] if self.mode == FLAT else []
         absent += [] if self.query == "e4m3" else ["q_scale"]
         absent += [] if self.format == formats.NVFP4 or "head" in self.keys else ["k_factor"]
         if self.format == formats.INT8:

@@ -38,7 +38,7 @@ def sparse_attention(
         ids = ids.masked_fill((ids < 0) | (ids >= num_blocks), num_blocks)  # one more block, dropped below
         selected = torch.zeros(q1 - q0, kv_heads, num_blocks + 1, dtype=torch.bool, device=q.device)
         selected = selected.scatter(2, ids, True)[..., :num_blocks].repeat_interleave(block_size, dim=2)[..., : k1 - k0]
-        position = seqs.q_offset[b] + torch.arange(q1 - q0, device=q.device)
+        position = seqs.first_positions()[b] + torch.arange(q1 - q0, device=q.device)
         causal = torch.arange(k1 - k0, device=q.device) <= position[:, None]  # [q_len, k_len]
         reads = (selected & causal[:, None]).repeat_interleave(group, dim=1)  # [q_len, heads, k_len]
         keys, values = (x[k0:k1].repeat_interleave(group, dim=1) for x in (k, v))  # [k_len, heads, dim]

@@ -205,11 +205,12 @@ def sparse_decode_kernel(
         last = n_k - queries + i_q
     else:
         i_t = tl.load(cu_q + i_b) + i_q
-        if i_t >= tl.load(cu_q + i_b + 1):
+        end = tl.load(cu_q + i_b + 1)
+        if i_t >= end:
             return
         i_k0 = tl.load(cu_k + i_b)
         n_k = tl.load(cu_k + i_b + 1) - i_k0
-        last = tl.load(q_offset + i_b) + i_q
+        last = n_k - end + i_t if q_offset is None else tl.load(q_offset + i_b) + i_q
     if PAGE:
         n_k = tl.minimum(n_k, capacity)
     n_k = tl.minimum(n_k, last + 1)  # keys that the query sees; below 1: none
@@ -427,7 +428,7 @@ def variant(
     used, unused = (
         (["page_table", "seq_lens"], ["cu_q", "cu_k", "q_offset"])
         if page_size
-        else (["cu_q", "cu_k", "q_offset"], ["page_table", "seq_lens"])
+        else (["cu_q", "cu_k"], ["q_offset", "page_table", "seq_lens"])
     )
     arguments |= dict.fromkeys(used, "*i32")
     constants |= dict.fromkeys(unused)

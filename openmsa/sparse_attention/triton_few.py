@@ -51,7 +51,7 @@ def few_lists(
     q_begin, q_end = tl.load(cu_q + i_b), tl.load(cu_q + i_b + 1)
     k_begin, k_end = tl.load(cu_k + i_b), tl.load(cu_k + i_b + 1)
     first = tl.minimum(q_begin + (i_tile - q_begin // TOKENS - i_b) * TOKENS, q_end)
-    position = tl.load(q_offset + i_b) - q_begin
+    position = k_end - k_begin - q_end if q_offset is None else tl.load(q_offset + i_b) - q_begin
 
     o_t, o_s = tl.arange(0, TOKENS), tl.arange(0, SLOTS)
     token = first + o_t
@@ -138,7 +138,8 @@ def few_units(
         high = tl.where(reached, high, middle - 1)
     i_b = low
     k_begin, k_end = tl.load(cu_k + i_b), tl.load(cu_k + i_b + 1)
-    position = tl.load(q_offset + i_b) - tl.load(cu_q + i_b)
+    q_begin, q_end = tl.load(cu_q + i_b), tl.load(cu_q + i_b + 1)
+    position = k_end - k_begin - q_end if q_offset is None else tl.load(q_offset + i_b) - q_begin
     block = o_b - k_begin // BLOCK - i_b
     row = k_begin + block * BLOCK
     if PAGE_SIZE > 0:

@@ -86,7 +86,7 @@ def tile_lists(
     k_begin, k_end = tl.load(cu_k + i_b), tl.load(cu_k + i_b + 1)
     first = tl.minimum(q_begin + (i_tile - q_begin // TOKENS - i_b) * TOKENS, q_end)
     tokens = tl.minimum(q_end - first, TOKENS)
-    position = tl.load(q_offset + i_b) + first - q_begin
+    position = first + (k_end - k_begin - q_end if q_offset is None else tl.load(q_offset + i_b) - q_begin)
     if i_h == 0:
         p_tile = tiles + i_tile * 4
         tl.store(p_tile, first)

@@ -101,7 +101,7 @@ def attend_outer(
     first_token = tl.load(tiles + i_chunk * chunk_tiles * 4)
     k_begin = tl.load(cu_k + i_b)
     k_len = tl.load(cu_k + i_b + 1) - k_begin
-    position = tl.load(q_offset + i_b) - tl.load(cu_q + i_b)
+    position = k_len - tl.load(cu_q + i_b + 1) if q_offset is None else tl.load(q_offset + i_b) - tl.load(cu_q + i_b)
 
     o_r, o_n, o_d = tl.arange(0, TOKENS * HEADS), tl.arange(0, KEYS), tl.arange(0, DIM_PADDED)
     head = i_part * HEADS + o_r % HEADS

@@ -71,7 +71,7 @@ def _variant(name: str, fn: Any, stored: _Stored, page_size: int, constexprs: Ma
             known[argument] = 1
         elif argument in ("k_tma", "v_tma") and known["TMA"]:
             arguments[argument] = f"tensordesc<{stored.k}[1, 1, {known['KEYS']}, {known['DIM_PADDED']}]>"
-        elif argument in ("k_tma", "v_tma") or (argument == "page_table" and not page_size):
+        elif argument in ("k_tma", "v_tma") or (argument in ("page_table", "q_offset") and not page_size):
             known[argument] = None
         elif argument in types:
             arguments[argument] = f"*{types[argument]}"
