@@ -9,6 +9,7 @@ from torch import Tensor
 from openmsa.dense_attention import chosen_results
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.stored import dequantized, out_dtype, wide_dtype
+from openmsa.runtime.matmul import weighted_sum
 from openmsa.types import Layout
 
 
@@ -46,7 +47,7 @@ def dense_attention(
         logits = (products * softmax_scale).masked_fill(~visible, -torch.inf)
         lse = logits.logsumexp(-1)  # [heads, q_len]
         weights = (logits - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
-        outs.append(torch.einsum("hqk,khd->qhd", weights, values))
+        outs.append(weighted_sum(weights.transpose(0, 1), values, visible[:, None]))
         lses.append(lse.T)
         scores = products.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).masked_fill(~visible, -torch.inf)
         whole = torch.nn.functional.pad(scores, (0, num_blocks * block_size - (k1 - k0)), value=-torch.inf)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.stored import dequantized, out_dtype, wide_dtype
+from openmsa.runtime.matmul import weighted_sum
 from openmsa.types import Layout
 
 
@@ -46,7 +47,7 @@ def sparse_attention(
         logits = logits.masked_fill(~reads, -torch.inf)
         lse = logits.logsumexp(-1)  # [q_len, heads]
         weights = (logits - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
-        outs.append(torch.einsum("qhk,khd->qhd", weights, values))
+        outs.append(weighted_sum(weights, values, reads))
         lses.append(lse)
     out = torch.cat(outs).to(result)
     return (out, torch.cat(lses)) if return_lse else out

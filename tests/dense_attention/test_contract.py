@@ -109,6 +109,15 @@ def test_nan_counts_as_lowest_in_max_score(subject):
     assert_equal("max_score", scores, torch.tensor([[[math.inf, 1.0], [0.0, 0.0]]]))
 
 
+def test_the_reference_keeps_hidden_values_out():
+    p = problem((20,), (20,))
+    clean = dense_attention(p.q, p.k, p.v, impl="reference")
+    p.v[7], p.v[11, 0, 0] = math.nan, math.inf
+    out = dense_attention(p.q, p.k, p.v, impl="reference")
+    assert_equal("out", out[:7], clean[:7])
+    assert out[7:].isnan().all()
+
+
 @subjects(dense_attention)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(

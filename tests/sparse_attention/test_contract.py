@@ -140,6 +140,21 @@ def test_a_cache_may_be_read_in_part(subject):
     assert_close("out", out, honest[0], truth[0])
 
 
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_only_queries_that_read_a_value_get_it(impl, value):
+    p = problem((40,), (40,))
+    blocks = torch.tensor([0, 2], dtype=torch.int32)[torch.arange(40) % 2].view(-1, 1, 1)
+    clean = sparse_attention(p.q, p.k, p.v, blocks, block_size=16, impl=impl)
+    p.v[3, 0, 5] = value
+    out = sparse_attention(p.q, p.k, p.v, blocks, block_size=16, impl=impl)
+    read = torch.zeros_like(out, dtype=torch.bool)
+    read[16::2, :2, 5] = True  # block 0, whole
+    assert out[read].sum().isnan() if math.isnan(value) else (out[read] == value).all()
+    read[:16] = True  # whether the block's own queries before the key stay clean is not said
+    assert_equal("out", out[~read], clean[~read])
+
+
 @subjects(sparse_attention)
 @pytest.mark.parametrize(
     ("q_lens", "k_lens"), [((), ()), ((0,), (0,)), ((0, 0), (5, 0)), ((3,), (0,)), ((0, 2), (0, 0)), ((2, 0, 1), (0, 40, 1))]
