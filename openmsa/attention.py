@@ -66,6 +66,7 @@ def msa_attention(
         softmax_scale=softmax_scale,
         query_chunk=query_chunk,
         certified=certified,
+        return_lse=return_lse,
         check=check,
     )
     total_q, heads, head_dim = q.shape
@@ -108,6 +109,8 @@ def check_path(
     check: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], int]:
     """The checked arguments of `msa_attention`: of the selection, of the attention (less its blocks), and the query chunk."""
+    for name, value in (("certified", certified), ("return_lse", return_lse), ("check", check)):
+        checks.flag(name, value)
     chunk = QUERY_CHUNK if query_chunk is None else checks.integer("query_chunk", query_chunk, 1)
     selection = SELECTION.check(
         index_q, index_k, topk, seqs, block_size=block_size, init_blocks=init_blocks, local_blocks=local_blocks, check=check

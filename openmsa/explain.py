@@ -11,10 +11,9 @@ import torch
 from openmsa.attention import check_path, msa_attention
 from openmsa.block_scores import STAGE as SCORES
 from openmsa.block_scores import block_scores
-from openmsa.block_topk import SCORES_STAGE, select_blocks, select_blocks_from_scores
+from openmsa.block_topk import SCORES_STAGE, check_selection, select_blocks, select_blocks_from_scores
 from openmsa.block_topk import STAGE as SELECTION
 from openmsa.block_topk.certified import STAGE as CERTIFIED
-from openmsa.block_topk.certified import check_certified
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import dense_attention
 from openmsa.runtime.dispatch import Explanation, Stage
@@ -51,11 +50,10 @@ def explain(function: Callable[..., Any], *args: Any, impl: str = "auto", **kwar
         blocks = torch.empty((*index_q.shape[:2], selection["topk"]), dtype=torch.int32, device=index_q.device)
         chooser = CERTIFIED if kwargs.get("certified") else SELECTION
         return PathExplanation((chooser.explain(impl, selection), SPARSE.explain(impl, attention | {"blocks": blocks})))
-    if function is select_blocks and kwargs.pop("certified", False):
-        kwargs.pop("rescored", None)
-        index_k = kwargs["index_k"] if "index_k" in kwargs else args[1]
-        return CERTIFIED.explain(impl, check_certified(SELECTION.check(*args, **kwargs), index_k))
-    if function not in STAGES:
+    if function is select_blocks:
+        stage, arguments = check_selection(*args, **kwargs)
+        return stage.explain(impl, arguments)
+    if not callable(function) or function not in STAGES:
         names = ", ".join(f.__name__ for f in (*STAGES, msa_attention))
         raise ValueError(f"function must be one of {names}, got {function!r}")
     stage = STAGES[function]

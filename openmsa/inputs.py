@@ -23,6 +23,7 @@ def check_qkv(
 ) -> dict[str, Any]:
     """Checked ``{q, k, v, seqs, softmax_scale}``: shapes, head counts, dtypes, formats, devices and lengths; values when
     `check`."""
+    checks.flag("check", check)
     check_rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)
     head_dim = q.shape[2]
     checks.head_dim("head_dim", head_dim)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from openmsa.runtime import checks
 
+INT32_MAX = 2**31 - 1  # positions and starts are int32
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -40,6 +42,9 @@ class Sequences:
         """From one query length and one key length a sequence, known on the host."""
         if len(q_lens) != len(k_lens):
             raise ValueError(f"k_lens must have one entry a sequence ({len(q_lens)}), got {len(k_lens)}")
+        for name, lens in (("q_lens", q_lens), ("k_lens", k_lens)):
+            total = sum(checks.integer(f"{name}[{b}]", length, 0) for b, length in enumerate(lens))
+            checks.integer(f"sum({name})", total, 0, INT32_MAX)
         cu_q, cu_k = (torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in (q_lens, k_lens))
         return cls(cu_q.to(device), cu_k.to(device), max(q_lens, default=0), max(k_lens, default=0))
 
@@ -158,6 +163,8 @@ def layout(
     if offset is not None:
         _integers("seqs.q_offset", offset, "[batch]", device)
         checks.size("seqs.q_offset", offset, 0, batch, "one entry a sequence")
+        if readable:  # the last position, too, must be an int32
+            checks.in_range("seqs.q_offset", offset, -INT32_MAX, INT32_MAX - max_q)
         offset = offset.to(torch.int32)
     return Layout(cu_q, cu_k, max_q, max_k, offset, max_q)
 

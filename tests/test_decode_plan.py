@@ -129,6 +129,10 @@ BAD = [
     ({"topk": 2, "init_blocks": 2}, ValueError, r"init_blocks \+ local_blocks must be at most topk \(2\)"),
     ({"dtype": torch.int32}, TypeError, "dtype must be"),
     ({"head_dim": 40}, ValueError, "head_dim must be a multiple of 16"),
+    ({"head_dim": 64.0}, TypeError, r"head_dim must be an int, got float \(64.0\)"),
+    ({"index_dim": None}, TypeError, "index_dim must be an int, got NoneType"),
+    ({"index_heads": True}, TypeError, "index_heads must be an int, got bool"),
+    ({"device": "gpu"}, ValueError, "device must be a CUDA device or a CPU, got gpu"),
     ({"device": "meta"}, ValueError, "device must be a CUDA device or a CPU, got meta"),
 ]
 
@@ -137,6 +141,13 @@ BAD = [
 def test_bad_plans_are_refused(changes, error, text):
     with pytest.raises(error, match=text):
         plan_of(step((4,)), **{"device": "cpu"} | changes)
+
+
+@pytest.mark.skipif(CUDA, reason="needs a machine without an NVIDIA GPU")
+def test_a_missing_device_is_refused():
+    for device in ("cuda", "cuda:3"):
+        with pytest.raises(ValueError, match=f"device must be 'cpu' where PyTorch finds no CUDA device, got {device}"):
+            plan_of(step((4,)), device)
 
 
 def test_what_the_kernels_do_not_do_is_refused(monkeypatch):
@@ -157,6 +168,8 @@ def test_calls_that_do_not_fit_the_plan_are_refused():
         plan.run(p.q.float(), kv, p.index_q, keys)
     with pytest.raises(ValueError, match=r"kv.batch must be from 0 to 1, got 2"):
         plan_of(p, "cpu", max_batch=1).run(p.q, kv, p.index_q, keys)
+    with pytest.raises(ValueError, match="out must not be expanded"):
+        plan.run(p.q, kv, p.index_q, keys, out=p.q[:1].expand_as(p.q))
     with pytest.raises(ValueError, match="max_pages"):
         plan_of(p, "cpu", max_pages=2).run(p.q, kv, p.index_q, keys)
     with pytest.raises(TypeError, match=r"kv must be an openmsa\.PagedKV"):

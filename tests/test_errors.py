@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Bad arguments of every public function: the error names the argument, the rule and the value, and no cache changes."""
 
+import functools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from openmsa import (
     Sequences,
     block_scores,
     dense_attention,
+    explain,
     msa_attention,
     select_blocks,
     select_blocks_from_scores,
@@ -85,6 +87,8 @@ BAD = {
         ValueError,
         "num_kv_heads must divide num_q_heads (4) | got 0",
     ),
+    "no query heads": (MAIN, lambda g: {"q": g["q"][:, :0]}, ValueError, "num_q_heads must be at least 1 | got 0"),
+    "q sparse": (MAIN, lambda g: {"q": g["q"].to_sparse()}, TypeError, "q must be a dense tensor | torch.sparse_coo"),
     "head dim 24": (
         MAIN,
         lambda g: {name: g[name][..., :24] for name in "qkv"},
@@ -146,6 +150,12 @@ BAD = {
         lambda g: {"index_k": g["index_k"].repeat(1, 3, 1)},
         ValueError,
         "index_key_heads must divide index_heads (2) | got 3",
+    ),
+    "no index heads": (
+        INDEX,
+        lambda g: {"index_q": g["index_q"][:, :0]},
+        ValueError,
+        "index_heads must be at least 1 | got 0",
     ),
     "index dim 8": (
         INDEX,
@@ -360,6 +370,26 @@ def test_bad_arguments(function, case):
     arguments = {name: g[name] for name in TAKES[function]}
     function(**arguments)  # good before the change
     assert_refused(function, arguments | change(g), error, words)
+
+
+FLAGS = {
+    block_scores: ("check",),
+    select_blocks: ("certified", "check"),
+    sparse_attention: ("return_lse", "check"),
+    dense_attention: ("causal", "return_out", "return_lse", "return_max_score", "check"),
+    msa_attention: ("certified", "return_lse", "check"),
+}
+
+
+@pytest.mark.parametrize("value", [1, 0, None, "no", torch.tensor(True)], ids=str)
+@pytest.mark.parametrize("function", FLAGS, ids=lambda f: f.__name__)
+def test_flags_are_true_or_false(function, value):
+    """Nothing that merely counts as true: the string "no" does."""
+    g = good()
+    arguments = {name: g[name] for name in TAKES[function]}
+    for flag in FLAGS[function]:
+        for call in (function, functools.partial(explain, function)):
+            assert_refused(call, arguments | {flag: value}, TypeError, f"{flag} must be True or False | {type(value).__name__}")
 
 
 # Changes to the caches of the same problem: what is wrong with them shows when they are used.

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from openmsa import (
+    CertifiedKeys,
     block_scores,
     dense_attention,
     explain,
@@ -131,6 +132,25 @@ def test_bad_arguments_raise_what_the_call_raises():
         explain(sparse_attention, *args, block_size=15)
     with pytest.raises(ValueError, match=r"function must be one of block_scores, .*msa_attention, got .*explain"):
         explain(explain, *args, **kwargs)
+
+
+@pytest.mark.parametrize("function", [None, 3, [], "dense_attention"], ids=str)
+def test_what_is_no_operation_is_refused(function):
+    with pytest.raises(ValueError, match=r"function must be one of block_scores, .*msa_attention, got "):
+        explain(function)
+
+
+def test_a_certified_call_is_checked_whole():
+    p = problem((5,), (40,))
+    arguments = {"index_q": p.index_q, "index_k": CertifiedKeys.quantize(p.index_k), "topk": 2}
+    assert explain(select_blocks, **arguments, certified=True).stage == "select_blocks(certified=True)"
+    for changes, words in (
+        ({"certified": True, "rescored": torch.zeros(4, 2, dtype=torch.int32)}, r"rescored.shape\[0\] must be 5"),
+        ({"rescored": torch.zeros(5, 2, dtype=torch.int32)}, "rescored must be None unless certified is True, got Tensor"),
+    ):
+        for call in (select_blocks, lambda **k: explain(select_blocks, **k)):
+            with pytest.raises(ValueError, match=words):
+                call(**arguments, **changes)
 
 
 @pytest.mark.parametrize(

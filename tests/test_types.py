@@ -73,6 +73,20 @@ def test_from_lengths():
         Sequences.from_lengths([1, 2], [3])
 
 
+@pytest.mark.parametrize(
+    ("lens", "error", "words"),
+    [
+        ([1, 2.5], TypeError, r"k_lens\[1\] must be an int, got float \(2.5\)"),
+        ([True, 2], TypeError, r"k_lens\[0\] must be an int, got bool"),
+        ([5, -1], ValueError, r"k_lens\[1\] must be at least 0, got -1"),
+        ([2**30, 2**30], ValueError, r"sum\(k_lens\) must be from 0 to 2147483647, got 2147483648"),
+    ],
+)
+def test_lengths_are_counts(lens, error, words):
+    with pytest.raises(error, match=words):
+        Sequences.from_lengths([1, 1], lens)
+
+
 def test_defaults():
     """None: one sequence, its longest lengths, queries last."""
     for seqs in (None, Sequences()):
@@ -135,6 +149,12 @@ BAD = {
     "offset size": (ValueError, ("seqs.q_offset", "1", "got 2"), Sequences(q_offset=ints(1, 2))),
     "offset rank": (ValueError, ("seqs.q_offset ", "[batch]", "()"), Sequences(q_offset=torch.tensor(1))),
     "offset dtype": (TypeError, ("seqs.q_offset ", "int32", "float32"), Sequences(q_offset=torch.tensor([1.0]))),
+    "offset past int32": (
+        ValueError,
+        ("seqs.q_offset ", "2147483643", "got 4294967296"),
+        Sequences(q_offset=ints(2**32, dtype=torch.int64)),
+    ),
+    "last position past int32": (ValueError, ("seqs.q_offset ", "got 2147483646"), Sequences(q_offset=ints(2**31 - 2))),
     "offset device": (ValueError, ("seqs.q_offset ", "device", "meta"), Sequences(q_offset=ints(1).to("meta"))),
 }
 

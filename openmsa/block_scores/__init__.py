@@ -55,6 +55,7 @@ def _check(
     block_size: int = 128,
     check: bool = False,
 ) -> dict[str, Any]:
+    checks.flag("check", check)
     check_rows("index_q", index_q, "[total_q, index_heads, index_dim]", QUERY_FORMATS)
     checks.head_dim("index_dim", index_q.shape[2])
     checks.integer("block_size", block_size, 16, 256)

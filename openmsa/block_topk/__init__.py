@@ -50,15 +50,12 @@ def select_blocks(
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, section 3.2.
     """
-    arguments = _check(
-        index_q, index_k, topk, seqs, block_size=block_size, init_blocks=init_blocks, local_blocks=local_blocks, check=check
-    )
+    options = {"block_size": block_size, "init_blocks": init_blocks, "local_blocks": local_blocks, "check": check}
+    stage, arguments = check_selection(index_q, index_k, topk, seqs, certified=certified, rescored=rescored, **options)
     if not certified:
-        if rescored is not None:
-            raise ValueError("rescored must be None unless certified is True, got a tensor")
-        blocks: Tensor = STAGE.run(impl, arguments)
+        blocks: Tensor = stage.run(impl, arguments)
         return blocks
-    blocks, count = CERTIFIED_STAGE.run(impl, check_certified(arguments, index_k, rescored))
+    blocks, count = stage.run(impl, arguments)
     if rescored is not None:
         rescored.copy_(count)
     return blocks
@@ -94,6 +91,26 @@ def select_blocks_from_scores(
         visible_blocks=visible_blocks,
     )
     return SCORES_STAGE.run(impl, arguments)
+
+
+def check_selection(
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
+    topk: int = 16,
+    seqs: Sequences | None = None,
+    *,
+    certified: bool = False,
+    rescored: Tensor | None = None,
+    **options: Any,
+) -> tuple[Stage, dict[str, Any]]:
+    """The stage that a call of `select_blocks` runs, and its checked arguments. options: the others, as `_check` takes them."""
+    checks.flag("certified", certified)
+    arguments = _check(index_q, index_k, topk, seqs, **options)
+    if certified:
+        return CERTIFIED_STAGE, check_certified(arguments, index_k, rescored)
+    if rescored is not None:
+        raise ValueError(f"rescored must be None unless certified is True, got {type(rescored).__name__}")
+    return STAGE, arguments
 
 
 def _check_counts(topk: int, block_size: int, init_blocks: int, local_blocks: int) -> None:

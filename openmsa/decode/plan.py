@@ -11,7 +11,7 @@ from torch import Tensor
 from openmsa.block_topk import select_blocks
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.stored import QUERY_FORMATS, check_rows
-from openmsa.runtime import checks
+from openmsa.runtime import checks, devices
 from openmsa.sparse_attention import sparse_attention
 from openmsa.types import Sequences
 
@@ -62,7 +62,7 @@ class DecodePlan:
     device: torch.device | str = "cuda"
 
     def __post_init__(self) -> None:
-        self._device, self._tokens = _resolved(torch.device(self.device)), 0
+        self._device, self._tokens = devices.resolved("device", self.device), 0
         self._index_heads = self.num_kv_heads if self.index_heads is None else self.index_heads
         self._check_numbers()
         scale = self.softmax_scale
@@ -77,11 +77,10 @@ class DecodePlan:
             self._allocate_for_kernels()
 
     def _check_numbers(self) -> None:
-        if self._device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device must be a CUDA device or a CPU, got {self._device}")
         counts = ("max_batch", "num_q_heads", "num_kv_heads", "page_size", "max_pages", "index_key_heads")
         bounds = (*((name, 1, None) for name in counts), ("init_blocks", 0, None), ("local_blocks", 0, None))
-        for name, low, high in (*bounds, ("new_tokens", 1, MAX_NEW_TOKENS), ("topk", 1, 64), ("block_size", 16, 256)):
+        ranges = (("head_dim", 16, 256), ("index_dim", 16, 256), ("topk", 1, 64), ("block_size", 16, 256))
+        for name, low, high in (*bounds, *ranges, ("new_tokens", 1, MAX_NEW_TOKENS)):
             checks.integer(name, getattr(self, name), low, high)
         checks.divides("num_kv_heads", self.num_kv_heads, "num_q_heads", self.num_q_heads)
         checks.head_dim("head_dim", self.head_dim)
@@ -90,7 +89,7 @@ class DecodePlan:
             raise ValueError(
                 f"init_blocks + local_blocks must be at most topk ({self.topk}), got {self.init_blocks} + {self.local_blocks}"
             )
-        if self._index_heads not in (1, self.num_kv_heads):
+        if checks.integer("index_heads", self._index_heads, 1) not in (1, self.num_kv_heads):
             raise ValueError(f"index_heads must be num_kv_heads ({self.num_kv_heads}) or 1, got {self._index_heads}")
         checks.divides("index_key_heads", self.index_key_heads, "index_heads", self._index_heads)
         if self.dtype not in checks.FLOATS:
@@ -180,6 +179,7 @@ class DecodePlan:
         self._check_rows("index_q", index_q, kv.batch, self._index_heads, self.index_dim, QUERY_FORMATS)
         if out is not None:
             self._check_rows("out", out, kv.batch, self.num_q_heads, self.head_dim)
+            checks.written("out", out)
         self._check_cache("kv", kv, kv.batch, self.num_kv_heads, self.head_dim)
         self._check_cache("index_keys", index_keys, kv.batch, self.index_key_heads, self.index_dim)
         if uses_kernels(self._device):
@@ -236,8 +236,3 @@ class DecodePlan:
 def uses_kernels(device: torch.device) -> bool:
     """Whether plans on this device run the Triton kernels."""
     return device.type == "cuda"
-
-
-def _resolved(device: torch.device) -> torch.device:
-    """With its index, as the device of a tensor has it."""
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device

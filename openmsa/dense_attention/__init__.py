@@ -76,16 +76,12 @@ def _check(
     check: bool = False,
 ) -> dict[str, Any]:
     checks.integer("block_size", block_size, 16, 256)
-    if not (return_out or return_lse or return_max_score):
+    checks.flag("causal", causal)
+    wanted = {"return_out": return_out, "return_lse": return_lse, "return_max_score": return_max_score}
+    if not any([checks.flag(name, value) for name, value in wanted.items()]):
         raise ValueError("return_out, return_lse or return_max_score must be True, got False for all three")
     arguments = check_qkv(q, k, v, seqs, softmax_scale, check)
-    return arguments | {
-        "causal": causal,
-        "block_size": block_size,
-        "return_out": return_out,
-        "return_lse": return_lse,
-        "return_max_score": return_max_score,
-    }
+    return arguments | {"causal": causal, "block_size": block_size} | wanted
 
 
 def chosen_results(out: Tensor | None, lse: Tensor | None, max_score: Tensor | None) -> Tensor | tuple[Tensor, ...]:

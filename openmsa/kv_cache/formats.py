@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from openmsa.kv_cache import plain
 from openmsa.kv_cache.certified import CertifiedKeys
 from openmsa.kv_cache.e4m3 import E4M3
 from openmsa.kv_cache.int8 import Int8
@@ -21,6 +22,8 @@ def allocate(
 ) -> Tensor | Stored:
     """Zeros of a logical shape, "plain" or in one of the `allowed` formats. dtype: of plain elements."""
     if format == "plain":
+        if dtype not in plain.DTYPES:
+            raise TypeError(f"dtype must be {' or '.join(map(str, plain.DTYPES))}, got {dtype}")
         return torch.zeros(shape, dtype=dtype, device=device)
     if format not in allowed:
         raise ValueError(f"format must be 'plain' or one of {allowed}, got {format!r}")

@@ -135,6 +135,9 @@ class Paged:
 
     def _gather(self, lens: Tensor | None, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
         lens = self.seq_lens if lens is None else lens
+        checks.tensor("lens", lens, "[batch]", (torch.int32, torch.int64))
+        checks.size("lens", lens, 0, self.batch, "the batch of page_table")
+        checks.in_range("lens", lens, 0, self.capacity + 1)
         self._check_pages(lens)
         cu = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
         sequence = torch.repeat_interleave(torch.arange(lens.numel(), device=lens.device), lens, output_size=int(cu[-1]))
@@ -144,6 +147,7 @@ class Paged:
         return [rows_of(pool, *index, dtype=dtype) for pool in self.pools().values()], cu  # [total, heads, dim]
 
     def _append(self, new: dict[str, Tensor], cu_seqlens: Tensor | None, check: bool) -> None:
+        checks.flag("check", check)
         total = self._check_new(new, check)
         on_gpu = self.device.type == "cuda" and importlib.util.find_spec("triton") is not None
         if cu_seqlens is None:

@@ -21,6 +21,8 @@ def tensor(name: str, value: Any, shape: str, dtypes: tuple[torch.dtype, ...] = 
         raise ValueError(f"{name} must have shape {shape} ({rank} dimensions), got {tuple(value.shape)}")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {value.dtype}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor (torch.strided), got {value.layout}")
 
 
 def size(name: str, value: Any, dimension: int, expected: int, because: str) -> None:
@@ -33,7 +35,9 @@ def size(name: str, value: Any, dimension: int, expected: int, because: str) -> 
 
 
 def divides(name: str, value: int, other_name: str, other: int) -> None:
-    """`value` heads must divide `other` heads."""
+    """`value` heads must divide `other` heads, of which there is at least one."""
+    if other < 1:
+        raise ValueError(f"{other_name} must be at least 1, got {other}")
     if value < 1 or other % value:
         raise ValueError(f"{name} must divide {other_name} ({other}), got {value}")
 
@@ -60,6 +64,19 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
         bounds = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be {bounds}, got {value}")
     return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` must be True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+    return value
+
+
+def written(name: str, value: Tensor) -> None:
+    """Each element of `value` must have a place of its own."""
+    if any(length > 1 and stride == 0 for length, stride in zip(value.shape, value.stride(), strict=True)):
+        raise ValueError(f"{name} must not be expanded, as it is written to, got strides {value.stride()}")
 
 
 def scale(name: str, value: Any) -> float:

@@ -43,6 +43,21 @@ def facts(device: torch.device) -> Device:
     return _read(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def resolved(name: str, device: torch.device | str) -> torch.device:
+    """A CPU, or a CUDA device of this machine with its index, as the device of a tensor has it."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be a CUDA device or a CPU, got {device}")
+    if found.type == "cpu":
+        return found
+    if not torch.cuda.is_available():
+        raise ValueError(f"{name} must be 'cpu' where PyTorch finds no CUDA device, got {device}")
+    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
+
+
 def capturing(device: torch.device) -> bool:
     """Whether the current stream of the device is being captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -69,6 +69,7 @@ def _check(
     check: bool = False,
 ) -> dict[str, Any]:
     checks.integer("block_size", block_size, 16, 256)
+    checks.flag("return_lse", return_lse)
     arguments = check_qkv(q, k, v, seqs, softmax_scale, check)
     num_kv_heads = k.num_heads if isinstance(k, PagedKV) else k.shape[1]
     checks.tensor("blocks", blocks, "[total_q, num_kv_heads, topk]", (torch.int32,))

@@ -289,6 +289,22 @@ def test_bad_sizes():
                 cache.allocate(*good[:at], value, *good[at + 1 :], format="e4m3")
 
 
+def test_flags_lengths_and_dtypes_are_checked():
+    cache = full_cache("cpu")
+    for bad, error, words in (
+        ([5, 8], TypeError, "lens must be a torch.Tensor"),
+        (lens("cpu", 5), ValueError, r"lens.shape\[0\] must be 2"),
+        (lens("cpu", 5, -1), ValueError, "lens must lie from 0 to 8, got -1"),
+        (lens("cpu", 5, 9), ValueError, "lens must lie from 0 to 8, got 9"),
+    ):
+        with pytest.raises(error, match=words):
+            cache.gather(bad)
+    with pytest.raises(TypeError, match="check must be True or False, got str"):
+        cache.append(rows(0), rows(0), check="no")
+    with pytest.raises(TypeError, match=r"dtype must be torch.float32 or .*, got None"):
+        PagedKV.allocate(cache.page_table, 6, 2, 4, 16, dtype=None)
+
+
 def test_a_page_with_keys_of_another_sequence_is_not_written():
     """Sequence 0 ends inside page 2, which sequence 1 shares and fills further."""
     table = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32)
