@@ -21,7 +21,7 @@ from openmsa.kv_cache import mxfp4, nvfp4
 from openmsa.runtime import checks
 
 BLOCK = 128
-PACKED = tuple(d for d in (torch.uint8, torch.int8, getattr(torch, "float4_e2m1fn_x2", None)) if d is not None)
+PACKED = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 LAYOUTS = ("preordered_mma", "public")
 Shape6 = tuple[int, int, int, int, int, int]
 
