@@ -129,7 +129,7 @@ def paged(
     return Keys(cache, None, Sequences(cu_q, None, max_q, max_k, offset))
 
 
-def write_out(out: Tensor | None, result: Tensor, factor: float | Tensor = 1.0, name: str = "out") -> Tensor:
+def write_out(out: Tensor | None, result: Tensor, factor: float | Tensor = 1.0) -> Tensor:
     """`result` times `factor`, in the caller's buffer where there is one."""
     if out is None:
         if isinstance(factor, float) and factor == 1:

@@ -204,7 +204,7 @@ class Paged:
         if full.numel():
             b = int(full[0])
             raise ValueError(
-                f"cu_seqlens must not append past the page table's capacity ({self.capacity} keys a sequence), "
+                f"page_table must have the capacity for the new keys ({self.capacity} keys a sequence), "
                 f"got {int(lens[b])} for sequence {b}"
             )
         self._check_pages(lens)

@@ -138,7 +138,7 @@ def paged(p: Problem, page_size: int, *, seed: int = 0, interleaved: bool = Fals
     num_pages, width = sum(counts) + 2, max(counts, default=0) + 1
     free = torch.randperm(num_pages, generator=generator).tolist()
     table = [[WILD_IDS[(b + i) % len(WILD_IDS)] for i in range(width)] for b in range(len(counts))]
-    pools = [_pool(p, x, num_pages, page_size, interleaved) for x in (p.k, p.v, p.index_k)]
+    pools = [_pool(x, num_pages, page_size, interleaved) for x in (p.k, p.v, p.index_k)]
     once: dict[int, int] = {}  # logical page inside the shared prefix -> physical page
     start = 0
     for b, (k_len, count) in enumerate(zip(p.k_lens, counts, strict=True)):
@@ -159,7 +159,7 @@ def paged(p: Problem, page_size: int, *, seed: int = 0, interleaved: bool = Fals
     return PagedKV(pools[0], pools[1], page_table, lens), PagedIndexKeys(pools[2], page_table, lens.clone())
 
 
-def _pool(p: Problem, x: Tensor, num_pages: int, page_size: int, interleaved: bool) -> Tensor:
+def _pool(x: Tensor, num_pages: int, page_size: int, interleaved: bool) -> Tensor:
     _, heads, dim = x.shape
     if not interleaved:
         return x.new_full((num_pages, heads, page_size, dim), torch.nan)

@@ -180,12 +180,12 @@ BAD_APPENDS = {
     ),
     "capacity": (
         ValueError,
-        ("capacity", "8", "got 9 for sequence 1"),
+        ("page_table must have the capacity", "8", "got 9 for sequence 1"),
         lambda c, d: c.append(rows(1, device=d), rows(1, device=d), starts(d, 0, 1), check=True),
     ),
     "capacity of one of two": (
         ValueError,
-        ("capacity", "8", "got 9 for sequence 1"),
+        ("page_table must have the capacity", "8", "got 9 for sequence 1"),
         lambda c, d: c.append(rows(2, device=d), rows(2, device=d), check=True),
     ),
     "NaN": (
