@@ -69,6 +69,8 @@ def msa_attention(
         return_lse=return_lse,
         check=check,
     )
+    for stage in (CERTIFIED if certified else SELECTION, ATTENTION):  # before the first of them runs
+        stage.check_name(impl)
     total_q, heads, head_dim = q.shape
     if total_q <= chunk:  # nothing to put together
         blocks = _selected(impl, certified, selection | {"seqs": attention["seqs"]})

@@ -126,6 +126,15 @@ def test_an_unknown_implementation(function):
             call(*args, impl="fastest", **kwargs)
 
 
+@pytest.mark.parametrize("impl", ["triton", "triton_decode"])
+def test_a_path_needs_a_name_of_every_stage(impl):
+    """Known before the first stage runs: the selection of a million tokens is not thrown away."""
+    p = problem((5,), (40,))
+    for call in (msa_attention, lambda *a, **k: explain(msa_attention, *a, **k)):
+        with pytest.raises(ValueError, match=rf"impl must be 'auto' or one of .* got '{impl}'"):
+            call(p.q, p.k, p.v, p.index_q, p.index_k, impl=impl)
+
+
 def test_bad_arguments_raise_what_the_call_raises():
     args, kwargs = calls()[sparse_attention]
     with pytest.raises(ValueError, match=r"block_size must be from 16 to 256, got 15"):

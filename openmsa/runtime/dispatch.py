@@ -64,11 +64,15 @@ class Stage:
     def __init__(self, name: str, check: Callable[..., dict[str, Any]], table: tuple[Implementation, ...]) -> None:
         self.name, self.check, self.table = name, check, table
 
-    def explain(self, impl: str, arguments: Mapping[str, Any]) -> Explanation:
-        """What `run` would choose for these checked arguments, and why."""
+    def check_name(self, impl: str) -> None:
+        """`impl` must be "auto" or stand in the table."""
         names = [row.name for row in self.table]
         if impl != "auto" and impl not in names:
             raise ValueError(f"impl must be 'auto' or one of {names} for {self.name}, got {impl!r}")
+
+    def explain(self, impl: str, arguments: Mapping[str, Any]) -> Explanation:
+        """What `run` would choose for these checked arguments, and why."""
+        self.check_name(impl)
         chosen, reasons = None, {}
         for row in self.table:
             if impl not in ("auto", row.name):
