@@ -15,27 +15,31 @@ PEER = "sdpa"
 def series(records: list[Record]) -> dict[str, list[tuple[int, float]]]:
     """(context, times faster than dense) by line of the plot: one line for each kind of call and batch. Of several records of
     the same point the last counts."""
-    found: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
+    found: dict[tuple[str, int], dict[tuple[int, int], dict[int, float]]] = {}
     for r in records:
         if r["row"] in WHOLE and r["error"] is None and PEER in r["times_faster_than"]:
             rank = WHOLE.index(r["row"]), MODES.index(r["mode"])
-            points = found.setdefault(_label(r), {}).setdefault(rank, {})
+            points = found.setdefault(_line(r), {}).setdefault(rank, {})
             points[r["shape"]["context"]] = r["times_faster_than"][PEER]
     lines = {}
-    for label, choices in sorted(found.items()):
+    for line, choices in sorted(found.items()):
         row, mode = min(choices)
         graph = ", CUDA graph" if MODES[mode] == "graph" else ""
-        lines[f"{label} ({WHOLE[row]}{graph})"] = sorted(choices[row, mode].items())
+        lines[f"{_label(*line)} ({WHOLE[row]}{graph})"] = sorted(choices[row, mode].items())
     return lines
 
 
-def _label(r: Record) -> str:
-    shape = r["shape"]
+def _line(r: Record) -> tuple[str, int]:
+    """The kind of call, and the number that tells lines of that kind apart."""
+    return r["kind"], {"prefill": 0, "chunk": r["shape"]["q_len"], "decode": r["shape"]["batch"]}[r["kind"]]
+
+
+def _label(kind: str, number: int) -> str:
     return {
         "prefill": "whole prefill",
-        "chunk": f"{shape['q_len']:,} queries behind a prefix",
-        "decode": f"decode, batch {shape['batch']}",
-    }[r["kind"]]
+        "chunk": f"{number:,} queries behind a prefix",
+        "decode": f"decode, batch {number}",
+    }[kind]
 
 
 def plot(records: list[Record], output: Path) -> None:
@@ -48,11 +52,12 @@ def plot(records: list[Record], output: Path) -> None:
     lines = series(records)
     if not lines:
         raise ValueError(f"records must hold a row of {', '.join(WHOLE)} next to {PEER}, got none")
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 5.5), layout="constrained")
     for label, points in lines.items():
         axes.plot(*zip(*points, strict=True), marker="o", label=label)
-        for context, ratio in points:
-            axes.annotate(f"{ratio:.1f}", (context, ratio), textcoords="offset points", xytext=(0, 6), fontsize=8, ha="center")
+        beside = {"xytext": (6, -3)} if len(points) == 1 else {"xytext": (0, 6), "ha": "center"}  # of a lone point to its right
+        for at in points:
+            axes.annotate(f"{at[1]:.1f}", at, textcoords="offset points", fontsize=8, **beside)
     contexts = sorted({context for points in lines.values() for context, _ in points})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
@@ -63,7 +68,7 @@ def plot(records: list[Record], output: Path) -> None:
     axes.set_ylabel("times faster than dense attention, same run")
     names = sorted({r["device_name"] for r in records})
     axes.set_title(", ".join(names), fontsize=10)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
     axes.grid(alpha=0.3)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=150)

@@ -233,6 +233,8 @@ def test_records_travel(tmp_path):
     assert [c for c, _ in plot.series(lines)["whole prefill (msa_attention)"]] == [32, 64]
     graphs = [line | {"mode": "graph", "row": "decode_plan"} for line in lines if line["row"] == "msa_attention"]
     assert list(plot.series(lines + graphs)) == ["whole prefill (decode_plan, CUDA graph)"]
+    batches = [lines[0] | {"kind": "decode", "shape": lines[0]["shape"] | {"batch": n}} for n in (8, 32, 1)]
+    assert [label.split(" (")[0] for label in plot.series(batches)] == [f"decode, batch {n}" for n in (1, 8, 32)]
     pytest.importorskip("matplotlib")
     plot.plot(lines, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").stat().st_size > 1000
