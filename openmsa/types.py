@@ -51,8 +51,8 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Layout:
-    """Checked `Sequences`: what the implementations of a stage receive. q_offset stays None where the queries are the last of
-    their keys: kernels find that themselves, which saves their launch two more."""
+    """Checked `Sequences`: what the implementations of a stage receive. All tensors are contiguous. q_offset stays None where
+    the queries are the last of their keys: kernels find that themselves, which saves their launch two more."""
 
     cu_seqlens_q: Tensor  # int32 [batch + 1]
     cu_seqlens_k: Tensor  # int32 [batch + 1]
@@ -165,7 +165,7 @@ def layout(
         checks.size("seqs.q_offset", offset, 0, batch, "one entry a sequence")
         if readable:  # the last position, too, must be an int32
             checks.in_range("seqs.q_offset", offset, -INT32_MAX, INT32_MAX - max_q)
-        offset = offset.to(torch.int32)
+        offset = offset.to(torch.int32).contiguous()
     return Layout(cu_q, cu_k, max_q, max_k, offset, max_q)
 
 
@@ -189,7 +189,7 @@ def starts(name: str, value: Tensor, device: torch.device, total: int | None = N
         raise ValueError(f"{name} must have at least one entry, got shape {tuple(value.shape)}")
     if what:
         _check_starts(name, value, total, what)
-    return value.to(torch.int32)
+    return value.to(torch.int32).contiguous()
 
 
 def _check_starts(name: str, starts: Tensor, total: int | None, what: str) -> None:

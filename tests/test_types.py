@@ -99,6 +99,15 @@ def test_defaults():
     assert (bounds.max_seqlen_q, bounds.max_seqlen_k, bounds.num_blocks(16)) == (100, 200, 13)
 
 
+def test_views_with_gaps_become_contiguous():
+    """Kernels read the starts and offsets one after the other."""
+    cu_q, cu_k, offset = (torch.stack([x, x + 99], 1)[:, 0] for x in (ints(0, 1, 3), ints(0, 4, 9), ints(2, 1)))
+    found = layout(Sequences(cu_q, cu_k, q_offset=offset), 3, 9, torch.device("cpu"))
+    for name, expected in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k), ("q_offset", offset)):
+        assert getattr(found, name).is_contiguous()
+        assert_equal(name, getattr(found, name), expected)
+
+
 def test_int64_is_converted():
     seqs = Sequences(ints(0, 3, dtype=torch.int64), ints(0, 9, dtype=torch.int64), q_offset=ints(2, dtype=torch.int64))
     converted = layout(seqs, 3, 9, torch.device("cpu"))

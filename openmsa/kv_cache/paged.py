@@ -21,8 +21,8 @@ class PagedKV(Paged):
 
     k, v:        ``[num_pages, num_kv_heads, page_size, head_dim]``, float32, float16 or bfloat16, any strides; or both `E4M3`
                  or `NVFP4` pools of that logical shape, each with its own scales.
-    page_table:  int32 ``[batch, max_pages]``; physical page of each logical page; -1 where none is assigned.
-    seq_lens:    int32 ``[batch]``; keys held for each sequence; `append` advances it in place.
+    page_table:  int32 ``[batch, max_pages]``, rows contiguous; physical page of each logical page; -1 where none is assigned.
+    seq_lens:    int32 ``[batch]``, contiguous; keys held for each sequence; `append` advances it in place.
 
     A cache owns its `seq_lens`; the page table may be shared with the layer's `PagedIndexKeys`.
     """

@@ -57,6 +57,8 @@ class Paged:
         checks.size("seq_lens", self.seq_lens, 0, self.page_table.shape[0], "the batch of page_table")
         for name, value in (("page_table", self.page_table), ("seq_lens", self.seq_lens)):
             checks.alike(name, value, first_name, first, dtype=False)
+            if value.shape[-1] > 1 and value.stride(-1) != 1:  # kernels read them where they are
+                raise ValueError(f"{name} must have stride 1 in its last dimension, got strides {value.stride()}")
 
     @property
     def _pool(self) -> Tensor | Stored:

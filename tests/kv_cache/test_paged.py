@@ -262,6 +262,12 @@ BAD_CACHES = {
         ("page_table ", "device of k", "meta"),
         {"page_table": torch.zeros(2, 2, dtype=torch.int32, device="meta")},
     ),
+    "gaps in page_table": (
+        ValueError,
+        ("page_table ", "stride 1 in its last dimension", "(1, 2)"),
+        {"page_table": torch.zeros(2, 2, dtype=torch.int32).t()},
+    ),
+    "gaps in seq_lens": (ValueError, ("seq_lens ", "stride 1", "(2,)"), {"seq_lens": lens("cpu", 1, 2, 3, 4)[::2]}),
     "not a tensor": (TypeError, ("seq_lens ", "torch.Tensor", "list"), {"seq_lens": [5, 8]}),
 }
 
