@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from openmsa.cli import bench
@@ -11,7 +14,6 @@ from openmsa.cli.doctor import doctor
 
 app = typer.Typer(
     name="openmsa",
-    help="MiniMax Sparse Attention for every machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -19,3 +21,16 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(doctor)
 app.add_typer(bench.app, name="bench")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"openmsa {version('openmsa')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """MiniMax Sparse Attention for every machine."""

@@ -4,6 +4,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -46,6 +47,12 @@ def tiny(monkeypatch):
 def test_help(command):
     assert command in invoke("--help").stdout
     assert invoke(command, "--help").exit_code == 0
+
+
+def test_version():
+    assert invoke("--version").stdout == f"openmsa {version('openmsa')}\n"
+    done = subprocess.run([sys.executable, "-m", "openmsa", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"openmsa {version('openmsa')}\n"
 
 
 def test_help_imports_neither_models_nor_plots():

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: MIT
+"""`python -m openmsa`: the command line where the installed command is not on the path."""
+
+from openmsa.cli import app
+
+app(prog_name="openmsa")
