@@ -84,6 +84,8 @@ def _check_entries(plan: dict[str, Any]) -> None:
         ends = name not in names[:2]
         checks.tensor(f"plan_info[{name!r}]", plan[name], "[rows + 1]" if ends else "[rows]", (torch.int32,))
         checks.size(f"plan_info[{name!r}]", plan[name], 0, rows + ends, f"{rows} rows of the plan")
+        if not plan[name].is_contiguous():
+            raise ValueError(f"plan_info[{name!r}] must be contiguous, got strides {plan[name].stride()}")
     checks.integer("plan_info['max_k_tiles']", plan["max_k_tiles"], -(2**31))
 
 

@@ -123,9 +123,9 @@ def paged(
     checks.size("seqused_k", seq_lens, 0, cu_q.numel() - 1, "the batch of cu_seqlens_q")
     if seq_lens.device.type == "cpu":
         checks.in_range("seqused_k", seq_lens, 0, page_table.shape[1] * k.shape[2] + 1)
-    seq_lens = seq_lens.to(torch.int32)
+    seq_lens = seq_lens.to(torch.int32).contiguous()
     offset = None if causal else seq_lens
-    cache = PagedKV(k, v, page_table, seq_lens)
+    cache = PagedKV(k, v, page_table if page_table.stride(1) == 1 else page_table.contiguous(), seq_lens)
     return Keys(cache, None, Sequences(cu_q, None, max_q, max_k, offset))
 
 

@@ -43,7 +43,7 @@ def offsets(plan: dict[str, Any], override: int | Tensor | None) -> Tensor:
     if not isinstance(override, Tensor):
         base = torch.full_like(own, override)
     elif plan["row_request"] is None or override.numel() == own.numel() != plan["batch_size"]:
-        return override.to(torch.int32)
+        return override.to(torch.int32).contiguous()
     else:
         base = override.to(torch.int32)[plan["row_request"]]
     return base if plan["row_index"] is None else base + plan["row_index"]
@@ -77,7 +77,9 @@ def page_table(plan: dict[str, Any], kv_indices: Tensor, page_size: int, max_pag
     first = plan["kv_page_indptr"][:-1]
     if kv_indices.dim() == 2:
         by_request = plan["row_request"] is not None and kv_indices.shape[0] == plan["batch_size"]
-        return kv_indices.index_select(0, plan["row_request"]) if by_request else kv_indices
+        if by_request:
+            return kv_indices.index_select(0, plan["row_request"])
+        return kv_indices if kv_indices.stride(1) == 1 else kv_indices.contiguous()
     flat = kv_indices
     width = flat.numel() if max_pages is None else min(flat.numel(), max_pages)
     if flat.device.type == "cpu" and first.numel():  # lengths may be read here

@@ -10,6 +10,7 @@ import torch
 
 import fmha_sm100
 from fmha_sm100.api import _fmha_sm100_plan, fmha_sm100_plan
+from openmsa.testing.compare import assert_equal
 from tests.contract import DEVICES
 
 QO, KV = torch.tensor([2, 1, 0]), torch.tensor([300, 64, 5], dtype=torch.int32)
@@ -144,3 +145,19 @@ def test_misuse(changes, error, words):
     arguments = {"qo_segment_lens": QO, "kv_segment_lens": KV, "num_qo_heads": 4} | changes
     with pytest.raises(error, match=words):
         fmha_sm100_plan(**arguments)
+
+
+def test_lengths_with_gaps():
+    """Slices of larger tensors give the plan of their numbers; a replaced entry must be contiguous."""
+    qo, kv = torch.tensor([[3, 300], [1, 17], [4, 129]], dtype=torch.int32).T
+    sparse = fmha_sm100_plan(qo, kv, 4, num_kv_heads=2, page_size=64, qo_offset=kv - qo)[3]
+    own = fmha_sm100_plan(qo.contiguous(), kv.contiguous(), 4, num_kv_heads=2, page_size=64, qo_offset=kv - qo)[3]
+    for name, value in own.items():
+        if isinstance(value, torch.Tensor):
+            assert_equal(name, sparse[name], value)
+            assert sparse[name].is_contiguous()
+    plan = fmha_sm100_plan(qo, kv, 4, num_kv_heads=2, page_size=64)
+    plan[3]["kv_segment_lens"] = kv
+    q, pool = torch.zeros(8, 4, 64), torch.zeros(9, 2, 64, 64)
+    with pytest.raises(ValueError, match=r"plan_info\['kv_segment_lens'\] must be contiguous, got strides \(2,\)"):
+        fmha_sm100.fmha_sm100(q, pool, pool, plan, kv_indices=torch.arange(9, dtype=torch.int32))

@@ -447,3 +447,18 @@ def test_every_public_name_is_there():
         assert getattr(sparse, name).__doc__
     for name in ("build_k2q_csr", "sparse_atten_func", "SparseDecodePagedAttentionWrapper", "fp4_indexer_block_scores"):
         assert getattr(fmha_sm100, name) is getattr(sparse, name)
+
+
+@devices
+def test_lengths_and_tables_with_gaps(device):
+    """Slices of the caller's larger tensors, which kernels could not read where they are."""
+    p, blocks = case()
+    k, v, table, lens = pools(p, 128, device)
+
+    def gaps(x):
+        return torch.stack((x, torch.full_like(x, 77)), -1).flatten(-2)[..., ::2]
+
+    expected = attend(p, blocks, device, k, v, page_table=table, seqused_k=lens)
+    found = attend(p, blocks, device, k, v, page_table=gaps(table), seqused_k=gaps(lens))
+    assert not gaps(lens).is_contiguous()
+    assert_equal("out", *(x[0] if isinstance(x, tuple) else x for x in (found, expected)))
