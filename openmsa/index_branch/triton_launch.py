@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from openmsa.index_branch.triton_config import Config, Kind, config, splits
-from openmsa.index_branch.triton_formats import NVFP4
+from openmsa.index_branch.triton_formats import E4M3, NVFP4
 from openmsa.index_branch.triton_scores import score_kernel
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
 from openmsa.index_branch.triton_tiles import FLAT, Tile
@@ -54,8 +54,8 @@ def launch_scores(
 
 
 def padded(dim: int, format: int) -> int:
-    """Elements of a tile's row: a power of two, and of FP4 16 bytes at least."""
-    return max(triton.next_power_of_2(dim), 32 if format >= NVFP4 else 16)
+    """Elements of a tile's row: a power of two, and what the matrix unit and loads take at least."""
+    return max(triton.next_power_of_2(dim), 32 if format == E4M3 or format >= NVFP4 else 16)
 
 
 def kind_of(source: KeySource, queries: QuerySource, dim: int, tile: Tile) -> Kind:

@@ -111,7 +111,7 @@ class KeySource:
         tma = device.has_tma and mode != PAGES and _describable(pool)
         source: Any = pool
         if tma:
-            box = [1, 1, tile.tile, triton.next_power_of_2(width)]
+            box = [1, 1, tile.tile, max(triton.next_power_of_2(width), 32 if isinstance(keys, E4M3) else 1)]
             source = TensorDescriptor(pool, list(pool.shape), list(pool.stride()), box)
         stored = formats.PLAIN if isinstance(keys, Tensor) else _FORMATS[keys.format]
         where = (FLAT, 0, page_size, 1) if page_table is None else (mode, page_table.stride(0), 0, page_size)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import triton
 import triton.language as tl
 
 from openmsa.index_branch import triton_formats as formats
@@ -62,7 +61,7 @@ class Operands:
         element = {formats.PLAIN: "bf16" if self.query == "e4m3" else self.query, formats.E4M3: e4m3}
         stored = element.get(self.format, "i16")
         split = {formats.INT8: 2, formats.NVFP4: 4, formats.MXFP4: 4}.get(self.format, 1)
-        box = f"[1, 1, {self.tile.tile}, {triton.next_power_of_2(self.dim) // split}]"
+        box = f"[1, 1, {self.tile.tile}, {padded(self.dim, self.format) // split}]"
         types = {"q": "*" + (e4m3 if self.query == "e4m3" else self.query)}
         types["keys"] = f"tensordesc<{stored}{box}>" if self.tma else f"*{stored}"
         types |= dict.fromkeys(("page_table", "cu_q", "cu_k", "q_offset"), "*i32")
@@ -120,6 +119,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         ("e4m3", "e4m3 head", 65536, 128, 128, PAGE, True, False),
         ("e4m3", "e4m3 page", 65536, 128, 128, PAGES, False, False),
         ("e4m3", "e4m3", 4, 128, 128, PAGE, True, False),
+        ("e4m3", "e4m3", 65536, 16, 16, PAGE, True, False),
         ("e4m3", "plain", 4, 128, 128, PAGE, True, False),
         *(
             ("bf16", keys, rows, 128, 128, PAGE, True, False)

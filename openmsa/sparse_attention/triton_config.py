@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10, 12: 99 << 10}  # a program's shared memory, by major capability
 MAX_HEADS = 64  # heads of one group that a program takes; wider groups are split
 MAX_UNION_TOKENS = 32  # membership is a bit of an int32
@@ -49,6 +51,11 @@ class PrefillConfig:
 def power_of_two(value: int) -> int:
     """The smallest power of two that is at least `value`."""
     return 1 << max(value - 1, 0).bit_length()
+
+
+def padded_dim(head_dim: int, keys: torch.dtype) -> int:
+    """Elements of a row of a tile: at least those that a product takes."""
+    return max(power_of_two(head_dim), 32 if keys == torch.float8_e4m3fn else 16)
 
 
 def prefill_config(

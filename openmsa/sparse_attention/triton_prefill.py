@@ -19,7 +19,14 @@ from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
 from openmsa.runtime.devices import facts
 from openmsa.runtime.variants import Variant
-from openmsa.sparse_attention.triton_config import PrefillConfig, few_queries, power_of_two, prefill_config, union_limit
+from openmsa.sparse_attention.triton_config import (
+    PrefillConfig,
+    few_queries,
+    padded_dim,
+    power_of_two,
+    prefill_config,
+    union_limit,
+)
 from openmsa.sparse_attention.triton_few import UNIT_FIELDS, attend_few, few_lists, few_units
 from openmsa.sparse_attention.triton_keys import Keys, Queries, formats
 from openmsa.sparse_attention.triton_lists import ITEM_FIELDS, TILE_FIELDS, bucket_offsets, fill_lists, tile_lists
@@ -263,7 +270,7 @@ def _list_warps(entries: int) -> int:
 def _union(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> None:
     by_row = keys.by_row and plan.block_size % config.union_keys == 0
     dim = q.data.shape[2]
-    dim_padded = power_of_two(dim)
+    dim_padded = padded_dim(dim, keys.k.dtype)
     k_tma, v_tma = _descriptors(keys, config, dim_padded) if by_row else (None, None)
     tma = k_tma is not None
     attend_union[(plan.num_tiles * keys.heads * plan.parts,)](
@@ -322,7 +329,7 @@ def _outer(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> Non
         "PARTS": plan.parts,
         "TOPK": plan.topk,
         "DIM": dim,
-        "DIM_PADDED": power_of_two(dim),
+        "DIM_PADDED": padded_dim(dim, keys.k.dtype),
     }
     for i_chunk in range(plan.num_chunks):
         first_tile = i_chunk * plan.chunk_tiles

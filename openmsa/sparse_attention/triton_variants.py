@@ -11,7 +11,7 @@ import torch
 
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.runtime.variants import Variant
-from openmsa.sparse_attention.triton_config import MAX_HEADS, power_of_two, prefill_config
+from openmsa.sparse_attention.triton_config import MAX_HEADS, padded_dim, power_of_two, prefill_config
 from openmsa.sparse_attention.triton_few import attend_few, few_lists, few_units
 from openmsa.sparse_attention.triton_keys import formats
 from openmsa.sparse_attention.triton_lists import bucket_offsets, fill_lists, tile_lists
@@ -97,7 +97,7 @@ def prefill_variants(arch: int) -> Iterator[Variant]:
     for stored, q, layouts in (
         ("e4m3", "bf16", (*plain, (64, 3, 64, 16), (256, 16, 128, 0))),
         ("e4m3", "fp16", plain[:1]),
-        ("e4m3", "e4m3", (*plain, (64, 4, 64, 0))),
+        ("e4m3", "e4m3", (*plain, (64, 4, 64, 0), (16, 4, 64, 64))),
         ("e4m3 page", "bf16", (plain[1], (64, 4, 64, 16))),
         ("nvfp4", "bf16", plain[:1]),
         ("nvfp4 128x4", "e4m3", plain[1:]),
@@ -114,7 +114,7 @@ def _of_case(
     name = " ".join(filter(None, (dtype, keys, f"d{dim} g{group} b{block} p{page}")))
     by_row = page % block == 0
     heads = {"GROUP": group, "HEADS": config.heads, "PARTS": -(-group // MAX_HEADS)}
-    dims = {"DIM": dim, "DIM_PADDED": power_of_two(dim)}
+    dims = {"DIM": dim, "DIM_PADDED": padded_dim(dim, stored.torch_types[1])}
     rows = {"TOPK": topk, "SLOTS": power_of_two(topk), "TOKENS": config.union_tokens, "BLOCK": block}
     flags = {"PAGE_SIZE": page, "NEGATIVE": False}
 
