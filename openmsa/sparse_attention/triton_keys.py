@@ -180,6 +180,7 @@ class Keys:
     num_pages: int
     table: Tensor | None
     by_row: bool  # no block crosses pages
+    expanded: bool = False  # k and v are codes times group scales as plain numbers; factors are those of `stored`
 
     @classmethod
     def of(
@@ -200,7 +201,7 @@ class Keys:
     @property
     def format(self) -> int:
         """The constexpr FORMAT."""
-        return FORMAT_IDS[self.stored[0].format] if self.stored else 0
+        return FORMAT_IDS[self.stored[0].format] if self.stored and not self.expanded else 0
 
     @property
     def table_strides(self) -> tuple[int, int]:
@@ -236,7 +237,7 @@ class Keys:
         x: Any = self.stored[which]
         factor, groups = self._factor(x), (None,) * 5
         strides = (0, 0) if factor is None or x.format == "nvfp4" else x.scale_strides
-        if x.format == "nvfp4":
+        if x.format == "nvfp4" and not self.expanded:
             codes = x.scale.view(torch.uint8)
             groups = (codes, 0, 0, 0, 0) if x.layout == "128x4" else (codes, *self.strides(codes))  # type: ignore[assignment]
         return (factor, *strides, *groups)

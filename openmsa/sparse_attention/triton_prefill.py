@@ -27,6 +27,7 @@ from openmsa.sparse_attention.triton_config import (
     prefill_config,
     union_limit,
 )
+from openmsa.sparse_attention.triton_expand import expand, expands
 from openmsa.sparse_attention.triton_few import UNIT_FIELDS, attend_few, few_lists, few_units
 from openmsa.sparse_attention.triton_keys import Keys, Queries, formats
 from openmsa.sparse_attention.triton_lists import ITEM_FIELDS, TILE_FIELDS, bucket_offsets, fill_lists, tile_lists
@@ -60,7 +61,8 @@ def sparse_attention(
     path:             "union" or "outer" sends every tile to that kernel; "few" is KV-outer in the form for few queries (plain
                       tensors only); "auto": each where it is faster.
     partial_dtype:    of KV-outer's partial outputs; None: the output's.
-    workspace_bytes:  bound on the partial outputs held at a time (lists and lse add a few percent); at least one tile's.
+    workspace_bytes:  bound on the partial outputs held at a time (lists and lse add a few percent), at least one tile's; and on
+                      the copies of stored keys as 16-bit numbers ("auto", many queries).
     config:           None: `prefill_config`.
 
     A key that a query does not read gets weight 0 but may be multiplied by it: K and V rows at positions that some query of the
@@ -73,21 +75,24 @@ def sparse_attention(
     plain = isinstance(q, Tensor) and keys.stored is None
     if path == "few" and not plain:
         raise ValueError("path must be 'auto', 'union' or 'outer' for stored queries or keys, got 'few'")
-    if path == "auto" and keys.stored and not keys.k.dtype == queries.data.dtype == torch.float8_e4m3fn:
-        path = "outer"  # which converts a block once; the union kernel loses more by converting than it gains
-    if config is None:
-        major = torch.cuda.get_device_capability(q.device)[0] if q.device.type == "cuda" else 9
-        bytes_ = 2 if keys.stored else keys.k.element_size()
-        config = prefill_config(q.shape[2], q.shape[1] // keys.heads, block_size, major, bytes_, keys.stored is not None)
     out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if out.numel() == 0 or keys.k.numel() == 0 or keys.total == 0:
         out.zero_(), lse.fill_(-torch.inf)
         return (out, lse) if return_lse else out
+    num_buckets = -(-keys.total // block_size) + seqs.batch - 1
+    if path == "auto" and expands(keys, queries.data.dtype, q.shape[0] * blocks.shape[2] / num_buckets, workspace_bytes):
+        keys = expand(keys, seqs, queries.data.dtype)
+    stored = keys.stored is not None and not keys.expanded
+    if path == "auto" and stored and not keys.k.dtype == queries.data.dtype == torch.float8_e4m3fn:
+        path = "outer"  # which converts a block once; the union kernel loses more by converting than it gains
+    if config is None:
+        major = torch.cuda.get_device_capability(q.device)[0] if q.device.type == "cuda" else 9
+        bytes_ = 2 if stored else keys.k.element_size()
+        config = prefill_config(q.shape[2], q.shape[1] // keys.heads, block_size, major, bytes_, stored)
     # Masked logits are -inf times the scale and must stay -inf: a scale of 0 becomes one too small to matter.
     scale, negative = max(abs(softmax_scale) * math.log2(math.e), 1e-37), softmax_scale < 0
     partial_dtype = partial_dtype or out.dtype
-    num_buckets = -(-keys.total // block_size) + seqs.batch - 1
     if path == "auto" and plain and few_queries(q.shape[0], q.shape[2], blocks.shape[2], keys.heads, num_buckets):
         path = "few"
     if path == "few":

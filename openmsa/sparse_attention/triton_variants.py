@@ -12,8 +12,10 @@ import torch
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention.triton_config import MAX_HEADS, padded_dim, power_of_two, prefill_config
+from openmsa.sparse_attention.triton_expand import ROWS as EXPAND_ROWS
+from openmsa.sparse_attention.triton_expand import expand_keys
 from openmsa.sparse_attention.triton_few import attend_few, few_lists, few_units
-from openmsa.sparse_attention.triton_keys import formats
+from openmsa.sparse_attention.triton_keys import TYPES, formats
 from openmsa.sparse_attention.triton_lists import bucket_offsets, fill_lists, tile_lists
 from openmsa.sparse_attention.triton_outer import attend_outer, combine_outer
 from openmsa.sparse_attention.triton_union import attend_union
@@ -47,6 +49,11 @@ class _Stored:
         modes = {"FORMAT": FORMAT_IDS[form or "plain"], "K_SCALE": scale, "V_SCALE": scale, "SWIZZLED": detail == "128x4"}
         return cls(q_type, k_type, "bf16" if q == "e4m3" else q, modes, (q_torch, k_torch))
 
+    def expanded(self, dtype: str) -> _Stored:
+        """Of copies of the keys as numbers."""
+        modes = {**self.modes, "FORMAT": 0, "SWIZZLED": False}
+        return _Stored(self.q, dtype, self.out, modes, (self.torch_types[0], self.torch_types[0]))
+
     def constexprs(self, union: bool) -> dict[str, Any]:
         """Types and factors; None for what is not there."""
         known: dict[str, Any] = formats(*self.torch_types, dict(self.modes), union)
@@ -62,8 +69,9 @@ class _Stored:
 
 def _variant(name: str, fn: Any, stored: _Stored, page_size: int, constexprs: Mapping[str, Any], **options: Any) -> Variant:
     known, arguments = dict(constexprs), {}
-    types = {"q": stored.q, "k": stored.k, "v": stored.k, "out": stored.out, "o_part": stored.out}
-    types |= {"k_groups": "u8", "v_groups": "u8", "k_factor": "fp32", "v_factor": "fp32", "q_factor": "fp32"}
+    types = {"q": stored.q} | dict.fromkeys(("k", "v"), stored.k) | dict.fromkeys(("k_groups", "v_groups"), "u8")
+    types |= dict.fromkeys(("k_factor", "v_factor", "q_factor"), "fp32")
+    types |= dict.fromkeys(("out", "o_part", "k_out", "v_out"), stored.out)
     for argument in fn.arg_names:
         if argument in known:
             continue
@@ -104,14 +112,34 @@ def prefill_variants(arch: int) -> Iterator[Variant]:
     ):
         for dim, group, block, page in layouts:
             yield from _of_case(arch, q, dim, group, block, page, keys=stored)
+    for stored, q, page in (("e4m3", "bf16", 128), ("e4m3", "fp16", 0), ("nvfp4", "bf16", 128), ("nvfp4 128x4", "bf16", 0)):
+        yield _expand(arch, q, stored, page)
+    yield from _of_case(arch, "bf16", 128, 16, 128, 0, keys="e4m3", expanded=True)
+
+
+def _expand(arch: int, q: str, keys: str, page: int) -> Variant:
+    stored = _Stored.of(q, keys, arch)
+    known = {name: n for name, n in stored.constexprs(False).items() if name in expand_keys.arg_names}
+    known |= {"ROWS": EXPAND_ROWS, "DIM": 128, "DIM_PADDED": 128, "PAGE_SIZE": page, "TYPE": TYPES[stored.torch_types[0]]}
+    return _variant(f"expand {q} {keys} p{page}", expand_keys, stored, page, known, num_warps=4)
 
 
 def _of_case(
-    arch: int, dtype: str, dim: int, group: int, block: int, page: int, topk: int = 16, keys: str = ""
+    arch: int,
+    dtype: str,
+    dim: int,
+    group: int,
+    block: int,
+    page: int,
+    topk: int = 16,
+    keys: str = "",
+    expanded: bool = False,
 ) -> Iterator[Variant]:
-    config = prefill_config(dim, group, block, arch // 10, stored=bool(keys))
+    config = prefill_config(dim, group, block, arch // 10, stored=bool(keys) and not expanded)
     stored = _Stored.of(dtype, keys, arch)
-    name = " ".join(filter(None, (dtype, keys, f"d{dim} g{group} b{block} p{page}")))
+    if expanded:
+        stored = stored.expanded(dtype)
+    name = " ".join(filter(None, (dtype, keys, "expanded" * expanded, f"d{dim} g{group} b{block} p{page}")))
     by_row = page % block == 0
     heads = {"GROUP": group, "HEADS": config.heads, "PARTS": -(-group // MAX_HEADS)}
     dims = {"DIM": dim, "DIM_PADDED": padded_dim(dim, stored.torch_types[1])}
@@ -139,7 +167,7 @@ def _of_case(
     options = {"num_warps": config.union_warps, "num_stages": config.union_stages}
     wgmma = config.union_tokens * config.heads >= 64
     spill = 8 if arch == 100 else 0  # dim 64: one register, stored before the loops and read behind them
-    if keys:  # conversions by integer arithmetic on sm_80, factors of two pages a block
+    if keys and not expanded:  # conversions by integer arithmetic on sm_80, factors of two pages a block
         spill = {80: 96, 90: 104, 100: 216, 120: 0}[arch]
     yield _variant(f"union {name}", attend_union, stored, page, union, wgmma=wgmma, dot=True, may_spill=spill, **options)
 

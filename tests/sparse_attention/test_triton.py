@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV
 from openmsa.runtime.devices import COMPILE_TARGETS
-from openmsa.sparse_attention import STAGE, triton_prefill
+from openmsa.sparse_attention import STAGE, triton_expand, triton_prefill
 from openmsa.sparse_attention.triton_config import few_queries, power_of_two, prefill_config, union_limit
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close, assert_equal
@@ -103,16 +103,11 @@ STORED_CASES = [  # keys, queries, page_size, dtype
 ]
 
 
-@pytest.mark.parametrize("path", ["union", "outer"])
-@pytest.mark.parametrize(
-    ("keys", "queries", "page_size", "dtype", "major"),
-    [(*case, 9) for case in STORED_CASES] + [(*case, 8) for case in STORED_CASES[1:4]],
-)
-def test_formats(keys, queries, page_size, dtype, major, path, monkeypatch):
-    """Against float64 on the numbers that the codes stand for, every factor and scale counted."""
-    p = problem((9, 0, 3), (150, 0, 64), kv_heads=2, group=3, head_dim=48, dtype=dtype, offsets=(141, 0, 50))
+def stored_case(p, blocks, block, keys, queries, page_size, dtype):
+    """A call on stored operands, and the truth: float64 on the numbers that the codes stand for, every factor and scale
+    counted."""
     p = p.map(lambda x: x * torch.tensor([1.0, 3.0]).repeat_interleave(x.shape[1] // 2 or 1)[: x.shape[1], None].to(dtype))
-    p, blocks = p.to(DEVICE), random_blocks(p, 3, 64, 2)
+    p = p.to(DEVICE)
     put = STORED.get(keys, lambda x: x)
     q = E4M3.quantize(p.q, per="head") if queries == "e4m3" else p.q
     if page_size:
@@ -128,13 +123,51 @@ def test_formats(keys, queries, page_size, dtype, major, path, monkeypatch):
         key_numbers, value_numbers = (x.dequantize() if keys != "plain" else x for x in (k, v))
     numbers = q.dequantize() if queries == "e4m3" else q
     meant = dataclasses.replace(p, q=numbers.float(), k=key_numbers.float(), v=value_numbers.float()).to("cpu")
-    reads = oracle.reads_of_blocks(blocks, 64)
+    reads = oracle.reads_of_blocks(blocks, block)
     rounded = meant.map(lambda x: x.to(dtype))
     expected = oracle.attention(meant, reads, 0.2), oracle.honest_attention(rounded, reads, 0.2)
-    checked = STAGE.check(q, k, v, blocks.to(DEVICE), p.seqs, block_size=64, softmax_scale=0.2, return_lse=True)
+    options = {"block_size": block, "softmax_scale": 0.2, "return_lse": True}
+    return STAGE.check(q, k, v, blocks.to(DEVICE), p.seqs, **options), expected
+
+
+@pytest.mark.parametrize("path", ["union", "outer"])
+@pytest.mark.parametrize(
+    ("keys", "queries", "page_size", "dtype", "major"),
+    [(*case, 9) for case in STORED_CASES] + [(*case, 8) for case in STORED_CASES[1:4]],
+)
+def test_formats(keys, queries, page_size, dtype, major, path, monkeypatch):
+    p = problem((9, 0, 3), (150, 0, 64), kv_heads=2, group=3, head_dim=48, dtype=dtype, offsets=(141, 0, 50))
+    checked, expected = stored_case(p, random_blocks(p, 3, 64, 2), 64, keys, queries, page_size, dtype)
     if major == 8:  # codes are bytes there, and there is no copy engine
         monkeypatch.setattr(triton_prefill, "facts", lambda _: COMPILE_TARGETS[80])
     check(run(checked, path=path, config=prefill_config(48, 3, 64, major)), expected)
+
+
+EXPANDED = {  # keys, queries, page_size, dtype: whether all keys become numbers first
+    ("e4m3 tensor", torch.bfloat16, 16, torch.bfloat16): True,
+    ("e4m3 head", torch.float16, 0, DTYPE): True,
+    ("nvfp4", torch.bfloat16, 7, torch.bfloat16): True,
+    ("nvfp4 128x4", torch.float16, 0, DTYPE): True,
+    ("e4m3 page", torch.bfloat16, 16, torch.bfloat16): False,
+    ("e4m3 tensor", "e4m3", 16, torch.bfloat16): False,
+    ("plain", torch.bfloat16, 16, torch.bfloat16): False,
+}
+
+
+@pytest.mark.parametrize("case", EXPANDED, ids=str)
+def test_many_readers(case, monkeypatch):
+    """64 queries a block: clustered ones that union tiles serve, and others."""
+    keys, queries, page_size, dtype = case
+    p = problem((67, 0, 40), (70, 0, 75), kv_heads=2, group=3, head_dim=48, dtype=dtype, offsets=(3, 0, 30))
+    blocks = random_blocks(p, 12, 16, 2)
+    blocks[80:] = blocks[80:81]
+    checked, expected = stored_case(p, blocks, 16, keys, queries, page_size, dtype)
+    calls = []
+    monkeypatch.setattr(triton_prefill, "expand", lambda *x: calls.append(x) or triton_expand.expand(*x))
+    check(run(checked), expected)
+    assert bool(calls) == EXPANDED[case]
+    check(run(checked, workspace_bytes=1 << 12), expected)
+    assert len(calls) == EXPANDED[case]  # the copies would not fit
 
 
 @pytest.fixture(scope="module")
