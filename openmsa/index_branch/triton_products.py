@@ -48,6 +48,16 @@ def block_maxima(
 
 
 @triton.jit
+def block_radii(b_e, b_s, DIM: tl.constexpr, SUB: tl.constexpr):
+    """The largest `error_radius` of a key of each block, [SUB] (a number when SUB is 1); -inf where all are NaN, which
+    have no score. b_e, b_s: error and scale of each key."""
+    radii = error_radius(b_e, b_s, DIM)
+    radii = tl.where(radii == radii, radii, float("inf"))
+    radii = tl.where(b_s == b_s, radii, float("-inf"))
+    return tl.max(radii, 0) if SUB == 1 else tl.max(tl.reshape(radii, [SUB, radii.shape[0] // SUB]), 1)
+
+
+@triton.jit
 def times(b_q, b_k, s, SWAP: tl.constexpr):
     """Products of rows and keys [rows, keys], or with SWAP [keys, rows]; added to s unless that is None."""
     if SWAP:
@@ -76,8 +86,8 @@ def score_tile(
     NATIVE: tl.constexpr, PRODUCT: tl.constexpr, SWAP: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Maxima of the blocks of one tile (`block_maxima`), scales of pages, keys and groups included. With `errors` two of them:
-    of lower and of upper bounds of the scores; otherwise the second is the first. BOUNDED: some key
-    may not exist; MASKED: some row does not see every key."""
+    less and plus the largest radius of a key of the block, which bound the exact maxima; otherwise the second is the first.
+    BOUNDED: some key may not exist; MASKED: some row does not see every key."""
     PACK: tl.constexpr = DIM_PAD // b_q[0].shape[1] if FORMAT >= 2 else 1  # elements an item of the keys holds
     b_k = load_keys(
         keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
@@ -118,15 +128,14 @@ def score_tile(
         s = s * (b_s[:, None] if SWAP else b_s[None, :])
     if errors is not None:
         b_e = load_scales(errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, 2)
-        b_e = error_radius(b_e, b_s, DIM)
-        b_e *= 1048576.0  # 2**20: where sums could overflow, and infinities meet, this does
-        radius = b_e[:, None] * b_norm[None, :] if SWAP else b_norm[:, None] * b_e[None, :]
-        low, high = s - radius * 2.0**-20, s + radius * 2.0**-20
+        m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
+        b_r = block_radii(b_e, b_s, DIM, SUB)
+        # Times 2**20 and back: where sums could overflow, and infinities meet, this does.
+        radius = b_norm * (b_r * 1048576.0) * 2.0**-20 if SUB == 1 else b_norm[:, None] * (b_r * 1048576.0)[None, :] * 2.0**-20
+        low, high = m - radius, m + radius
+        unbounded = tl.where(b_r >= 0, float("inf"), float("-inf"))  # infinities met, or all keys of the block are NaN
         low = tl.where(low < float("inf"), low, float("-inf"))
-        real = b_s == b_s  # a key with NaN has no score; what overflows has no bound
-        high = tl.where((high == high) | ~(real[:, None] if SWAP else real[None, :]), high, float("inf"))
-        low = block_maxima(low, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
-        return low, block_maxima(high, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
+        return low, tl.where(high == high, high, unbounded if SUB == 1 else unbounded[None, :])
     else:
         m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
         if SCALE == 1:

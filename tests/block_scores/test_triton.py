@@ -165,7 +165,8 @@ def test_bounds_hold(name):
     assert bool((scores[0] <= exact).all())
     assert bool((exact <= scores[1]).all())
     seen = exact.isfinite()
-    assert bool((scores[1] - scores[0])[seen & scores[1].isfinite()].mean() < 0.2 * dim**0.5)
+    width = (scores[1] - scores[0])[seen & scores[1].isfinite()].mean()  # of the worst key of each block
+    assert bool(width < 0.25 * dim**0.5)
 
 
 def test_configurations_fit():
