@@ -88,10 +88,11 @@ def _label(tokens: int) -> str:
 
 cpu_prefill = partial(Workload, device="cpu", dtype=torch.float32, num_q_heads=16, num_kv_heads=1, rows=PREFILL_ROWS)
 cpu_decode = partial(Workload, device="cpu", dtype=torch.float32, q_len=1, rows=DECODE_ROWS)
+BOTH = ("eager", "graph")
 gpu_prefill = partial(Workload, device="cuda", rows=GPU_PREFILL_ROWS)
-gpu_chunk = partial(Workload, device="cuda", rows=GPU_CHUNK_ROWS)
-gpu_short = partial(gpu_chunk, context=128 * K, modes=("eager", "graph"))
-gpu_decode = partial(Workload, device="cuda", q_len=1, rows=GPU_DECODE_ROWS, modes=("eager", "graph"))
+gpu_chunk = partial(Workload, device="cuda", rows=GPU_CHUNK_ROWS, modes=BOTH)
+gpu_short = partial(gpu_chunk, context=128 * K)
+gpu_decode = partial(Workload, device="cuda", q_len=1, rows=GPU_DECODE_ROWS, modes=BOTH)
 
 WORKLOADS: tuple[Workload, ...] = (
     cpu_prefill("prefill-8k", q_len=8 * K, context=8 * K),
@@ -99,7 +100,10 @@ WORKLOADS: tuple[Workload, ...] = (
     cpu_decode("decode-128k", context=128 * K),
     cpu_decode("decode-1m", context=M),
     *(gpu_chunk(f"gpu-chunk-16k-at-{_label(n)}", q_len=16 * K, context=n) for n in (32 * K, 128 * K, 512 * K, M)),
-    *(gpu_prefill(f"gpu-prefill-{_label(n)}", q_len=n, context=n) for n in (8 * K << i for i in range(8))),  # 8K to 1M
+    *(
+        gpu_prefill(f"gpu-prefill-{_label(n)}", q_len=n, context=n, modes=BOTH if n <= 128 * K else ("eager",))
+        for n in (8 * K << i for i in range(8))  # to 1M
+    ),
     *(gpu_short(f"gpu-short-{n}-at-128k", q_len=n) for n in (256, 1700)),
     *(
         gpu_decode(f"gpu-decode-b{batch}-{_label(n)}", batch=batch, context=n)

@@ -142,6 +142,21 @@ def many_rows() -> None:
         select_blocks_from_scores(torch.randn(2, 9, num_blocks, device=DEVICE), min(16, num_blocks), impl="triton")
 
 
+def many_readers() -> None:
+    """Stored keys that so many queries read that they become numbers first."""
+    options = {"kv_heads": 2, "group": 3, "head_dim": 48, "dtype": torch.bfloat16, "offsets": (3, 0, 30)}
+    p = problem((67, 0, 40), (70, 0, 75), **options)
+    blocks = random_blocks(p, 12, 16, 2)
+    blocks[blocks < 0] = 2**30
+    for name in ("e4m3 head", "nvfp4", "nvfp4 128x4"):
+        store = KEY_FORMATS[name]
+        kv = paged(p, 7)[0]
+        cache = PagedKV(store(kv.k.nan_to_num()), store(kv.v.nan_to_num()), kv.page_table, kv.seq_lens)
+        for k, v in ((store(p.k), store(p.v)), (cache, None)):
+            operands = [onto_device(x) for x in (p.q, k, v, blocks)]
+            attempt(sparse_attention, *operands, p.to(DEVICE).seqs, impl="triton_prefill", block_size=16, return_lse=True)
+
+
 def appends() -> None:
     """New tokens for every sequence of a paged cache, and caches as numbers."""
     table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
@@ -178,6 +193,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "decode step": decode_step,
     "few rows": few_rows,
     "many rows": many_rows,
+    "many readers": many_readers,
     "appends": appends,
     "drop-in": drop_in,
 }
