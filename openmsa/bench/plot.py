@@ -7,9 +7,10 @@ from pathlib import Path
 
 from openmsa.bench.record import Record
 
-WHOLE = ("decode_plan", "msa_attention", "msa_attention/paged")  # the first of them that was measured is drawn
+WHOLE = ("decode_plan", "msa_attention", "msa_attention/paged")  # what was measured at most contexts is drawn, or the first
 MODES = ("graph", "eager")
 PEER = "sdpa"
+ROOM = 1.17  # a value and the next one above it, so that both can be read
 
 
 def series(records: list[Record]) -> dict[str, list[tuple[int, float]]]:
@@ -23,7 +24,7 @@ def series(records: list[Record]) -> dict[str, list[tuple[int, float]]]:
             points[r["shape"]["context"]] = r["times_faster_than"][PEER]
     lines = {}
     for line, choices in sorted(found.items()):
-        row, mode = min(choices)
+        row, mode = min(choices, key=lambda choice: (-len(choices[choice]), choice))
         graph = ", CUDA graph" if MODES[mode] == "graph" else ""
         lines[f"{_label(*line)} ({WHOLE[row]}{graph})"] = sorted(choices[row, mode].items())
     return lines
@@ -42,6 +43,15 @@ def _label(kind: str, number: int) -> str:
     }[kind]
 
 
+def labelled(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The points whose values are written: of several near each other at one context the highest."""
+    kept: list[tuple[int, float]] = []
+    for point in sorted(points, reverse=True):
+        if not kept or kept[-1][0] != point[0] or kept[-1][1] > ROOM * point[1]:
+            kept.append(point)
+    return kept
+
+
 def plot(records: list[Record], output: Path) -> None:
     """Writes the plot as an image. Raises ValueError when the records hold no speed-up, ImportError without matplotlib."""
     import matplotlib
@@ -55,9 +65,8 @@ def plot(records: list[Record], output: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5.5), layout="constrained")
     for label, points in lines.items():
         axes.plot(*zip(*points, strict=True), marker="o", label=label)
-        beside = {"xytext": (6, -3)} if len(points) == 1 else {"xytext": (0, 6), "ha": "center"}  # of a lone point to its right
-        for at in points:
-            axes.annotate(f"{at[1]:.1f}", at, textcoords="offset points", fontsize=8, **beside)
+    for at in labelled([point for points in lines.values() for point in points]):
+        axes.annotate(f"{at[1]:.1f}", at, xytext=(0, 6), ha="center", textcoords="offset points", fontsize=8)
     contexts = sorted({context for points in lines.values() for context, _ in points})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
