@@ -235,6 +235,7 @@ def test_records_travel(tmp_path):
     assert list(plot.series(lines + graphs)) == ["whole prefill (decode_plan, CUDA graph)"]
     batches = [lines[0] | {"kind": "decode", "shape": lines[0]["shape"] | {"batch": n}} for n in (8, 32, 1)]
     assert [label.split(" (")[0] for label in plot.series(batches)] == [f"decode, batch {n}" for n in (1, 8, 32)]
+    assert plot.labelled([(32, 2.0), (32, 1.9), (32, 1.5), (64, 1.9)]) == [(64, 1.9), (32, 2.0), (32, 1.5)]
     pytest.importorskip("matplotlib")
     plot.plot(lines, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").stat().st_size > 1000
