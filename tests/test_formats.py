@@ -84,6 +84,22 @@ def test_sparse_attention(subject, shape, name, storage, q_format):
     assert_both(results, honest, truth)
 
 
+@subjects(sparse_attention)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("name", KEY_FORMATS)
+def test_many_queries_a_block(subject, name, storage):
+    """Keys that 64 queries or more read, alike or not, with a scale below 0."""
+    p = problem((67, 0, 40), (70, 0, 75), kv_heads=2, group=3, head_dim=48, dtype=subject.dtype, offsets=(3, 0, 30))
+    s = stored_problem(p, name, "plain", storage, 7)
+    blocks = random_blocks(p, 12, 16, 2)
+    blocks[80:] = blocks[80:81]
+    reads = oracle.reads_of_blocks(blocks, 16)
+    truth, honest = oracle.attention(s.numbers, reads, -0.2), oracle.honest_attention(s.honest(subject.dtype), reads, -0.2)
+    here, options = s.to(subject.device), {"block_size": 16, "softmax_scale": -0.2, "return_lse": True}
+    results = subject.run(sparse_attention, here.q, *here.kv, blocks.to(subject.device), here.seqs, **options)
+    assert_both(results, honest, truth)
+
+
 @cases(dense_attention, KEY_FORMATS)
 def test_dense_attention(subject, shape, name, storage, q_format):
     s, _, (_, _, truth, honest) = main_case(shape, subject.dtype, name, storage, q_format, subject.device)
