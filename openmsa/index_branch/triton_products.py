@@ -132,6 +132,7 @@ def score_tile(
         b_r = block_radii(b_e, b_s, DIM, SUB)
         # Times 2**20 and back: where sums could overflow, and infinities meet, this does.
         radius = b_norm * (b_r * 1048576.0) * 2.0**-20 if SUB == 1 else b_norm[:, None] * (b_r * 1048576.0)[None, :] * 2.0**-20
+        radius += DIM * 2.0**-125  # products and sums in the subnormal range, flushed or rounded
         low, high = m - radius, m + radius
         unbounded = tl.where(b_r >= 0, float("inf"), float("-inf"))  # infinities met, or all keys of the block are NaN
         low = tl.where(low < float("inf"), low, float("-inf"))

@@ -120,6 +120,44 @@ def test_infinities_that_meet(tokens, topk, device):
             assert_exact(device, torch.full((tokens, 2, dim), size), k, topk)
 
 
+def out_of_range():
+    """Queries whose products with int8 codes overflow although no score does, in whatever order they are summed; and scores in
+    the subnormal range."""
+    for first, second in ((0, 1), (1, 0), (0, 32), (32, 0)):
+        k, q = torch.zeros(64, 1, 64), torch.ones(1, 1, 64)
+        q[..., [first, second]], q[..., 2] = 2e38, 1e36
+        k[:, :, 2], k[16:32, :, 2] = 1e-4, 1e-3
+        k[5] = 0
+        k[5, 0, first], k[5, 0, second] = -64 * 2.0**-17, 127 * 2.0**-17  # the codes are exact: no error hides it
+        yield q, k
+    q, k = torch.full((1, 1, 64), 2e36), torch.zeros(64, 1, 64)
+    q[..., :3] = torch.tensor([1.0, 1.0, 1e36])
+    k[:, :, 2], k[16:32, :, 2] = 1e-4, 1e-3
+    k[5], k[5, 0, :3], k[5, 0, 3:31] = 1e-3, 0, -1e-3
+    yield q, k
+    for size, key_size in ((2.0**-75, 2.0**-75), (1e-30, 1e-13), (1e-25, 1e-15), (1e-2, 1e-39)):
+        yield size * torch.randn(3, 4, 64), key_size * torch.randn(640, 1, 64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_out_of_range(device):
+    for q, k in out_of_range():
+        assert_exact(device, q, k, 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the test above runs the kernels")
+def test_kernels_bear_products_out_of_range():
+    pytest.importorskip("triton")
+    from openmsa.block_topk import triton_certified, triton_select
+    from openmsa.types import layout
+
+    for q, k in out_of_range():
+        q, k = q.bfloat16(), k.bfloat16()
+        arguments = (layout(None, len(q), len(k), q.device), 16, 2, 0, 1)
+        blocks, _ = triton_certified.select_blocks(q, CertifiedKeys.quantize(k), *arguments)
+        assert torch.equal(blocks, triton_select.select_blocks(q, k, *arguments))
+
+
 def test_nan_of_others_changes_no_row():
     """Sums that only their rounding tells apart, beside a query and beside a sequence with NaN."""
     numbers = torch.randn(64)
