@@ -137,9 +137,13 @@ def layout(
     if cu_k is not None:
         cu_k = starts("seqs.cu_seqlens_k", cu_k, device, total_k, "the number of keys" if readable else "")
     elif cached_lens is not None:
-        cu_k = torch.nn.functional.pad(cached_lens.cumsum(0, dtype=torch.int32), (1, 0))
         if max_k is None and device.type != "cpu":
             max_k = cache_capacity
+        if not readable:  # lengths that nobody looks at must not lead past the page table
+            checks.integer("seqs.max_seqlen_k", max_k, 0)
+            assert max_k is not None
+            cached_lens = cached_lens.clamp(0, min(max_k, cache_capacity))
+        cu_k = torch.nn.functional.pad(cached_lens.cumsum(0, dtype=torch.int32), (1, 0))
     else:
         assert total_k is not None
         cu_k, max_k = _one_sequence(total_k, device), total_k if max_k is None else max_k

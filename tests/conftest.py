@@ -48,6 +48,9 @@ def _widen_bfloat16() -> None:
 
         setattr(InterpreterBuilder, name, call)
 
+    # The GPU's maximum of NaN and a number is the number; the interpreter's is NaN.
+    InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     for name in ("fadd", "fsub", "fmul", "fdiv", "fneg", "maximumf", "minimumf", "maxnumf", "minnumf"):
         if hasattr(InterpreterBuilder, f"create_{name}"):
             patched(f"create_{name}", keep=True)

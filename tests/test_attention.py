@@ -166,6 +166,23 @@ def test_wild_pages_harm_no_other_sequence():
         assert_equal("out", wrong[rows], right[rows])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_wild_lengths_harm_no_other_sequence():
+    """Nor are lengths: one past the page table counts as all that the table holds, one below 0 as none."""
+    p = problem((4, 1, 3, 2), (100, 90, 64, 20), dtype=torch.bfloat16).to("cuda")
+    kv, index_keys = paged(p, 16)
+    seqs = Sequences(p.seqs.cu_seqlens_q)
+    right = msa_attention(p.q, kv, None, p.index_q, index_keys, 3, seqs, block_size=16)
+    for lens in (kv.seq_lens, index_keys.seq_lens):
+        lens[1], lens[3] = 2**30, -5
+    wrong = msa_attention(p.q, kv, None, p.index_q, index_keys, 3, seqs, block_size=16)
+    torch.cuda.synchronize()
+    for rows in (slice(0, 4), slice(5, 8)):
+        assert_equal("out", wrong[rows], right[rows])
+    assert not wrong[8:].any()
+
+
 @subjects(msa_attention)
 def test_caches_stay_as_they_are(subject):
     p = problem((5, 2), (40, 33), dtype=subject.dtype).to(subject.device)

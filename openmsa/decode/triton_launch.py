@@ -67,7 +67,7 @@ def configure(batch: int, sizes: Sizes, device: Device) -> Config | None:
     """How one launch serves `batch` sequences; None where three launches do. A pure function."""
     attend, attending = attend_config(batch, sizes, device)
     tile = Tile.of(sizes.block_size)
-    whole = sizes.page_size % tile.span == 0  # pages hold whole tiles
+    whole = tile.whole and sizes.page_size % tile.span == 0  # pages hold whole tiles
     outputs = batch * sizes.new_tokens * sizes.num_q_heads
     if attend.lookup or not whole or sizes.num_blocks > MAX_BLOCKS:
         return None

@@ -44,7 +44,7 @@ def launch_scores(
 
     upper: of the strides of `scores`; index_k must then be `Int8`. `scores` receives the maxima of lower bounds and `upper`
     those of upper bounds of the scores that the keys before quantisation have, computed by any of these kernels or exactly:
-    -inf where the block has no score, +inf in `upper` where the arithmetic bounds nothing."""
+    -inf where the block has no score, +inf in `upper` where the arithmetic bounds nothing (there even if no key is seen)."""
     device = facts(index_q.device)
     tile = Tile.of(block_size)
     source = KeySource.of(index_k, tile, device)

@@ -48,12 +48,15 @@ def block_maxima(
 
 
 @triton.jit
-def block_radii(b_e, b_s, DIM: tl.constexpr, SUB: tl.constexpr):
+def block_radii(b_e, b_s, DIM: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr):
     """The largest `error_radius` of a key of each block, [SUB] (a number when SUB is 1); -inf where all are NaN, which
-    have no score. b_e, b_s: error and scale of each key."""
+    have no score. b_e, b_s: error and scale of each key, of which the first KEYS count."""
     radii = error_radius(b_e, b_s, DIM)
     radii = tl.where(radii == radii, radii, float("inf"))
-    radii = tl.where(b_s == b_s, radii, float("-inf"))
+    counts = b_s == b_s
+    if radii.shape[0] > KEYS:
+        counts = counts & (tl.arange(0, radii.shape[0]) < KEYS)
+    radii = tl.where(counts, radii, float("-inf"))
     return tl.max(radii, 0) if SUB == 1 else tl.max(tl.reshape(radii, [SUB, radii.shape[0] // SUB]), 1)
 
 
@@ -129,7 +132,7 @@ def score_tile(
     if errors is not None:
         b_e = load_scales(errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, 2)
         m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
-        b_r = block_radii(b_e, b_s, DIM, SUB)
+        b_r = block_radii(b_e, b_s, DIM, KEYS, SUB)
         # Times 2**20 and back: where sums could overflow, and infinities meet, this does.
         radius = b_norm * (b_r * 1048576.0) * 2.0**-20 if SUB == 1 else b_norm[:, None] * (b_r * 1048576.0)[None, :] * 2.0**-20
         radius += DIM * 2.0**-125  # products and sums in the subnormal range, flushed or rounded

@@ -107,7 +107,7 @@ class KeySource:
             data = _items(data, torch.int16, keys.shape[-1] >= (32 if isinstance(keys, Int8) else 64))
         pool = data.unsqueeze(0).transpose(1, 2) if page_table is None else data
         num_pages, heads, page_size, width = pool.shape
-        mode = FLAT if page_table is None else PAGE if page_size % tile.span == 0 else PAGES
+        mode = FLAT if page_table is None else PAGE if tile.whole and page_size % tile.span == 0 else PAGES
         tma = device.has_tma and mode != PAGES and _describable(pool)
         source: Any = pool
         if tma:

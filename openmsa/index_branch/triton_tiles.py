@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-FLAT, PAGE, PAGES = 0, 1, 2  # contiguous sequences; pages that hold whole tiles; pages smaller than a tile or ragged
+FLAT, PAGE, PAGES = 0, 1, 2  # contiguous sequences; pages that hold whole tiles; pages that tiles may cross
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,11 @@ class Tile:
         if 128 % block_size == 0 and not single:
             return cls(block_size, 128, 128, 128 // block_size, 1)
         return cls(block_size, triton.next_power_of_2(block_size), block_size, 1, 1)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all rows of a tile count: then tiles that start in a page of so many times `span` keys end in it too."""
+        return self.keys == self.tile
 
     @property
     def span(self) -> int:

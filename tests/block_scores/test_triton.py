@@ -215,6 +215,6 @@ def test_norms_stay_in_range():
     norms = torch.empty(16, device=DEVICE)
     norms_kernel[(1,)](rows, norms, ROWS=16, DIM=64)
     exact = rows.double().norm(dim=1)
-    ordinary = exact.isfinite()
+    ordinary = exact < 3e38 / (128 * 8)  # past it products with codes of norm up to 127 * 8 overflow
     assert bool(((norms >= exact) & (norms <= exact * 1.001 + 1e-36))[ordinary].all())
     assert not bool(norms[~ordinary].isfinite().any())

@@ -180,6 +180,35 @@ def test_few_blocks_are_rescored_on_ordinary_keys(device):
     assert 0 < float(rescored.float().mean()) < 64
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("block_size", "page_size"), [(48, 48), (48, 192), (100, 100), (64, 64)])
+def test_errors_in_other_pages_open_nothing(block_size, page_size, device):
+    """Pages that nobody owns, between those of the sequence, with infinite errors."""
+    torch.manual_seed(0)
+    blocks = 40 * page_size // block_size
+    exact = torch.randn(80, 1, page_size, 64).half().to(device)
+    coarse = Int8.quantize(exact)
+    coarse.error[1::2] = torch.inf
+    table = torch.arange(0, 80, 2, dtype=torch.int32, device=device)[None]
+    keys = PagedIndexKeys(CertifiedKeys(coarse, exact), table, torch.tensor([40 * page_size], dtype=torch.int32, device=device))
+    index_q = torch.randn(1, 2, 64).half().to(device)
+    rescored = rescored_blocks(index_q, keys, block_size, device)
+    assert int(rescored.max()) < blocks // 2
+
+
+def rescored_blocks(index_q, keys, block_size, device):
+    """By the kernels, in the interpreter where there is no GPU."""
+    if device == "cuda":
+        rescored = torch.empty(*index_q.shape[:2], dtype=torch.int32, device=device)
+        select_blocks(index_q, keys, 5, block_size=block_size, certified=True, rescored=rescored)
+        return rescored
+    pytest.importorskip("triton")
+    from openmsa.block_topk import triton_certified
+
+    lengths = keys.layout(None, len(index_q), index_q.device)
+    return triton_certified.select_blocks(index_q, keys, lengths, block_size, 5, 0, 1)[1]
+
+
 def test_wrong_bounds_would_show():
     """With errors that claim to be 0 the coarse keys decide, and decide otherwise: the bounds are what makes it exact."""
     torch.manual_seed(0)
