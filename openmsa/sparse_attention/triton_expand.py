@@ -19,7 +19,7 @@ from openmsa.sparse_attention.triton_keys import PAGES, TYPES, Keys, key_place, 
 from openmsa.types import Layout
 
 MIN_READERS = 64  # queries that read a block on average; then expanding costs less than a tenth of the call
-ROWS = 32  # keys a program
+ROWS = 64  # a program
 
 
 def expands(keys: Keys, query_dtype: torch.dtype, readers: float, workspace_bytes: int) -> bool:
@@ -33,37 +33,26 @@ def expands(keys: Keys, query_dtype: torch.dtype, readers: float, workspace_byte
 
 
 @triton.jit(do_not_specialize=["row_tiles", "total", "num_pages"])
-def expand_keys(
-    k,
-    v,
-    k_out,  # [total, heads, DIM], contiguous, as v_out
-    v_out,
+def expand_rows(
+    x,  # codes, and bytes of NVFP4 group scales or None
+    groups,
+    out,  # [total, heads, DIM], contiguous
     cu_k,
     page_table,
     row_tiles,
     total,
+    num_heads,
     num_pages,
-    stride_k_page,
-    stride_k_h,
-    stride_k_row,
-    stride_k_dim,
-    stride_v_page,
-    stride_v_h,
-    stride_v_row,
-    stride_v_dim,
+    stride_page,
+    stride_h,
+    stride_row,
+    stride_dim,
+    stride_g_page,
+    stride_g_h,
+    stride_g_row,
+    stride_g_dim,
     stride_table_b,
     stride_table_p,
-    k_groups,
-    stride_kg_page,
-    stride_kg_h,
-    stride_kg_row,
-    stride_kg_dim,
-    v_groups,
-    stride_vg_page,
-    stride_vg_h,
-    stride_vg_row,
-    stride_vg_dim,
-    num_kv_heads,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
@@ -72,7 +61,7 @@ def expand_keys(
     SWIZZLED: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Grid (sequences * row_tiles, KV heads): ROWS neighbouring keys of a sequence, `row_tiles` a sequence."""
+    """Grid (sequences * row_tiles, heads): ROWS neighbouring keys of a sequence, `row_tiles` a sequence."""
     i_b, i_h = tl.program_id(0) // row_tiles, tl.program_id(1)
     first = tl.program_id(0) % row_tiles * ROWS
     k_begin = tl.load(cu_k + i_b)
@@ -85,61 +74,49 @@ def expand_keys(
     if PAGE_SIZE > 0:
         table_row += i_b.to(tl.int64) * stride_table_b
     page, row = key_place(o_key, m_key, k_begin, table_row, num_pages, stride_table_p, PAGE_SIZE)
-    k += i_h.to(tl.int64) * stride_k_h
-    v += i_h.to(tl.int64) * stride_v_h
+    x += i_h.to(tl.int64) * stride_h
     if FORMAT == 3 and not SWIZZLED:
-        k_groups += i_h.to(tl.int64) * stride_kg_h
-        v_groups += i_h.to(tl.int64) * stride_vg_h
-    b_k = load_keys(
-        k, k_groups, page, row, m_key, i_h, num_kv_heads, stride_k_page, stride_k_row, stride_k_dim,
-        stride_kg_page, stride_kg_row, stride_kg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, TYPE, True,
-    )  # fmt: skip
-    b_v = load_keys(
-        v, v_groups, page, row, m_key, i_h, num_kv_heads, stride_v_page, stride_v_row, stride_v_dim,
-        stride_vg_page, stride_vg_row, stride_vg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, TYPE, True,
+        groups += i_h.to(tl.int64) * stride_g_h
+    b_x = load_keys(
+        x, groups, page, row, m_key, i_h, num_heads, stride_page, stride_row, stride_dim, stride_g_page, stride_g_row,
+        stride_g_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, TYPE, True,
     )  # fmt: skip
     o_out = (k_begin + o_key).to(tl.int64)
     m_out = (m_key & (o_out < total))[:, None] & (o_d < DIM)[None, :]
-    o_out = ((o_out * num_kv_heads + i_h) * DIM)[:, None] + o_d[None, :]
-    tl.store(k_out + o_out, b_k, mask=m_out)
-    tl.store(v_out + o_out, b_v, mask=m_out)
+    tl.store(out + ((o_out * num_heads + i_h) * DIM)[:, None] + o_d[None, :], b_x, mask=m_out)
 
 
 def expand(keys: Keys, seqs: Layout, dtype: torch.dtype) -> Keys:
-    """The same keys, packed, as numbers of a 16-bit dtype. One launch, no host sync; sizes follow from bounds."""
+    """The same keys, packed, as numbers of a 16-bit dtype. Two launches, no host sync; sizes follow from bounds."""
     assert keys.stored is not None
     dim, modes = keys.stored[0].shape[-1], keys.scale_modes()
-    out = torch.empty(2, keys.total, keys.heads, dim, dtype=dtype, device=keys.k.device)
     row_tiles = triton.cdiv(min(seqs.max_seqlen_k, keys.total), ROWS)
-    _, _, _, *k_groups, _, _, _, v_groups, vg_page, vg_h, vg_row, vg_dim = keys.scales()
-    expand_keys[(seqs.batch * row_tiles, keys.heads)](
-        keys.k,
-        keys.v,
-        out[0],
-        out[1],
-        seqs.cu_seqlens_k,
-        keys.table,
-        row_tiles,
-        keys.total,
-        keys.num_pages,
-        *keys.strides(keys.k),
-        *keys.strides(keys.v),
-        *keys.table_strides,
-        *k_groups,
-        v_groups,
-        vg_page,
-        vg_h,
-        vg_row,
-        vg_dim,
-        keys.heads,
-        ROWS=ROWS,
-        DIM=dim,
-        DIM_PADDED=power_of_two(dim),
-        PAGE_SIZE=keys.page_size,
-        FORMAT=modes["FORMAT"],
-        SWIZZLED=modes["SWIZZLED"],
-        TYPE=TYPES[dtype],
-        num_warps=4,
-    )
-    packed = {"page_size": 0, "num_pages": 1, "table": None, "by_row": True}
-    return replace(keys, k=out[0], v=out[1], expanded=True, **packed)
+    copies = []
+    for which, x in enumerate((keys.k, keys.v)):
+        out = torch.empty(keys.total, keys.heads, dim, dtype=dtype, device=x.device)
+        _, _, _, groups, *group_strides = keys.scales_of(which)
+        expand_rows[(seqs.batch * row_tiles, keys.heads)](
+            x,
+            groups,
+            out,
+            seqs.cu_seqlens_k,
+            keys.table,
+            row_tiles,
+            keys.total,
+            keys.heads,
+            keys.num_pages,
+            *keys.strides(x),
+            *group_strides,
+            *keys.table_strides,
+            ROWS=ROWS,
+            DIM=dim,
+            DIM_PADDED=power_of_two(dim),
+            PAGE_SIZE=keys.page_size,
+            FORMAT=modes["FORMAT"],
+            SWIZZLED=modes["SWIZZLED"],
+            TYPE=TYPES[dtype],
+            num_warps=4,
+        )
+        copies.append(out)
+    k, v = copies
+    return replace(keys, k=k, v=v, page_size=0, num_pages=1, table=None, by_row=True, expanded=True)

@@ -229,9 +229,10 @@ class Keys:
     def scales(self) -> tuple[Any, ...]:
         """For K and for V: factor, its strides of page and head, group scales, their strides of page, head, row and group;
         None what is not there."""
-        return (*self._scales(0), *self._scales(1))
+        return (*self.scales_of(0), *self.scales_of(1))
 
-    def _scales(self, which: int) -> tuple[Any, ...]:
+    def scales_of(self, which: int) -> tuple[Any, ...]:
+        """Of K (0) or V (1)."""
         if self.stored is None:
             return (None,) * 8
         x: Any = self.stored[which]

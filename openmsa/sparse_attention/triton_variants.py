@@ -13,7 +13,7 @@ from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention.triton_config import MAX_HEADS, padded_dim, power_of_two, prefill_config
 from openmsa.sparse_attention.triton_expand import ROWS as EXPAND_ROWS
-from openmsa.sparse_attention.triton_expand import expand_keys
+from openmsa.sparse_attention.triton_expand import expand_rows
 from openmsa.sparse_attention.triton_few import attend_few, few_lists, few_units
 from openmsa.sparse_attention.triton_keys import TYPES, formats
 from openmsa.sparse_attention.triton_lists import bucket_offsets, fill_lists, tile_lists
@@ -69,9 +69,9 @@ class _Stored:
 
 def _variant(name: str, fn: Any, stored: _Stored, page_size: int, constexprs: Mapping[str, Any], **options: Any) -> Variant:
     known, arguments = dict(constexprs), {}
-    types = {"q": stored.q} | dict.fromkeys(("k", "v"), stored.k) | dict.fromkeys(("k_groups", "v_groups"), "u8")
+    types = {"q": stored.q} | dict.fromkeys(("k", "v", "x"), stored.k) | dict.fromkeys(("k_groups", "v_groups", "groups"), "u8")
     types |= dict.fromkeys(("k_factor", "v_factor", "q_factor"), "fp32")
-    types |= dict.fromkeys(("out", "o_part", "k_out", "v_out"), stored.out)
+    types |= dict.fromkeys(("out", "o_part"), stored.out)
     for argument in fn.arg_names:
         if argument in known:
             continue
@@ -119,9 +119,11 @@ def prefill_variants(arch: int) -> Iterator[Variant]:
 
 def _expand(arch: int, q: str, keys: str, page: int) -> Variant:
     stored = _Stored.of(q, keys, arch)
-    known = {name: n for name, n in stored.constexprs(False).items() if name in expand_keys.arg_names}
+    known = {name: stored.modes[name] for name in ("FORMAT", "SWIZZLED")} | {"stride_dim": 1, "stride_g_dim": 1}
+    if stored.modes["FORMAT"] != FORMAT_IDS["nvfp4"]:
+        known |= dict.fromkeys(("groups", *(f"stride_g_{d}" for d in ("page", "h", "row", "dim"))))
     known |= {"ROWS": EXPAND_ROWS, "DIM": 128, "DIM_PADDED": 128, "PAGE_SIZE": page, "TYPE": TYPES[stored.torch_types[0]]}
-    return _variant(f"expand {q} {keys} p{page}", expand_keys, stored, page, known, num_warps=4)
+    return _variant(f"expand {q} {keys} p{page}", expand_rows, stored, page, known, num_warps=4)
 
 
 def _of_case(
