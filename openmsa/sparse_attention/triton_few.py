@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from openmsa.sparse_attention.triton_keys import key_place, row_place
-from openmsa.sparse_attention.triton_lists import sequence_of_tile
+from openmsa.sparse_attention.triton_lists import position_of_token_zero, sequence_of_tile
 
 UNIT_FIELDS = 8  # first key row, keys to read, block, sequence, k_len, position of token 0; two unused
 
@@ -51,7 +51,7 @@ def few_lists(
     q_begin, q_end = tl.load(cu_q + i_b), tl.load(cu_q + i_b + 1)
     k_begin, k_end = tl.load(cu_k + i_b), tl.load(cu_k + i_b + 1)
     first = tl.minimum(q_begin + (i_tile - q_begin // TOKENS - i_b) * TOKENS, q_end)
-    position = k_end - k_begin - q_end if q_offset is None else tl.load(q_offset + i_b) - q_begin
+    position = position_of_token_zero(q_offset, i_b, q_begin, q_end, k_end - k_begin)
 
     o_t, o_s = tl.arange(0, TOKENS), tl.arange(0, SLOTS)
     token = first + o_t
@@ -139,7 +139,7 @@ def few_units(
     i_b = low
     k_begin, k_end = tl.load(cu_k + i_b), tl.load(cu_k + i_b + 1)
     q_begin, q_end = tl.load(cu_q + i_b), tl.load(cu_q + i_b + 1)
-    position = k_end - k_begin - q_end if q_offset is None else tl.load(q_offset + i_b) - q_begin
+    position = position_of_token_zero(q_offset, i_b, q_begin, q_end, k_end - k_begin)
     block = o_b - k_begin // BLOCK - i_b
     row = k_begin + block * BLOCK
     if PAGE_SIZE > 0:

@@ -43,6 +43,13 @@ def sequence_of_tile(cu_q, i_tile, batch, search_steps, TOKENS: tl.constexpr):
     return low
 
 
+@triton.jit
+def position_of_token_zero(q_offset, i_b, q_begin, q_end, k_len):
+    """What is to be added to the numbers of packed queries of a sequence for their positions. q_offset None: they are the last
+    of the keys."""
+    return k_len - q_end if q_offset is None else tl.load(q_offset + i_b) - q_begin
+
+
 @triton.jit(do_not_specialize=_LENGTHS)
 def tile_lists(
     blocks,  # int32 [total_q, heads or 1, TOPK], any strides
@@ -86,7 +93,7 @@ def tile_lists(
     k_begin, k_end = tl.load(cu_k + i_b), tl.load(cu_k + i_b + 1)
     first = tl.minimum(q_begin + (i_tile - q_begin // TOKENS - i_b) * TOKENS, q_end)
     tokens = tl.minimum(q_end - first, TOKENS)
-    position = first + (k_end - k_begin - q_end if q_offset is None else tl.load(q_offset + i_b) - q_begin)
+    position = first + position_of_token_zero(q_offset, i_b, q_begin, q_end, k_end - k_begin)
     if i_h == 0:
         p_tile = tiles + i_tile * 4
         tl.store(p_tile, first)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from openmsa.sparse_attention.triton_keys import converted, key_place, load_keys, whole_factor
+from openmsa.sparse_attention.triton_lists import position_of_token_zero
 
 
 @triton.jit(do_not_specialize=["num_pages", "i_chunk", "chunk_tiles", "chunk_entries", "item_bound"])
@@ -101,7 +102,7 @@ def attend_outer(
     first_token = tl.load(tiles + i_chunk * chunk_tiles * 4)
     k_begin = tl.load(cu_k + i_b)
     k_len = tl.load(cu_k + i_b + 1) - k_begin
-    position = k_len - tl.load(cu_q + i_b + 1) if q_offset is None else tl.load(q_offset + i_b) - tl.load(cu_q + i_b)
+    position = position_of_token_zero(q_offset, i_b, tl.load(cu_q + i_b), tl.load(cu_q + i_b + 1), k_len)
 
     o_r, o_n, o_d = tl.arange(0, TOKENS * HEADS), tl.arange(0, KEYS), tl.arange(0, DIM_PADDED)
     head = i_part * HEADS + o_r % HEADS
