@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from openmsa.index_branch.triton_config import Kind, tall_rows, walk
-from openmsa.index_branch.triton_launch import kind_of, padded
+from openmsa.index_branch.triton_formats import padded
+from openmsa.index_branch.triton_launch import kind_of
 from openmsa.index_branch.triton_products import score_tile
 from openmsa.index_branch.triton_queries import grouped_parts, query_numbers, query_parts, row_factors
 from openmsa.index_branch.triton_sources import KeySource, QuerySource

@@ -29,6 +29,11 @@ _ASM = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 """Whether four bytes at a time are converted by instructions written out; the interpreter knows only the plain ones."""
 
 
+def padded(dim: int, format: int) -> int:
+    """Elements of a tile's row: a power of two, and what the matrix unit and loads take at least."""
+    return max(triton.next_power_of_2(dim), 32 if format == E4M3 or format >= NVFP4 else 16)
+
+
 # A word holds two halves of 16 bits; a line moves the sign of one e2m1 code of each half to bit 15 and its magnitude to where
 # exponent and mantissa of a small number are: times 2**-126 as bf16, times 2**-14 as fp16. As bf16 both lie so far apart that
 # one product shifts them.

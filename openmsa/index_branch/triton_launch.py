@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from openmsa.index_branch.triton_config import Config, Kind, config, splits
-from openmsa.index_branch.triton_formats import E4M3, NVFP4
+from openmsa.index_branch.triton_formats import padded
 from openmsa.index_branch.triton_scores import score_kernel
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
 from openmsa.index_branch.triton_tiles import FLAT, Tile
@@ -51,11 +51,6 @@ def launch_scores(
     lengths = (seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset)
     longest = (seqs.max_seqlen_q, seqs.max_seqlen_k)
     launch(index_q, source, tile, lengths, seqs.batch, longest, scores, visible, device, chosen, pdl, upper)
-
-
-def padded(dim: int, format: int) -> int:
-    """Elements of a tile's row: a power of two, and what the matrix unit and loads take at least."""
-    return max(triton.next_power_of_2(dim), 32 if format == E4M3 or format >= NVFP4 else 16)
 
 
 def kind_of(source: KeySource, queries: QuerySource, dim: int, tile: Tile) -> Kind:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -15,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from openmsa.index_branch import triton_formats as formats
 from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile
 from openmsa.kv_cache import E4M3, MXFP4, NVFP4, CertifiedKeys, Int8, PagedIndexKeys, Stored
+from openmsa.kv_cache.stored import in_items
 from openmsa.runtime.devices import Device
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float8_e4m3fn: tl.float8e4nv}
@@ -45,20 +45,14 @@ class Scales:
         if isinstance(keys, Int8):
             return cls(formats.KEY_SCALE, keys.scale, (*_strides(keys.scale), 0), error=keys.error)
         if isinstance(keys, NVFP4):
-            scale = _items(keys.scale.view(torch.uint8), torch.int32, keys.groups in (4, 8, 16))
+            scale = in_items(keys.scale.view(torch.uint8), torch.int32, keys.groups in (4, 8, 16))
             if keys.layout != "linear":
                 return cls(scale=scale, strides=(*_row_numbers(keys.shape), 0), swizzled=True, factor=keys.global_scale)
             return cls(scale=scale, strides=(*_strides(scale[..., 0]), scale.stride(-1)), factor=keys.global_scale)
         if isinstance(keys, MXFP4):
-            scale = _items(keys.scale, torch.int32, keys.scale.shape[-1] in (4, 8))
+            scale = in_items(keys.scale, torch.int32, keys.scale.shape[-1] in (4, 8))
             return cls(scale=scale, strides=(*_strides(scale[..., 0]), scale.stride(-1)))
         return cls()
-
-
-def _items(codes: Tensor, dtype: torch.dtype, fits: bool) -> Tensor:
-    """Codes of one byte, several a load where their number and their strides allow it."""
-    outer = (codes.data_ptr(), codes.shape[-1], *codes.stride()[:-1])
-    return codes.view(dtype) if fits and codes.stride(-1) == 1 and all(n % dtype.itemsize == 0 for n in outer) else codes
 
 
 def _strides(rows: Tensor) -> tuple[int, int, int]:
@@ -104,16 +98,17 @@ class KeySource:
         if data.dtype == torch.float8_e4m3fn and device.arch < 90:
             data = data.view(torch.uint8)
         elif isinstance(keys, (Int8, NVFP4, MXFP4)):
-            data = _items(data, torch.int16, keys.shape[-1] >= (32 if isinstance(keys, Int8) else 64))
+            data = in_items(data, torch.int16, keys.shape[-1] >= (32 if isinstance(keys, Int8) else 64))
         pool = data.unsqueeze(0).transpose(1, 2) if page_table is None else data
         num_pages, heads, page_size, width = pool.shape
         mode = FLAT if page_table is None else PAGE if tile.whole and page_size % tile.span == 0 else PAGES
         tma = device.has_tma and mode != PAGES and _describable(pool)
         source: Any = pool
-        if tma:
-            box = [1, 1, tile.tile, max(triton.next_power_of_2(width), 32 if isinstance(keys, E4M3) else 1)]
-            source = TensorDescriptor(pool, list(pool.shape), list(pool.stride()), box)
         stored = formats.PLAIN if isinstance(keys, Tensor) else _FORMATS[keys.format]
+        if tma:
+            dim = keys.shape[-1]  # in `width` items
+            box = [1, 1, tile.tile, formats.padded(dim, stored) // (dim // width)]
+            source = TensorDescriptor(pool, list(pool.shape), list(pool.stride()), box)
         where = (FLAT, 0, page_size, 1) if page_table is None else (mode, page_table.stride(0), 0, page_size)
         capacity = where[2] if page_table is None else page_table.shape[1] * page_size
         # Of packed keys page_size is 1: it is a compile key, so it must not be their number.

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from openmsa.index_branch import triton_formats as formats
 from openmsa.index_branch.triton_config import Kind, config
-from openmsa.index_branch.triton_launch import padded
 from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, score_kernel
 from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile
 from openmsa.runtime.devices import COMPILE_TARGETS, Device
@@ -61,7 +60,7 @@ class Operands:
         element = {formats.PLAIN: "bf16" if self.query == "e4m3" else self.query, formats.E4M3: e4m3}
         stored = element.get(self.format, "i16")
         split = {formats.INT8: 2, formats.NVFP4: 4, formats.MXFP4: 4}.get(self.format, 1)
-        box = f"[1, 1, {self.tile.tile}, {padded(self.dim, self.format) // split}]"
+        box = f"[1, 1, {self.tile.tile}, {formats.padded(self.dim, self.format) // split}]"
         types = {"q": "*" + (e4m3 if self.query == "e4m3" else self.query)}
         types["keys"] = f"tensordesc<{stored}{box}>" if self.tma else f"*{stored}"
         types |= dict.fromkeys(("page_table", "cu_q", "cu_k", "q_offset"), "*i32")
@@ -73,7 +72,11 @@ class Operands:
             "scales": ("*i32" if self.dim == 128 else "*u8") if self.format >= formats.NVFP4 else "*fp32",
         }
         constants: dict[str, Any] = {"s_qd": 1, "s_dim": 1, "s_gg": 1, "KEY_HEADS": 1, "GROUP": 4, "DIM": self.dim}
-        constants |= self.tile.constexprs() | {"DIM_PAD": padded(self.dim, self.format), "MODE": self.mode, "TMA": self.tma}
+        constants |= self.tile.constexprs() | {
+            "DIM_PAD": formats.padded(self.dim, self.format),
+            "MODE": self.mode,
+            "TMA": self.tma,
+        }
         constants |= {"FORMAT": self.format, "SCALE": formats.NO_SCALE, "SWIZZLED": "128x4" in self.keys, "SPLIT": split}
         constants["NATIVE"] = device.arch >= 90
         constants |= {"PRODUCT": self.product(device), "PAGE_SIZE": {FLAT: 1, PAGE: self.tile.span, PAGES: 16}[self.mode]}

@@ -199,6 +199,12 @@ def scalar(name: str, value: Tensor | float, of: Tensor) -> Tensor:
     return tensor.reshape(())
 
 
+def in_items(codes: Tensor, dtype: torch.dtype, fits: bool) -> Tensor:
+    """Codes of one byte, several a load where `fits` and their number and their strides allow it; else as they are."""
+    outer = (codes.data_ptr(), codes.shape[-1], *codes.stride()[:-1])
+    return codes.view(dtype) if fits and codes.stride(-1) == 1 and all(n % dtype.itemsize == 0 for n in outer) else codes
+
+
 def divided(x: Tensor, by: float) -> Tensor:
     """x / by, correctly rounded: for a number of Python, PyTorch multiplies by its reciprocal on a GPU."""
     return x / torch.full_like(x, by)

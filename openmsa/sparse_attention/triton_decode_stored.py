@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
+from openmsa.kv_cache.stored import in_items
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS, e4m3
 
 GROUP = 16  # elements of one NVFP4 scale
@@ -47,10 +48,8 @@ class Source:
             page, head = rows.scale_strides
             return cls(pool(_words(rows.data)), rows.scale, (page, head))
         if isinstance(rows, NVFP4):
-            scale, heads, size = rows.scale.view(torch.uint8), rows.shape[1], rows.shape[-2]
-            outer = (scale.data_ptr(), rows.groups, *scale.stride()[:-1])
-            if scale.stride(-1) == 1 and all(n % 4 == 0 for n in outer):
-                scale = scale.view(torch.int32)
+            scale = in_items(rows.scale.view(torch.uint8), torch.int32, rows.groups % 4 == 0)
+            heads, size = rows.shape[1], rows.shape[-2]
             if rows.layout == "linear":
                 strides = pool(scale).stride()
             else:
