@@ -37,7 +37,7 @@ def quantize_bf16_to_nvfp4_128x4(x: Tensor) -> Nvfp4QuantizedTensor:
     """Rows ``[..., dim]`` of any float dtype, dim a multiple of 16. The global scale is the largest finite magnitude / 2688 (1
     for zeros), computed on the device without a host sync."""
     _check_rows("x", x)
-    stored = NVFP4.quantize(x, nvfp4_global_scale_from_amax(e4m3.finite_amax(x.detach(), tuple(range(x.dim())))), "128x4")
+    stored = NVFP4.quantize(x, layout="128x4")
     rows = stored.data.shape[:-1].numel()
     assert stored.global_scale is not None
     return Nvfp4QuantizedTensor(
@@ -68,11 +68,10 @@ def dequantize_nvfp4_128x4_to_bf16(qx: Nvfp4QuantizedTensor, *, include_global_s
 
 
 def nvfp4_global_scale_from_amax(amax: Tensor) -> Tensor:
-    """amax / (448 * 6) in float32, of the shape of `amax`; 1 where amax is 0, so that zeros can be divided by it."""
+    """amax / (448 * 6) in float32, of the shape of `amax`; 1 where that is 0, so that zeros can be divided by it."""
     if not isinstance(amax, Tensor):
         raise TypeError(f"amax must be a torch.Tensor, got {type(amax).__name__}")
-    amax = amax.to(torch.float32)
-    return torch.where(amax > 0, amax / (e4m3.LARGEST * nvfp4.LARGEST), 1.0)
+    return e4m3.unit(amax.to(torch.float32), e4m3.LARGEST * nvfp4.LARGEST)
 
 
 def nvfp4_scale_128x4_offset(row: int | Tensor, col: int | Tensor, scale_cols: int) -> int | Tensor:

@@ -38,6 +38,12 @@ def decode(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers.masked_fill_(nan.bool(), torch.nan) if bool(nan.any()) else numbers
 
 
+def unit(amax: Tensor, largest: float) -> Tensor:
+    """The scale that makes `amax` the largest number of a format: their quotient, or 1 where that is 0 or NaN."""
+    scale = divided(amax, largest)
+    return torch.where(scale > 0, scale, 1.0)
+
+
 def finite_amax(values: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
     """The largest finite magnitude, float32; 0 where there is none."""
     magnitude = values.float().abs()
@@ -147,5 +153,4 @@ def _amax_scale(values: Tensor, per: str) -> Tensor:
         rule = "'tensor', from 3 dimensions on 'head', or, for a pool of 4 dimensions, 'page'"
         raise ValueError(f"per must be {rule}, got {per!r} for shape {tuple(values.shape)}")
     kept = {"tensor": (), "head": (1,), "page": (0, 1)}[per]
-    scale = divided(finite_amax(values.detach(), tuple(d for d in range(values.dim()) if d not in kept)), LARGEST)
-    return torch.where(scale > 0, scale, 1.0)  # the quotient may underflow
+    return unit(finite_amax(values.detach(), tuple(d for d in range(values.dim()) if d not in kept)), LARGEST)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import e4m3
-from openmsa.kv_cache.stored import Stored, check_quantizable, divided, index_of, part, scalar
+from openmsa.kv_cache.stored import Stored, check_quantizable, index_of, part, scalar
 
 GROUP = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -137,9 +137,7 @@ class NVFP4(Stored):
         where that is 0."""
         check_quantizable(values, GROUP)
         if global_scale is None:
-            amax = e4m3.finite_amax(values.detach(), tuple(range(values.dim())))
-            global_scale = divided(amax, LARGEST * e4m3.LARGEST)
-            global_scale = torch.where(global_scale > 0, global_scale, 1.0)  # the quotient may underflow
+            global_scale = e4m3.unit(e4m3.finite_amax(values.detach(), tuple(range(values.dim()))), LARGEST * e4m3.LARGEST)
         stored = cls.allocate(tuple(values.shape), values.device, global_scale, layout)
         stored.fill(values)
         return stored

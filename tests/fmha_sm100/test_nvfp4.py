@@ -105,8 +105,8 @@ def test_swizzle_follows_the_formula(device, rows, cols):
 
 
 def test_global_scale():
-    amax = torch.tensor([2688.0, 1.0, 0.0])
-    assert_equal("scale", nvfp4_global_scale_from_amax(amax), torch.tensor([1.0, 1 / 2688, 1.0]))
+    amax = torch.tensor([2688.0, 1.0, 0.0, 1e-42])
+    assert_equal("scale", nvfp4_global_scale_from_amax(amax), torch.tensor([1.0, 1 / 2688, 1.0, 1.0]))
 
 
 def quads(scale):
