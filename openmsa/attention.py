@@ -111,7 +111,7 @@ def check_path(
     check: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], int]:
     """The checked arguments of `msa_attention`: of the selection, of the attention (less its blocks), and the query chunk."""
-    for name, value in (("certified", certified), ("return_lse", return_lse), ("check", check)):
+    for name, value in (("certified", certified), ("return_lse", return_lse)):
         checks.flag(name, value)
     chunk = QUERY_CHUNK if query_chunk is None else checks.integer("query_chunk", query_chunk, 1)
     selection = SELECTION.check(

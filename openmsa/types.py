@@ -140,9 +140,7 @@ def layout(
         if max_k is None and device.type != "cpu":
             max_k = cache_capacity
         if not readable:  # lengths that nobody looks at must not lead past the page table
-            checks.integer("seqs.max_seqlen_k", max_k, 0)
-            assert max_k is not None
-            cached_lens = cached_lens.clamp(0, min(max_k, cache_capacity))
+            cached_lens = cached_lens.clamp(0, min(checks.integer("seqs.max_seqlen_k", max_k, 0), cache_capacity))
         cu_k = torch.nn.functional.pad(cached_lens.cumsum(0, dtype=torch.int32), (1, 0))
     else:
         assert total_k is not None
