@@ -25,7 +25,6 @@ class PrefillConfig:
     outer_tokens:  gathered queries a step of the KV-outer kernel.
     outer_keys:    keys that a KV-outer program holds; a wider block takes several programs and partials.
     outer_item:    queries of one block that a KV-outer program walks; more are split across programs.
-    few_tokens:    queries whose blocks one program lists where queries are few.
     few_buckets:   blocks whose lists one program cuts into units.
     few_programs:  programs a multiprocessor that share the units.
     """
@@ -41,7 +40,6 @@ class PrefillConfig:
     outer_keys: int
     outer_warps: int
     outer_item: int
-    few_tokens: int
     few_buckets: int
     few_programs: int
     combine_tokens: int
@@ -92,7 +90,6 @@ def prefill_config(
         outer_keys=outer_keys,
         outer_warps=8 if wide else 4,
         outer_item=512,
-        few_tokens=4,
         few_buckets=32,
         few_programs=2,
         combine_tokens=max(1, min(16 // heads, union_tokens)),
@@ -101,13 +98,20 @@ def prefill_config(
 
 
 FEW_LIST_BYTES = 64 << 20
+FEW_READERS = 12
 
 
 def few_queries(total_q: int, head_dim: int, topk: int, num_kv_heads: int, num_buckets: int) -> bool:
-    """Whether the KV-outer form for few queries is the way. Measured: up to one query a block on average it wins on random and
-    on clustered selections; up to four on random ones only, where union tiles lose less than it loses on clustered ones."""
+    """Whether tiles that do not stay together take the KV-outer form for few queries. Measured: up to 12 queries a block on
+    average it is faster on them than the form for many."""
     lists = total_q * num_kv_heads * num_buckets * 4
-    return head_dim <= 128 and lists <= FEW_LIST_BYTES and total_q * topk <= num_buckets
+    return head_dim <= 128 and lists <= FEW_LIST_BYTES and total_q * topk <= FEW_READERS * num_buckets
+
+
+def few_union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> int:
+    """As `union_limit`, beside the form for few queries. Measured: up to one query a block that form wins on random and on
+    clustered selections, above it a union tile costs as much where it keeps three quarters of the blocks; -1: no tile."""
+    return -1 if queries_per_block <= 1 else topk * config.union_tokens * 3 // 4
 
 
 def union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> int:

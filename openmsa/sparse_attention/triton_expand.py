@@ -2,8 +2,9 @@
 """Stored keys and values as 16-bit numbers, for calls whose queries read every block many times.
 
 KV-outer converts a block once for hundreds of queries, a union tile for a handful: there the conversion costs more than the
-bytes that it saves. So where many queries are to come, all keys are converted once, which costs a few percent of the call.
-Codes times group scales are exact in 16 bits; the float32 factors stay outside, as in the kernels that read codes.
+bytes that it saves. So where many queries are to come and some tile stays together, all keys are converted once for the union
+kernel, which costs a few percent of the call; KV-outer reads the codes. Codes times group scales are exact in 16 bits; the
+float32 factors stay outside, as in the kernels that read codes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from openmsa.sparse_attention.triton_config import power_of_two
 from openmsa.sparse_attention.triton_keys import PAGES, TYPES, Keys, key_place, load_keys
@@ -37,6 +39,7 @@ def expand_rows(
     x,  # codes, and bytes of NVFP4 group scales or None
     groups,
     out,  # [total, heads, DIM], contiguous
+    wanted,  # int32 [1]: 0: nothing is written
     cu_k,
     page_table,
     row_tiles,
@@ -62,6 +65,8 @@ def expand_rows(
     TYPE: tl.constexpr,
 ):
     """Grid (sequences * row_tiles, heads): ROWS neighbouring keys of a sequence, `row_tiles` a sequence."""
+    if tl.load(wanted) == 0:
+        return
     i_b, i_h = tl.program_id(0) // row_tiles, tl.program_id(1)
     first = tl.program_id(0) % row_tiles * ROWS
     k_begin = tl.load(cu_k + i_b)
@@ -86,19 +91,24 @@ def expand_rows(
     tl.store(out + ((o_out * num_heads + i_h) * DIM)[:, None] + o_d[None, :], b_x, mask=m_out)
 
 
-def expand(keys: Keys, seqs: Layout, dtype: torch.dtype) -> Keys:
-    """The same keys, packed, as numbers of a 16-bit dtype. Two launches, no host sync; sizes follow from bounds."""
+def copies_of(keys: Keys, dtype: torch.dtype) -> Keys:
+    """Room for the same keys, packed, as numbers of a 16-bit dtype; sizes follow from bounds."""
     assert keys.stored is not None
-    dim, modes = keys.stored[0].shape[-1], keys.scale_modes()
+    k, v = (torch.empty(keys.total, keys.heads, keys.stored[0].shape[-1], dtype=dtype, device=keys.k.device) for _ in "kv")
+    return replace(keys, k=k, v=v, page_size=0, num_pages=1, table=None, by_row=True, expanded=True)
+
+
+def expand(keys: Keys, copies: Keys, seqs: Layout, wanted: Tensor) -> None:
+    """Fills the copies unless `wanted` (int32 [1], on the device) is 0. Two launches, no host sync."""
+    dim, modes = copies.k.shape[-1], keys.scale_modes()
     row_tiles = triton.cdiv(min(seqs.max_seqlen_k, keys.total), ROWS)
-    copies = []
-    for which, x in enumerate((keys.k, keys.v)):
-        out = torch.empty(keys.total, keys.heads, dim, dtype=dtype, device=x.device)
+    for which, (x, out) in enumerate(((keys.k, copies.k), (keys.v, copies.v))):
         _, _, _, groups, *group_strides = keys.scales_of(which)
         expand_rows[(seqs.batch * row_tiles, keys.heads)](
             x,
             groups,
             out,
+            wanted,
             seqs.cu_seqlens_k,
             keys.table,
             row_tiles,
@@ -114,9 +124,6 @@ def expand(keys: Keys, seqs: Layout, dtype: torch.dtype) -> Keys:
             PAGE_SIZE=keys.page_size,
             FORMAT=modes["FORMAT"],
             SWIZZLED=modes["SWIZZLED"],
-            TYPE=TYPES[dtype],
+            TYPE=TYPES[out.dtype],
             num_warps=4,
         )
-        copies.append(out)
-    k, v = copies
-    return replace(keys, k=k, v=v, page_size=0, num_pages=1, table=None, by_row=True, expanded=True)

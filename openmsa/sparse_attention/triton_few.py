@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """KV-outer for few queries: a block is read by one or a handful of them, and bytes bound the call.
 
-Three kernels. `few_lists`: every (query, slot) takes a place in its block's list, which has room for all queries of a sequence.
+Every (query, slot) has a place in its block's list, which has room for all queries of a sequence (`tile_lists`).
 `few_units`: a unit is up to TOKENS queries of one block; units are numbered block after block, from the front those whose
 queries see the whole block, from the back the others. `attend_few`: a fixed number of programs, each of which walks its share
 of the units in one flat loop over (unit, part of its block), so that the next keys are under way while these are multiplied.
@@ -15,71 +15,18 @@ import triton
 import triton.language as tl
 
 from openmsa.sparse_attention.triton_keys import key_place, row_place
-from openmsa.sparse_attention.triton_lists import position_of_token_zero, sequence_of_tile
+from openmsa.sparse_attention.triton_lists import position_of_token_zero
 
 UNIT_FIELDS = 8  # first key row, keys to read, block, sequence, k_len, position of token 0; two unused
 
 _LENGTHS = ["batch", "search_steps", "num_buckets", "room", "unit_bound", "num_pages"]
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
-def few_lists(
-    blocks,  # int32 [total_q, heads or 1, TOPK], any strides
-    cu_q,
-    cu_k,
-    q_offset,
-    counts,  # int32 [2, kv_heads, num_buckets], zero: queries a block, and keys seen where not all see all of it; written
-    entries,  # int32 [kv_heads, num_buckets, room], written: token * TOPK + slot
-    slots,  # int64 [total_q, kv_heads], written: bit i: slot i has a partial
-    stride_blocks_t,
-    stride_blocks_h,
-    stride_blocks_k,
-    num_kv_heads,
-    batch,
-    search_steps,
-    num_buckets,
-    room,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,  # TOPK rounded up to a power of two
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program a (tile of neighbouring queries, KV head)."""
-    i_tile = tl.program_id(0) // num_kv_heads
-    i_h = tl.program_id(0) % num_kv_heads
-    i_b = sequence_of_tile(cu_q, i_tile, batch, search_steps, TOKENS)
-    q_begin, q_end = tl.load(cu_q + i_b), tl.load(cu_q + i_b + 1)
-    k_begin, k_end = tl.load(cu_k + i_b), tl.load(cu_k + i_b + 1)
-    first = tl.minimum(q_begin + (i_tile - q_begin // TOKENS - i_b) * TOKENS, q_end)
-    position = position_of_token_zero(q_offset, i_b, q_begin, q_end, k_end - k_begin)
-
-    o_t, o_s = tl.arange(0, TOKENS), tl.arange(0, SLOTS)
-    token = first + o_t
-    last_key = tl.minimum(position + token, k_end - k_begin - 1)  # [TOKENS]
-    visible = tl.where(last_key >= 0, last_key // BLOCK + 1, 0)
-    row = token.to(tl.int64)
-    m_slot = (token < q_end)[:, None] & (o_s < TOPK)[None, :]
-    p_ids = blocks + row[:, None] * stride_blocks_t + i_h * stride_blocks_h + o_s[None, :] * stride_blocks_k
-    b_ids = tl.load(p_ids, mask=m_slot, other=-1)  # [TOKENS, SLOTS]
-    m_read = (b_ids >= 0) & (b_ids < visible[:, None])
-
-    o_b = i_h * num_buckets + k_begin // BLOCK + i_b + tl.where(m_read, b_ids, 0)
-    rank = tl.atomic_add(counts + o_b, 1, mask=m_read, sem="relaxed")
-    m_read &= rank < room  # ids are distinct; were they not, nothing is written past the list
-    tl.store(entries + o_b.to(tl.int64) * room + rank, token[:, None] * TOPK + o_s[None, :], mask=m_read)
-    b_ids = tl.where(m_read, b_ids, 0)
-    sees_all = b_ids * BLOCK + BLOCK - 1 <= tl.minimum(position + q_begin, k_end - k_begin - 1)  # the first query, so all
-    seen = tl.minimum(last_key[:, None] - b_ids * BLOCK + 1, BLOCK)
-    tl.atomic_max(counts + num_kv_heads * num_buckets + o_b, seen, mask=m_read & ~sees_all, sem="relaxed")
-    filled = tl.sum(m_read.to(tl.int64) << o_s[None, :].to(tl.int64), 1)
-    tl.store(slots + row * num_kv_heads + i_h, filled, mask=token < q_end)
-
-
 @triton.jit
-def _units_of(counts, o_b, m_b, num_kv_heads, i_h, num_buckets, room, TOKENS: tl.constexpr):
+def _units_of(counts, partly, o_b, m_b, i_h, num_buckets, room, TOKENS: tl.constexpr):
     """Queries, units and keys seen (0: all by all) of buckets."""
     count = tl.minimum(tl.load(counts + i_h * num_buckets + o_b, mask=m_b, other=0), room)
-    seen = tl.load(counts + (num_kv_heads + i_h) * num_buckets + o_b, mask=m_b, other=0)
+    seen = tl.load(partly + i_h * num_buckets + o_b, mask=m_b, other=0)
     return count, (count + TOKENS - 1) // TOKENS, seen
 
 
@@ -89,8 +36,9 @@ def few_units(
     cu_k,
     q_offset,
     page_table,
-    counts,
-    entries,
+    counts,  # int32 [kv_heads, num_buckets]: queries a block
+    partly,  # the same shape: keys seen where not all see all of it, else 0
+    entries,  # int32 [kv_heads, num_buckets, room]: token * TOPK + slot
     units,  # int32 [kv_heads, unit_bound, UNIT_FIELDS], written
     unit_entries,  # int32 [kv_heads, unit_bound, TOKENS], written: entries, -1 where there is none
     num_units,  # int32 [kv_heads, 2], written: from the front, from the back
@@ -116,12 +64,12 @@ def few_units(
     for start in range(0, tl.program_id(1) * BUCKETS, STEP):
         o_b = start + tl.arange(0, STEP)
         m_b = o_b < tl.program_id(1) * BUCKETS
-        _, own, seen = _units_of(counts, o_b, m_b, num_kv_heads, i_h, num_buckets, room, TOKENS)
+        _, own, seen = _units_of(counts, partly, o_b, m_b, i_h, num_buckets, room, TOKENS)
         front += tl.sum(tl.where(seen == 0, own, 0), 0)
         back += tl.sum(tl.where(seen == 0, 0, own), 0)
 
     o_b = tl.program_id(1) * BUCKETS + tl.arange(0, BUCKETS)
-    count, own, seen = _units_of(counts, o_b, o_b < num_buckets, num_kv_heads, i_h, num_buckets, room, TOKENS)
+    count, own, seen = _units_of(counts, partly, o_b, o_b < num_buckets, i_h, num_buckets, room, TOKENS)
     is_part = seen > 0
     own_front, own_back = tl.where(is_part, 0, own), tl.where(is_part, own, 0)
     i_front = front + tl.cumsum(own_front, 0) - own_front
@@ -217,8 +165,7 @@ def _walk(
     o_head = (head * stride_q_h)[:, None] + o_d[None, :] * stride_q_d
     o_within = (head * DIM)[:, None] + o_d[None, :]
 
-    # Queries are loaded a step ahead of their use (again in every step: that is cheaper than to hold them), their entries two
-    # steps ahead, a unit's fields one.
+    # Queries are loaded a step ahead of their use, their entries two steps ahead, a unit's fields one.
     b_q = tl.zeros([TOKENS * HEADS, DIM_PADDED], q.dtype.element_ty)
     ahead, row = o_t, 0
     seen, block, i_b, k_len, position = 0, 0, 0, 0, 0
@@ -263,8 +210,8 @@ def _walk(
             b_v = tl.load(v + o_v[:, None] + o_d[None, :] * stride_v_dim, mask=m_kv, other=0.0)
         b_a = (-b_q.to(tl.float32)).to(b_q.dtype) if NEGATIVE else b_q
         s = tl.dot(b_a, tl.trans(b_k))  # [ROWS, KEYS]
-        m_q = ((ahead >= 0) & m_head)[:, None] & m_d[None, :]
-        b_q = tl.load(q + ((ahead // TOPK).to(tl.int64) * stride_q_t)[:, None] + o_head, mask=m_q, other=0.0)
+        m_q = ((ahead >= 0) & m_head & (step == STEPS - 1))[:, None] & m_d[None, :]
+        b_q = tl.load(q + ((ahead // TOPK).to(tl.int64) * stride_q_t)[:, None] + o_head, mask=m_q, other=b_q)
         ahead = tl.load(unit_entries + tl.minimum((i + 2) // STEPS, n_units - 1) * TOKENS + o_t)
         if MASKED:
             reader = tl.load(unit_entries + i // STEPS * TOKENS + o_t)

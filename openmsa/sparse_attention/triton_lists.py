@@ -6,9 +6,9 @@ A tile is `TOKENS` neighbouring queries of one sequence. Tile i belongs to the l
 all sequences: block j of sequence b is bucket ``cu_k[b] // BLOCK + b + j``.
 
 A tile of which each head's union is small keeps its union list (ids ascending, membership bits); for the others each
-(query, slot) is an entry in its block's list. Lists belong to a segment, (query chunk, KV head), so that every size is
-bounded on the host:
-counts -> offsets -> entries and items, an item being up to `ITEM` queries of one block.
+(query, slot) is an entry in its block's list. Lists of KV-outer belong to a segment, (query chunk, KV head), so that every
+size is bounded on the host: counts -> offsets -> entries and items, an item being up to `ITEM` queries of one block. Those
+for few queries (`triton_few`) have room for every query of a sequence and are written at once.
 Their order within a list depends on timing; no result does, as the slot in the query's own row says where a partial goes.
 """
 
@@ -17,11 +17,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NO_REST, KV_OUTER, FEW = (tl.constexpr(i) for i in range(3))  # where tiles go that do not stay together
 TILE_FIELDS = 4  # first token, number of tokens, sequence, position of the first token
 ITEM_FIELDS = 4  # begin and end in the entries, sequence, block (-1 - block: some query of its list sees a part of it)
 
 _LENGTHS = ["batch", "search_steps", "num_buckets", "chunk_tiles", "chunk_entries", "item_bound", "num_pages"]
-_LENGTHS += ["union_limit", "capacity"]
+_LENGTHS += ["union_limit", "capacity", "room"]
 
 
 @triton.jit
@@ -62,9 +63,12 @@ def tile_lists(
     union_ids,  # int32 [num_tiles, kv_heads, capacity], written: block ids, ascending
     union_rows,  # the same shape: first key row of the block in k, where blocks do not cross pages
     union_bits,  # the same shape: bit i: token i of the tile selected it
+    has_union,  # int32 [1], zero: 1 where some tile stays together, written; or None
     counts,  # int32 [chunks, kv_heads, num_buckets], zero: queries a block, written
-    partly,  # the same shape, zero: 1 where one of them does not see the whole block, written
-    ranks,  # int32 [total_q, kv_heads, TOPK], written for KV-outer tiles: place in the block's list, -1: nothing to read
+    partly,  # the same shape, zero: not 0 where some query does not see all of it; FEW: then the most keys one sees; written
+    ranks,  # KV_OUTER: int32 [total_q, kv_heads, TOPK], written: place in the block's list, -1: nothing to read
+    entries,  # FEW: int32 [kv_heads, num_buckets, room], written: token * TOPK + slot
+    slots,  # FEW: int64 [total_q, kv_heads], written: bit i: slot i has a partial
     stride_blocks_t,
     stride_blocks_h,
     stride_blocks_k,
@@ -78,12 +82,13 @@ def tile_lists(
     num_pages,
     union_limit,
     capacity,
+    room,
     TOPK: tl.constexpr,
     SLOTS: tl.constexpr,  # TOPK rounded up to a power of two
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # 0: flat keys, or pages that blocks may cross
-    HAS_OUTER: tl.constexpr,
+    REST: tl.constexpr,  # NO_REST, KV_OUTER or FEW
 ):
     """One program a (tile, KV head): its union list, or its queries' places in the lists of their blocks."""
     i_tile = tl.program_id(0) // num_kv_heads
@@ -130,6 +135,8 @@ def tile_lists(
     tl.store(union_sizes + o_list * 2, tl.where(is_union, size, -1))
     tl.store(union_sizes + o_list * 2 + 1, whole)
     if is_union:
+        if has_union is not None:
+            tl.store(has_union, 1, mask=size > 0)
         o_entry = o_list * capacity + place
         tl.store(union_ids + o_entry, ids, mask=m_end)
         tl.store(union_bits + o_entry, bits, mask=m_end)
@@ -139,7 +146,7 @@ def tile_lists(
             tl.store(union_rows + o_entry, page * PAGE_SIZE + ids * BLOCK % PAGE_SIZE, mask=m_end)
         else:
             tl.store(union_rows + o_entry, k_begin + ids * BLOCK, mask=m_end)
-    elif HAS_OUTER:
+    elif REST == KV_OUTER:
         i_segment = (i_tile // chunk_tiles * num_kv_heads + i_h).to(tl.int64)
         o_b = i_segment * num_buckets + k_begin // BLOCK + i_b + b_ids
         rank = tl.atomic_add(counts + o_b, 1, mask=m_read, sem="relaxed")
@@ -147,6 +154,17 @@ def tile_lists(
         tl.store(partly + o_b, tl.full(o_b.shape, 1, tl.int32), mask=m_part)
         p_ranks = ranks + (row[:, None] * num_kv_heads + i_h) * TOPK + o_s[None, :]
         tl.store(p_ranks, tl.where(m_read, rank, -1), mask=m_slot)
+    elif REST == FEW:
+        o_b = i_h * num_buckets + k_begin // BLOCK + i_b + tl.where(m_read, b_ids, 0)
+        rank = tl.atomic_add(counts + o_b, 1, mask=m_read, sem="relaxed")
+        m_read &= rank < room  # ids are distinct; were they not, nothing is written past the list
+        tl.store(entries + o_b.to(tl.int64) * room + rank, (first + o_t)[:, None] * TOPK + o_s[None, :], mask=m_read)
+        first_last = tl.minimum(position - first + q_begin, k_end - k_begin - 1)  # the last key that every query sees
+        seen = tl.minimum(last_key[:, None] - b_ids * BLOCK + 1, BLOCK)
+        m_part = m_read & (b_ids * BLOCK + BLOCK - 1 > first_last)
+        tl.atomic_max(partly + o_b, seen, mask=m_part, sem="relaxed")
+        filled = tl.sum(m_read.to(tl.int64) << o_s[None, :].to(tl.int64), 1)
+        tl.store(slots + row * num_kv_heads + i_h, filled, mask=o_t < tokens)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)

@@ -198,17 +198,16 @@ def attend_outer(
         b_q, entry, ahead = b_next, ahead, after
 
 
-@triton.jit(do_not_specialize=["first_tile", "total_q"])
+@triton.jit(do_not_specialize=["first_tile"])
 def combine_outer(
     o_part,
     lse_part,
     slots,
-    tiles,  # None: tile i is the queries from i * TILE_TOKENS on, and the chunk is all of them
-    union_sizes,  # None with `tiles`
+    tiles,
+    union_sizes,
     out,  # [total_q, num_q_heads, DIM], contiguous
     lse,  # float32 [total_q, num_q_heads]
     first_tile,
-    total_q,
     num_kv_heads,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -220,23 +219,21 @@ def combine_outer(
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    """One program a (tile, KV head) of the chunk and part of the group. Slots in order, so that the sum is always the same."""
+    """Grid ((tile, KV head) of the chunk, part of the group, programs that share a tile's queries). Slots in order, so that
+    the sum is always the same."""
     SHARES: tl.constexpr = TILE_TOKENS // TOKENS
     PARTIALS: tl.constexpr = TOPK * CUTS
     UNROLL: tl.constexpr = PARTIALS if PARTIALS <= 16 else 8
     i_part = tl.program_id(1)
     i_h = tl.program_id(0) % num_kv_heads
     i_tile = first_tile + tl.program_id(0) // num_kv_heads
-    if tiles is not None:
-        if tl.load(union_sizes + (i_tile * num_kv_heads + i_h) * 2) >= 0:
-            return
-        first, tokens = tl.load(tiles + i_tile * 4), tl.load(tiles + i_tile * 4 + 1)
-        first_of_chunk = tl.load(tiles + first_tile * 4)
-    else:
-        first, tokens, first_of_chunk = i_tile * TILE_TOKENS, total_q - i_tile * TILE_TOKENS, 0
+    if tl.load(union_sizes + (i_tile * num_kv_heads + i_h) * 2) >= 0:
+        return
+    first, tokens = tl.load(tiles + i_tile * 4), tl.load(tiles + i_tile * 4 + 1)
+    first_of_chunk = tl.load(tiles + first_tile * 4)
     o_r, o_d = tl.arange(0, TOKENS * HEADS), tl.arange(0, DIM_PADDED)
     head = i_part * HEADS + o_r % HEADS
-    for i_share in range(SHARES):
+    for i_share in range(tl.program_id(2), SHARES, tl.num_programs(2)):
         in_tile = i_share * TOKENS + o_r // HEADS
         m_row = (in_tile < tokens) & (head < GROUP)
         m_o = m_row[:, None] & (o_d < DIM)[None, :]

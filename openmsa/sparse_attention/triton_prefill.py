@@ -22,15 +22,25 @@ from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention.triton_config import (
     PrefillConfig,
     few_queries,
+    few_union_limit,
     padded_dim,
     power_of_two,
     prefill_config,
     union_limit,
 )
-from openmsa.sparse_attention.triton_expand import expand, expands
-from openmsa.sparse_attention.triton_few import UNIT_FIELDS, attend_few, few_lists, few_units
+from openmsa.sparse_attention.triton_expand import copies_of, expand, expands
+from openmsa.sparse_attention.triton_few import UNIT_FIELDS, attend_few, few_units
 from openmsa.sparse_attention.triton_keys import Keys, Queries, formats
-from openmsa.sparse_attention.triton_lists import ITEM_FIELDS, TILE_FIELDS, bucket_offsets, fill_lists, tile_lists
+from openmsa.sparse_attention.triton_lists import (
+    FEW,
+    ITEM_FIELDS,
+    KV_OUTER,
+    NO_REST,
+    TILE_FIELDS,
+    bucket_offsets,
+    fill_lists,
+    tile_lists,
+)
 from openmsa.sparse_attention.triton_outer import attend_outer, combine_outer
 from openmsa.sparse_attention.triton_union import attend_union
 from openmsa.sparse_attention.triton_variants import prefill_variants
@@ -81,28 +91,31 @@ def sparse_attention(
         out.zero_(), lse.fill_(-torch.inf)
         return (out, lse) if return_lse else out
     num_buckets = -(-keys.total // block_size) + seqs.batch - 1
-    if path == "auto" and expands(keys, queries.data.dtype, q.shape[0] * blocks.shape[2] / num_buckets, workspace_bytes):
-        keys = expand(keys, seqs, queries.data.dtype)
-    stored = keys.stored is not None and not keys.expanded
+    readers = q.shape[0] * blocks.shape[2] / num_buckets
+    copies = None  # of stored keys, for the union kernel: KV-outer reads them as they are
+    if path == "auto" and expands(keys, queries.data.dtype, readers, workspace_bytes):
+        copies = copies_of(keys, queries.data.dtype)
+    stored = keys.stored is not None and copies is None
     if path == "auto" and stored and not keys.k.dtype == queries.data.dtype == torch.float8_e4m3fn:
         path = "outer"  # which converts a block once; the union kernel loses more by converting than it gains
     if config is None:
         major = torch.cuda.get_device_capability(q.device)[0] if q.device.type == "cuda" else 9
-        bytes_ = 2 if stored else keys.k.element_size()
+        bytes_ = 2 if keys.stored else keys.k.element_size()
         config = prefill_config(q.shape[2], q.shape[1] // keys.heads, block_size, major, bytes_, stored)
     # Masked logits are -inf times the scale and must stay -inf: a scale of 0 becomes one too small to matter.
     scale, negative = max(abs(softmax_scale) * math.log2(math.e), 1e-37), softmax_scale < 0
-    partial_dtype = partial_dtype or out.dtype
-    if path == "auto" and plain and few_queries(q.shape[0], q.shape[2], blocks.shape[2], keys.heads, num_buckets):
-        path = "few"
-    if path == "few":
-        _few(queries, blocks, seqs, keys, block_size, num_buckets, config, partial_dtype, out, lse, scale, negative)
-    else:
-        plan = _Plan.of(q.shape, blocks, seqs, keys, block_size, num_buckets, config, path, partial_dtype, workspace_bytes)
-        lists = _build_lists(blocks, seqs, keys, plan, config)
-        _union(queries, seqs, keys, plan, config, lists, out, lse, scale, negative)
-        if plan.has_outer:
-            _outer(queries, seqs, keys, plan, config, lists, out, lse, scale, negative)
+    shape = (*q.shape, blocks.shape[2], block_size, num_buckets)
+    plan = _Plan.of(shape, seqs, keys, config, path, plain, partial_dtype or out.dtype, workspace_bytes)
+    lists = _build_lists(blocks, seqs, copies or keys, plan, config, copies is not None)
+    if copies is not None:
+        expand(keys, copies, seqs, lists["has_union"])
+    arguments = (queries, seqs, plan, config, lists, out, lse, scale, negative)
+    if plan.union_limit >= 0:
+        _union(copies or keys, *arguments)
+    if plan.rest == FEW:
+        _few(keys, *arguments)
+    elif plan.rest == KV_OUTER:
+        _outer(keys, *arguments)
     return (out, lse) if return_lse else out
 
 
@@ -119,65 +132,76 @@ class _Plan:
     parts: int  # programs that share the heads of one group
     topk: int
     block_size: int
+    total_q: int
     num_tiles: int
-    union_limit: int
+    union_limit: int  # -1: no tile stays together
     capacity: int
-    has_outer: bool  # False: no tile can select more blocks than the limit
+    rest: Any  # where the other tiles go; NO_REST: no tile can select more blocks than the limit
     num_chunks: int
     chunk_tiles: int
     chunk_entries: int
     num_buckets: int
     item_bound: int
+    room: int  # of a list for few queries
     cuts: int
     partial_dtype: torch.dtype
 
     @classmethod
     def of(
         cls,
-        shape: torch.Size,
-        blocks: Tensor,
+        shape: tuple[int, ...],
         seqs: Layout,
         keys: Keys,
-        block_size: int,
-        num_buckets: int,
         config: PrefillConfig,
         path: str,
+        plain: bool,
         partial_dtype: torch.dtype,
         workspace_bytes: int,
     ) -> _Plan:
-        total_q, num_q_heads, head_dim = shape
-        topk, tokens = blocks.shape[2], config.union_tokens
+        """shape: of the queries; topk, block size, buckets."""
+        total_q, num_q_heads, head_dim, topk, block_size, num_buckets = shape
+        tokens = config.union_tokens
         group = num_q_heads // keys.heads
         most = min(tokens * topk, seqs.num_blocks(block_size))
-        cuts = -(-block_size // config.outer_keys)
         num_tiles = -(-total_q // tokens) + seqs.batch - 1
+        readers = total_q * topk / num_buckets
+        partials = total_q * num_q_heads * topk * head_dim * partial_dtype.itemsize
+        few = path == "few" or (path == "auto" and plain and partials <= workspace_bytes)
+        few = few and (path == "few" or few_queries(total_q, head_dim, topk, keys.heads, num_buckets))
+        cuts = 1 if few else -(-block_size // config.outer_keys)
         tile_bytes = tokens * num_q_heads * topk * cuts * head_dim * partial_dtype.itemsize
-        num_chunks = -(-num_tiles // max(1, workspace_bytes // tile_bytes))
+        num_chunks = 1 if few else -(-num_tiles // max(1, workspace_bytes // tile_bytes))
         chunk_tiles = -(-num_tiles // num_chunks)
         chunk_entries = chunk_tiles * tokens * topk
         # Not of the chunk: the workspace must not change which kernel serves a tile.
-        limit = {"union": most, "outer": 0}.get(path, union_limit(config, topk, total_q * topk / num_buckets))
+        limit = few_union_limit(config, topk, readers) if few else union_limit(config, topk, readers)
+        limit = {"union": most, "outer": 0, "few": -1}.get(path, limit)
         return cls(
             group=group,
             parts=-(-group // config.heads),
             topk=topk,
             block_size=block_size,
+            total_q=total_q,
             num_tiles=num_tiles,
             union_limit=limit,
             capacity=max(1, min(limit, most)),
-            has_outer=limit < most,
+            rest=NO_REST if limit >= most else FEW if few else KV_OUTER,
             num_chunks=num_chunks,
             chunk_tiles=chunk_tiles,
             chunk_entries=chunk_entries,
             num_buckets=num_buckets,
             item_bound=chunk_entries // config.outer_item + min(num_buckets, chunk_entries),
+            room=min(seqs.max_seqlen_q, total_q),
             cuts=cuts,
             partial_dtype=partial_dtype,
         )
 
 
-def _build_lists(blocks: Tensor, seqs: Layout, keys: Keys, plan: _Plan, config: PrefillConfig) -> dict[str, Tensor | None]:
-    """Union lists of the tiles that stay together, entries and items of the others."""
+def _build_lists(
+    blocks: Tensor, seqs: Layout, keys: Keys, plan: _Plan, config: PrefillConfig, flag: bool
+) -> dict[str, Tensor | None]:
+    """Union lists of the tiles that stay together, lists of the blocks that the others read. keys: the union kernel's.
+    flag: whether `has_union` is wanted."""
 
     def empty(*shape: int) -> Tensor:
         return blocks.new_empty(shape)
@@ -185,11 +209,19 @@ def _build_lists(blocks: Tensor, seqs: Layout, keys: Keys, plan: _Plan, config: 
     tile_heads = (plan.num_tiles, keys.heads)
     lists: dict[str, Any] = {"tiles": empty(plan.num_tiles, TILE_FIELDS), "union_sizes": empty(*tile_heads, 2)}
     lists |= {name: empty(*tile_heads, plan.capacity) for name in ("union_ids", "union_rows", "union_bits")}
-    lists |= dict.fromkeys(("counts", "partly", "ranks"))
+    lists |= dict.fromkeys(("has_union", "counts", "partly", "ranks", "entries", "slots"))
     segments = plan.num_chunks * keys.heads
-    if plan.has_outer:
-        lists["counts"], lists["partly"] = blocks.new_zeros(2, segments, plan.num_buckets)
-        lists["ranks"] = empty(blocks.shape[0], keys.heads, plan.topk)
+    if plan.rest != NO_REST or flag:
+        size = segments * plan.num_buckets if plan.rest != NO_REST else 0
+        lists["counts"], lists["partly"], lists["has_union"] = blocks.new_zeros(2 * size + 1).split([size, size, 1])
+        lists["has_union"] = lists["has_union"] if flag else None
+    if plan.rest != NO_REST:
+        lists["slots"] = blocks.new_empty((plan.total_q, keys.heads), dtype=torch.int64)
+    if plan.rest == FEW:
+        lists["entries"] = empty(keys.heads, plan.num_buckets, plan.room)
+    elif plan.rest == KV_OUTER:
+        lists["entries"] = empty(segments, plan.chunk_entries)
+        lists["ranks"] = empty(plan.total_q, keys.heads, plan.topk)
     strides = _block_strides(blocks)
     slots, tokens = power_of_two(plan.topk), config.union_tokens
     grid = (plan.num_tiles * keys.heads,)
@@ -199,14 +231,8 @@ def _build_lists(blocks: Tensor, seqs: Layout, keys: Keys, plan: _Plan, config: 
         seqs.cu_seqlens_k,
         seqs.q_offset,
         keys.table,
-        lists["tiles"],
-        lists["union_sizes"],
-        lists["union_ids"],
-        lists["union_rows"],
-        lists["union_bits"],
-        lists["counts"],
-        lists["partly"],
-        lists["ranks"],
+        *(lists[name] for name in ("tiles", "union_sizes", "union_ids", "union_rows", "union_bits", "has_union")),
+        *(lists[name] for name in ("counts", "partly", "ranks", "entries", "slots")),
         *strides,
         *keys.table_strides,
         keys.heads,
@@ -217,20 +243,19 @@ def _build_lists(blocks: Tensor, seqs: Layout, keys: Keys, plan: _Plan, config: 
         keys.num_pages,
         plan.union_limit,
         plan.capacity,
+        plan.room,
         TOPK=plan.topk,
         SLOTS=slots,
         TOKENS=tokens,
         BLOCK=plan.block_size,
         PAGE_SIZE=keys.page_size if keys.by_row else 0,
-        HAS_OUTER=plan.has_outer,
+        REST=plan.rest.value,
         num_warps=_list_warps(tokens * slots),
     )
-    if not plan.has_outer:
+    if plan.rest != KV_OUTER:
         return lists
     lists |= {name: empty(segments, plan.num_buckets) for name in ("entry_offsets", "item_offsets")}
-    lists |= {"num_items": empty(segments), "entries": empty(segments, plan.chunk_entries)}
-    lists["items"] = empty(segments, plan.item_bound, ITEM_FIELDS)
-    lists["slots"] = blocks.new_empty((blocks.shape[0], keys.heads), dtype=torch.int64)
+    lists |= {"num_items": empty(segments), "items": empty(segments, plan.item_bound, ITEM_FIELDS)}
     bucket_offsets[(segments,)](
         lists["counts"],
         lists["entry_offsets"],
@@ -272,7 +297,7 @@ def _list_warps(entries: int) -> int:
     return min(8, max(1, entries // 256))
 
 
-def _union(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> None:
+def _union(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> None:
     by_row = keys.by_row and plan.block_size % config.union_keys == 0
     dim = q.data.shape[2]
     dim_padded = padded_dim(dim, keys.k.dtype)
@@ -323,7 +348,7 @@ def _union(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> Non
     )
 
 
-def _outer(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> None:
+def _outer(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> None:
     rows = plan.chunk_tiles * config.union_tokens * keys.heads * plan.topk * plan.cuts * plan.group
     dim = q.data.shape[2]
     o_part = lse.new_empty(rows, dim, dtype=plan.partial_dtype)
@@ -379,7 +404,7 @@ def _outer(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> Non
             **formats(q.data.dtype, keys.k.dtype, keys.scale_modes(), False),
             num_warps=config.outer_warps,
         )
-        combine_outer[(tiles * keys.heads, plan.parts)](
+        combine_outer[(tiles * keys.heads, plan.parts, 1)](
             o_part,
             lse_part,
             lists["slots"],
@@ -388,7 +413,6 @@ def _outer(q, seqs, keys, plan, config, lists, out, lse, scale, negative) -> Non
             out,
             lse,
             first_tile,
-            0,
             keys.heads,
             **shape,
             TILE_TOKENS=config.union_tokens,
@@ -406,61 +430,49 @@ def _descriptors(keys: Keys, config: PrefillConfig, dim_padded: int) -> tuple[An
     return (None, None) if None in both else both
 
 
-def _few(q, blocks, seqs, keys, block_size, num_buckets, config, partial_dtype, out, lse, scale, negative) -> None:
-    """Lists, units, attention, merge. A list has room for the queries of the longest sequence."""
-    (total_q, _, topk), (_, num_q_heads, dim) = blocks.shape, q.data.shape
-    group, tokens, room = num_q_heads // keys.heads, config.union_tokens, min(seqs.max_seqlen_q, total_q)
+def _few(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> None:
+    """Units, attention, merge."""
+    total_q, num_q_heads, dim = q.data.shape
+    tokens, topk, num_buckets = config.union_tokens, plan.topk, plan.num_buckets
     unit_bound = total_q * topk // tokens + min(num_buckets, total_q * topk)
-    counts = blocks.new_zeros(2, keys.heads, num_buckets)
-    entries = blocks.new_empty(keys.heads, num_buckets, room)
-    units = blocks.new_empty(keys.heads * unit_bound, UNIT_FIELDS + tokens)
+    units = lists["tiles"].new_empty(keys.heads * unit_bound, UNIT_FIELDS + tokens)
     units, unit_entries = units.view(-1).split((units.shape[0] * UNIT_FIELDS, units.shape[0] * tokens))
-    num_units = blocks.new_empty(keys.heads, 2)
-    slots = blocks.new_empty((total_q, keys.heads), dtype=torch.int64)
-    o_part = lse.new_empty(total_q * num_q_heads * topk, dim, dtype=partial_dtype)
+    num_units = lists["tiles"].new_empty(keys.heads, 2)
+    o_part = lse.new_empty(total_q * num_q_heads * topk, dim, dtype=plan.partial_dtype)
     lse_part = lse.new_empty(total_q * num_q_heads * topk)
-    starts = (seqs.cu_seqlens_q, seqs.cu_seqlens_k, seqs.q_offset)
-    sequences = (keys.heads, seqs.batch, (seqs.batch - 1).bit_length(), num_buckets, room)
-    few_lists[((-(-total_q // config.few_tokens) + seqs.batch - 1) * keys.heads,)](
-        blocks,
-        *starts,
-        counts,
-        entries,
-        slots,
-        *_block_strides(blocks),
-        *sequences,
-        TOPK=topk,
-        SLOTS=power_of_two(topk),
-        TOKENS=config.few_tokens,
-        BLOCK=block_size,
-        num_warps=1,
-    )
     few_units[(keys.heads, -(-num_buckets // config.few_buckets))](
-        *starts,
+        seqs.cu_seqlens_q,
+        seqs.cu_seqlens_k,
+        seqs.q_offset,
         keys.table,
-        counts,
-        entries,
+        lists["counts"],
+        lists["partly"],
+        lists["entries"],
         units,
         unit_entries,
         num_units,
         *keys.table_strides,
-        *sequences,
+        keys.heads,
+        seqs.batch,
+        (seqs.batch - 1).bit_length(),
+        num_buckets,
+        plan.room,
         unit_bound,
         keys.num_pages,
         TOKENS=tokens,
-        BLOCK=block_size,
+        BLOCK=plan.block_size,
         PAGE_SIZE=keys.page_size if keys.by_row else 0,
         STEP=SCAN_STEP,
         BUCKETS=config.few_buckets,
         AT_ONCE=16,
         num_warps=4,
     )
-    by_row = keys.by_row and block_size % config.union_keys == 0
+    by_row = keys.by_row and plan.block_size % config.union_keys == 0
     dim_padded = power_of_two(dim)
     k_tma, v_tma = _descriptors(keys, config, dim_padded) if by_row else (None, None)
-    shape = {"GROUP": group, "HEADS": config.heads, "PARTS": -(-group // config.heads), "DIM": dim, "DIM_PADDED": dim_padded}
-    shares = -(-config.few_programs * facts(q.data.device).num_sms // (keys.heads * shape["PARTS"]))
-    attend_few[(min(shares, unit_bound), keys.heads * shape["PARTS"])](
+    shape = {"GROUP": plan.group, "HEADS": config.heads, "PARTS": plan.parts, "DIM": dim, "DIM_PADDED": dim_padded}
+    shares = -(-config.few_programs * facts(q.data.device).num_sms // (keys.heads * plan.parts))
+    attend_few[(min(shares, unit_bound), keys.heads * plan.parts)](
         q.data,
         keys.k,
         keys.v,
@@ -483,7 +495,7 @@ def _few(q, blocks, seqs, keys, block_size, num_buckets, config, partial_dtype, 
         **shape,
         TOKENS=tokens,
         TOPK=topk,
-        BLOCK=block_size,
+        BLOCK=plan.block_size,
         KEYS=config.union_keys,
         PAGE_SIZE=keys.page_size,
         BY_ROW=by_row,
@@ -493,20 +505,19 @@ def _few(q, blocks, seqs, keys, block_size, num_buckets, config, partial_dtype, 
         num_warps=config.union_warps,
         num_stages=config.union_stages,
     )
-    combine_outer[(-(-total_q // config.combine_tokens) * keys.heads, shape["PARTS"])](
+    combine_outer[(plan.num_tiles * keys.heads, plan.parts, tokens // config.combine_tokens)](
         o_part,
         lse_part,
-        slots,
-        None,
-        None,
+        lists["slots"],
+        lists["tiles"],
+        lists["union_sizes"],
         out,
         lse,
         0,
-        total_q,
         keys.heads,
         **shape,
         TOPK=topk,
-        TILE_TOKENS=config.combine_tokens,
+        TILE_TOKENS=tokens,
         TOKENS=config.combine_tokens,
         CUTS=1,
         num_warps=2 * config.combine_warps,

@@ -14,16 +14,16 @@ from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention.triton_config import MAX_HEADS, padded_dim, power_of_two, prefill_config
 from openmsa.sparse_attention.triton_expand import ROWS as EXPAND_ROWS
 from openmsa.sparse_attention.triton_expand import expand_rows
-from openmsa.sparse_attention.triton_few import attend_few, few_lists, few_units
+from openmsa.sparse_attention.triton_few import attend_few, few_units
 from openmsa.sparse_attention.triton_keys import TYPES, formats
-from openmsa.sparse_attention.triton_lists import bucket_offsets, fill_lists, tile_lists
+from openmsa.sparse_attention.triton_lists import FEW, KV_OUTER, bucket_offsets, fill_lists, tile_lists
 from openmsa.sparse_attention.triton_outer import attend_outer, combine_outer
 from openmsa.sparse_attention.triton_union import attend_union
 
 _POINTERS = dict.fromkeys(("lse", "lse_part"), "*fp32") | {"slots": "*i64"}
 _POINTERS |= dict.fromkeys(("blocks", "cu_q", "cu_k", "q_offset", "page_table", "tiles", "union_sizes", "union_ids"), "*i32")
 _POINTERS |= dict.fromkeys(("union_rows", "union_bits", "counts", "partly", "ranks", "entry_offsets", "item_offsets"), "*i32")
-_POINTERS |= dict.fromkeys(("num_items", "entries", "items", "units", "unit_entries", "num_units"), "*i32")
+_POINTERS |= dict.fromkeys(("num_items", "entries", "items", "units", "unit_entries", "num_units", "wanted"), "*i32")
 _UNIT_STRIDES = {"stride_q_d", "stride_k_dim", "stride_v_dim", "stride_blocks_k", "stride_table_p"}
 
 
@@ -149,12 +149,12 @@ def _of_case(
     flags = {"PAGE_SIZE": page, "NEGATIVE": False}
 
     if dim == 128 and dtype == "bf16" and not keys and group in (3, 16):  # lists know tokens, blocks and pages alone
-        lists = rows | {"PAGE_SIZE": page if by_row else 0, "HAS_OUTER": True}
+        lists = rows | {"PAGE_SIZE": page if by_row else 0, "has_union": None}
         warps = min(8, max(1, rows["TOKENS"] * rows["SLOTS"] // 256))
-        yield _variant(f"tile_lists {name}", tile_lists, stored, page, lists, num_warps=warps)
+        outer, few = dict.fromkeys(("entries", "slots")) | {"REST": KV_OUTER.value}, {"ranks": None, "REST": FEW.value}
+        yield _variant(f"tile_lists {name}", tile_lists, stored, page, lists | outer, num_warps=warps)
+        yield _variant(f"tile_lists few {name}", tile_lists, stored, page, lists | few, num_warps=warps)
         yield _variant(f"fill_lists {name}", fill_lists, stored, page, rows | {"ITEM": config.outer_item}, num_warps=warps)
-        few = {**rows, "TOKENS": config.few_tokens}
-        yield _variant(f"few_lists {name}", few_lists, stored, page, few, num_warps=1)
         few = {"TOKENS": config.union_tokens, "BLOCK": block, "PAGE_SIZE": lists["PAGE_SIZE"], "STEP": 2048}
         few |= {"BUCKETS": config.few_buckets, "AT_ONCE": 16}
         yield _variant(f"few_units {name}", few_units, stored, page, few, num_warps=4)
@@ -196,5 +196,5 @@ def _of_case(
     merge |= {"CUTS": -(-block // config.outer_keys)}
     if page == 0 and not keys and (block == 128 or dim == 64):
         yield _variant(f"combine {name}", combine_outer, stored, page, merge, num_warps=config.combine_warps)
-        merge |= {"TILE_TOKENS": config.combine_tokens, "CUTS": 1, "tiles": None, "union_sizes": None}
+        merge |= {"CUTS": 1}
         yield _variant(f"merge {name}", combine_outer, stored, page, merge, num_warps=2 * config.combine_warps)

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.sparse_attention import STAGE, triton_expand, triton_prefill
-from openmsa.sparse_attention.triton_config import few_queries, power_of_two, prefill_config, union_limit
+from openmsa.sparse_attention.triton_config import few_queries, few_union_limit, power_of_two, prefill_config, union_limit
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks, strided
@@ -166,8 +166,25 @@ def test_many_readers(case, monkeypatch):
     monkeypatch.setattr(triton_prefill, "expand", lambda *x: calls.append(x) or triton_expand.expand(*x))
     check(run(checked), expected)
     assert bool(calls) == EXPANDED[case]
+    assert all(wanted.item() for *_, wanted in calls)
     check(run(checked, workspace_bytes=1 << 12), expected)
     assert len(calls) == EXPANDED[case]  # the copies would not fit
+
+
+def test_copies_that_no_tile_reads(monkeypatch):
+    """They are not made where KV-outer takes every tile."""
+    p = problem((67, 0, 40), (70, 0, 75), kv_heads=2, group=3, head_dim=48, dtype=DTYPE, offsets=(3, 0, 30))
+    checked, expected = stored_case(p, random_blocks(p, 12, 16, 2), 16, "e4m3 head", DTYPE, 0, DTYPE)
+    calls = []
+    monkeypatch.setattr(triton_prefill, "expand", lambda *x: calls.append(x) or triton_expand.expand(*x))
+    monkeypatch.setattr(triton_prefill, "union_limit", lambda *_: 0)
+    with PoisonedOutputs():
+        untouched = torch.empty_like(p.k.to(DEVICE))
+        result = triton_prefill.sparse_attention(**checked)
+    check(result, expected)
+    ((_, copies, _, wanted),) = calls
+    assert wanted.item() == 0
+    assert_equal("copies", copies.k[: len(untouched)], untouched)
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +232,22 @@ def test_rows_that_nobody_reads_may_hold_nan(path):
     p.k[256 + 64 : 256 + 128], p.v[256 + 64 : 256 + 128] = torch.nan, torch.nan
     check(run(arguments(p, blocks, 64), path=path), expected)
     check(run(arguments(p, blocks, 64, "paged", 64), path=path), expected)
+
+
+def test_few_queries_beside_union_tiles(monkeypatch):
+    """Tiles that stay together and others in one call."""
+    p = problem((40, 0, 9), (1500, 0, 90), kv_heads=2, group=16, head_dim=64, dtype=EXACT)
+    blocks = random_blocks(p, 8, 16, 2)
+    blocks[9:17] = blocks[9]
+    lists, few = [], triton_prefill._few
+    monkeypatch.setattr(triton_prefill, "_few", lambda *x: lists.append(x[5]) or few(*x))
+    for storage in ("flat", "paged"):
+        check(run(arguments(p, blocks, 16, storage, 32)), truth(p, blocks, 16))
+        sizes = lists.pop()["union_sizes"][..., 0]
+        assert (sizes > 0).any()
+        assert (sizes < 0).any()
+    check(run(arguments(p, blocks, 16), workspace_bytes=1), truth(p, blocks, 16))
+    assert not lists  # all partials at once would not fit
 
 
 def test_negative_and_zero_scale():
@@ -272,7 +305,10 @@ def test_configuration(head_dim, group, major):
 
 
 def test_few_queries():
-    assert few_queries(64, 128, 16, 4, 1024)
-    assert not few_queries(65, 128, 16, 4, 1024), "more than one query a block"
+    assert few_queries(768, 128, 16, 4, 1024)
+    assert not few_queries(769, 128, 16, 4, 1024), "more than 12 queries a block"
     assert not few_queries(64, 256, 16, 4, 1024), "wide heads were not measured"
     assert not few_queries(512, 128, 16, 8, 8192), "lists of 64 MiB at most"
+    config = prefill_config(128, 16, 128, 9)
+    assert few_union_limit(config, 16, 1.0) == -1, "one query a block: no tile stays together"
+    assert few_union_limit(config, 16, 1.1) == 48 < config.union_tokens * 16
