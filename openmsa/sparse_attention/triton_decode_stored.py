@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# ruff: noqa: RUF005 (kernels know no unpacking)
+# ruff: noqa: RET505, RUF005 (kernels return from branches on constants and know no unpacking)
 """Decode attention over keys and values in E4M3 or NVFP4, read as they are stored.
 
 Rows are read as 16-bit words of PARTS = 2 (e4m3) or 4 (NVFP4) neighbouring elements. Element p of every word is taken out in
@@ -18,11 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openmsa.index_branch.triton_formats import e2m1_parts
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
 from openmsa.kv_cache.stored import in_items
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS, e4m3
+from openmsa.sparse_attention.triton_decode_tiles import pick
 
 GROUP = 16  # elements of one NVFP4 scale
+
+# Both bytes of each half of a word: the low ones, then the high ones.
+E4M3_TO_FP16 = tl.constexpr("""{ .reg .b32 t; .reg .b16 a, b;
+prmt.b32 t, $2, $2, 0x2020; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a;
+prmt.b32 t, $2, $2, 0x3131; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $1, a; }""")
 
 
 @dataclass(frozen=True)
@@ -92,50 +99,16 @@ def padded_dim(head_dim: int, form: int) -> int:
 
 
 @triton.jit
-def part_of(words, P: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """float16 of element P of each int16 word: e4m3, or e2m1 times 2**-14. NATIVE: by instructions on pairs."""
-    if FORMAT == 1:
-        if NATIVE:
-            if P == 0:
-                x = tl.inline_asm_elementwise(
-                    "{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, $1, 0x2020; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a;}",
-                    "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
-                )  # fmt: skip
-            else:
-                x = tl.inline_asm_elementwise(
-                    "{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, $1, 0x3131; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a;}",
-                    "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
-                )  # fmt: skip
-        else:
-            x = e4m3((words >> (8 * P)) & 0xFF)
+def parts_of(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """The elements of each int16 word as float16, the lowest first, a tuple: two of e4m3, four of e2m1 times 2**-14. NATIVE: by
+    instructions on pairs."""
+    if FORMAT == 3:
+        return e2m1_parts(words, tl.float16)
     elif NATIVE:
-        if P == 0:
-            x = tl.inline_asm_elementwise(
-                "{.reg .b32 a, b; shl.b32 a, $1, 9; shl.b32 b, $1, 12; and.b32 b, b, 0x80008000; and.b32 a, a, 0x0E000E00; "
-                "or.b32 $0, a, b;}",
-                "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
-        elif P == 1:
-            x = tl.inline_asm_elementwise(
-                "{.reg .b32 a, b; shl.b32 a, $1, 5; shl.b32 b, $1, 8; and.b32 b, b, 0x80008000; and.b32 a, a, 0x0E000E00; "
-                "or.b32 $0, a, b;}",
-                "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
-        elif P == 2:
-            x = tl.inline_asm_elementwise(
-                "{.reg .b32 a, b; shl.b32 a, $1, 1; shl.b32 b, $1, 4; and.b32 b, b, 0x80008000; and.b32 a, a, 0x0E000E00; "
-                "or.b32 $0, a, b;}",
-                "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            x = tl.inline_asm_elementwise(
-                "{.reg .b32 a, b; shr.u32 a, $1, 3; and.b32 b, $1, 0x80008000; and.b32 a, a, 0x0E000E00; or.b32 $0, a, b;}",
-                "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
+        FP16: tl.constexpr = (tl.float16, tl.float16)
+        return tl.inline_asm_elementwise(E4M3_TO_FP16, "=r,=r,r", [words], dtype=FP16, is_pure=True, pack=2)
     else:
-        code = (words >> (4 * P)).to(tl.uint16, bitcast=True)
-        x = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.uint16).to(tl.float16, bitcast=True)
-    return x
+        return e4m3(words & 0xFF), e4m3((words >> 8) & 0xFF)
 
 
 @triton.jit
@@ -195,17 +168,16 @@ def walk_stored(
     PARTS: tl.constexpr = 2 if FORMAT == 1 else 4
     FOLD: tl.constexpr = 1.0 if FORMAT == 1 else 16384.0
     W: tl.constexpr = BD // PARTS
-    o_u = tl.arange(0, TILES)
     o_n = tl.arange(0, BN)
     o_w = tl.arange(0, W)
     m_w = (o_w < D // PARTS)[None, :]
-    b_home = tl.where(b_first < n_k, b_page, 0).to(tl.int64) if PAGE else tl.zeros([TILES], tl.int64)
+    b_home = tl.where(b_first < n_k, b_page, 0) if PAGE else tl.zeros([TILES], tl.int32)
     b_kf = tl.full([TILES], FOLD, tl.float32)
     b_vf = tl.full([TILES], FOLD, tl.float32)
     if k_factor is not None:
-        b_kf = b_kf * tl.load(k_factor + b_home * s_kfp + i_h * s_kfh, mask=b_first < n_k, other=1.0)
+        b_kf = b_kf * tl.load(k_factor + b_home.to(tl.int64) * s_kfp + i_h * s_kfh, mask=b_first < n_k, other=1.0)
     if v_factor is not None:
-        b_vf = b_vf * tl.load(v_factor + b_home * s_vfp + i_h * s_vfh, mask=b_first < n_k, other=1.0)
+        b_vf = b_vf * tl.load(v_factor + b_home.to(tl.int64) * s_vfp + i_h * s_vfh, mask=b_first < n_k, other=1.0)
     k += i_h.to(tl.int64) * stride_kh
     v += i_h.to(tl.int64) * stride_vh
     b_m = tl.full([BM], -float("inf"), tl.float32)
@@ -214,8 +186,7 @@ def walk_stored(
     for _ in tl.static_range(PARTS):
         accs = accs + (tl.zeros([BM, W], tl.float32),)
     for u in tl.range(0, tiles, num_stages=STAGES):
-        i_first = tl.sum(tl.where(o_u == u, b_first, 0), 0)
-        i_page = tl.sum(tl.where(o_u == u, b_home, 0), 0)
+        i_first, i_page = pick(b_first, u), pick(b_home, u).to(tl.int64)
         m_n = i_first + o_n < n_k
         o_row = (i_first % PAGE + o_n) if PAGE else (i_k0 + i_first + o_n)
         o_k = i_page * stride_kp + o_row.to(tl.int64) * stride_kn
@@ -226,23 +197,24 @@ def walk_stored(
             b_kg = load_groups(k_groups, i_page, i_h, o_row, m_n, s_kgp, s_kgh, s_kgn, s_kgg, D, BD, SWIZZLED, NATIVE)
             b_vg = load_groups(v_groups, i_page, i_h, o_row, m_n, s_vgp, s_vgh, s_vgn, s_vgg, D, BD, SWIZZLED, NATIVE)
         b_s = tl.zeros([BM, BN], tl.float32)
+        k_parts, v_parts = parts_of(b_k, FORMAT, NATIVE), parts_of(b_v, FORMAT, NATIVE)
         for p in tl.static_range(PARTS):
-            b_kp = part_of(b_k, p, FORMAT, NATIVE)
+            b_kp = k_parts[p]
             if FORMAT == 3:
                 b_kp = b_kp * b_kg
             b_s = tl.dot(b_qs[p], tl.trans(b_kp), b_s)
-        b_s = b_s * (b_row * (scale * 1.4426950408889634 * tl.sum(tl.where(o_u == u, b_kf, 0.0), 0)))[:, None]
+        b_s = b_s * (b_row * (scale * 1.4426950408889634 * pick(b_kf, u)))[:, None]
         b_s = tl.where(m_n[None, :], b_s, -float("inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
         b_p = tl.exp2(b_s - b_safe[:, None])
         b_old = tl.exp2(b_m - b_safe)
         b_z = b_z * b_old + tl.sum(b_p, 1)
-        i_vf = tl.sum(tl.where(o_u == u, b_vf, 0.0), 0)
+        i_vf = pick(b_vf, u)
         b_p = b_p.to(tl.float16)
         sums = ()
         for p in tl.static_range(PARTS):
-            b_vp = part_of(b_v, p, FORMAT, NATIVE)
+            b_vp = v_parts[p]
             if FORMAT == 3:
                 b_vp = b_vp * b_vg
             sums = sums + (accs[p] * b_old[:, None] + tl.dot(b_p, b_vp) * i_vf,)

@@ -71,6 +71,12 @@ def first_keys(
 
 
 @triton.jit
+def pick(x, i):
+    """Element i of a vector (i modulo its length: a loop's loads ahead may ask for more): one exchange inside a warp."""
+    return tl.sum(tl.gather(x, tl.full([1], i, tl.int32) % x.shape[0], 0), 0)
+
+
+@triton.jit
 def walk(
     b_q, k, v, b_first, b_page, p_ids, stride_bs, p_table, stride_tp, i_s, tiles, i_k0, n_k, n_blocks, num_pages, scale,
     stride_kp, stride_kn, stride_kd, stride_vp, stride_vn, stride_vd,
@@ -79,7 +85,6 @@ def walk(
 ):  # fmt: skip
     """Attention of rows b_q [BM, BD] to a program's tiles: sums [BM, BD], greatest logit (base 2) and sum of weights [BM].
     k, v: of the KV head. b_first, b_page: `first_keys` of the tiles, or LOOKUP: every key finds its own block and page."""
-    o_u = tl.arange(0, TILES)
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, BD)
     b_m = tl.full([BM], -float("inf"), tl.float32)
@@ -103,10 +108,10 @@ def walk(
                 o_k = (i_k0 + o_key).to(tl.int64) * stride_kn
                 o_v = (i_k0 + o_key).to(tl.int64) * stride_vn
         else:
-            i_first = tl.sum(tl.where(o_u == u, b_first, 0), 0)
+            i_first = pick(b_first, u)
             m_n = i_first + o_n < n_k
             if PAGE:
-                i_page = tl.sum(tl.where(o_u == u, b_page, 0), 0).to(tl.int64)
+                i_page = pick(b_page, u).to(tl.int64)
                 i_row = i_first % PAGE
                 o_k = i_page * stride_kp + i_row.to(tl.int64) * stride_kn + o_n * stride_kn
                 o_v = i_page * stride_vp + i_row.to(tl.int64) * stride_vn + o_n * stride_vn
