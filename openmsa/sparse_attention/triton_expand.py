@@ -21,7 +21,8 @@ from openmsa.sparse_attention.triton_keys import PAGES, TYPES, Keys, key_place, 
 from openmsa.types import Layout
 
 MIN_READERS = 64  # queries that read a block on average; then expanding costs less than a tenth of the call
-ROWS = 64  # a program
+ROWS = 64  # of a tile
+PROGRAMS = 1024  # a head: enough to fill the largest GPU, few enough to end at once where nothing is wanted
 
 
 def expands(keys: Keys, query_dtype: torch.dtype, readers: float, workspace_bytes: int) -> bool:
@@ -34,7 +35,7 @@ def expands(keys: Keys, query_dtype: torch.dtype, readers: float, workspace_byte
     return PAGES not in (modes["K_SCALE"], modes["V_SCALE"]) and copies <= workspace_bytes
 
 
-@triton.jit(do_not_specialize=["row_tiles", "total", "num_pages"])
+@triton.jit(do_not_specialize=["batch", "row_tiles", "total", "num_pages"])
 def expand_rows(
     x,  # codes, and bytes of NVFP4 group scales or None
     groups,
@@ -42,6 +43,7 @@ def expand_rows(
     wanted,  # int32 [1]: 0: nothing is written
     cu_k,
     page_table,
+    batch,
     row_tiles,
     total,
     num_heads,
@@ -64,31 +66,31 @@ def expand_rows(
     SWIZZLED: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Grid (sequences * row_tiles, heads): ROWS neighbouring keys of a sequence, `row_tiles` a sequence."""
+    """Grid (programs, heads); they share the tiles, ROWS neighbouring keys of a sequence and `row_tiles` a sequence."""
     if tl.load(wanted) == 0:
         return
-    i_b, i_h = tl.program_id(0) // row_tiles, tl.program_id(1)
-    first = tl.program_id(0) % row_tiles * ROWS
-    k_begin = tl.load(cu_k + i_b)
-    k_len = tl.load(cu_k + i_b + 1) - k_begin
-    if first >= k_len:
-        return
-    o_key, o_d = first + tl.arange(0, ROWS), tl.arange(0, DIM_PADDED)
-    m_key = o_key < k_len
-    table_row = page_table
-    if PAGE_SIZE > 0:
-        table_row += i_b.to(tl.int64) * stride_table_b
-    page, row = key_place(o_key, m_key, k_begin, table_row, num_pages, stride_table_p, PAGE_SIZE)
+    i_h = tl.program_id(1)
     x += i_h.to(tl.int64) * stride_h
     if FORMAT == 3 and not SWIZZLED:
         groups += i_h.to(tl.int64) * stride_g_h
-    b_x = load_keys(
-        x, groups, page, row, m_key, i_h, num_heads, stride_page, stride_row, stride_dim, stride_g_page, stride_g_row,
-        stride_g_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, TYPE, True,
-    )  # fmt: skip
-    o_out = (k_begin + o_key).to(tl.int64)
-    m_out = (m_key & (o_out < total))[:, None] & (o_d < DIM)[None, :]
-    tl.store(out + ((o_out * num_heads + i_h) * DIM)[:, None] + o_d[None, :], b_x, mask=m_out)
+    for i_tile in range(tl.program_id(0), batch * row_tiles, tl.num_programs(0)):
+        i_b, first = i_tile // row_tiles, i_tile % row_tiles * ROWS
+        k_begin = tl.load(cu_k + i_b)
+        k_len = tl.load(cu_k + i_b + 1) - k_begin
+        if first < k_len:
+            o_key, o_d = first + tl.arange(0, ROWS), tl.arange(0, DIM_PADDED)
+            m_key = o_key < k_len
+            table_row = page_table
+            if PAGE_SIZE > 0:
+                table_row += i_b.to(tl.int64) * stride_table_b
+            page, row = key_place(o_key, m_key, k_begin, table_row, num_pages, stride_table_p, PAGE_SIZE)
+            b_x = load_keys(
+                x, groups, page, row, m_key, i_h, num_heads, stride_page, stride_row, stride_dim, stride_g_page, stride_g_row,
+                stride_g_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, TYPE, True,
+            )  # fmt: skip
+            o_out = (k_begin + o_key).to(tl.int64)
+            m_out = (m_key & (o_out < total))[:, None] & (o_d < DIM)[None, :]
+            tl.store(out + ((o_out * num_heads + i_h) * DIM)[:, None] + o_d[None, :], b_x, mask=m_out)
 
 
 def copies_of(keys: Keys, dtype: torch.dtype) -> Keys:
@@ -104,13 +106,14 @@ def expand(keys: Keys, copies: Keys, seqs: Layout, wanted: Tensor) -> None:
     row_tiles = triton.cdiv(min(seqs.max_seqlen_k, keys.total), ROWS)
     for which, (x, out) in enumerate(((keys.k, copies.k), (keys.v, copies.v))):
         _, _, _, groups, *group_strides = keys.scales_of(which)
-        expand_rows[(seqs.batch * row_tiles, keys.heads)](
+        expand_rows[(min(seqs.batch * row_tiles, PROGRAMS), keys.heads)](
             x,
             groups,
             out,
             wanted,
             seqs.cu_seqlens_k,
             keys.table,
+            seqs.batch,
             row_tiles,
             keys.total,
             keys.heads,

@@ -227,10 +227,11 @@ def combine_outer(
     i_part = tl.program_id(1)
     i_h = tl.program_id(0) % num_kv_heads
     i_tile = first_tile + tl.program_id(0) // num_kv_heads
-    if tl.load(union_sizes + (i_tile * num_kv_heads + i_h) * 2) >= 0:
-        return
+    size = tl.load(union_sizes + (i_tile * num_kv_heads + i_h) * 2)
     first, tokens = tl.load(tiles + i_tile * 4), tl.load(tiles + i_tile * 4 + 1)
     first_of_chunk = tl.load(tiles + first_tile * 4)
+    if size >= 0:
+        return
     o_r, o_d = tl.arange(0, TOKENS * HEADS), tl.arange(0, DIM_PADDED)
     head = i_part * HEADS + o_r % HEADS
     for i_share in range(tl.program_id(2), SHARES, tl.num_programs(2)):
