@@ -73,7 +73,8 @@ def as_words(ones, REPS: tl.constexpr, COLS: tl.constexpr):
     a float holds them, takes the pipe that comparisons leave free."""
     HALF: tl.constexpr = REPS if REPS < 16 else 16
     weights = (1 << tl.arange(0, HALF)).to(tl.float32)
-    halves = tl.sum(ones.reshape(REPS // HALF, HALF, COLS) * weights[None, :, None], 1).to(tl.int32)
+    halves = tl.sum(ones.reshape(REPS // HALF, HALF, COLS) * weights[None, :, None], 1)
+    halves = (halves + 8388608.0).to(tl.int32, bitcast=True) & 0xFFFF  # beside 2**23, whole numbers are the lowest bits
     return tl.sum(halves << (tl.arange(0, REPS // HALF) * 16)[:, None], 0)
 
 
@@ -121,11 +122,13 @@ def bisect(x, low, high, count, words, REPS: tl.constexpr, COLS: tl.constexpr, G
 def goal_reached(x, REPS: tl.constexpr, COLS: tl.constexpr, GOAL: tl.constexpr):
     """A threshold that at least GOAL of x [REPS, COLS] reach, how many do, and, unless they are more than GOAL, which, as
     words. They are more only when the GOAL-th largest has equals, and fewer when fewer are above -inf. NaN counts as -inf."""
-    columns = tl.max(x, 0)
-    columns = key_of(tl.where(columns > float("-inf"), columns, float("-inf")))
-    low, high = value_of(tl.min(columns, 0)), value_of(tl.max(columns, 0))
-    count, words = COLS, tl.zeros([COLS], tl.int32)
-    if (low == float("-inf")) | (COLS <= GOAL):
+    GROUPS: tl.constexpr = min(COLS, triton.next_power_of_2(GOAL + 1))
+    best = tl.max(tl.max(x, 0).reshape(GROUPS, COLS // GROUPS), 1, keep_dims=True)
+    best = best.broadcast_to(GROUPS, COLS // GROUPS).reshape(COLS)  # over whole warps, minimum and maximum take one instruction
+    best = key_of(tl.where(best > float("-inf"), best, float("-inf")))
+    low, high = value_of(tl.min(best, 0)), value_of(tl.max(best, 0))
+    count, words = GROUPS, tl.zeros([COLS], tl.int32)
+    if (low == float("-inf")) | (GROUPS <= GOAL):
         low = tl.min(tl.min(tl.where(x > float("-inf"), x, float("inf")), 0), 0)
         words, count = at_least(x, low, REPS, COLS)
     if count > GOAL:
@@ -171,10 +174,9 @@ def swap_bits(words, STEP: tl.constexpr, KEPT: tl.constexpr):
     STEP bits apart."""
     lanes = tl.arange(0, 32)[None, :]
     upper = (lanes & STEP) != 0
-    other = tl.gather(words, (lanes ^ STEP).broadcast_to(words.shape), 1).to(tl.uint32, bitcast=True)
-    turned = (other << tl.where(upper, 32 - STEP, STEP)) | (other >> tl.where(upper, STEP, 32 - STEP))
-    turned = turned.to(tl.int32, bitcast=True)
-    return turned ^ ((turned ^ words) & tl.where(upper, ~KEPT, KEPT))
+    other = tl.gather(words, (lanes ^ STEP).broadcast_to(words.shape), 1)
+    moved = tl.where(upper, other >> STEP, other << STEP)
+    return moved ^ ((moved ^ words) & tl.where(upper, ~KEPT, KEPT))
 
 
 @triton.jit
@@ -237,12 +239,12 @@ def topk_kernel(
         words, n_free = best_of(x.to(tl.float32), REPS, COLS, FREE)
         words = as_bitmap(words, COLS)
         number = popcount(words)
-        place = n_init + tl.cumsum(number, 0) - number
+        p_ids = p_out + (n_init + tl.cumsum(number, 0) - number)
         for _ in range(tl.max(number, 0)):
             lowest = words & -words
-            tl.store(p_out + place, 32 * tl.arange(0, COLS) + bit_of(lowest), mask=words != 0)
+            tl.store(p_ids, 32 * tl.arange(0, COLS) + bit_of(lowest), mask=words != 0)
             words = words ^ lowest
-            place += 1
+            p_ids += 1
     o_k = tl.arange(0, TOPK_PAD)
     after = o_k - n_init - n_free  # ids of forced blocks at the end
     ids = tl.where(o_k < n_init, o_k, tl.where(after < seen - i_local, i_local + after, -1))
