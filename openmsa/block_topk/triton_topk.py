@@ -2,11 +2,12 @@
 """Exact top-k of given scores on the GPU: one program a row, which it holds in registers.
 
 The k-th largest score is found by bisection: count the scores at or above a threshold, halve the interval. The interval starts
-between the smallest of 32 or more column maxima and the largest of all. Halving is between values first, which takes about six
-rounds on real scores, and between their bit patterns (ordered as integers) after that, so that any input ends within 48 rounds.
-It stops when exactly k scores reach the threshold; where equal scores never let that happen, the lowest ids among them fill up.
-Each thread then knows its chosen scores as the bits of a word, and ids are drawn from the words in ascending order. Nothing
-depends on the order in which programs or threads run.
+between the smallest of more than k maxima, of parts of the row, and the largest of all. Halving is between values first, which
+takes about six rounds on real scores, and between their bit patterns (ordered as integers) after that, so that any input ends
+within 48 rounds. It stops when exactly k scores reach the threshold; where equal scores never let that happen, the lowest ids
+among them fill up. A round leaves the scores that reach its threshold as the bits of a word a thread, which is what it counts.
+Transposed, the words are a bitmap of the chosen blocks in order, and every thread writes the ids of its word. Nothing depends
+on the order in which programs or threads run.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from openmsa.index_branch.triton_formats import _ASM
 from openmsa.runtime.variants import Variant
 
 MAX_BLOCKS = 16384
+EARLY_ROWS = 1024  # up to so many, time is what one row takes, not what memory does
 _NONE = tl.constexpr(0x7FFFFFFF)  # larger than any block id
 
 
@@ -71,7 +73,7 @@ def count_true(flags):
 def as_words(ones, REPS: tl.constexpr, COLS: tl.constexpr):
     """Ones and zeros (float32) [REPS, COLS] to the bits of int32 words [COLS]. Adding powers of two, sixteen at a time so that
     a float holds them, takes the pipe that comparisons leave free."""
-    HALF: tl.constexpr = REPS if REPS < 16 else 16
+    HALF: tl.constexpr = min(REPS, 16)
     weights = (1 << tl.arange(0, HALF)).to(tl.float32)
     halves = tl.sum(ones.reshape(REPS // HALF, HALF, COLS) * weights[None, :, None], 1)
     halves = (halves + 8388608.0).to(tl.int32, bitcast=True) & 0xFFFF  # beside 2**23, whole numbers are the lowest bits
@@ -123,7 +125,9 @@ def goal_reached(x, REPS: tl.constexpr, COLS: tl.constexpr, GOAL: tl.constexpr):
     """A threshold that at least GOAL of x [REPS, COLS] reach, how many do, and, unless they are more than GOAL, which, as
     words. They are more only when the GOAL-th largest has equals, and fewer when fewer are above -inf. NaN counts as -inf."""
     GROUPS: tl.constexpr = min(COLS, triton.next_power_of_2(GOAL + 1))
-    best = tl.max(tl.max(x, 0).reshape(GROUPS, COLS // GROUPS), 1, keep_dims=True)
+    CHAINS: tl.constexpr = min(REPS, 4)
+    best = tl.max(tl.max(x.reshape(CHAINS, REPS // CHAINS, COLS), 1), 0)
+    best = tl.max(best.reshape(GROUPS, COLS // GROUPS), 1, keep_dims=True)
     best = best.broadcast_to(GROUPS, COLS // GROUPS).reshape(COLS)  # over whole warps, minimum and maximum take one instruction
     best = key_of(tl.where(best > float("-inf"), best, float("-inf")))
     low, high = value_of(tl.min(best, 0)), value_of(tl.max(best, 0))
@@ -213,9 +217,11 @@ def topk_kernel(
     LOCAL: tl.constexpr,
     REPS: tl.constexpr,
     COLS: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (total_q * heads). Forced blocks are never read: the first ones lead the ids and the last ones close them."""
+    """Grid (total_q * heads). Forced blocks have no score: the first ones lead the ids and the last ones close them. EARLY: the
+    whole row is read, without waiting to know how many blocks it sees."""
     FREE: tl.constexpr = TOPK - INIT - LOCAL
     i_row = tl.program_id(0)
     i_t, i_h = i_row // HEADS, i_row % HEADS
@@ -231,11 +237,14 @@ def topk_kernel(
     n_free = 0
     if FREE > 0:
         o_r, o_c = tl.arange(0, REPS)[:, None] * COLS, tl.arange(0, COLS)[None, :]
-        p_s = scores + i_t.to(tl.int64) * s_t + i_h.to(tl.int64) * s_h
-        free = o_r < i_local - o_c  # one instruction each: o_r is known when compiled
+        p_s = scores + i_t.to(tl.int64) * s_t + i_h.to(tl.int64) * s_h + (o_r + o_c).to(tl.int64) * s_b
+        m_free = o_r < i_local - o_c  # so written, a comparison with a constant each
         if INIT > 0:
-            free = free & (o_r >= n_init - o_c)
-        x = tl.load(p_s + (o_r + o_c).to(tl.int64) * s_b, mask=free, other=float("-inf"))
+            m_free = m_free & (o_r >= n_init - o_c)
+        if EARLY:
+            x = tl.where(m_free, tl.load(p_s, mask=o_r < num_blocks - o_c, other=float("-inf")), float("-inf"))
+        else:
+            x = tl.load(p_s, mask=m_free, other=float("-inf"))
         words, n_free = best_of(x.to(tl.float32), REPS, COLS, FREE)
         words = as_bitmap(words, COLS)
         number = popcount(words)
@@ -294,6 +303,7 @@ def launch_topk(
         LOCAL=local_blocks,
         REPS=max(triton.next_power_of_2(num_blocks) // columns, 1),
         COLS=columns,
+        EARLY=total_q * heads <= EARLY_ROWS,
         PDL=pdl,
         num_warps=warps,
         **options,
@@ -306,5 +316,6 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     for num_blocks, rows, topk in ((64, 4, 8), (1024, 65536, 16), (1024, 4, 16), (8192, 32768, 16), (16384, 4, 64)):
         warps = num_warps(num_blocks)
         constexprs = {"s_b": 1, "HEADS": 4, "TOPK": topk, "TOPK_PAD": topk, "INIT": 0, "LOCAL": 1}
-        constexprs |= {"REPS": num_blocks // warps // 32, "COLS": warps * 32, "PDL": rows == 4 and arch >= 90}
+        constexprs |= {"REPS": num_blocks // warps // 32, "COLS": warps * 32, "EARLY": rows == 4}
+        constexprs |= {"PDL": rows == 4 and arch >= 90}
         yield Variant(f"topk {topk} of {num_blocks} x {rows}", topk_kernel, arguments, constexprs, warps)
