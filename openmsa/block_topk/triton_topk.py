@@ -82,7 +82,8 @@ def as_words(ones, REPS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def at_least(x, threshold, REPS: tl.constexpr, COLS: tl.constexpr):
-    """Which of x [REPS, COLS] reach the threshold, as words, and how many."""
+    """Which of x [REPS, COLS] reach the threshold, as words, and how many. Written out, a comparison that gives one or zero is
+    one instruction, and what comes of it is not turned back into selections between powers of two."""
     if _ASM:
         ones = tl.inline_asm_elementwise(
             "set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [x, threshold], dtype=tl.float32, is_pure=True, pack=1
@@ -174,8 +175,8 @@ def best_of(x, REPS: tl.constexpr, COLS: tl.constexpr, GOAL: tl.constexpr):
 
 @triton.jit
 def swap_bits(words, STEP: tl.constexpr, KEPT: tl.constexpr):
-    """Of words [rows, 32]: lanes STEP apart swap bits, those of the lower one outside of KEPT for those of the upper one in it,
-    STEP bits apart."""
+    """Lanes STEP apart of words [rows, 32] swap bits: the lower lane keeps those in KEPT and gives the others, STEP bits down,
+    for those that the upper lane has in KEPT, STEP bits up."""
     lanes = tl.arange(0, 32)[None, :]
     upper = (lanes & STEP) != 0
     other = tl.gather(words, (lanes ^ STEP).broadcast_to(words.shape), 1)
