@@ -20,7 +20,7 @@ from torch import Tensor
 
 from openmsa.block_scores import exact_keys
 from openmsa.block_topk import triton_select
-from openmsa.block_topk.triton_topk import MAX_BLOCKS, bisect, count_true, launch_topk, num_warps, ordered
+from openmsa.block_topk.triton_topk import MAX_BLOCKS, count_true, goal_reached, launch_topk, num_warps
 from openmsa.index_branch.triton_config import splits
 from openmsa.index_branch.triton_launch import launch_scores, score_rows
 from openmsa.index_branch.triton_products import block_maxima
@@ -45,15 +45,9 @@ def certifies(rows: int, num_blocks: int, free: int, score_bytes: int) -> bool:
 @triton.jit
 def reached_by(x, REPS: tl.constexpr, COLS: tl.constexpr, GOAL: tl.constexpr):
     """A threshold that at least GOAL of x [REPS, COLS] reach, and how many do: GOAL, or more when the GOAL-th largest has
-    equals. With fewer than GOAL above -inf: -inf and 0. x holds no NaN."""
-    columns = tl.max(x, 0)
-    low, count = tl.min(columns, 0), COLS
-    if (low == float("-inf")) | (COLS <= GOAL):
-        low, count = tl.min(tl.min(tl.where(x > float("-inf"), x, float("inf")), 0), 0), count_true(x > float("-inf"))
-    if count >= GOAL:
-        high = ordered(tl.max(columns, 0).to(tl.int32, bitcast=True)) + 1
-        low, count = bisect(x, ordered(low.to(tl.int32, bitcast=True)), high, count, GOAL)
-    else:
+    equals. With fewer than GOAL above -inf: -inf and 0."""
+    low, count, _ = goal_reached(x, REPS, COLS, GOAL)
+    if count < GOAL:
         low, count = float("-inf"), 0
     return low, count
 

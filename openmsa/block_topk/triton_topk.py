@@ -2,11 +2,12 @@
 """Exact top-k of given scores on the GPU: one program a row, which it holds in registers.
 
 The k-th largest score is found by bisection: count the scores at or above a threshold, halve the interval. The interval starts
-between the smallest of 32 or more column maxima and the largest of all. Halving is between values first, which takes about six
-rounds on real scores, and between their bit patterns (ordered as integers) after that, so that any input ends within 48 rounds.
-It stops when exactly k scores reach the threshold; where equal scores never let that happen, the lowest ids among them fill up.
-Each thread then knows its chosen scores as the bits of a word, and ids are drawn from the words in ascending order. Nothing
-depends on the order in which programs or threads run.
+between the smallest of more than k maxima, of parts of the row, and the largest of all. Halving is between values first, which
+takes about six rounds on real scores, and between their bit patterns (ordered as integers) after that, so that any input ends
+within 48 rounds. It stops when exactly k scores reach the threshold; where equal scores never let that happen, the lowest ids
+among them fill up. A round leaves the scores that reach its threshold as the bits of a word a thread, which is what it counts.
+Transposed, the words are a bitmap of the chosen blocks in order, and every thread writes the ids of its word. Nothing depends
+on the order in which programs or threads run.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from openmsa.index_branch.triton_formats import _ASM
 from openmsa.runtime.variants import Variant
 
 MAX_BLOCKS = 16384
+EARLY_ROWS = 1024  # up to so many, time is what one row takes, not what memory does
 _NONE = tl.constexpr(0x7FFFFFFF)  # larger than any block id
 
 
@@ -35,7 +38,29 @@ def num_warps(num_blocks: int) -> int:
 @triton.jit
 def ordered(bits):
     """Bits of a float32 (not NaN) to an int32 of the same order, and back."""
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def key_of(x):
+    """float32 (not NaN) to an int32 of the same order."""
+    return ordered(x.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def value_of(key):
+    """The float32 of a key."""
+    return ordered(key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def popcount(x):
+    """Set bits of int32."""
+    x = x.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -45,37 +70,88 @@ def count_true(flags):
 
 
 @triton.jit
-def bisect(x, low, high, count, GOAL: tl.constexpr):
-    """The largest threshold known to be reached by at least GOAL of x, and how many reach it: GOAL itself, or more when the
-    GOAL-th largest has equals. low, high: keys (`ordered`) that at least GOAL reach and that fewer reach."""
+def as_words(ones, REPS: tl.constexpr, COLS: tl.constexpr):
+    """Ones and zeros (float32) [REPS, COLS] to the bits of int32 words [COLS]. Adding powers of two, sixteen at a time so that
+    a float holds them, takes the pipe that comparisons leave free."""
+    HALF: tl.constexpr = min(REPS, 16)
+    weights = (1 << tl.arange(0, HALF)).to(tl.float32)
+    halves = tl.sum(ones.reshape(REPS // HALF, HALF, COLS) * weights[None, :, None], 1)
+    halves = (halves + 8388608.0).to(tl.int32, bitcast=True) & 0xFFFF  # beside 2**23, whole numbers are the lowest bits
+    return tl.sum(halves << (tl.arange(0, REPS // HALF) * 16)[:, None], 0)
+
+
+@triton.jit
+def at_least(x, threshold, REPS: tl.constexpr, COLS: tl.constexpr):
+    """Which of x [REPS, COLS] reach the threshold, as words, and how many. Written out, a comparison that gives one or zero is
+    one instruction, and what comes of it is not turned back into selections between powers of two."""
+    if _ASM:
+        ones = tl.inline_asm_elementwise(
+            "set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [x, threshold], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        ones = tl.where(x >= threshold, 1.0, 0.0)
+    words = as_words(ones, REPS, COLS)
+    return words, tl.sum(popcount(words), 0)
+
+
+@triton.jit
+def bisect(x, low, high, count, words, REPS: tl.constexpr, COLS: tl.constexpr, GOAL: tl.constexpr):
+    """Raises `low`, which `count` of x reach, at least GOAL, until exactly GOAL do or it is the largest that so many reach.
+    Returns it, how many reach it, and, when they are GOAL, which, as words. high: the largest of x."""
+    middle = low * 0.5 + high * 0.5
     rounds = 0
-    while (count != GOAL) & (low + 1 < high):
-        middle = (low & high) + ((low ^ high) >> 1)
-        if rounds < 16:
-            half = ordered(low).to(tl.float32, bitcast=True) * 0.5 + ordered(high).to(tl.float32, bitcast=True) * 0.5
-            middle = ordered(half.to(tl.int32, bitcast=True))
-        middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
-        reached = count_true(x >= ordered(middle).to(tl.float32, bitcast=True))
+    while (count != GOAL) & (low < middle) & (middle < high) & (rounds < 16):
+        flags, reached = at_least(x, middle, REPS, COLS)
         enough = reached >= GOAL
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
         count = tl.where(enough, reached, count)
+        words = tl.where(enough, flags, words)
+        middle = low * 0.5 + high * 0.5
         rounds += 1
-    return ordered(low).to(tl.float32, bitcast=True), count
+    least, most = key_of(low), key_of(high) + 1
+    while (count != GOAL) & (least + 1 < most):
+        key = (least & most) + ((least ^ most) >> 1)
+        flags, reached = at_least(x, value_of(key), REPS, COLS)
+        enough = reached >= GOAL
+        least = tl.where(enough, key, least)
+        most = tl.where(enough, most, key)
+        count = tl.where(enough, reached, count)
+        words = tl.where(enough, flags, words)
+    return value_of(least), count, words
 
 
 @triton.jit
-def as_words(flags, REPS: tl.constexpr):
-    """Flags [REPS, COLS] to the bits of int32 words [COLS]."""
-    return tl.sum(flags.to(tl.int32) << tl.arange(0, REPS)[:, None], 0)
+def goal_reached(x, REPS: tl.constexpr, COLS: tl.constexpr, GOAL: tl.constexpr):
+    """A threshold that at least GOAL of x [REPS, COLS] reach, how many do, and, unless they are more than GOAL, which, as
+    words. They are more only when the GOAL-th largest has equals, and fewer when fewer are above -inf. NaN counts as -inf."""
+    GROUPS: tl.constexpr = min(COLS, triton.next_power_of_2(GOAL + 1))
+    CHAINS: tl.constexpr = min(REPS, 4)
+    best = tl.max(tl.max(x.reshape(CHAINS, REPS // CHAINS, COLS), 1), 0)
+    best = tl.max(best.reshape(GROUPS, COLS // GROUPS), 1, keep_dims=True)
+    best = best.broadcast_to(GROUPS, COLS // GROUPS).reshape(COLS)  # over whole warps, minimum and maximum take one instruction
+    best = key_of(tl.where(best > float("-inf"), best, float("-inf")))
+    low, high = value_of(tl.min(best, 0)), value_of(tl.max(best, 0))
+    count, words = GROUPS, tl.zeros([COLS], tl.int32)
+    if (low == float("-inf")) | (GROUPS <= GOAL):
+        low = tl.min(tl.min(tl.where(x > float("-inf"), x, float("inf")), 0), 0)
+        words, count = at_least(x, low, REPS, COLS)
+    if count > GOAL:
+        low, count, words = bisect(x, low, high, count, words, REPS, COLS, GOAL)
+    return low, count, words
+
+
+@triton.jit
+def bit_of(power):
+    """Which bit of int32 is set, of one."""
+    return (power.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # exact
 
 
 @triton.jit
 def next_id(words, COLS: tl.constexpr):
     """The lowest id whose flag is set (`_NONE` when there is none), and the words without it."""
     lowest = words & -words
-    rep = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # exact: a power of two
-    ids = tl.where(words != 0, rep * COLS + tl.arange(0, COLS), _NONE)
+    ids = tl.where(words != 0, bit_of(lowest) * COLS + tl.arange(0, COLS), _NONE)
     first = tl.min(ids, 0)
     return first, tl.where(ids == first, words ^ lowest, words)
 
@@ -84,27 +160,46 @@ def next_id(words, COLS: tl.constexpr):
 def best_of(x, REPS: tl.constexpr, COLS: tl.constexpr, GOAL: tl.constexpr):
     """Flags, as words, of the GOAL best of x [REPS, COLS] (fewer when fewer are above -inf; NaN counts as -inf), and their
     number. The id of x[r, c] is r * COLS + c; ties go to the lower id."""
-    columns = tl.max(x, 0)
-    columns = tl.where(columns > float("-inf"), columns, float("-inf"))
-    low, count = tl.min(columns, 0), COLS
-    if (low == float("-inf")) | (COLS <= GOAL):
-        low, count = tl.min(tl.min(tl.where(x > float("-inf"), x, float("inf")), 0), 0), count_true(x > float("-inf"))
-    words = as_words(x > float("-inf"), REPS)
+    low, count, words = goal_reached(x, REPS, COLS, GOAL)
     if count > GOAL:
-        high = ordered(tl.max(columns, 0).to(tl.int32, bitcast=True)) + 1
-        low, count = bisect(x, ordered(low.to(tl.int32, bitcast=True)), high, count, GOAL)
-        words = as_words(x >= low, REPS)
-        if count > GOAL:
-            tied = as_words(x == low, REPS)
-            words = words ^ tied
-            room = GOAL - count_true(x > low)
-            while room > 0:
-                _, rest = next_id(tied, COLS)
-                words = words | (tied ^ rest)
-                tied = rest
-                room -= 1
-        count = GOAL
+        words = as_words(tl.where(x > low, 1.0, 0.0), REPS, COLS)
+        tied = as_words(tl.where(x == low, 1.0, 0.0), REPS, COLS)
+        count = tl.sum(popcount(words), 0)
+        while count < GOAL:
+            _, rest = next_id(tied, COLS)
+            words = words | (tied ^ rest)
+            tied = rest
+            count += 1
     return words, count
+
+
+@triton.jit
+def swap_bits(words, STEP: tl.constexpr, KEPT: tl.constexpr):
+    """Lanes STEP apart of words [rows, 32] swap bits: the lower lane keeps those in KEPT and gives the others, STEP bits down,
+    for those that the upper lane has in KEPT, STEP bits up."""
+    lanes = tl.arange(0, 32)[None, :]
+    upper = (lanes & STEP) != 0
+    other = tl.gather(words, (lanes ^ STEP).broadcast_to(words.shape), 1)
+    moved = tl.where(upper, other >> STEP, other << STEP)
+    return moved ^ ((moved ^ words) & tl.where(upper, ~KEPT, KEPT))
+
+
+@triton.jit
+def as_bitmap(words, COLS: tl.constexpr):
+    """Words [COLS] whose bit r stands for id r * COLS + c to words whose bit b stands for id 32 * c + b: the 32 x 32 bits of
+    each warp are transposed, halves first, then quarters and so on."""
+    WARPS: tl.constexpr = COLS // 32
+    words = words.reshape(WARPS, 32)
+    words = swap_bits(words, 16, 0x0000FFFF)
+    words = swap_bits(words, 8, 0x00FF00FF)
+    words = swap_bits(words, 4, 0x0F0F0F0F)
+    words = swap_bits(words, 2, 0x33333333)
+    words = swap_bits(words, 1, 0x55555555)
+    words = words.reshape(COLS)
+    if WARPS > 1:
+        o_c = tl.arange(0, COLS)
+        words = tl.gather(words, o_c % WARPS * 32 + o_c // WARPS, 0)
+    return words
 
 
 @triton.jit(do_not_specialize=["num_blocks", "s_h", "s_t"])
@@ -123,9 +218,11 @@ def topk_kernel(
     LOCAL: tl.constexpr,
     REPS: tl.constexpr,
     COLS: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (total_q * heads). Forced blocks are never read: the first ones lead the ids and the last ones close them."""
+    """Grid (total_q * heads). Forced blocks have no score: the first ones lead the ids and the last ones close them. EARLY: the
+    whole row is read, without waiting to know how many blocks it sees."""
     FREE: tl.constexpr = TOPK - INIT - LOCAL
     i_row = tl.program_id(0)
     i_t, i_h = i_row // HEADS, i_row % HEADS
@@ -137,20 +234,31 @@ def topk_kernel(
     seen = tl.minimum(tl.load(visible + i_t), num_blocks)
     n_init = tl.minimum(seen, INIT)
     i_local = tl.maximum(seen - LOCAL, n_init)
-    o_k = tl.arange(0, TOPK_PAD)
-    ids = tl.full([TOPK_PAD], -1, tl.int32)
+    p_out = out + i_row.to(tl.int64) * TOPK
     n_free = 0
     if FREE > 0:
-        o_b = tl.arange(0, REPS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-        p_s = scores + i_t.to(tl.int64) * s_t + i_h.to(tl.int64) * s_h
-        x = tl.load(p_s + o_b.to(tl.int64) * s_b, mask=(o_b >= n_init) & (o_b < i_local), other=float("-inf"))
+        o_r, o_c = tl.arange(0, REPS)[:, None] * COLS, tl.arange(0, COLS)[None, :]
+        p_s = scores + i_t.to(tl.int64) * s_t + i_h.to(tl.int64) * s_h + (o_r + o_c).to(tl.int64) * s_b
+        m_free = o_r < i_local - o_c  # so written, a comparison with a constant each
+        if INIT > 0:
+            m_free = m_free & (o_r >= n_init - o_c)
+        if EARLY:
+            x = tl.where(m_free, tl.load(p_s, mask=o_r < num_blocks - o_c, other=float("-inf")), float("-inf"))
+        else:
+            x = tl.load(p_s, mask=m_free, other=float("-inf"))
         words, n_free = best_of(x.to(tl.float32), REPS, COLS, FREE)
-        for j in range(FREE):
-            first, words = next_id(words, COLS)
-            ids = tl.where((o_k == INIT + j) & (first != _NONE), first, ids)
+        words = as_bitmap(words, COLS)
+        number = popcount(words)
+        p_ids = p_out + (n_init + tl.cumsum(number, 0) - number)
+        for _ in range(tl.max(number, 0)):
+            lowest = words & -words
+            tl.store(p_ids, 32 * tl.arange(0, COLS) + bit_of(lowest), mask=words != 0)
+            words = words ^ lowest
+            p_ids += 1
+    o_k = tl.arange(0, TOPK_PAD)
     after = o_k - n_init - n_free  # ids of forced blocks at the end
-    ids = tl.where(o_k < n_init, o_k, tl.where((after >= 0) & (after < seen - i_local), i_local + after, ids))
-    tl.store(out + i_row.to(tl.int64) * TOPK + o_k, ids, mask=o_k < TOPK)
+    ids = tl.where(o_k < n_init, o_k, tl.where(after < seen - i_local, i_local + after, -1))
+    tl.store(p_out + o_k, ids, mask=(o_k < TOPK) & ((o_k < n_init) | (after >= 0)))
 
 
 def refuse(scores: Tensor) -> str | None:
@@ -196,6 +304,7 @@ def launch_topk(
         LOCAL=local_blocks,
         REPS=max(triton.next_power_of_2(num_blocks) // columns, 1),
         COLS=columns,
+        EARLY=total_q * heads <= EARLY_ROWS,
         PDL=pdl,
         num_warps=warps,
         **options,
@@ -208,5 +317,6 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     for num_blocks, rows, topk in ((64, 4, 8), (1024, 65536, 16), (1024, 4, 16), (8192, 32768, 16), (16384, 4, 64)):
         warps = num_warps(num_blocks)
         constexprs = {"s_b": 1, "HEADS": 4, "TOPK": topk, "TOPK_PAD": topk, "INIT": 0, "LOCAL": 1}
-        constexprs |= {"REPS": num_blocks // warps // 32, "COLS": warps * 32, "PDL": rows == 4 and arch >= 90}
+        constexprs |= {"REPS": num_blocks // warps // 32, "COLS": warps * 32, "EARLY": rows == 4}
+        constexprs |= {"PDL": rows == 4 and arch >= 90}
         yield Variant(f"topk {topk} of {num_blocks} x {rows}", topk_kernel, arguments, constexprs, warps)

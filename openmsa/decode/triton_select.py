@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openmsa.block_topk.triton_topk import next_id, ordered
+from openmsa.block_topk.triton_topk import next_id, ordered, popcount
 from openmsa.decode.triton_words import absent, value_of
 
 LANES = tl.constexpr(32)
@@ -106,16 +106,6 @@ def _best(xs, REPS: tl.constexpr, GOAL: tl.constexpr):
             tied = rest
             room -= 1
     return words
-
-
-@triton.jit
-def popcount(x):
-    """Set bits of int32."""
-    x = x.to(tl.uint32, bitcast=True)
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int32, bitcast=True)
 
 
 @triton.jit
