@@ -72,8 +72,14 @@ def first_keys(
 
 @triton.jit
 def pick(x, i):
-    """Element i of a vector (i modulo its length: a loop's loads ahead may ask for more): one exchange inside a warp."""
-    return tl.sum(tl.gather(x, tl.full([1], i, tl.int32) % x.shape[0], 0), 0)
+    """Element i of a vector (i modulo its length: a loop's loads ahead may ask for more): one exchange inside a warp. The only
+    element is still looked for, because what does not depend on i leaves the loop, and its loads with it."""
+    if x.shape[0] == 1:
+        at = tl.arange(0, 1) == i
+        element = tl.sum(tl.where(at, x, 0), 0)
+    else:
+        element = tl.sum(tl.gather(x, tl.full([1], i, tl.int32) % x.shape[0], 0), 0)
+    return element
 
 
 @triton.jit
