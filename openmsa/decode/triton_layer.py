@@ -129,7 +129,7 @@ def attend_share(
     b_q = arrived(b_q, WAIT)
     b_words, missing = no_words(REPS), 1
     while missing > 0:
-        b_words, missing = load_words(p_w, tag, low, high, REPS)
+        b_words, missing = load_words(p_w, tag, low, high, num_blocks, REPS)
     b_rows = select(b_words, n_blocks, REPS, TOPK, INIT, LOCAL)
     o_k = tl.arange(0, TOPK_PAD)
     if (i_s == 0) & (i_h < INDEX_HEADS) & (i_p % ROW_TILES == 0):

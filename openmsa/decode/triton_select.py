@@ -27,16 +27,17 @@ def no_words(REPS: tl.constexpr):
 
 
 @triton.jit
-def load_words(p_words, tag, low, high, REPS: tl.constexpr):
-    """Words low <= b < high of a row, REPS x [LANES], and how many have not come."""
+def load_words(p_words, tag, low, high, num_blocks, REPS: tl.constexpr):
+    """Words of a row, REPS x [LANES], and how many lanes miss some of low <= b < high. Loads without a condition: they are
+    issued together, where eight conditions would make the compiler wait for one before the next."""
     words = ()
+    for r in tl.static_range(REPS):
+        o_b = tl.minimum(r * LANES + tl.arange(0, LANES), num_blocks - 1)
+        words = words + (tl.load(p_words + o_b, volatile=True),)
     missing = tl.zeros([LANES], tl.int32)
     for r in tl.static_range(REPS):
         o_b = r * LANES + tl.arange(0, LANES)
-        m_b = (o_b >= low) & (o_b < high)
-        word = tl.load(p_words + o_b, mask=m_b, other=0, volatile=True)
-        missing += absent(word, tag, m_b)
-        words = words + (word,)
+        missing |= absent(words[r], tag, (o_b >= low) & (o_b < high))
     return words, tl.sum(missing, 0)
 
 

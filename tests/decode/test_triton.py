@@ -24,10 +24,12 @@ M3 = Sizes(1, 64, 4, 128, 4, 1, 128, 128, 256, 16, 0, 1, 128)
 
 
 @triton.jit
-def _select_kernel(words, out, seen, REPS: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr):
+def _select_kernel(
+    words, out, seen, num_blocks, REPS: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr
+):  # fmt: skip
     low = tl.minimum(seen, INIT)
     high = tl.maximum(seen - LOCAL, low)
-    row, _ = load_words(words, tl.full([], 1, tl.int32), low, high, REPS)
+    row, _ = load_words(words, tl.full([], 1, tl.int32), low, high, num_blocks, REPS)
     o_k = tl.arange(0, TOPK)
     tl.store(out + o_k, chosen_ids(select(row, seen, REPS, TOPK, INIT, LOCAL), o_k, REPS))
 
@@ -55,7 +57,7 @@ def test_selection_is_exact(name, num_blocks, topk, init, local):
         words = (torch.ones(num_blocks, dtype=torch.int64) << 32) | (scores.view(torch.int32).long() & 0xFFFFFFFF)
         out = torch.full((topk,), -7, dtype=torch.int32, device=DEVICE)
         reps = max(triton.next_power_of_2(num_blocks) // 32, 1)
-        _select_kernel[(1,)](words.to(DEVICE), out, seen, reps, topk, init, local)
+        _select_kernel[(1,)](words.to(DEVICE), out, seen, num_blocks, reps, topk, init, local)
         expected = torch.tensor(oracle.select(scores.tolist(), seen, topk, init, local), dtype=torch.int32)
         assert_equal(f"ids of {seen}", out.cpu(), expected)
 
