@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.decode.triton_select import chosen_ids, load_words, no_words, select
-from openmsa.decode.triton_words import absent, arrived, draw, fetch_ahead, put, value_of
+from openmsa.decode.triton_words import absent, any_of, arrived, draw, fetch_ahead, put, value_of
 from openmsa.index_branch.triton_products import block_maxima
 from openmsa.index_branch.triton_tiles import load_rows, tile_start
 from openmsa.sparse_attention.triton_decode_tiles import first_keys, store_rows, walk
@@ -127,8 +127,8 @@ def attend_share(
     p_w = words + i_row.to(tl.int64) * num_blocks
     low, high = tl.minimum(n_blocks, INIT), tl.maximum(n_blocks - LOCAL, tl.minimum(n_blocks, INIT))
     b_q = arrived(b_q, WAIT)
-    b_words, missing = no_words(REPS), 1
-    while missing > 0:
+    b_words, missing = no_words(REPS), True
+    while missing:
         b_words, missing = load_words(p_w, tag, low, high, num_blocks, REPS)
     b_rows = select(b_words, n_blocks, REPS, TOPK, INIT, LOCAL)
     o_k = tl.arange(0, TOPK_PAD)
@@ -166,14 +166,14 @@ def merge_share(
     m_s = o_s < SPLITS
     m_sd = m_s[:, None] & (o_d < D)[None, :]
     p_lse = part_lse + i * SPLITS + o_s
-    p_part = part + (i * SPLITS + o_s[:, None]).to(tl.int64) * D + o_d[None, :]
+    p_part = part + i.to(tl.int64) * (SPLITS * D) + (o_s[:, None] * D + o_d[None, :])
     b_heads = tl.load(p_lse, mask=m_s, other=0, volatile=True)
     if WAIT:
-        while tl.sum(absent(b_heads, tag, m_s), 0) > 0:
+        while any_of(absent(b_heads, tag, m_s)):
             b_heads = tl.load(p_lse, mask=m_s, other=0, volatile=True)
     b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)  # [SPLITS_PAD, BD]
     if WAIT:
-        while tl.sum(tl.sum(absent(b_words, tag, m_sd), 1), 0) > 0:
+        while any_of(absent(b_words, tag, m_sd)):
             b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)
     b_lse = value_of(b_heads, m_s)
     b_m = tl.max(b_lse, 0)

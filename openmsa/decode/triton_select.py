@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from openmsa.block_topk.triton_topk import next_id, ordered
-from openmsa.decode.triton_words import absent, value_of
+from openmsa.decode.triton_words import absent, any_of, value_of
 
 LANES = tl.constexpr(32)
 
@@ -28,7 +28,7 @@ def no_words(REPS: tl.constexpr):
 
 @triton.jit
 def load_words(p_words, tag, low, high, num_blocks, REPS: tl.constexpr):
-    """Words of a row, REPS x [LANES], and how many lanes miss some of low <= b < high. Loads without a condition: they are
+    """Words of a row, REPS x [LANES], and whether some of low <= b < high have not come. Loads without a condition: they are
     issued together, where eight conditions would make the compiler wait for one before the next."""
     words = ()
     for r in tl.static_range(REPS):
@@ -38,7 +38,7 @@ def load_words(p_words, tag, low, high, num_blocks, REPS: tl.constexpr):
     for r in tl.static_range(REPS):
         o_b = r * LANES + tl.arange(0, LANES)
         missing |= absent(words[r], tag, (o_b >= low) & (o_b < high))
-    return words, tl.sum(missing, 0)
+    return words, any_of(missing)
 
 
 @triton.jit

@@ -59,8 +59,19 @@ def put(p_word, value, tag, mask, WAIT: tl.constexpr):
 
 @triton.jit
 def absent(word, tag, mask):
-    """1 where a word that must come has not come yet."""
-    return (((word >> 32).to(tl.int32) != tag) & mask).to(tl.int32)
+    """Not 0 where a word that must come has not come yet."""
+    return tl.where(mask, (word >> 32).to(tl.int32) ^ tag, 0)
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def any_of(bits):
+    """Whether some element is not 0: one instruction an element, where counting flags takes several."""
+    return tl.reduce(bits, None, _either) != 0
 
 
 @triton.jit
