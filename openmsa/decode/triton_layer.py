@@ -133,10 +133,10 @@ def attend_share(
     b_rows = select(b_words, n_blocks, REPS, TOPK, INIT, LOCAL)
     o_k = tl.arange(0, TOPK_PAD)
     if (i_s == 0) & (i_h < INDEX_HEADS) & (i_p % ROW_TILES == 0):
-        tl.store(blocks + i_row.to(tl.int64) * TOPK + o_k, chosen_ids(b_rows, o_k, REPS), mask=o_k < TOPK)
+        tl.store(blocks + i_row.to(tl.int64) * TOPK + o_k, chosen_ids(b_rows, o_k, REPS, WAIT), mask=o_k < TOPK)
 
     b_u = i_s * TILES + tl.arange(0, TILES)
-    b_id = tl.where(b_u < TOPK * PER, chosen_ids(b_rows, b_u // PER, REPS), -1)
+    b_id = tl.where(b_u < TOPK * PER, chosen_ids(b_rows, b_u // PER, REPS, WAIT), -1)
     p_table = table + i_b.to(tl.int64) * stride_tb
     b_first, b_page = first_keys(b_u, b_id, p_table, stride_tp, n_k, n_blocks, num_pages, BLOCK, PAGE, BN)
     b_acc, b_m, b_z = walk(
