@@ -131,10 +131,6 @@ def attend_share(
     while missing:
         b_words, missing = load_words(p_w, tag, low, high, num_blocks, REPS)
     b_rows = select(b_words, n_blocks, REPS, TOPK, INIT, LOCAL)
-    o_k = tl.arange(0, TOPK_PAD)
-    if (i_s == 0) & (i_h < INDEX_HEADS) & (i_p % ROW_TILES == 0):
-        tl.store(blocks + i_row.to(tl.int64) * TOPK + o_k, chosen_ids(b_rows, o_k, REPS, WAIT), mask=o_k < TOPK)
-
     b_u = i_s * TILES + tl.arange(0, TILES)
     b_id = tl.where(b_u < TOPK * PER, chosen_ids(b_rows, b_u // PER, REPS, WAIT), -1)
     p_table = table + i_b.to(tl.int64) * stride_tb
@@ -154,6 +150,9 @@ def attend_share(
         p_part = part + o_p[:, None].to(tl.int64) * D + o_d[None, :]
         put(p_part, b_part, tag, m_r[:, None] & (o_d < D)[None, :], WAIT)
         put(part_lse + o_p, b_m + tl.log2(b_z), tag, m_r, WAIT)
+    if (i_s == 0) & (i_h < INDEX_HEADS) & (i_p % ROW_TILES == 0):  # last: nothing waits for it
+        o_k = tl.arange(0, TOPK_PAD)
+        tl.store(blocks + i_row.to(tl.int64) * TOPK + o_k, chosen_ids(b_rows, o_k, REPS, WAIT), mask=o_k < TOPK)
 
 
 @triton.jit
