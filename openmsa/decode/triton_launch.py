@@ -220,6 +220,7 @@ def constants(config: Config, sizes: Sizes) -> dict[str, int | bool]:
         "INIT": sizes.init_blocks,
         "LOCAL": sizes.local_blocks,
         "PAGE": sizes.page_size,
+        "PAGES_PAD": triton.next_power_of_2(triton.cdiv(sizes.num_blocks * sizes.block_size, sizes.page_size)),
         "BM": attend.rows,
         "BN": attend.keys,
         "BD": triton.next_power_of_2(sizes.head_dim),

@@ -105,8 +105,9 @@ def attend_share(
     stride_tb, stride_tp, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
     HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
-    INIT: tl.constexpr, LOCAL: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, REPS: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr,
+    INIT: tl.constexpr, LOCAL: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PAGES_PAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, REPS: tl.constexpr,
+    STAGES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Partial words of one split, [tokens, q heads, SPLITS, D], or the output itself when there is one split."""
     ROW_TILES: tl.constexpr = (G + BM - 1) // BM
@@ -126,6 +127,11 @@ def attend_share(
     i_row = i_t * INDEX_HEADS + (i_h if INDEX_HEADS > 1 else 0)
     p_w = words + i_row.to(tl.int64) * num_blocks
     low, high = tl.minimum(n_blocks, INIT), tl.maximum(n_blocks - LOCAL, tl.minimum(n_blocks, INIT))
+    p_table = table + i_b.to(tl.int64) * stride_tb
+    o_p = tl.arange(0, PAGES_PAD)
+    b_table = tl.load(p_table + o_p * stride_tp, mask=o_p * PAGE < capacity, other=-1)
+    # The whole row, so that pages of selected blocks then come from the L1 cache; a bound as good as num_pages is its use.
+    end_page = tl.max(tl.where(b_table < num_pages, b_table, -1), 0) + 1
     b_q = arrived(b_q, WAIT)
     b_words, missing = no_words(REPS), True
     while missing:
@@ -133,8 +139,7 @@ def attend_share(
     b_rows = select(b_words, n_blocks, REPS, TOPK, INIT, LOCAL)
     b_u = i_s * TILES + tl.arange(0, TILES)
     b_id = tl.where(b_u < TOPK * PER, chosen_ids(b_rows, b_u // PER, REPS, WAIT), -1)
-    p_table = table + i_b.to(tl.int64) * stride_tb
-    b_first, b_page = first_keys(b_u, b_id, p_table, stride_tp, n_k, n_blocks, num_pages, BLOCK, PAGE, BN)
+    b_first, b_page = first_keys(b_u, b_id, p_table, stride_tp, n_k, n_blocks, end_page, BLOCK, PAGE, BN)
     b_acc, b_m, b_z = walk(
         b_q, k + i_h.to(tl.int64) * stride_kh, v + i_h.to(tl.int64) * stride_vh, b_first, b_page, blocks, 1, p_table, stride_tp,
         i_s, tiles, 0, n_k, n_blocks, num_pages, scale, stride_kp, stride_kn, stride_kd, stride_vp, stride_vn, stride_vd,
@@ -205,9 +210,9 @@ def layer_kernel(
     TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr,
     TMA: tl.constexpr, SCORE_STAGES: tl.constexpr,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, INIT: tl.constexpr,
-    LOCAL: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    TILES: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, REPS: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
+    LOCAL: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PAGES_PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, REPS: tl.constexpr,
+    STAGES: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs). index_keys: key_pool, or its descriptor for the copy engine. KIND: EVERY, or the one kind of programs
     that this launch is, which then waits for nothing. FETCH: `fetch_share` before waiting for the kernel in front."""
@@ -239,7 +244,8 @@ def layer_kernel(
             num_pages, capacity, tiles, stride_qt, stride_qh, stride_qd, stride_kp, stride_kh, stride_kn, stride_kd,
             stride_vp, stride_vh, stride_vn, stride_vd, stride_tb, stride_tp, stride_ot, stride_oh, stride_od, stride_lt,
             stride_lh,
-            HEADS, INDEX_HEADS, G, D, TOPK, TOPK_PAD, INIT, LOCAL, BLOCK, PAGE, BM, BN, BD, TILES, SPLITS, REPS, STAGES, WAIT,
+            HEADS, INDEX_HEADS, G, D, TOPK, TOPK_PAD, INIT, LOCAL, BLOCK, PAGE, PAGES_PAD, BM, BN, BD, TILES, SPLITS, REPS,
+            STAGES, WAIT,
         )  # fmt: skip
     else:
         merge_share(
