@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# ruff: noqa: RUF005 (kernels know no unpacking)
 """A decode layer of a small batch in one launch: scoring, selection, attention and merge.
 
 Three kinds of programs, in the order of their tickets (see `openmsa.decode.triton_words`). Scoring: a share of one sequence's
@@ -23,22 +24,35 @@ EVERY, SCORE, ATTEND, MERGE = (tl.constexpr(i) for i in range(4))  # kinds of pr
 
 
 @triton.jit
+def pages_ahead(
+    i, index_table, index_capacity, scoring, splits, tiles, stride_itb,
+    INDEX_KEY_HEADS: tl.constexpr, INDEX_PAGE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
+    PARTS: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """Pages of the tiles of scoring program i as the table has them now, -1 where there is none, for `fetch_share`."""
+    pages = ()
+    for u in tl.static_range(SHARE):
+        i_k = tile_start(i % splits * tiles + u, BLOCK, KEYS, SUB, PARTS)
+        p_page = index_table + (i // splits // INDEX_KEY_HEADS).to(tl.int64) * stride_itb + i_k // INDEX_PAGE
+        exists = (i < scoring) & (u < tiles) & (i_k < index_capacity)
+        pages = pages + (tl.load(p_page, mask=exists, other=-1, cache_modifier=".cg"),)  # not into the L1, which would keep it
+    return pages
+
+
+@triton.jit
 def fetch_share(
-    i, index_keys, index_table, index_pages, index_capacity, splits, tiles, stride_ip, stride_ih, stride_in, stride_itb,
+    i, pages, index_keys, index_pages, splits, tiles, stride_ip, stride_ih, stride_in,
     INDEX_KEY_HEADS: tl.constexpr, DIM: tl.constexpr, INDEX_PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Brings the index keys of a scoring program closer while the kernel in front still runs. No value is used that may yet
     change: a page table that does costs a useless fetch inside the pool."""
     LINES: tl.constexpr = (DIM * index_keys.dtype.element_ty.primitive_bitwidth // 8 + 127) // 128
-    i_split, i_s, i_h = i % splits, i // splits // INDEX_KEY_HEADS, i // splits % INDEX_KEY_HEADS
+    i_h = i // splits % INDEX_KEY_HEADS
     o_n = tl.arange(0, TILE)
     for u in tl.static_range(SHARE):
-        i_k = tile_start(i_split * tiles + u, BLOCK, KEYS, SUB, PARTS)
-        exists = (u < tiles) & (i_k < index_capacity)
-        p_page = index_table + i_s.to(tl.int64) * stride_itb + i_k // INDEX_PAGE
-        i_page = tl.load(p_page, mask=exists, other=-1, cache_modifier=".cg")  # not into the L1 cache, which would keep it
-        exists = exists & (i_page >= 0) & (i_page < index_pages)
+        i_k, i_page = tile_start(i % splits * tiles + u, BLOCK, KEYS, SUB, PARTS), pages[u]
+        exists = (i_page >= 0) & (i_page < index_pages)
         p_k = index_keys + i_page.to(tl.int64) * stride_ip + i_h.to(tl.int64) * stride_ih
         for line in tl.static_range(LINES):
             p_line = p_k + (i_k % INDEX_PAGE + o_n).to(tl.int64) * stride_in + line * (DIM // LINES)
@@ -242,13 +256,18 @@ def layer_kernel(
     that this launch is, which then waits for nothing. FETCH: `fetch_share` before waiting for the kernel in front."""
     WAIT: tl.constexpr = KIND == 0
     if WAIT:
+        if FETCH:  # by place in the grid, which is known before the ticket: every share is fetched by some program
+            ahead = tl.program_id(0)
+            pages = pages_ahead(
+                ahead, index_table, index_capacity, scoring, score_splits, score_tiles, stride_itb,
+                INDEX_KEY_HEADS, INDEX_PAGE, BLOCK, KEYS, SUB, PARTS, SHARE,
+            )  # fmt: skip
         i, tag = draw(counter, programs)
         if PDL:  # tickets are drawn before the next launch may start, and nothing is read before the last one has ended
             gdc_launch_dependents()
-            if FETCH and i < scoring:
+            if FETCH and ahead < scoring:
                 fetch_share(
-                    i, key_pool, index_table, index_pages, index_capacity, score_splits, score_tiles,
-                    stride_ip, stride_ih, stride_in, stride_itb,
+                    ahead, pages, key_pool, index_pages, score_splits, score_tiles, stride_ip, stride_ih, stride_in,
                     INDEX_KEY_HEADS, DIM, INDEX_PAGE, BLOCK, TILE, KEYS, SUB, PARTS, SHARE,
                 )  # fmt: skip
             gdc_wait()
