@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.decode.triton_select import chosen_ids, load_words, no_words, select
-from openmsa.decode.triton_words import absent, any_of, arrived, draw, fetch_ahead, put, value_of
+from openmsa.decode.triton_words import absent, any_of, arrived, draw, fetch_ahead, look, put, value_of
 from openmsa.index_branch.triton_products import block_maxima
 from openmsa.index_branch.triton_tiles import load_rows, tile_start
 from openmsa.sparse_attention.triton_decode_tiles import first_keys, store_rows, walk
@@ -173,7 +173,7 @@ def attend_share(
     b_q = arrived(b_q, WAIT)
     b_words, missing = no_words(REPS), True
     while missing:
-        b_words, missing = load_words(p_w, tag, low, high, num_blocks, REPS)
+        b_words, missing = load_words(p_w, tag, low, high, num_blocks, REPS, WAIT)
     b_rows = select(b_words, n_blocks, REPS, TOPK, INIT, LOCAL)
     b_u = i_s * TILES + tl.arange(0, TILES)
     b_id = tl.where(b_u < TOPK * PER, chosen_ids(b_rows, b_u // PER, REPS, WAIT), -1)
@@ -207,12 +207,12 @@ def merge_share(
     o_s, o_d = tl.arange(0, SPLITS_PAD), tl.arange(0, BD)
     m_s = o_s < SPLITS
     m_sd = m_s[:, None] & (o_d < D)[None, :]
-    p_lse = part_lse + i * SPLITS + o_s
+    p_lse = part_lse + i * SPLITS + tl.minimum(o_s, SPLITS - 1)
     p_part = part + i.to(tl.int64) * (SPLITS * D) + (o_s[:, None] * D + o_d[None, :])
-    b_heads = tl.load(p_lse, mask=m_s, other=0, volatile=True)
+    b_heads = look(p_lse, WAIT)
     if WAIT:
         while any_of(absent(b_heads, tag, m_s)):
-            b_heads = tl.load(p_lse, mask=m_s, other=0, volatile=True)
+            b_heads = look(p_lse, WAIT)
     b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)  # [SPLITS_PAD, BD]
     if WAIT:
         while any_of(absent(b_words, tag, m_sd)):

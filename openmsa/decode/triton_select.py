@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from openmsa.block_topk.triton_topk import next_id, ordered
-from openmsa.decode.triton_words import absent, any_of, value_of
+from openmsa.decode.triton_words import absent, any_of, look, value_of
 
 LANES = tl.constexpr(32)
 
@@ -27,13 +27,13 @@ def no_words(REPS: tl.constexpr):
 
 
 @triton.jit
-def load_words(p_words, tag, low, high, num_blocks, REPS: tl.constexpr):
+def load_words(p_words, tag, low, high, num_blocks, REPS: tl.constexpr, WAIT: tl.constexpr):
     """Words of a row, REPS x [LANES], and whether some of low <= b < high have not come. Loads without a condition: they are
     issued together, where eight conditions would make the compiler wait for one before the next."""
     words = ()
     for r in tl.static_range(REPS):
         o_b = tl.minimum(r * LANES + tl.arange(0, LANES), num_blocks - 1)
-        words = words + (tl.load(p_words + o_b, volatile=True),)
+        words = words + (look(p_words + o_b, WAIT),)
     missing = tl.zeros([LANES], tl.int32)
     for r in tl.static_range(REPS):
         o_b = r * LANES + tl.arange(0, LANES)

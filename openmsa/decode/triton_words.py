@@ -58,6 +58,18 @@ def put(p_word, value, tag, mask, WAIT: tl.constexpr):
 
 
 @triton.jit
+def look(p_word, WAIT: tl.constexpr):
+    """Words as they are now. WAIT: whether writers run at the same time."""
+    if WAIT:
+        word = tl.inline_asm_elementwise(
+            "ld.relaxed.gpu.global.b64 $0, [$1];", "=l,l", [p_word], dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
+        word = tl.load(p_word)
+    return word
+
+
+@triton.jit
 def absent(word, tag, mask):
     """Not 0 where a word that must come has not come yet."""
     return tl.where(mask, (word >> 32).to(tl.int32) ^ tag, 0)

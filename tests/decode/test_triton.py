@@ -29,7 +29,7 @@ def _select_kernel(
 ):  # fmt: skip
     low = tl.minimum(seen, INIT)
     high = tl.maximum(seen - LOCAL, low)
-    row, _ = load_words(words, tl.full([], 1, tl.int32), low, high, num_blocks, REPS)
+    row, _ = load_words(words, tl.full([], 1, tl.int32), low, high, num_blocks, REPS, False)
     o_k = tl.arange(0, TOPK)
     tl.store(out + o_k, chosen_ids(select(row, seen, REPS, TOPK, INIT, LOCAL), o_k, REPS, False))
 
