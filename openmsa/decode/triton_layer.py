@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.decode.triton_select import chosen_ids, load_words, no_words, select
-from openmsa.decode.triton_words import absent, any_of, arrived, draw, fetch_ahead, look, put, value_of
+from openmsa.decode.triton_words import absent, any_of, arrived, draw, fetch_ahead, look, put, put_pairs, value_of
 from openmsa.index_branch.triton_products import block_maxima
 from openmsa.index_branch.triton_tiles import load_rows, tile_start
 from openmsa.sparse_attention.triton_decode_tiles import first_keys, store_rows, walk
@@ -190,8 +190,10 @@ def attend_share(
     else:
         o_p = ((i_t * HEADS + i_h) * G + o_r) * SPLITS + i_s
         b_part = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
-        p_part = part + o_p[:, None].to(tl.int64) * D + o_d[None, :]
-        put(p_part, b_part, tag, m_r[:, None] & (o_d < D)[None, :], WAIT)
+        o_c = tl.arange(0, BD // 2) * 2  # D is even
+        p_part = part + o_p[:, None].to(tl.int64) * D + o_c[None, :]
+        b_even, b_odd = tl.split(b_part.reshape(BM, BD // 2, 2))
+        put_pairs(p_part, b_even, b_odd, tag, m_r[:, None] & (o_c < D)[None, :], WAIT)
         put(part_lse + o_p, b_m + tl.log2(b_z), tag, m_r, WAIT)
     if (i_s == 0) & (i_h < INDEX_HEADS) & (i_p % ROW_TILES == 0):  # last: nothing waits for it
         o_k = tl.arange(0, TOPK_PAD)

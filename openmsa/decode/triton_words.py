@@ -41,9 +41,14 @@ def fetch_ahead(p, mask):
 
 
 @triton.jit
+def _word(value, tag):
+    return (tag.to(tl.int64) << 32) | (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
 def put(p_word, value, tag, mask, WAIT: tl.constexpr):
     """Writes float32 values with the launch's number. WAIT: whether readers run at the same time."""
-    word = (tag.to(tl.int64) << 32) | (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    word = _word(value, tag)
     if WAIT:
         tl.inline_asm_elementwise(
             "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0;}",
@@ -55,6 +60,24 @@ def put(p_word, value, tag, mask, WAIT: tl.constexpr):
         )
     else:
         tl.store(p_word, word, mask=mask)
+
+
+@triton.jit
+def put_pairs(p_word, first, second, tag, mask, WAIT: tl.constexpr):
+    """`put` of two words that lie together, at addresses that are multiples of 16 bytes."""
+    a, b = _word(first, tag), _word(second, tag)
+    if WAIT:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.s32 p, $4, 0; @p st.relaxed.gpu.global.v2.b64 [$1], {$2, $3}; mov.b32 $0, 0;}",
+            "=r,l,l,l,r",
+            [p_word, a, b, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(p_word, a, mask=mask)
+        tl.store(p_word + 1, b, mask=mask)
 
 
 @triton.jit
