@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.decode.triton_select import chosen_ids, load_words, no_words, select
+from openmsa.decode.triton_select import LANES, chosen_ids, load_words, no_words, select
 from openmsa.decode.triton_words import absent, any_of, arrived, draw, fetch_ahead, look, put, put_pairs, value_of
 from openmsa.index_branch.triton_products import block_maxima
 from openmsa.index_branch.triton_tiles import load_rows, tile_start
@@ -171,6 +171,11 @@ def attend_share(
     # The whole row, so that pages of selected blocks then come from the L1 cache; a bound as good as num_pages is its use.
     end_page = tl.max(tl.where(b_table < num_pages, b_table, -1), 0) + 1
     b_q = arrived(b_q, WAIT)
+    if WAIT and REPS > 1:  # one word a lane, about the last to come: programs that ask for all at a time crowd the L2 cache
+        o_b = tl.maximum(high - LANES, low) + tl.arange(0, LANES)
+        missing = True
+        while missing:
+            missing = any_of(absent(look(p_w + tl.minimum(o_b, num_blocks - 1), WAIT), tag, o_b < high))
     b_words, missing = no_words(REPS), True
     while missing:
         b_words, missing = load_words(p_w, tag, low, high, num_blocks, REPS, WAIT)
