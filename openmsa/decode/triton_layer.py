@@ -5,7 +5,8 @@
 Three kinds of programs, in the order of their tickets (see `openmsa.decode.triton_words`). Scoring: a share of one sequence's
 blocks for one index key head and all its rows. Attention: one token, KV head and split; while the scores are made it loads its
 queries, then selects for itself (every program of a row finds the same blocks) and reads its tiles of them. Merge: one token
-and query head. Latency bounds it: a launch costs more than what is computed, and so does a flag behind a fence.
+and query head, or half of its columns. Latency bounds it: a launch costs more than what is computed, and so does a flag behind
+a fence.
 """
 
 from __future__ import annotations
@@ -208,10 +209,12 @@ def attend_share(
 @triton.jit
 def merge_share(
     i, part, part_lse, tag, out, lse, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
-    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, WAIT: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    MERGE_PARTS: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """The output of token i // HEADS and query head i % HEADS."""
-    o_s, o_d = tl.arange(0, SPLITS_PAD), tl.arange(0, BD)
+    """One of MERGE_PARTS parts of the output of a token and query head."""
+    i_part, i = i % MERGE_PARTS, i // MERGE_PARTS
+    o_s, o_d = tl.arange(0, SPLITS_PAD), i_part * (BD // MERGE_PARTS) + tl.arange(0, BD // MERGE_PARTS)
     m_s = o_s < SPLITS
     m_sd = m_s[:, None] & (o_d < D)[None, :]
     p_lse = part_lse + i * SPLITS + tl.minimum(o_s, SPLITS - 1)
@@ -232,7 +235,7 @@ def merge_share(
     b_out = tl.sum(b_part * b_w[:, None], 0) / tl.where(b_z == 0, 1.0, b_z)
     i_t, i_h = (i // HEADS).to(tl.int64), i % HEADS
     tl.store(out + i_t * stride_ot + i_h * stride_oh + o_d * stride_od, b_out.to(out.dtype.element_ty), mask=o_d < D)
-    tl.store(lse + i_t * stride_lt + i_h * stride_lh, (b_m + tl.log2(b_z)) * 0.6931471805599453)
+    tl.store(lse + i_t * stride_lt + i_h * stride_lh, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=i_part == 0)
 
 
 RUNTIME_NUMBERS = [
@@ -257,7 +260,7 @@ def layer_kernel(
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, INIT: tl.constexpr,
     LOCAL: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PAGES_PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BD: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, REPS: tl.constexpr,
-    STAGES: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
+    MERGE_PARTS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs). index_keys: key_pool, or its descriptor for the copy engine. KIND: EVERY, or the one kind of programs
     that this launch is, which then waits for nothing. FETCH: `fetch_share` before waiting for the kernel in front."""
@@ -300,5 +303,5 @@ def layer_kernel(
     else:
         merge_share(
             i - scoring - attending, part, part_lse, tag, out, lse, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
-            HEADS * G, D, BD, SPLITS, SPLITS_PAD, WAIT,
+            HEADS * G, D, BD, SPLITS, SPLITS_PAD, MERGE_PARTS, WAIT,
         )  # fmt: skip

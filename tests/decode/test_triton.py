@@ -115,14 +115,14 @@ def _config(sizes, batch, keys, tiles, share):
         score_splits=-(-total // share),
         scoring=batch * -(-total // share),
         attending=tokens * sizes.num_kv_heads * row_tiles * splits,
-        merging=tokens * sizes.num_q_heads if splits > 1 else 0,
+        merging=tokens * sizes.num_q_heads * base.merge_parts if splits > 1 else 0,
     )
 
 
 def test_the_choice_is_a_pure_function_of_sizes():
     hopper = COMPILE_TARGETS[90]
     one = configure(1, M3, hopper)
-    assert (one.scoring, one.attending, one.merging, one.attend.keys, one.attend.tiles) == (256, 128, 64, 64, 1)
+    assert (one.scoring, one.attending, one.merging, one.attend.keys, one.attend.tiles) == (256, 128, 128, 64, 1)
     assert [configure(b, M3, hopper) is not None for b in (1, 2, 4, 8, 32)] == [True, True, True, False, False]
     assert configure(1, dataclasses.replace(M3, num_blocks=512), hopper) is None
     assert configure(1, dataclasses.replace(M3, page_size=16), hopper) is None
