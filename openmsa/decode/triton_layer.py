@@ -223,14 +223,14 @@ def merge_share(
     if WAIT:
         while any_of(absent(b_heads, tag, m_s)):
             b_heads = look(p_lse, WAIT)
-    b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)  # [SPLITS_PAD, BD]
-    if WAIT:
-        while any_of(absent(b_words, tag, m_sd)):
-            b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)
-    b_lse = value_of(b_heads, m_s)
+    b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)  # [SPLITS_PAD, BD // MERGE_PARTS]
+    b_lse = value_of(b_heads, m_s)  # what needs no partials is computed while they are on their way
     b_m = tl.max(b_lse, 0)
     b_w = tl.exp2(b_lse - tl.where(b_m == float("-inf"), 0.0, b_m))
     b_z = tl.sum(b_w, 0)
+    if WAIT:
+        while any_of(absent(b_words, tag, m_sd)):
+            b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)
     b_part = tl.where(m_sd, b_words.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
     b_out = tl.sum(b_part * b_w[:, None], 0) / tl.where(b_z == 0, 1.0, b_z)
     i_t, i_h = (i // HEADS).to(tl.int64), i % HEADS
