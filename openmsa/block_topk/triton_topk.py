@@ -56,11 +56,15 @@ def value_of(key):
 @triton.jit
 def popcount(x):
     """Set bits of int32."""
-    x = x.to(tl.uint32, bitcast=True)
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int32, bitcast=True)
+    if _ASM:
+        count = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        x = x.to(tl.uint32, bitcast=True)
+        x = x - ((x >> 1) & 0x55555555)
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F
+        count = ((x * 0x01010101) >> 24).to(tl.int32, bitcast=True)
+    return count
 
 
 @triton.jit

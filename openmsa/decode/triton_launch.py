@@ -46,7 +46,7 @@ class Sizes:
 @dataclass(frozen=True)
 class Config:
     """attend: of the attention programs. score_tiles: key tiles a scoring program. rows: its (token, head) rows, padded.
-    reps: scores of a row that a thread holds. merging: whether there are splits to merge."""
+    reps: scores of a row that a thread holds. merging: programs that merge splits, `merge_parts` an output."""
 
     attend: triton_decode.Config
     score_tiles: int
@@ -57,6 +57,7 @@ class Config:
     scoring: int
     attending: int
     merging: int
+    merge_parts: int
 
     @property
     def programs(self) -> int:
@@ -73,7 +74,8 @@ def configure(batch: int, sizes: Sizes, device: Device) -> Config | None:
         return None
     if attending > device.num_sms or outputs > MAX_ROWS * device.num_sms:
         return None
-    merging = outputs if attend.splits > 1 else 0
+    merge_parts = 2 if 2 * outputs <= device.num_sms else 1
+    merging = outputs * merge_parts if attend.splits > 1 else 0
     tiles, walks = tile.count(sizes.num_blocks), batch * sizes.index_key_heads
     room = max(RESIDENT * device.num_sms - attending - merging, device.num_sms)
     share = triton.cdiv(triton.cdiv(tiles * walks, room), tile.parts) * tile.parts
@@ -81,7 +83,7 @@ def configure(batch: int, sizes: Sizes, device: Device) -> Config | None:
     rows = max(16, triton.next_power_of_2(sizes.new_tokens * sizes.index_heads // sizes.index_key_heads))
     reps = max(triton.next_power_of_2(sizes.num_blocks) // LANES.value, 1)
     stages = 1 if share == 1 else 3
-    return Config(attend, share, splits, stages, rows, reps, walks * splits, attending, merging)
+    return Config(attend, share, splits, stages, rows, reps, walks * splits, attending, merging, merge_parts)
 
 
 def attend_config(batch: int, sizes: Sizes, device: Device) -> tuple[triton_decode.Config, int]:
@@ -220,6 +222,7 @@ def constants(config: Config, sizes: Sizes) -> dict[str, int | bool]:
         "INIT": sizes.init_blocks,
         "LOCAL": sizes.local_blocks,
         "PAGE": sizes.page_size,
+        "PAGES_PAD": triton.next_power_of_2(triton.cdiv(sizes.num_blocks * sizes.block_size, sizes.page_size)),
         "BM": attend.rows,
         "BN": attend.keys,
         "BD": triton.next_power_of_2(sizes.head_dim),
@@ -227,5 +230,6 @@ def constants(config: Config, sizes: Sizes) -> dict[str, int | bool]:
         "SPLITS": splits,
         "SPLITS_PAD": triton.next_power_of_2(splits),
         "REPS": config.reps,
+        "MERGE_PARTS": config.merge_parts,
         "STAGES": attend.num_stages,
     }

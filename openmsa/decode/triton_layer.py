@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: MIT
+# ruff: noqa: RUF005 (kernels know no unpacking)
 """A decode layer of a small batch in one launch: scoring, selection, attention and merge.
 
 Three kinds of programs, in the order of their tickets (see `openmsa.decode.triton_words`). Scoring: a share of one sequence's
 blocks for one index key head and all its rows. Attention: one token, KV head and split; while the scores are made it loads its
 queries, then selects for itself (every program of a row finds the same blocks) and reads its tiles of them. Merge: one token
-and query head. Latency bounds it: a launch costs more than what is computed, and so does a flag behind a fence.
+and query head, or half of its columns. Latency bounds it: a launch costs more than what is computed, and so does a flag behind
+a fence.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.decode.triton_select import chosen_ids, load_words, no_words, select
-from openmsa.decode.triton_words import absent, arrived, draw, fetch_ahead, put, value_of
+from openmsa.decode.triton_select import LANES, chosen_ids, load_words, no_words, select
+from openmsa.decode.triton_words import absent, any_of, arrived, draw, fetch_ahead, look, put, put_pairs, value_of
 from openmsa.index_branch.triton_products import block_maxima
 from openmsa.index_branch.triton_tiles import load_rows, tile_start
 from openmsa.sparse_attention.triton_decode_tiles import first_keys, store_rows, walk
@@ -23,26 +25,73 @@ EVERY, SCORE, ATTEND, MERGE = (tl.constexpr(i) for i in range(4))  # kinds of pr
 
 
 @triton.jit
+def pages_ahead(
+    i, index_table, index_capacity, scoring, splits, tiles, stride_itb,
+    INDEX_KEY_HEADS: tl.constexpr, INDEX_PAGE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
+    PARTS: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """Pages of the tiles of scoring program i as the table has them now, -1 where there is none, for `fetch_share`."""
+    pages = ()
+    for u in tl.static_range(SHARE):
+        i_k = tile_start(i % splits * tiles + u, BLOCK, KEYS, SUB, PARTS)
+        p_page = index_table + (i // splits // INDEX_KEY_HEADS).to(tl.int64) * stride_itb + i_k // INDEX_PAGE
+        exists = (i < scoring) & (u < tiles) & (i_k < index_capacity)
+        pages = pages + (tl.load(p_page, mask=exists, other=-1, cache_modifier=".cg"),)  # not into the L1, which would keep it
+    return pages
+
+
+@triton.jit
 def fetch_share(
-    i, index_keys, index_table, index_pages, index_capacity, splits, tiles, stride_ip, stride_ih, stride_in, stride_itb,
+    i, pages, index_keys, index_pages, splits, tiles, stride_ip, stride_ih, stride_in,
     INDEX_KEY_HEADS: tl.constexpr, DIM: tl.constexpr, INDEX_PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Brings the index keys of a scoring program closer while the kernel in front still runs. No value is used that may yet
     change: a page table that does costs a useless fetch inside the pool."""
     LINES: tl.constexpr = (DIM * index_keys.dtype.element_ty.primitive_bitwidth // 8 + 127) // 128
-    i_split, i_s, i_h = i % splits, i // splits // INDEX_KEY_HEADS, i // splits % INDEX_KEY_HEADS
+    i_h = i // splits % INDEX_KEY_HEADS
     o_n = tl.arange(0, TILE)
     for u in tl.static_range(SHARE):
-        i_k = tile_start(i_split * tiles + u, BLOCK, KEYS, SUB, PARTS)
-        exists = (u < tiles) & (i_k < index_capacity)
-        p_page = index_table + i_s.to(tl.int64) * stride_itb + i_k // INDEX_PAGE
-        i_page = tl.load(p_page, mask=exists, other=-1, cache_modifier=".cg")  # not into the L1 cache, which would keep it
-        exists = exists & (i_page >= 0) & (i_page < index_pages)
+        i_k, i_page = tile_start(i % splits * tiles + u, BLOCK, KEYS, SUB, PARTS), pages[u]
+        exists = (i_page >= 0) & (i_page < index_pages)
         p_k = index_keys + i_page.to(tl.int64) * stride_ip + i_h.to(tl.int64) * stride_ih
         for line in tl.static_range(LINES):
             p_line = p_k + (i_k % INDEX_PAGE + o_n).to(tl.int64) * stride_in + line * (DIM // LINES)
             fetch_ahead(p_line, tl.full([TILE], 1, tl.int1) & exists)
+
+
+@triton.jit
+def score_tile(
+    i_t, i_page, best, b_q, i_last, index_keys, i_h, n_k, p_w, m_row, tag, num_blocks, index_pages, stride_ip, stride_ih,
+    stride_in, stride_id,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, INDEX_PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, TMA: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Words of the blocks of one tile. best: maxima of the part before, where a block has several, and then of this one."""
+    i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
+    if TMA:  # a page outside the pool reads as zeros
+        b_k = index_keys.load([i_page, i_h, i_k % INDEX_PAGE, 0]).reshape(TILE, DIM_PAD)
+    else:
+        o_d = tl.arange(0, DIM_PAD)
+        o_n = i_k % INDEX_PAGE + tl.arange(0, TILE)
+        m_k = (i_k + tl.arange(0, TILE) < n_k) & (i_page >= 0) & (i_page < index_pages)
+        p_k = index_keys + i_page.to(tl.int64) * stride_ip + i_h.to(tl.int64) * stride_ih + o_n.to(tl.int64) * stride_in
+        b_k = tl.load(p_k[:, None] + (o_d * stride_id)[None, :], mask=m_k[:, None] & (o_d < DIM)[None, :], other=0)
+    if SHARE == 1:  # the queries need not be here before the keys are asked for
+        b_q = arrived(b_q, WAIT)
+    m = block_maxima(tl.dot(b_k, b_q.T), i_k, i_last, TILE, KEYS, SUB, True, True)
+    if PARTS == 2:
+        m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
+        best = m
+    m = tl.where(m > float("-inf"), m, float("-inf"))
+    if SUB > 1:
+        o_b = i_t * SUB + tl.arange(0, SUB)
+        put(p_w[:, None] + o_b[None, :], m, tag, m_row[:, None] & (o_b < num_blocks)[None, :], WAIT)
+    elif PARTS == 1:
+        put(p_w + i_t, m, tag, m_row, WAIT)
+    else:
+        put(p_w + i_t // 2, m, tag, m_row & (i_t % 2 == 1), WAIT)
+    return best
 
 
 @triton.jit
@@ -63,7 +112,6 @@ def score_share(
     b_page = tl.load(p_page, mask=(b_start < index_capacity) & (o_u < tiles), other=-1)  # needs no length
     length = tl.load(index_lens + i_s)
     o_r = tl.arange(0, ROWS)
-    o_d = tl.arange(0, DIM_PAD)
     m_row = o_r < queries * GROUP
     q = index_q + (i_s * queries).to(tl.int64) * stride_iqt
     b_q = load_rows(q, o_r, queries, i_h * GROUP, stride_iqt, stride_iqh, stride_iqd, GROUP, DIM, DIM_PAD)
@@ -72,29 +120,20 @@ def score_share(
     last = tl.minimum(tiles, tl.cdiv(tl.maximum(n_k, 0), BLOCK * SUB) * PARTS - first)
     p_w = words + ((i_s * queries + o_r // GROUP).to(tl.int64) * INDEX_HEADS + i_h * GROUP + o_r % GROUP) * num_blocks
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
-    for u in tl.range(0, last, num_stages=STAGES):
-        i_t = first + u
-        i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
-        i_page = tl.sum(tl.where(o_u == u, b_page, 0), 0)
-        if TMA:  # a page outside the pool reads as zeros
-            b_k = index_keys.load([i_page, i_h, i_k % INDEX_PAGE, 0]).reshape(TILE, DIM_PAD)
-        else:
-            o_n = i_k % INDEX_PAGE + tl.arange(0, TILE)
-            m_k = (i_k + tl.arange(0, TILE) < n_k) & (i_page >= 0) & (i_page < index_pages)
-            p_k = index_keys + i_page.to(tl.int64) * stride_ip + i_h.to(tl.int64) * stride_ih + o_n.to(tl.int64) * stride_in
-            b_k = tl.load(p_k[:, None] + (o_d * stride_id)[None, :], mask=m_k[:, None] & (o_d < DIM)[None, :], other=0)
-        m = block_maxima(tl.dot(b_k, b_q.T), i_k, i_last, TILE, KEYS, SUB, True, True)
-        if PARTS == 2:
-            m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
-            best = m
-        m = tl.where(m > float("-inf"), m, float("-inf"))
-        if SUB > 1:
-            o_b = i_t * SUB + tl.arange(0, SUB)
-            put(p_w[:, None] + o_b[None, :], m, tag, m_row[:, None] & (o_b < num_blocks)[None, :], WAIT)
-        elif PARTS == 1:
-            put(p_w + i_t, m, tag, m_row, WAIT)
-        else:
-            put(p_w + i_t // 2, m, tag, m_row & (i_t % 2 == 1), WAIT)
+    if SHARE == 1:  # no loop, before which the queries would have to arrive
+        if last > 0:
+            score_tile(
+                first, tl.sum(b_page, 0), best, b_q, i_last, index_keys, i_h, n_k, p_w, m_row, tag, num_blocks, index_pages,
+                stride_ip, stride_ih, stride_in, stride_id,
+                DIM, DIM_PAD, INDEX_PAGE, BLOCK, TILE, KEYS, SUB, PARTS, SHARE, TMA, WAIT,
+            )  # fmt: skip
+    else:
+        for u in tl.range(0, last, num_stages=STAGES):
+            best = score_tile(
+                first + u, tl.sum(tl.where(o_u == u, b_page, 0), 0), best, b_q, i_last, index_keys, i_h, n_k, p_w, m_row, tag,
+                num_blocks, index_pages, stride_ip, stride_ih, stride_in, stride_id,
+                DIM, DIM_PAD, INDEX_PAGE, BLOCK, TILE, KEYS, SUB, PARTS, SHARE, TMA, WAIT,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -105,8 +144,9 @@ def attend_share(
     stride_tb, stride_tp, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
     HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
-    INIT: tl.constexpr, LOCAL: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, REPS: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr,
+    INIT: tl.constexpr, LOCAL: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PAGES_PAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, REPS: tl.constexpr,
+    STAGES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Partial words of one split, [tokens, q heads, SPLITS, D], or the output itself when there is one split."""
     ROW_TILES: tl.constexpr = (G + BM - 1) // BM
@@ -126,19 +166,24 @@ def attend_share(
     i_row = i_t * INDEX_HEADS + (i_h if INDEX_HEADS > 1 else 0)
     p_w = words + i_row.to(tl.int64) * num_blocks
     low, high = tl.minimum(n_blocks, INIT), tl.maximum(n_blocks - LOCAL, tl.minimum(n_blocks, INIT))
+    p_table = table + i_b.to(tl.int64) * stride_tb
+    o_p = tl.arange(0, PAGES_PAD)
+    b_table = tl.load(p_table + o_p * stride_tp, mask=o_p * PAGE < capacity, other=-1)
+    # The whole row, so that pages of selected blocks then come from the L1 cache; a bound as good as num_pages is its use.
+    end_page = tl.max(tl.where(b_table < num_pages, b_table, -1), 0) + 1
     b_q = arrived(b_q, WAIT)
-    b_words, missing = no_words(REPS), 1
-    while missing > 0:
-        b_words, missing = load_words(p_w, tag, low, high, REPS)
+    if WAIT and REPS > 1:  # one word a lane, about the last to come: programs that ask for all at a time crowd the L2 cache
+        o_b = tl.maximum(high - LANES, low) + tl.arange(0, LANES)
+        missing = True
+        while missing:
+            missing = any_of(absent(look(p_w + tl.minimum(o_b, num_blocks - 1), WAIT), tag, o_b < high))
+    b_words, missing = no_words(REPS), True
+    while missing:
+        b_words, missing = load_words(p_w, tag, low, high, num_blocks, REPS, WAIT)
     b_rows = select(b_words, n_blocks, REPS, TOPK, INIT, LOCAL)
-    o_k = tl.arange(0, TOPK_PAD)
-    if (i_s == 0) & (i_h < INDEX_HEADS) & (i_p % ROW_TILES == 0):
-        tl.store(blocks + i_row.to(tl.int64) * TOPK + o_k, chosen_ids(b_rows, o_k, REPS), mask=o_k < TOPK)
-
     b_u = i_s * TILES + tl.arange(0, TILES)
     b_id = tl.where(b_u < TOPK * PER, chosen_ids(b_rows, b_u // PER, REPS), -1)
-    p_table = table + i_b.to(tl.int64) * stride_tb
-    b_first, b_page = first_keys(b_u, b_id, p_table, stride_tp, n_k, n_blocks, num_pages, BLOCK, PAGE, BN)
+    b_first, b_page = first_keys(b_u, b_id, p_table, stride_tp, n_k, n_blocks, end_page, BLOCK, PAGE, BN)
     b_acc, b_m, b_z = walk(
         b_q, k + i_h.to(tl.int64) * stride_kh, v + i_h.to(tl.int64) * stride_vh, b_first, b_page, blocks, 1, p_table, stride_tp,
         i_s, tiles, 0, n_k, n_blocks, num_pages, scale, stride_kp, stride_kn, stride_kd, stride_vp, stride_vn, stride_vd,
@@ -151,39 +196,46 @@ def attend_share(
     else:
         o_p = ((i_t * HEADS + i_h) * G + o_r) * SPLITS + i_s
         b_part = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
-        p_part = part + o_p[:, None].to(tl.int64) * D + o_d[None, :]
-        put(p_part, b_part, tag, m_r[:, None] & (o_d < D)[None, :], WAIT)
+        o_c = tl.arange(0, BD // 2) * 2  # D is even
+        p_part = part + o_p[:, None].to(tl.int64) * D + o_c[None, :]
+        b_even, b_odd = tl.split(b_part.reshape(BM, BD // 2, 2))
+        put_pairs(p_part, b_even, b_odd, tag, m_r[:, None] & (o_c < D)[None, :], WAIT)
         put(part_lse + o_p, b_m + tl.log2(b_z), tag, m_r, WAIT)
+    if (i_s == 0) & (i_h < INDEX_HEADS) & (i_p % ROW_TILES == 0):  # last: nothing waits for it
+        o_k = tl.arange(0, TOPK_PAD)
+        tl.store(blocks + i_row.to(tl.int64) * TOPK + o_k, chosen_ids(b_rows, o_k, REPS), mask=o_k < TOPK)
 
 
 @triton.jit
 def merge_share(
     i, part, part_lse, tag, out, lse, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
-    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, WAIT: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    MERGE_PARTS: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """The output of token i // HEADS and query head i % HEADS."""
-    o_s, o_d = tl.arange(0, SPLITS_PAD), tl.arange(0, BD)
+    """One of MERGE_PARTS parts of the output of a token and query head."""
+    i_part, i = i % MERGE_PARTS, i // MERGE_PARTS
+    o_s, o_d = tl.arange(0, SPLITS_PAD), i_part * (BD // MERGE_PARTS) + tl.arange(0, BD // MERGE_PARTS)
     m_s = o_s < SPLITS
     m_sd = m_s[:, None] & (o_d < D)[None, :]
-    p_lse = part_lse + i * SPLITS + o_s
-    p_part = part + (i * SPLITS + o_s[:, None]).to(tl.int64) * D + o_d[None, :]
-    b_heads = tl.load(p_lse, mask=m_s, other=0, volatile=True)
+    p_lse = part_lse + i * SPLITS + tl.minimum(o_s, SPLITS - 1)
+    p_part = part + i.to(tl.int64) * (SPLITS * D) + (o_s[:, None] * D + o_d[None, :])
+    b_heads = look(p_lse, WAIT)
     if WAIT:
-        while tl.sum(absent(b_heads, tag, m_s), 0) > 0:
-            b_heads = tl.load(p_lse, mask=m_s, other=0, volatile=True)
-    b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)  # [SPLITS_PAD, BD]
-    if WAIT:
-        while tl.sum(tl.sum(absent(b_words, tag, m_sd), 1), 0) > 0:
-            b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)
-    b_lse = value_of(b_heads, m_s)
+        while any_of(absent(b_heads, tag, m_s)):
+            b_heads = look(p_lse, WAIT)
+    b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)  # [SPLITS_PAD, BD // MERGE_PARTS]
+    b_lse = value_of(b_heads, m_s)  # what needs no partials is computed while they are on their way
     b_m = tl.max(b_lse, 0)
     b_w = tl.exp2(b_lse - tl.where(b_m == float("-inf"), 0.0, b_m))
     b_z = tl.sum(b_w, 0)
+    if WAIT:
+        while any_of(absent(b_words, tag, m_sd)):
+            b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)
     b_part = tl.where(m_sd, b_words.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
     b_out = tl.sum(b_part * b_w[:, None], 0) / tl.where(b_z == 0, 1.0, b_z)
     i_t, i_h = (i // HEADS).to(tl.int64), i % HEADS
     tl.store(out + i_t * stride_ot + i_h * stride_oh + o_d * stride_od, b_out.to(out.dtype.element_ty), mask=o_d < D)
-    tl.store(lse + i_t * stride_lt + i_h * stride_lh, (b_m + tl.log2(b_z)) * 0.6931471805599453)
+    tl.store(lse + i_t * stride_lt + i_h * stride_lh, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=i_part == 0)
 
 
 RUNTIME_NUMBERS = [
@@ -206,21 +258,26 @@ def layer_kernel(
     TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr,
     TMA: tl.constexpr, SCORE_STAGES: tl.constexpr,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, INIT: tl.constexpr,
-    LOCAL: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    TILES: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, REPS: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
+    LOCAL: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PAGES_PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, REPS: tl.constexpr,
+    MERGE_PARTS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs). index_keys: key_pool, or its descriptor for the copy engine. KIND: EVERY, or the one kind of programs
     that this launch is, which then waits for nothing. FETCH: `fetch_share` before waiting for the kernel in front."""
     WAIT: tl.constexpr = KIND == 0
     if WAIT:
+        if FETCH:  # by place in the grid, which is known before the ticket: every share is fetched by some program
+            ahead = tl.program_id(0)
+            pages = pages_ahead(
+                ahead, index_table, index_capacity, scoring, score_splits, score_tiles, stride_itb,
+                INDEX_KEY_HEADS, INDEX_PAGE, BLOCK, KEYS, SUB, PARTS, SHARE,
+            )  # fmt: skip
         i, tag = draw(counter, programs)
         if PDL:  # tickets are drawn before the next launch may start, and nothing is read before the last one has ended
             gdc_launch_dependents()
-            if FETCH and i < scoring:
+            if FETCH and ahead < scoring:
                 fetch_share(
-                    i, key_pool, index_table, index_pages, index_capacity, score_splits, score_tiles,
-                    stride_ip, stride_ih, stride_in, stride_itb,
+                    ahead, pages, key_pool, index_pages, score_splits, score_tiles, stride_ip, stride_ih, stride_in,
                     INDEX_KEY_HEADS, DIM, INDEX_PAGE, BLOCK, TILE, KEYS, SUB, PARTS, SHARE,
                 )  # fmt: skip
             gdc_wait()
@@ -240,10 +297,11 @@ def layer_kernel(
             num_pages, capacity, tiles, stride_qt, stride_qh, stride_qd, stride_kp, stride_kh, stride_kn, stride_kd,
             stride_vp, stride_vh, stride_vn, stride_vd, stride_tb, stride_tp, stride_ot, stride_oh, stride_od, stride_lt,
             stride_lh,
-            HEADS, INDEX_HEADS, G, D, TOPK, TOPK_PAD, INIT, LOCAL, BLOCK, PAGE, BM, BN, BD, TILES, SPLITS, REPS, STAGES, WAIT,
+            HEADS, INDEX_HEADS, G, D, TOPK, TOPK_PAD, INIT, LOCAL, BLOCK, PAGE, PAGES_PAD, BM, BN, BD, TILES, SPLITS, REPS,
+            STAGES, WAIT,
         )  # fmt: skip
     else:
         merge_share(
             i - scoring - attending, part, part_lse, tag, out, lse, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
-            HEADS * G, D, BD, SPLITS, SPLITS_PAD, WAIT,
+            HEADS * G, D, BD, SPLITS, SPLITS_PAD, MERGE_PARTS, WAIT,
         )  # fmt: skip

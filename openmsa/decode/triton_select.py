@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from openmsa.block_topk.triton_topk import next_id, ordered, popcount
-from openmsa.decode.triton_words import absent, value_of
+from openmsa.decode.triton_words import absent, any_of, look, value_of
 
 LANES = tl.constexpr(32)
 
@@ -27,17 +27,18 @@ def no_words(REPS: tl.constexpr):
 
 
 @triton.jit
-def load_words(p_words, tag, low, high, REPS: tl.constexpr):
-    """Words low <= b < high of a row, REPS x [LANES], and how many have not come."""
+def load_words(p_words, tag, low, high, num_blocks, REPS: tl.constexpr, WAIT: tl.constexpr):
+    """Words of a row, REPS x [LANES], and whether some of low <= b < high have not come. Loads without a condition: they are
+    issued together, where eight conditions would make the compiler wait for one before the next."""
     words = ()
+    for r in tl.static_range(REPS):
+        o_b = tl.minimum(r * LANES + tl.arange(0, LANES), num_blocks - 1)
+        words = words + (look(p_words + o_b, WAIT),)
     missing = tl.zeros([LANES], tl.int32)
     for r in tl.static_range(REPS):
         o_b = r * LANES + tl.arange(0, LANES)
-        m_b = (o_b >= low) & (o_b < high)
-        word = tl.load(p_words + o_b, mask=m_b, other=0, volatile=True)
-        missing += absent(word, tag, m_b)
-        words = words + (word,)
-    return words, tl.sum(missing, 0)
+        missing |= absent(words[r], tag, (o_b >= low) & (o_b < high))
+    return words, any_of(missing)
 
 
 @triton.jit
@@ -59,6 +60,15 @@ def _counts(xs, t1, t2, t3, REPS: tl.constexpr):
 
 
 @triton.jit
+def _count(xs, threshold, REPS: tl.constexpr):
+    """How many reach one threshold."""
+    n = tl.zeros([LANES], tl.int32)
+    for r in tl.static_range(REPS):
+        n += (xs[r] >= threshold).to(tl.int32)
+    return tl.sum(n, 0)
+
+
+@triton.jit
 def _between(low, high, PART: tl.constexpr, rounds):
     """A threshold low < t < high, so many quarters of the way: between the values first, then between the bits."""
     middle = low
@@ -75,16 +85,17 @@ def _between(low, high, PART: tl.constexpr, rounds):
 def _best(xs, REPS: tl.constexpr, GOAL: tl.constexpr):
     """Flags of the GOAL best of xs (fewer when fewer are above -inf); ties go to the lower id. xs: `ordered` int32."""
     NOTHING: tl.constexpr = -2139095041  # -inf
-    lowest = tl.where(xs[0] > NOTHING, xs[0], 0x7F800000)  # of those above -inf
-    highest = xs[0]
+    columns = xs[0]
     for r in tl.static_range(1, REPS):
-        lowest = tl.minimum(lowest, tl.where(xs[r] > NOTHING, xs[r], 0x7F800000))
-        highest = tl.maximum(highest, xs[r])
-    low, high = tl.min(lowest, 0), tl.max(highest, 0) + 1
-    if GOAL < LANES:  # a lane's best reaches the smallest of all lanes' best
-        columns = tl.min(highest, 0)
-        low = tl.where(columns > NOTHING, columns, low)
-    count = _counts(xs, low, low, low, REPS) & 1023
+        columns = tl.maximum(columns, xs[r])
+    low, high = tl.min(columns, 0), tl.max(columns, 0) + 1
+    count = LANES + 0  # or more reach the smallest of all lanes' best
+    if (low <= NOTHING) | (GOAL >= LANES):
+        lowest = tl.full([LANES], 0x7F800000, tl.int32)  # of those above -inf
+        for r in tl.static_range(REPS):
+            lowest = tl.minimum(lowest, tl.where(xs[r] > NOTHING, xs[r], 0x7F800000))
+        low = tl.min(lowest, 0)
+        count = _count(xs, low, REPS)
     rounds = 0
     while (count > GOAL) & (low + 1 < high):
         t1, t2, t3 = _between(low, high, 1, rounds), _between(low, high, 2, rounds), _between(low, high, 3, rounds)
@@ -98,7 +109,7 @@ def _best(xs, REPS: tl.constexpr, GOAL: tl.constexpr):
     if count > GOAL:  # equals at the threshold: the lowest ids among them
         above = _flags(xs, low + 1, REPS)
         tied = words ^ above
-        room = GOAL - (_counts(xs, low + 1, low + 1, low + 1, REPS) & 1023)
+        room = GOAL - _count(xs, low + 1, REPS)
         words = above
         while room > 0:
             _, rest = next_id(tied, LANES)
@@ -133,21 +144,20 @@ def select(words, seen, REPS: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constex
 @triton.jit
 def chosen_ids(rows, o_k, REPS: tl.constexpr):
     """The o_k-th lowest id of those in `rows` (see `select`); -1 past the last."""
-    before = 0
-    mask = tl.zeros_like(o_k)
-    base = tl.zeros_like(o_k)
-    rank = o_k
-    for r in tl.static_range(REPS):
-        count = popcount(rows[r])
-        here = (o_k >= before) & (o_k < before + count)
-        mask = tl.where(here, rows[r], mask)
-        base = tl.where(here, r * LANES, base)
-        rank = tl.where(here, o_k - before, rank)
-        before += count
-    place = tl.zeros_like(o_k)
+    mask = tl.zeros_like(o_k) + rows[0]
+    first, place = tl.zeros_like(o_k), tl.zeros_like(o_k)  # ids before this row, and where it starts
+    before = popcount(rows[0])
+    for r in tl.static_range(1, REPS):
+        later = o_k >= before
+        mask = tl.where(later, rows[r], mask)
+        first = tl.where(later, before, first)
+        place = tl.where(later, r * LANES, place)
+        before += popcount(rows[r])
+    rank = o_k - first
     for s in tl.static_range(5):
-        below = popcount((mask >> place) & ((1 << (16 >> s)) - 1))
+        below = popcount(mask & ((1 << (16 >> s)) - 1))
         up = rank >= below
+        mask = tl.where(up, mask >> (16 >> s), mask)
         place = tl.where(up, place + (16 >> s), place)
         rank = tl.where(up, rank - below, rank)
-    return tl.where(o_k < before, base + place, -1)
+    return tl.where(o_k < before, place, -1)

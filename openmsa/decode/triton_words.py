@@ -41,9 +41,14 @@ def fetch_ahead(p, mask):
 
 
 @triton.jit
+def _word(value, tag):
+    return (tag.to(tl.int64) << 32) | (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
 def put(p_word, value, tag, mask, WAIT: tl.constexpr):
     """Writes float32 values with the launch's number. WAIT: whether readers run at the same time."""
-    word = (tag.to(tl.int64) << 32) | (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    word = _word(value, tag)
     if WAIT:
         tl.inline_asm_elementwise(
             "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0;}",
@@ -58,9 +63,50 @@ def put(p_word, value, tag, mask, WAIT: tl.constexpr):
 
 
 @triton.jit
+def put_pairs(p_word, first, second, tag, mask, WAIT: tl.constexpr):
+    """`put` of two words that lie together, at addresses that are multiples of 16 bytes."""
+    a, b = _word(first, tag), _word(second, tag)
+    if WAIT:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.s32 p, $4, 0; @p st.relaxed.gpu.global.v2.b64 [$1], {$2, $3}; mov.b32 $0, 0;}",
+            "=r,l,l,l,r",
+            [p_word, a, b, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(p_word, a, mask=mask)
+        tl.store(p_word + 1, b, mask=mask)
+
+
+@triton.jit
+def look(p_word, WAIT: tl.constexpr):
+    """Words as they are now. WAIT: whether writers run at the same time."""
+    if WAIT:
+        word = tl.inline_asm_elementwise(
+            "ld.relaxed.gpu.global.b64 $0, [$1];", "=l,l", [p_word], dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
+        word = tl.load(p_word)
+    return word
+
+
+@triton.jit
 def absent(word, tag, mask):
-    """1 where a word that must come has not come yet."""
-    return (((word >> 32).to(tl.int32) != tag) & mask).to(tl.int32)
+    """Not 0 where a word that must come has not come yet."""
+    return tl.where(mask, (word >> 32).to(tl.int32) ^ tag, 0)
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def any_of(bits):
+    """Whether some element is not 0: one instruction an element, where counting flags takes several."""
+    return tl.reduce(bits, None, _either) != 0
 
 
 @triton.jit

@@ -72,8 +72,14 @@ def first_keys(
 
 @triton.jit
 def pick(x, i):
-    """Element i of a vector (i modulo its length: a loop's loads ahead may ask for more): one exchange inside a warp."""
-    return tl.sum(tl.gather(x, tl.full([1], i, tl.int32) % x.shape[0], 0), 0)
+    """Element i of a vector (i modulo its length: a loop's loads ahead may ask for more): one exchange inside a warp. The only
+    element is still looked for, because what does not depend on i leaves the loop, and its loads with it."""
+    if x.shape[0] == 1:
+        at = tl.arange(0, 1) == i
+        element = tl.sum(tl.where(at, x, 0), 0)
+    else:
+        element = tl.sum(tl.gather(x, tl.full([1], i, tl.int32) % x.shape[0], 0), 0)
+    return element
 
 
 @triton.jit
@@ -92,6 +98,7 @@ def walk(
     b_acc = tl.zeros([BM, BD], tl.float32)
     # `tiles` is TILES, unknown to the compiler: a loop of one tile is kept, and its keys and values arrive together.
     for u in tl.range(0, tiles, num_stages=STAGES):
+        p_k, p_v = k, v  # of the tile; offsets in it are 32 bits wide, so that an address is one addition
         if LOOKUP:
             o_c = (i_s * TILES + u) * BN + o_n  # place in the list of selected keys
             b_key_id = tl.load(p_ids + (o_c // BLOCK) * stride_bs, mask=o_c < TOPK * BLOCK, other=-1)
@@ -109,19 +116,20 @@ def walk(
                 o_v = (i_k0 + o_key).to(tl.int64) * stride_vn
         else:
             i_first = pick(b_first, u)
-            m_n = i_first + o_n < n_k
+            m_n = o_n < n_k - i_first
             if PAGE:
                 i_page = pick(b_page, u).to(tl.int64)
-                i_row = i_first % PAGE
-                o_k = i_page * stride_kp + i_row.to(tl.int64) * stride_kn + o_n * stride_kn
-                o_v = i_page * stride_vp + i_row.to(tl.int64) * stride_vn + o_n * stride_vn
+                i_row = (i_first % PAGE).to(tl.int64)
+                p_k += i_page * stride_kp + i_row * stride_kn
+                p_v += i_page * stride_vp + i_row * stride_vn
             else:
                 i_row = (i_k0 + i_first).to(tl.int64)
-                o_k = i_row * stride_kn + o_n * stride_kn
-                o_v = i_row * stride_vn + o_n * stride_vn
+                p_k += i_row * stride_kn
+                p_v += i_row * stride_vn
+            o_k, o_v = o_n * stride_kn, o_n * stride_vn
         m_nd = m_n[:, None] & (o_d[None, :] < D)
-        b_k = tl.load(k + o_k[:, None] + o_d[None, :] * stride_kd, mask=m_nd, other=0.0)  # [BN, BD]
-        b_v = tl.load(v + o_v[:, None] + o_d[None, :] * stride_vd, mask=m_nd, other=0.0)
+        b_k = tl.load(p_k + (o_k[:, None] + o_d[None, :] * stride_kd), mask=m_nd, other=0.0)  # [BN, BD]
+        b_v = tl.load(p_v + (o_v[:, None] + o_d[None, :] * stride_vd), mask=m_nd, other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k)) * (scale * 1.4426950408889634)  # [BM, BN], base 2
         b_s = tl.where(m_n[None, :], b_s, -float("inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))

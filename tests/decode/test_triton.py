@@ -24,12 +24,14 @@ M3 = Sizes(1, 64, 4, 128, 4, 1, 128, 128, 256, 16, 0, 1, 128)
 
 
 @triton.jit
-def _select_kernel(words, out, seen, REPS: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr):
+def _select_kernel(
+    words, out, seen, num_blocks, REPS: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr
+):  # fmt: skip
     low = tl.minimum(seen, INIT)
     high = tl.maximum(seen - LOCAL, low)
-    row, _ = load_words(words, tl.full([], 1, tl.int32), low, high, REPS)
+    row, _ = load_words(words, tl.full([], 1, tl.int32), low, high, num_blocks, REPS, False)
     o_k = tl.arange(0, TOPK)
-    tl.store(out + o_k, chosen_ids(select(row, seen, REPS, TOPK, INIT, LOCAL), o_k, REPS))
+    tl.store(out + o_k, chosen_ids(select(row, seen, REPS, TOPK, INIT, LOCAL), o_k, REPS, False))
 
 
 SCORES = {
@@ -55,7 +57,7 @@ def test_selection_is_exact(name, num_blocks, topk, init, local):
         words = (torch.ones(num_blocks, dtype=torch.int64) << 32) | (scores.view(torch.int32).long() & 0xFFFFFFFF)
         out = torch.full((topk,), -7, dtype=torch.int32, device=DEVICE)
         reps = max(triton.next_power_of_2(num_blocks) // 32, 1)
-        _select_kernel[(1,)](words.to(DEVICE), out, seen, reps, topk, init, local)
+        _select_kernel[(1,)](words.to(DEVICE), out, seen, num_blocks, reps, topk, init, local)
         expected = torch.tensor(oracle.select(scores.tolist(), seen, topk, init, local), dtype=torch.int32)
         assert_equal(f"ids of {seen}", out.cpu(), expected)
 
@@ -113,14 +115,14 @@ def _config(sizes, batch, keys, tiles, share):
         score_splits=-(-total // share),
         scoring=batch * -(-total // share),
         attending=tokens * sizes.num_kv_heads * row_tiles * splits,
-        merging=tokens * sizes.num_q_heads if splits > 1 else 0,
+        merging=tokens * sizes.num_q_heads * base.merge_parts if splits > 1 else 0,
     )
 
 
 def test_the_choice_is_a_pure_function_of_sizes():
     hopper = COMPILE_TARGETS[90]
     one = configure(1, M3, hopper)
-    assert (one.scoring, one.attending, one.merging, one.attend.keys, one.attend.tiles) == (256, 128, 64, 64, 1)
+    assert (one.scoring, one.attending, one.merging, one.attend.keys, one.attend.tiles) == (256, 128, 128, 64, 1)
     assert [configure(b, M3, hopper) is not None for b in (1, 2, 4, 8, 32)] == [True, True, True, False, False]
     assert configure(1, dataclasses.replace(M3, num_blocks=512), hopper) is None
     assert configure(1, dataclasses.replace(M3, page_size=16), hopper) is None
