@@ -31,7 +31,7 @@ def _select_kernel(
     high = tl.maximum(seen - LOCAL, low)
     row, _ = load_words(words, tl.full([], 1, tl.int32), low, high, num_blocks, REPS, False)
     o_k = tl.arange(0, TOPK)
-    tl.store(out + o_k, chosen_ids(select(row, seen, REPS, TOPK, INIT, LOCAL), o_k, REPS, False))
+    tl.store(out + o_k, chosen_ids(select(row, seen, REPS, TOPK, INIT, LOCAL), o_k, REPS))
 
 
 SCORES = {
