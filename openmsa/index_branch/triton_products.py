@@ -119,8 +119,11 @@ def score_tile(
         ROWS: tl.constexpr = i_last.shape[0]
         parts = e2m1_parts(b_k, PRODUCT)
         s = times(side_by_side(b_q), side_by_side(parts), None, True)
-        s = s.reshape(TILE, b_q[0].shape[0] // ROWS, ROWS) * group_numbers(b_g, FORMAT, NATIVE)[:, :, None]
-        s = tl.sum(s, 1) * (256.0 if b_q[0].dtype == tl.bfloat16 else 16384.0)  # the unit of bare e2m1 numbers
+        GROUPS: tl.constexpr = b_g.shape[1]
+        PAIR: tl.constexpr = 2 if GROUPS > 1 else 1
+        s = s.reshape(TILE, GROUPS // PAIR, ROWS, PAIR).permute(0, 2, 1, 3).reshape(TILE, ROWS, GROUPS)
+        s = tl.sum(s * group_numbers(b_g, FORMAT, NATIVE)[:, None, :], 2)
+        s *= 256.0 if b_q[0].dtype == tl.bfloat16 else 16384.0  # the unit of bare e2m1 numbers
     else:
         parts = e2m1_parts(b_k, PRODUCT)
         unit, b_x = fp4_unit(b_k, b_g, FORMAT, PRODUCT, NATIVE)
