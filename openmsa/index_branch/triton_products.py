@@ -123,7 +123,6 @@ def score_tile(
         PAIR: tl.constexpr = 2 if GROUPS > 1 else 1
         s = s.reshape(TILE, GROUPS // PAIR, ROWS, PAIR).permute(0, 2, 1, 3).reshape(TILE, ROWS, GROUPS)
         s = tl.sum(s * group_numbers(b_g, FORMAT, NATIVE)[:, None, :], 2)
-        s *= 256.0 if b_q[0].dtype == tl.bfloat16 else 16384.0  # the unit of bare e2m1 numbers
     else:
         parts = e2m1_parts(b_k, PRODUCT)
         unit, b_x = fp4_unit(b_k, b_g, FORMAT, PRODUCT, NATIVE)
@@ -147,4 +146,6 @@ def score_tile(
         m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
         if SCALE == 1:
             m = m * b_s
+        if FORMAT >= 3 and b_q[0].shape[0] > i_last.shape[0]:
+            m *= 256.0 if b_q[0].dtype == tl.bfloat16 else 16384.0  # the unit of bare e2m1 numbers
         return m, m
