@@ -21,7 +21,7 @@ import os
 import triton
 import triton.language as tl
 
-from openmsa.index_branch.triton_tiles import place
+from openmsa.index_branch.triton_tiles import exists, page_number, place
 
 PLAIN, E4M3, INT8, NVFP4, MXFP4 = 0, 1, 2, 3, 4
 NO_SCALE, TILE_SCALE, KEY_SCALE = 0, 1, 2
@@ -141,10 +141,11 @@ def load_group_scales(
     TILE: tl.constexpr,
     GROUPS: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
     """Codes of the scales of each key's groups, uint8 [TILE, GROUPS padded to a power of two]. SWIZZLED (128x4): strides count
     rows. scales: bytes or, four groups each, int32, in which strides are then."""
-    i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE)
+    i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE, BOUNDED)
     o_s = o_row.to(tl.int64) * s_token + i_h.to(tl.int64) * s_head
     if MODE != 0:
         o_s += i_page.to(tl.int64) * s_page
@@ -185,16 +186,17 @@ def load_scales(
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SCALE: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
-    """float32 scales: of a tile (SCALE 1, one number) or of each key (SCALE 2, [TILE])."""
+    """float32 scales: of a tile (SCALE 1, one number) or of each key (SCALE 2, [TILE]). BOUNDED: some key may not exist."""
     if SCALE == 0:
         return 1.0
     elif SCALE == 1:
-        i_page = tl.load(page_row + i_k // PAGE_SIZE)
-        exists = (i_page >= 0) & (i_page < num_pages)
-        return tl.load(scales + i_page.to(tl.int64) * s_page + i_h * s_head, mask=exists, other=0.0)
+        i_page = tl.load(page_row + page_number(i_k, PAGE_SIZE))
+        p_s = scales + i_page.to(tl.int64) * s_page + i_h * s_head
+        return tl.load(p_s, mask=exists(i_page, num_pages), other=0.0)
     else:
-        i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE)
+        i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE, BOUNDED)
         p_s = scales + o_row.to(tl.int64) * s_token + i_h.to(tl.int64) * s_head
         if MODE != 0:
             p_s += i_page.to(tl.int64) * s_page

@@ -92,17 +92,20 @@ def score_tile(
     less and plus the largest radius of a key of the block, which bound the exact maxima; otherwise the second is the first.
     BOUNDED: some key may not exist; MASKED: some row does not see every key."""
     PACK: tl.constexpr = DIM_PAD // b_q[0].shape[1] if FORMAT >= 2 else 1  # elements an item of the keys holds
+    CUT: tl.constexpr = BOUNDED or KEYS < TILE  # some key of the tile may not exist
     b_k = load_keys(
         keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
-        MODE, TMA, PAGE_SIZE, TILE, DIM // PACK, DIM_PAD // PACK, BOUNDED or KEYS < TILE,
+        MODE, TMA, PAGE_SIZE, TILE, DIM // PACK, DIM_PAD // PACK, CUT,
     )  # fmt: skip
     b_g = None
     if FORMAT >= 3:
         b_g = load_group_scales(
             scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, s_gg,
-            MODE, PAGE_SIZE, TILE, DIM // (16 if FORMAT == 3 else 32), SWIZZLED,
+            MODE, PAGE_SIZE, TILE, DIM // (16 if FORMAT == 3 else 32), SWIZZLED, CUT,
         )  # fmt: skip
-    b_s = load_scales(scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, SCALE)
+    b_s = load_scales(
+        scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, SCALE, CUT
+    )  # fmt: skip
     if FORMAT == 0:
         s = times(b_q, b_k, None, SWAP)
     elif FORMAT == 1:
@@ -132,7 +135,9 @@ def score_tile(
     if SCALE == 2:
         s = s * (b_s[:, None] if SWAP else b_s[None, :])
     if errors is not None:
-        b_e = load_scales(errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, 2)
+        b_e = load_scales(
+            errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, 2, CUT
+        )  # fmt: skip
         m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
         b_r = block_radii(b_e, b_s, DIM, KEYS, SUB)
         # Times 2**20 and back: where sums could overflow, and infinities meet, this does.
