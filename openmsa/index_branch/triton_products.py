@@ -61,6 +61,15 @@ def block_radii(b_e, b_s, DIM: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constex
 
 
 @triton.jit
+def unspread(s, ROWS: tl.constexpr):
+    """Products of keys with `spread_rows`, [keys, rows]: what a thread has of other columns is dropped."""
+    s = tl.split(s.reshape(s.shape[0], s.shape[1] // 2, 2))[0]
+    if s.shape[1] > ROWS:
+        s = tl.split(s.reshape(s.shape[0], 2, s.shape[1] // 2).permute(0, 2, 1))[0]
+    return s
+
+
+@triton.jit
 def times(b_q, b_k, s, SWAP: tl.constexpr):
     """Products of rows and keys [rows, keys], or with SWAP [keys, rows]; added to s unless that is None."""
     if SWAP:
@@ -92,6 +101,7 @@ def score_tile(
     less and plus the largest radius of a key of the block, which bound the exact maxima; otherwise the second is the first.
     BOUNDED: some key may not exist; MASKED: some row does not see every key."""
     PACK: tl.constexpr = DIM_PAD // b_q[0].shape[1] if FORMAT >= 2 else 1  # elements an item of the keys holds
+    ROWS: tl.constexpr = i_last.shape[0]
     CUT: tl.constexpr = BOUNDED or KEYS < TILE  # some key of the tile may not exist
     b_k = load_keys(
         keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
@@ -118,8 +128,7 @@ def score_tile(
         else:
             for i in tl.static_range(len(parts)):
                 s = times(b_q[i], parts[i], s, SWAP)
-    elif b_q[0].shape[0] > i_last.shape[0]:  # `grouped_parts`
-        ROWS: tl.constexpr = i_last.shape[0]
+    elif b_q[0].shape[0] > ROWS:  # `grouped_parts`
         parts = e2m1_parts(b_k, PRODUCT)
         s = times(side_by_side(b_q), side_by_side(parts), None, True)
         GROUPS: tl.constexpr = b_g.shape[1]
@@ -132,6 +141,8 @@ def score_tile(
         s = None
         for i in tl.static_range(len(parts)):
             s = times(b_q[i], parts[i] * unit * b_x, s, SWAP)
+    if SWAP and s.shape[1] > ROWS:
+        s = unspread(s, ROWS)
     if SCALE == 2:
         s = s * (b_s[:, None] if SWAP else b_s[None, :])
     if errors is not None:
@@ -151,6 +162,6 @@ def score_tile(
         m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
         if SCALE == 1:
             m = m * b_s
-        if FORMAT >= 3 and b_q[0].shape[0] > i_last.shape[0]:
+        if FORMAT >= 3 and b_q[0].shape[0] > ROWS:
             m *= 256.0 if b_q[0].dtype == tl.bfloat16 else 16384.0  # the unit of bare e2m1 numbers
         return m, m

@@ -31,6 +31,16 @@ def query_parts(b_q, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def spread_rows(b_q, COLUMNS: tl.constexpr):
+    """Rows of elements [rows, width] as every second of the first of COLUMNS, zero between and behind them: four rows then lie in
+    four threads of a product, not in two."""
+    ROWS: tl.constexpr = b_q.shape[0]
+    WIDTH: tl.constexpr = b_q.shape[1]
+    o_c = tl.arange(0, COLUMNS // ROWS).reshape(COLUMNS // (2 * ROWS), 1, 2, 1)
+    return tl.where(o_c == 0, b_q[None, :, None, :], 0.0).to(b_q.dtype).reshape(COLUMNS, WIDTH)
+
+
+@triton.jit
 def group_rows(b_q, GROUPS: tl.constexpr):
     """Rows of elements [rows, width], once for each group of them and zero elsewhere, [groups * rows, width], in the order
     [pairs of groups, rows, groups of a pair]: for four rows and more, a lane then has the products of all groups of its rows."""

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.index_branch.triton_products import score_tile
-from openmsa.index_branch.triton_queries import grouped_parts, query_numbers, query_parts, row_factors, row_norms
+from openmsa.index_branch.triton_queries import grouped_parts, query_numbers, query_parts, row_factors, row_norms, spread_rows
 from openmsa.index_branch.triton_tiles import hold_rows, load_rows, sequence_bounds, tile_start
 
 
@@ -89,6 +89,8 @@ def score_kernel(
     if errors is not None:
         b_norm = row_norms(b_q, DIM)
     b_q = query_numbers(b_q, PRODUCT)
+    if SWAP and not GROUPED and ROWS < 16:
+        b_q = spread_rows(b_q, 16)
     b_f = None
     if q_scale is not None or k_factor is not None:
         b_f = row_factors(q_scale, k_factor, tl.where(m_row, o_r, 0), i_h, s_qs, s_kf, GROUP)
