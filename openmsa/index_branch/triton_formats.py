@@ -47,6 +47,10 @@ shl.b32 a, $4, 12; shl.b32 b, $4, 9; and.b32 b, b, 0x0E000E00; lop3.b32 $0, a, 0
 shl.b32 a, $4, 8; shl.b32 b, $4, 5; and.b32 b, b, 0x0E000E00; lop3.b32 $1, a, 0x80008000, b, 0xEA;
 shl.b32 a, $4, 4; shl.b32 b, $4, 1; and.b32 b, b, 0x0E000E00; lop3.b32 $2, a, 0x80008000, b, 0xEA;
 shr.b32 b, $4, 3; and.b32 b, b, 0x0E000E00; lop3.b32 $3, $4, 0x80008000, b, 0xEA; }""")
+# Four e4m3 codes of a word as float32, the lowest first.
+E4M3_WORD = tl.constexpr("""{ .reg .b16 a, b; .reg .b32 c, d; mov.b32 {a, b}, $4;
+cvt.rn.f16x2.e4m3x2 c, a; cvt.rn.f16x2.e4m3x2 d, b;
+mov.b32 {a, b}, c; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; mov.b32 {a, b}, d; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b; }""")
 # 128 + the low seven bits, as a mantissa, less 128, or 256 of a negative code.
 INT8_TO_BF16 = tl.constexpr("""{ .reg .b32 a, b, c, one, big; mov.b32 one, 0xBF80BF80; mov.b32 big, 0x43004300;
 lop3.b32 a, $2, 0x007F007F, big, 0xEA; lop3.b32 b, $2, 0x00800080, big, 0xEA; fma.rn.bf16x2 $0, b, one, a; shr.b32 c, $2, 8;
@@ -143,8 +147,8 @@ def load_group_scales(
     SWIZZLED: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """Codes of the scales of each key's groups, uint8 [TILE, GROUPS padded to a power of two]. SWIZZLED (128x4): strides count
-    rows. scales: bytes or, four groups each, int32, in which strides are then."""
+    """Codes of the scales of each key's groups, uint8 [TILE, GROUPS padded to a power of two], or four groups each, int32, if
+    `scales` are: strides are in these then. SWIZZLED (128x4): strides count rows."""
     i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE, BOUNDED)
     o_s = o_row.to(tl.int64) * s_token + i_h.to(tl.int64) * s_head
     if MODE != 0:
@@ -157,8 +161,7 @@ def load_group_scales(
             p_w = scales + (o_s // 128 * WORDS + o_w) * 128 + o_s % 32 * 4 + o_s % 128 // 32
         else:
             p_w = scales + o_s + o_w * s_group
-        words = tl.load(p_w, mask=m_k[:, None] & (o_w < WORDS), other=0)
-        return ((words[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF).reshape(TILE, GROUPS).to(tl.uint8)
+        return tl.load(p_w, mask=m_k[:, None] & (o_w < WORDS), other=0)
     else:
         GROUPS_PAD: tl.constexpr = triton.next_power_of_2(GROUPS)
         o_g = tl.arange(0, GROUPS_PAD)[None, :]
@@ -205,7 +208,14 @@ def load_scales(
 
 @triton.jit
 def group_numbers(b_g, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes of the scales of groups as float32. NATIVE: where the GPU converts e4m3."""
+    """Codes of the scales of groups, bytes or words, as float32 [TILE, groups]. NATIVE: where the GPU converts e4m3."""
+    if b_g.dtype == tl.int32 and FORMAT == 3 and NATIVE and _ASM:
+        FP32: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
+        x = tl.inline_asm_elementwise(E4M3_WORD, "=f,=f,=f,=f,r", [b_g], dtype=FP32, is_pure=True, pack=1)
+        return tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])).reshape(b_g.shape[0], 4 * b_g.shape[1])
+    if b_g.dtype == tl.int32:
+        b_g = ((b_g[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF).reshape(b_g.shape[0], 4 * b_g.shape[1])
+        b_g = b_g.to(tl.uint8)
     if FORMAT == 3 and NATIVE:
         return b_g.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif FORMAT == 3:
@@ -220,9 +230,9 @@ def fp4_unit(b_k, b_g, FORMAT: tl.constexpr, PRODUCT: tl.constexpr, NATIVE: tl.c
     numbers of `e2m1_parts` those of the keys, a number and [TILE, width]."""
     TILE: tl.constexpr = b_k.shape[0]
     WIDTH: tl.constexpr = b_k.shape[1]
-    GROUPS: tl.constexpr = b_g.shape[1]
     unit = tl.full([], 8.507059173023462e37 if PRODUCT == tl.bfloat16 else 16384.0, tl.float32).to(PRODUCT)
     b_s = group_numbers(b_g, FORMAT, NATIVE).to(PRODUCT)
+    GROUPS: tl.constexpr = b_s.shape[1]
     return unit, tl.broadcast_to(b_s[:, :, None], [TILE, GROUPS, WIDTH // GROUPS]).reshape(TILE, WIDTH)
 
 

@@ -148,10 +148,11 @@ def score_tile(
     elif b_q[0].shape[0] > ROWS:  # `grouped_parts`
         parts = e2m1_parts(b_k, PRODUCT)
         s = times(side_by_side(b_q), side_by_side(parts), None, True)
-        GROUPS: tl.constexpr = b_g.shape[1]
+        b_x = group_numbers(b_g, FORMAT, NATIVE)
+        GROUPS: tl.constexpr = b_x.shape[1]
         PAIR: tl.constexpr = 2 if GROUPS > 1 else 1
         s = s.reshape(TILE, GROUPS // PAIR, ROWS, PAIR).permute(0, 2, 1, 3).reshape(TILE, ROWS, GROUPS)
-        s = tl.sum(s * group_numbers(b_g, FORMAT, NATIVE)[:, None, :], 2)
+        s = tl.sum(s * b_x[:, None, :], 2)
     else:
         parts = e2m1_parts(b_k, PRODUCT)
         unit, b_x = fp4_unit(b_k, b_g, FORMAT, PRODUCT, NATIVE)
