@@ -147,14 +147,18 @@ def load_group_scales(
     SWIZZLED: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """Codes of the scales of each key's groups, uint8 [TILE, GROUPS padded to a power of two], or four groups each, int32, if
-    `scales` are: strides are in these then. SWIZZLED (128x4): strides count rows."""
+    """Codes of the scales of each key's groups, uint8 [TILE, GROUPS padded to a power of two], or int32 of four groups each.
+    scales: bytes, int32 or, of eight groups, int64, in which strides are. SWIZZLED (128x4, no int64): strides count rows."""
     i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE, BOUNDED)
     o_s = o_row.to(tl.int64) * s_token + i_h.to(tl.int64) * s_head
     if MODE != 0:
         o_s += i_page.to(tl.int64) * s_page
     o_s = o_s[:, None]
-    if scales.dtype.element_ty == tl.int32:
+    if scales.dtype.element_ty == tl.int64:
+        o_w = tl.arange(0, GROUPS // 8)[None, :]
+        pairs = tl.load(scales + o_s + o_w * s_group, mask=m_k[:, None], other=0)
+        return tl.join(pairs.to(tl.int32), (pairs >> 32).to(tl.int32)).reshape(TILE, GROUPS // 4)
+    elif scales.dtype.element_ty == tl.int32:
         WORDS: tl.constexpr = GROUPS // 4
         o_w = tl.arange(0, WORDS)[None, :]
         if SWIZZLED:
