@@ -51,6 +51,11 @@ shr.b32 b, $4, 3; and.b32 b, b, 0x0E000E00; lop3.b32 $3, $4, 0x80008000, b, 0xEA
 E4M3_WORD = tl.constexpr("""{ .reg .b16 a, b; .reg .b32 c, d; mov.b32 {a, b}, $4;
 cvt.rn.f16x2.e4m3x2 c, a; cvt.rn.f16x2.e4m3x2 d, b;
 mov.b32 {a, b}, c; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; mov.b32 {a, b}, d; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b; }""")
+# Four e8m0 codes of a word as float32, by way of two bf16 each: 2**-127 for 0, and infinity, times 0, makes NaN.
+E8M0_WORD = tl.constexpr("""{ .reg .b32 a, b, least, zero; mov.b32 least, 0x00400040; mov.b32 zero, 0;
+shl.b32 a, $4, 7; and.b32 a, a, 0x7F807F80; max.u16x2 a, a, least; fma.rn.bf16x2 a, a, zero, a;
+shr.b32 b, $4, 1; and.b32 b, b, 0x7F807F80; max.u16x2 b, b, least; fma.rn.bf16x2 b, b, zero, b;
+shl.b32 $0, a, 16; shl.b32 $1, b, 16; and.b32 $2, a, 0xFFFF0000; and.b32 $3, b, 0xFFFF0000; }""")
 # 128 + the low seven bits, as a mantissa, less 128, or 256 of a negative code.
 INT8_TO_BF16 = tl.constexpr("""{ .reg .b32 a, b, c, one, big; mov.b32 one, 0xBF80BF80; mov.b32 big, 0x43004300;
 lop3.b32 a, $2, 0x007F007F, big, 0xEA; lop3.b32 b, $2, 0x00800080, big, 0xEA; fma.rn.bf16x2 $0, b, one, a; shr.b32 c, $2, 8;
@@ -212,10 +217,11 @@ def load_scales(
 
 @triton.jit
 def group_numbers(b_g, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes of the scales of groups, bytes or words, as float32 [TILE, groups]. NATIVE: where the GPU converts e4m3."""
-    if b_g.dtype == tl.int32 and FORMAT == 3 and NATIVE and _ASM:
+    """Codes of the scales of groups, bytes or words, as float32 [TILE, groups]. NATIVE: from sm_90 on, which converts e4m3."""
+    if b_g.dtype == tl.int32 and NATIVE and _ASM:
+        CODE: tl.constexpr = E4M3_WORD if FORMAT == 3 else E8M0_WORD
         FP32: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
-        x = tl.inline_asm_elementwise(E4M3_WORD, "=f,=f,=f,=f,r", [b_g], dtype=FP32, is_pure=True, pack=1)
+        x = tl.inline_asm_elementwise(CODE, "=f,=f,=f,=f,r", [b_g], dtype=FP32, is_pure=True, pack=1)
         return tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])).reshape(b_g.shape[0], 4 * b_g.shape[1])
     if b_g.dtype == tl.int32:
         b_g = ((b_g[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF).reshape(b_g.shape[0], 4 * b_g.shape[1])
