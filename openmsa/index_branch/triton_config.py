@@ -71,11 +71,13 @@ def config(device: Device, rows: int, kind: Kind) -> Config:
     swap, hold, grouped = rows <= 64 or kind.must_group, False, kind.must_group
     if kind.groups and rows <= 8 and kind.groups * max(4, triton.next_power_of_2(rows)) >= 16:
         rows, grouped = max(4, triton.next_power_of_2(rows)), True
+    elif kind.converted and not kind.groups and rows <= 8:
+        rows = max(4, triton.next_power_of_2(rows))  # spread over 16 columns
     elif swap:
         rows = min(max(16, triton.next_power_of_2(rows)), 16 if grouped else 64)
     else:
         rows, hold = tall_rows(device, kind)
-    row_bytes = 0 if hold else rows * kind.factor_bytes * max(1, kind.groups * grouped)
+    row_bytes = 0 if hold else kind.factor_bytes * max(16, rows * max(1, kind.groups * grouped))
     stages, resident = walk(device, row_bytes, kind, swap)
     if device.arch == 90 and kind.tma and swap and kind.converted and rows <= 16:
         return Config(rows, swap, hold, 4, stages, 4, grouped, 128)  # as many as the conversions need to hide their latency

@@ -21,7 +21,7 @@ import os
 import triton
 import triton.language as tl
 
-from openmsa.index_branch.triton_tiles import place
+from openmsa.index_branch.triton_tiles import exists, page_number, place
 
 PLAIN, E4M3, INT8, NVFP4, MXFP4 = 0, 1, 2, 3, 4
 NO_SCALE, TILE_SCALE, KEY_SCALE = 0, 1, 2
@@ -47,6 +47,15 @@ shl.b32 a, $4, 12; shl.b32 b, $4, 9; and.b32 b, b, 0x0E000E00; lop3.b32 $0, a, 0
 shl.b32 a, $4, 8; shl.b32 b, $4, 5; and.b32 b, b, 0x0E000E00; lop3.b32 $1, a, 0x80008000, b, 0xEA;
 shl.b32 a, $4, 4; shl.b32 b, $4, 1; and.b32 b, b, 0x0E000E00; lop3.b32 $2, a, 0x80008000, b, 0xEA;
 shr.b32 b, $4, 3; and.b32 b, b, 0x0E000E00; lop3.b32 $3, $4, 0x80008000, b, 0xEA; }""")
+# Four e4m3 codes of a word as float32, the lowest first.
+E4M3_WORD = tl.constexpr("""{ .reg .b16 a, b; .reg .b32 c, d; mov.b32 {a, b}, $4;
+cvt.rn.f16x2.e4m3x2 c, a; cvt.rn.f16x2.e4m3x2 d, b;
+mov.b32 {a, b}, c; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; mov.b32 {a, b}, d; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b; }""")
+# Four e8m0 codes of a word as float32, by way of two bf16 each: 2**-127 for 0, and infinity, times 0, makes NaN.
+E8M0_WORD = tl.constexpr("""{ .reg .b32 a, b, least, zero; mov.b32 least, 0x00400040; mov.b32 zero, 0;
+shl.b32 a, $4, 7; and.b32 a, a, 0x7F807F80; max.u16x2 a, a, least; fma.rn.bf16x2 a, a, zero, a;
+shr.b32 b, $4, 1; and.b32 b, b, 0x7F807F80; max.u16x2 b, b, least; fma.rn.bf16x2 b, b, zero, b;
+shl.b32 $0, a, 16; shl.b32 $1, b, 16; and.b32 $2, a, 0xFFFF0000; and.b32 $3, b, 0xFFFF0000; }""")
 # 128 + the low seven bits, as a mantissa, less 128, or 256 of a negative code.
 INT8_TO_BF16 = tl.constexpr("""{ .reg .b32 a, b, c, one, big; mov.b32 one, 0xBF80BF80; mov.b32 big, 0x43004300;
 lop3.b32 a, $2, 0x007F007F, big, 0xEA; lop3.b32 b, $2, 0x00800080, big, 0xEA; fma.rn.bf16x2 $0, b, one, a; shr.b32 c, $2, 8;
@@ -63,9 +72,9 @@ def e4m3_bytes(codes):
 
 @triton.jit
 def e8m0_bytes(codes):
-    """e8m0 codes (uint8) as float32: powers of two, 255 NaN."""
-    c = codes.to(tl.int32)
-    return tl.where(c == 255, 0x7FC00000, tl.maximum(c << 23, 0x400000)).to(tl.float32, bitcast=True)
+    """e8m0 codes (uint8) as float32: powers of two, 255 NaN, which infinity times 0 makes."""
+    numbers = tl.maximum(codes.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
+    return tl.fma(numbers, 0.0, numbers)
 
 
 @triton.jit
@@ -141,23 +150,27 @@ def load_group_scales(
     TILE: tl.constexpr,
     GROUPS: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
-    """Codes of the scales of each key's groups, uint8 [TILE, GROUPS padded to a power of two]. SWIZZLED (128x4): strides count
-    rows. scales: bytes or, four groups each, int32, in which strides are then."""
-    i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE)
+    """Codes of the scales of each key's groups, uint8 [TILE, GROUPS padded to a power of two], or int32 of four groups each.
+    scales: bytes, int32 or, of eight groups, int64, in which strides are. SWIZZLED (128x4, no int64): strides count rows."""
+    i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE, BOUNDED)
     o_s = o_row.to(tl.int64) * s_token + i_h.to(tl.int64) * s_head
     if MODE != 0:
         o_s += i_page.to(tl.int64) * s_page
     o_s = o_s[:, None]
-    if scales.dtype.element_ty == tl.int32:
+    if scales.dtype.element_ty == tl.int64:
+        o_w = tl.arange(0, GROUPS // 8)[None, :]
+        pairs = tl.load(scales + o_s + o_w * s_group, mask=m_k[:, None], other=0)
+        return tl.join(pairs.to(tl.int32), (pairs >> 32).to(tl.int32)).reshape(TILE, GROUPS // 4)
+    elif scales.dtype.element_ty == tl.int32:
         WORDS: tl.constexpr = GROUPS // 4
         o_w = tl.arange(0, WORDS)[None, :]
         if SWIZZLED:
             p_w = scales + (o_s // 128 * WORDS + o_w) * 128 + o_s % 32 * 4 + o_s % 128 // 32
         else:
             p_w = scales + o_s + o_w * s_group
-        words = tl.load(p_w, mask=m_k[:, None] & (o_w < WORDS), other=0)
-        return ((words[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF).reshape(TILE, GROUPS).to(tl.uint8)
+        return tl.load(p_w, mask=m_k[:, None] & (o_w < WORDS), other=0)
     else:
         GROUPS_PAD: tl.constexpr = triton.next_power_of_2(GROUPS)
         o_g = tl.arange(0, GROUPS_PAD)[None, :]
@@ -185,16 +198,17 @@ def load_scales(
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SCALE: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
-    """float32 scales: of a tile (SCALE 1, one number) or of each key (SCALE 2, [TILE])."""
+    """float32 scales: of a tile (SCALE 1, one number) or of each key (SCALE 2, [TILE]). BOUNDED: some key may not exist."""
     if SCALE == 0:
         return 1.0
     elif SCALE == 1:
-        i_page = tl.load(page_row + i_k // PAGE_SIZE)
-        exists = (i_page >= 0) & (i_page < num_pages)
-        return tl.load(scales + i_page.to(tl.int64) * s_page + i_h * s_head, mask=exists, other=0.0)
+        i_page = tl.load(page_row + page_number(i_k, PAGE_SIZE))
+        p_s = scales + i_page.to(tl.int64) * s_page + i_h * s_head
+        return tl.load(p_s, mask=exists(i_page, num_pages), other=0.0)
     else:
-        i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE)
+        i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE, BOUNDED)
         p_s = scales + o_row.to(tl.int64) * s_token + i_h.to(tl.int64) * s_head
         if MODE != 0:
             p_s += i_page.to(tl.int64) * s_page
@@ -203,7 +217,15 @@ def load_scales(
 
 @triton.jit
 def group_numbers(b_g, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes of the scales of groups as float32. NATIVE: where the GPU converts e4m3."""
+    """Codes of the scales of groups, bytes or words, as float32 [TILE, groups]. NATIVE: from sm_90 on, which converts e4m3."""
+    if b_g.dtype == tl.int32 and NATIVE and _ASM:
+        CODE: tl.constexpr = E4M3_WORD if FORMAT == 3 else E8M0_WORD
+        FP32: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
+        x = tl.inline_asm_elementwise(CODE, "=f,=f,=f,=f,r", [b_g], dtype=FP32, is_pure=True, pack=1)
+        return tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])).reshape(b_g.shape[0], 4 * b_g.shape[1])
+    if b_g.dtype == tl.int32:
+        b_g = ((b_g[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF).reshape(b_g.shape[0], 4 * b_g.shape[1])
+        b_g = b_g.to(tl.uint8)
     if FORMAT == 3 and NATIVE:
         return b_g.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif FORMAT == 3:
@@ -218,16 +240,17 @@ def fp4_unit(b_k, b_g, FORMAT: tl.constexpr, PRODUCT: tl.constexpr, NATIVE: tl.c
     numbers of `e2m1_parts` those of the keys, a number and [TILE, width]."""
     TILE: tl.constexpr = b_k.shape[0]
     WIDTH: tl.constexpr = b_k.shape[1]
-    GROUPS: tl.constexpr = b_g.shape[1]
     unit = tl.full([], 8.507059173023462e37 if PRODUCT == tl.bfloat16 else 16384.0, tl.float32).to(PRODUCT)
     b_s = group_numbers(b_g, FORMAT, NATIVE).to(PRODUCT)
+    GROUPS: tl.constexpr = b_s.shape[1]
     return unit, tl.broadcast_to(b_s[:, :, None], [TILE, GROUPS, WIDTH // GROUPS]).reshape(TILE, WIDTH)
 
 
 @triton.jit
 def error_radius(b_e, b_s, DIM: tl.constexpr):
     """What, times the norm of a query, an int8 key's score may differ by from the score of the exact key, either as computed:
-    its quantisation error, and the rounding of two sums of DIM products. b_e, b_s: error and scale of each key."""
+    its quantisation error, and the rounding of two sums of DIM products. b_e, b_s: error and scale of each key. NaN where the
+    scale is; infinite where only the error is."""
     UNIT: tl.constexpr = DIM * 2.0**-22  # of a sum, relative to the sum of magnitudes; the matrix unit may truncate
     LARGEST: tl.constexpr = 127.0 * DIM**0.5  # norm of the codes
-    return b_e * (1 + 2 * UNIT) + b_s * (2 * UNIT * LARGEST)
+    return tl.where(b_e == b_e, b_e, float("inf")) * (1 + 2 * UNIT) + b_s * (2 * UNIT * LARGEST)

@@ -31,12 +31,25 @@ def query_parts(b_q, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def group_rows(b_q, GROUPS: tl.constexpr):
-    """Rows of elements [rows, width], once for each group of them and zero elsewhere, [groups * rows, width]."""
+def spread_rows(b_q, COLUMNS: tl.constexpr):
+    """Rows of elements [rows, width] as every second of the first of COLUMNS, zero between and behind: four rows then lie in
+    four threads of a product, not in two."""
     ROWS: tl.constexpr = b_q.shape[0]
     WIDTH: tl.constexpr = b_q.shape[1]
+    o_c = tl.arange(0, COLUMNS // ROWS).reshape(COLUMNS // (2 * ROWS), 1, 2, 1)
+    return tl.where(o_c == 0, b_q[None, :, None, :], 0.0).to(b_q.dtype).reshape(COLUMNS, WIDTH)
+
+
+@triton.jit
+def group_rows(b_q, GROUPS: tl.constexpr):
+    """Rows of elements [rows, width], once for each group of them and zero elsewhere, [groups * rows, width], in the order
+    [pairs of groups, rows, groups of a pair]: from four rows on, a thread then has the products of all groups of its rows."""
+    ROWS: tl.constexpr = b_q.shape[0]
+    WIDTH: tl.constexpr = b_q.shape[1]
+    PAIR: tl.constexpr = 2 if GROUPS > 1 else 1
     here = tl.arange(0, WIDTH)[None, :] // (WIDTH // GROUPS) == tl.arange(0, GROUPS)[:, None]
-    return tl.where(here[:, None, :], b_q[None, :, :], 0.0).to(b_q.dtype).reshape(GROUPS * ROWS, WIDTH)
+    here = here.reshape(GROUPS // PAIR, 1, PAIR, WIDTH)
+    return tl.where(here, b_q[None, :, None, :], 0.0).to(b_q.dtype).reshape(GROUPS * ROWS, WIDTH)
 
 
 @triton.jit

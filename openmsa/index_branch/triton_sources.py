@@ -45,7 +45,10 @@ class Scales:
         if isinstance(keys, Int8):
             return cls(formats.KEY_SCALE, keys.scale, (*_strides(keys.scale), 0), error=keys.error)
         if isinstance(keys, NVFP4):
-            scale = in_items(keys.scale.view(torch.uint8), torch.int32, keys.groups in (4, 8, 16))
+            codes = keys.scale.view(torch.uint8)
+            scale = in_items(codes, torch.int64, keys.groups in (8, 16) and keys.layout == "linear")
+            if scale is codes:
+                scale = in_items(codes, torch.int32, keys.groups in (4, 8, 16))
             if keys.layout != "linear":
                 return cls(scale=scale, strides=(*_row_numbers(keys.shape), 0), swizzled=True, factor=keys.global_scale)
             return cls(scale=scale, strides=(*_strides(scale[..., 0]), scale.stride(-1)), factor=keys.global_scale)

@@ -41,6 +41,12 @@ class Tile:
         """Whether all rows of a tile count: then tiles that start in a page of so many times `span` keys end in it too."""
         return self.keys == self.tile
 
+    def collects(self, rows: int, swap: bool, bounds: bool) -> bool:
+        """Whether maxima of eight blocks, of so many rows, are held before they are written."""
+        if swap:
+            return self.block == self.keys == 128 and rows <= 4
+        return self.sub == self.parts == 1 and not bounds
+
     @property
     def span(self) -> int:
         """Keys of the whole blocks that a tile belongs to."""
@@ -77,22 +83,42 @@ def tile_start(i_t, BLOCK: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, 
 
 
 @triton.jit
+def page_number(i_k, PAGE_SIZE: tl.constexpr):
+    """Of the page of key i_k in its sequence's row of the table. Unsigned: one shift where pages hold a power of two."""
+    return i_k.to(tl.uint32) // PAGE_SIZE
+
+
+@triton.jit
+def row_in_page(i_k, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Of the first key of a tile, i_k, in a page that holds whole tiles."""
+    return 0 if PAGE_SIZE == TILE else (i_k.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
+
+
+@triton.jit
+def exists(i_page, num_pages):
+    """Whether a page id is that of a page."""
+    return i_page.to(tl.uint32, bitcast=True) < num_pages.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def place(
-    page_row, i_k, k_start, k_len, num_pages, MODE: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr
+    page_row, i_k, k_start, k_len, num_pages, MODE: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
+    BOUNDED: tl.constexpr = True,
 ):  # fmt: skip
-    """Of keys i_k to i_k + TILE: the page (one number, or one a key), the row in it [TILE], and which exist [TILE]."""
+    """Of keys i_k to i_k + TILE: the page (one number, or one a key), the row in it [TILE], and which exist [TILE]. BOUNDED:
+    some may lie past k_len."""
     o_k = i_k + tl.arange(0, TILE)
-    m_k = o_k < k_len
+    m_k = o_k < k_len if BOUNDED or MODE == 2 else o_k == o_k
     if MODE == 0:
         i_page = 0
         o_row = k_start + o_k
     elif MODE == 1:
-        i_page = tl.load(page_row + i_k // PAGE_SIZE)
-        m_k = m_k & (i_page >= 0) & (i_page < num_pages)
-        o_row = i_k % PAGE_SIZE + tl.arange(0, TILE)
+        i_page = tl.load(page_row + page_number(i_k, PAGE_SIZE))
+        m_k = m_k & exists(i_page, num_pages)
+        o_row = row_in_page(i_k, PAGE_SIZE, TILE) + tl.arange(0, TILE)
     else:
         i_page = tl.load(page_row + o_k // PAGE_SIZE, mask=m_k, other=-1)
-        m_k = m_k & (i_page >= 0) & (i_page < num_pages)
+        m_k = m_k & exists(i_page, num_pages)
         o_row = o_k % PAGE_SIZE
     return i_page, o_row, m_k
 
@@ -124,11 +150,12 @@ def load_keys(
         if MODE == 0:
             b_k = keys.load([0, i_h, k_start + i_k, 0])
         else:
-            b_k = keys.load([tl.load(page_row + i_k // PAGE_SIZE), i_h, i_k % PAGE_SIZE, 0])
+            i_page = tl.load(page_row + page_number(i_k, PAGE_SIZE))
+            b_k = keys.load([i_page, i_h, row_in_page(i_k, PAGE_SIZE, TILE), 0])
         b_k = b_k.reshape(TILE, WIDTH_PAD)
     else:
         o_d = tl.arange(0, WIDTH_PAD)
-        i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE)
+        i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE, BOUNDED)
         p_k = keys + o_row.to(tl.int64) * s_token + i_h.to(tl.int64) * s_head
         if MODE != 0:
             p_k += i_page.to(tl.int64) * s_page

@@ -54,6 +54,13 @@ class Operands:
         """As `kind_of` gives it."""
         return Kind.of(self.dim, self.tile.tile, self.format, self.product(device), self.mode != FLAT, self.tma)
 
+    @property
+    def scales(self) -> str:
+        """Type of the scales as `Scales.of` takes them."""
+        if self.format < formats.NVFP4:
+            return "*fp32"
+        return "*u8" if self.dim != 128 else "*i64" if self.keys == "nvfp4" else "*i32"
+
     def arguments(self, device: Device) -> tuple[dict[str, str], dict[str, Any]]:
         """Types of the run-time arguments and values of the constexprs that both kernels take."""
         e4m3 = "fp8e4nv" if device.arch >= 90 else "u8"
@@ -69,7 +76,7 @@ class Operands:
         types |= {
             "q_scale": "*fp32",
             "k_factor": "*fp32",
-            "scales": ("*i32" if self.dim == 128 else "*u8") if self.format >= formats.NVFP4 else "*fp32",
+            "scales": self.scales,
         }
         constants: dict[str, Any] = {"s_qd": 1, "s_dim": 1, "s_gg": 1, "KEY_HEADS": 1, "GROUP": 4, "DIM": self.dim}
         constants |= self.tile.constexprs() | {
@@ -148,7 +155,7 @@ def _variant(device: Device, operands: Operands, rows: int, fill: bool) -> Varia
     bounds = "bounds" in operands.keys
     chosen = replace(chosen, rows=min(chosen.rows, 64)) if bounds else chosen
     constants |= {"s_sb": 1, "FILL": fill, "PDL": rows <= 64 and device.has_tma, "seq_lens": None}
-    constants["COLLECT"] = not chosen.swap and operands.tile.sub == operands.tile.parts == 1
+    constants["COLLECT"] = operands.tile.collects(chosen.rows, chosen.swap, bounds)
     constants |= ({"visible": None} if fill else {}) | ({} if bounds else {"upper": None, "errors": None})
     slack = {90: 40, 100: 16, 120: 16}.get(device.arch, 0)  # registers are capped or full; on sm_90 none inside the long walk
     return variant(f"{'few' if rows <= 64 else 'many'} {operands.name}", score_kernel, types, constants, chosen, slack)
