@@ -249,8 +249,7 @@ def fp4_unit(b_k, b_g, FORMAT: tl.constexpr, PRODUCT: tl.constexpr, NATIVE: tl.c
 @triton.jit
 def error_radius(b_e, b_s, DIM: tl.constexpr):
     """What, times the norm of a query, an int8 key's score may differ by from the score of the exact key, either as computed:
-    its quantisation error, and the rounding of two sums of DIM products. b_e, b_s: error and scale of each key. NaN where the
-    scale is; infinite where only the error is."""
+    its quantisation error, and the rounding of two sums of DIM products. b_e, b_s: error and scale of each key."""
     UNIT: tl.constexpr = DIM * 2.0**-22  # of a sum, relative to the sum of magnitudes; the matrix unit may truncate
     LARGEST: tl.constexpr = 127.0 * DIM**0.5  # norm of the codes
-    return tl.where(b_e == b_e, b_e, float("inf")) * (1 + 2 * UNIT) + b_s * (2 * UNIT * LARGEST)
+    return b_e * (1 + 2 * UNIT) + b_s * (2 * UNIT * LARGEST)

@@ -86,8 +86,8 @@ def launch(
     num_blocks = scores.shape[2]
     blocks = -(-num_blocks // tile.sub)
     programs = row_tiles * batch * source.heads
-    collect = tile.collects(chosen.rows, chosen.swap, upper is not None) and (chosen.swap or _in_sectors(scores))
-    step = SECTOR if collect and not chosen.swap else 1
+    collect = not chosen.swap and upper is None and tile.sub == tile.parts == 1 and _in_sectors(scores)
+    step = SECTOR if collect else 1
     num_splits = splits(programs, blocks, chosen.resident * device.num_sms, 1 if rows <= 64 else 8, step)
     blocks_a_split = triton.cdiv(blocks, num_splits * step) * step
     num_splits = -(-blocks // blocks_a_split)

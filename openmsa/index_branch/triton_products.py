@@ -48,23 +48,16 @@ def block_maxima(
 
 
 @triton.jit
-def block_radii(radii, KEYS: tl.constexpr, SUB: tl.constexpr):
-    """The largest radius of a key of each block, of which the first KEYS count: [SUB] (a number when SUB is 1); NaN where all
-    are."""
+def block_radii(b_e, b_s, DIM: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr):
+    """The largest `error_radius` of a key of each block, [SUB] (a number when SUB is 1); -inf where all are NaN, which
+    have no score. b_e, b_s: error and scale of each key, of which the first KEYS count."""
+    radii = error_radius(b_e, b_s, DIM)
+    radii = tl.where(radii == radii, radii, float("inf"))
+    counts = b_s == b_s
     if radii.shape[0] > KEYS:
-        radii = tl.where(tl.arange(0, radii.shape[0]) < KEYS, radii, float("-inf"))
+        counts = counts & (tl.arange(0, radii.shape[0]) < KEYS)
+    radii = tl.where(counts, radii, float("-inf"))
     return tl.max(radii, 0) if SUB == 1 else tl.max(tl.reshape(radii, [SUB, radii.shape[0] // SUB]), 1)
-
-
-@triton.jit
-def bounds(m, b_norm, b_r, DIM: tl.constexpr):
-    """Bounds of the maxima of exact scores, from those of int8 keys. b_norm: of each row of m; b_r: the largest radius of a key
-    of each block, NaN if all are NaN, which have no score."""
-    radius = b_norm * (b_r * 1048576.0) * 2.0**-20  # where sums could overflow, and infinities meet, this does
-    radius += DIM * 2.0**-125  # products and sums in the subnormal range, flushed or rounded
-    low, high = m - radius, m + radius
-    unbounded = tl.where(b_r >= 0, float("inf"), float("-inf"))  # infinities met, or all keys of the block are NaN
-    return tl.where(low < float("inf"), low, float("-inf")), tl.where(high == high, high, unbounded)
 
 
 @triton.jit
@@ -74,14 +67,6 @@ def unspread(s, ROWS: tl.constexpr):
     if s.shape[1] > ROWS:
         s = tl.split(s.reshape(s.shape[0], 2, s.shape[1] // 2).permute(0, 2, 1))[0]
     return s
-
-
-@triton.jit
-def maxima_apart(s):
-    """[128, width] to maxima over four rows each, [32, width]: rows that a thread of four warps holds of a product, so that
-    nothing moves between threads."""
-    s = s.reshape(2, 4, 2, 8, s.shape[1])
-    return tl.max(tl.max(s, 2), 0).reshape(32, s.shape[4])
 
 
 @triton.jit
@@ -111,12 +96,10 @@ def score_tile(
     MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, SWIZZLED: tl.constexpr,
     NATIVE: tl.constexpr, PRODUCT: tl.constexpr, SWAP: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
-    APART: tl.constexpr = False,
 ):  # fmt: skip
     """Maxima of the blocks of one tile (`block_maxima`), scales of pages, keys and groups included. With `errors` two of them:
     less and plus the largest radius of a key of the block, which bound the exact maxima; otherwise the second is the first.
-    BOUNDED: some key may not exist; MASKED: some row does not see every key. APART: instead of one block's maxima and bounds,
-    those of its keys in fours, [32, rows] (`maxima_apart`), with `errors` beside the largest radii of these, [32, 2 * rows]."""
+    BOUNDED: some key may not exist; MASKED: some row does not see every key."""
     PACK: tl.constexpr = DIM_PAD // b_q[0].shape[1] if FORMAT >= 2 else 1  # elements an item of the keys holds
     ROWS: tl.constexpr = i_last.shape[0]
     CUT: tl.constexpr = BOUNDED or KEYS < TILE  # some key of the tile may not exist
@@ -163,22 +146,23 @@ def score_tile(
         s = unspread(s, ROWS)
     if SCALE == 2:
         s = s * (b_s[:, None] if SWAP else b_s[None, :])
-    b_r = None
     if errors is not None:
         b_e = load_scales(
             errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, 2, CUT
         )  # fmt: skip
-        b_r = error_radius(b_e, b_s, DIM)
-        if APART:
-            s = tl.join(s, tl.broadcast_to(b_r[:, None], s.shape)).reshape(TILE, 2 * s.shape[1])
-    m = maxima_apart(s) if APART else block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
-    if SCALE == 1:
-        m = m * b_s
-    if FORMAT >= 3 and b_q[0].shape[0] > ROWS:
-        m *= 256.0 if b_q[0].dtype == tl.bfloat16 else 16384.0  # the unit of bare e2m1 numbers
-    if errors is None or APART:
-        return m, m
-    elif SUB == 1:
-        return bounds(m, b_norm, block_radii(b_r, KEYS, SUB), DIM)
+        m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
+        b_r = block_radii(b_e, b_s, DIM, KEYS, SUB)
+        # Times 2**20 and back: where sums could overflow, and infinities meet, this does.
+        radius = b_norm * (b_r * 1048576.0) * 2.0**-20 if SUB == 1 else b_norm[:, None] * (b_r * 1048576.0)[None, :] * 2.0**-20
+        radius += DIM * 2.0**-125  # products and sums in the subnormal range, flushed or rounded
+        low, high = m - radius, m + radius
+        unbounded = tl.where(b_r >= 0, float("inf"), float("-inf"))  # infinities met, or all keys of the block are NaN
+        low = tl.where(low < float("inf"), low, float("-inf"))
+        return low, tl.where(high == high, high, unbounded if SUB == 1 else unbounded[None, :])
     else:
-        return bounds(m, b_norm[:, None], block_radii(b_r, KEYS, SUB)[None, :], DIM)
+        m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
+        if SCALE == 1:
+            m = m * b_s
+        if FORMAT >= 3 and b_q[0].shape[0] > ROWS:
+            m *= 256.0 if b_q[0].dtype == tl.bfloat16 else 16384.0  # the unit of bare e2m1 numbers
+        return m, m

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from openmsa.index_branch.triton_formats import _ASM
-from openmsa.index_branch.triton_products import bounds, score_tile
+from openmsa.index_branch.triton_products import score_tile
 from openmsa.index_branch.triton_queries import grouped_parts, query_numbers, query_parts, row_factors, row_norms, spread_rows
 from openmsa.index_branch.triton_tiles import hold_rows, load_rows, sequence_bounds, tile_start
 
@@ -38,41 +37,6 @@ def store_maxima(p_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB: tl.constexpr, P
         tl.store(p_s[:, None] + (o_b * s_sb)[None, :], scored(m, b_f), mask=m_row[:, None] & (o_b < num_blocks)[None, :])
 
 
-@triton.jit
-def moved(x):
-    """x, by an instruction: loops that carry a value on as it is are not pipelined."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1) if _ASM else x
-
-
-@triton.jit
-def next_eight(x, last):
-    """The tuple x without its first, and `last` behind it."""
-    return moved(x[1]), moved(x[2]), moved(x[3]), moved(x[4]), moved(x[5]), moved(x[6]), moved(x[7]), last
-
-
-@triton.jit
-def eight(x):
-    """Eight tensors [n, width] as one, [n, width, 8], of which none leaves its registers."""
-    even = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
-    odd = tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7]))
-    return tl.join(even, odd).reshape(x[0].shape[0], x[0].shape[1], 8)
-
-
-@triton.jit
-def store_eight(scores, upper, held, b_norm, b_f, o_s, i_b, first, m_row, s_sb, DIM: tl.constexpr):
-    """Writes scores of blocks i_b - 7 to i_b, but none before `first`, from what `score_tile` gives APART of each, a tuple.
-    o_s: where block 0 of each row stands."""
-    o_b = i_b - 7 + tl.arange(0, 8)
-    m_s = m_row[:, None] & (o_b >= first)[None, :]
-    o_s = o_s[:, None] + (o_b * s_sb)[None, :]
-    m = tl.max(eight(held), 0)
-    if upper is not None:
-        m, b_r = tl.split(m.reshape(m.shape[0] // 2, 2, 8).permute(0, 2, 1))
-        m, high = bounds(m, b_norm[:, None], b_r, DIM)
-        tl.store(upper + o_s, scored(high, b_f), mask=m_s)
-    tl.store(scores + o_s, scored(m, b_f), mask=m_s)
-
-
 RUNTIME_LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys", "tiles_per_split"]
 
 
@@ -89,8 +53,8 @@ def score_kernel(
 ):  # fmt: skip
     """Grid (splits, row tiles, batch * key heads); late rows, which see most keys, start first.
     errors, upper: with both, `scores` receives the maxima of lower bounds and `upper` (same strides) those of upper bounds.
-    COLLECT: rows of scores are written eight blocks, a sector, at a time; with SWAP, only then are maxima taken across threads.
-    PDL: let the kernel behind this one be launched while this one runs."""
+    COLLECT: rows of scores are written eight blocks, a sector, at a time. PDL: let the kernel behind this one be launched while
+    this one runs."""
     if PDL:
         gdc_launch_dependents()
     i_split = tl.program_id(0)
@@ -139,11 +103,7 @@ def score_kernel(
 
     if HOLD:
         b_q = hold_rows(b_q, DIM_PAD)
-    APART: tl.constexpr = COLLECT and SWAP
-    if APART:
-        none = tl.full([32, ROWS if errors is None else 2 * ROWS], float("-inf"), tl.float32)
-        held = (none, none, none, none, none, none, none, none)
-    elif COLLECT:
+    if COLLECT:
         o_8 = tl.arange(0, 8)
         p_8 = scores + tl.multiple_of(o_s, 4)[:, None] + o_8[None, :]
         held = tl.full([ROWS, 8], float("-inf"), tl.float32)
@@ -155,13 +115,8 @@ def score_kernel(
             b_q, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
             MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, SWAP, False, False,
-            APART,
         )  # fmt: skip
-        if APART:
-            held = next_eight(held, m)
-            if i_t & 7 == 7:
-                store_eight(scores, upper, held, b_norm, b_f, o_s, i_t, first, m_row, s_sb, DIM)
-        elif COLLECT:
+        if COLLECT:
             held = tl.where(o_8[None, :] == i_t % 8, m[:, None], held)
             if i_t % 8 == 7:
                 tl.store(p_8 + i_t // 8 * 8, scored(held, b_f), mask=m_row[:, None])
@@ -175,9 +130,7 @@ def score_kernel(
                     m_upper = tl.where(i_t % 2 == 1, tl.maximum(best_upper, m_upper), m_upper)
                     best_upper = m_upper
                 store_maxima(upper + o_s, m_upper, b_f, i_t, num_blocks, s_sb, m_row, SUB, PARTS)
-    if APART:  # what is left of the last eight
-        store_eight(scores, upper, held, b_norm, b_f, o_s, i_full - 1, first, m_row, s_sb, DIM)
-    elif COLLECT:
+    if COLLECT:  # what is left of the last eight
         o_held = i_full // 8 * 8 + o_8
         tl.store(
             p_8 + i_full // 8 * 8, scored(held, b_f), mask=m_row[:, None] & ((o_held >= first) & (o_held < i_full))[None, :]

@@ -41,12 +41,6 @@ class Tile:
         """Whether all rows of a tile count: then tiles that start in a page of so many times `span` keys end in it too."""
         return self.keys == self.tile
 
-    def collects(self, rows: int, swap: bool, bounds: bool) -> bool:
-        """Whether maxima of eight blocks, of so many rows, are held before they are written."""
-        if swap:
-            return self.block == self.keys == 128 and rows <= 4
-        return self.sub == self.parts == 1 and not bounds
-
     @property
     def span(self) -> int:
         """Keys of the whole blocks that a tile belongs to."""
@@ -108,7 +102,10 @@ def place(
     """Of keys i_k to i_k + TILE: the page (one number, or one a key), the row in it [TILE], and which exist [TILE]. BOUNDED:
     some may lie past k_len."""
     o_k = i_k + tl.arange(0, TILE)
-    m_k = o_k < k_len if BOUNDED or MODE == 2 else o_k == o_k
+    if BOUNDED or MODE == 2:
+        m_k = o_k < k_len
+    else:
+        m_k = tl.full([TILE], True, tl.int1)
     if MODE == 0:
         i_page = 0
         o_row = k_start + o_k

@@ -13,7 +13,6 @@ import triton.language as tl
 
 from openmsa import E4M3, MXFP4, NVFP4, Int8, PagedIndexKeys
 from openmsa.block_scores import reference, triton_scores
-from openmsa.index_branch import triton_launch
 from openmsa.index_branch.triton_config import Kind, config, splits
 from openmsa.index_branch.triton_launch import launch_scores
 from openmsa.index_branch.triton_queries import row_norms
@@ -151,28 +150,6 @@ def test_formats(query, keys, name, storage):
         factors = codes_of(index_q), codes_of(index_k if storage == "flat" else index_k.keys, *pages)
         honest = oracle.honest_scores(p, block, *factors, num_blocks=truth.shape[2])
     assert_close("scores", triton_scores.block_scores(index_q, index_k, lengths, block), honest, truth)
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("keys", ["plain", "e4m3 page", "int8", "nvfp4", "nvfp4 128x4", "mxfp4"])
-def test_few_rows_and_many_blocks(keys, parts, monkeypatch):
-    """Maxima of eight blocks are held and written together: from any block, to any block."""
-    monkeypatch.setattr(triton_launch, "splits", lambda *_: parts)
-    p = problem((1, 1, 1), (128 * 19 + 5, 128 * 9, 100), kv_heads=4, index_key_heads=1, index_dim=128, dtype=BF16).to(DEVICE)
-    p.index_k[128 * 4 : 128 * 5] = torch.nan
-    cache = paged(p, 128)[1]
-    index_k = PagedIndexKeys(stored(cache.keys, keys), cache.page_table, cache.seq_lens)
-    lengths = index_k.layout(p.seqs, 3, DEVICE)
-    truth = reference.block_scores(p.index_q.double(), index_k, lengths, 128)
-    honest = reference.block_scores(p.index_q, index_k, lengths, 128)
-    assert_close("scores", triton_scores.block_scores(p.index_q, index_k, lengths, 128), honest, truth)
-    if keys == "int8":
-        low, high = torch.full((2, *truth.shape), torch.nan, device=DEVICE)
-        launch_scores(p.index_q, index_k, lengths, 128, low, None, upper=high)
-        exact = triton_scores.block_scores(p.index_q, cache, lengths, 128)
-        assert bool((low <= exact).all())
-        assert bool((exact <= high).all())
-        assert_equal("blocks without a score", high == -torch.inf, exact == -torch.inf)
 
 
 @pytest.mark.parametrize("name", ["tuned", "decode", "ragged", "large blocks"])
