@@ -21,6 +21,7 @@ from openmsa.sparse_attention import triton_decode
 MAX_BLOCKS = 256  # up to which one launch was measured to be faster: of 32K keys, and
 MAX_ROWS = 2  # outputs (token and head) a multiprocessor: four sequences of 64 heads, not eight
 RESIDENT = 4  # programs of all kinds a multiprocessor, for which scoring is cut
+LEAST_SHARE = 2  # tiles a scoring program: with one, programs of all kinds are too many to be resident together
 FETCH_BYTES = 12 << 20  # of index keys fetched ahead of the kernel in front: faster for one sequence of 8K or 32K, not for two
 
 
@@ -72,13 +73,14 @@ def configure(batch: int, sizes: Sizes, device: Device) -> Config | None:
     outputs = batch * sizes.new_tokens * sizes.num_q_heads
     if attend.lookup or not whole or sizes.num_blocks > MAX_BLOCKS:
         return None
-    if attending > device.num_sms or outputs > MAX_ROWS * device.num_sms:
+    if attending > 2 * device.num_sms or outputs > MAX_ROWS * device.num_sms:
         return None
-    merge_parts = 2 if 2 * outputs <= device.num_sms else 1
+    merge_parts = 2 if attend.tiles == 1 and outputs <= device.num_sms else 1  # where splits are many
     merging = outputs * merge_parts if attend.splits > 1 else 0
     tiles, walks = tile.count(sizes.num_blocks), batch * sizes.index_key_heads
-    room = max(RESIDENT * device.num_sms - attending - merging, device.num_sms)
-    share = triton.cdiv(triton.cdiv(tiles * walks, room), tile.parts) * tile.parts
+    room = max(RESIDENT * device.num_sms - attending - merging, (1 + (attending > device.num_sms)) * device.num_sms)
+    share = min(max(triton.cdiv(tiles * walks, room), LEAST_SHARE), tiles)
+    share = triton.cdiv(share, tile.parts) * tile.parts
     splits = triton.cdiv(tiles, share)
     rows = max(16, triton.next_power_of_2(sizes.new_tokens * sizes.index_heads // sizes.index_key_heads))
     reps = max(triton.next_power_of_2(sizes.num_blocks) // LANES.value, 1)
@@ -87,15 +89,16 @@ def configure(batch: int, sizes: Sizes, device: Device) -> Config | None:
 
 
 def attend_config(batch: int, sizes: Sizes, device: Device) -> tuple[triton_decode.Config, int]:
-    """Of the attention programs, and their number: as for a launch of their own, but split once more where only tiles of half
-    the keys fill the card, because a merge costs no counter here."""
+    """Of the attention programs, and their number: as for a launch of their own, but a tile of 64 keys each where that makes at
+    most one program a multiprocessor, or two for one or two tokens, because a merge costs no counter here."""
     tokens, group = batch * sizes.new_tokens, sizes.num_q_heads // sizes.num_kv_heads
     shape = (sizes.num_kv_heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
     config = triton_decode.configure(tokens, *shape, device)
-    programs = tokens * sizes.num_kv_heads * triton_decode.row_tiles(group, sizes.head_dim)[1] * config.splits
-    if config.tiles == 1 and config.keys >= 64 and 2 * programs <= device.num_sms:
-        config, programs = replace(config, keys=config.keys // 2, splits=2 * config.splits), 2 * programs
-    return replace(config, num_stages=min(config.tiles, 2) + 1), programs
+    walks = tokens * sizes.num_kv_heads * triton_decode.row_tiles(group, sizes.head_dim)[1]
+    finest = triton.cdiv(sizes.topk * sizes.block_size, 64)
+    if config.keys >= 64 and walks * finest <= (2 if tokens <= 2 else 1) * device.num_sms:
+        config = replace(config, keys=64, tiles=1, splits=finest)
+    return replace(config, num_stages=min(config.tiles, 2) + 1), walks * config.splits
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ def query_parts(b_q, SPLIT: tl.constexpr):
 
 @triton.jit
 def spread_rows(b_q, COLUMNS: tl.constexpr):
-    """Rows of elements [rows, width] as every second of the first of COLUMNS, zero between and behind them: four rows then lie in
-    four threads of a product, not in two."""
+    """Rows of elements [rows, width] as every second of the first of COLUMNS, zero between and behind them: four rows then lie
+    in four threads of a product, not in two."""
     ROWS: tl.constexpr = b_q.shape[0]
     WIDTH: tl.constexpr = b_q.shape[1]
     o_c = tl.arange(0, COLUMNS // ROWS).reshape(COLUMNS // (2 * ROWS), 1, 2, 1)
@@ -43,7 +43,7 @@ def spread_rows(b_q, COLUMNS: tl.constexpr):
 @triton.jit
 def group_rows(b_q, GROUPS: tl.constexpr):
     """Rows of elements [rows, width], once for each group of them and zero elsewhere, [groups * rows, width], in the order
-    [pairs of groups, rows, groups of a pair]: for four rows and more, a lane then has the products of all groups of its rows."""
+    [pairs of groups, rows, groups of a pair]: of four rows and more, a lane then has the products of all groups."""
     ROWS: tl.constexpr = b_q.shape[0]
     WIDTH: tl.constexpr = b_q.shape[1]
     PAIR: tl.constexpr = 2 if GROUPS > 1 else 1

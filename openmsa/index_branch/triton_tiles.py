@@ -102,10 +102,7 @@ def place(
     """Of keys i_k to i_k + TILE: the page (one number, or one a key), the row in it [TILE], and which exist [TILE]. BOUNDED:
     some may lie past k_len."""
     o_k = i_k + tl.arange(0, TILE)
-    if BOUNDED or MODE == 2:
-        m_k = o_k < k_len
-    else:
-        m_k = tl.full([TILE], True, tl.int1)
+    m_k = o_k < k_len if BOUNDED or MODE == 2 else tl.full([TILE], True, tl.int1)
     if MODE == 0:
         i_page = 0
         o_row = k_start + o_k

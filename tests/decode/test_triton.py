@@ -122,7 +122,10 @@ def _config(sizes, batch, keys, tiles, share):
 def test_the_choice_is_a_pure_function_of_sizes():
     hopper = COMPILE_TARGETS[90]
     one = configure(1, M3, hopper)
-    assert (one.scoring, one.attending, one.merging, one.attend.keys, one.attend.tiles) == (256, 128, 128, 64, 1)
+    assert (one.scoring, one.attending, one.merging, one.attend.keys, one.attend.tiles) == (128, 128, 128, 64, 1)
+    two, four = configure(2, M3, hopper), configure(4, M3, hopper)
+    assert (two.scoring, two.attending, two.merging, two.attend.keys, two.attend.tiles) == (256, 256, 256, 64, 1)
+    assert (four.scoring, four.attending, four.merging, four.attend.keys, four.attend.tiles) == (128, 128, 256, 128, 2)
     assert [configure(b, M3, hopper) is not None for b in (1, 2, 4, 8, 32)] == [True, True, True, False, False]
     assert configure(1, dataclasses.replace(M3, num_blocks=512), hopper) is None
     assert configure(1, dataclasses.replace(M3, page_size=16), hopper) is None
