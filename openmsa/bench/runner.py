@@ -18,7 +18,7 @@ from openmsa.bench.cost import Ceilings, limit_seconds
 from openmsa.bench.inputs import Inputs
 from openmsa.bench.record import Record, environment
 from openmsa.bench.rows import ROWS, Context, with_peers
-from openmsa.bench.workloads import Workload
+from openmsa.bench.workloads import LAYER_ROWS, LAYERS, Workload
 from openmsa.explain import STAGES, explain
 from openmsa.testing.timing import Clock, ColdCudaClock, captured, peak_extra_memory, quartiles, sample, wall_seconds
 
@@ -90,19 +90,21 @@ def run(work: list[tuple[Workload, tuple[str, ...]]], settings: Settings, step: 
 
 def count_steps(work: list[tuple[Workload, tuple[str, ...]]], settings: Settings) -> int:
     """How often `run` will call `step` at most."""
-    rows = sum(len(with_peers(rows, w.rows)) * len(_modes(w, settings)) for w, rows in work)
+    rows = sum(len(_modes(w, row, settings)) for w, rows in work for row in with_peers(rows, w.rows))
     return rows * settings.rounds + 2 * len(work)
 
 
-def _modes(w: Workload, settings: Settings) -> tuple[str, ...]:
-    return w.modes if settings.device.type == "cuda" else ("eager",)
+def _modes(w: Workload, row: str, settings: Settings) -> tuple[str, ...]:
+    if settings.device.type != "cuda":
+        return ("eager",)
+    return tuple(mode for mode in w.modes if mode != "layers" or row in LAYER_ROWS)
 
 
 def measure(w: Workload, rows: tuple[str, ...], settings: Settings, clock: Clock, step: Step = lambda _: None) -> list[Task]:
     """The samples of every row and mode of one workload."""
     step(f"{w.name}: inputs")
     context = Context(Inputs(w, settings.device), settings.impl, settings.peers, clock)
-    tasks = [Task(row, mode) for row in with_peers(rows, w.rows) for mode in _modes(w, settings)]
+    tasks = [Task(row, mode) for row in with_peers(rows, w.rows) for mode in _modes(w, row, settings)]
     for _ in range(settings.rounds):
         for task in tasks:
             step(f"{w.name}: {task.row} {task.mode}")
@@ -121,13 +123,23 @@ def _one_round(task: Task, c: Context, settings: Settings) -> None:
         memory, first = peak_extra_memory(call, settings.device)
         if task.memory is None:
             task.memory = memory
+        clock = c.clock
         if task.mode == "graph":
             call = captured(call)
+        elif task.mode == "layers":
+            calls = [call, *(row.build(c) for _ in range(LAYERS - 1))]
+            call = captured(lambda: [layer() for layer in calls])
+            clock = partial(_share, c.clock)
         known = first if first > LONG and task.mode == "eager" and not _compiles(task.row, settings) else None
-        task.samples += sample(call, c.clock, settings.samples, settings.budget, known)
+        task.samples += sample(call, clock, settings.samples, settings.budget, known)
     except Exception as error:  # one row that cannot run must not lose the others
         task.error = f"{type(error).__name__}: {error}"
     task.form = c.x.chosen_forms.get(task.row)
+
+
+def _share(clock: Clock, layers: Callable[[], Any]) -> float:
+    """Seconds of one of `LAYERS` layers."""
+    return clock(layers) / LAYERS
 
 
 def _compiles(row: str, settings: Settings) -> bool:

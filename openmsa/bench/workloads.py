@@ -34,6 +34,9 @@ GPU_DECODE_ROWS = (
     *("dense_attention/paged", "sdpa", "vllm_path", "vllm_select", "vllm_attend/random"),
 )
 
+LAYERS = 16
+LAYER_ROWS = ("decode_plan", "vllm_path")
+LAYER_TOKENS = 64 * K  # a batch of contexts holds at most so many keys: what a launch costs is then a large part of a layer
 DECODE_TOKENS = 8 * M  # a batch of contexts holds at most so many keys: keys and values then fit three times
 
 
@@ -42,7 +45,8 @@ class Workload:
     """One shape. The last `q_len` of the `context` positions of each of `batch` sequences are the queries.
 
     device:  "cpu" or "cuda", the kind of machine that it is meant for.
-    modes:   "eager" (the call as a user makes it) and, on a GPU, "graph" (replayed from a CUDA graph).
+    modes:   "eager" (the call as a user makes it) and, on a GPU, "graph" (replayed from a CUDA graph) and "layers" (a layer's
+             share of a graph of `LAYERS` layers, each on keys of its own, as a model's decode step is one; `LAYER_ROWS` only).
     rows:    what is measured on it: names of `openmsa.bench.rows.ROWS`.
     """
 
@@ -106,7 +110,12 @@ WORKLOADS: tuple[Workload, ...] = (
     ),
     *(gpu_short(f"gpu-short-{n}-at-128k", q_len=n) for n in (256, 1700)),
     *(
-        gpu_decode(f"gpu-decode-b{batch}-{_label(n)}", batch=batch, context=n)
+        gpu_decode(
+            f"gpu-decode-b{batch}-{_label(n)}",
+            batch=batch,
+            context=n,
+            modes=(*BOTH, "layers") if batch * n <= LAYER_TOKENS else BOTH,
+        )
         for batch in (1, 8, 32, 64)
         for n in (8 * K, 32 * K, 128 * K, M)
         if batch * n <= DECODE_TOKENS

@@ -211,6 +211,19 @@ def test_ratios_are_quotients_of_medians():
     assert ours["implementation"] == "select_blocks: reference, sparse_attention: reference"
 
 
+def test_layers():
+    """A layer's share of a graph of layers: on a GPU, where launches are a large part of it."""
+    modes = {w.name: w.modes for w in workloads.WORKLOADS}
+    assert modes["gpu-decode-b1-32k"] == ("eager", "graph", "layers")
+    assert modes["gpu-decode-b32-128k"] == ("eager", "graph")
+    gpu = dataclasses.replace(SETTINGS, device=torch.device("cuda"))
+    decode = next(w for w in workloads.WORKLOADS if w.name == "gpu-decode-b1-32k")
+    assert runner._modes(decode, "decode_plan", gpu) == decode.modes
+    assert runner._modes(decode, "sdpa", gpu) == ("eager", "graph")
+    assert runner._modes(decode, "decode_plan", SETTINGS) == ("eager",)
+    assert runner._share(lambda run: run(), lambda: 32.0) == 32.0 / workloads.LAYERS
+
+
 def test_a_row_that_fails_loses_no_other(monkeypatch):
     def broken(_):
         raise NotImplementedError("no kernel for this")
