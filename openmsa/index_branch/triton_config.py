@@ -71,7 +71,7 @@ def config(device: Device, rows: int, kind: Kind) -> Config:
     swap, hold, grouped = rows <= 64 or kind.must_group, False, kind.must_group
     if kind.groups and rows <= 8 and kind.groups * max(4, triton.next_power_of_2(rows)) >= 16:
         rows, grouped = max(4, triton.next_power_of_2(rows)), True
-    elif kind.converted and not kind.groups and rows <= 8:
+    elif device.arch == 90 and kind.converted and not kind.groups and rows <= 8:
         rows = max(4, triton.next_power_of_2(rows))  # spread over 16 columns
     elif swap:
         rows = min(max(16, triton.next_power_of_2(rows)), 16 if grouped else 64)

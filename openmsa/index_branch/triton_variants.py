@@ -157,5 +157,5 @@ def _variant(device: Device, operands: Operands, rows: int, fill: bool) -> Varia
     constants |= {"s_sb": 1, "FILL": fill, "PDL": rows <= 64 and device.has_tma, "seq_lens": None}
     constants["COLLECT"] = not chosen.swap and operands.tile.sub == operands.tile.parts == 1
     constants |= ({"visible": None} if fill else {}) | ({} if bounds else {"upper": None, "errors": None})
-    slack = {90: 40, 100: 16, 120: 16}.get(device.arch, 0)  # registers are capped or full; on sm_90 none inside the long walk
+    slack = {80: 8, 90: 40, 100: 16, 120: 16}[device.arch]  # registers are capped or full; on sm_90 none inside the long walk
     return variant(f"{'few' if rows <= 64 else 'many'} {operands.name}", score_kernel, types, constants, chosen, slack)

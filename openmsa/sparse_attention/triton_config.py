@@ -25,6 +25,8 @@ class PrefillConfig:
     outer_tokens:  gathered queries a step of the KV-outer kernel.
     outer_keys:    keys that a KV-outer program holds; a wider block takes several programs and partials.
     outer_item:    queries of one block that a KV-outer program walks; more are split across programs.
+    few_hold:      whether queries are loaded once a unit, not once a step; the product must read them from shared memory, else
+                   registers do not suffice.
     few_buckets:   blocks whose lists one program cuts into units.
     few_programs:  programs a multiprocessor that share the units.
     """
@@ -40,6 +42,7 @@ class PrefillConfig:
     outer_keys: int
     outer_warps: int
     outer_item: int
+    few_hold: bool
     few_buckets: int
     few_programs: int
     combine_tokens: int
@@ -90,6 +93,7 @@ def prefill_config(
         outer_keys=outer_keys,
         outer_warps=8 if wide else 4,
         outer_item=512,
+        few_hold=major in (9, 10),
         few_buckets=32,
         few_programs=2,
         combine_tokens=max(1, min(16 // heads, union_tokens)),

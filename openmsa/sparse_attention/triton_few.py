@@ -156,6 +156,7 @@ def _walk(
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
     STAGES: tl.constexpr,
+    HOLD: tl.constexpr,
 ):
     """A share of the units. MASKED: keys may lie past block, sequence or query, and blocks may cross pages."""
     STEPS: tl.constexpr = (BLOCK + KEYS - 1) // KEYS
@@ -165,7 +166,8 @@ def _walk(
     o_head = (head * stride_q_h)[:, None] + o_d[None, :] * stride_q_d
     o_within = (head * DIM)[:, None] + o_d[None, :]
 
-    # Queries are loaded a step ahead of their use, their entries two steps ahead, a unit's fields one.
+    # Queries are loaded a step ahead of their use (HOLD: only where a unit begins), their entries two steps ahead, a unit's
+    # fields one.
     b_q = tl.zeros([TOKENS * HEADS, DIM_PADDED], q.dtype.element_ty)
     ahead, row = o_t, 0
     seen, block, i_b, k_len, position = 0, 0, 0, 0, 0
@@ -210,8 +212,9 @@ def _walk(
             b_v = tl.load(v + o_v[:, None] + o_d[None, :] * stride_v_dim, mask=m_kv, other=0.0)
         b_a = (-b_q.to(tl.float32)).to(b_q.dtype) if NEGATIVE else b_q
         s = tl.dot(b_a, tl.trans(b_k))  # [ROWS, KEYS]
-        m_q = ((ahead >= 0) & m_head & (step == STEPS - 1))[:, None] & m_d[None, :]
-        b_q = tl.load(q + ((ahead // TOPK).to(tl.int64) * stride_q_t)[:, None] + o_head, mask=m_q, other=b_q)
+        m_next = (ahead >= 0) & m_head & (step == STEPS - 1) if HOLD else (ahead >= 0) & m_head
+        p_q = q + ((ahead // TOPK).to(tl.int64) * stride_q_t)[:, None] + o_head
+        b_q = tl.load(p_q, mask=m_next[:, None] & m_d[None, :], other=b_q if HOLD else 0.0)
         ahead = tl.load(unit_entries + tl.minimum((i + 2) // STEPS, n_units - 1) * TOKENS + o_t)
         if MASKED:
             reader = tl.load(unit_entries + i // STEPS * TOKENS + o_t)
@@ -281,6 +284,7 @@ def attend_few(
     NEGATIVE: tl.constexpr,
     TMA: tl.constexpr,
     STAGES: tl.constexpr,
+    HOLD: tl.constexpr,
 ):
     """Grid (shares of the units, KV heads * parts of the group)."""
     i_h, i_part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
@@ -299,12 +303,12 @@ def attend_few(
         q, k_tma if TMA else k, v_tma if TMA else v, o_part, lse_part, page_table, units + first * 8,
         unit_entries + first * TOKENS, n_front, scale, head, i_h, num_kv_heads, num_pages, stride_q_t, stride_q_h, stride_q_d,
         stride_k_page, stride_k_row, stride_k_dim, stride_v_page, stride_v_row, stride_v_dim, stride_table_b, stride_table_p,
-        GROUP, HEADS, TOKENS, TOPK, DIM, DIM_PADDED, BLOCK, KEYS, PAGE_SIZE, NEGATIVE, not BY_ROW, TMA, STAGES,
+        GROUP, HEADS, TOKENS, TOPK, DIM, DIM_PADDED, BLOCK, KEYS, PAGE_SIZE, NEGATIVE, not BY_ROW, TMA, STAGES, HOLD,
     )  # fmt: skip
     first = (i_h + 1).to(tl.int64) * unit_bound - i_back - n_back
     _walk(
         q, k, v, o_part, lse_part, page_table, units + first * 8, unit_entries + first * TOKENS, n_back, scale, head, i_h,
         num_kv_heads, num_pages, stride_q_t, stride_q_h, stride_q_d, stride_k_page, stride_k_row, stride_k_dim,
         stride_v_page, stride_v_row, stride_v_dim, stride_table_b, stride_table_p,
-        GROUP, HEADS, TOKENS, TOPK, DIM, DIM_PADDED, BLOCK, KEYS, PAGE_SIZE, NEGATIVE, True, False, 1,
+        GROUP, HEADS, TOKENS, TOPK, DIM, DIM_PADDED, BLOCK, KEYS, PAGE_SIZE, NEGATIVE, True, False, 1, HOLD,
     )  # fmt: skip

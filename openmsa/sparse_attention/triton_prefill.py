@@ -502,6 +502,7 @@ def _few(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> None:
         NEGATIVE=negative,
         TMA=k_tma is not None,
         STAGES=config.union_stages,
+        HOLD=config.few_hold,
         num_warps=config.union_warps,
         num_stages=config.union_stages,
     )

@@ -164,7 +164,7 @@ def _of_case(
     union = heads | dims | flags | {"TOKENS": config.union_tokens, "BLOCK": block, "KEYS": config.union_keys}
     union |= {"BY_ROW": by_row and block % config.union_keys == 0}
     union |= {"TMA": config.union_tma and union["BY_ROW"] and "nvfp4" not in keys, "STAGES": config.union_stages}
-    few = union | {"TOPK": topk}
+    few = union | {"TOPK": topk, "HOLD": config.few_hold}
     union |= stored.constexprs(True)
     options = {"num_warps": config.union_warps, "num_stages": config.union_stages}
     wgmma = config.union_tokens * config.heads >= 64
@@ -196,5 +196,6 @@ def _of_case(
     merge |= {"CUTS": -(-block // config.outer_keys)}
     if page == 0 and not keys and (block == 128 or dim == 64):
         yield _variant(f"combine {name}", combine_outer, stored, page, merge, num_warps=config.combine_warps)
+    if page == 0 and not keys and dim <= 128 and (block == 128 or dim == 64):
         merge |= {"CUTS": 1}
         yield _variant(f"merge {name}", combine_outer, stored, page, merge, num_warps=2 * config.combine_warps)
