@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.index_branch.triton_formats import _ASM
+from openmsa.index_branch.triton_codes import ASM
 from openmsa.runtime.variants import Variant
 
 MAX_BLOCKS = 16384
@@ -56,7 +56,7 @@ def value_of(key):
 @triton.jit
 def popcount(x):
     """Set bits of int32."""
-    if _ASM:
+    if ASM:
         count = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
     else:
         x = x.to(tl.uint32, bitcast=True)
@@ -88,7 +88,7 @@ def as_words(ones, REPS: tl.constexpr, COLS: tl.constexpr):
 def at_least(x, threshold, REPS: tl.constexpr, COLS: tl.constexpr):
     """Which of x [REPS, COLS] reach the threshold, as words, and how many. Written out, a comparison that gives one or zero is
     one instruction, and what comes of it is not turned back into selections between powers of two."""
-    if _ASM:
+    if ASM:
         ones = tl.inline_asm_elementwise(
             "set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [x, threshold], dtype=tl.float32, is_pure=True, pack=1
         )

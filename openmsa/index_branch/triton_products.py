@@ -7,16 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openmsa.index_branch.triton_formats import (
-    e2m1_parts,
-    e4m3_numbers,
-    error_radius,
-    fp4_unit,
-    group_numbers,
-    int8_parts,
-    load_group_scales,
-    load_scales,
-)
+from openmsa.index_branch.triton_codes import e2m1_parts, e4m3_numbers, int8_parts
+from openmsa.index_branch.triton_formats import error_radius, fp4_unit, group_numbers, load_group_scales, load_scales
 from openmsa.index_branch.triton_tiles import load_keys
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openmsa.index_branch.triton_formats import e4m3_numbers
+from openmsa.index_branch.triton_codes import e4m3_numbers
 
 
 @triton.jit
