@@ -161,7 +161,8 @@ def fused_kernel(
         m, _ = score_tile(
             b_q, None, keys, scales, None, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
-            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, SWAP, False, False,
+            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, GROUPED, SWAP,
+            False, False,
         )  # fmt: skip
         m = tl.gather(m, o_own, 0)
         m = m if b_f is None else m * b_f
@@ -175,8 +176,8 @@ def fused_kernel(
         m, _ = score_tile(
             b_q, None, keys, scales, None, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
-            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, SWAP, True,
-            LOCAL == 0,
+            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, GROUPED, SWAP,
+            True, LOCAL == 0,
         )  # fmt: skip
         m = tl.gather(m, o_own, 0)
         m = m if b_f is None else m * b_f

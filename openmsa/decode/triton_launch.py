@@ -21,6 +21,7 @@ from openmsa.sparse_attention import triton_decode
 MAX_BLOCKS = 256  # up to which one launch was measured to be faster: of 32K keys, and
 MAX_ROWS = 2  # outputs (token and head) a multiprocessor: four sequences of 64 heads, not eight
 RESIDENT = 4  # programs of all kinds a multiprocessor, for which scoring is cut
+MOST_SPLITS = 64  # that a merge program holds
 LEAST_SHARE = 2  # tiles a scoring program: with one, programs of all kinds are too many to be resident together
 FETCH_BYTES = 12 << 20  # of index keys fetched ahead of the kernel in front: faster for one sequence of 8K or 32K, not for two
 
@@ -96,7 +97,7 @@ def attend_config(batch: int, sizes: Sizes, device: Device) -> tuple[triton_deco
     config = triton_decode.configure(tokens, *shape, device)
     walks = tokens * sizes.num_kv_heads * triton_decode.row_tiles(group, sizes.head_dim)[1]
     finest = triton.cdiv(sizes.topk * sizes.block_size, 64)
-    if config.keys >= 64 and walks * finest <= (2 if tokens <= 2 else 1) * device.num_sms:
+    if config.keys >= 64 and finest <= MOST_SPLITS and walks * finest <= (2 if tokens <= 2 else 1) * device.num_sms:
         config = replace(config, keys=64, tiles=1, splits=finest)
     return replace(config, num_stages=min(config.tiles, 2) + 1), walks * config.splits
 

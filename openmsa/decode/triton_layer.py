@@ -25,8 +25,9 @@ EVERY, SCORE, ATTEND, MERGE = (tl.constexpr(i) for i in range(4))  # kinds of pr
 
 @triton.jit
 def attend_share(
-    i, q, k, v, table, seq_lens, words, part, part_lse, tag, blocks, out, lse, scale, queries, num_blocks, num_pages, capacity,
-    tiles, stride_qt, stride_qh, stride_qd, stride_kp, stride_kh, stride_kn, stride_kd, stride_vp, stride_vh, stride_vn,
+    i, q, k, v, table, seq_lens, index_lens, words, part, part_lse, tag, blocks, out, lse, scale, queries, num_blocks,
+    num_pages, capacity, index_capacity, tiles, stride_qt, stride_qh, stride_qd, stride_kp, stride_kh, stride_kn, stride_kd,
+    stride_vp, stride_vh, stride_vn,
     stride_vd,
     stride_tb, stride_tp, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
     HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TOPK: tl.constexpr,
@@ -46,7 +47,8 @@ def attend_share(
     o_d = tl.arange(0, BD)
     p_q = q + i_t.to(tl.int64) * stride_qt + (i_h * G + o_r[:, None]) * stride_qh + o_d[None, :] * stride_qd
     b_q = tl.load(p_q, mask=m_r[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, BD]
-    length = tl.load(seq_lens + i_b)
+    # Both caches hold as many keys. Did they not, no program may wait for words that none writes: the fewer count.
+    length = tl.minimum(tl.load(seq_lens + i_b), tl.minimum(tl.load(index_lens + i_b), index_capacity))
     n_k = tl.minimum(tl.minimum(length, capacity), length - queries + i_t % queries + 1)  # keys that the query sees
     n_blocks = tl.maximum(n_k + BLOCK - 1, 0) // BLOCK
 
@@ -180,10 +182,10 @@ def layer_kernel(
         )  # fmt: skip
     elif i < scoring + attending:
         attend_share(
-            i - scoring, q, k, v, table, seq_lens, words, part, part_lse, tag, blocks, out, lse, scale, queries, num_blocks,
-            num_pages, capacity, tiles, stride_qt, stride_qh, stride_qd, stride_kp, stride_kh, stride_kn, stride_kd,
-            stride_vp, stride_vh, stride_vn, stride_vd, stride_tb, stride_tp, stride_ot, stride_oh, stride_od, stride_lt,
-            stride_lh,
+            i - scoring, q, k, v, table, seq_lens, index_lens, words, part, part_lse, tag, blocks, out, lse, scale, queries,
+            num_blocks, num_pages, capacity, index_capacity, tiles, stride_qt, stride_qh, stride_qd, stride_kp, stride_kh,
+            stride_kn, stride_kd, stride_vp, stride_vh, stride_vn, stride_vd, stride_tb, stride_tp, stride_ot, stride_oh,
+            stride_od, stride_lt, stride_lh,
             HEADS, INDEX_HEADS, G, D, TOPK, TOPK_PAD, INIT, LOCAL, BLOCK, PAGE, PAGES_PAD, BM, BN, BD, TILES, SPLITS, REPS,
             STAGES, WAIT,
         )  # fmt: skip

@@ -87,7 +87,8 @@ def score_tile(
     s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
     MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, SWIZZLED: tl.constexpr,
-    NATIVE: tl.constexpr, PRODUCT: tl.constexpr, SWAP: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
+    NATIVE: tl.constexpr, PRODUCT: tl.constexpr, GROUPED: tl.constexpr, SWAP: tl.constexpr, BOUNDED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Maxima of the blocks of one tile (`block_maxima`), scales of pages, keys and groups included. With `errors` two of them:
     less and plus the largest radius of a key of the block, which bound the exact maxima; otherwise the second is the first.
@@ -120,7 +121,7 @@ def score_tile(
         else:
             for i in tl.static_range(len(parts)):
                 s = times(b_q[i], parts[i], s, SWAP)
-    elif b_q[0].shape[0] > ROWS:  # `grouped_parts`
+    elif GROUPED:  # `grouped_parts`
         parts = e2m1_parts(b_k, PRODUCT)
         s = times(side_by_side(b_q), side_by_side(parts), None, True)
         b_x = group_numbers(b_g, FORMAT, NATIVE)
@@ -155,6 +156,6 @@ def score_tile(
         m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
         if SCALE == 1:
             m = m * b_s
-        if FORMAT >= 3 and b_q[0].shape[0] > ROWS:
+        if GROUPED:
             m *= 256.0 if b_q[0].dtype == tl.bfloat16 else 16384.0  # the unit of bare e2m1 numbers
         return m, m

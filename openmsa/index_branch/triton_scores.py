@@ -114,7 +114,8 @@ def score_kernel(
         m, m_upper = score_tile(
             b_q, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
-            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, SWAP, False, False,
+            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, GROUPED, SWAP,
+            False, False,
         )  # fmt: skip
         if COLLECT:
             held = tl.where(o_8[None, :] == i_t % 8, m[:, None], held)
@@ -140,7 +141,8 @@ def score_kernel(
         m, m_upper = score_tile(
             b_q, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
-            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, SWAP, True, True,
+            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, GROUPED, SWAP,
+            True, True,
         )  # fmt: skip
         if PARTS == 2:
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)

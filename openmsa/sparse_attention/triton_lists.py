@@ -22,7 +22,7 @@ TILE_FIELDS = 4  # first token, number of tokens, sequence, position of the firs
 ITEM_FIELDS = 4  # begin and end in the entries, sequence, block (-1 - block: some query of its list sees a part of it)
 
 _LENGTHS = ["batch", "search_steps", "num_buckets", "chunk_tiles", "chunk_entries", "item_bound", "num_pages"]
-_LENGTHS += ["union_limit", "capacity", "room"]
+_LENGTHS += ["max_blocks", "union_limit", "capacity", "room"]
 
 
 @triton.jit
@@ -80,6 +80,7 @@ def tile_lists(
     num_buckets,
     chunk_tiles,
     num_pages,
+    max_blocks,  # of a sequence; nothing is listed past them, whatever the lengths say
     union_limit,
     capacity,
     room,
@@ -108,7 +109,7 @@ def tile_lists(
 
     o_t, o_s = tl.arange(0, TOKENS), tl.arange(0, SLOTS)
     last_key = tl.minimum(position + o_t, k_end - k_begin - 1)  # [TOKENS]
-    visible = tl.where(last_key >= 0, last_key // BLOCK + 1, 0)
+    visible = tl.minimum(tl.where(last_key >= 0, last_key // BLOCK + 1, 0), max_blocks)
     row = (first + o_t).to(tl.int64)
     m_slot = (o_t < tokens)[:, None] & (o_s < TOPK)[None, :]
     p_ids = blocks + row[:, None] * stride_blocks_t + i_h * stride_blocks_h + o_s[None, :] * stride_blocks_k

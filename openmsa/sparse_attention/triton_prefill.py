@@ -173,7 +173,7 @@ class _Plan:
         num_chunks = 1 if few else -(-num_tiles // max(1, workspace_bytes // tile_bytes))
         chunk_tiles = -(-num_tiles // num_chunks)
         chunk_entries = chunk_tiles * tokens * topk
-        # Not of the chunk: the workspace must not change which kernel serves a tile.
+        # Not of the chunk: but for the form for few queries, the workspace must not change which kernel serves a tile.
         limit = few_union_limit(config, topk, readers) if few else union_limit(config, topk, readers)
         limit = {"union": most, "outer": 0, "few": -1}.get(path, limit)
         return cls(
@@ -212,7 +212,7 @@ def _build_lists(
     lists |= dict.fromkeys(("has_union", "counts", "partly", "ranks", "entries", "slots"))
     segments = plan.num_chunks * keys.heads
     if plan.rest != NO_REST or flag:
-        size = segments * plan.num_buckets if plan.rest != NO_REST else 0
+        size = segments * -(-plan.num_buckets // 4) * 4 if plan.rest != NO_REST else 0  # addresses of one alignment, always
         lists["counts"], lists["partly"], lists["has_union"] = blocks.new_zeros(2 * size + 1).split([size, size, 1])
         lists["has_union"] = lists["has_union"] if flag else None
     if plan.rest != NO_REST:
@@ -241,6 +241,7 @@ def _build_lists(
         plan.num_buckets,
         plan.chunk_tiles,
         keys.num_pages,
+        seqs.num_blocks(plan.block_size),
         plan.union_limit,
         plan.capacity,
         plan.room,

@@ -302,7 +302,7 @@ def attend_union(
         True, False, 1,
     )  # fmt: skip
 
-    m_any = l_i > 0
+    m_any = l_i != 0  # NaN, too
     inverse = tl.where(m_any, 1.0 / tl.where(m_any, l_i, 1.0), 0.0)
     if V_SCALE == 1:
         inverse *= whole_factor(v_factor, i_h, stride_vf_h, V_SCALE)

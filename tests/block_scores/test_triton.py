@@ -218,3 +218,17 @@ def test_norms_stay_in_range():
     ordinary = exact < 3e38 / (128 * 8)  # past it products with codes of norm up to 127 * 8 overflow
     assert bool(((norms >= exact) & (norms <= exact * 1.001 + 1e-36))[ordinary].all())
     assert not bool(norms[~ordinary].isfinite().any())
+
+
+@pytest.mark.parametrize("exponent", [-30, 0, 40])
+@pytest.mark.parametrize("dim", [32, 64])
+def test_mxfp4_scales_past_float16(dim, exponent):
+    """Scales that float16 queries could not be multiplied by, one group of elements a key and two."""
+    generator = torch.Generator().manual_seed(dim)
+    q = torch.randn(2, 2, dim, generator=generator, dtype=FP16)
+    keys = MXFP4.quantize((torch.randn(64, 1, dim, generator=generator) * 2.0**exponent).to(BF16))
+    one = layout(None, 2, 64, torch.device("cpu"))
+    want = reference.block_scores(q.double(), keys, one, 32)
+    keys = MXFP4(*(x.to(DEVICE) for x in (keys.data, keys.scale)))
+    got = triton_scores.block_scores(q.to(DEVICE), keys, layout(None, 2, 64, DEVICE), 32)
+    assert_close("scores", got.cpu(), want.float(), want)

@@ -69,6 +69,26 @@ CASES = [  # new_tokens, kv_heads, group, head_dim, index_heads, block, page, to
 ]
 
 
+def _layer(p, kv, index_keys, tokens, dim, block, topk, cut):
+    """Blocks, output and lse of one layer; cut: keys and tiles of an attention program, tiles of a scoring program."""
+    heads, index_heads = kv.num_heads, p.index_q.shape[1]
+    kv, index_keys = (type(c)(**{name: x.to(DEVICE) for name, x in vars(c).items()}) for c in (kv, index_keys))
+    sizes = Sizes(
+        tokens, p.q.shape[1], heads, dim, index_heads, 1, 32, kv.page_size, kv.capacity // block, topk, 0, 1, block
+    )  # fmt: skip
+    config = _config(sizes, 3, *cut)
+    workspace = Workspace.allocate(3 * tokens, 3 * tokens * config.attend.splits, sizes, DEVICE)
+    blocks = torch.full((3 * tokens, index_heads, topk), -7, dtype=torch.int32, device=DEVICE)
+    out = torch.full_like(p.q, torch.nan, device=DEVICE)
+    lse = torch.full(p.q.shape[:2], torch.nan, device=DEVICE)
+    for kind in (EVERY,) if CUDA else (SCORE, ATTEND, MERGE):
+        triton_launch.launch(
+            *(config, sizes, workspace, p.q.to(DEVICE), kv, p.index_q.to(DEVICE), index_keys, 0.2, blocks, out, lse),
+            kind=kind.value,
+        )
+    return blocks.cpu(), out.cpu(), lse.cpu()
+
+
 @pytest.mark.parametrize(
     ("tokens", "heads", "group", "dim", "index_heads", "block", "page", "topk", "keys", "tiles", "share"), CASES
 )
@@ -79,26 +99,26 @@ def test_programs_against_the_truth(tokens, heads, group, dim, index_heads, bloc
         [tokens] * 3, k_lens, kv_heads=heads, group=group, head_dim=dim, index_dim=32, index_heads=index_heads,
         integer_index=True, dtype=torch.float16,
     )  # fmt: skip
-    kv, index_keys = paged(p, page)
-    kv, index_keys = (type(c)(**{name: x.to(DEVICE) for name, x in vars(c).items()}) for c in (kv, index_keys))
-    num_blocks = kv.capacity // block
-    sizes = Sizes(tokens, heads * group, heads, dim, index_heads, 1, 32, page, num_blocks, topk, 0, 1, block)
-    config = _config(sizes, 3, keys, tiles, share)
-    workspace = Workspace.allocate(3 * tokens, 3 * tokens * config.attend.splits, sizes, DEVICE)
-    blocks = torch.full((3 * tokens, index_heads, topk), -7, dtype=torch.int32, device=DEVICE)
-    out = torch.full_like(p.q, torch.nan, device=DEVICE)
-    lse = torch.full(p.q.shape[:2], torch.nan, device=DEVICE)
-    for kind in (EVERY,) if CUDA else (SCORE, ATTEND, MERGE):
-        triton_launch.launch(
-            *(config, sizes, workspace, p.q.to(DEVICE), kv, p.index_q.to(DEVICE), index_keys, 0.2, blocks, out, lse),
-            kind=kind.value,
-        )
+    blocks, out, lse = _layer(p, *paged(p, page), tokens, dim, block, topk, (keys, tiles, share))
     expected = oracle.select_blocks(p, oracle.block_scores(p, block), block, topk, 0, 1)
-    assert_equal("blocks", blocks.cpu(), expected.to(torch.int32))
+    assert_equal("blocks", blocks, expected.to(torch.int32))
     reads = oracle.reads_of_blocks(expected, block)
     truth, honest = oracle.attention(p, reads, 0.2), oracle.honest_attention(p, reads, 0.2)
-    assert_close("out", out.cpu(), honest[0], truth[0])
-    assert_close("lse", lse.cpu(), honest[1], truth[1])
+    assert_close("out", out, honest[0], truth[0])
+    assert_close("lse", lse, honest[1], truth[1])
+
+
+def test_caches_that_disagree_about_their_lengths():
+    """The fewer keys count, and no program waits for scores that none makes."""
+    p = problem([1] * 3, (600, 200, 70), kv_heads=1, group=16, head_dim=64, index_dim=32, index_heads=1, dtype=torch.float16)
+    results = []
+    for lens in (((600, 70, 70), (300, 200, 0)), ((300, 70, 0), (300, 70, 0))):
+        caches = paged(p, 128)
+        for cache, own in zip(caches, lens, strict=True):
+            cache.seq_lens.copy_(torch.tensor(own, dtype=torch.int32))
+        results.append(_layer(p, *caches, 1, 64, 64, 3, (64, 1, 2)))
+    for name, one, other in zip(("blocks", "out", "lse"), *results, strict=True):
+        assert_equal(name, one, other)
 
 
 def _config(sizes, batch, keys, tiles, share):
@@ -128,5 +148,7 @@ def test_the_choice_is_a_pure_function_of_sizes():
     assert (four.scoring, four.attending, four.merging, four.attend.keys, four.attend.tiles) == (128, 128, 256, 128, 2)
     assert [configure(b, M3, hopper) is not None for b in (1, 2, 4, 8, 32)] == [True, True, True, False, False]
     assert configure(1, dataclasses.replace(M3, num_blocks=512), hopper) is None
+    many = configure(1, dataclasses.replace(M3, topk=64, num_q_heads=16, num_kv_heads=1), hopper)
+    assert many.attend.splits <= triton_launch.MOST_SPLITS
     assert configure(1, dataclasses.replace(M3, page_size=16), hopper) is None
     assert configure(1, dataclasses.replace(M3, page_size=64), hopper) is None

@@ -250,6 +250,35 @@ def test_few_queries_beside_union_tiles(monkeypatch):
     assert not lists  # all partials at once would not fit
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_query_of_nan_has_an_lse_of_nan(path):
+    p = problem((3,), (64,), kv_heads=1, group=2, head_dim=16, dtype=EXACT)
+    p.q[1, 0] = torch.nan
+    blocks = torch.tensor([[[0, 1]], [[1, 0]], [[-1, -1]]], dtype=torch.int32)
+    out, lse = run(arguments(p, blocks, 16), path=path)
+    assert lse.isnan().tolist() == [[False, False], [True, False], [False, False]]
+    assert_equal("NaN", out.isnan().all(-1), lse.isnan())
+    assert lse[2].eq(-torch.inf).all()
+
+
+def test_a_bound_that_lies_leads_nowhere_else():
+    """Nobody reads lengths on a GPU: with a `max_seqlen_k` below them fewer blocks are listed, and nothing behind the lists."""
+    p = problem((9,), (320,), kv_heads=1, group=16, head_dim=16, dtype=EXACT)
+    blocks = torch.arange(8, dtype=torch.int32).repeat(9, 1, 1)
+    checked = arguments(p, blocks, 16)
+    checked["seqs"] = dataclasses.replace(checked["seqs"], max_seqlen_k=32)
+    lists, union = [], triton_prefill._union
+    try:
+        triton_prefill._union = lambda *x: lists.append(x[5]) or union(*x)
+        run(checked)
+    finally:
+        triton_prefill._union = union
+    capacity = lists[0]["union_ids"].shape[2]
+    assert capacity == 2
+    assert lists[0]["union_sizes"].max() <= capacity
+    assert_equal("ids", lists[0]["union_ids"].cpu(), torch.arange(2, dtype=torch.int32).expand(lists[0]["union_ids"].shape))
+
+
 def test_negative_and_zero_scale():
     p = problem((9,), (70,), kv_heads=1, group=2, head_dim=32, dtype=EXACT)
     blocks = random_blocks(p, 2, 32, 1)
