@@ -261,9 +261,9 @@ def combine_outer(
                 b_o = tl.load(p_o, mask=m_slot[:, None] & m_o, other=0.0)
                 l_i += w
                 acc += w[:, None] * b_o.to(tl.float32)
-        m_any = l_i != 0  # NaN, too
+        m_any = l_i > 0
         inverse = tl.where(m_any, 1.0 / tl.where(m_any, l_i, 1.0), 0.0)
         o_out = token.to(tl.int64) * num_kv_heads * GROUP + i_h * GROUP + head
         tl.store(out + o_out[:, None] * DIM + o_d[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=m_o)
         b_lse = (highest + tl.log2(tl.where(m_any, l_i, 1.0))) * 0.6931471805599453
-        tl.store(lse + o_out, tl.where(m_any, b_lse, -float("inf")), mask=m_row)
+        tl.store(lse + o_out, tl.where(m_any, b_lse, l_i - float("inf")), mask=m_row)  # of a NaN query NaN

@@ -302,7 +302,7 @@ def attend_union(
         True, False, 1,
     )  # fmt: skip
 
-    m_any = l_i != 0  # NaN, too
+    m_any = l_i > 0
     inverse = tl.where(m_any, 1.0 / tl.where(m_any, l_i, 1.0), 0.0)
     if V_SCALE == 1:
         inverse *= whole_factor(v_factor, i_h, stride_vf_h, V_SCALE)
@@ -310,4 +310,4 @@ def attend_union(
     b_out = (acc * inverse[:, None]).to(out.dtype.element_ty)
     tl.store(out + o_out[:, None] * DIM + o_d[None, :], b_out, mask=m_q)
     b_lse = (m_i * scale + tl.log2(tl.where(m_any, l_i, 1.0))) * 0.6931471805599453
-    tl.store(lse + o_out, tl.where(m_any, b_lse, -float("inf")), mask=m_row)
+    tl.store(lse + o_out, tl.where(m_any, b_lse, l_i - float("inf")), mask=m_row)  # of a NaN query NaN
