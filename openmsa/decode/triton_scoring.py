@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openmsa.decode.triton_words import arrived, fetch_ahead, put
+from openmsa.decode.triton_words import fetch_ahead, put
 from openmsa.index_branch.triton_products import block_maxima
 from openmsa.index_branch.triton_tiles import load_rows, tile_start
 
@@ -49,40 +49,6 @@ def fetch_share(
 
 
 @triton.jit
-def score_tile(
-    i_t, i_page, best, b_q, i_last, index_keys, i_h, n_k, p_w, m_row, tag, num_blocks, index_pages, stride_ip, stride_ih,
-    stride_in, stride_id,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, INDEX_PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, TMA: tl.constexpr, WAIT: tl.constexpr,
-):  # fmt: skip
-    """Words of the blocks of one tile. best: maxima of the part before, where a block has several, and then of this one."""
-    i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
-    if TMA:  # a page outside the pool reads as zeros
-        b_k = index_keys.load([i_page, i_h, i_k % INDEX_PAGE, 0]).reshape(TILE, DIM_PAD)
-    else:
-        o_d = tl.arange(0, DIM_PAD)
-        o_n = i_k % INDEX_PAGE + tl.arange(0, TILE)
-        m_k = (i_k + tl.arange(0, TILE) < n_k) & (i_page >= 0) & (i_page < index_pages)
-        p_k = index_keys + i_page.to(tl.int64) * stride_ip + i_h.to(tl.int64) * stride_ih + o_n.to(tl.int64) * stride_in
-        b_k = tl.load(p_k[:, None] + (o_d * stride_id)[None, :], mask=m_k[:, None] & (o_d < DIM)[None, :], other=0)
-    if SHARE == 1:  # the queries need not be here before the keys are asked for
-        b_q = arrived(b_q, WAIT)
-    m = block_maxima(tl.dot(b_k, b_q.T), i_k, i_last, TILE, KEYS, SUB, True, True)
-    if PARTS == 2:
-        m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
-        best = m
-    m = tl.where(m > float("-inf"), m, float("-inf"))
-    if SUB > 1:
-        o_b = i_t * SUB + tl.arange(0, SUB)
-        put(p_w[:, None] + o_b[None, :], m, tag, m_row[:, None] & (o_b < num_blocks)[None, :], WAIT)
-    elif PARTS == 1:
-        put(p_w + i_t, m, tag, m_row, WAIT)
-    else:
-        put(p_w + i_t // 2, m, tag, m_row & (i_t % 2 == 1), WAIT)
-    return best
-
-
-@triton.jit
 def score_share(
     i, index_q, index_keys, index_table, index_lens, words, tag, queries, num_blocks, index_pages, index_capacity, splits,
     tiles, stride_iqt, stride_iqh, stride_iqd, stride_ip, stride_ih, stride_in, stride_id, stride_itb,
@@ -108,17 +74,27 @@ def score_share(
     last = tl.minimum(tiles, tl.cdiv(tl.maximum(n_k, 0), BLOCK * SUB) * PARTS - first)
     p_w = words + ((i_s * queries + o_r // GROUP).to(tl.int64) * INDEX_HEADS + i_h * GROUP + o_r % GROUP) * num_blocks
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
-    if SHARE == 1:  # no loop, before which the queries would have to arrive
-        if last > 0:
-            score_tile(
-                first, tl.sum(b_page, 0), best, b_q, i_last, index_keys, i_h, n_k, p_w, m_row, tag, num_blocks, index_pages,
-                stride_ip, stride_ih, stride_in, stride_id,
-                DIM, DIM_PAD, INDEX_PAGE, BLOCK, TILE, KEYS, SUB, PARTS, SHARE, TMA, WAIT,
-            )  # fmt: skip
-    else:
-        for u in tl.range(0, last, num_stages=STAGES):
-            best = score_tile(
-                first + u, tl.sum(tl.where(o_u == u, b_page, 0), 0), best, b_q, i_last, index_keys, i_h, n_k, p_w, m_row, tag,
-                num_blocks, index_pages, stride_ip, stride_ih, stride_in, stride_id,
-                DIM, DIM_PAD, INDEX_PAGE, BLOCK, TILE, KEYS, SUB, PARTS, SHARE, TMA, WAIT,
-            )  # fmt: skip
+    o_d = tl.arange(0, DIM_PAD)
+    for u in tl.range(0, last, num_stages=STAGES):
+        i_t = first + u
+        i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
+        i_page = tl.sum(tl.where(o_u == u, b_page, 0), 0)
+        if TMA:  # a page outside the pool reads as zeros
+            b_k = index_keys.load([i_page, i_h, i_k % INDEX_PAGE, 0]).reshape(TILE, DIM_PAD)
+        else:
+            o_n = i_k % INDEX_PAGE + tl.arange(0, TILE)
+            m_k = (i_k + tl.arange(0, TILE) < n_k) & (i_page >= 0) & (i_page < index_pages)
+            p_k = index_keys + i_page.to(tl.int64) * stride_ip + i_h.to(tl.int64) * stride_ih + o_n.to(tl.int64) * stride_in
+            b_k = tl.load(p_k[:, None] + (o_d * stride_id)[None, :], mask=m_k[:, None] & (o_d < DIM)[None, :], other=0)
+        m = block_maxima(tl.dot(b_k, b_q.T), i_k, i_last, TILE, KEYS, SUB, True, True)
+        if PARTS == 2:
+            m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
+            best = m
+        m = tl.where(m > float("-inf"), m, float("-inf"))
+        if SUB > 1:
+            o_b = i_t * SUB + tl.arange(0, SUB)
+            put(p_w[:, None] + o_b[None, :], m, tag, m_row[:, None] & (o_b < num_blocks)[None, :], WAIT)
+        elif PARTS == 1:
+            put(p_w + i_t, m, tag, m_row, WAIT)
+        else:
+            put(p_w + i_t // 2, m, tag, m_row & (i_t % 2 == 1), WAIT)

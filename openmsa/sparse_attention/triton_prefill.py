@@ -165,12 +165,11 @@ class _Plan:
         most = min(tokens * topk, seqs.num_blocks(block_size))
         num_tiles = -(-total_q // tokens) + seqs.batch - 1
         readers = total_q * topk / num_buckets
-        partials = total_q * num_q_heads * topk * head_dim * partial_dtype.itemsize
-        few = path == "few" or (path == "auto" and plain and partials <= workspace_bytes)
-        few = few and (path == "few" or few_queries(total_q, head_dim, topk, keys.heads, num_buckets))
+        query_bytes = num_q_heads * topk * head_dim * partial_dtype.itemsize  # of partials, for each cut of a block
+        may_be_few = path == "auto" and plain and total_q * query_bytes <= workspace_bytes
+        few = path == "few" or (may_be_few and few_queries(total_q, head_dim, topk, keys.heads, num_buckets))
         cuts = 1 if few else -(-block_size // config.outer_keys)
-        tile_bytes = tokens * num_q_heads * topk * cuts * head_dim * partial_dtype.itemsize
-        num_chunks = 1 if few else -(-num_tiles // max(1, workspace_bytes // tile_bytes))
+        num_chunks = 1 if few else -(-num_tiles // max(1, workspace_bytes // (tokens * cuts * query_bytes)))
         chunk_tiles = -(-num_tiles // num_chunks)
         chunk_entries = chunk_tiles * tokens * topk
         # Not of the chunk: but for the form for few queries, the workspace must not change which kernel serves a tile.

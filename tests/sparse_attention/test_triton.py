@@ -261,18 +261,15 @@ def test_a_query_of_nan_has_an_lse_of_nan(path):
     assert lse[2].eq(-torch.inf).all()
 
 
-def test_a_bound_that_lies_leads_nowhere_else():
+def test_a_bound_that_lies_leads_nowhere_else(monkeypatch):
     """Nobody reads lengths on a GPU: with a `max_seqlen_k` below them fewer blocks are listed, and nothing behind the lists."""
     p = problem((9,), (320,), kv_heads=1, group=16, head_dim=16, dtype=EXACT)
     blocks = torch.arange(8, dtype=torch.int32).repeat(9, 1, 1)
     checked = arguments(p, blocks, 16)
     checked["seqs"] = dataclasses.replace(checked["seqs"], max_seqlen_k=32)
     lists, union = [], triton_prefill._union
-    try:
-        triton_prefill._union = lambda *x: lists.append(x[5]) or union(*x)
-        run(checked)
-    finally:
-        triton_prefill._union = union
+    monkeypatch.setattr(triton_prefill, "_union", lambda *x: lists.append(x[5]) or union(*x))
+    run(checked)
     capacity = lists[0]["union_ids"].shape[2]
     assert capacity == 2
     assert lists[0]["union_sizes"].max() <= capacity
