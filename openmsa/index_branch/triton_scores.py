@@ -27,11 +27,12 @@ def scored(m, b_f):
 
 @triton.jit
 def store_maxima(p_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB: tl.constexpr, PARTS: tl.constexpr):
-    """p_s: address of block 0 of each row; b_f: factor of each row or None; i_t: the key tile; s_sb: int64. NaN as -inf."""
+    """p_s: address of block 0 of each row; b_f: factor of each row or None; i_t: the key tile; s_sb: int64. NaN as -inf. The
+    cache keeps what is written until its sector is full, however many keys stream through it."""
     if SUB == 1:
         m = m if b_f is None else m * b_f
         m = tl.where(m > float("-inf"), m, float("-inf"))
-        tl.store(p_s + (i_t // PARTS) * s_sb, m, mask=m_row)
+        tl.store(p_s + (i_t // PARTS) * s_sb, m, mask=m_row, eviction_policy="evict_last")
     else:
         o_b = i_t * SUB + tl.arange(0, SUB)
         tl.store(p_s[:, None] + (o_b * s_sb)[None, :], scored(m, b_f), mask=m_row[:, None] & (o_b < num_blocks)[None, :])
