@@ -153,22 +153,24 @@ def rescore_kernel(
     first, last = open_units(
         open_words, units, i_h, q_start, q_len * GROUP, tl.program_id(0), tl.num_programs(0), KEY_HEADS, GROUP, SUB, COLS
     )
-    for i in tl.range(first, last, num_stages=STAGES):
-        i_u = tl.load(units + i)
-        o_b = i_u * SUB + tl.arange(0, SUB)
+    best = tl.full([ROWS, SUB], float("-inf"), tl.float32)  # of the parts of a block so far
+    for i in tl.range(first * PARTS, last * PARTS, num_stages=STAGES):
+        i_t = tl.load(units + i // PARTS) * PARTS + i % PARTS
+        o_b = i_t // PARTS * SUB + tl.arange(0, SUB)
         p_b = p_s[:, None] + o_b[None, :]
         mark = tl.load(p_b, mask=m_row[:, None] & (o_b < num_blocks)[None, :], other=0.0)
-        best = tl.full([ROWS, SUB], float("-inf"), tl.float32)
-        for part in tl.static_range(PARTS):
-            i_k = tile_start(i_u * PARTS + part, BLOCK, KEYS, SUB, PARTS)
-            b_k = load_keys(
-                keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
-                MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, True,
-            )  # fmt: skip
-            m = block_maxima(tl.dot(b_k, b_q.T), i_k, i_last, TILE, KEYS, SUB, True, True)
-            best = tl.maximum(best, m[:, None] if SUB == 1 else m)
-        best = tl.where(best > float("-inf"), best, float("-inf"))
-        tl.store(p_b, best, mask=mark != mark)
+        i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
+        b_k = load_keys(
+            keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
+            MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, True,
+        )  # fmt: skip
+        m = block_maxima(tl.dot(b_k, b_q.T), i_k, i_last, TILE, KEYS, SUB, True, True)
+        m = m[:, None] if SUB == 1 else m
+        if PARTS == 2:
+            m = tl.where(i % 2 == 1, tl.maximum(best, m), m)
+            best = m
+        m = tl.where(m > float("-inf"), m, float("-inf"))
+        tl.store(p_b, m, mask=(mark != mark) & (i % PARTS == PARTS - 1))
 
 
 @dataclass(frozen=True)
@@ -180,14 +182,12 @@ class RescoreConfig:
 
 
 def rescore_config(device: Device, tile: Tile, dim: int, paged: bool) -> RescoreConfig:
-    """Two units in flight, or as many as fit, in as many programs as shared memory holds. A unit's keys are read one stage
-    behind its number, or its page's, which is read one behind its number."""
-    unit_bytes = tile.parts * tile.tile * 2 * triton.next_power_of_2(dim)
-    for resident, ahead in ((3, 2), (2, 2), (1, 2), (1, 1)):
-        if resident * (ahead * unit_bytes + 8192) <= device.shared_bytes:
-            break
+    """Two tiles in flight in as many programs as shared memory holds, up to three. Keys are read one stage behind the number
+    of their unit, or of their page, which is read one behind it."""
+    tile_bytes = tile.tile * 2 * triton.next_power_of_2(dim)
+    resident = next(n for n in (3, 2, 1) if n * (2 * tile_bytes + 8192) <= device.shared_bytes or n == 1)
     asynchronous = device.arch in (90, 100)  # the product reads the buffers itself, so it holds one
-    return RescoreConfig(max(ahead - asynchronous, 1) * (2 + paged) + 1, resident)
+    return RescoreConfig((2 - asynchronous) * (2 + paged) + 1, resident)
 
 
 def refuse(

@@ -40,8 +40,9 @@ from openmsa.types import Layout
 @triton.jit
 def fixed_point(b_q):
     """Rows of 16-bit queries [rows, width] as integers times a unit. Returns int8 [2 * rows, width], the high and the low part
-    of each row (behind them zeros up to 16, what Hopper's matrix unit is used for), and float32 [rows]: the unit, and bounds of the norms of the row and of what the integers lack. A row with
-    NaN, infinity or elements from 2**111 on becomes zeros and has an infinite norm."""
+    of each row, with zeros behind them up to the 16 rows that Hopper's matrix unit is used for, and float32 [rows]: the unit,
+    and bounds of the norms of the row and of what the integers lack. A row with NaN, infinity or elements from 2**111 on
+    becomes zeros and has an infinite norm."""
     x = b_q.to(tl.float32)
     largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
     usable = largest < 2.0**111
