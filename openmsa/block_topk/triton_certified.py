@@ -182,12 +182,14 @@ class RescoreConfig:
 
 
 def rescore_config(device: Device, tile: Tile, dim: int, paged: bool) -> RescoreConfig:
-    """Two tiles in flight in as many programs as shared memory holds, up to three. Keys are read one stage behind the number
-    of their unit, or of their page, which is read one behind it."""
+    """Two tiles, one where two do not fit, in as many programs as shared memory holds, up to three. Keys are read one stage
+    behind the number of their unit, or of their page, which is read one behind it."""
     tile_bytes = tile.tile * 2 * triton.next_power_of_2(dim)
-    resident = next(n for n in (3, 2, 1) if n * (2 * tile_bytes + 8192) <= device.shared_bytes or n == 1)
+    for resident, buffers in ((3, 2), (2, 2), (1, 2), (1, 1)):
+        if resident * (buffers * tile_bytes + 8192) <= device.shared_bytes:
+            break
     asynchronous = device.arch in (90, 100)  # the product reads the buffers itself, so it holds one
-    return RescoreConfig((2 - asynchronous) * (2 + paged) + 1, resident)
+    return RescoreConfig(max(buffers - asynchronous, 1) * (2 + paged) + 1, resident)
 
 
 def refuse(
@@ -337,6 +339,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         (64, 128, 128, FLAT, True, 512),
         (16, 64, 32, PAGES, False, 64),
         (16, 80, 256, PAGE, True, 32),
+        (64, 256, 64, PAGE, True, 64),
     ):
         tile = Tile.of(block_size)
         operands = Operands("bf16", "plain", dim, tile, mode, tma and device.has_tma)
