@@ -10,6 +10,12 @@ import torch
 from openmsa import CertifiedKeys, Int8, PagedIndexKeys, Sequences
 
 pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from openmsa.index_branch.triton_bounds import fixed_point
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the contract tests run the kernels")
 
 INF, NAN = math.inf, math.nan
@@ -64,6 +70,36 @@ def block_maxima(index_q, index_k, seqs, block_size):
                 stop = min(j + block_size, offset + t - q0 + 1, k_len)
                 best[:, t, j // block_size] = torch.einsum("hd,khd->hk", q[t], k[k0 + j : k0 + stop]).amax(-1)
     return best
+
+
+@triton.jit
+def fixed_point_kernel(rows, parts, numbers, ROWS: tl.constexpr, DIM: tl.constexpr):
+    o_r, o_d = tl.arange(0, ROWS), tl.arange(0, DIM)[None, :]
+    b_n, b_unit, b_norm, b_rest = fixed_point(tl.load(rows + o_r[:, None] * DIM + o_d))
+    tl.store(parts + tl.arange(0, 2 * ROWS)[:, None] * DIM + o_d, b_n)
+    tl.store(numbers + o_r, b_unit)
+    tl.store(numbers + ROWS + o_r, b_norm)
+    tl.store(numbers + 2 * ROWS + o_r, b_rest)
+
+
+def test_queries_as_integers():
+    """Norms are never too small, also where squares are no float32; what the integers lack is inside its bound, and little."""
+    sizes = torch.tensor([0, 1e-42, 1e-38, 1e-25, 1e-12, 1, 1e12, 1e19, 1e25, 1e36, torch.nan, torch.inf, 1, 1, 1, 1])
+    rows = (torch.randn(16, 64) * sizes[:, None]).bfloat16()
+    rows[12, 5], rows[13, 0], rows[14] = 2.0**111, 2.0**110 * (2 - 2.0**-7), 1.9921875
+    parts, numbers = torch.full((32, 64), 77, dtype=torch.int8), torch.full((3, 16), NAN)
+    fixed_point_kernel[(1,)](rows, parts, numbers, ROWS=16, DIM=64)
+    unit, norm, rest = numbers.double()
+    exact = rows.double().norm(dim=1)
+    usable = rows.abs().amax(1) < 2.0**111
+    assert usable.sum() == 12
+    assert bool(((norm >= exact) & (norm <= exact * 1.001 + 1e-36))[usable].all())
+    assert bool((norm[~usable] == INF).all())
+    taken = (128 * parts[::2].double() + parts[1::2].double()) * unit[:, None]
+    lack = (rows.double() - taken).norm(dim=1)
+    assert bool((lack <= rest)[usable].all())
+    assert bool((rest <= 1e-3 * exact + 1e-36)[usable & (exact > 2.0**-90)].all())
+    assert bool((taken[~usable] == 0).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
