@@ -51,9 +51,9 @@ def fixed_point(b_q):
     x = tl.where(usable[:, None], x, 0.0) * power_of_two(13 - exponent)[:, None]  # exact; at most 2**14 - 8 in magnitude
     n = tl.floor(x + 0.5)
     unit = power_of_two(exponent - 13)
-    MARGIN: tl.constexpr = 1 + 1e-4  # of float32 sums and roots; beside it what subnormal elements could lose
+    MARGIN: tl.constexpr = 1 + 1e-4  # of float32 sums and roots; beside it what subnormal elements and squares could lose
     norm = tl.sqrt(tl.sum(x * x, 1)) * unit * MARGIN + 4e-37
-    rest = tl.sqrt(tl.sum((x - n) * (x - n), 1)) * unit * MARGIN + 4e-37
+    rest = tl.sqrt(tl.sum((x - n) * (x - n), 1)) * unit * MARGIN + (norm * 2.0**-64 + 4e-37)
     whole = n.to(tl.int32)
     parts = tl.join((whole >> 7).to(tl.int8), (whole & 127).to(tl.int8)).permute(0, 2, 1)
     parts = parts.reshape(2 * x.shape[0], x.shape[1])

@@ -8,7 +8,6 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
 import triton.language as tl
 
 from openmsa import E4M3, MXFP4, NVFP4, Int8, PagedIndexKeys
