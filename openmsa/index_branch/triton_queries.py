@@ -102,16 +102,3 @@ def row_factors(q_scale, k_factor, i_row, i_h, s_qs, s_kf, GROUP: tl.constexpr):
     if k_factor is not None:
         b_f *= tl.load(k_factor + i_h * s_kf)
     return b_f
-
-
-@triton.jit
-def row_norms(b_q, DIM: tl.constexpr):
-    """At least the Euclidean norm of each row of queries; infinity where products with int8 codes could overflow before their
-    scale brings them back. Squares are those of a row whose largest element is about 1, so that they stay in range."""
-    x = b_q.to(tl.float32)
-    exponent = (tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23) - 127
-    exponent = tl.minimum(tl.maximum(exponent, -126), 126)
-    x = x * power_of_two(-exponent)[:, None]
-    norm = tl.sqrt(tl.sum(x * x, 1)) * (1 + 1e-4) * power_of_two(exponent) + 1e-37
-    LARGEST: tl.constexpr = 128.0 * DIM**0.5
-    return tl.where(norm * LARGEST < float("inf"), norm, float("inf"))

@@ -88,19 +88,22 @@ class KeySource:
     native: bool  # whether the GPU converts e4m3
 
     @classmethod
-    def of(cls, index_k: Tensor | Stored | PagedIndexKeys, tile: Tile, device: Device) -> KeySource:
+    def of(cls, index_k: Tensor | Stored | PagedIndexKeys, tile: Tile, device: Device, packed: bool = True) -> KeySource:
         if isinstance(index_k, PagedIndexKeys):
-            return cls.of_pool(index_k.keys, index_k.page_table, tile, device)
-        return cls.of_pool(index_k, None, tile, device)
+            return cls.of_pool(index_k.keys, index_k.page_table, tile, device, packed)
+        return cls.of_pool(index_k, None, tile, device, packed)
 
     @classmethod
-    def of_pool(cls, keys: Tensor | Stored, page_table: Tensor | None, tile: Tile, device: Device) -> KeySource:
-        """keys: ``[num_pages, heads, page_size, dim]``; with no page table packed ``[total, heads, dim]``, read as one page."""
+    def of_pool(
+        cls, keys: Tensor | Stored, page_table: Tensor | None, tile: Tile, device: Device, packed: bool = True
+    ) -> KeySource:
+        """keys: ``[num_pages, heads, page_size, dim]``; with no page table packed ``[total, heads, dim]``, read as one page.
+        packed: codes of less than 16 bits, e4m3 aside, are read several at a time where they can be."""
         keys = keys.exact if isinstance(keys, CertifiedKeys) else keys
         data = keys.data if isinstance(keys, Stored) else keys
         if data.dtype == torch.float8_e4m3fn and device.arch < 90:
             data = data.view(torch.uint8)
-        elif isinstance(keys, (Int8, NVFP4, MXFP4)):
+        elif packed and isinstance(keys, (Int8, NVFP4, MXFP4)):
             data = in_items(data, torch.int16, keys.shape[-1] >= (32 if isinstance(keys, Int8) else 64))
         pool = data.unsqueeze(0).transpose(1, 2) if page_table is None else data
         num_pages, heads, page_size, width = pool.shape
