@@ -232,3 +232,29 @@ def test_mxfp4_scales_past_float16(dim, exponent):
     keys = MXFP4(*(x.to(DEVICE) for x in (keys.data, keys.scale)))
     got = triton_scores.block_scores(q.to(DEVICE), keys, layout(None, 2, 64, DEVICE), 32)
     assert_close("scores", got.cpu(), want.float(), want)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("query", ["bf16", "fp16", "e4m3"])
+@pytest.mark.parametrize("keys", ["nvfp4", "nvfp4 128x4", "mxfp4"])
+def test_few_rows_of_fp4(query, keys, dim):
+    """Decode: ragged lengths and an absent sequence; rows and elements of very different size, zeros, infinity and NaN."""
+    q_lens, k_lens = (1, 1, 0, 1, 2), (1, 290, 40, 128, 140)
+    p = problem(q_lens, k_lens, kv_heads=4, index_key_heads=1, index_dim=dim, dtype=QUERIES[query]).to(DEVICE)
+    p.index_k[200, 0, 3], p.index_q[0, 1], p.index_q[1, 2, 5] = torch.nan, 0, torch.nan
+    if query == "bf16":
+        p.index_q[1, 3] *= 2.0**100
+        p.index_q[2] *= 2.0**-100
+        p.index_q[3, :, ::3] *= 2.0**-20
+        p.index_q[4, 0, 7] = torch.inf
+    index_q = E4M3.quantize(p.index_q, per="head") if query == "e4m3" else p.index_q
+    cache = paged(p, 128)[1]
+    index_k = PagedIndexKeys(stored(cache.keys, keys), cache.page_table, cache.seq_lens)
+    lengths = index_k.layout(p.seqs, sum(q_lens), DEVICE)
+    exact = index_q.dequantize(torch.float64) if query == "e4m3" else index_q.double()
+    truth = reference.block_scores(exact, index_k, lengths, 128)
+    honest = reference.block_scores(index_q, index_k, lengths, 128)
+    scores = triton_scores.block_scores(index_q, index_k, lengths, 128)
+    for token in range(sum(q_lens)):
+        for head in range(4):
+            assert_close(f"scores of {token}, {head}", scores[head, token], honest[head, token], truth[head, token])
