@@ -65,11 +65,19 @@ def raised(b_q):
 
 
 @triton.jit
-def grouped_parts(b_q, GROUPS: tl.constexpr, SPLIT: tl.constexpr):
-    """`query_parts` in float16, spread over the groups of FP4 keys, and what each row's scores are to be multiplied by."""
-    b_up = tl.full([b_q.shape[0]], 64.0, tl.float32)  # 2**14 / 2**8
+def float16_rows(b_q):
+    """Rows of queries in float16 times powers of two, bf16 ones `raised`; and what, times 2**8, makes scores of their products
+    with e2m1 numbers times 2**-14."""
     if b_q.dtype == tl.bfloat16:
-        b_q, b_up = raised(b_q)
+        return raised(b_q)
+    else:
+        return b_q, tl.full([b_q.shape[0]], 64.0, tl.float32)
+
+
+@triton.jit
+def grouped_parts(b_q, GROUPS: tl.constexpr, SPLIT: tl.constexpr):
+    """`query_parts` of `float16_rows` spread over the groups of FP4 keys, and what each row's scores are to be multiplied by."""
+    b_q, b_up = float16_rows(b_q)
     parts = query_parts(b_q, SPLIT)
     if SPLIT == 2:
         return (group_rows(parts[0], GROUPS), group_rows(parts[1], GROUPS)), b_up

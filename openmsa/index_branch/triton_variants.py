@@ -10,7 +10,8 @@ from typing import Any
 import triton.language as tl
 
 from openmsa.index_branch import triton_formats as formats
-from openmsa.index_branch.triton_config import Kind, config
+from openmsa.index_branch.triton_config import Config, Kind, config
+from openmsa.index_branch.triton_lanes import lane_kernel
 from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, score_kernel
 from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile
 from openmsa.runtime.devices import COMPILE_TARGETS, Device
@@ -52,7 +53,12 @@ class Operands:
 
     def kind(self, device: Device) -> Kind:
         """As `kind_of` gives it."""
-        return Kind.of(self.dim, self.tile.tile, self.format, self.product(device), self.mode != FLAT, self.tma)
+        return Kind.of(self.dim, self.tile.tile, self.format, self.product(device), self.mode != FLAT, self.tma, self.lanes)
+
+    @property
+    def lanes(self) -> bool:
+        """As `KeySource.of_pool` finds it."""
+        return (self.format, self.dim, self.tile.tile, self.tile.sub) == (formats.NVFP4, 128, 128, 1) and self.mode != PAGES
 
     @property
     def scales(self) -> str:
@@ -137,6 +143,8 @@ def compile_variants(arch: int) -> Iterator[Variant]:
             for rows in (4, 1024)
         ),
         ("e4m3", "nvfp4", 4, 128, 128, PAGE, True, False),
+        ("fp16", "nvfp4", 8, 128, 256, FLAT, False, True),
+        ("bf16", "nvfp4", 4, 64, 64, PAGE, True, False),
         ("fp16", "mxfp4", 4, 128, 128, FLAT, True, False),
         ("fp16", "int8", 1024, 64, 64, FLAT, False, True),
         ("bf16", "nvfp4", 1024, 80, 48, PAGES, False, False),
@@ -152,6 +160,8 @@ def _variant(device: Device, operands: Operands, rows: int, fill: bool) -> Varia
     chosen = config(device, rows, operands.kind(device))
     types |= dict.fromkeys(("s_sh", "s_st", *RUNTIME_LENGTHS), "i32") | dict.fromkeys(("scores", "upper", "errors"), "*fp32")
     types |= {"visible": "*i32", "seq_lens": "*i32"}
+    if chosen.lanes:
+        return _lane_variant(operands, types, constants, chosen, fill)
     bounds = "bounds" in operands.keys
     chosen = replace(chosen, rows=min(chosen.rows, 64)) if bounds else chosen
     constants |= {"s_sb": 1, "FILL": fill, "PDL": rows <= 64 and device.has_tma, "seq_lens": None}
@@ -159,3 +169,13 @@ def _variant(device: Device, operands: Operands, rows: int, fill: bool) -> Varia
     constants |= ({"visible": None} if fill else {}) | ({} if bounds else {"upper": None, "errors": None})
     slack = {80: 8, 90: 40, 100: 16, 120: 16}[device.arch]  # registers are capped or full; on sm_90 none inside the long walk
     return variant(f"{'few' if rows <= 64 else 'many'} {operands.name}", score_kernel, types, constants, chosen, slack)
+
+
+def _lane_variant(operands: Operands, types: dict[str, str], constants: dict[str, Any], chosen: Config, fill: bool) -> Variant:
+    constants |= {"s_sb": 1, "FILL": fill, "PDL": False, "seq_lens": None, "ROWS": chosen.rows}
+    constants |= {"visible": None} if fill else {}
+    constants = {k: v for k, v in constants.items() if k in lane_kernel.arg_names}
+    types |= {"keys": "*i16", "scales": "*i16"}
+    types = {name: kind for name, kind in types.items() if name in lane_kernel.arg_names and name not in constants}
+    name, registers = f"lanes {operands.name} r{chosen.rows}", chosen.max_registers
+    return Variant(name, lane_kernel, types, constants, chosen.num_warps, 1, dot=True, maxnreg=registers)
