@@ -71,8 +71,8 @@ def config(device: Device, rows: int, kind: Kind) -> Config:
     Many rows on Hopper: 128 rows of one warpgroup, held in registers, and two programs a multiprocessor, one multiplying while
     the other takes maxima. Shared memory then moves 94 bytes a clock of its 128; with 64 rows there (160) it was the limit.
     Few rows: keys are the left factor, and one that is converted first never leaves its registers."""
-    if kind.lanes and rows <= 8:
-        return Config(max(4, triton.next_power_of_2(rows)), True, False, 1, 1, 18, max_registers=104, lanes=True)
+    if kind.lanes and rows <= 4:
+        return Config(4, True, False, 1, 1, 16, max_registers=128, lanes=True)
     swap, hold, grouped = rows <= 64 or kind.must_group, False, kind.must_group
     if kind.groups and rows <= 8 and kind.groups * max(4, triton.next_power_of_2(rows)) >= 16:
         rows, grouped = max(4, triton.next_power_of_2(rows)), True

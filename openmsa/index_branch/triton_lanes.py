@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # ruff: noqa: RET505 (kernels return from branches on constants)
-"""Scores of NVFP4 keys of 128 elements for a few rows, one warp a program, with no exchange between threads until a block ends.
+"""Scores of NVFP4 keys of 128 elements for up to four rows: one warp a program, no exchange between threads until a block ends.
 
 Four neighbouring lanes load a key, 32 elements each and the two scales of these. They convert them where they are, into float16
 times 2**-14, scales included, which is exact, and that is the left operand of the matrix instruction: the order of a sum is
@@ -60,14 +60,12 @@ def lane_keys(b_k, b_g, NATIVE: tl.constexpr):
 
 @triton.jit
 def lane_queries(b_q):
-    """Rows of queries [rows, 128] as float16 columns [128, 8], and what their scores are to be multiplied by. Elements, numbered
+    """Rows of queries [rows, 128] as float16 columns [128, 8], and what multiplies their scores in the end. Elements, numbered
     [lane, scale, item, high bit, low bit of the nibble in its item], are put as [low bit, high bit, scale, lane, item]."""
     ROWS: tl.constexpr = b_q.shape[0]
     b_q, b_up = float16_rows(b_q)
     b_q = b_q.reshape(ROWS, 4, 2, 4, 2, 2).permute(0, 5, 4, 2, 1, 3).reshape(ROWS, 128)
-    if ROWS < 8:
-        b_q = spread_rows(b_q, 8)
-    return b_q.T, b_up * 256.0
+    return spread_rows(b_q, 8).T, b_up * 256.0
 
 
 @triton.jit
@@ -90,9 +88,7 @@ def lane_tile(
 
 
 @triton.jit
-def lane_loads(
-    p_k, scales, o_g, i_n, m_k, s_token, s_dim, s_gt, SWIZZLED: tl.constexpr, MASKED: tl.constexpr
-):
+def lane_loads(p_k, scales, o_g, i_n, m_k, s_token, s_dim, s_gt, SWIZZLED: tl.constexpr, MASKED: tl.constexpr):
     """Codes int16 [STEP, 32] and scales int16 [STEP, 4] of keys i_n and following of a tile. MASKED: where m_k [STEP]."""
     o_n, o_p = tl.arange(0, STEP)[:, None], tl.arange(0, 4)[None, :]
     if SWIZZLED:
@@ -110,8 +106,7 @@ def lane_loads(
 @triton.jit
 def lane_products(b_k, b_g, b_q, ROWS: tl.constexpr, NATIVE: tl.constexpr):
     """Products of STEP keys with rows, float32 [STEP, ROWS]."""
-    s = tl.dot(lane_keys(b_k, b_g, NATIVE), b_q)
-    return unspread(s, ROWS) if ROWS < 8 else s
+    return unspread(tl.dot(lane_keys(b_k, b_g, NATIVE), b_q), ROWS)
 
 
 @triton.jit

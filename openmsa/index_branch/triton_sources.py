@@ -94,7 +94,7 @@ class KeySource:
     dtype: torch.dtype
     scales: Scales
     native: bool  # whether the GPU converts e4m3
-    lanes: bool = False  # whether `triton_lanes` can read them: NVFP4 of 128 elements in whole tiles of 128 keys, scales in words
+    lanes: bool = False  # whether `triton_lanes` can read them
 
     @classmethod
     def of(cls, index_k: Tensor | Stored | PagedIndexKeys, tile: Tile, device: Device) -> KeySource:
@@ -125,6 +125,7 @@ class KeySource:
         capacity = where[2] if page_table is None else page_table.shape[1] * page_size
         # Of packed keys page_size is 1: it is a compile key, so it must not be their number.
         scales = Scales.of(keys, mode)
+        # NVFP4 of 128 elements, whole tiles of one block or a part, scales in words
         lanes = (stored, keys.shape[-1], width) == (formats.NVFP4, 128, 32) and pool.numel() > 0 and mode != PAGES
         lanes = lanes and tile.whole and (tile.tile, tile.sub) == (128, 1) and _in_words(scales.scale)
         return cls(

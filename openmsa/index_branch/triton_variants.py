@@ -143,7 +143,8 @@ def compile_variants(arch: int) -> Iterator[Variant]:
             for rows in (4, 1024)
         ),
         ("e4m3", "nvfp4", 4, 128, 128, PAGE, True, False),
-        ("fp16", "nvfp4", 8, 128, 256, FLAT, False, True),
+        ("fp16", "nvfp4", 4, 128, 256, FLAT, False, True),
+        ("bf16", "nvfp4", 8, 128, 128, PAGE, True, False),
         ("bf16", "nvfp4", 4, 64, 64, PAGE, True, False),
         ("fp16", "mxfp4", 4, 128, 128, FLAT, True, False),
         ("fp16", "int8", 1024, 64, 64, FLAT, False, True),
