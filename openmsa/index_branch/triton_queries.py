@@ -55,7 +55,8 @@ def group_rows(b_q, GROUPS: tl.constexpr):
 @triton.jit
 def raised(b_q):
     """bf16 rows of queries as float16 times powers of two that bring their largest elements to 2**6, so that products with bare
-    e2m1 numbers, whose unit is 2**-14, are of middling size; and, divided by 2**8, what undoes it: [rows, width] and [rows]. Exact down to 2**-23 of a row's largest element; below, off by at most 2**-31 of it."""
+    e2m1 numbers, whose unit is 2**-14, are of middling size; and, divided by 2**8, what undoes it: [rows, width] and [rows].
+    Exact down to 2**-23 of a row's largest element; below, off by at most 2**-31 of it."""
     largest = tl.max(tl.abs(b_q.to(tl.float32)), 1)
     exponent = tl.minimum(tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -126), 127)
     step = 6 - exponent  # up to 132, so in two

@@ -184,6 +184,13 @@ def test_configurations_fit():
                     assert c.resident <= 4
 
 
+def test_lanes_serve_up_to_four_rows():
+    for device in COMPILE_TARGETS.values():
+        kind = Kind.of(128, 128, 3, tl.bfloat16, True, device.has_tma, lanes=True)
+        assert all(config(device, rows, kind).lanes == (rows <= 4) for rows in (1, 4, 5, 64, 65536))
+        assert config(device, 1, kind).rows == 4
+
+
 @pytest.mark.parametrize("block_size", [16, 48, 64, 100, 128, 129, 200, 256])
 def test_tiles_cover_blocks(block_size):
     tile = Tile.of(block_size)
