@@ -265,3 +265,30 @@ def test_few_rows_of_fp4(query, keys, dim):
     for token in range(sum(q_lens)):
         for head in range(4):
             assert_close(f"scores of {token}, {head}", scores[head, token], honest[head, token], truth[head, token])
+
+
+@pytest.mark.parametrize("page", [None, 256, 512])
+@pytest.mark.parametrize("keys", ["nvfp4", "nvfp4 128x4"])
+def test_lanes_elsewhere(keys, page):
+    """Packed keys, two parts a block, several tiles a page, two key heads, poisoned scores, pages that do not exist."""
+    q_lens, k_lens = (1, 1, 0, 2), (5, 700, 40, 530)
+    p = problem(q_lens, k_lens, kv_heads=4, index_key_heads=2, index_dim=128, dtype=BF16).to(DEVICE)
+    if page is None:
+        index_k, lengths = stored(p.index_k, keys), layout(p.seqs, 4, sum(k_lens), DEVICE)
+    else:
+        cache = paged(p, page)[1]
+        index_k = PagedIndexKeys(stored(cache.keys, keys), cache.page_table, cache.seq_lens)
+        lengths = index_k.layout(p.seqs, 4, DEVICE)
+    for block in (128, 256):
+        truth = reference.block_scores(p.index_q.double(), index_k, lengths, block)
+        honest = reference.block_scores(p.index_q, index_k, lengths, block)
+        scores = torch.full_like(honest, torch.nan)
+        launch_scores(p.index_q, index_k, lengths, block, scores, None)
+        assert_close("scores", scores, honest, truth)
+    if page is not None:
+        index_k.page_table[1, 0] = -1
+        missing = torch.full_like(honest, torch.nan)
+        launch_scores(p.index_q, index_k, lengths, 256, missing, None)
+        there = slice(page // 256, 3)  # blocks of the second sequence behind the missing page
+        assert bool((missing[:, 1, : page // 256] == 0).all())
+        assert_equal("other blocks", missing[:, 1, there], scores[:, 1, there])
