@@ -162,7 +162,7 @@ def _variant(device: Device, operands: Operands, rows: int, fill: bool) -> Varia
     types |= dict.fromkeys(("s_sh", "s_st", *RUNTIME_LENGTHS), "i32") | dict.fromkeys(("scores", "upper", "errors"), "*fp32")
     types |= {"visible": "*i32", "seq_lens": "*i32"}
     if chosen.lanes:
-        return _lane_variant(operands, types, constants, chosen, fill)
+        return _lane_variant(device, operands, types, constants, chosen, fill)
     bounds = "bounds" in operands.keys
     chosen = replace(chosen, rows=min(chosen.rows, 64)) if bounds else chosen
     constants |= {"s_sb": 1, "FILL": fill, "PDL": rows <= 64 and device.has_tma, "seq_lens": None}
@@ -172,8 +172,10 @@ def _variant(device: Device, operands: Operands, rows: int, fill: bool) -> Varia
     return variant(f"{'few' if rows <= 64 else 'many'} {operands.name}", score_kernel, types, constants, chosen, slack)
 
 
-def _lane_variant(operands: Operands, types: dict[str, str], constants: dict[str, Any], chosen: Config, fill: bool) -> Variant:
-    constants |= {"s_sb": 1, "FILL": fill, "PDL": False, "seq_lens": None, "ROWS": chosen.rows}
+def _lane_variant(
+    device: Device, operands: Operands, types: dict[str, str], constants: dict[str, Any], chosen: Config, fill: bool
+) -> Variant:
+    constants |= {"s_sb": 1, "FILL": fill, "PDL": device.has_tma, "seq_lens": None, "ROWS": chosen.rows}
     constants |= {"visible": None} if fill else {}
     constants = {k: v for k, v in constants.items() if k in lane_kernel.arg_names}
     types |= {"keys": "*i16", "scales": "*i16"}
