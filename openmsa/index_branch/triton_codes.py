@@ -20,11 +20,11 @@ and.b32 a, $4, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 $0, a, 0x81C081C0;
 and.b32 a, $4, 0x00F000F0; mul.lo.u32 a, a, 0x0104; and.b32 $1, a, 0x81C081C0;
 and.b32 a, h, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 $2, a, 0x81C081C0;
 and.b32 a, h, 0x00F000F0; mul.lo.u32 a, a, 0x0104; and.b32 $3, a, 0x81C081C0; }""")
-E2M1_TO_FP16 = tl.constexpr("""{ .reg .b32 a, b;
-shl.b32 a, $4, 12; shl.b32 b, $4, 9; and.b32 b, b, 0x0E000E00; lop3.b32 $0, a, 0x80008000, b, 0xEA;
-shl.b32 a, $4, 8; shl.b32 b, $4, 5; and.b32 b, b, 0x0E000E00; lop3.b32 $1, a, 0x80008000, b, 0xEA;
-shl.b32 a, $4, 4; shl.b32 b, $4, 1; and.b32 b, b, 0x0E000E00; lop3.b32 $2, a, 0x80008000, b, 0xEA;
-shr.b32 b, $4, 3; and.b32 b, b, 0x0E000E00; lop3.b32 $3, $4, 0x80008000, b, 0xEA; }""")
+E2M1_TO_FP16 = tl.constexpr("""{ .reg .b32 a, b, sign; mov.b32 sign, 0x80808080;
+shl.b32 a, $4, 4; shl.b32 b, $4, 1; lop3.b32 a, a, b, sign, 0xE4; and.b32 $2, a, 0x8E008E00;
+shl.b32 a, a, 8; and.b32 $0, a, 0x8E008E00;
+shr.b32 b, $4, 3; lop3.b32 a, $4, b, sign, 0xE4; and.b32 $3, a, 0x8E008E00;
+shl.b32 a, a, 8; and.b32 $1, a, 0x8E008E00; }""")
 # Four e4m3 codes of a word as float32, the lowest first.
 E4M3_WORD = tl.constexpr("""{ .reg .b16 a, b; .reg .b32 c, d; mov.b32 {a, b}, $4;
 cvt.rn.f16x2.e4m3x2 c, a; cvt.rn.f16x2.e4m3x2 d, b;

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from openmsa.index_branch.triton_config import Config, Kind, config, splits
 from openmsa.index_branch.triton_formats import padded
+from openmsa.index_branch.triton_lanes import lane_kernel
 from openmsa.index_branch.triton_scores import score_kernel
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
 from openmsa.index_branch.triton_tiles import FLAT, Tile
@@ -49,7 +50,7 @@ def launch_scores(
 
 def kind_of(source: KeySource, queries: QuerySource, dim: int, tile: Tile) -> Kind:
     """What the configuration depends on."""
-    return Kind.of(dim, tile.tile, source.format, queries.product, source.mode != FLAT, source.tma)
+    return Kind.of(dim, tile.tile, source.format, queries.product, source.mode != FLAT, source.tma, source.lanes)
 
 
 def launch(
@@ -81,8 +82,39 @@ def launch(
     num_splits = splits(programs, blocks, chosen.resident * device.num_sms, 1 if rows <= 64 else 8, step)
     blocks_a_split = triton.cdiv(blocks, num_splits * step) * step
     num_splits = -(-blocks // blocks_a_split)
+    grid = (num_splits, row_tiles, batch * source.heads)
+    pairs, pair_strides = source.scales.pairs() if chosen.lanes else (None, ())
+    strides = (
+        *queries.rows.stride(),
+        queries.scale_stride,
+        *source.strides,
+        *(pair_strides if chosen.lanes else source.scales.strides),
+        source.scales.factor_stride,
+        source.table_stride,
+        *scores.stride(),
+    )
+    numbers = (num_blocks, source.num_pages, source.capacity, longest[1], blocks_a_split * tile.parts)
     constants: dict[str, Any] = source.constexprs() | tile.constexprs()
-    score_kernel[(num_splits, row_tiles, batch * source.heads)](
+    constants |= {"GROUP": group, "PRODUCT": queries.product, "ROWS": chosen.rows, "FILL": visible is None, "PDL": pdl}
+    if chosen.lanes:
+        lane_kernel[grid](
+            queries.rows,
+            queries.scale,
+            source.pool,
+            pairs,
+            source.scales.factor,
+            source.page_table,
+            *lengths,
+            scores,
+            visible,
+            *strides,
+            *numbers,
+            num_warps=chosen.num_warps,
+            maxnreg=chosen.max_registers,
+            **{name: value for name, value in constants.items() if name in lane_kernel.arg_names},
+        )
+        return
+    score_kernel[grid](
         queries.rows,
         queries.scale,
         source.keys,
@@ -92,30 +124,15 @@ def launch(
         *lengths,
         scores,
         visible,
-        *queries.rows.stride(),
-        queries.scale_stride,
-        *source.strides,
-        *source.scales.strides,
-        source.scales.factor_stride,
-        source.table_stride,
-        *scores.stride(),
-        num_blocks,
-        source.num_pages,
-        source.capacity,
-        longest[1],
-        blocks_a_split * tile.parts,
-        GROUP=group,
+        *strides,
+        *numbers,
         DIM=dim,
         DIM_PAD=padded(dim, source.format),
-        PRODUCT=queries.product,
         GROUPED=chosen.grouped,
-        ROWS=chosen.rows,
         SWAP=chosen.swap,
         HOLD=chosen.hold,
-        FILL=visible is None,
         COLLECT=collect,
         STAGES=chosen.num_stages,
-        PDL=pdl,
         num_warps=chosen.num_warps,
         maxnreg=chosen.max_registers,
         **constants,

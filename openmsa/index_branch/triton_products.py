@@ -108,7 +108,7 @@ def score_tile(
             for i in tl.static_range(len(parts)):
                 s = times(b_q[i], parts[i], s, SWAP)
     elif GROUPED:  # `grouped_parts`
-        parts = e2m1_parts(b_k, PRODUCT)
+        parts = e2m1_parts(b_k, tl.float16)
         s = times(side_by_side(b_q), side_by_side(parts), None, True)
         b_x = group_numbers(b_g, FORMAT, NATIVE)
         GROUPS: tl.constexpr = b_x.shape[1]
@@ -129,5 +129,5 @@ def score_tile(
     if SCALE == 1:
         m = m * b_s
     if GROUPED:
-        m *= 256.0 if b_q[0].dtype == tl.bfloat16 else 16384.0  # the unit of bare e2m1 numbers
+        m *= 256.0  # see `raised`
     return m

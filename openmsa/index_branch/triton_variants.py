@@ -11,7 +11,8 @@ import triton.language as tl
 
 from openmsa.index_branch import triton_formats as formats
 from openmsa.index_branch.triton_bounds import bounds_config, bounds_kernel
-from openmsa.index_branch.triton_config import Kind, config
+from openmsa.index_branch.triton_config import Config, Kind, config
+from openmsa.index_branch.triton_lanes import lane_kernel
 from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, score_kernel
 from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile
 from openmsa.runtime.devices import COMPILE_TARGETS, Device
@@ -53,7 +54,12 @@ class Operands:
 
     def kind(self, device: Device) -> Kind:
         """As `kind_of` gives it."""
-        return Kind.of(self.dim, self.tile.tile, self.format, self.product(device), self.mode != FLAT, self.tma)
+        return Kind.of(self.dim, self.tile.tile, self.format, self.product(device), self.mode != FLAT, self.tma, self.lanes)
+
+    @property
+    def lanes(self) -> bool:
+        """As `KeySource.of_pool` finds it."""
+        return (self.format, self.dim, self.tile.tile, self.tile.sub) == (formats.NVFP4, 128, 128, 1) and self.mode != PAGES
 
     @property
     def scales(self) -> str:
@@ -138,6 +144,9 @@ def compile_variants(arch: int) -> Iterator[Variant]:
             for rows in (4, 1024)
         ),
         ("e4m3", "nvfp4", 4, 128, 128, PAGE, True, False),
+        ("fp16", "nvfp4", 4, 128, 256, FLAT, False, True),
+        ("bf16", "nvfp4", 8, 128, 128, PAGE, True, False),
+        ("bf16", "nvfp4", 4, 64, 64, PAGE, True, False),
         ("fp16", "mxfp4", 4, 128, 128, FLAT, True, False),
         ("fp16", "int8", 1024, 64, 64, FLAT, False, True),
         ("bf16", "nvfp4", 1024, 80, 48, PAGES, False, False),
@@ -160,6 +169,8 @@ def _variant(device: Device, operands: Operands, rows: int, fill: bool) -> Varia
     chosen = config(device, rows, operands.kind(device))
     types |= dict.fromkeys(("s_sh", "s_st", *RUNTIME_LENGTHS), "i32")
     types |= {"scores": "*fp32", "visible": "*i32", "seq_lens": "*i32"}
+    if chosen.lanes:
+        return _lane_variant(device, operands, types, constants, chosen, fill)
     constants |= {"s_sb": 1, "FILL": fill, "PDL": rows <= 64 and device.has_tma, "seq_lens": None}
     constants["COLLECT"] = not chosen.swap and operands.tile.sub == operands.tile.parts == 1
     constants |= {"visible": None} if fill else {}
@@ -179,3 +190,15 @@ def _bounds(device: Device, operands: Operands, rows: int) -> Variant:
     constants = {name: value for name, value in constants.items() if name in names}
     name = f"bounds {operands.name} x {rows}"
     return Variant(name, bounds_kernel, types, constants, chosen.num_warps, chosen.num_stages, dot=True)
+
+
+def _lane_variant(
+    device: Device, operands: Operands, types: dict[str, str], constants: dict[str, Any], chosen: Config, fill: bool
+) -> Variant:
+    constants |= {"s_sb": 1, "FILL": fill, "PDL": device.has_tma, "seq_lens": None, "ROWS": chosen.rows}
+    constants |= {"visible": None} if fill else {}
+    constants = {k: v for k, v in constants.items() if k in lane_kernel.arg_names}
+    types |= {"keys": "*i16", "scales": "*i16"}
+    types = {name: kind for name, kind in types.items() if name in lane_kernel.arg_names and name not in constants}
+    name, registers = f"lanes {operands.name} r{chosen.rows}", chosen.max_registers
+    return Variant(name, lane_kernel, types, constants, chosen.num_warps, 1, dot=True, maxnreg=registers)
