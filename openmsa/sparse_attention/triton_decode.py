@@ -28,7 +28,7 @@ from openmsa.runtime.devices import COMPILE_TARGETS, Device
 from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention import triton_decode_stored
 from openmsa.sparse_attention.triton_decode_stored import Source, format_id, padded_dim, query_parts, swizzled, walk_stored
-from openmsa.sparse_attention.triton_decode_tiles import first_keys, merge, store_rows, walk
+from openmsa.sparse_attention.triton_decode_tiles import first_keys, joined, merge, store_rows, walk
 from openmsa.types import Layout
 
 MIN_KEYS = 256  # a program
@@ -46,6 +46,7 @@ class Config:
     lookup: bool
     num_warps: int
     num_stages: int
+    apart: bool = False
 
 
 def row_tiles(group: int, head_dim: int) -> tuple[int, int]:
@@ -185,6 +186,8 @@ def sparse_decode_kernel(
     FORMAT: tl.constexpr,
     SWIZZLED: tl.constexpr,
     NATIVE: tl.constexpr,
+    BY_PAGE: tl.constexpr,
+    WALKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (sequences * queries, KV heads * row tiles, SPLITS). Lengths: `seq_lens` with `queries` tokens a sequence, the last
@@ -240,15 +243,17 @@ def sparse_decode_kernel(
             b_q, k + i_h.to(tl.int64) * stride_kh, v + i_h.to(tl.int64) * stride_vh, b_first, b_page, p_ids, stride_bs,
             p_table, stride_tp, i_s, tiles, i_k0, n_k, n_blocks, num_pages, scale,
             stride_kp, stride_kn, stride_kd, stride_vp, stride_vn, stride_vd,
-            D, TOPK, BLOCK, PAGE, BM, BN, BD, TILES, LOOKUP, STAGES,
+            D, TOPK, BLOCK, PAGE, BM, BN, BD, TILES, LOOKUP, STAGES, WALKS,
         )  # fmt: skip
     else:
         b_acc, b_m, b_z = walk_stored(
             b_qs, b_row, k, v, k_factor, v_factor, k_groups, v_groups, b_first, b_page, i_h, tiles, i_k0, n_k, scale,
             stride_kp, stride_kh, stride_kn, stride_vp, stride_vh, stride_vn, s_kfp, s_kfh, s_vfp, s_vfh,
             s_kgp, s_kgh, s_kgn, s_kgg, s_vgp, s_vgh, s_vgn, s_vgg,
-            D, PAGE, BM, BN, BD, TILES, STAGES, FORMAT, SWIZZLED, NATIVE,
+            D, PAGE, BM, BN, BD, TILES, STAGES, FORMAT, SWIZZLED, NATIVE, BY_PAGE, WALKS,
         )  # fmt: skip
+    if WALKS > 1:
+        b_acc, b_m, b_z = joined(b_acc, b_m, b_z)
 
     out += i_t.to(tl.int64) * stride_ot + i_h * G * stride_oh
     if lse is not None:
@@ -343,6 +348,8 @@ def launch(
         FORMAT=form,
         SWIZZLED=swizzled(k),
         NATIVE=q.device.type == "cuda" and devices.facts(q.device).arch >= 90,
+        BY_PAGE=any(source.factor_strides[0] for source in sources),
+        WALKS=config.num_warps if config.apart else 1,
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -412,6 +419,7 @@ def variant(
     page_size: int,
     pdl: bool,
     form: int = 0,
+    by_page: bool = False,
 ) -> Variant:
     """As a plan launches it: lengths from seq_lens; flat keys from packed starts."""
     strides = [f"stride_{x}" for x in ["qt", "qh", "kp", "kh", "kn", "vp", "vh", "vn", "bt", "bh", "tb", "ot", "oh"]]
@@ -440,7 +448,7 @@ def variant(
     constants |= {"G": group, "D": head_dim, "TOPK": topk, "BLOCK": block_size, "PAGE": page_size, "BM": config.rows}
     constants |= {"BN": config.keys, "BD": triton.next_power_of_2(head_dim), "TILES": config.tiles, "SPLITS": config.splits}
     constants |= {"LOOKUP": config.lookup, "STAGES": config.num_stages, "PDL": pdl}
-    constants |= {"FORMAT": form, "SWIZZLED": False, "NATIVE": pdl, "BD": padded_dim(head_dim, form)}
+    constants |= {"FORMAT": form, "SWIZZLED": False, "NATIVE": pdl, "BY_PAGE": by_page, "WALKS": config.num_warps if config.apart else 1, "BD": padded_dim(head_dim, form)}
     factors = {name: "*fp32" for name in ("k_factor", "v_factor")} if form else {}
     groups = {name: "*i32" for name in ("k_groups", "v_groups")} if form == 3 else {}
     arguments |= factors | groups | ({"k": "*i16", "v": "*i16"} if form else {})
