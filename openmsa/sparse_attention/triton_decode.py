@@ -37,7 +37,7 @@ MIN_KEYS = 256  # a program
 @dataclass(frozen=True)
 class Config:
     """rows: query heads a program, padded; keys: keys a tile; tiles: tiles a program; lookup: whether every key looks up its
-    own block and page."""
+    own block and page; apart: whether every warp walks keys of its own, 16 of a tile or more."""
 
     rows: int
     keys: int
@@ -47,6 +47,11 @@ class Config:
     num_warps: int
     num_stages: int
     apart: bool = False
+
+    @property
+    def walks(self) -> int:
+        """The constexpr WALKS."""
+        return self.num_warps if self.apart else 1
 
 
 def row_tiles(group: int, head_dim: int) -> tuple[int, int]:
@@ -78,7 +83,9 @@ def configure(
         tiles //= 2
     splits = triton.cdiv(units, tiles)
     crowded = device.num_sms < programs * splits <= 2 * device.num_sms or programs > 3 * device.num_sms
-    return Config(rows, keys, tiles, splits, lookup, 4, 2 if crowded else 3)
+    apart = rows == 16 and head_dim <= 128 and not lookup  # a warp then holds the sums of all rows
+    warps = min(keys // 16, 8 if programs * splits <= device.num_sms else 4) if apart else 4
+    return Config(rows, keys, tiles, splits, lookup, warps, 2 if crowded else 3, apart)
 
 
 def refuse(q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, block_size: int) -> str | None:
@@ -349,7 +356,7 @@ def launch(
         SWIZZLED=swizzled(k),
         NATIVE=q.device.type == "cuda" and devices.facts(q.device).arch >= 90,
         BY_PAGE=any(source.factor_strides[0] for source in sources),
-        WALKS=config.num_warps if config.apart else 1,
+        WALKS=config.walks,
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -448,7 +455,8 @@ def variant(
     constants |= {"G": group, "D": head_dim, "TOPK": topk, "BLOCK": block_size, "PAGE": page_size, "BM": config.rows}
     constants |= {"BN": config.keys, "BD": triton.next_power_of_2(head_dim), "TILES": config.tiles, "SPLITS": config.splits}
     constants |= {"LOOKUP": config.lookup, "STAGES": config.num_stages, "PDL": pdl}
-    constants |= {"FORMAT": form, "SWIZZLED": False, "NATIVE": pdl, "BY_PAGE": by_page, "WALKS": config.num_warps if config.apart else 1, "BD": padded_dim(head_dim, form)}
+    constants |= {"FORMAT": form, "SWIZZLED": False, "NATIVE": pdl, "BY_PAGE": by_page}
+    constants |= {"WALKS": config.walks, "BD": padded_dim(head_dim, form)}
     factors = {name: "*fp32" for name in ("k_factor", "v_factor")} if form else {}
     groups = {name: "*i32" for name in ("k_groups", "v_groups")} if form == 3 else {}
     arguments |= factors | groups | ({"k": "*i16", "v": "*i16"} if form else {})

@@ -209,12 +209,13 @@ def walk_stored(
         if FORMAT == 3:
             b_kg = load_groups(k_groups, i_page, i_h, i_row + o_n, m_n, s_kgp, s_kgh, s_kgn, s_kgg, D, BD, SWIZZLED, NATIVE)
             b_vg = load_groups(v_groups, i_page, i_h, i_row + o_n, m_n, s_vgp, s_vgh, s_vgn, s_vgg, D, BD, SWIZZLED, NATIVE)
+        b_s = per_walk(tl.zeros([BM, BN // WALKS], tl.float32), WALKS)
         k_parts, v_parts = parts_of(b_k, FORMAT, NATIVE), parts_of(b_v, FORMAT, NATIVE)
         for p in tl.static_range(PARTS):
             b_kp = k_parts[p]
             if FORMAT == 3:
                 b_kp = b_kp * b_kg
-            b_s = tl.dot(rows[p], tl.trans(b_kp)) if p == 0 else tl.dot(rows[p], tl.trans(b_kp), b_s)
+            b_s = tl.dot(rows[p], tl.trans(b_kp), b_s)
         b_s *= (b_row * pick(k_f, u) if BY_PAGE else b_row)[:, None]
         b_s = tl.where(tl.expand_dims(m_n, -2), b_s, -float("inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, -1))

@@ -45,19 +45,20 @@ def check(p, blocks, block_size, result):
     assert_close("lse", result[1].cpu(), honest_lse, lse)
 
 
-CASES = [  # head_dim, group, kv_heads, block_size, page_size, topk, dtype, tiles
-    (128, 16, 2, 128, 128, 4, torch.float16, 1),
-    (64, 3, 2, 64, 64, 5, torch.float16, 2),
-    (96, 1, 1, 64, 128, 3, FLOAT, 4),
-    (64, 16, 1, 48, 7, 3, FLOAT, 2),
-    (32, 2, 2, 16, 16, 6, torch.bfloat16, 1),
-    (16, 20, 1, 256, 0, 2, torch.float16, 1),
-    (48, 3, 1, 32, 0, 4, FLOAT, 2),
+CASES = [  # head_dim, group, kv_heads, block_size, page_size, topk, dtype, tiles, warps that walk keys of their own
+    (128, 16, 2, 128, 128, 4, torch.float16, 1, 4),
+    (128, 16, 2, 128, 128, 4, torch.bfloat16, 2, 0),
+    (64, 3, 2, 64, 64, 5, torch.float16, 2, 2),
+    (96, 1, 1, 64, 128, 3, FLOAT, 4, 4),
+    (64, 16, 1, 48, 7, 3, FLOAT, 2, 0),
+    (32, 2, 2, 16, 16, 6, torch.bfloat16, 1, 0),
+    (16, 20, 1, 256, 0, 2, torch.float16, 1, 0),
+    (48, 3, 1, 32, 0, 4, FLOAT, 2, 2),
 ]
 
 
-@pytest.mark.parametrize(("head_dim", "group", "kv_heads", "block", "page", "topk", "dtype", "tiles"), CASES)
-def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, tiles):
+@pytest.mark.parametrize(("head_dim", "group", "kv_heads", "block", "page", "topk", "dtype", "tiles", "apart"), CASES)
+def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, tiles, apart):
     """Ragged, several new tokens, zero lengths, queries before position 0, shuffled and shared pages, wild ids everywhere."""
     q_lens, k_lens = (2, 1, 0, 3, 1), (2 * block + 5, 0, block, 7 * block - 1, 1)
     p = problem(
@@ -70,7 +71,7 @@ def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, 
     keys = 64 if block % 64 == 0 and page % 64 == 0 else 32
     lookup = bool(block % keys or (page and page % keys))
     splits = -(-topk * block // (keys * tiles))
-    config = Config(triton_decode.row_tiles(group, head_dim)[0], keys, tiles, splits, lookup, 4, 3)
+    config = Config(triton_decode.row_tiles(group, head_dim)[0], keys, tiles, splits, lookup, apart or 4, 3, apart > 0)
     if page:
         kv, _ = paged(p, page, interleaved=page != 64)
         check(p, blocks, block, run(p, wild, block, kv, config=config))
@@ -78,19 +79,23 @@ def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, 
         check(p, blocks, block, run(p, wild, block, strided(p.k), strided(p.v), config))
 
 
-STORED = [  # format, queries, storage, page_size, head_dim, group, block_size, dtype, tiles
-    ("e4m3", "plain", "paged", 64, 128, 16, 64, torch.float16, 2),
-    ("e4m3 page", "plain", "paged", 32, 64, 3, 32, torch.bfloat16, 1),
-    ("e4m3", "e4m3", "flat", 0, 96, 2, 64, torch.bfloat16, 4),
-    ("nvfp4", "plain", "paged", 64, 128, 16, 32, torch.bfloat16, 2),
-    ("nvfp4 128x4", "e4m3", "paged", 32, 96, 3, 64, torch.bfloat16, 2),
-    ("nvfp4 128x4", "plain", "flat", 0, 48, 4, 64, torch.float16, 1),
-    ("nvfp4 128x4", "plain", "paged", 32, 64, 4, 64, torch.float16, 2),
+STORED = [  # format, queries, storage, page_size, head_dim, group, block_size, dtype, tiles, whether warps walk apart
+    ("e4m3", "plain", "paged", 64, 128, 16, 64, torch.float16, 2, True),
+    ("e4m3", "plain", "paged", 64, 128, 20, 64, torch.float16, 2, False),
+    ("e4m3 page", "plain", "paged", 32, 64, 3, 32, torch.bfloat16, 1, True),
+    ("e4m3 page", "plain", "paged", 64, 32, 2, 64, torch.float16, 4, False),
+    ("e4m3", "e4m3", "flat", 0, 96, 2, 64, torch.bfloat16, 4, True),
+    ("nvfp4", "plain", "paged", 64, 128, 16, 32, torch.bfloat16, 2, True),
+    ("nvfp4 128x4", "e4m3", "paged", 32, 96, 3, 64, torch.bfloat16, 2, True),
+    ("nvfp4 128x4", "plain", "flat", 0, 48, 4, 64, torch.float16, 1, False),
+    ("nvfp4 128x4", "plain", "paged", 32, 64, 4, 64, torch.float16, 2, True),
 ]
 
 
-@pytest.mark.parametrize(("name", "queries", "storage", "page", "head_dim", "group", "block", "dtype", "tiles"), STORED)
-def test_formats_against_the_truth(name, queries, storage, page, head_dim, group, block, dtype, tiles):
+@pytest.mark.parametrize(
+    ("name", "queries", "storage", "page", "head_dim", "group", "block", "dtype", "tiles", "apart"), STORED
+)
+def test_formats_against_the_truth(name, queries, storage, page, head_dim, group, block, dtype, tiles, apart):
     """Of the numbers that the bytes stand for; scales of tensors, heads, pages and groups."""
     p = problem(
         (2, 1, 0, 1), (3 * block + 5, 0, block, 1), kv_heads=2, group=group, head_dim=head_dim, dtype=dtype,
@@ -101,7 +106,8 @@ def test_formats_against_the_truth(name, queries, storage, page, head_dim, group
     moved = stored.to(DEVICE.type)
     options = {"block_size": block, "softmax_scale": SCALE, "return_lse": True}
     checked = STAGE.check(moved.q, *moved.kv, blocks.to(DEVICE), moved.seqs, **options)
-    config = Config(triton_decode.row_tiles(group, head_dim)[0], 32, tiles, -(-3 * block // 32 // tiles), False, 4, 3)
+    splits, warps = -(-3 * block // 32 // tiles), 2 if apart else 4
+    config = Config(triton_decode.row_tiles(group, head_dim)[0], 32, tiles, splits, False, warps, 3, apart)
     with PoisonedOutputs():
         out, lse = triton_decode.sparse_attention(**checked, config=config)
     reads = oracle.reads_of_blocks(blocks, block)
@@ -134,6 +140,8 @@ def test_the_order_of_blocks_and_the_split_do_not_matter():
         Config(16, 64, 8, 1, False, 4, 3),
         Config(16, 64, 2, 3, False, 4, 3),
         Config(16, 32, 1, 10, False, 4, 3),
+        Config(16, 64, 2, 3, False, 4, 3, True),
+        Config(16, 32, 8, 2, False, 2, 3, True),
     ):
         out, lses = run(p, blocks, 64, config=config)
         assert_close(f"out {config}", out.cpu(), honest, truth)
@@ -176,7 +184,11 @@ def test_configuration_is_a_pure_function_of_sizes():
     assert [configure(b, **sizes, device=hopper).num_stages for b in (1, 32, 64, 96, 128)] == [3, 3, 2, 3, 2]
     assert configure(96, **sizes, device=hopper).keys == 64
     assert configure(1, **sizes | {"page_size": 16}, device=hopper).lookup
-    assert configure(1, **sizes | {"page_size": 64}, device=hopper) == Config(16, 64, 2, 16, False, 4, 3)
+    assert configure(1, **sizes | {"page_size": 64}, device=hopper) == Config(16, 64, 2, 16, False, 4, 3, True)
+    assert [configure(b, **sizes, device=hopper).walks for b in (1, 32, 64, 96, 128)] == [8, 8, 4, 4, 4]
+    for wide in ({"group": 17}, {"head_dim": 256}, {"page_size": 16}):  # of a wide tile a warp holds a part
+        assert configure(32, **sizes | wide, device=hopper).walks == 1
+    assert configure(32, **sizes | {"block_size": 32}, device=hopper).walks == 2
     for block_size in range(16, 257, 8):
         for topk in (1, 5, 64):
             c = configure(3, **sizes | {"block_size": block_size, "topk": topk, "page_size": 0}, device=hopper)
