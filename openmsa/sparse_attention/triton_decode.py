@@ -27,7 +27,16 @@ from openmsa.runtime import devices
 from openmsa.runtime.devices import COMPILE_TARGETS, Device
 from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention import triton_decode_stored
-from openmsa.sparse_attention.triton_decode_stored import Source, format_id, padded_dim, query_parts, swizzled, walk_stored
+from openmsa.sparse_attention.triton_decode_stored import (
+    Source,
+    factors,
+    format_id,
+    load_parts,
+    padded_dim,
+    query_parts,
+    swizzled,
+    walk_stored,
+)
 from openmsa.sparse_attention.triton_decode_tiles import first_keys, joined, merge, store_rows, walk
 from openmsa.types import Layout
 
@@ -230,9 +239,11 @@ def sparse_decode_kernel(
     if FORMAT == 0:
         b_q = tl.load(p_q[:, None] + o_d[None, :] * stride_qd, mask=m_r[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, BD]
     else:
-        b_qs, b_row = query_parts(p_q, m_r, stride_qd, D, BD, 2 if FORMAT == 1 else 4)
+        parts, q_f = load_parts(p_q, m_r, stride_qd, D, BD, 2 if FORMAT == 1 else 4), 1.0
         if q_factor is not None:
-            b_row *= tl.load(q_factor + (i_h * G + o_r) * s_qf, mask=m_r, other=0.0)
+            q_f = tl.load(q_factor + (i_h * G + o_r) * s_qf, mask=m_r, other=0.0)
+        if not BY_PAGE:
+            k_f, v_f = factors(k_factor, 0, i_h, True, 0, s_kfh), factors(v_factor, 0, i_h, True, 0, s_vfh)
     p_ids = blocks + i_t.to(tl.int64) * stride_bt + i_h * stride_bh
     p_table = page_table
     if PAGE:
@@ -253,9 +264,15 @@ def sparse_decode_kernel(
             D, TOPK, BLOCK, PAGE, BM, BN, BD, TILES, LOOKUP, STAGES, WALKS,
         )  # fmt: skip
     else:
+        m_u = b_first < n_k
+        b_home = tl.where(m_u, b_page, 0) if PAGE else tl.zeros([TILES], tl.int32)
+        if BY_PAGE:
+            i_page = b_home.to(tl.int64)
+            k_f, v_f = factors(k_factor, i_page, i_h, m_u, s_kfp, s_kfh), factors(v_factor, i_page, i_h, m_u, s_vfp, s_vfh)
+        b_qs, b_row = query_parts(parts)  # while the page table is read
         b_acc, b_m, b_z = walk_stored(
-            b_qs, b_row, k, v, k_factor, v_factor, k_groups, v_groups, b_first, b_page, i_h, tiles, i_k0, n_k, scale,
-            stride_kp, stride_kh, stride_kn, stride_vp, stride_vh, stride_vn, s_kfp, s_kfh, s_vfp, s_vfh,
+            b_qs, b_row * q_f, k, v, k_f, v_f, k_groups, v_groups, b_first, b_home, i_h, tiles, i_k0, n_k, scale,
+            stride_kp, stride_kh, stride_kn, stride_vp, stride_vh, stride_vn,
             s_kgp, s_kgh, s_kgn, s_kgg, s_vgp, s_vgh, s_vgn, s_vgg,
             D, PAGE, BM, BN, BD, TILES, STAGES, FORMAT, SWIZZLED, NATIVE, BY_PAGE, WALKS,
         )  # fmt: skip

@@ -112,25 +112,29 @@ def parts_of(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def query_parts(p_q, m_r, stride_qd, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr):
-    """Parts of the rows as float16, PARTS x [rows, BD // PARTS], each row times a power of two, and the inverses [rows]."""
-    o_w = tl.arange(0, BD // PARTS)
+def load_parts(p_q, m_r, stride_qd, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr):
+    """Every PARTS-th element of the rows at p_q, from element 0, 1 .. on: PARTS x [rows, BD // PARTS], as they are stored."""
     parts = ()
-    b_most = tl.zeros([p_q.shape[0]], tl.float32)
     for p in tl.static_range(PARTS):
-        o_d = o_w * PARTS + p
-        b_q = tl.load(p_q[:, None] + (o_d * stride_qd)[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0)
-        if b_q.dtype == tl.uint8:
-            b_q = e4m3(b_q)
-        b_q = b_q.to(tl.float32)
-        parts = parts + (b_q,)
+        o_d = tl.arange(0, BD // PARTS) * PARTS + p
+        parts = parts + (tl.load(p_q[:, None] + (o_d * stride_qd)[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0),)
+    return parts
+
+
+@triton.jit
+def query_parts(parts):
+    """Parts of the rows as float16, each row times a power of two, and the inverses [rows]."""
+    numbers, halves = (), ()
+    b_most = tl.zeros([parts[0].shape[0]], tl.float32)
+    for p in tl.static_range(len(parts)):
+        b_q = e4m3(parts[p]) if parts[p].dtype == tl.uint8 else parts[p].to(tl.float32)
+        numbers = numbers + (b_q,)
         b_most = tl.maximum(b_most, tl.max(tl.abs(b_q), 1))
     b_power = (b_most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     b_power = tl.where(b_power < 7.888609052210118e-31, 7.888609052210118e-31, b_power)  # 2**-100; infinity stays
-    numbers = ()
-    for p in tl.static_range(PARTS):
-        numbers = numbers + ((parts[p] * (1024.0 / b_power)[:, None]).to(tl.float16),)
-    return numbers, b_power * 0.0009765625
+    for p in tl.static_range(len(parts)):
+        halves = halves + ((numbers[p] * (1024.0 / b_power)[:, None]).to(tl.float16),)
+    return halves, b_power * 0.0009765625
 
 
 @triton.jit
@@ -158,35 +162,33 @@ def load_groups(
 
 
 @triton.jit
-def factors(factor, b_home, m_u, i_h, s_p, s_h, BY_PAGE: tl.constexpr):
-    """float32 factors of the pages b_home, or the one of the head."""
+def factors(factor, i_page, i_h, m_u, s_p, s_h):
+    """float32 factors of the head in pages i_page, int64; 1 where there are none."""
     if factor is None:
         return 1.0
-    elif BY_PAGE:
-        return tl.load(factor + b_home.to(tl.int64) * s_p + i_h * s_h, mask=m_u, other=1.0)
     else:
-        return tl.load(factor + i_h * s_h)
+        return tl.load(factor + i_page * s_p + i_h * s_h, mask=m_u, other=1.0)
 
 
 @triton.jit
 def walk_stored(
-    b_qs, b_row, k, v, k_factor, v_factor, k_groups, v_groups, b_first, b_page, i_h, tiles, i_k0, n_k, scale,
-    stride_kp, stride_kh, stride_kn, stride_vp, stride_vh, stride_vn, s_kfp, s_kfh, s_vfp, s_vfh,
+    b_qs, b_row, k, v, k_f, v_f, k_groups, v_groups, b_first, b_home, i_h, tiles, i_k0, n_k, scale,
+    stride_kp, stride_kh, stride_kn, stride_vp, stride_vh, stride_vn,
     s_kgp, s_kgh, s_kgn, s_kgg, s_vgp, s_vgh, s_vgn, s_vgg,
     D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, TILES: tl.constexpr,
     STAGES: tl.constexpr, FORMAT: tl.constexpr, SWIZZLED: tl.constexpr, NATIVE: tl.constexpr, BY_PAGE: tl.constexpr,
     WALKS: tl.constexpr,
 ):  # fmt: skip
-    """As `triton_decode_tiles.walk`, of query parts b_qs with row factors b_row. BY_PAGE: factors go by page, not by head."""
+    """As `triton_decode_tiles.walk`, of query parts b_qs with row factors b_row. b_home: pages inside the pool, of all tiles.
+    k_f, v_f: factors of the tiles (BY_PAGE), or those of all."""
     PARTS: tl.constexpr = 2 if FORMAT == 1 else 4
     FOLD: tl.constexpr = 1.0 if FORMAT == 1 else 16384.0
     W: tl.constexpr = BD // PARTS
     o_n = tile_keys(BN, WALKS)
     o_w = tl.arange(0, W)
     m_w = o_w < D // PARTS
-    b_home = tl.where(b_first < n_k, b_page, 0) if PAGE else tl.zeros([TILES], tl.int32)
-    k_f = factors(k_factor, b_home, b_first < n_k, i_h, s_kfp, s_kfh, BY_PAGE) * (FOLD * 1.4426950408889634 * scale)
-    v_f = factors(v_factor, b_home, b_first < n_k, i_h, s_vfp, s_vfh, BY_PAGE) * FOLD
+    k_f *= FOLD * 1.4426950408889634 * scale
+    v_f *= FOLD
     if not BY_PAGE:
         b_row *= k_f
     k += i_h.to(tl.int64) * stride_kh

@@ -107,7 +107,11 @@ def joined(b_acc, b_m, b_z):
     """Sums, greatest logits and sums of weights of several walks, [WALKS, BM, BD] and [WALKS, BM], as those of one."""
     b_top = tl.max(b_m, 0)
     b_w = tl.exp2(b_m - tl.where(b_top == -float("inf"), 0.0, b_top)[None, :])
-    return tl.sum(b_acc * b_w[:, :, None], 0), b_top, tl.sum(b_z * b_w, 0)
+    b_sum = tl.permute(b_acc * b_w[:, :, None], (1, 2, 0))  # [BM, BD, WALKS]
+    for _ in tl.static_range(b_m.shape[0] // 4 + 1):  # 1, 2, 3 of 2, 4, 8 walks
+        b_left, b_right = tl.split(tl.reshape(b_sum, [b_sum.shape[0], b_sum.shape[1], b_sum.shape[2] // 2, 2]))
+        b_sum = b_left + b_right
+    return tl.reshape(b_sum, [b_sum.shape[0], b_sum.shape[1]]), b_top, tl.sum(b_z * b_w, 0)
 
 
 @triton.jit
