@@ -4,8 +4,9 @@
 One program = one query token x one KV head (its group of query heads are the rows of the tile, padded to 16) x a share of the
 token's selected blocks. The selected blocks are walked as one list of topk * block_size keys, cut into tiles: where tiles lie
 inside one block and one page, the ids of all tiles of a program are looked up at once and a tile is a contiguous run of rows;
-otherwise every key looks up its own block and page. Each program leaves a normalised partial, rounded as the outputs are, and
-its float32 lse; the last one of a token and head, found by a counter that it resets, merges them: one launch.
+otherwise every key looks up its own block and page. Where a warp can hold all rows, each walks keys of its own and nothing is
+exchanged before the end. Each program leaves a normalised partial, rounded as the outputs are, and its float32 lse; the last
+one of a token and head, found by a counter that it resets, merges them: one launch.
 Bytes bound it: 2 * topk * block_size * head_dim elements a token and KV head. bfloat16 and float16.
 """
 
@@ -430,6 +431,8 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         config = configure(tokens, 4, 16, 128, 16, 128, 128, COMPILE_TARGETS[arch])
         name = f"B{tokens} {'e4m3' if form == 1 else 'nvfp4'} pages"
         yield variant(name, config, "bf16", 16, 128, 16, 128, 128, pdl=arch >= 90, form=form)
+    name = "B32 e4m3 pages with factors"
+    yield variant(name, config, "bf16", 16, 128, 16, 128, 128, pdl=arch >= 90, form=1, by_page=True)
 
 
 def variant(
