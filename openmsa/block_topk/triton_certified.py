@@ -11,25 +11,26 @@ selection is the faster way and is what runs, every visible block counted as res
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.block_scores import exact_keys
 from openmsa.block_topk import triton_select
-from openmsa.block_topk.triton_topk import MAX_BLOCKS, count_true, goal_reached, launch_topk, num_warps
-from openmsa.index_branch.triton_config import splits
-from openmsa.index_branch.triton_launch import launch_scores, score_rows
+from openmsa.block_topk.triton_topk import MAX_BLOCKS, as_words, bit_of, goal_reached, launch_topk, num_warps, popcount
+from openmsa.index_branch.triton_bounds import launch_bounds
+from openmsa.index_branch.triton_launch import score_rows
 from openmsa.index_branch.triton_products import block_maxima
-from openmsa.index_branch.triton_queries import query_numbers, row_factors
-from openmsa.index_branch.triton_sources import KeySource, QuerySource
+from openmsa.index_branch.triton_sources import KeySource
 from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile, load_keys, load_rows, sequence_bounds, tile_start
 from openmsa.index_branch.triton_variants import Operands
-from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, Stored
-from openmsa.runtime.devices import COMPILE_TARGETS, facts
+from openmsa.kv_cache import CertifiedKeys, Int8, PagedIndexKeys, Stored
+from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts
 from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
@@ -52,92 +53,143 @@ def reached_by(x, REPS: tl.constexpr, COLS: tl.constexpr, GOAL: tl.constexpr):
     return low, count
 
 
-@triton.jit(do_not_specialize=["num_blocks", "s_h", "s_t"])
+@triton.jit(do_not_specialize=["num_blocks", "s_side", "s_h", "s_t"])
 def settle_kernel(
-    lower, upper, visible, rescored, s_h, s_t, num_blocks,
+    bounds, visible, open_words, rescored, s_side, s_h, s_t, num_blocks,
     HEADS: tl.constexpr, FREE: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, REPS: tl.constexpr, COLS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (total_q * heads). Writes over `lower`: +inf where a block must be chosen, NaN where it is open, -inf elsewhere."""
+    """Grid (total_q * heads). Writes over the lower bounds: +inf where a block must be chosen, NaN where it is open, -inf
+    elsewhere. open_words: int32 [total_q * heads, COLS], bit r of word c for open block r * COLS + c."""
     i_row = tl.program_id(0)
     i_t, i_h = i_row // HEADS, i_row % HEADS
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     seen = tl.minimum(tl.load(visible + i_t), num_blocks)
     n_init = tl.minimum(seen, INIT)
     i_local = tl.maximum(seen - LOCAL, n_init)
-    o_b = tl.arange(0, REPS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    o_c = tl.arange(0, COLS)
+    o_b = tl.arange(0, REPS)[:, None] * COLS + o_c[None, :]
     m_free = (o_b >= n_init) & (o_b < i_local)
-    o_s = i_t.to(tl.int64) * s_t + i_h.to(tl.int64) * s_h + o_b
-    low = tl.load(lower + o_s, mask=m_free, other=float("-inf"))
-    high = tl.load(upper + o_s, mask=m_free, other=float("-inf"))
+    p_b = bounds + i_t.to(tl.int64) * s_t + i_h.to(tl.int64) * s_h + o_b
+    low = tl.load(p_b, mask=m_free, other=float("-inf"))
+    high = tl.load(p_b + tl.cast(s_side, tl.int64), mask=m_free, other=float("-inf"))
     low_bar, _ = reached_by(low, REPS, COLS, FREE)
     high_bar, rivals = reached_by(high, REPS, COLS, FREE)
     # Exactly FREE upper bounds reach the bar: all others are below it. More do: the next best may equal it.
     sure = (low > high_bar) | ((low == high_bar) & (rivals == FREE) & (low > float("-inf")))
     is_open = (high >= low_bar) & (high > float("-inf")) & ~sure
     marks = tl.where(sure, float("inf"), tl.where(is_open, float("nan"), float("-inf")))
-    tl.store(lower + o_s, marks, mask=o_b < num_blocks)
-    tl.store(rescored + i_row, count_true(is_open))
+    tl.store(p_b, marks, mask=o_b < num_blocks)
+    words = as_words(tl.where(is_open, 1.0, 0.0), REPS, COLS)
+    tl.store(open_words + i_row.to(tl.int64) * COLS + o_c, words)
+    tl.store(rescored + i_row, tl.sum(popcount(words), 0))
 
 
-LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys", "units"]
+@triton.jit
+def either(x, y):
+    """Bits of one or the other."""
+    return x | y
+
+
+@triton.jit
+def open_units(
+    open_words, units, i_h, q_start, n_rows, part, parts,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SUB: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Which units (tiles' worth of SUB blocks) are open to a row of a sequence's rows, in words [COLS / SUB], those of SUB
+    neighbouring blocks together; then an equal part of them, the part-th, is listed in `units`, each at its rank. Returns the
+    ranks of the first one listed and of the first one behind."""
+    WIDTH: tl.constexpr = COLS // SUB
+    words = tl.zeros([WIDTH], tl.int32)
+    for i_r in range(0, n_rows, 16):
+        o_r = i_r + tl.arange(0, 16)
+        i_row = (q_start + o_r // GROUP).to(tl.int64) * (KEY_HEADS * GROUP) + i_h * GROUP + o_r % GROUP
+        p_w = open_words + i_row[:, None] * COLS + tl.arange(0, COLS)[None, :]
+        b_w = tl.load(p_w, mask=(o_r < n_rows)[:, None], other=0)
+        words |= tl.reduce(tl.reduce(b_w.reshape(16, WIDTH, SUB), 2, either), 0, either)
+    number = popcount(words)
+    rank = tl.cumsum(number, 0) - number
+    total = tl.sum(number, 0)
+    first, last = (total * part) // parts, (total * (part + 1)) // parts
+    o_u = tl.arange(0, WIDTH)
+    for _ in range(tl.max(number, 0)):
+        lowest = words & -words
+        tl.store(units + rank, bit_of(lowest) * WIDTH + o_u, mask=(words != 0) & (rank >= first) & (rank < last))
+        words = words ^ lowest
+        rank += 1
+    tl.debug_barrier()  # other threads read what is listed
+    return first, last
+
+
+LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys"]
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def rescore_kernel(
-    q, q_scale, keys, page_table, cu_q, cu_k, q_offset, scores,
-    s_qt, s_qh, s_qd, s_qs, s_page, s_head, s_token, s_dim, s_table, s_sh, s_st,
-    num_blocks, num_pages, capacity, max_keys, units,
+    q, keys, page_table, cu_q, cu_k, q_offset, open_words, units, scores,
+    s_qt, s_qh, s_qd, s_page, s_head, s_token, s_dim, s_table, s_sh, s_st, num_blocks, num_pages, capacity, max_keys,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, PRODUCT: tl.constexpr, ROWS: tl.constexpr,
-    UNITS: tl.constexpr, MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, batch * key heads): each program looks at `units` tiles' worth of blocks, at most UNITS, all at once, and
-    scores those that hold NaN."""
+    """Grid (parts, batch * key heads): each program scores an equal part of the units that are open to a row of a sequence,
+    and writes the scores of blocks that hold NaN. units: int32 [batch * key heads, tiles], scratch."""
     i_s, i_h = tl.program_id(1) // KEY_HEADS, tl.program_id(1) % KEY_HEADS
     q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, None, q_offset, i_s, capacity, max_keys)
     o_r = tl.arange(0, ROWS)
     m_row = o_r < q_len * GROUP
     i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)  # [ROWS] last key each row sees
-    seen = tl.max(tl.where(m_row, i_last, -1), 0) + 1
-    first = tl.program_id(0) * units
-    last = tl.minimum(first + units, tl.cdiv(seen, BLOCK * SUB))
-    if first >= last:
-        return
     page_row = page_table
     if MODE != 0:
         page_row += i_s.to(tl.int64) * s_table
     p_s = scores + (i_h * GROUP + o_r % GROUP).to(tl.int64) * s_sh + (q_start + o_r // GROUP).to(tl.int64) * s_st
     b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
-    b_q = query_numbers(b_q, PRODUCT)
-    b_f = row_factors(q_scale, None, tl.where(m_row, o_r, 0), i_h, s_qs, 0, GROUP)
-    o_a = first * SUB + tl.arange(0, UNITS * SUB)
-    m_b = o_a < tl.minimum(last * SUB, num_blocks)
-    marks = tl.load(p_s[:, None] + o_a[None, :], mask=m_row[:, None] & m_b[None, :], other=0.0)
-    is_open = tl.max((marks != marks).to(tl.int32), 0).reshape(UNITS, SUB)
-    left = tl.sum(tl.max(is_open, 1) << tl.arange(0, UNITS), 0)  # a bit for each unit with an open block
-    while left != 0:
-        bit = left & -left
-        left ^= bit
-        i_u = first + (bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the number of the bit
-        o_b = i_u * SUB + tl.arange(0, SUB)
-        mark = tl.load(p_s[:, None] + o_b[None, :], mask=m_row[:, None] & (o_b < num_blocks)[None, :], other=0.0)
-        best = tl.full([ROWS, SUB], float("-inf"), tl.float32)
-        for part in tl.static_range(PARTS):
-            i_k = tile_start(i_u * PARTS + part, BLOCK, KEYS, SUB, PARTS)
-            b_k = load_keys(
-                keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
-                MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, True,
-            )  # fmt: skip
-            m = block_maxima(tl.dot(b_k, b_q.T), i_k, i_last, TILE, KEYS, SUB, True, True)
-            best = tl.maximum(best, m[:, None] if SUB == 1 else m)
-        if b_f is not None:
-            best *= b_f[:, None]
-        best = tl.where(best > float("-inf"), best, float("-inf"))
-        tl.store(p_s[:, None] + o_b[None, :], best, mask=mark != mark)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    units += tl.program_id(1).to(tl.int64) * tl.cdiv(num_blocks, SUB)
+    first, last = open_units(
+        open_words, units, i_h, q_start, q_len * GROUP, tl.program_id(0), tl.num_programs(0), KEY_HEADS, GROUP, SUB, COLS
+    )
+    best = tl.full([ROWS, SUB], float("-inf"), tl.float32)  # of the parts of a block so far
+    for i in tl.range(first * PARTS, last * PARTS, num_stages=STAGES):
+        i_t = tl.load(units + i // PARTS) * PARTS + i % PARTS
+        o_b = i_t // PARTS * SUB + tl.arange(0, SUB)
+        p_b = p_s[:, None] + o_b[None, :]
+        mark = tl.load(p_b, mask=m_row[:, None] & (o_b < num_blocks)[None, :], other=0.0)
+        i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
+        b_k = load_keys(
+            keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
+            MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, True,
+        )  # fmt: skip
+        m = block_maxima(tl.dot(b_k, b_q.T), i_k, i_last, TILE, KEYS, SUB, True, True)
+        m = m[:, None] if SUB == 1 else m
+        if PARTS == 2:
+            m = tl.where(i % 2 == 1, tl.maximum(best, m), m)
+            best = m
+        m = tl.where(m > float("-inf"), m, float("-inf"))
+        tl.store(p_b, m, mask=(mark != mark) & (i % PARTS == PARTS - 1))
 
 
-def at_once(blocks: int) -> int:
-    """Tiles of so many blocks that a program of `rescore_kernel` looks at: bits of a positive int32, and few registers."""
-    return max(16 // blocks, 1)
+@dataclass(frozen=True)
+class RescoreConfig:
+    """num_stages: of the walk over units. resident: programs that one multiprocessor holds at a time."""
+
+    num_stages: int
+    resident: int
+
+
+def rescore_config(device: Device, tile: Tile, dim: int, paged: bool) -> RescoreConfig:
+    """Two tiles, one where two do not fit, in as many programs as shared memory holds, up to three. Keys are read one stage
+    behind the number of their unit, or of their page, which is read one behind it."""
+    tile_bytes = tile.tile * 2 * triton.next_power_of_2(dim)
+    for resident, buffers in ((3, 2), (2, 2), (1, 2), (1, 1)):
+        if resident * (buffers * tile_bytes + 8192) <= device.shared_bytes:
+            break
+    asynchronous = device.arch in (90, 100)  # the product reads the buffers itself, so it holds one
+    return RescoreConfig(max(buffers - asynchronous, 1) * (2 + paged) + 1, resident)
 
 
 def refuse(
@@ -170,33 +222,43 @@ def select_blocks(
         arguments = (seqs, block_size, topk, init_blocks, local_blocks)
         blocks = triton_select.select_blocks(index_q, exact_keys(index_k), *arguments)
         return blocks, seqs.visible_blocks(total_q, block_size)[:, None].expand(-1, heads)
-    bounds = torch.empty(2, total_q, heads, width, dtype=torch.float32, device=index_q.device)[..., :num_blocks].transpose(1, 2)
-    visible = torch.empty(total_q, dtype=torch.int32, device=index_q.device)
-    blocks = torch.empty(total_q, heads, topk, dtype=torch.int32, device=index_q.device)
-    rescored = torch.empty(total_q, heads, dtype=torch.int32, device=index_q.device)
-    coarse: Stored | PagedIndexKeys = pool.coarse
+    device = index_q.device
+    bounds = torch.empty(2, total_q, heads, width, dtype=torch.float32, device=device)[..., :num_blocks].transpose(1, 2)
+    visible = torch.empty(total_q, dtype=torch.int32, device=device)
+    blocks = torch.empty(total_q, heads, topk, dtype=torch.int32, device=device)
+    rescored = torch.empty(total_q, heads, dtype=torch.int32, device=device)
+    open_words = torch.empty(total_q * heads, 32 * num_warps(num_blocks), dtype=torch.int32, device=device)
+    coarse: Int8 | PagedIndexKeys = pool.coarse
     if isinstance(index_k, PagedIndexKeys):
         coarse = PagedIndexKeys(pool.coarse, index_k.page_table, index_k.seq_lens)
-    scores, upper = bounds  # [heads, total_q, num_blocks]
-    launch_scores(index_q, coarse, seqs, block_size, scores, visible, upper=upper)
-    settle(scores, upper, visible, rescored, free, init_blocks, local_blocks)
-    rescore(index_q, exact_keys(index_k), seqs, block_size, scores)
-    launch_topk(scores, visible, init_blocks, local_blocks, blocks)
+    pdl = device.type == "cuda" and facts(device).arch >= 90
+    launch_bounds(index_q, coarse, seqs, block_size, bounds, visible, pdl=pdl)
+    settle(bounds, visible, open_words, rescored, free, init_blocks, local_blocks, pdl)
+    rescore(index_q, exact_keys(index_k), seqs, block_size, open_words, bounds[0], pdl)
+    launch_topk(bounds[0], visible, init_blocks, local_blocks, blocks, pdl)
     return blocks, rescored
 
 
 def settle(
-    scores: Tensor, upper: Tensor, visible: Tensor, rescored: Tensor, free: int, init_blocks: int, local_blocks: int
+    bounds: Tensor,
+    visible: Tensor,
+    open_words: Tensor,
+    rescored: Tensor,
+    free: int,
+    init_blocks: int,
+    local_blocks: int,
+    pdl: bool,
 ) -> None:
-    """Launches `settle_kernel`. scores: lower bounds, ``[heads, total_q, num_blocks]``, last stride 1, as `upper`."""
-    heads, total_q, num_blocks = scores.shape
+    """Launches `settle_kernel`. bounds: ``[2, heads, total_q, num_blocks]``, last stride 1."""
+    _, heads, total_q, num_blocks = bounds.shape
     warps = num_warps(num_blocks)
+    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     settle_kernel[(total_q * heads,)](
-        scores,
-        upper,
+        bounds,
         visible,
+        open_words,
         rescored,
-        *scores.stride()[:2],
+        *bounds.stride()[:3],
         num_blocks,
         HEADS=heads,
         FREE=free,
@@ -204,32 +266,43 @@ def settle(
         LOCAL=local_blocks,
         REPS=max(triton.next_power_of_2(num_blocks) // (32 * warps), 1),
         COLS=32 * warps,
+        PDL=pdl,
         num_warps=warps,
+        **options,
     )
 
 
-def rescore(index_q: Tensor, exact: Tensor | Stored | PagedIndexKeys, seqs: Layout, block_size: int, scores: Tensor) -> None:
-    """Launches `rescore_kernel` over all blocks of ``scores [heads, total_q, num_blocks]``."""
+def rescore(
+    index_q: Tensor,
+    exact: Tensor | Stored | PagedIndexKeys,
+    seqs: Layout,
+    block_size: int,
+    open_words: Tensor,
+    scores: Tensor,
+    pdl: bool,
+    chosen: RescoreConfig | None = None,
+) -> None:
+    """Launches `rescore_kernel`. scores: as `settle` leaves them, ``[heads, total_q, num_blocks]``."""
     _, heads, dim = index_q.shape
     device, tile = facts(index_q.device), Tile.of(block_size)
     source = KeySource.of(exact, tile, device)
-    queries = QuerySource.of(index_q, source, device)
-    group, num_blocks = heads // source.heads, scores.shape[2]
-    tiles = -(-num_blocks // tile.sub)
-    units = at_once(tile.sub)
-    num_splits = max(splits(seqs.batch * source.heads, tiles, 8 * device.num_sms, 1), -(-tiles // units))
-    constants = tile.constexprs() | {"MODE": source.mode, "TMA": source.tma, "PAGE_SIZE": source.page_size}
-    rescore_kernel[(num_splits, seqs.batch * source.heads)](
-        queries.rows,
-        queries.scale,
+    chosen = chosen or rescore_config(device, tile, dim, source.mode != FLAT)
+    group, num_blocks, programs = heads // source.heads, scores.shape[2], seqs.batch * source.heads
+    tiles = triton.cdiv(num_blocks, tile.sub)
+    units = torch.empty(programs, tiles, dtype=torch.int32, device=index_q.device)
+    constants: dict[str, Any] = {"MODE": source.mode, "TMA": source.tma, "PAGE_SIZE": source.page_size} | tile.constexprs()
+    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    rescore_kernel[(min(max(chosen.resident * device.num_sms // programs, 1), tiles), programs)](
+        index_q,
         source.keys,
         source.page_table,
         seqs.cu_seqlens_q,
         seqs.cu_seqlens_k,
         seqs.q_offset,
+        open_words,
+        units,
         scores,
-        *queries.rows.stride(),
-        queries.scale_stride,
+        *index_q.stride(),
         *source.strides,
         source.table_stride,
         *scores.stride()[:2],
@@ -237,41 +310,46 @@ def rescore(index_q: Tensor, exact: Tensor | Stored | PagedIndexKeys, seqs: Layo
         source.num_pages,
         source.capacity,
         seqs.max_seqlen_k,
-        -(-tiles // num_splits),
         KEY_HEADS=source.heads,
         GROUP=group,
         DIM=dim,
         DIM_PAD=triton.next_power_of_2(dim),
-        PRODUCT=queries.product,
         ROWS=max(16, triton.next_power_of_2(seqs.max_seqlen_q * group)),
-        UNITS=units,
+        COLS=open_words.shape[1],
+        STAGES=chosen.num_stages,
+        PDL=pdl,
         num_warps=4,
         **constants,
+        **options,
     )
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
     """Rows from 64 to 8192 blocks; pages and packed keys, odd dims and blocks."""
-    settled = {"lower": "*fp32", "upper": "*fp32", "visible": "*i32", "rescored": "*i32"}
-    settled |= dict.fromkeys(("s_h", "s_t", "num_blocks"), "i32")
+    device = COMPILE_TARGETS[arch]
+    settled = {"bounds": "*fp32"} | dict.fromkeys(("visible", "open_words", "rescored"), "*i32")
+    settled |= dict.fromkeys(("s_side", "s_h", "s_t", "num_blocks"), "i32")
     for num_blocks, free in ((64, 7), (1024, 15), (8192, 15)):
         warps = num_warps(num_blocks)
         constants = {"HEADS": 4, "FREE": free, "INIT": 0, "LOCAL": 1, "REPS": num_blocks // warps // 32, "COLS": warps * 32}
+        constants["PDL"] = device.has_tma
         yield Variant(f"settle {free} of {num_blocks}", settle_kernel, settled, constants, warps)
-    device = COMPILE_TARGETS[arch]
-    for rows, dim, block_size, mode, tma in (
-        (16, 128, 128, PAGE, True),
-        (64, 128, 128, FLAT, True),
-        (16, 64, 32, PAGES, False),
-        (16, 80, 256, PAGE, True),
+    for rows, dim, block_size, mode, tma, columns in (
+        (16, 128, 128, PAGE, True, 32),
+        (64, 128, 128, FLAT, True, 512),
+        (16, 64, 32, PAGES, False, 64),
+        (16, 80, 256, PAGE, True, 32),
+        (64, 256, 64, PAGE, True, 64),
     ):
         tile = Tile.of(block_size)
         operands = Operands("bf16", "plain", dim, tile, mode, tma and device.has_tma)
         types, constants = operands.arguments(device)
-        types |= {"scores": "*fp32", "cu_k": "*i32", "s_sh": "i32", "s_st": "i32"} | dict.fromkeys(LENGTHS, "i32")
-        constants |= {"ROWS": rows, "UNITS": at_once(tile.sub)}
-        names = set(rescore_kernel.arg_names)
+        types |= dict.fromkeys(("open_words", "units"), "*i32") | {"scores": "*fp32"}
+        types |= dict.fromkeys(("s_sh", "s_st", *LENGTHS), "i32")
+        chosen = rescore_config(device, tile, dim, mode != FLAT)
+        constants |= {"ROWS": rows, "COLS": columns, "STAGES": chosen.num_stages, "PDL": device.has_tma}
+        names = rescore_kernel.arg_names
         types = {n: t for n, t in types.items() if n in names and n not in constants}
         constants = {n: c for n, c in constants.items() if n in names}
-        slack = 8 if arch == 100 else 0  # one address, read again once
-        yield Variant(f"rescore {operands.name} x {rows}", rescore_kernel, types, constants, 4, wgmma=True, may_spill=slack)
+        name = f"rescore {operands.name} x {rows}"
+        yield Variant(name, rescore_kernel, types, constants, 4, chosen.num_stages, wgmma=True)

@@ -158,8 +158,8 @@ def fused_kernel(
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
     for i_t in tl.range(INIT * PARTS, i_full, num_stages=STAGES):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
-        m, _ = score_tile(
-            b_q, None, keys, scales, None, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+        m = score_tile(
+            b_q, keys, scales, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
             MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, GROUPED, SWAP,
             False, False,
@@ -173,8 +173,8 @@ def fused_kernel(
         values, ids = insert(values, ids, m, i_t // PARTS, SLOTS)
     for i_t in tl.range(i_full, i_end, num_stages=1):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
-        m, _ = score_tile(
-            b_q, None, keys, scales, None, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+        m = score_tile(
+            b_q, keys, scales, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
             MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, GROUPED, SWAP,
             True, LOCAL == 0,

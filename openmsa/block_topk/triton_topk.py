@@ -68,12 +68,6 @@ def popcount(x):
 
 
 @triton.jit
-def count_true(flags):
-    """How many flags [rows, columns] are set."""
-    return tl.sum(tl.sum(flags.to(tl.int32), 0), 0)
-
-
-@triton.jit
 def as_words(ones, REPS: tl.constexpr, COLS: tl.constexpr):
     """Ones and zeros (float32) [REPS, COLS] to the bits of int32 words [COLS]. Adding powers of two, sixteen at a time so that
     a float holds them, takes the pipe that comparisons leave free."""

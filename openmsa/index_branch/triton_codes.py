@@ -12,19 +12,19 @@ import triton.language as tl
 ASM = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 """Whether instructions are written out; the interpreter knows only the plain ones."""
 
-# A word holds two halves of 16 bits; the sign of one e2m1 code of each half goes to bit 15 and its magnitude to where exponent
-# and mantissa of a small number are: times 2**-126 as bf16, times 2**-14 as fp16. As bf16 both lie so far apart that one
-# product shifts them; a line for a code. As fp16 they lie in the upper byte: a line makes the bytes of two codes.
+# A word holds two halves of 16 bits; a line moves the sign of one e2m1 code of each half to bit 15 and its magnitude to where
+# exponent and mantissa of a small number are: times 2**-126 as bf16, times 2**-14 as fp16. As bf16 both lie so far apart that
+# one product shifts them.
 E2M1_TO_BF16 = tl.constexpr("""{ .reg .b32 a, h; shr.b32 h, $4, 8;
 and.b32 a, $4, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 $0, a, 0x81C081C0;
 and.b32 a, $4, 0x00F000F0; mul.lo.u32 a, a, 0x0104; and.b32 $1, a, 0x81C081C0;
 and.b32 a, h, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 $2, a, 0x81C081C0;
 and.b32 a, h, 0x00F000F0; mul.lo.u32 a, a, 0x0104; and.b32 $3, a, 0x81C081C0; }""")
-E2M1_TO_FP16 = tl.constexpr("""{ .reg .b32 a, b; .reg .b32 zero; mov.b32 zero, 0;
-shl.b32 a, $4, 1; and.b32 a, a, 0x0E0E0E0E; shl.b32 b, $4, 4; lop3.b32 a, b, 0x80808080, a, 0xEA;
-prmt.b32 $0, a, zero, 0x2404; and.b32 $2, a, 0xFF00FF00;
-shr.b32 b, $4, 3; and.b32 b, b, 0x0E0E0E0E; lop3.b32 b, $4, 0x80808080, b, 0xEA;
-prmt.b32 $1, b, zero, 0x2404; and.b32 $3, b, 0xFF00FF00; }""")
+E2M1_TO_FP16 = tl.constexpr("""{ .reg .b32 a, b, sign; mov.b32 sign, 0x80808080;
+shl.b32 a, $4, 4; shl.b32 b, $4, 1; lop3.b32 a, a, b, sign, 0xE4; and.b32 $2, a, 0x8E008E00;
+shl.b32 a, a, 8; and.b32 $0, a, 0x8E008E00;
+shr.b32 b, $4, 3; lop3.b32 a, $4, b, sign, 0xE4; and.b32 $3, a, 0x8E008E00;
+shl.b32 a, a, 8; and.b32 $1, a, 0x8E008E00; }""")
 # Four e4m3 codes of a word as float32, the lowest first.
 E4M3_WORD = tl.constexpr("""{ .reg .b16 a, b; .reg .b32 c, d; mov.b32 {a, b}, $4;
 cvt.rn.f16x2.e4m3x2 c, a; cvt.rn.f16x2.e4m3x2 d, b;

@@ -18,7 +18,7 @@ from openmsa.runtime.devices import Device
 class Kind:
     """What tiles of keys are. key_bytes, factor_bytes: of a key as it is stored and as a factor of the product; converted:
     whether these differ; groups: of elements with a scale, of FP4 keys, else 0; must_group: factors cannot hold those scales;
-    indirect: keys in pages, whose ids are read one stage ahead."""
+    indirect: keys in pages, whose ids are read one stage ahead; lanes: whether `triton_lanes` can read them."""
 
     dim: int
     tile: int
@@ -29,16 +29,17 @@ class Kind:
     must_group: bool
     indirect: bool
     tma: bool
+    lanes: bool = False
 
     @classmethod
-    def of(cls, dim: int, tile: int, format: int, product: Any, indirect: bool, tma: bool) -> Kind:
+    def of(cls, dim: int, tile: int, format: int, product: Any, indirect: bool, tma: bool, lanes: bool = False) -> Kind:
         """format: of the codes; product: the Triton dtype of factors."""
         padded, fp4 = triton.next_power_of_2(dim), format >= formats.NVFP4
         key_bytes = padded // 2 if fp4 else padded * (2 if format == formats.PLAIN else 1)
         factor_bytes = padded * product.primitive_bitwidth // 8
         groups = triton.next_power_of_2(dim // (16 if format == formats.NVFP4 else 32)) if fp4 else 0
         must_group = format == formats.MXFP4 and product == tl.float16
-        return cls(dim, tile, key_bytes, factor_bytes, key_bytes != factor_bytes, groups, must_group, indirect, tma)
+        return cls(dim, tile, key_bytes, factor_bytes, key_bytes != factor_bytes, groups, must_group, indirect, tma, lanes)
 
     @property
     def narrow(self) -> bool:
@@ -50,7 +51,8 @@ class Kind:
 class Config:
     """rows: (query, head) rows a program; swap: keys times queries, not queries times keys; hold: rows in registers;
     num_stages: of the walk; resident: programs that one multiprocessor holds at a time; grouped: FP4 scales go to sums over
-    groups of elements, not to the elements; max_registers: of a thread, so that more programs are resident."""
+    groups of elements, not to the elements; max_registers: of a thread, so that more programs are resident; lanes: by the
+    kernel of `triton_lanes`."""
 
     rows: int
     swap: bool
@@ -60,6 +62,7 @@ class Config:
     resident: int
     grouped: bool = False
     max_registers: int | None = None
+    lanes: bool = False
 
 
 def config(device: Device, rows: int, kind: Kind) -> Config:
@@ -68,6 +71,8 @@ def config(device: Device, rows: int, kind: Kind) -> Config:
     Many rows on Hopper: 128 rows of one warpgroup, held in registers, and two programs a multiprocessor, one multiplying while
     the other takes maxima. Shared memory then moves 94 bytes a clock of its 128; with 64 rows there (160) it was the limit.
     Few rows: keys are the left factor, and one that is converted first never leaves its registers."""
+    if kind.lanes and rows <= 4:
+        return Config(4, True, False, 1, 1, 16, max_registers=128, lanes=True)
     swap, hold, grouped = rows <= 64 or kind.must_group, False, kind.must_group
     if kind.groups and rows <= 8 and kind.groups * max(4, triton.next_power_of_2(rows)) >= 16:
         rows, grouped = max(4, triton.next_power_of_2(rows)), True

@@ -28,7 +28,7 @@ NO_SCALE, TILE_SCALE, KEY_SCALE = 0, 1, 2
 
 def padded(dim: int, format: int) -> int:
     """Elements of a tile's row: a power of two, and what the matrix unit and loads take at least."""
-    return max(triton.next_power_of_2(dim), 32 if format == E4M3 or format >= NVFP4 else 16)
+    return max(triton.next_power_of_2(dim), 16 if format == PLAIN else 32)
 
 
 @triton.jit
@@ -143,12 +143,3 @@ def fp4_unit(b_k, b_g, FORMAT: tl.constexpr, PRODUCT: tl.constexpr, NATIVE: tl.c
     b_s = group_numbers(b_g, FORMAT, NATIVE).to(PRODUCT)
     GROUPS: tl.constexpr = b_s.shape[1]
     return unit, tl.broadcast_to(b_s[:, :, None], [TILE, GROUPS, WIDTH // GROUPS]).reshape(TILE, WIDTH)
-
-
-@triton.jit
-def error_radius(b_e, b_s, DIM: tl.constexpr):
-    """What, times the norm of a query, an int8 key's score may differ by from the score of the exact key, either as computed:
-    its quantisation error, and the rounding of two sums of DIM products. b_e, b_s: error and scale of each key."""
-    UNIT: tl.constexpr = DIM * 2.0**-22  # of a sum, relative to the sum of magnitudes; the matrix unit may truncate
-    LARGEST: tl.constexpr = 127.0 * DIM**0.5  # norm of the codes
-    return b_e * (1 + 2 * UNIT) + b_s * (2 * UNIT * LARGEST)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import triton
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from openmsa.index_branch.triton_config import Config, Kind, config, splits
 from openmsa.index_branch.triton_formats import padded
+from openmsa.index_branch.triton_lanes import lane_kernel
 from openmsa.index_branch.triton_scores import score_kernel
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
 from openmsa.index_branch.triton_tiles import FLAT, Tile
@@ -36,26 +36,21 @@ def launch_scores(
     scores: Tensor,
     visible: Tensor | None,
     chosen: Config | None = None,
-    upper: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Writes block scores ``[index_heads, total_q, num_blocks]``, any strides. visible: int32 ``[total_q]`` receives how many
-    blocks each query sees, and then the scores of blocks that it does not see are undefined; without it they are -inf.
-
-    upper: of the strides of `scores`; index_k must then be `Int8`. `scores` receives the maxima of lower bounds and `upper`
-    those of upper bounds of the scores that the keys before quantisation have, computed by any of these kernels or exactly:
-    -inf where the block has no score, +inf in `upper` where the arithmetic bounds nothing (there even if no key is seen)."""
+    blocks each query sees, and then the scores of blocks that it does not see are undefined; without it they are -inf."""
     device = facts(index_q.device)
     tile = Tile.of(block_size)
     source = KeySource.of(index_k, tile, device)
     lengths = (seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset)
     longest = (seqs.max_seqlen_q, seqs.max_seqlen_k)
-    launch(index_q, source, tile, lengths, seqs.batch, longest, scores, visible, device, chosen, pdl, upper)
+    launch(index_q, source, tile, lengths, seqs.batch, longest, scores, visible, device, chosen, pdl)
 
 
 def kind_of(source: KeySource, queries: QuerySource, dim: int, tile: Tile) -> Kind:
     """What the configuration depends on."""
-    return Kind.of(dim, tile.tile, source.format, queries.product, source.mode != FLAT, source.tma)
+    return Kind.of(dim, tile.tile, source.format, queries.product, source.mode != FLAT, source.tma, source.lanes)
 
 
 def launch(
@@ -70,64 +65,74 @@ def launch(
     device: Device,
     chosen: Config | None = None,
     pdl: bool = False,
-    upper: Tensor | None = None,
 ) -> None:
     """lengths: cu_seqlens_q, then cu_seqlens_k or seq_lens, then the positions of first queries or None: the last of the keys.
-    longest: bounds of the query and key lengths. pdl: the next launch waits for this one inside its kernel. upper: see
-    `launch_scores`."""
+    longest: bounds of the query and key lengths. pdl: the next launch waits for this one inside its kernel."""
     _, heads, dim = index_q.shape
     group = heads // source.heads
     queries = QuerySource.of(index_q, source, device)
     rows = longest[0] * group
     chosen = chosen or config(device, rows, kind_of(source, queries, dim, tile))
-    if upper is not None:  # twice the maxima to hold
-        chosen = replace(chosen, rows=min(chosen.rows, 64))
     row_tiles = triton.cdiv(rows, chosen.rows)
     num_blocks = scores.shape[2]
     blocks = -(-num_blocks // tile.sub)
     programs = row_tiles * batch * source.heads
-    collect = not chosen.swap and upper is None and tile.sub == tile.parts == 1 and _in_sectors(scores)
+    collect = not chosen.swap and tile.sub == tile.parts == 1 and _in_sectors(scores)
     step = SECTOR if collect else 1
     num_splits = splits(programs, blocks, chosen.resident * device.num_sms, 1 if rows <= 64 else 8, step)
     blocks_a_split = triton.cdiv(blocks, num_splits * step) * step
     num_splits = -(-blocks // blocks_a_split)
+    grid = (num_splits, row_tiles, batch * source.heads)
+    pairs, pair_strides = source.scales.pairs() if chosen.lanes else (None, ())
+    strides = (
+        *queries.rows.stride(),
+        queries.scale_stride,
+        *source.strides,
+        *(pair_strides if chosen.lanes else source.scales.strides),
+        source.scales.factor_stride,
+        source.table_stride,
+        *scores.stride(),
+    )
+    numbers = (num_blocks, source.num_pages, source.capacity, longest[1], blocks_a_split * tile.parts)
     constants: dict[str, Any] = source.constexprs() | tile.constexprs()
-    score_kernel[(num_splits, row_tiles, batch * source.heads)](
+    constants |= {"GROUP": group, "PRODUCT": queries.product, "ROWS": chosen.rows, "FILL": visible is None, "PDL": pdl}
+    if chosen.lanes:
+        lane_kernel[grid](
+            queries.rows,
+            queries.scale,
+            source.pool,
+            pairs,
+            source.scales.factor,
+            source.page_table,
+            *lengths,
+            scores,
+            visible,
+            *strides,
+            *numbers,
+            num_warps=chosen.num_warps,
+            maxnreg=chosen.max_registers,
+            **{name: value for name, value in constants.items() if name in lane_kernel.arg_names},
+        )
+        return
+    score_kernel[grid](
         queries.rows,
         queries.scale,
         source.keys,
         source.scales.scale,
-        None if upper is None else source.scales.error,
         source.scales.factor,
         source.page_table,
         *lengths,
         scores,
-        upper,
         visible,
-        *queries.rows.stride(),
-        queries.scale_stride,
-        *source.strides,
-        *source.scales.strides,
-        source.scales.factor_stride,
-        source.table_stride,
-        *scores.stride(),
-        num_blocks,
-        source.num_pages,
-        source.capacity,
-        longest[1],
-        blocks_a_split * tile.parts,
-        GROUP=group,
+        *strides,
+        *numbers,
         DIM=dim,
         DIM_PAD=padded(dim, source.format),
-        PRODUCT=queries.product,
         GROUPED=chosen.grouped,
-        ROWS=chosen.rows,
         SWAP=chosen.swap,
         HOLD=chosen.hold,
-        FILL=visible is None,
         COLLECT=collect,
         STAGES=chosen.num_stages,
-        PDL=pdl,
         num_warps=chosen.num_warps,
         maxnreg=chosen.max_registers,
         **constants,

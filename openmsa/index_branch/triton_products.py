@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from openmsa.index_branch.triton_codes import e2m1_parts, e4m3_numbers, int8_parts
-from openmsa.index_branch.triton_formats import error_radius, fp4_unit, group_numbers, load_group_scales, load_scales
+from openmsa.index_branch.triton_formats import fp4_unit, group_numbers, load_group_scales, load_scales
 from openmsa.index_branch.triton_tiles import load_keys
 
 
@@ -37,19 +37,6 @@ def block_maxima(
     else:
         m = tl.max(tl.reshape(s, [s.shape[0], SUB, TILE // SUB]), 2)
     return m
-
-
-@triton.jit
-def block_radii(b_e, b_s, DIM: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr):
-    """The largest `error_radius` of a key of each block, [SUB] (a number when SUB is 1); -inf where all are NaN, which
-    have no score. b_e, b_s: error and scale of each key, of which the first KEYS count."""
-    radii = error_radius(b_e, b_s, DIM)
-    radii = tl.where(radii == radii, radii, float("inf"))
-    counts = b_s == b_s
-    if radii.shape[0] > KEYS:
-        counts = counts & (tl.arange(0, radii.shape[0]) < KEYS)
-    radii = tl.where(counts, radii, float("-inf"))
-    return tl.max(radii, 0) if SUB == 1 else tl.max(tl.reshape(radii, [SUB, radii.shape[0] // SUB]), 1)
 
 
 @triton.jit
@@ -83,15 +70,14 @@ def side_by_side(parts):
 
 @triton.jit
 def score_tile(
-    b_q, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+    b_q, keys, scales, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
     s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
     MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, SWIZZLED: tl.constexpr,
     NATIVE: tl.constexpr, PRODUCT: tl.constexpr, GROUPED: tl.constexpr, SWAP: tl.constexpr, BOUNDED: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Maxima of the blocks of one tile (`block_maxima`), scales of pages, keys and groups included. With `errors` two of them:
-    less and plus the largest radius of a key of the block, which bound the exact maxima; otherwise the second is the first.
+    """Maxima of the blocks of one tile (`block_maxima`), scales of pages, keys and groups included.
     BOUNDED: some key may not exist; MASKED: some row does not see every key."""
     PACK: tl.constexpr = DIM_PAD // b_q[0].shape[1] if FORMAT >= 2 else 1  # elements an item of the keys holds
     ROWS: tl.constexpr = i_last.shape[0]
@@ -122,7 +108,7 @@ def score_tile(
             for i in tl.static_range(len(parts)):
                 s = times(b_q[i], parts[i], s, SWAP)
     elif GROUPED:  # `grouped_parts`
-        parts = e2m1_parts(b_k, PRODUCT)
+        parts = e2m1_parts(b_k, tl.float16)
         s = times(side_by_side(b_q), side_by_side(parts), None, True)
         b_x = group_numbers(b_g, FORMAT, NATIVE)
         GROUPS: tl.constexpr = b_x.shape[1]
@@ -139,23 +125,9 @@ def score_tile(
         s = unspread(s, ROWS)
     if SCALE == 2:
         s = s * (b_s[:, None] if SWAP else b_s[None, :])
-    if errors is not None:
-        b_e = load_scales(
-            errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, 2, CUT
-        )  # fmt: skip
-        m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
-        b_r = block_radii(b_e, b_s, DIM, KEYS, SUB)
-        # Times 2**20 and back: where sums could overflow, and infinities meet, this does.
-        radius = b_norm * (b_r * 1048576.0) * 2.0**-20 if SUB == 1 else b_norm[:, None] * (b_r * 1048576.0)[None, :] * 2.0**-20
-        radius += DIM * 2.0**-125  # products and sums in the subnormal range, flushed or rounded
-        low, high = m - radius, m + radius
-        unbounded = tl.where(b_r >= 0, float("inf"), float("-inf"))  # infinities met, or all keys of the block are NaN
-        low = tl.where(low < float("inf"), low, float("-inf"))
-        return low, tl.where(high == high, high, unbounded if SUB == 1 else unbounded[None, :])
-    else:
-        m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
-        if SCALE == 1:
-            m = m * b_s
-        if GROUPED:
-            m *= 256.0 if b_q[0].dtype == tl.bfloat16 else 16384.0  # the unit of bare e2m1 numbers
-        return m, m
+    m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
+    if SCALE == 1:
+        m = m * b_s
+    if GROUPED:
+        m *= 256.0  # see `raised`
+    return m

@@ -54,22 +54,30 @@ def group_rows(b_q, GROUPS: tl.constexpr):
 
 @triton.jit
 def raised(b_q):
-    """bf16 rows of queries times powers of two that bring their largest elements to 2**118, so that products with bare e2m1
-    numbers, whose unit is 2**-126, are of middling size; and, divided by 2**8, what undoes it: [rows, width] and [rows]."""
+    """bf16 rows of queries as float16 times powers of two that bring their largest elements to 2**6, so that products with bare
+    e2m1 numbers, whose unit is 2**-14, are of middling size; and, divided by 2**8, what undoes it: [rows, width] and [rows].
+    Exact down to 2**-23 of a row's largest element; below, off by at most 2**-31 of it."""
     largest = tl.max(tl.abs(b_q.to(tl.float32)), 1)
-    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -126)
-    exponent = tl.where((largest == largest) & (largest < float("inf")), exponent, 0)
-    step = 118 - exponent  # up to 244, so in two
+    exponent = tl.minimum(tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -126), 127)
+    step = 6 - exponent  # up to 132, so in two
     up = b_q.to(tl.float32) * power_of_two(step // 2)[:, None] * power_of_two(step - step // 2)[:, None]
-    return up.to(tl.bfloat16), power_of_two(exponent)
+    return up.to(tl.float16), power_of_two(exponent)
+
+
+@triton.jit
+def float16_rows(b_q):
+    """Rows of queries in float16 times powers of two, bf16 ones `raised`; and what, times 2**8, makes scores of their products
+    with e2m1 numbers times 2**-14."""
+    if b_q.dtype == tl.bfloat16:
+        return raised(b_q)
+    else:
+        return b_q, tl.full([b_q.shape[0]], 64.0, tl.float32)
 
 
 @triton.jit
 def grouped_parts(b_q, GROUPS: tl.constexpr, SPLIT: tl.constexpr):
-    """`query_parts` spread over the groups of FP4 keys, and what each row's scores are to be multiplied by in the end."""
-    b_up = tl.full([b_q.shape[0]], 1.0, tl.float32)
-    if b_q.dtype == tl.bfloat16:
-        b_q, b_up = raised(b_q)
+    """`query_parts` of `float16_rows` spread over the groups of FP4 keys, and what multiplies their scores in the end."""
+    b_q, b_up = float16_rows(b_q)
     parts = query_parts(b_q, SPLIT)
     if SPLIT == 2:
         return (group_rows(parts[0], GROUPS), group_rows(parts[1], GROUPS)), b_up
@@ -102,16 +110,3 @@ def row_factors(q_scale, k_factor, i_row, i_h, s_qs, s_kf, GROUP: tl.constexpr):
     if k_factor is not None:
         b_f *= tl.load(k_factor + i_h * s_kf)
     return b_f
-
-
-@triton.jit
-def row_norms(b_q, DIM: tl.constexpr):
-    """At least the Euclidean norm of each row of queries; infinity where products with int8 codes could overflow before their
-    scale brings them back. Squares are those of a row whose largest element is about 1, so that they stay in range."""
-    x = b_q.to(tl.float32)
-    exponent = (tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23) - 127
-    exponent = tl.minimum(tl.maximum(exponent, -126), 126)
-    x = x * power_of_two(-exponent)[:, None]
-    norm = tl.sqrt(tl.sum(x * x, 1)) * (1 + 1e-4) * power_of_two(exponent) + 1e-37
-    LARGEST: tl.constexpr = 128.0 * DIM**0.5
-    return tl.where(norm * LARGEST < float("inf"), norm, float("inf"))

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.index_branch.triton_products import score_tile
-from openmsa.index_branch.triton_queries import grouped_parts, query_numbers, query_parts, row_factors, row_norms, spread_rows
+from openmsa.index_branch.triton_queries import grouped_parts, query_numbers, query_parts, row_factors, spread_rows
 from openmsa.index_branch.triton_tiles import hold_rows, load_rows, sequence_bounds, tile_start
 
 
@@ -27,11 +27,12 @@ def scored(m, b_f):
 
 @triton.jit
 def store_maxima(p_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB: tl.constexpr, PARTS: tl.constexpr):
-    """p_s: address of block 0 of each row; b_f: factor of each row or None; i_t: the key tile; s_sb: int64. NaN as -inf."""
+    """p_s: address of block 0 of each row; b_f: factor of each row or None; i_t: the key tile; s_sb: int64. NaN as -inf. The
+    cache keeps what is written until its sector is full, however many keys stream through it."""
     if SUB == 1:
         m = m if b_f is None else m * b_f
         m = tl.where(m > float("-inf"), m, float("-inf"))
-        tl.store(p_s + (i_t // PARTS) * s_sb, m, mask=m_row)
+        tl.store(p_s + (i_t // PARTS) * s_sb, m, mask=m_row, eviction_policy="evict_last")
     else:
         o_b = i_t * SUB + tl.arange(0, SUB)
         tl.store(p_s[:, None] + (o_b * s_sb)[None, :], scored(m, b_f), mask=m_row[:, None] & (o_b < num_blocks)[None, :])
@@ -42,7 +43,7 @@ RUNTIME_LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys", "tiles_per
 
 @triton.jit(do_not_specialize=RUNTIME_LENGTHS)
 def score_kernel(
-    q, q_scale, keys, scales, errors, k_factor, page_table, cu_q, cu_k, seq_lens, q_offset, scores, upper, visible,
+    q, q_scale, keys, scales, k_factor, page_table, cu_q, cu_k, seq_lens, q_offset, scores, visible,
     s_qt, s_qh, s_qd, s_qs, s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg, s_kf, s_table, s_sh, s_st, s_sb,
     num_blocks, num_pages, capacity, max_keys, tiles_per_split,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -52,7 +53,6 @@ def score_kernel(
     FILL: tl.constexpr, COLLECT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, row tiles, batch * key heads); late rows, which see most keys, start first.
-    errors, upper: with both, `scores` receives the maxima of lower bounds and `upper` (same strides) those of upper bounds.
     COLLECT: rows of scores are written eight blocks, a sector, at a time. PDL: let the kernel behind this one be launched while
     this one runs."""
     if PDL:
@@ -85,9 +85,6 @@ def score_kernel(
     i_token = (q_start + o_r // GROUP).to(tl.int64)
     o_s = (i_h * GROUP + o_r % GROUP).to(tl.int64) * s_sh + i_token * s_st
     b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
-    b_norm = None
-    if errors is not None:
-        b_norm = row_norms(b_q, DIM)
     b_q = query_numbers(b_q, PRODUCT)
     if SWAP and not GROUPED and ROWS < 16:
         b_q = spread_rows(b_q, 16)
@@ -108,11 +105,10 @@ def score_kernel(
         p_8 = scores + tl.multiple_of(o_s, 4)[:, None] + o_8[None, :]
         held = tl.full([ROWS, 8], float("-inf"), tl.float32)
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
-    best_upper = best
     for i_t in tl.range(first, i_full, num_stages=STAGES):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
-        m, m_upper = score_tile(
-            b_q, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+        m = score_tile(
+            b_q, keys, scales, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
             MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, GROUPED, SWAP,
             False, False,
@@ -126,11 +122,6 @@ def score_kernel(
                 m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
                 best = m
             store_maxima(scores + o_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB, PARTS)
-            if errors is not None:
-                if PARTS == 2:
-                    m_upper = tl.where(i_t % 2 == 1, tl.maximum(best_upper, m_upper), m_upper)
-                    best_upper = m_upper
-                store_maxima(upper + o_s, m_upper, b_f, i_t, num_blocks, s_sb, m_row, SUB, PARTS)
     if COLLECT:  # what is left of the last eight
         o_held = i_full // 8 * 8 + o_8
         tl.store(
@@ -138,8 +129,8 @@ def score_kernel(
         )
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
-        m, m_upper = score_tile(
-            b_q, b_norm, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+        m = score_tile(
+            b_q, keys, scales, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
             MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, GROUPED, SWAP,
             True, True,
@@ -148,11 +139,6 @@ def score_kernel(
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
             best = m
         store_maxima(scores + o_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB, PARTS)
-        if errors is not None:
-            if PARTS == 2:
-                m_upper = tl.where(i_t % 2 == 1, tl.maximum(best_upper, m_upper), m_upper)
-                best_upper = m_upper
-            store_maxima(upper + o_s, m_upper, b_f, i_t, num_blocks, s_sb, m_row, SUB, PARTS)
     if FILL:
         unseen = tl.full([ROWS, 16], float("-inf"), tl.float32)
         stop = tl.minimum(last // PARTS * SUB, num_blocks)
@@ -160,5 +146,3 @@ def score_kernel(
             o_b = i_b + tl.arange(0, 16)
             m_s = m_row[:, None] & (o_b < stop)[None, :]
             tl.store(scores + o_s[:, None] + (o_b * s_sb)[None, :], unseen, mask=m_s)
-            if errors is not None:
-                tl.store(upper + o_s[:, None] + (o_b * s_sb)[None, :], unseen, mask=m_s)

@@ -57,6 +57,14 @@ class Scales:
             return cls(scale=scale, strides=(*_strides(scale[..., 0]), scale.stride(-1)))
         return cls()
 
+    def pairs(self) -> tuple[Tensor, tuple[int, int, int]]:
+        """Codes of group scales that lie in words, two an int16, and their strides from page to page, head to head and key to
+        key."""
+        assert self.scale is not None
+        an_item = 1 if self.swizzled else self.scale.itemsize // 2
+        page, head, key, _ = self.strides
+        return self.scale.view(torch.int16), (page * an_item, head * an_item, key * an_item)
+
 
 def _strides(rows: Tensor) -> tuple[int, int, int]:
     """From page to page, head to head and key to key of ``[pages, heads, page_size]`` or packed ``[total, heads]``."""
@@ -86,21 +94,25 @@ class KeySource:
     dtype: torch.dtype
     scales: Scales
     native: bool  # whether the GPU converts e4m3
+    lanes: bool = False  # whether `triton_lanes` can read them
 
     @classmethod
-    def of(cls, index_k: Tensor | Stored | PagedIndexKeys, tile: Tile, device: Device) -> KeySource:
+    def of(cls, index_k: Tensor | Stored | PagedIndexKeys, tile: Tile, device: Device, packed: bool = True) -> KeySource:
         if isinstance(index_k, PagedIndexKeys):
-            return cls.of_pool(index_k.keys, index_k.page_table, tile, device)
-        return cls.of_pool(index_k, None, tile, device)
+            return cls.of_pool(index_k.keys, index_k.page_table, tile, device, packed)
+        return cls.of_pool(index_k, None, tile, device, packed)
 
     @classmethod
-    def of_pool(cls, keys: Tensor | Stored, page_table: Tensor | None, tile: Tile, device: Device) -> KeySource:
-        """keys: ``[num_pages, heads, page_size, dim]``; with no page table packed ``[total, heads, dim]``, read as one page."""
+    def of_pool(
+        cls, keys: Tensor | Stored, page_table: Tensor | None, tile: Tile, device: Device, packed: bool = True
+    ) -> KeySource:
+        """keys: ``[num_pages, heads, page_size, dim]``; with no page table packed ``[total, heads, dim]``, read as one page.
+        packed: codes of less than 16 bits, e4m3 aside, are read several at a time where they can be."""
         keys = keys.exact if isinstance(keys, CertifiedKeys) else keys
         data = keys.data if isinstance(keys, Stored) else keys
         if data.dtype == torch.float8_e4m3fn and device.arch < 90:
             data = data.view(torch.uint8)
-        elif isinstance(keys, (Int8, NVFP4, MXFP4)):
+        elif packed and isinstance(keys, (Int8, NVFP4, MXFP4)):
             data = in_items(data, torch.int16, keys.shape[-1] >= (32 if isinstance(keys, Int8) else 64))
         pool = data.unsqueeze(0).transpose(1, 2) if page_table is None else data
         num_pages, heads, page_size, width = pool.shape
@@ -115,10 +127,19 @@ class KeySource:
         where = (FLAT, 0, page_size, 1) if page_table is None else (mode, page_table.stride(0), 0, page_size)
         capacity = where[2] if page_table is None else page_table.shape[1] * page_size
         # Of packed keys page_size is 1: it is a compile key, so it must not be their number.
+        scales = Scales.of(keys, mode)
+        # NVFP4 of 128 elements, whole tiles of one block or a part, scales in words
+        lanes = (stored, keys.shape[-1], width) == (formats.NVFP4, 128, 32) and pool.numel() > 0 and mode != PAGES
+        lanes = lanes and tile.whole and (tile.tile, tile.sub) == (128, 1) and _in_words(scales.scale)
         return cls(
             source, page_table, pool.stride(), where[1], heads, num_pages, capacity, where[3], mode, tma, stored, data.dtype,
-            Scales.of(keys, mode), device.arch >= 90,
+            scales, device.arch >= 90, lanes,
         )  # fmt: skip
+
+    @property
+    def pool(self) -> Tensor:
+        """The keys without a descriptor."""
+        return self.keys.base if self.tma else self.keys
 
     @property
     def split(self) -> int:
@@ -168,6 +189,11 @@ class QuerySource:
             return cls(rows, scale, stride, TYPES[dtype])
         assert isinstance(index_q, Tensor)
         return cls(index_q, scale, stride, TYPES[index_q.dtype])
+
+
+def _in_words(scale: Tensor | None) -> bool:
+    """Whether scales of groups are read four or eight at a time."""
+    return scale is not None and scale.dtype in (torch.int32, torch.int64)
 
 
 def _describable(pool: Tensor) -> bool:

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import triton.language as tl
 
 from openmsa.index_branch import triton_formats as formats
-from openmsa.index_branch.triton_config import Kind, config
+from openmsa.index_branch.triton_bounds import bounds_config, bounds_kernel
+from openmsa.index_branch.triton_config import Config, Kind, config
+from openmsa.index_branch.triton_lanes import lane_kernel
 from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, score_kernel
 from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile
 from openmsa.runtime.devices import COMPILE_TARGETS, Device
@@ -52,7 +54,12 @@ class Operands:
 
     def kind(self, device: Device) -> Kind:
         """As `kind_of` gives it."""
-        return Kind.of(self.dim, self.tile.tile, self.format, self.product(device), self.mode != FLAT, self.tma)
+        return Kind.of(self.dim, self.tile.tile, self.format, self.product(device), self.mode != FLAT, self.tma, self.lanes)
+
+    @property
+    def lanes(self) -> bool:
+        """As `KeySource.of_pool` finds it."""
+        return (self.format, self.dim, self.tile.tile, self.tile.sub) == (formats.NVFP4, 128, 128, 1) and self.mode != PAGES
 
     @property
     def scales(self) -> str:
@@ -111,7 +118,7 @@ def variant(name: str, fn: Any, types: dict[str, str], constants: dict[str, Any]
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
-    """Every format, flat and paged, many rows and few, odd dims and blocks, and bounds of int8 keys."""
+    """Every format, flat and paged, many rows and few, odd dims and blocks; then bounds."""
     device = COMPILE_TARGETS[arch]
     for query, keys, rows, dim, block_size, mode, tma, fill in (
         ("bf16", "plain", 65536, 128, 128, FLAT, True, True),
@@ -137,25 +144,61 @@ def compile_variants(arch: int) -> Iterator[Variant]:
             for rows in (4, 1024)
         ),
         ("e4m3", "nvfp4", 4, 128, 128, PAGE, True, False),
+        ("fp16", "nvfp4", 4, 128, 256, FLAT, False, True),
+        ("bf16", "nvfp4", 8, 128, 128, PAGE, True, False),
+        ("bf16", "nvfp4", 4, 64, 64, PAGE, True, False),
         ("fp16", "mxfp4", 4, 128, 128, FLAT, True, False),
         ("fp16", "int8", 1024, 64, 64, FLAT, False, True),
         ("bf16", "nvfp4", 1024, 80, 48, PAGES, False, False),
-        ("bf16", "int8 bounds", 4, 128, 128, PAGE, True, False),
-        ("bf16", "int8 bounds", 1024, 128, 128, FLAT, True, False),
     ):
         operands = Operands(query, keys, dim, Tile.of(block_size), mode, tma and device.has_tma)
         yield _variant(device, operands, rows, fill)
+    for query, rows, dim, block_size, mode, tma in (
+        ("bf16", 4, 128, 128, PAGE, True),
+        ("fp16", 8, 128, 128, FLAT, True),
+        ("bf16", 64, 128, 128, PAGE, True),
+        ("bf16", 16, 64, 32, PAGES, False),
+        ("bf16", 4, 80, 256, PAGE, True),
+        ("bf16", 4, 256, 48, PAGES, False),
+    ):
+        yield _bounds(device, Operands(query, "int8", dim, Tile.of(block_size), mode, tma and device.has_tma), rows)
 
 
 def _variant(device: Device, operands: Operands, rows: int, fill: bool) -> Variant:
     types, constants = operands.arguments(device)
     chosen = config(device, rows, operands.kind(device))
-    types |= dict.fromkeys(("s_sh", "s_st", *RUNTIME_LENGTHS), "i32") | dict.fromkeys(("scores", "upper", "errors"), "*fp32")
-    types |= {"visible": "*i32", "seq_lens": "*i32"}
-    bounds = "bounds" in operands.keys
-    chosen = replace(chosen, rows=min(chosen.rows, 64)) if bounds else chosen
+    types |= dict.fromkeys(("s_sh", "s_st", *RUNTIME_LENGTHS), "i32")
+    types |= {"scores": "*fp32", "visible": "*i32", "seq_lens": "*i32"}
+    if chosen.lanes:
+        return _lane_variant(device, operands, types, constants, chosen, fill)
     constants |= {"s_sb": 1, "FILL": fill, "PDL": rows <= 64 and device.has_tma, "seq_lens": None}
     constants["COLLECT"] = not chosen.swap and operands.tile.sub == operands.tile.parts == 1
-    constants |= ({"visible": None} if fill else {}) | ({} if bounds else {"upper": None, "errors": None})
+    constants |= {"visible": None} if fill else {}
     slack = {80: 8, 90: 40, 100: 16, 120: 16}[device.arch]  # registers are capped or full; on sm_90 none inside the long walk
     return variant(f"{'few' if rows <= 64 else 'many'} {operands.name}", score_kernel, types, constants, chosen, slack)
+
+
+def _bounds(device: Device, operands: Operands, rows: int) -> Variant:
+    types, constants = operands.arguments(device)
+    chosen = bounds_config(device, rows, operands.dim, operands.tile, operands.mode != FLAT, operands.tma)
+    types["keys"] = f"tensordesc<i8[1, 1, {operands.tile.tile}, {constants['DIM_PAD']}]>" if operands.tma else "*i8"
+    types |= dict.fromkeys(("errors", "bounds"), "*fp32") | {"visible": "*i32"}
+    types |= dict.fromkeys(("s_side", "s_sh", "s_st", *RUNTIME_LENGTHS), "i32")
+    constants |= {"ROWS": chosen.rows, "STAGES": chosen.num_stages, "PDL": device.has_tma}
+    names = bounds_kernel.arg_names
+    types = {name: kind for name, kind in types.items() if name in names and name not in constants}
+    constants = {name: value for name, value in constants.items() if name in names}
+    name = f"bounds {operands.name} x {rows}"
+    return Variant(name, bounds_kernel, types, constants, chosen.num_warps, chosen.num_stages, dot=True)
+
+
+def _lane_variant(
+    device: Device, operands: Operands, types: dict[str, str], constants: dict[str, Any], chosen: Config, fill: bool
+) -> Variant:
+    constants |= {"s_sb": 1, "FILL": fill, "PDL": device.has_tma, "seq_lens": None, "ROWS": chosen.rows}
+    constants |= {"visible": None} if fill else {}
+    constants = {k: v for k, v in constants.items() if k in lane_kernel.arg_names}
+    types |= {"keys": "*i16", "scales": "*i16"}
+    types = {name: kind for name, kind in types.items() if name in lane_kernel.arg_names and name not in constants}
+    name, registers = f"lanes {operands.name} r{chosen.rows}", chosen.max_registers
+    return Variant(name, lane_kernel, types, constants, chosen.num_warps, 1, dot=True, maxnreg=registers)

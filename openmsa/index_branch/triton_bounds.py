@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: MIT
+"""Bounds of block scores from int8 keys, in integers: keys go from shared memory to the matrix unit as they are stored.
+
+A query q becomes integers n = 128 * high + low of 15 bits with one unit, a power of two: q = unit * n + rest. Both parts are
+int8. High and low parts are neighbouring columns of one product with the codes c of a key, so a thread has both sums, and
+128 * high + low of them is n . c exactly: at most 2**14 * 2**7 * 256 in magnitude, which int32 holds. The score of the exact
+key k, whose int8 form is scale * c, then lies about unit * scale * (n . c), no further away than the sum of
+
+    |q| * error                        for k itself (Cauchy-Schwarz),
+    |rest| * scale * |c|               for the query (the same),
+    SUM * |q| * (error + scale * |c|)  for the rounding of the sum that the exact kernels compute,
+    6 * 2**-24 * |q| * scale * |c|     for three roundings here, |n| * unit being at most 2 * |q|,
+
+with |c| at most 127 * sqrt(dim). bf16 and fp16 queries lose only what their small elements have below `unit`: `rest` has less
+than a thousandth of their norm, most often a fiftieth of that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from openmsa.index_branch import triton_formats as formats
+from openmsa.index_branch.triton_config import Config, Kind, splits, walk
+from openmsa.index_branch.triton_formats import load_scales
+from openmsa.index_branch.triton_products import block_maxima
+from openmsa.index_branch.triton_queries import power_of_two
+from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, store_maxima
+from openmsa.index_branch.triton_sources import KeySource
+from openmsa.index_branch.triton_tiles import FLAT, Tile, load_keys, load_rows, sequence_bounds, tile_start
+from openmsa.kv_cache import Int8, PagedIndexKeys
+from openmsa.runtime.devices import Device, facts
+from openmsa.types import Layout
+
+
+@triton.jit
+def fixed_point(b_q):
+    """Rows of 16-bit queries [rows, width] as integers times a unit. Returns int8 [2 * rows, width], the high and the low part
+    of each row, with zeros behind them up to the 16 rows that Hopper's matrix unit is used for, and float32 [rows]: the unit,
+    and bounds of the norms of the row and of what the integers lack. A row with NaN, infinity or elements from 2**111 on
+    becomes zeros and has an infinite norm."""
+    x = b_q.to(tl.float32)
+    largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
+    usable = largest < 2.0**111
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -100)
+    exponent = tl.where(usable, exponent, 0)
+    x = tl.where(usable[:, None], x, 0.0) * power_of_two(13 - exponent)[:, None]  # exact; at most 2**14 - 8 in magnitude
+    n = tl.floor(x + 0.5)
+    unit = power_of_two(exponent - 13)
+    MARGIN: tl.constexpr = 1 + 1e-4  # of float32 sums and roots; beside it what subnormal elements and squares could lose
+    norm = tl.sqrt(tl.sum(x * x, 1)) * unit * MARGIN + 4e-37
+    rest = tl.sqrt(tl.sum((x - n) * (x - n), 1)) * unit * MARGIN + (norm * 2.0**-64 + 4e-37)
+    whole = n.to(tl.int32)
+    parts = tl.join((whole >> 7).to(tl.int8), (whole & 127).to(tl.int8)).permute(0, 2, 1)
+    parts = parts.reshape(2 * x.shape[0], x.shape[1])
+    if parts.shape[0] < 16:
+        parts = tl.join(parts, tl.zeros_like(parts)).permute(2, 0, 1).reshape(2 * parts.shape[0], x.shape[1])
+    return parts, unit, tl.where(usable, norm, float("inf")), rest
+
+
+@triton.jit
+def bound_tile(
+    b_n, b_unit, b_norm, b_grain, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+    s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt,
+    MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Maxima of the blocks of one tile (`block_maxima`) of lower (even rows of the result) and upper bounds (odd ones).
+    b_norm, b_grain: what an error and a scale of a key count, the latter times 2**20: where sums could overflow, and infinities
+    meet, these products do. MASKED: some key may not exist, some row does not see every key."""
+    ROWS: tl.constexpr = b_unit.shape[0]
+    CUT: tl.constexpr = MASKED or KEYS < TILE
+    b_k = load_keys(
+        keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
+        MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, CUT,
+    )  # fmt: skip
+    b_s = load_scales(
+        scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, 2, CUT
+    )  # fmt: skip
+    b_e = load_scales(
+        errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, 2, CUT
+    )  # fmt: skip
+    n = tl.dot(b_k, b_n.T, out_dtype=tl.int32)
+    if n.shape[1] > 2 * ROWS:
+        n, _ = tl.split(n.reshape(TILE, 2, 2 * ROWS).permute(0, 2, 1))
+    high, low = tl.split(n.reshape(TILE, ROWS, 2))
+    s = (high * 128 + low).to(tl.float32) * b_unit[None, :] * b_s[:, None]
+    b_e *= (1 + 2 * DIM * 2.0**-22) * 1048576.0
+    radius = b_norm[None, :] * b_e[:, None] + b_grain[None, :] * b_s[:, None]
+    radius = radius * 2.0**-20 + DIM * 2.0**-124  # products and sums in the subnormal range, flushed or rounded
+    upper = s + radius
+    unbounded = tl.where(b_s == b_s, float("inf"), b_s)  # infinities met; a key of NaN has no score
+    upper = tl.where(upper == upper, upper, unbounded[:, None])
+    both = tl.join(s - radius, upper).reshape(TILE, 2 * ROWS)
+    return block_maxima(both, i_k, i_last, TILE, KEYS, SUB, True, MASKED)
+
+
+@triton.jit(do_not_specialize=RUNTIME_LENGTHS)
+def bounds_kernel(
+    q, keys, scales, errors, page_table, cu_q, cu_k, q_offset, bounds, visible,
+    s_qt, s_qh, s_qd, s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_table, s_side, s_sh, s_st,
+    num_blocks, num_pages, capacity, max_keys, tiles_per_split,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr,
+    TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (splits, row tiles, batch * key heads). bounds: lower ones, then upper ones. PDL: let the kernel behind this one be
+    launched while this one runs."""
+    if PDL:
+        gdc_launch_dependents()
+    i_split, i_m = tl.program_id(0), tl.program_id(1)
+    i_s, i_h = tl.program_id(2) // KEY_HEADS, tl.program_id(2) % KEY_HEADS
+    q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, None, q_offset, i_s, capacity, max_keys)
+    if i_m * ROWS >= q_len * GROUP:
+        return
+    o_r = i_m * ROWS + tl.arange(0, ROWS)
+    i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)  # [ROWS] last key each row sees
+    m_first = (o_r < q_len * GROUP) & (o_r % GROUP == 0) & (i_split + i_h == 0)
+    tl.store(visible + q_start + o_r // GROUP, tl.maximum(i_last + BLOCK, 0) // BLOCK, mask=m_first)
+    seen_by_all = tl.maximum(tl.minimum(offset + i_m * ROWS // GROUP, k_len - 1) + 1, 0)
+    last_token = tl.minimum((i_m * ROWS + ROWS - 1) // GROUP, q_len - 1)
+    seen_by_any = tl.maximum(tl.minimum(offset + last_token, k_len - 1) + 1, 0)
+    first = i_split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tl.cdiv(num_blocks, SUB) * PARTS)
+    i_full = tl.minimum(seen_by_all // (BLOCK * SUB) * PARTS, last)
+    i_end = tl.minimum(tl.cdiv(seen_by_any, BLOCK * SUB) * PARTS, last)
+    page_row = page_table
+    if MODE != 0:
+        page_row += i_s.to(tl.int64) * s_table
+    b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
+    b_n, b_unit, b_norm, b_rest = fixed_point(b_q)
+    SUM: tl.constexpr = DIM * 2.0**-22  # rounding of a sum to the sum of magnitudes; the matrix unit may truncate
+    LARGEST: tl.constexpr = 127.0 * DIM**0.5  # norm of the codes
+    b_grain = (b_norm * (SUM + 2.0**-21) + b_rest) * (LARGEST * 1048576.0)
+
+    o_c = tl.arange(0, 2 * ROWS)  # columns: a lower and an upper bound of each row
+    o_r = i_m * ROWS + o_c // 2
+    m_c = o_r < q_len * GROUP
+    i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)
+    p_b = bounds + (o_c % 2).to(tl.int64) * s_side + (i_h * GROUP + o_r % GROUP).to(tl.int64) * s_sh
+    p_b += (q_start + o_r // GROUP).to(tl.int64) * s_st
+    s_sb = tl.full([], 1, tl.int64)
+    best = tl.full([2 * ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
+    for i_t in tl.range(first, i_full, num_stages=STAGES):
+        i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
+        m = bound_tile(
+            b_n, b_unit, b_norm, b_grain, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, False,
+        )  # fmt: skip
+        if PARTS == 2:
+            m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
+            best = m
+        store_maxima(p_b, m, None, i_t, num_blocks, s_sb, m_c, SUB, PARTS)
+    for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
+        i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
+        m = bound_tile(
+            b_n, b_unit, b_norm, b_grain, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, True,
+        )  # fmt: skip
+        if PARTS == 2:
+            m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
+            best = m
+        store_maxima(p_b, m, None, i_t, num_blocks, s_sb, m_c, SUB, PARTS)
+
+
+def bounds_config(device: Device, rows: int, dim: int, tile: Tile, indirect: bool, tma: bool) -> Config:
+    """rows: the most a sequence has for a key head. indirect: keys in pages."""
+    rows = min(max(4, triton.next_power_of_2(rows)), 32)
+    width = formats.padded(dim, formats.INT8)
+    kind = Kind(dim, tile.tile, width, width, False, 0, False, indirect, tma)
+    stages, resident = walk(device, max(16, 2 * rows) * width, kind, swap=True)
+    return Config(rows, True, False, 4, stages, resident)
+
+
+def launch_bounds(
+    index_q: Tensor,
+    index_k: Int8 | PagedIndexKeys,
+    seqs: Layout,
+    block_size: int,
+    bounds: Tensor,
+    visible: Tensor,
+    chosen: Config | None = None,
+    pdl: bool = False,
+) -> None:
+    """Writes bounds of the scores that the keys before quantisation have, computed by any of the scoring kernels or exactly.
+
+    index_q:  float16 or bfloat16 ``[total_q, heads, dim]``.
+    bounds:   float32 ``[2, heads, total_q, num_blocks]``, last stride 1: maxima of lower and of upper bounds; -inf where the
+              block has no score, +inf in the second where the arithmetic bounds nothing (there even if no key is seen);
+              undefined for blocks that a query does not see.
+    visible:  int32 ``[total_q]``: receives how many blocks each query sees.
+    pdl:      the next launch waits for this one inside its kernel."""
+    device, tile = facts(index_q.device), Tile.of(block_size)
+    source = KeySource.of(index_k, tile, device, packed=False)
+    _, heads, dim = index_q.shape
+    group = heads // source.heads
+    rows = seqs.max_seqlen_q * group
+    chosen = chosen or bounds_config(device, rows, dim, tile, source.mode != FLAT, source.tma)
+    row_tiles, num_blocks = triton.cdiv(rows, chosen.rows), bounds.shape[3]
+    blocks = -(-num_blocks // tile.sub)
+    num_splits = splits(row_tiles * seqs.batch * source.heads, blocks, chosen.resident * device.num_sms, 1)
+    blocks_a_split = triton.cdiv(blocks, num_splits)
+    scales = source.scales
+    constants: dict[str, Any] = {"MODE": source.mode, "TMA": source.tma, "PAGE_SIZE": source.page_size} | tile.constexprs()
+    bounds_kernel[(-(-blocks // blocks_a_split), row_tiles, seqs.batch * source.heads)](
+        index_q,
+        source.keys,
+        scales.scale,
+        scales.error,
+        source.page_table,
+        seqs.cu_seqlens_q,
+        seqs.cu_seqlens_k,
+        seqs.q_offset,
+        bounds,
+        visible,
+        *index_q.stride(),
+        *source.strides,
+        *scales.strides[:3],
+        source.table_stride,
+        *bounds.stride()[:3],
+        num_blocks,
+        source.num_pages,
+        source.capacity,
+        seqs.max_seqlen_k,
+        blocks_a_split * tile.parts,
+        KEY_HEADS=source.heads,
+        GROUP=group,
+        DIM=dim,
+        DIM_PAD=formats.padded(dim, formats.INT8),
+        ROWS=chosen.rows,
+        STAGES=chosen.num_stages,
+        PDL=pdl,
+        num_warps=chosen.num_warps,
+        **constants,
+    )

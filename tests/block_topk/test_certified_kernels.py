@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: MIT
+"""The kernels of certified selection one by one, in the interpreter: bounds, what they settle, and what is rescored."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from openmsa import CertifiedKeys, Int8, PagedIndexKeys, Sequences
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from openmsa.index_branch.triton_bounds import fixed_point
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the contract tests run the kernels")
+
+INF, NAN = math.inf, math.nan
+SHAPES = (  # q_lens, k_lens, index heads, key heads, dim, block size, page size (0: packed)
+    ((1, 1, 1), (300, 0, 1100), 4, 1, 128, 128, 128),
+    ((2, 0, 3), (200, 77, 513), 6, 2, 80, 48, 16),
+    ((9,), (700,), 7, 1, 64, 32, 0),
+    ((1, 2), (90, 1000), 1, 1, 16, 256, 256),
+    ((3,), (520,), 2, 2, 256, 64, 0),
+)
+
+
+def laid_out(q_lens, k_lens):
+    from openmsa.types import layout
+
+    return layout(Sequences.from_lengths(list(q_lens), list(k_lens)), sum(q_lens), sum(k_lens), torch.device("cpu"))
+
+
+def paged(index_k, k_lens, page_size):
+    """Packed keys in pages in descending order, NaN where there is no key."""
+    counts = [-(-n // page_size) for n in k_lens]
+    pool = index_k.new_full((sum(counts), index_k.shape[1], page_size, index_k.shape[2]), NAN)
+    table, page, start = torch.full((len(k_lens), max(counts)), -1, dtype=torch.int32), len(pool), 0
+    for b, n in enumerate(k_lens):
+        for i in range(counts[b]):
+            page -= 1
+            table[b, i] = page
+            rows = index_k[start + i * page_size : start + min((i + 1) * page_size, n)]
+            pool[page, :, : len(rows)] = rows.transpose(0, 1)
+        start += n
+    return PagedIndexKeys(pool, table, torch.tensor(k_lens, dtype=torch.int32))
+
+
+def bounds_of(index_q, coarse, seqs, block_size):
+    """Lower and upper bounds, and how many blocks each query sees, from kernels with poisoned outputs."""
+    from openmsa.index_branch.triton_bounds import launch_bounds
+
+    shape = 2, index_q.shape[1], len(index_q), seqs.num_blocks(block_size)
+    bounds = torch.full(shape, NAN)
+    visible = torch.full((len(index_q),), -7, dtype=torch.int32)
+    launch_bounds(index_q, coarse, seqs, block_size, bounds, visible)
+    return bounds[0], bounds[1], visible
+
+
+def block_maxima(index_q, index_k, seqs, block_size):
+    """Scores of blocks in float64, -inf where a query sees no key."""
+    q, k = index_q.double(), index_k.double().repeat_interleave(index_q.shape[1] // index_k.shape[1], 1)
+    best = torch.full((q.shape[1], len(q), seqs.num_blocks(block_size)), -INF, dtype=torch.float64)
+    for q0, q1, k0, k_len, offset in seqs.on_host():
+        for t in range(q0, q1):
+            for j in range(0, min(offset + t - q0 + 1, k_len), block_size):
+                stop = min(j + block_size, offset + t - q0 + 1, k_len)
+                best[:, t, j // block_size] = torch.einsum("hd,khd->hk", q[t], k[k0 + j : k0 + stop]).amax(-1)
+    return best
+
+
+@triton.jit
+def fixed_point_kernel(rows, parts, numbers, ROWS: tl.constexpr, DIM: tl.constexpr):
+    o_r, o_d = tl.arange(0, ROWS), tl.arange(0, DIM)[None, :]
+    b_n, b_unit, b_norm, b_rest = fixed_point(tl.load(rows + o_r[:, None] * DIM + o_d))
+    tl.store(parts + tl.arange(0, 2 * ROWS)[:, None] * DIM + o_d, b_n)
+    tl.store(numbers + o_r, b_unit)
+    tl.store(numbers + ROWS + o_r, b_norm)
+    tl.store(numbers + 2 * ROWS + o_r, b_rest)
+
+
+def test_queries_as_integers():
+    """Norms are never too small, also where squares are no float32; what the integers lack is inside its bound, and little."""
+    sizes = torch.tensor([0, 1e-42, 1e-38, 1e-25, 1e-12, 1, 1e12, 1e19, 1e25, 1e36, torch.nan, torch.inf, 1, 1, 1, 1])
+    rows = (torch.randn(16, 64) * sizes[:, None]).bfloat16()
+    rows[12, 5], rows[13, 0], rows[14] = 2.0**111, 2.0**110 * (2 - 2.0**-7), 1.9921875
+    parts, numbers = torch.full((32, 64), 77, dtype=torch.int8), torch.full((3, 16), NAN)
+    fixed_point_kernel[(1,)](rows, parts, numbers, ROWS=16, DIM=64)
+    unit, norm, rest = numbers.double()
+    exact = rows.double().norm(dim=1)
+    usable = rows.abs().amax(1) < 2.0**111
+    assert usable.sum() == 12
+    assert bool(((norm >= exact) & (norm <= exact * 1.001 + 1e-36))[usable].all())
+    assert bool((norm[~usable] == INF).all())
+    taken = (128 * parts[::2].double() + parts[1::2].double()) * unit[:, None]
+    lack = (rows.double() - taken).norm(dim=1)
+    assert bool((lack <= rest)[usable].all())
+    assert bool((rest <= 1e-3 * exact + 1e-36)[usable & (exact > 2.0**-90)].all())
+    assert bool((taken[~usable] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bounds_hold_and_are_close(shape, dtype):
+    q_lens, k_lens, heads, key_heads, dim, block_size, page_size = shape
+    seqs = laid_out(q_lens, k_lens)
+    index_k = torch.randn(sum(k_lens), key_heads, dim).to(dtype)
+    index_q = torch.randn(sum(q_lens), heads, dim)
+    index_q = (index_q * 2.0 ** torch.randint(-5, 6, index_q.shape[:2])[..., None]).to(dtype)
+    coarse = Int8.quantize(index_k)
+    keys = coarse
+    if page_size:
+        pages = paged(index_k, k_lens, page_size)
+        keys = PagedIndexKeys(Int8.quantize(pages.keys), pages.page_table, pages.seq_lens)
+    lower, upper, visible = bounds_of(index_q, keys, seqs, block_size)
+    assert torch.equal(visible, seqs.visible_blocks(len(index_q), block_size))
+    best = block_maxima(index_q, index_k, seqs, block_size)
+    seen = torch.arange(best.shape[2]) < visible[:, None]
+    assert bool((lower <= best)[:, seen].all())
+    assert bool((best <= upper)[:, seen].all())
+    # |q| times the largest error, and what rounding and the integers of the query add.
+    radius = index_q.double().norm(dim=-1).t()[..., None] * float(coarse.error.max())
+    assert bool((upper - lower <= 2.06 * radius)[:, seen].all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_integers_are_exact(dtype):
+    """Keys that int8 holds, so that hardly an error hides what the parts of the query make of them."""
+    index_k = torch.randint(-127, 128, (256, 1, 128)).float()
+    index_k[:, :, 0] = 127
+    index_q = torch.randn(3, 4, 128).to(dtype)
+    seqs = laid_out((3,), (256,))
+    lower, upper, _ = bounds_of(index_q, Int8.quantize(index_k.half()), seqs, 128)
+    best = block_maxima(index_q, index_k, seqs, 128)
+    assert bool(((lower <= best) & (best <= upper)).all())
+    assert bool((upper - lower <= 2e-4 * index_q.double().norm(dim=-1).t()[..., None] * 127 * 128**0.5).all())
+
+
+def test_queries_out_of_range():
+    index_k = torch.randn(200, 1, 64).bfloat16()
+    rows = torch.randn(1, 11, 64)
+    for head, size in enumerate((0.0, 1e-42, 1e-38, 1e-30, 1e-12, 1e12, 1e30, 2.0**107, 2.0**112)):
+        rows[:, head] *= size
+    rows[:, 8, 0] = 2.0**111  # from here on no integers
+    rows[:, 9, 3], rows[:, 10, 5] = NAN, INF
+    index_q = rows.bfloat16()
+    seqs = laid_out((1,), (200,))
+    lower, upper, _ = bounds_of(index_q, Int8.quantize(index_k), seqs, 64)
+    best = block_maxima(index_q, index_k, seqs, 64)
+    assert bool(((lower <= best) & (best <= upper))[:9].all())
+    assert bool((upper - lower < 0.3 * index_q[0, :, None].double().norm(dim=-1, keepdim=True))[3:8].all())
+    assert bool((lower[8:] == -INF).all())
+    assert bool((upper[8:] == INF).all())
+
+
+def test_keys_without_a_score():
+    """A block of NaN alone has none; beside other keys NaN does not count; an infinite error bounds nothing."""
+    index_k = torch.randn(4 * 64, 1, 64)
+    index_k[64:128] = NAN
+    index_k[130:150, :, 3] = NAN
+    index_k[200, :, 7] = INF
+    index_q = torch.randn(1, 4, 64).half()
+    lower, upper, _ = bounds_of(index_q, Int8.quantize(index_k.half()), laid_out((1,), (256,)), 64)
+    assert bool((lower[..., 1] == -INF).all())
+    assert bool((upper[..., 1] == -INF).all())
+    assert bool(lower[..., 0].isfinite().all())
+    assert bool(lower[..., 2].isfinite().all())
+    assert bool(upper[..., :3:2].isfinite().all())
+    assert bool((upper[..., 3] == INF).all())
+
+
+def bits(words, num_blocks):
+    """Flags of blocks from words whose bit r stands for block r * columns + c: [rows, num_blocks]."""
+    flags = (words[:, None, :] >> torch.arange(32)[None, :, None]) & 1
+    return flags.flatten(1)[:, :num_blocks].bool()
+
+
+@pytest.mark.parametrize("opened", ["none", "some", "all", "one sequence"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_open_blocks_are_rescored_and_no_others(shape, opened):
+    """Whatever is open, in one part and in more parts than units, and the count is that of the blocks."""
+    from openmsa.block_topk import triton_certified as kernels
+
+    q_lens, k_lens, heads, key_heads, dim, block_size, page_size = shape
+    seqs = laid_out(q_lens, k_lens)
+    index_k = torch.randn(sum(k_lens), key_heads, dim).half()
+    index_q = torch.randn(sum(q_lens), heads, dim).half()
+    num_blocks = seqs.num_blocks(block_size)
+    visible = seqs.visible_blocks(len(index_q), block_size)
+    lower = torch.randperm(heads * len(index_q) * num_blocks).view(heads, len(index_q), num_blocks).float()
+    upper = lower + {"none": 0.0, "some": 0.4 * lower.numel()}.get(opened, 2.0 * lower.numel())
+    if opened == "one sequence":
+        last = torch.arange(len(index_q)) < len(index_q) - q_lens[-1]
+        upper[:, last] = lower[:, last]
+    bounds = torch.stack((lower, upper))
+    rescored = torch.full((len(index_q), heads), -7, dtype=torch.int32)
+    words = torch.full((len(index_q) * heads, 32), -1, dtype=torch.int32)
+    kernels.settle(bounds, visible, words, rescored, 2, 0, 1, False)
+    marks = bounds[0].clone()
+    is_open = marks.isnan()
+    assert torch.equal(bits(words, num_blocks).view(len(index_q), heads, -1).transpose(0, 1), is_open)
+    assert torch.equal(is_open.sum(-1).t().int(), rescored)
+    counts = (visible[:, None] - 1).clamp(min=0).expand(-1, heads).int()
+    if opened == "none":
+        assert not bool(is_open.any())
+    elif opened == "all":
+        assert torch.equal(rescored, counts)
+    best = block_maxima(index_q, index_k, seqs, block_size).float()
+    keys = paged(index_k, k_lens, page_size) if page_size else index_k
+    config = kernels.RescoreConfig(3, 1)
+    results = []
+    for resident in (1, 100):
+        scores = marks.clone()
+        kernels.rescore(index_q, keys, seqs, block_size, words, scores, False, replace(config, resident=resident))
+        torch.testing.assert_close(scores[is_open], best[is_open], rtol=1e-3, atol=1e-3)
+        assert torch.equal(scores[~is_open], marks[~is_open])
+        results.append(scores)
+    assert torch.equal(*results)
+
+
+def test_equal_scores_open_every_block():
+    from openmsa.block_topk import triton_certified, triton_select
+
+    index_k = torch.randn(1, 1, 64).half().expand(40 * 32, 1, 64).contiguous()
+    index_q = torch.randn(1, 4, 64).half()
+    arguments = laid_out((1,), (40 * 32,)), 32, 5, 1, 1
+    blocks, rescored = triton_certified.select_blocks(index_q, CertifiedKeys.quantize(index_k), *arguments)
+    assert torch.equal(blocks, triton_select.select_blocks(index_q, index_k, *arguments))
+    assert rescored.tolist() == [[38] * 4]
+
+
+def test_configurations():
+    from openmsa.block_topk.triton_certified import rescore_config
+    from openmsa.index_branch.triton_bounds import bounds_config
+    from openmsa.index_branch.triton_tiles import Tile
+    from openmsa.runtime.devices import COMPILE_TARGETS
+
+    tile = Tile.of(128)
+    for device in COMPILE_TARGETS.values():
+        for dim in (16, 64, 128, 256):
+            chosen = rescore_config(device, tile, dim, paged=False)
+            buffers = 2 if device.arch in (90, 100) or chosen.num_stages == 5 else 1
+            assert chosen.resident * buffers * tile.tile * 2 * dim <= device.shared_bytes
+            for rows, held in ((1, 4), (4, 4), (5, 8), (64, 32)):
+                assert bounds_config(device, rows, dim, tile, indirect=True, tma=device.has_tma).rows == held
+    assert rescore_config(COMPILE_TARGETS[90], tile, 128, paged=True).resident == 3
+    assert rescore_config(COMPILE_TARGETS[90], tile, 128, paged=True).num_stages == 4
+    assert rescore_config(COMPILE_TARGETS[80], tile, 128, paged=False).num_stages == 5
+    assert rescore_config(COMPILE_TARGETS[120], tile, 256, paged=False).num_stages == 3
