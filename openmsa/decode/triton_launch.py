@@ -91,8 +91,7 @@ def configure(batch: int, sizes: Sizes, device: Device) -> Config | None:
 
 def attend_config(batch: int, sizes: Sizes, device: Device) -> tuple[triton_decode.Config, int]:
     """Of the attention programs, and their number: as for a launch of their own, but a tile of 64 keys each where that makes at
-    most one program a multiprocessor, or two for one or two tokens, because a merge costs no counter here. The warps share a
-    tile: of a few tiles the walk is short, and to join what warps found apart takes as long."""
+    most one program a multiprocessor, or two for one or two tokens, because a merge costs no counter here."""
     tokens, group = batch * sizes.new_tokens, sizes.num_q_heads // sizes.num_kv_heads
     shape = (sizes.num_kv_heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
     config = triton_decode.configure(tokens, *shape, device)
@@ -100,7 +99,7 @@ def attend_config(batch: int, sizes: Sizes, device: Device) -> tuple[triton_deco
     finest = triton.cdiv(sizes.topk * sizes.block_size, 64)
     if config.keys >= 64 and finest <= MOST_SPLITS and walks * finest <= (2 if tokens <= 2 else 1) * device.num_sms:
         config = replace(config, keys=64, tiles=1, splits=finest)
-    return replace(config, num_warps=4, apart=False, num_stages=min(config.tiles, 2) + 1), walks * config.splits
+    return replace(config, num_stages=min(config.tiles, 2) + 1), walks * config.splits
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def attend_share(
     b_acc, b_m, b_z = walk(
         b_q, k + i_h.to(tl.int64) * stride_kh, v + i_h.to(tl.int64) * stride_vh, b_first, b_page, blocks, 1, p_table, stride_tp,
         i_s, tiles, 0, n_k, n_blocks, num_pages, scale, stride_kp, stride_kn, stride_kd, stride_vp, stride_vn, stride_vd,
-        D, TOPK, BLOCK, PAGE, BM, BN, BD, TILES, False, STAGES, 1,
+        D, TOPK, BLOCK, PAGE, BM, BN, BD, TILES, False, STAGES,
     )  # fmt: skip
     if SPLITS == 1:
         out += i_t.to(tl.int64) * stride_ot + i_h * G * stride_oh

@@ -4,9 +4,8 @@
 One program = one query token x one KV head (its group of query heads are the rows of the tile, padded to 16) x a share of the
 token's selected blocks. The selected blocks are walked as one list of topk * block_size keys, cut into tiles: where tiles lie
 inside one block and one page, the ids of all tiles of a program are looked up at once and a tile is a contiguous run of rows;
-otherwise every key looks up its own block and page. Where a warp can hold all rows, each walks keys of its own and nothing is
-exchanged before the end. Each program leaves a normalised partial, rounded as the outputs are, and its float32 lse; the last
-one of a token and head, found by a counter that it resets, merges them: one launch.
+otherwise every key looks up its own block and page. Each program leaves a normalised partial, rounded as the outputs are, and
+its float32 lse; the last one of a token and head, found by a counter that it resets, merges them: one launch.
 Bytes bound it: 2 * topk * block_size * head_dim elements a token and KV head. bfloat16 and float16.
 """
 
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -38,7 +37,7 @@ from openmsa.sparse_attention.triton_decode_stored import (
     swizzled,
     walk_stored,
 )
-from openmsa.sparse_attention.triton_decode_tiles import first_keys, joined, merge, store_rows, walk
+from openmsa.sparse_attention.triton_decode_tiles import first_keys, merge, store_rows, walk
 from openmsa.types import Layout
 
 MIN_KEYS = 256  # a program
@@ -47,7 +46,7 @@ MIN_KEYS = 256  # a program
 @dataclass(frozen=True)
 class Config:
     """rows: query heads a program, padded; keys: keys a tile; tiles: tiles a program; lookup: whether every key looks up its
-    own block and page; apart: whether every warp walks keys of its own, 16 of a tile or more."""
+    own block and page; apart: whether every warp walks keys of its own, 16 of a tile or more (stored rows alone)."""
 
     rows: int
     keys: int
@@ -71,8 +70,9 @@ def row_tiles(group: int, head_dim: int) -> tuple[int, int]:
 
 
 def configure(
-    tokens: int, num_kv_heads: int, group: int, head_dim: int, topk: int, block_size: int, page_size: int, device: Device
-) -> Config:
+    tokens: int, num_kv_heads: int, group: int, head_dim: int, topk: int, block_size: int, page_size: int, device: Device,
+    form: int = 0,
+) -> Config:  # fmt: skip
     """The tiles and the split; page_size 0: flat keys. A pure function. Measured: up to one program a multiprocessor, deep
     buffers and the widest tiles stream best, two of them take two buffers each, three take narrow tiles; a program of fewer
     than `MIN_KEYS` keys costs more in the merge than it saves, unless half of the multiprocessors would idle."""
@@ -93,9 +93,22 @@ def configure(
         tiles //= 2
     splits = triton.cdiv(units, tiles)
     crowded = device.num_sms < programs * splits <= 2 * device.num_sms or programs > 3 * device.num_sms
-    apart = rows == 16 and head_dim <= 128 and not lookup  # a warp then holds the sums of all rows
-    warps = min(keys // 16, 8 if programs * splits <= device.num_sms else 4) if apart else 4
-    return Config(rows, keys, tiles, splits, lookup, warps, 2 if crowded else 3, apart)
+    config = Config(rows, keys, tiles, splits, lookup, 4, 2 if crowded else 3)
+    if form == 0 or rows > 16 or head_dim > 128:  # of a wide tile a warp holds a part of the sums
+        return config
+    return walk_apart(config, form, alone=programs * splits <= device.num_sms)
+
+
+def walk_apart(config: Config, form: int, alone: bool) -> Config:
+    """Of rows in a stored format, with as many splits. alone: at most one program a multiprocessor. A pure function. Measured
+    on an H200, 16 blocks of 128 keys, 4 KV heads, warps x keys a tile x stages:
+    32 sequences: e4m3 26.5 us with 8x128x3 (4x128x3 29.4, 8x128x5 27.8), NVFP4 28.7 (4x128x4 32.2, 8x128x5 28.2);
+    64 sequences: e4m3 42.8 us with 4x64x4 (4x128x2 47.3, 8x128x2 66.1), NVFP4 47.1 with 4x128x2 (4x64x4 48.1, 8x128x2 69.8);
+    8 sequences, 4 tiles a program: 17.2 us both with 8 warps (17.6 with 4); 1, one tile: 12.9 and 13.4 with 4 (13.2, 13.4)."""
+    if form == 1 and not alone:
+        keys = min(config.keys, 64)
+        config = replace(config, keys=keys, tiles=config.tiles * config.keys // keys, num_stages=4)
+    return replace(config, num_warps=min(config.keys // 16, 8 if alone and config.tiles > 1 else 4), apart=True)
 
 
 def refuse(q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, block_size: int) -> str | None:
@@ -262,7 +275,7 @@ def sparse_decode_kernel(
             b_q, k + i_h.to(tl.int64) * stride_kh, v + i_h.to(tl.int64) * stride_vh, b_first, b_page, p_ids, stride_bs,
             p_table, stride_tp, i_s, tiles, i_k0, n_k, n_blocks, num_pages, scale,
             stride_kp, stride_kn, stride_kd, stride_vp, stride_vn, stride_vd,
-            D, TOPK, BLOCK, PAGE, BM, BN, BD, TILES, LOOKUP, STAGES, WALKS,
+            D, TOPK, BLOCK, PAGE, BM, BN, BD, TILES, LOOKUP, STAGES,
         )  # fmt: skip
     else:
         m_u = b_first < n_k
@@ -277,8 +290,6 @@ def sparse_decode_kernel(
             s_kgp, s_kgh, s_kgn, s_kgg, s_vgp, s_vgh, s_vgn, s_vgg,
             D, PAGE, BM, BN, BD, TILES, STAGES, FORMAT, SWIZZLED, NATIVE, BY_PAGE, WALKS,
         )  # fmt: skip
-    if WALKS > 1:
-        b_acc, b_m, b_z = joined(b_acc, b_m, b_z)
 
     out += i_t.to(tl.int64) * stride_ot + i_h * G * stride_oh
     if lse is not None:
@@ -402,7 +413,7 @@ def sparse_attention(
     if total_q and num_q_heads and tokens:
         page_size = k.page_size if isinstance(k, PagedKV) else 0
         sizes = (num_kv_heads, group, head_dim, blocks.shape[2], block_size, page_size)
-        config = config or configure(tokens, *sizes, devices.facts(q.device))
+        config = config or configure(tokens, *sizes, devices.facts(q.device), format_id(k))
         rows, parts = row_tiles(group, head_dim)
         programs = tokens * num_kv_heads * parts
         partials = programs * config.splits if config.splits > 1 else 0
@@ -427,12 +438,13 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     for name, dtype, tokens, group, head_dim, block_size, page_size in cases:
         config = configure(tokens, 4, group, head_dim, 16, block_size, page_size, COMPILE_TARGETS[arch])
         yield variant(name, config, dtype, group, head_dim, 16, block_size, page_size, pdl=arch >= 90)
-    for tokens, form in ((1, 1), (32, 1), (1, 3), (32, 3)):
-        config = configure(tokens, 4, 16, 128, 16, 128, 128, COMPILE_TARGETS[arch])
-        name = f"B{tokens} {'e4m3' if form == 1 else 'nvfp4'} pages"
-        yield variant(name, config, "bf16", 16, 128, 16, 128, 128, pdl=arch >= 90, form=form)
-    name = "B32 e4m3 pages with factors"
-    yield variant(name, config, "bf16", 16, 128, 16, 128, 128, pdl=arch >= 90, form=1, by_page=True)
+    for tokens, form, group, by_page in (
+        (1, 1, 16, False), (32, 1, 16, False), (64, 1, 16, False), (32, 1, 16, True), (32, 1, 64, False),
+        (1, 3, 16, False), (32, 3, 16, False), (64, 3, 16, False), (32, 3, 64, False),
+    ):  # fmt: skip
+        config = configure(tokens, 4, group, 128, 16, 128, 128, COMPILE_TARGETS[arch], form)
+        name = f"B{tokens} g{group} {'e4m3' if form == 1 else 'nvfp4'} pages{', a factor each' if by_page else ''}"
+        yield variant(name, config, "bf16", group, 128, 16, 128, 128, arch >= 90, form, by_page)
 
 
 def variant(

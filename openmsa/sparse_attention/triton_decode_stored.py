@@ -22,7 +22,8 @@ from openmsa.index_branch.triton_codes import e2m1_parts
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
 from openmsa.kv_cache.stored import in_items
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS, e4m3
-from openmsa.sparse_attention.triton_decode_tiles import per_walk, pick, tile_keys
+from openmsa.sparse_attention.triton_decode_apart import joined, per_walk, tile_keys
+from openmsa.sparse_attention.triton_decode_tiles import pick
 
 GROUP = 16  # elements of one NVFP4 scale
 
@@ -125,11 +126,12 @@ def load_parts(p_q, m_r, stride_qd, D: tl.constexpr, BD: tl.constexpr, PARTS: tl
 def query_parts(parts):
     """Parts of the rows as float16, each row times a power of two, and the inverses [rows]."""
     numbers, halves = (), ()
-    b_most = tl.zeros([parts[0].shape[0]], tl.float32)
+    b_most = tl.zeros(parts[0].shape, tl.float32)
     for p in tl.static_range(len(parts)):
         b_q = e4m3(parts[p]) if parts[p].dtype == tl.uint8 else parts[p].to(tl.float32)
         numbers = numbers + (b_q,)
-        b_most = tl.maximum(b_most, tl.max(tl.abs(b_q), 1))
+        b_most = tl.maximum(b_most, tl.abs(b_q))
+    b_most = tl.max(b_most, 1)
     b_power = (b_most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     b_power = tl.where(b_power < 7.888609052210118e-31, 7.888609052210118e-31, b_power)  # 2**-100; infinity stays
     for p in tl.static_range(len(parts)):
@@ -180,15 +182,15 @@ def walk_stored(
     WALKS: tl.constexpr,
 ):  # fmt: skip
     """As `triton_decode_tiles.walk`, of query parts b_qs with row factors b_row. b_home: pages inside the pool, of all tiles.
-    k_f, v_f: factors of the tiles (BY_PAGE), or those of all."""
+    k_f, v_f: factors of the tiles (BY_PAGE), or those of all. WALKS: 1, or warps that walk each its keys of every tile; a
+    leading dimension counts them until they are joined."""
     PARTS: tl.constexpr = 2 if FORMAT == 1 else 4
     FOLD: tl.constexpr = 1.0 if FORMAT == 1 else 16384.0
     W: tl.constexpr = BD // PARTS
     o_n = tile_keys(BN, WALKS)
     o_w = tl.arange(0, W)
     m_w = o_w < D // PARTS
-    k_f *= FOLD * 1.4426950408889634 * scale
-    v_f *= FOLD
+    b_row *= FOLD * 1.4426950408889634 * scale
     if not BY_PAGE:
         b_row *= k_f
     k += i_h.to(tl.int64) * stride_kh
@@ -236,5 +238,8 @@ def walk_stored(
         accs = sums
         b_m = b_m_new
     pairs = accs if PARTS == 2 else (tl.join(accs[0], accs[2]), tl.join(accs[1], accs[3]))
-    b_acc = tl.join(pairs[0], pairs[1]) * (1.0 if BY_PAGE else v_f)
-    return tl.reshape(b_acc, [BM, BD] if WALKS == 1 else [WALKS, BM, BD]), b_m, b_z
+    b_acc = tl.join(pairs[0], pairs[1]) * (FOLD if BY_PAGE else v_f * FOLD)
+    if WALKS == 1:
+        return tl.reshape(b_acc, [BM, BD]), b_m, b_z
+    else:
+        return joined(tl.reshape(b_acc, [WALKS, BM, BD]), b_m, b_z)

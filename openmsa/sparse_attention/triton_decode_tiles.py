@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# ruff: noqa: RET505, RUF005 (kernels return from branches on constants and know no unpacking)
+# ruff: noqa: RUF005 (kernels know no unpacking)
 """What the decode kernels share: the walk over tiles of selected keys, partial results and their merge."""
 
 from __future__ import annotations
@@ -83,53 +83,19 @@ def pick(x, i):
 
 
 @triton.jit
-def tile_keys(BN: tl.constexpr, WALKS: tl.constexpr):
-    """Places of the keys in a tile [BN], or [WALKS, BN // WALKS]: neighbours go to one warp."""
-    if WALKS == 1:
-        return tl.arange(0, BN)
-    else:
-        return (tl.arange(0, WALKS) * (BN // WALKS))[:, None] + tl.arange(0, BN // WALKS)[None, :]
-
-
-@triton.jit
-def per_walk(x, WALKS: tl.constexpr):
-    """One copy of x, a vector or a matrix, for each walk, in a leading dimension; x itself for one."""
-    if WALKS == 1:
-        return x
-    elif len(x.shape) == 1:
-        return tl.broadcast_to(x[None, :], [WALKS, x.shape[0]])
-    else:
-        return tl.broadcast_to(x[None, :, :], [WALKS, x.shape[0], x.shape[1]])
-
-
-@triton.jit
-def joined(b_acc, b_m, b_z):
-    """Sums, greatest logits and sums of weights of several walks, [WALKS, BM, BD] and [WALKS, BM], as those of one."""
-    b_top = tl.max(b_m, 0)
-    b_w = tl.exp2(b_m - tl.where(b_top == -float("inf"), 0.0, b_top)[None, :])
-    b_sum = tl.permute(b_acc * b_w[:, :, None], (1, 2, 0))  # [BM, BD, WALKS]
-    for _ in tl.static_range(b_m.shape[0] // 4 + 1):  # 1, 2, 3 of 2, 4, 8 walks
-        b_left, b_right = tl.split(tl.reshape(b_sum, [b_sum.shape[0], b_sum.shape[1], b_sum.shape[2] // 2, 2]))
-        b_sum = b_left + b_right
-    return tl.reshape(b_sum, [b_sum.shape[0], b_sum.shape[1]]), b_top, tl.sum(b_z * b_w, 0)
-
-
-@triton.jit
 def walk(
     b_q, k, v, b_first, b_page, p_ids, stride_bs, p_table, stride_tp, i_s, tiles, i_k0, n_k, n_blocks, num_pages, scale,
     stride_kp, stride_kn, stride_kd, stride_vp, stride_vn, stride_vd,
     D: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr, TILES: tl.constexpr, LOOKUP: tl.constexpr, STAGES: tl.constexpr, WALKS: tl.constexpr,
+    BD: tl.constexpr, TILES: tl.constexpr, LOOKUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention of rows b_q [BM, BD] to a program's tiles: sums [BM, BD], greatest logit (base 2) and sum of weights [BM].
-    k, v: of the KV head. b_first, b_page: `first_keys` of the tiles, or LOOKUP: every key finds its own block and page.
-    WALKS > 1: so many warps walk each its keys of every tile; a leading dimension counts them, see `joined`."""
-    o_n = tile_keys(BN, WALKS)
+    k, v: of the KV head. b_first, b_page: `first_keys` of the tiles, or LOOKUP: every key finds its own block and page."""
+    o_n = tl.arange(0, BN)
     o_d = tl.arange(0, BD)
-    b_q = per_walk(b_q, WALKS)
-    b_m = per_walk(tl.full([BM], -float("inf"), tl.float32), WALKS)
-    b_z = per_walk(tl.zeros([BM], tl.float32), WALKS)
-    b_acc = tl.zeros(b_q.shape, tl.float32)
+    b_m = tl.full([BM], -float("inf"), tl.float32)
+    b_z = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, BD], tl.float32)
     # `tiles` is TILES, unknown to the compiler: a loop of one tile is kept, and its keys and values arrive together.
     for u in tl.range(0, tiles, num_stages=STAGES):
         p_k, p_v = k, v  # of the tile; offsets in it are 32 bits wide, so that an address is one addition
@@ -161,16 +127,16 @@ def walk(
                 p_k += i_row * stride_kn
                 p_v += i_row * stride_vn
             o_k, o_v = o_n * stride_kn, o_n * stride_vn
-        m_nd = tl.expand_dims(m_n, -1) & (o_d < D)
-        b_k = tl.load(p_k + (tl.expand_dims(o_k, -1) + o_d * stride_kd), mask=m_nd, other=0.0)  # [BN, BD]
-        b_v = tl.load(p_v + (tl.expand_dims(o_v, -1) + o_d * stride_vd), mask=m_nd, other=0.0)
+        m_nd = m_n[:, None] & (o_d[None, :] < D)
+        b_k = tl.load(p_k + (o_k[:, None] + o_d[None, :] * stride_kd), mask=m_nd, other=0.0)  # [BN, BD]
+        b_v = tl.load(p_v + (o_v[:, None] + o_d[None, :] * stride_vd), mask=m_nd, other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k)) * (scale * 1.4426950408889634)  # [BM, BN], base 2
-        b_s = tl.where(tl.expand_dims(m_n, -2), b_s, -float("inf"))
-        b_m_new = tl.maximum(b_m, tl.max(b_s, -1))
+        b_s = tl.where(m_n[None, :], b_s, -float("inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
-        b_p = tl.exp2(b_s - tl.expand_dims(b_safe, -1))
+        b_p = tl.exp2(b_s - b_safe[:, None])
         b_old = tl.exp2(b_m - b_safe)
-        b_z = b_z * b_old + tl.sum(b_p, -1)
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * tl.expand_dims(b_old, -1))
+        b_z = b_z * b_old + tl.sum(b_p, 1)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_old[:, None])
         b_m = b_m_new
     return b_acc, b_m, b_z

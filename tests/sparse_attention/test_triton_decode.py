@@ -45,20 +45,19 @@ def check(p, blocks, block_size, result):
     assert_close("lse", result[1].cpu(), honest_lse, lse)
 
 
-CASES = [  # head_dim, group, kv_heads, block_size, page_size, topk, dtype, tiles, warps that walk keys of their own
-    (128, 16, 2, 128, 128, 4, torch.float16, 1, 4),
-    (128, 16, 2, 128, 128, 4, torch.bfloat16, 2, 0),
-    (64, 3, 2, 64, 64, 5, torch.float16, 2, 2),
-    (96, 1, 1, 64, 128, 3, FLOAT, 4, 4),
-    (64, 16, 1, 48, 7, 3, FLOAT, 2, 0),
-    (32, 2, 2, 16, 16, 6, torch.bfloat16, 1, 0),
-    (16, 20, 1, 256, 0, 2, torch.float16, 1, 0),
-    (48, 3, 1, 32, 0, 4, FLOAT, 2, 2),
+CASES = [  # head_dim, group, kv_heads, block_size, page_size, topk, dtype, tiles
+    (128, 16, 2, 128, 128, 4, torch.float16, 1),
+    (64, 3, 2, 64, 64, 5, torch.float16, 2),
+    (96, 1, 1, 64, 128, 3, FLOAT, 4),
+    (64, 16, 1, 48, 7, 3, FLOAT, 2),
+    (32, 2, 2, 16, 16, 6, torch.bfloat16, 1),
+    (16, 20, 1, 256, 0, 2, torch.float16, 1),
+    (48, 3, 1, 32, 0, 4, FLOAT, 2),
 ]
 
 
-@pytest.mark.parametrize(("head_dim", "group", "kv_heads", "block", "page", "topk", "dtype", "tiles", "apart"), CASES)
-def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, tiles, apart):
+@pytest.mark.parametrize(("head_dim", "group", "kv_heads", "block", "page", "topk", "dtype", "tiles"), CASES)
+def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, tiles):
     """Ragged, several new tokens, zero lengths, queries before position 0, shuffled and shared pages, wild ids everywhere."""
     q_lens, k_lens = (2, 1, 0, 3, 1), (2 * block + 5, 0, block, 7 * block - 1, 1)
     p = problem(
@@ -71,7 +70,7 @@ def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, 
     keys = 64 if block % 64 == 0 and page % 64 == 0 else 32
     lookup = bool(block % keys or (page and page % keys))
     splits = -(-topk * block // (keys * tiles))
-    config = Config(triton_decode.row_tiles(group, head_dim)[0], keys, tiles, splits, lookup, apart or 4, 3, apart > 0)
+    config = Config(triton_decode.row_tiles(group, head_dim)[0], keys, tiles, splits, lookup, 4, 3)
     if page:
         kv, _ = paged(p, page, interleaved=page != 64)
         check(p, blocks, block, run(p, wild, block, kv, config=config))
@@ -140,8 +139,6 @@ def test_the_order_of_blocks_and_the_split_do_not_matter():
         Config(16, 64, 8, 1, False, 4, 3),
         Config(16, 64, 2, 3, False, 4, 3),
         Config(16, 32, 1, 10, False, 4, 3),
-        Config(16, 64, 2, 3, False, 4, 3, True),
-        Config(16, 32, 8, 2, False, 2, 3, True),
     ):
         out, lses = run(p, blocks, 64, config=config)
         assert_close(f"out {config}", out.cpu(), honest, truth)
@@ -184,15 +181,36 @@ def test_configuration_is_a_pure_function_of_sizes():
     assert [configure(b, **sizes, device=hopper).num_stages for b in (1, 32, 64, 96, 128)] == [3, 3, 2, 3, 2]
     assert configure(96, **sizes, device=hopper).keys == 64
     assert configure(1, **sizes | {"page_size": 16}, device=hopper).lookup
-    assert configure(1, **sizes | {"page_size": 64}, device=hopper) == Config(16, 64, 2, 16, False, 4, 3, True)
-    assert [configure(b, **sizes, device=hopper).walks for b in (1, 32, 64, 96, 128)] == [8, 8, 4, 4, 4]
-    for wide in ({"group": 17}, {"head_dim": 256}, {"page_size": 16}):  # of a wide tile a warp holds a part
-        assert configure(32, **sizes | wide, device=hopper).walks == 1
-    assert configure(32, **sizes | {"block_size": 32}, device=hopper).walks == 2
+    assert configure(1, **sizes | {"page_size": 64}, device=hopper) == Config(16, 64, 2, 16, False, 4, 3)
     for block_size in range(16, 257, 8):
         for topk in (1, 5, 64):
             c = configure(3, **sizes | {"block_size": block_size, "topk": topk, "page_size": 0}, device=hopper)
             assert c.splits * c.tiles * c.keys >= topk * block_size > (c.splits - 1) * c.tiles * c.keys
+
+
+def test_configuration_of_stored_rows():
+    """Warps walk apart where one holds all rows; as many splits as of plain rows, whose workspace is shared."""
+    hopper = COMPILE_TARGETS[90]
+    sizes = {"num_kv_heads": 4, "group": 16, "head_dim": 128, "topk": 16, "block_size": 128, "page_size": 128}
+
+    def summary(tokens, form, **other):
+        c = configure(tokens, **sizes | other, device=hopper, form=form)
+        plain = configure(tokens, **sizes | other, device=hopper)
+        assert (c.splits, c.tiles * c.keys, c.rows) == (plain.splits, plain.tiles * plain.keys, plain.rows)
+        assert c.walks == (c.num_warps if c.apart else 1)
+        assert c.walks == 1 or c.keys // c.walks >= 16
+        return c.walks, c.keys, c.num_stages
+
+    assert [summary(b, 1) for b in (1, 8, 32, 64)] == [(4, 128, 3), (8, 128, 3), (8, 128, 3), (4, 64, 4)]
+    assert [summary(b, 3) for b in (1, 8, 32, 64)] == [(4, 128, 3), (8, 128, 3), (8, 128, 3), (4, 128, 2)]
+    for form in (1, 3):
+        assert [summary(b, form)[:2] for b in (96, 128)] == [(4, 64), (4, 64 if form == 1 else 128)]
+        for tokens in (1, 32, 64):
+            assert summary(tokens, form, block_size=32)[:2] == (2, 32)
+            for wide in ({"group": 17}, {"head_dim": 256}):  # of a wide tile a warp holds a part
+                assert summary(tokens, form, **wide)[0] == 1
+                plain = configure(tokens, **sizes | wide, device=hopper)
+                assert configure(tokens, **sizes | wide, device=hopper, form=form) == plain
 
 
 def test_long_queries_are_left_to_other_kernels():
