@@ -94,21 +94,29 @@ def configure(
     splits = triton.cdiv(units, tiles)
     crowded = device.num_sms < programs * splits <= 2 * device.num_sms or programs > 3 * device.num_sms
     config = Config(rows, keys, tiles, splits, lookup, 4, 2 if crowded else 3)
-    if form == 0 or rows > 16 or head_dim > 128:  # of a wide tile a warp holds a part of the sums
-        return config
-    return walk_apart(config, form, alone=programs * splits <= device.num_sms)
+    return config if form == 0 else for_stored(config, form, head_dim, programs * splits <= device.num_sms, device.arch)
 
 
-def walk_apart(config: Config, form: int, alone: bool) -> Config:
-    """Of rows in a stored format, with as many splits. alone: at most one program a multiprocessor. A pure function. Measured
-    on an H200, 16 blocks of 128 keys, 4 KV heads, warps x keys a tile x stages:
+def for_stored(config: Config, form: int, head_dim: int, alone: bool, arch: int) -> Config:
+    """For rows in a stored format, with as many splits. A pure function. Warps walk apart where one can hold the sums of all
+    rows; otherwise they share tiles, narrow ones where wider ones spill. alone: at most one program a multiprocessor.
+    Measured on an H200, 16 blocks of 128 keys, 4 KV heads, warps x keys a tile x stages:
     32 sequences: e4m3 26.5 us with 8x128x3 (4x128x3 29.4, 8x128x5 27.8), NVFP4 28.7 (4x128x4 32.2, 8x128x5 28.2);
     64 sequences: e4m3 42.8 us with 4x64x4 (4x128x2 47.3, 8x128x2 66.1), NVFP4 47.1 with 4x128x2 (4x64x4 48.1, 8x128x2 69.8);
     8 sequences, 4 tiles a program: 17.2 us both with 8 warps (17.6 with 4); 1, one tile: 12.9 and 13.4 with 4 (13.2, 13.4)."""
+    if config.rows > 16:
+        return narrowed(config, 32 if arch < 90 else 64 if form == 3 else 128)
+    if head_dim > 128:
+        return config
     if form == 1 and not alone:
-        keys = min(config.keys, 64)
-        config = replace(config, keys=keys, tiles=config.tiles * config.keys // keys, num_stages=4)
+        config = replace(narrowed(config, 64), num_stages=4)
     return replace(config, num_warps=min(config.keys // 16, 8 if alone and config.tiles > 1 else 4), apart=True)
+
+
+def narrowed(config: Config, keys: int) -> Config:
+    """With tiles of at most so many keys, a power of two."""
+    keys = min(config.keys, keys)
+    return replace(config, keys=keys, tiles=config.tiles * config.keys // keys)
 
 
 def refuse(q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, block_size: int) -> str | None:
@@ -264,6 +272,8 @@ def sparse_decode_kernel(
         p_table = page_table + i_b.to(tl.int64) * stride_tb
     o_u = tl.arange(0, TILES)
     if PDL:  # only `blocks` comes from the kernel in front
+        if FORMAT != 0:
+            b_qs, b_row = query_parts(parts, WALKS)
         gdc_wait()
     b_first, b_page = o_u, o_u
     if not LOOKUP:
@@ -283,7 +293,8 @@ def sparse_decode_kernel(
         if BY_PAGE:
             i_page = b_home.to(tl.int64)
             k_f, v_f = factors(k_factor, i_page, i_h, m_u, s_kfp, s_kfh), factors(v_factor, i_page, i_h, m_u, s_vfp, s_vfh)
-        b_qs, b_row = query_parts(parts)  # while the page table is read
+        if not PDL:  # while the page table is read
+            b_qs, b_row = query_parts(parts, WALKS)
         b_acc, b_m, b_z = walk_stored(
             b_qs, b_row * q_f, k, v, k_f, v_f, k_groups, v_groups, b_first, b_home, i_h, tiles, i_k0, n_k, scale,
             stride_kp, stride_kh, stride_kn, stride_vp, stride_vh, stride_vn,
@@ -440,7 +451,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         yield variant(name, config, dtype, group, head_dim, 16, block_size, page_size, pdl=arch >= 90)
     for tokens, form, group, by_page in (
         (1, 1, 16, False), (32, 1, 16, False), (64, 1, 16, False), (32, 1, 16, True), (32, 1, 64, False),
-        (1, 3, 16, False), (32, 3, 16, False), (64, 3, 16, False), (32, 3, 64, False),
+        (1, 3, 16, False), (32, 3, 16, False), (64, 3, 16, False), (32, 3, 64, False), (32, 3, 32, False),
     ):  # fmt: skip
         config = configure(tokens, 4, group, 128, 16, 128, 128, COMPILE_TARGETS[arch], form)
         name = f"B{tokens} g{group} {'e4m3' if form == 1 else 'nvfp4'} pages{', a factor each' if by_page else ''}"

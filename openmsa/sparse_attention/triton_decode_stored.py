@@ -123,8 +123,8 @@ def load_parts(p_q, m_r, stride_qd, D: tl.constexpr, BD: tl.constexpr, PARTS: tl
 
 
 @triton.jit
-def query_parts(parts):
-    """Parts of the rows as float16, each row times a power of two, and the inverses [rows]."""
+def query_parts(parts, WALKS: tl.constexpr):
+    """Parts of the rows as float16 for each walk, each row times a power of two, and the inverses [rows]."""
     numbers, halves = (), ()
     b_most = tl.zeros(parts[0].shape, tl.float32)
     for p in tl.static_range(len(parts)):
@@ -135,7 +135,7 @@ def query_parts(parts):
     b_power = (b_most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     b_power = tl.where(b_power < 7.888609052210118e-31, 7.888609052210118e-31, b_power)  # 2**-100; infinity stays
     for p in tl.static_range(len(parts)):
-        halves = halves + ((numbers[p] * (1024.0 / b_power)[:, None]).to(tl.float16),)
+        halves = halves + (per_walk((numbers[p] * (1024.0 / b_power)[:, None]).to(tl.float16), WALKS),)
     return halves, b_power * 0.0009765625
 
 
@@ -197,9 +197,8 @@ def walk_stored(
     v += i_h.to(tl.int64) * stride_vh
     b_m = per_walk(tl.full([BM], -float("inf"), tl.float32), WALKS)
     b_z = per_walk(tl.zeros([BM], tl.float32), WALKS)
-    rows, accs = (), ()
-    for p in tl.static_range(PARTS):
-        rows = rows + (per_walk(b_qs[p], WALKS),)
+    accs = ()
+    for _ in tl.static_range(PARTS):
         accs = accs + (per_walk(tl.zeros([BM, W], tl.float32), WALKS),)
     for u in tl.range(0, tiles, num_stages=STAGES):
         i_first, i_page = pick(b_first, u), pick(b_home, u).to(tl.int64)
@@ -219,7 +218,7 @@ def walk_stored(
             b_kp = k_parts[p]
             if FORMAT == 3:
                 b_kp = b_kp * b_kg
-            b_s = tl.dot(rows[p], tl.trans(b_kp), b_s)
+            b_s = tl.dot(b_qs[p], tl.trans(b_kp), b_s)
         b_s *= (b_row * pick(k_f, u) if BY_PAGE else b_row)[:, None]
         b_s = tl.where(tl.expand_dims(m_n, -2), b_s, -float("inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, -1))

@@ -207,10 +207,11 @@ def test_configuration_of_stored_rows():
         assert [summary(b, form)[:2] for b in (96, 128)] == [(4, 64), (4, 64 if form == 1 else 128)]
         for tokens in (1, 32, 64):
             assert summary(tokens, form, block_size=32)[:2] == (2, 32)
-            for wide in ({"group": 17}, {"head_dim": 256}):  # of a wide tile a warp holds a part
+            for wide in ({"group": 17}, {"group": 64}, {"head_dim": 256}):  # of a wide tile a warp holds a part
                 assert summary(tokens, form, **wide)[0] == 1
-                plain = configure(tokens, **sizes | wide, device=hopper)
-                assert configure(tokens, **sizes | wide, device=hopper, form=form) == plain
+    assert [summary(32, form, group=32)[1] for form in (1, 3)] == [128, 64]
+    ampere = COMPILE_TARGETS[80]
+    assert [configure(32, **sizes | {"group": 64}, device=ampere, form=form).keys for form in (0, 1, 3)] == [128, 32, 32]
 
 
 def test_long_queries_are_left_to_other_kernels():
