@@ -12,8 +12,11 @@ from openmsa.decode import triton_launch
 from openmsa.decode.triton_launch import Sizes
 from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
+from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.runtime import devices
 from openmsa.sparse_attention import triton_decode
+
+FORMATS = ("plain", "e4m3", "nvfp4")  # of keys and values
 
 
 class Kernels:
@@ -26,7 +29,7 @@ class Kernels:
             )
         self.sizes, facts = sizes, devices.facts(device)
         self.one_launch = [triton_launch.configure(batch, sizes, facts) for batch in range(1, max_batch + 1)]
-        self.attend = [_attend(batch, sizes, facts) for batch in range(1, max_batch + 1)]
+        self.attend = {form: [_attend(b + 1, sizes, facts, form) for b in range(max_batch)] for form in FORMATS}
         self.interpreted = device.type != "cuda"
         self.pdl = facts.arch >= 90 and not self.interpreted
         self._allocate(max_batch, max_pages * sizes.page_size, dtype, device)
@@ -37,7 +40,8 @@ class Kernels:
         sizes, tokens = self.sizes, max_batch * self.sizes.new_tokens
         rows, parts = triton_decode.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)
         heads = sizes.num_kv_heads * parts
-        splits = [(i + 1) * sizes.new_tokens * c.splits for i, c in enumerate(self.attend) if c.splits > 1]
+        plain = self.attend["plain"]  # stored rows are split as plain ones
+        splits = [(i + 1) * sizes.new_tokens * c.splits for i, c in enumerate(plain) if c.splits > 1]
         most = max(splits, default=0)
         self.partials = triton_decode.Workspace.allocate(tokens * heads, most * heads, rows, sizes.head_dim, dtype, device)
         scores = decode_select_workspace(tokens, sizes.index_heads, capacity, sizes.block_size)
@@ -101,12 +105,12 @@ class Kernels:
             out=blocks,
         )
         triton_decode.launch(
-            *(self.attend[kv.batch - 1], self.partials, q, kv, None, blocks, kv.seq_lens, sizes.new_tokens),
+            *(self.attend[kv.format][kv.batch - 1], self.partials, q, kv, None, blocks, kv.seq_lens, sizes.new_tokens),
             *(sizes.block_size, softmax_scale, out, lse, self.pdl),
         )
 
 
-def _attend(batch: int, sizes: Sizes, facts: devices.Device) -> triton_decode.Config:
+def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> triton_decode.Config:
     group = sizes.num_q_heads // sizes.num_kv_heads
     shape = (sizes.num_kv_heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
-    return triton_decode.configure(batch * sizes.new_tokens, *shape, facts)
+    return triton_decode.configure(batch * sizes.new_tokens, *shape, facts, FORMAT_IDS[form])

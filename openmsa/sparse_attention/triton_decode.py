@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -27,7 +27,16 @@ from openmsa.runtime import devices
 from openmsa.runtime.devices import COMPILE_TARGETS, Device
 from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention import triton_decode_stored
-from openmsa.sparse_attention.triton_decode_stored import Source, format_id, padded_dim, query_parts, swizzled, walk_stored
+from openmsa.sparse_attention.triton_decode_stored import (
+    Source,
+    factors,
+    format_id,
+    load_parts,
+    padded_dim,
+    query_parts,
+    swizzled,
+    walk_stored,
+)
 from openmsa.sparse_attention.triton_decode_tiles import first_keys, merge, store_rows, walk
 from openmsa.types import Layout
 
@@ -37,7 +46,7 @@ MIN_KEYS = 256  # a program
 @dataclass(frozen=True)
 class Config:
     """rows: query heads a program, padded; keys: keys a tile; tiles: tiles a program; lookup: whether every key looks up its
-    own block and page."""
+    own block and page; apart: whether every warp walks keys of its own, 16 of a tile or more (stored rows alone)."""
 
     rows: int
     keys: int
@@ -46,6 +55,12 @@ class Config:
     lookup: bool
     num_warps: int
     num_stages: int
+    apart: bool = False
+
+    @property
+    def walks(self) -> int:
+        """The constexpr WALKS."""
+        return self.num_warps if self.apart else 1
 
 
 def row_tiles(group: int, head_dim: int) -> tuple[int, int]:
@@ -55,8 +70,9 @@ def row_tiles(group: int, head_dim: int) -> tuple[int, int]:
 
 
 def configure(
-    tokens: int, num_kv_heads: int, group: int, head_dim: int, topk: int, block_size: int, page_size: int, device: Device
-) -> Config:
+    tokens: int, num_kv_heads: int, group: int, head_dim: int, topk: int, block_size: int, page_size: int, device: Device,
+    form: int = 0,
+) -> Config:  # fmt: skip
     """The tiles and the split; page_size 0: flat keys. A pure function. Measured: up to one program a multiprocessor, deep
     buffers and the widest tiles stream best, two of them take two buffers each, three take narrow tiles; a program of fewer
     than `MIN_KEYS` keys costs more in the merge than it saves, unless half of the multiprocessors would idle."""
@@ -77,7 +93,30 @@ def configure(
         tiles //= 2
     splits = triton.cdiv(units, tiles)
     crowded = device.num_sms < programs * splits <= 2 * device.num_sms or programs > 3 * device.num_sms
-    return Config(rows, keys, tiles, splits, lookup, 4, 2 if crowded else 3)
+    config = Config(rows, keys, tiles, splits, lookup, 4, 2 if crowded else 3)
+    return config if form == 0 else for_stored(config, form, head_dim, programs * splits <= device.num_sms, device.arch)
+
+
+def for_stored(config: Config, form: int, head_dim: int, alone: bool, arch: int) -> Config:
+    """For rows in a stored format, with as many splits. A pure function. Warps walk apart where one can hold the sums of all
+    rows; otherwise they share tiles, narrow ones where wider ones spill. alone: at most one program a multiprocessor.
+    Measured on an H200, 16 blocks of 128 keys, 4 KV heads, warps x keys a tile x stages:
+    32 sequences: e4m3 26.5 us with 8x128x3 (4x128x3 29.4, 8x128x5 27.8), NVFP4 28.7 (4x128x4 32.2, 8x128x5 28.2);
+    64 sequences: e4m3 42.8 us with 4x64x4 (4x128x2 47.3, 8x128x2 66.1), NVFP4 47.1 with 4x128x2 (4x64x4 48.1, 8x128x2 69.8);
+    8 sequences, 4 tiles a program: 17.2 us both with 8 warps (17.6 with 4); 1, one tile: 12.9 and 13.4 with 4 (13.2, 13.4)."""
+    if config.rows > 16:
+        return narrowed(config, 32 if arch < 90 else 64 if form == 3 else 128)
+    if head_dim > 128:
+        return config
+    if form == 1 and not alone:
+        config = replace(narrowed(config, 64), num_stages=4)
+    return replace(config, num_warps=min(config.keys // 16, 8 if alone and config.tiles > 1 else 4), apart=True)
+
+
+def narrowed(config: Config, keys: int) -> Config:
+    """With tiles of at most so many keys, a power of two."""
+    keys = min(config.keys, keys)
+    return replace(config, keys=keys, tiles=config.tiles * config.keys // keys)
 
 
 def refuse(q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, block_size: int) -> str | None:
@@ -185,6 +224,8 @@ def sparse_decode_kernel(
     FORMAT: tl.constexpr,
     SWIZZLED: tl.constexpr,
     NATIVE: tl.constexpr,
+    BY_PAGE: tl.constexpr,
+    WALKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (sequences * queries, KV heads * row tiles, SPLITS). Lengths: `seq_lens` with `queries` tokens a sequence, the last
@@ -220,15 +261,19 @@ def sparse_decode_kernel(
     if FORMAT == 0:
         b_q = tl.load(p_q[:, None] + o_d[None, :] * stride_qd, mask=m_r[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, BD]
     else:
-        b_qs, b_row = query_parts(p_q, m_r, stride_qd, D, BD, 2 if FORMAT == 1 else 4)
+        parts, q_f = load_parts(p_q, m_r, stride_qd, D, BD, 2 if FORMAT == 1 else 4), 1.0
         if q_factor is not None:
-            b_row *= tl.load(q_factor + (i_h * G + o_r) * s_qf, mask=m_r, other=0.0)
+            q_f = tl.load(q_factor + (i_h * G + o_r) * s_qf, mask=m_r, other=0.0)
+        if not BY_PAGE:
+            k_f, v_f = factors(k_factor, 0, i_h, True, 0, s_kfh), factors(v_factor, 0, i_h, True, 0, s_vfh)
     p_ids = blocks + i_t.to(tl.int64) * stride_bt + i_h * stride_bh
     p_table = page_table
     if PAGE:
         p_table = page_table + i_b.to(tl.int64) * stride_tb
     o_u = tl.arange(0, TILES)
     if PDL:  # only `blocks` comes from the kernel in front
+        if FORMAT != 0:
+            b_qs, b_row = query_parts(parts, WALKS)
         gdc_wait()
     b_first, b_page = o_u, o_u
     if not LOOKUP:
@@ -243,11 +288,18 @@ def sparse_decode_kernel(
             D, TOPK, BLOCK, PAGE, BM, BN, BD, TILES, LOOKUP, STAGES,
         )  # fmt: skip
     else:
+        m_u = b_first < n_k
+        b_home = tl.where(m_u, b_page, 0) if PAGE else tl.zeros([TILES], tl.int32)
+        if BY_PAGE:
+            i_page = b_home.to(tl.int64)
+            k_f, v_f = factors(k_factor, i_page, i_h, m_u, s_kfp, s_kfh), factors(v_factor, i_page, i_h, m_u, s_vfp, s_vfh)
+        if not PDL:  # while the page table is read
+            b_qs, b_row = query_parts(parts, WALKS)
         b_acc, b_m, b_z = walk_stored(
-            b_qs, b_row, k, v, k_factor, v_factor, k_groups, v_groups, b_first, b_page, i_h, tiles, i_k0, n_k, scale,
-            stride_kp, stride_kh, stride_kn, stride_vp, stride_vh, stride_vn, s_kfp, s_kfh, s_vfp, s_vfh,
+            b_qs, b_row * q_f, k, v, k_f, v_f, k_groups, v_groups, b_first, b_home, i_h, tiles, i_k0, n_k, scale,
+            stride_kp, stride_kh, stride_kn, stride_vp, stride_vh, stride_vn,
             s_kgp, s_kgh, s_kgn, s_kgg, s_vgp, s_vgh, s_vgn, s_vgg,
-            D, PAGE, BM, BN, BD, TILES, STAGES, FORMAT, SWIZZLED, NATIVE,
+            D, PAGE, BM, BN, BD, TILES, STAGES, FORMAT, SWIZZLED, NATIVE, BY_PAGE, WALKS,
         )  # fmt: skip
 
     out += i_t.to(tl.int64) * stride_ot + i_h * G * stride_oh
@@ -343,6 +395,8 @@ def launch(
         FORMAT=form,
         SWIZZLED=swizzled(k),
         NATIVE=q.device.type == "cuda" and devices.facts(q.device).arch >= 90,
+        BY_PAGE=any(source.factor_strides[0] for source in sources),
+        WALKS=config.walks,
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -370,7 +424,7 @@ def sparse_attention(
     if total_q and num_q_heads and tokens:
         page_size = k.page_size if isinstance(k, PagedKV) else 0
         sizes = (num_kv_heads, group, head_dim, blocks.shape[2], block_size, page_size)
-        config = config or configure(tokens, *sizes, devices.facts(q.device))
+        config = config or configure(tokens, *sizes, devices.facts(q.device), format_id(k))
         rows, parts = row_tiles(group, head_dim)
         programs = tokens * num_kv_heads * parts
         partials = programs * config.splits if config.splits > 1 else 0
@@ -395,10 +449,13 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     for name, dtype, tokens, group, head_dim, block_size, page_size in cases:
         config = configure(tokens, 4, group, head_dim, 16, block_size, page_size, COMPILE_TARGETS[arch])
         yield variant(name, config, dtype, group, head_dim, 16, block_size, page_size, pdl=arch >= 90)
-    for tokens, form in ((1, 1), (32, 1), (1, 3), (32, 3)):
-        config = configure(tokens, 4, 16, 128, 16, 128, 128, COMPILE_TARGETS[arch])
-        name = f"B{tokens} {'e4m3' if form == 1 else 'nvfp4'} pages"
-        yield variant(name, config, "bf16", 16, 128, 16, 128, 128, pdl=arch >= 90, form=form)
+    for tokens, form, group, by_page in (
+        (1, 1, 16, False), (32, 1, 16, False), (64, 1, 16, False), (32, 1, 16, True), (32, 1, 64, False),
+        (1, 3, 16, False), (32, 3, 16, False), (64, 3, 16, False), (32, 3, 64, False), (32, 3, 32, False),
+    ):  # fmt: skip
+        config = configure(tokens, 4, group, 128, 16, 128, 128, COMPILE_TARGETS[arch], form)
+        name = f"B{tokens} g{group} {'e4m3' if form == 1 else 'nvfp4'} pages{', a factor each' if by_page else ''}"
+        yield variant(name, config, "bf16", group, 128, 16, 128, 128, arch >= 90, form, by_page)
 
 
 def variant(
@@ -412,6 +469,7 @@ def variant(
     page_size: int,
     pdl: bool,
     form: int = 0,
+    by_page: bool = False,
 ) -> Variant:
     """As a plan launches it: lengths from seq_lens; flat keys from packed starts."""
     strides = [f"stride_{x}" for x in ["qt", "qh", "kp", "kh", "kn", "vp", "vh", "vn", "bt", "bh", "tb", "ot", "oh"]]
@@ -440,7 +498,8 @@ def variant(
     constants |= {"G": group, "D": head_dim, "TOPK": topk, "BLOCK": block_size, "PAGE": page_size, "BM": config.rows}
     constants |= {"BN": config.keys, "BD": triton.next_power_of_2(head_dim), "TILES": config.tiles, "SPLITS": config.splits}
     constants |= {"LOOKUP": config.lookup, "STAGES": config.num_stages, "PDL": pdl}
-    constants |= {"FORMAT": form, "SWIZZLED": False, "NATIVE": pdl, "BD": padded_dim(head_dim, form)}
+    constants |= {"FORMAT": form, "SWIZZLED": False, "NATIVE": pdl, "BY_PAGE": by_page}
+    constants |= {"WALKS": config.walks, "BD": padded_dim(head_dim, form)}
     factors = {name: "*fp32" for name in ("k_factor", "v_factor")} if form else {}
     groups = {name: "*i32" for name in ("k_groups", "v_groups")} if form == 3 else {}
     arguments |= factors | groups | ({"k": "*i16", "v": "*i16"} if form else {})

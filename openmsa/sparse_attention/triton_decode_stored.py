@@ -22,6 +22,7 @@ from openmsa.index_branch.triton_codes import e2m1_parts
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
 from openmsa.kv_cache.stored import in_items
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS, e4m3
+from openmsa.sparse_attention.triton_decode_apart import joined, per_walk, tile_keys
 from openmsa.sparse_attention.triton_decode_tiles import pick
 
 GROUP = 16  # elements of one NVFP4 scale
@@ -112,25 +113,30 @@ def parts_of(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def query_parts(p_q, m_r, stride_qd, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr):
-    """Parts of the rows as float16, PARTS x [rows, BD // PARTS], each row times a power of two, and the inverses [rows]."""
-    o_w = tl.arange(0, BD // PARTS)
+def load_parts(p_q, m_r, stride_qd, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr):
+    """Every PARTS-th element of the rows at p_q, from element 0, 1 .. on: PARTS x [rows, BD // PARTS], as they are stored."""
     parts = ()
-    b_most = tl.zeros([p_q.shape[0]], tl.float32)
     for p in tl.static_range(PARTS):
-        o_d = o_w * PARTS + p
-        b_q = tl.load(p_q[:, None] + (o_d * stride_qd)[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0)
-        if b_q.dtype == tl.uint8:
-            b_q = e4m3(b_q)
-        b_q = b_q.to(tl.float32)
-        parts = parts + (b_q,)
-        b_most = tl.maximum(b_most, tl.max(tl.abs(b_q), 1))
+        o_d = tl.arange(0, BD // PARTS) * PARTS + p
+        parts = parts + (tl.load(p_q[:, None] + (o_d * stride_qd)[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0),)
+    return parts
+
+
+@triton.jit
+def query_parts(parts, WALKS: tl.constexpr):
+    """Parts of the rows as float16 for each walk, each row times a power of two, and the inverses [rows]."""
+    numbers, halves = (), ()
+    b_most = tl.zeros(parts[0].shape, tl.float32)
+    for p in tl.static_range(len(parts)):
+        b_q = e4m3(parts[p]) if parts[p].dtype == tl.uint8 else parts[p].to(tl.float32)
+        numbers = numbers + (b_q,)
+        b_most = tl.maximum(b_most, tl.abs(b_q))
+    b_most = tl.max(b_most, 1)
     b_power = (b_most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     b_power = tl.where(b_power < 7.888609052210118e-31, 7.888609052210118e-31, b_power)  # 2**-100; infinity stays
-    numbers = ()
-    for p in tl.static_range(PARTS):
-        numbers = numbers + ((parts[p] * (1024.0 / b_power)[:, None]).to(tl.float16),)
-    return numbers, b_power * 0.0009765625
+    for p in tl.static_range(len(parts)):
+        halves = halves + (per_walk((numbers[p] * (1024.0 / b_power)[:, None]).to(tl.float16), WALKS),)
+    return halves, b_power * 0.0009765625
 
 
 @triton.jit
@@ -138,88 +144,101 @@ def load_groups(
     scales, i_page, i_h, o_row, m_n, s_p, s_h, s_n, s_g,
     D: tl.constexpr, BD: tl.constexpr, SWIZZLED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """float16 scales of the words of rows o_row, [rows, BD // 4]. scales: bytes or int32 of four."""
-    ROWS: tl.constexpr = o_row.shape[0]
+    """float16 scales of the words of rows o_row, [rows, BD // 4]. scales: bytes or int32 of four, which lets four be copied at
+    a time. They are read as bytes, so that every thread finds those of its own words and none are exchanged."""
     COLS: tl.constexpr = BD // 16
     PACK: tl.constexpr = 4 if scales.dtype.element_ty == tl.int32 else 1
-    o_g = tl.arange(0, COLS // PACK)[None, :] * PACK
-    o_s = (i_page * s_p + i_h.to(tl.int64) * s_h + o_row.to(tl.int64) * s_n)[:, None]
+    o_g = tl.arange(0, COLS)
+    o_s = tl.expand_dims(i_page * s_p + i_h.to(tl.int64) * s_h + o_row.to(tl.int64) * s_n, -1)
     if SWIZZLED:
         i_tile = (o_s // 128) * ((D // 16 + 3) // 4) + o_g // 4
-        o_s = (i_tile * 512 + (o_s % 32) * 16 + (o_s % 128 // 32) * 4 + o_g % 4) // PACK
+        o_s = i_tile * 512 + (o_s % 32) * 16 + (o_s % 128 // 32) * 4 + o_g % 4
+    elif PACK == 4:
+        o_s = o_s * 4 + (o_g // 4 * s_g * 4 + o_g % 4)
     else:
-        o_s = o_s + o_g // PACK * s_g
-    codes = tl.load(scales + o_s, mask=m_n[:, None] & (o_g < D // 16), other=0)
-    if PACK == 4:
-        codes = tl.reshape(codes[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :], [ROWS, COLS]).to(tl.uint8)
+        o_s = o_s + o_g * s_g
+    p_s = scales.to(tl.pointer_type(tl.uint8)) + o_s
+    codes = tl.load(p_s, mask=tl.expand_dims(m_n, -1) & (o_g < D // 16), other=0)
     b_g = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16) if NATIVE else e4m3(codes)
-    return tl.reshape(tl.broadcast_to(b_g[:, :, None], [ROWS, COLS, 4]), [ROWS, BD // 4])
+    return tl.reshape(tl.broadcast_to(tl.expand_dims(b_g, -1), o_row.shape + (COLS, 4)), o_row.shape + (BD // 4,))
+
+
+@triton.jit
+def factors(factor, i_page, i_h, m_u, s_p, s_h):
+    """float32 factors of the head in pages i_page, int64; 1 where there are none."""
+    if factor is None:
+        return 1.0
+    else:
+        return tl.load(factor + i_page * s_p + i_h * s_h, mask=m_u, other=1.0)
 
 
 @triton.jit
 def walk_stored(
-    b_qs, b_row, k, v, k_factor, v_factor, k_groups, v_groups, b_first, b_page, i_h, tiles, i_k0, n_k, scale,
-    stride_kp, stride_kh, stride_kn, stride_vp, stride_vh, stride_vn, s_kfp, s_kfh, s_vfp, s_vfh,
+    b_qs, b_row, k, v, k_f, v_f, k_groups, v_groups, b_first, b_home, i_h, tiles, i_k0, n_k, scale,
+    stride_kp, stride_kh, stride_kn, stride_vp, stride_vh, stride_vn,
     s_kgp, s_kgh, s_kgn, s_kgg, s_vgp, s_vgh, s_vgn, s_vgg,
     D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, TILES: tl.constexpr,
-    STAGES: tl.constexpr, FORMAT: tl.constexpr, SWIZZLED: tl.constexpr, NATIVE: tl.constexpr,
+    STAGES: tl.constexpr, FORMAT: tl.constexpr, SWIZZLED: tl.constexpr, NATIVE: tl.constexpr, BY_PAGE: tl.constexpr,
+    WALKS: tl.constexpr,
 ):  # fmt: skip
-    """As `triton_decode_tiles.walk`, of query parts b_qs with row factors b_row."""
+    """As `triton_decode_tiles.walk`, of query parts b_qs with row factors b_row. b_home: pages inside the pool, of all tiles.
+    k_f, v_f: factors of the tiles (BY_PAGE), or those of all. WALKS: 1, or warps that walk each its keys of every tile; a
+    leading dimension counts them until they are joined."""
     PARTS: tl.constexpr = 2 if FORMAT == 1 else 4
     FOLD: tl.constexpr = 1.0 if FORMAT == 1 else 16384.0
     W: tl.constexpr = BD // PARTS
-    o_n = tl.arange(0, BN)
+    o_n = tile_keys(BN, WALKS)
     o_w = tl.arange(0, W)
-    m_w = (o_w < D // PARTS)[None, :]
-    b_home = tl.where(b_first < n_k, b_page, 0) if PAGE else tl.zeros([TILES], tl.int32)
-    b_kf = tl.full([TILES], FOLD, tl.float32)
-    b_vf = tl.full([TILES], FOLD, tl.float32)
-    if k_factor is not None:
-        b_kf = b_kf * tl.load(k_factor + b_home.to(tl.int64) * s_kfp + i_h * s_kfh, mask=b_first < n_k, other=1.0)
-    if v_factor is not None:
-        b_vf = b_vf * tl.load(v_factor + b_home.to(tl.int64) * s_vfp + i_h * s_vfh, mask=b_first < n_k, other=1.0)
+    m_w = o_w < D // PARTS
+    b_row *= FOLD * 1.4426950408889634 * scale
+    if not BY_PAGE:
+        b_row *= k_f
     k += i_h.to(tl.int64) * stride_kh
     v += i_h.to(tl.int64) * stride_vh
-    b_m = tl.full([BM], -float("inf"), tl.float32)
-    b_z = tl.zeros([BM], tl.float32)
+    b_m = per_walk(tl.full([BM], -float("inf"), tl.float32), WALKS)
+    b_z = per_walk(tl.zeros([BM], tl.float32), WALKS)
     accs = ()
     for _ in tl.static_range(PARTS):
-        accs = accs + (tl.zeros([BM, W], tl.float32),)
+        accs = accs + (per_walk(tl.zeros([BM, W], tl.float32), WALKS),)
     for u in tl.range(0, tiles, num_stages=STAGES):
         i_first, i_page = pick(b_first, u), pick(b_home, u).to(tl.int64)
         m_n = i_first + o_n < n_k
-        o_row = (i_first % PAGE + o_n) if PAGE else (i_k0 + i_first + o_n)
-        o_k = i_page * stride_kp + o_row.to(tl.int64) * stride_kn
-        o_v = i_page * stride_vp + o_row.to(tl.int64) * stride_vn
-        b_k = tl.load(k + o_k[:, None] + o_w[None, :], mask=m_n[:, None] & m_w, other=0)  # [BN, W] int16
-        b_v = tl.load(v + o_v[:, None] + o_w[None, :], mask=m_n[:, None] & m_w, other=0)
+        i_row = i_first % PAGE if PAGE else i_k0 + i_first
+        p_k = k + (i_page * stride_kp + i_row.to(tl.int64) * stride_kn)  # offsets in a tile are 32 bits wide
+        p_v = v + (i_page * stride_vp + i_row.to(tl.int64) * stride_vn)
+        m_nw = tl.expand_dims(m_n, -1) & m_w
+        b_k = tl.load(p_k + (tl.expand_dims(o_n * stride_kn, -1) + o_w), mask=m_nw, other=0)  # [BN, W] int16
+        b_v = tl.load(p_v + (tl.expand_dims(o_n * stride_vn, -1) + o_w), mask=m_nw, other=0)
         if FORMAT == 3:
-            b_kg = load_groups(k_groups, i_page, i_h, o_row, m_n, s_kgp, s_kgh, s_kgn, s_kgg, D, BD, SWIZZLED, NATIVE)
-            b_vg = load_groups(v_groups, i_page, i_h, o_row, m_n, s_vgp, s_vgh, s_vgn, s_vgg, D, BD, SWIZZLED, NATIVE)
-        b_s = tl.zeros([BM, BN], tl.float32)
+            b_kg = load_groups(k_groups, i_page, i_h, i_row + o_n, m_n, s_kgp, s_kgh, s_kgn, s_kgg, D, BD, SWIZZLED, NATIVE)
+            b_vg = load_groups(v_groups, i_page, i_h, i_row + o_n, m_n, s_vgp, s_vgh, s_vgn, s_vgg, D, BD, SWIZZLED, NATIVE)
+        b_s = per_walk(tl.zeros([BM, BN // WALKS], tl.float32), WALKS)
         k_parts, v_parts = parts_of(b_k, FORMAT, NATIVE), parts_of(b_v, FORMAT, NATIVE)
         for p in tl.static_range(PARTS):
             b_kp = k_parts[p]
             if FORMAT == 3:
                 b_kp = b_kp * b_kg
             b_s = tl.dot(b_qs[p], tl.trans(b_kp), b_s)
-        b_s = b_s * (b_row * (scale * 1.4426950408889634 * pick(b_kf, u)))[:, None]
-        b_s = tl.where(m_n[None, :], b_s, -float("inf"))
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+        b_s *= (b_row * pick(k_f, u) if BY_PAGE else b_row)[:, None]
+        b_s = tl.where(tl.expand_dims(m_n, -2), b_s, -float("inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_s, -1))
         b_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
-        b_p = tl.exp2(b_s - b_safe[:, None])
+        b_p = tl.exp2(b_s - tl.expand_dims(b_safe, -1))
         b_old = tl.exp2(b_m - b_safe)
-        b_z = b_z * b_old + tl.sum(b_p, 1)
-        i_vf = pick(b_vf, u)
+        b_z = b_z * b_old + tl.sum(b_p, -1)
         b_p = b_p.to(tl.float16)
         sums = ()
         for p in tl.static_range(PARTS):
             b_vp = v_parts[p]
             if FORMAT == 3:
                 b_vp = b_vp * b_vg
-            sums = sums + (accs[p] * b_old[:, None] + tl.dot(b_p, b_vp) * i_vf,)
+            b_acc = accs[p] * tl.expand_dims(b_old, -1)
+            sums = sums + (b_acc + tl.dot(b_p, b_vp) * pick(v_f, u) if BY_PAGE else tl.dot(b_p, b_vp, b_acc),)
         accs = sums
         b_m = b_m_new
     pairs = accs if PARTS == 2 else (tl.join(accs[0], accs[2]), tl.join(accs[1], accs[3]))
-    b_acc = tl.join(pairs[0], pairs[1])
-    return tl.reshape(b_acc, [BM, BD]), b_m, b_z
+    b_acc = tl.join(pairs[0], pairs[1]) * (FOLD if BY_PAGE else v_f * FOLD)
+    if WALKS == 1:
+        return tl.reshape(b_acc, [BM, BD]), b_m, b_z
+    else:
+        return joined(tl.reshape(b_acc, [WALKS, BM, BD]), b_m, b_z)

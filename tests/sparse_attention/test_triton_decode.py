@@ -78,19 +78,23 @@ def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, 
         check(p, blocks, block, run(p, wild, block, strided(p.k), strided(p.v), config))
 
 
-STORED = [  # format, queries, storage, page_size, head_dim, group, block_size, dtype, tiles
-    ("e4m3", "plain", "paged", 64, 128, 16, 64, torch.float16, 2),
-    ("e4m3 page", "plain", "paged", 32, 64, 3, 32, torch.bfloat16, 1),
-    ("e4m3", "e4m3", "flat", 0, 96, 2, 64, torch.bfloat16, 4),
-    ("nvfp4", "plain", "paged", 64, 128, 16, 32, torch.bfloat16, 2),
-    ("nvfp4 128x4", "e4m3", "paged", 32, 96, 3, 64, torch.bfloat16, 2),
-    ("nvfp4 128x4", "plain", "flat", 0, 48, 4, 64, torch.float16, 1),
-    ("nvfp4 128x4", "plain", "paged", 32, 64, 4, 64, torch.float16, 2),
+STORED = [  # format, queries, storage, page_size, head_dim, group, block_size, dtype, tiles, whether warps walk apart
+    ("e4m3", "plain", "paged", 64, 128, 16, 64, torch.float16, 2, True),
+    ("e4m3", "plain", "paged", 64, 128, 20, 64, torch.float16, 2, False),
+    ("e4m3 page", "plain", "paged", 32, 64, 3, 32, torch.bfloat16, 1, True),
+    ("e4m3 page", "plain", "paged", 64, 32, 2, 64, torch.float16, 4, False),
+    ("e4m3", "e4m3", "flat", 0, 96, 2, 64, torch.bfloat16, 4, True),
+    ("nvfp4", "plain", "paged", 64, 128, 16, 32, torch.bfloat16, 2, True),
+    ("nvfp4 128x4", "e4m3", "paged", 32, 96, 3, 64, torch.bfloat16, 2, True),
+    ("nvfp4 128x4", "plain", "flat", 0, 48, 4, 64, torch.float16, 1, False),
+    ("nvfp4 128x4", "plain", "paged", 32, 64, 4, 64, torch.float16, 2, True),
 ]
 
 
-@pytest.mark.parametrize(("name", "queries", "storage", "page", "head_dim", "group", "block", "dtype", "tiles"), STORED)
-def test_formats_against_the_truth(name, queries, storage, page, head_dim, group, block, dtype, tiles):
+@pytest.mark.parametrize(
+    ("name", "queries", "storage", "page", "head_dim", "group", "block", "dtype", "tiles", "apart"), STORED
+)
+def test_formats_against_the_truth(name, queries, storage, page, head_dim, group, block, dtype, tiles, apart):
     """Of the numbers that the bytes stand for; scales of tensors, heads, pages and groups."""
     p = problem(
         (2, 1, 0, 1), (3 * block + 5, 0, block, 1), kv_heads=2, group=group, head_dim=head_dim, dtype=dtype,
@@ -101,7 +105,8 @@ def test_formats_against_the_truth(name, queries, storage, page, head_dim, group
     moved = stored.to(DEVICE.type)
     options = {"block_size": block, "softmax_scale": SCALE, "return_lse": True}
     checked = STAGE.check(moved.q, *moved.kv, blocks.to(DEVICE), moved.seqs, **options)
-    config = Config(triton_decode.row_tiles(group, head_dim)[0], 32, tiles, -(-3 * block // 32 // tiles), False, 4, 3)
+    splits, warps = -(-3 * block // 32 // tiles), 2 if apart else 4
+    config = Config(triton_decode.row_tiles(group, head_dim)[0], 32, tiles, splits, False, warps, 3, apart)
     with PoisonedOutputs():
         out, lse = triton_decode.sparse_attention(**checked, config=config)
     reads = oracle.reads_of_blocks(blocks, block)
@@ -181,6 +186,32 @@ def test_configuration_is_a_pure_function_of_sizes():
         for topk in (1, 5, 64):
             c = configure(3, **sizes | {"block_size": block_size, "topk": topk, "page_size": 0}, device=hopper)
             assert c.splits * c.tiles * c.keys >= topk * block_size > (c.splits - 1) * c.tiles * c.keys
+
+
+def test_configuration_of_stored_rows():
+    """Warps walk apart where one holds all rows; as many splits as of plain rows, whose workspace is shared."""
+    hopper = COMPILE_TARGETS[90]
+    sizes = {"num_kv_heads": 4, "group": 16, "head_dim": 128, "topk": 16, "block_size": 128, "page_size": 128}
+
+    def summary(tokens, form, **other):
+        c = configure(tokens, **sizes | other, device=hopper, form=form)
+        plain = configure(tokens, **sizes | other, device=hopper)
+        assert (c.splits, c.tiles * c.keys, c.rows) == (plain.splits, plain.tiles * plain.keys, plain.rows)
+        assert c.walks == (c.num_warps if c.apart else 1)
+        assert c.walks == 1 or c.keys // c.walks >= 16
+        return c.walks, c.keys, c.num_stages
+
+    assert [summary(b, 1) for b in (1, 8, 32, 64)] == [(4, 128, 3), (8, 128, 3), (8, 128, 3), (4, 64, 4)]
+    assert [summary(b, 3) for b in (1, 8, 32, 64)] == [(4, 128, 3), (8, 128, 3), (8, 128, 3), (4, 128, 2)]
+    for form in (1, 3):
+        assert [summary(b, form)[:2] for b in (96, 128)] == [(4, 64), (4, 64 if form == 1 else 128)]
+        for tokens in (1, 32, 64):
+            assert summary(tokens, form, block_size=32)[:2] == (2, 32)
+            for wide in ({"group": 17}, {"group": 64}, {"head_dim": 256}):  # of a wide tile a warp holds a part
+                assert summary(tokens, form, **wide)[0] == 1
+    assert [summary(32, form, group=32)[1] for form in (1, 3)] == [128, 64]
+    ampere = COMPILE_TARGETS[80]
+    assert [configure(32, **sizes | {"group": 64}, device=ampere, form=form).keys for form in (0, 1, 3)] == [128, 32, 32]
 
 
 def test_long_queries_are_left_to_other_kernels():
