@@ -19,6 +19,7 @@ HOW = ["stages"] if CUDA or importlib.util.find_spec("triton") is None else ["st
 HOW += [pytest.param("cuda", marks=pytest.mark.gpu)] if CUDA else []
 SHAPE = {"max_batch": 4, "num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "index_dim": 32, "topk": 4, "block_size": 32}
 PAGE = 32
+FORMS = ["plain", "certified"]
 
 
 @pytest.fixture(params=HOW)
@@ -41,6 +42,21 @@ def moved(cache, device):
     return type(cache)(**{name: x.to(device) for name, x in vars(cache).items()})
 
 
+def caches(p, device, form="plain", page=PAGE, seed=0):
+    """Of a problem; form: of the index keys."""
+    kv, keys = paged(p, page, seed=seed)
+    if form == "certified":
+        keys.keys = CertifiedKeys.quantize(keys.keys)
+    return moved(kv, device), moved(keys, device)
+
+
+def poison(plan):
+    """What a run may not read before it writes it."""
+    if hasattr(plan, "_kernels"):
+        for x in (plan._kernels.scores, *_tensors(plan._kernels.certified)):
+            x.fill_(torch.nan if x.is_floating_point() else -1)
+
+
 def plan_of(p, device, **changes):
     return DecodePlan(**SHAPE | {"page_size": PAGE, "max_pages": 12, "dtype": p.q.dtype, "device": device} | changes)
 
@@ -61,42 +77,76 @@ def check(plan, p, out, **changes):
     assert_close("lse", plan.lse, honest_lse.to(plan.lse.dtype), lse)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("new_tokens", [1, 3])
-def test_agrees_with_the_stages(device, new_tokens):
+def test_agrees_with_the_stages(device, new_tokens, form):
     p = step((200, 0, 33, 1), new_tokens)
-    kv, keys = (moved(cache, device) for cache in paged(p, PAGE))
+    kv, keys = caches(p, device, form)
     plan = plan_of(p, device, new_tokens=new_tokens)
     plan._out.fill_(torch.nan), plan._lse.fill_(torch.nan), plan._blocks.fill_(-7)
+    poison(plan)
     check(plan, p, plan.run(p.q.to(device), kv, p.index_q.to(device), keys))
 
 
-def test_one_plan_serves_steps_and_layers_in_place(device):
+@pytest.mark.parametrize("form", FORMS)
+def test_one_plan_serves_steps_and_layers_in_place(device, form):
     """Growing lengths, another page table and a smaller batch, in the same tensors; queries of any strides, `out` given."""
     first, second = step((64, 90, 5, 128)), step((65, 91, 6, 129), seed=1)
-    kv, keys = (moved(cache, device) for cache in paged(first, PAGE))
+    kv, keys = caches(first, device, form)
     plan = plan_of(first, device)
+    poison(plan)
     check(plan, first, plan.run(first.q.to(device), kv, first.index_q.to(device), keys))
-    new_kv, new_keys = paged(second, PAGE, seed=3)
-    kv.k, kv.v, keys.keys = (x.to(device) for x in (new_kv.k, new_kv.v, new_keys.keys))
+    new_kv, new_keys = caches(second, device, form, seed=3)
+    kv.k, kv.v, keys.keys = new_kv.k, new_kv.v, new_keys.keys
     width = min(kv.page_table.shape[1], new_kv.page_table.shape[1])
     for cache in (kv, keys):
-        cache.page_table[:, :width] = new_kv.page_table[:, :width].to(device)
+        cache.page_table[:, :width] = new_kv.page_table[:, :width]
         cache.seq_lens.copy_(new_kv.seq_lens)
     out = strided(torch.full_like(second.q, torch.nan), 2).to(device)
+    poison(plan)
     returned = plan.run(strided(second.q, 2).to(device), kv, strided(second.index_q).to(device), keys, out=out)
     assert returned is out
     check(plan, second, out)
     third = step((77,), seed=2)
-    kv, keys = (moved(cache, device) for cache in paged(third, PAGE))
+    kv, keys = caches(third, device, form)
+    poison(plan)
     check(plan, third, plan.run(third.q.to(device), kv, third.index_q.to(device), keys))
 
 
-def test_forced_blocks_and_shared_selection(device):
+@pytest.mark.parametrize("form", FORMS)
+def test_forced_blocks_and_shared_selection(device, form):
     p = step((300, 260), 2, index_heads=1)
-    kv, keys = (moved(cache, device) for cache in paged(p, PAGE))
+    kv, keys = caches(p, device, form)
     forced = {"init_blocks": 1, "local_blocks": 2}
     plan = plan_of(p, device, new_tokens=2, index_heads=1, **forced)
     check(plan, p, plan.run(p.q.to(device), kv, p.index_q.to(device), keys), **forced)
+
+
+@pytest.mark.parametrize(
+    ("k_lens", "page", "forced", "bounded"),
+    [
+        ((200, 7, 330), PAGE, {}, True),
+        ((330,), 128, {}, False),
+        ((200, 330), PAGE, {"init_blocks": 2, "local_blocks": 2}, False),
+        ((330,), PAGE, {"topk": 13}, False),
+    ],
+    ids=["bounds first", "one launch", "no free place", "a place for each block"],
+)
+def test_when_bounds_of_certified_keys_come_first(device, k_lens, page, forced, bounded):
+    """Either way the results are those of the exact keys, bit for bit."""
+    p = problem([1] * len(k_lens), k_lens, kv_heads=2, group=4, head_dim=64, index_dim=32, dtype=torch.bfloat16)
+    plan = plan_of(p, device, page_size=page, **forced)
+    results, used = [], []
+    for form in FORMS:
+        poison(plan)
+        kv, keys = caches(p, device, form, page)
+        out = plan.run(p.q.to(device), kv, p.index_q.to(device), keys)
+        results.append([x.clone() for x in (plan.blocks, out, plan.lse)])
+        workspace = getattr(getattr(plan, "_kernels", None), "certified", None)
+        used.append(workspace is not None and bool((workspace.rescored >= 0).any()))
+    for name, exact, certified in zip(("blocks", "out", "lse"), *results, strict=True):
+        assert_equal(name, certified, exact)
+    assert used == [False, bounded and hasattr(plan, "_kernels")]
 
 
 def test_plans_share_no_memory(device):
@@ -183,12 +233,13 @@ def test_calls_that_do_not_fit_the_plan_are_refused():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
-def test_a_captured_graph_reads_lengths_when_replayed():
+@pytest.mark.parametrize("form", FORMS)
+def test_a_captured_graph_reads_lengths_when_replayed(form):
     """Two plans on two streams, each in a graph; lengths change in place; nothing is allocated in between."""
     p = step((128, 256, 31, 200), dtype=torch.bfloat16)
     runs = []
     for seed in (0, 1):
-        kv, keys = (moved(cache, "cuda") for cache in paged(p, PAGE, seed=seed))
+        kv, keys = caches(p, "cuda", form, seed=seed)
         plan, stream = plan_of(p, "cuda"), torch.cuda.Stream()
         q, index_q = p.q.cuda(), p.index_q.cuda()
         with torch.cuda.stream(stream):
@@ -248,7 +299,10 @@ def assert_best(blocks, p, factors):
             assert not others or scores[others].max() <= scores[chosen[:-1]].min() + slack
 
 
-FORMATS = [("e4m3", "int8", "plain"), ("nvfp4", "nvfp4", "plain"), ("e4m3", "e4m3", "e4m3")]
+FORMATS = [
+    *(("e4m3", "int8", "plain"), ("nvfp4", "nvfp4", "plain"), ("e4m3", "e4m3", "e4m3")),
+    *(("plain", "certified", "plain"), ("nvfp4", "certified", "plain")),
+]
 
 
 @pytest.mark.parametrize(("key_format", "index_format", "queries"), FORMATS)
@@ -281,6 +335,10 @@ def test_formats_that_the_kernels_do_not_read_are_refused(monkeypatch):
     plan = plan_of(p, "cpu")
     with pytest.raises(NotImplementedError, match="beside keys stored as"):
         plan.run(E4M3.quantize(p.q), kv, p.index_q, keys)
-    certified = PagedIndexKeys(CertifiedKeys.quantize(keys.keys), keys.page_table, keys.seq_lens)
-    with pytest.raises(NotImplementedError, match="got certified"):
+    kv, certified = caches(p, "cpu", "certified")
+    queries = E4M3.quantize(p.index_q)
+    with pytest.raises(NotImplementedError, match=r"index_q must be plain \(torch.bfloat16\) beside certified .*, got e4m3"):
+        plan.run(p.q, kv, queries, certified)
+    certified.keys = CertifiedKeys.quantize(certified.keys.exact, torch.float16)
+    with pytest.raises(ValueError, match=r"index_keys.dtype must be torch.bfloat16 in this plan, got torch.float16"):
         plan.run(p.q, kv, p.index_q, certified)

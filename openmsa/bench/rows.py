@@ -155,7 +155,7 @@ ROWS: dict[str, Row] = {
         f"decode_plan/{form}": Row(
             partial(_decode_plan, form=form), partial(cost.msa_attention, form=cost.FORMS[form]), ("sdpa", "vllm_path")
         )
-        for form in ("e4m3", "nvfp4")
+        for form in cost.FORMS
     },
     "block_scores": Row(_block_scores, cost.block_scores, ("vllm_scores",)),
     "block_scores/paged": Row(partial(_block_scores, paged=True), cost.block_scores, ("vllm_scores",)),

@@ -30,7 +30,7 @@ GPU_DECODE_ROWS = (
     *("decode_plan", "msa_attention/paged", "block_scores/paged", "select_blocks/paged", "sparse_attention/paged/random"),
     *("decode_plan/e4m3", "select_blocks/e4m3/paged", "sparse_attention/e4m3/paged/random"),
     *("decode_plan/nvfp4", "select_blocks/nvfp4/paged", "sparse_attention/nvfp4/paged/random"),
-    *("msa_attention/certified/paged", "select_blocks/certified/paged"),
+    *("decode_plan/certified", "msa_attention/certified/paged", "select_blocks/certified/paged"),
     *("dense_attention/paged", "sdpa", "vllm_path", "vllm_select", "vllm_attend/random"),
 )
 

@@ -27,9 +27,19 @@ from openmsa.index_branch.triton_bounds import launch_bounds
 from openmsa.index_branch.triton_launch import score_rows
 from openmsa.index_branch.triton_products import block_maxima
 from openmsa.index_branch.triton_sources import KeySource
-from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile, load_keys, load_rows, sequence_bounds, tile_start
+from openmsa.index_branch.triton_tiles import (
+    FLAT,
+    PAGE,
+    PAGES,
+    Lengths,
+    Tile,
+    load_keys,
+    load_rows,
+    sequence_bounds,
+    tile_start,
+)
 from openmsa.index_branch.triton_variants import Operands
-from openmsa.kv_cache import CertifiedKeys, Int8, PagedIndexKeys, Stored
+from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
 from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts
 from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
@@ -38,9 +48,48 @@ MAX_ROWS = 64
 """(query, head) rows a sequence has for a key head."""
 
 
-def certifies(rows: int, num_blocks: int, free: int, score_bytes: int) -> bool:
-    """Whether bounds come first. rows: the most that a sequence has for a key head. free: places that are not forced."""
-    return rows <= MAX_ROWS and free < num_blocks <= MAX_BLOCKS and free > 0 and score_bytes <= triton_select.WORKSPACE
+def certifies(rows: int, num_blocks: int, free: int, all_rows: int) -> bool:
+    """Whether bounds come first. rows: the most that a sequence has for a key head. free: places that are not forced.
+    all_rows: queries times heads."""
+    bounds_fit = 8 * all_rows * score_rows(num_blocks) <= triton_select.WORKSPACE
+    return rows <= MAX_ROWS and 0 < free < num_blocks <= MAX_BLOCKS and bounds_fit
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What the kernels of one selection at a time hand on; a smaller one takes the front of each tensor."""
+
+    bounds: Tensor  # float32 [2 * total_q * heads * score_rows(num_blocks)]: lower and upper ones, then scores and upper ones
+    open_words: Tensor  # int32 [total_q * heads * columns of settle_kernel]
+    units: Tensor  # int32 [batch * key heads * tiles]
+    visible: Tensor  # int32 [total_q]
+    rescored: Tensor  # int32 [total_q * heads]
+
+    @classmethod
+    def allocate(
+        cls, total_q: int, heads: int, walks: int, num_blocks: int, block_size: int, device: torch.device
+    ) -> Workspace:
+        """walks: sequences times key heads."""
+        rows = total_q * heads
+        bounds = torch.empty(2 * rows * score_rows(num_blocks), dtype=torch.float32, device=device)
+        units = walks * triton.cdiv(num_blocks, Tile.of(block_size).sub)
+        counts = (rows * columns(num_blocks), units, total_q, rows)
+        return cls(bounds, *(torch.empty(n, dtype=torch.int32, device=device) for n in counts))
+
+    def bounds_of(self, total_q: int, heads: int, num_blocks: int) -> Tensor:
+        """``[2, heads, total_q, num_blocks]``."""
+        width = score_rows(num_blocks)
+        held = self.bounds[: 2 * total_q * heads * width].view(2, total_q, heads, width)
+        return held[..., :num_blocks].transpose(1, 2)
+
+    def open_words_of(self, rows: int, num_blocks: int) -> Tensor:
+        """``[rows, columns]``."""
+        return self.open_words[: rows * columns(num_blocks)].view(rows, -1)
+
+
+def columns(num_blocks: int) -> int:
+    """Words of open blocks that a row has."""
+    return 32 * num_warps(num_blocks)
 
 
 @triton.jit
@@ -128,7 +177,7 @@ LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys"]
 
 @triton.jit(do_not_specialize=LENGTHS)
 def rescore_kernel(
-    q, keys, page_table, cu_q, cu_k, q_offset, open_words, units, scores,
+    q, keys, page_table, cu_q, cu_k, seq_lens, q_offset, open_words, units, scores,
     s_qt, s_qh, s_qd, s_page, s_head, s_token, s_dim, s_table, s_sh, s_st, num_blocks, num_pages, capacity, max_keys,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -137,7 +186,7 @@ def rescore_kernel(
     """Grid (parts, batch * key heads): each program scores an equal part of the units that are open to a row of a sequence,
     and writes the scores of blocks that hold NaN. units: int32 [batch * key heads, tiles], scratch."""
     i_s, i_h = tl.program_id(1) // KEY_HEADS, tl.program_id(1) % KEY_HEADS
-    q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, None, q_offset, i_s, capacity, max_keys)
+    q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys)
     o_r = tl.arange(0, ROWS)
     m_row = o_r < q_len * GROUP
     i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)  # [ROWS] last key each row sees
@@ -216,27 +265,41 @@ def select_blocks(
     total_q, heads, _ = index_q.shape
     pool = index_k.keys if isinstance(index_k, PagedIndexKeys) else index_k
     assert isinstance(pool, CertifiedKeys)
-    rows, num_blocks = seqs.max_seqlen_q * heads // pool.shape[1], seqs.num_blocks(block_size)
-    free, width = topk - init_blocks - local_blocks, score_rows(num_blocks)
-    if not certifies(rows, num_blocks, free, 8 * total_q * heads * width) or total_q == 0:
+    key_heads, num_blocks = pool.shape[1], seqs.num_blocks(block_size)
+    rows, free = seqs.max_seqlen_q * heads // key_heads, topk - init_blocks - local_blocks
+    if not certifies(rows, num_blocks, free, total_q * heads) or total_q == 0:
         arguments = (seqs, block_size, topk, init_blocks, local_blocks)
         blocks = triton_select.select_blocks(index_q, exact_keys(index_k), *arguments)
         return blocks, seqs.visible_blocks(total_q, block_size)[:, None].expand(-1, heads)
-    device = index_q.device
-    bounds = torch.empty(2, total_q, heads, width, dtype=torch.float32, device=device)[..., :num_blocks].transpose(1, 2)
-    visible = torch.empty(total_q, dtype=torch.int32, device=device)
-    blocks = torch.empty(total_q, heads, topk, dtype=torch.int32, device=device)
-    rescored = torch.empty(total_q, heads, dtype=torch.int32, device=device)
-    open_words = torch.empty(total_q * heads, 32 * num_warps(num_blocks), dtype=torch.int32, device=device)
-    coarse: Int8 | PagedIndexKeys = pool.coarse
-    if isinstance(index_k, PagedIndexKeys):
-        coarse = PagedIndexKeys(pool.coarse, index_k.page_table, index_k.seq_lens)
-    pdl = device.type == "cuda" and facts(device).arch >= 90
-    launch_bounds(index_q, coarse, seqs, block_size, bounds, visible, pdl=pdl)
-    settle(bounds, visible, open_words, rescored, free, init_blocks, local_blocks, pdl)
-    rescore(index_q, exact_keys(index_k), seqs, block_size, open_words, bounds[0], pdl)
-    launch_topk(bounds[0], visible, init_blocks, local_blocks, blocks, pdl)
-    return blocks, rescored
+    workspace = Workspace.allocate(total_q, heads, seqs.batch * key_heads, num_blocks, block_size, index_q.device)
+    blocks = torch.empty(total_q, heads, topk, dtype=torch.int32, device=index_q.device)
+    page_table = index_k.page_table if isinstance(index_k, PagedIndexKeys) else None
+    launch_certified(index_q, pool, page_table, Lengths.of(seqs), block_size, init_blocks, local_blocks, workspace, blocks)
+    return blocks, workspace.rescored.view(total_q, heads)
+
+
+def launch_certified(
+    index_q: Tensor,
+    keys: CertifiedKeys,
+    page_table: Tensor | None,
+    lengths: Lengths,
+    block_size: int,
+    init_blocks: int,
+    local_blocks: int,
+    workspace: Workspace,
+    out: Tensor,
+) -> None:
+    """The four kernels. keys: a pool with a page table, or packed. out: int32 ``[total_q, heads, topk]``, contiguous.
+    Allocates nothing; reads lengths on the device."""
+    total_q, heads, topk = out.shape
+    num_blocks = triton.cdiv(lengths.max_seqlen_k, block_size)
+    bounds, visible = workspace.bounds_of(total_q, heads, num_blocks), workspace.visible[:total_q]
+    open_words, free = workspace.open_words_of(total_q * heads, num_blocks), topk - init_blocks - local_blocks
+    pdl = index_q.device.type == "cuda" and facts(index_q.device).arch >= 90
+    launch_bounds(index_q, keys.coarse, page_table, lengths, block_size, bounds, visible, pdl=pdl)
+    settle(bounds, visible, open_words, workspace.rescored, free, init_blocks, local_blocks, pdl)
+    rescore(index_q, keys.exact, page_table, lengths, block_size, open_words, workspace.units, bounds[0], pdl)
+    launch_topk(bounds[0], visible, init_blocks, local_blocks, out, pdl)
 
 
 def settle(
@@ -274,31 +337,31 @@ def settle(
 
 def rescore(
     index_q: Tensor,
-    exact: Tensor | Stored | PagedIndexKeys,
-    seqs: Layout,
+    exact: Tensor,
+    page_table: Tensor | None,
+    lengths: Lengths,
     block_size: int,
     open_words: Tensor,
+    units: Tensor,
     scores: Tensor,
     pdl: bool,
     chosen: RescoreConfig | None = None,
 ) -> None:
-    """Launches `rescore_kernel`. scores: as `settle` leaves them, ``[heads, total_q, num_blocks]``."""
+    """Launches `rescore_kernel`. exact: a pool with a page table, or packed keys. scores: as `settle` leaves them, ``[heads,
+    total_q, num_blocks]``."""
     _, heads, dim = index_q.shape
     device, tile = facts(index_q.device), Tile.of(block_size)
-    source = KeySource.of(exact, tile, device)
+    source = KeySource.of_pool(exact, page_table, tile, device)
     chosen = chosen or rescore_config(device, tile, dim, source.mode != FLAT)
-    group, num_blocks, programs = heads // source.heads, scores.shape[2], seqs.batch * source.heads
+    group, num_blocks, programs = heads // source.heads, scores.shape[2], lengths.batch * source.heads
     tiles = triton.cdiv(num_blocks, tile.sub)
-    units = torch.empty(programs, tiles, dtype=torch.int32, device=index_q.device)
     constants: dict[str, Any] = {"MODE": source.mode, "TMA": source.tma, "PAGE_SIZE": source.page_size} | tile.constexprs()
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     rescore_kernel[(min(max(chosen.resident * device.num_sms // programs, 1), tiles), programs)](
         index_q,
         source.keys,
         source.page_table,
-        seqs.cu_seqlens_q,
-        seqs.cu_seqlens_k,
-        seqs.q_offset,
+        *lengths.tensors,
         open_words,
         units,
         scores,
@@ -309,12 +372,12 @@ def rescore(
         num_blocks,
         source.num_pages,
         source.capacity,
-        seqs.max_seqlen_k,
+        lengths.max_seqlen_k,
         KEY_HEADS=source.heads,
         GROUP=group,
         DIM=dim,
         DIM_PAD=triton.next_power_of_2(dim),
-        ROWS=max(16, triton.next_power_of_2(seqs.max_seqlen_q * group)),
+        ROWS=max(16, triton.next_power_of_2(lengths.max_seqlen_q * group)),
         COLS=open_words.shape[1],
         STAGES=chosen.num_stages,
         PDL=pdl,
@@ -334,7 +397,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         constants = {"HEADS": 4, "FREE": free, "INIT": 0, "LOCAL": 1, "REPS": num_blocks // warps // 32, "COLS": warps * 32}
         constants["PDL"] = device.has_tma
         yield Variant(f"settle {free} of {num_blocks}", settle_kernel, settled, constants, warps)
-    for rows, dim, block_size, mode, tma, columns in (
+    for rows, dim, block_size, mode, tma, words in (
         (16, 128, 128, PAGE, True, 32),
         (64, 128, 128, FLAT, True, 512),
         (16, 64, 32, PAGES, False, 64),
@@ -344,10 +407,11 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         tile = Tile.of(block_size)
         operands = Operands("bf16", "plain", dim, tile, mode, tma and device.has_tma)
         types, constants = operands.arguments(device)
-        types |= dict.fromkeys(("open_words", "units"), "*i32") | {"scores": "*fp32"}
+        types |= dict.fromkeys(("open_words", "units", "seq_lens"), "*i32") | {"scores": "*fp32"}
         types |= dict.fromkeys(("s_sh", "s_st", *LENGTHS), "i32")
         chosen = rescore_config(device, tile, dim, mode != FLAT)
-        constants |= {"ROWS": rows, "COLS": columns, "STAGES": chosen.num_stages, "PDL": device.has_tma}
+        constants |= {"ROWS": rows, "COLS": words, "STAGES": chosen.num_stages, "PDL": device.has_tma}
+        constants |= operands.absent_lengths
         names = rescore_kernel.arg_names
         types = {n: t for n, t in types.items() if n in names and n not in constants}
         constants = {n: c for n, c in constants.items() if n in names}

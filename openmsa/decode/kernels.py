@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""A plan's kernels and their buffers: one launch a layer for few sequences, three for many."""
+"""A plan's kernels and their buffers: one launch a layer for few sequences, three for many, five with certified index keys."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from openmsa.block_scores import exact_keys
+from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_decode import decode_select, decode_select_workspace
 from openmsa.block_topk.triton_topk import MAX_BLOCKS
 from openmsa.decode import triton_launch
@@ -44,6 +46,7 @@ class Kernels:
         splits = [(i + 1) * sizes.new_tokens * c.splits for i, c in enumerate(plain) if c.splits > 1]
         most = max(splits, default=0)
         self.partials = triton_decode.Workspace.allocate(tokens * heads, most * heads, rows, sizes.head_dim, dtype, device)
+        self.certified = _certified(max_batch, sizes, device)
         scores = decode_select_workspace(tokens, sizes.index_heads, capacity, sizes.block_size)
         self.scores = torch.empty(scores, dtype=torch.float32, device=device)
         self.cu_seqlens_q = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * sizes.new_tokens
@@ -51,10 +54,10 @@ class Kernels:
         split = max((n * c.attend.splits for n, c in small.items() if c.merging), default=0)
         self.words = triton_launch.Workspace.allocate(max(small), split, sizes, device) if small else None
 
-    def refuse(self, q: Tensor | E4M3, kv: PagedKV, index_keys: PagedIndexKeys) -> str | None:
+    def refuse(self, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys) -> str | None:
         """Why the kernels cannot read these formats, or None."""
-        if index_keys.format == "certified":
-            return "it reads index keys stored as plain, e4m3, int8, nvfp4 or mxfp4, got certified"
+        if index_keys.format == "certified" and not isinstance(index_q, Tensor):
+            return f"index_q must be plain ({index_keys.dtype}) beside certified index keys, got {index_q.format}"
         return triton_decode.refuse(q, kv, None, self.sizes.block_size)
 
     def run(
@@ -70,13 +73,15 @@ class Kernels:
     ) -> None:
         """One layer; the arguments are taken as checked."""
         config = self.one_launch[kv.batch - 1]
-        plain = kv.format == index_keys.format == "plain"
+        plain = kv.format == "plain" and index_keys.format in ("plain", "certified")
         if config is None or self.words is None or not (plain and isinstance(q, Tensor) and isinstance(index_q, Tensor)):
             self._three_launches(q, kv, index_q, index_keys, softmax_scale, blocks, out, lse)
             return
+        exact = exact_keys(index_keys)
+        assert isinstance(exact, PagedIndexKeys)
         for kind in (SCORE, ATTEND, MERGE) if self.interpreted else (EVERY,):
             triton_launch.launch(
-                *(config, self.sizes, self.words, q, kv, index_q, index_keys, softmax_scale, blocks, out, lse),
+                *(config, self.sizes, self.words, q, kv, index_q, exact, softmax_scale, blocks, out, lse),
                 pdl=self.pdl,
                 kind=kind.value,
             )
@@ -102,12 +107,23 @@ class Kernels:
             init_blocks=sizes.init_blocks,
             local_blocks=sizes.local_blocks,
             workspace=self.scores,
+            certified=self.certified,
             out=blocks,
         )
         triton_decode.launch(
             *(self.attend[kv.format][kv.batch - 1], self.partials, q, kv, None, blocks, kv.seq_lens, sizes.new_tokens),
             *(sizes.block_size, softmax_scale, out, lse, self.pdl),
         )
+
+
+def _certified(max_batch: int, sizes: Sizes, device: torch.device) -> triton_certified.Workspace | None:
+    """For steps of up to so many sequences; None where bounds do not come first."""
+    tokens, heads, key_heads = max_batch * sizes.new_tokens, sizes.index_heads, sizes.index_key_heads
+    free = sizes.topk - sizes.init_blocks - sizes.local_blocks
+    if not triton_certified.certifies(sizes.new_tokens * heads // key_heads, sizes.num_blocks, free, tokens * heads):
+        return None
+    walks = max_batch * key_heads
+    return triton_certified.Workspace.allocate(tokens, heads, walks, sizes.num_blocks, sizes.block_size, device)
 
 
 def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> triton_decode.Config:

@@ -36,6 +36,10 @@ class DecodePlan:
     device:           a CUDA device: Triton kernels, one launch a run for few sequences, three for many. A CPU: the stages
                       `select_blocks` and `sparse_attention`, with their own memory, for programs that serve both.
 
+    `CertifiedKeys` with exact keys of `dtype` give the selection of these, bit for bit: int8 keys come first, then the exact
+    ones of open blocks (five launches). Exact keys alone are read where one launch serves the run, where topk - init_blocks -
+    local_blocks is 0 or at least the blocks of `max_pages`, and where bounds for `max_batch` would take more than 256 MiB.
+
     On a GPU a run neither allocates nor waits for the device, and lengths and page tables are read when the kernels run:
     capture it in a CUDA graph and update ``seq_lens`` and ``page_table`` in place between replays. No memory is shared
     between plans: use one plan a stream. Runs of one plan must follow each other, on one stream or ordered by events.
@@ -183,7 +187,7 @@ class DecodePlan:
         self._check_cache("kv", kv, kv.batch, self.num_kv_heads, self.head_dim)
         self._check_cache("index_keys", index_keys, kv.batch, self.index_key_heads, self.index_dim)
         if uses_kernels(self._device):
-            if reason := self._kernels.refuse(q, kv, index_keys):
+            if reason := self._kernels.refuse(q, kv, index_q, index_keys):
                 raise NotImplementedError(f"a plan on {self._device} cannot run this: {reason}")
         elif not torch.equal(index_keys.seq_lens, kv.seq_lens):
             held, got = kv.seq_lens.tolist(), index_keys.seq_lens.tolist()
@@ -205,7 +209,7 @@ class DecodePlan:
 
     def _check_cache(self, name: str, cache: PagedKV | PagedIndexKeys, batch: int, heads: int, dim: int) -> None:
         expected: dict[str, object] = {"batch": batch, "num_heads": heads, "head_dim": dim, "page_size": self.page_size}
-        expected |= {"device": self._device} | ({"dtype": self.dtype} if cache.format == "plain" else {})
+        expected |= {"device": self._device} | ({"dtype": self.dtype} if cache.format in ("plain", "certified") else {})
         for attribute, value in expected.items():
             if getattr(cache, attribute) != value:
                 raise ValueError(f"{name}.{attribute} must be {value} in this plan, got {getattr(cache, attribute)}")
@@ -225,6 +229,7 @@ class DecodePlan:
             block_size=self.block_size,
             init_blocks=self.init_blocks,
             local_blocks=self.local_blocks,
+            certified=index_keys.format == "certified",
         )
         result, lse = sparse_attention(
             q, kv, None, blocks, seqs, block_size=self.block_size, softmax_scale=self._scale, return_lse=True

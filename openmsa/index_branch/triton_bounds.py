@@ -31,10 +31,9 @@ from openmsa.index_branch.triton_products import block_maxima
 from openmsa.index_branch.triton_queries import power_of_two
 from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, store_maxima
 from openmsa.index_branch.triton_sources import KeySource
-from openmsa.index_branch.triton_tiles import FLAT, Tile, load_keys, load_rows, sequence_bounds, tile_start
-from openmsa.kv_cache import Int8, PagedIndexKeys
+from openmsa.index_branch.triton_tiles import FLAT, Lengths, Tile, load_keys, load_rows, sequence_bounds, tile_start
+from openmsa.kv_cache import Int8
 from openmsa.runtime.devices import Device, facts
-from openmsa.types import Layout
 
 
 @triton.jit
@@ -99,9 +98,9 @@ def bound_tile(
     return block_maxima(both, i_k, i_last, TILE, KEYS, SUB, True, MASKED)
 
 
-@triton.jit(do_not_specialize=RUNTIME_LENGTHS)
+@triton.jit(do_not_specialize=["s_side", *RUNTIME_LENGTHS])
 def bounds_kernel(
-    q, keys, scales, errors, page_table, cu_q, cu_k, q_offset, bounds, visible,
+    q, keys, scales, errors, page_table, cu_q, cu_k, seq_lens, q_offset, bounds, visible,
     s_qt, s_qh, s_qd, s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_table, s_side, s_sh, s_st,
     num_blocks, num_pages, capacity, max_keys, tiles_per_split,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -114,7 +113,7 @@ def bounds_kernel(
         gdc_launch_dependents()
     i_split, i_m = tl.program_id(0), tl.program_id(1)
     i_s, i_h = tl.program_id(2) // KEY_HEADS, tl.program_id(2) % KEY_HEADS
-    q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, None, q_offset, i_s, capacity, max_keys)
+    q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys)
     if i_m * ROWS >= q_len * GROUP:
         return
     o_r = i_m * ROWS + tl.arange(0, ROWS)
@@ -178,8 +177,9 @@ def bounds_config(device: Device, rows: int, dim: int, tile: Tile, indirect: boo
 
 def launch_bounds(
     index_q: Tensor,
-    index_k: Int8 | PagedIndexKeys,
-    seqs: Layout,
+    index_k: Int8,
+    page_table: Tensor | None,
+    lengths: Lengths,
     block_size: int,
     bounds: Tensor,
     visible: Tensor,
@@ -189,32 +189,31 @@ def launch_bounds(
     """Writes bounds of the scores that the keys before quantisation have, computed by any of the scoring kernels or exactly.
 
     index_q:  float16 or bfloat16 ``[total_q, heads, dim]``.
+    index_k:  a pool with a page table, or packed keys.
     bounds:   float32 ``[2, heads, total_q, num_blocks]``, last stride 1: maxima of lower and of upper bounds; -inf where the
               block has no score, +inf in the second where the arithmetic bounds nothing (there even if no key is seen);
               undefined for blocks that a query does not see.
     visible:  int32 ``[total_q]``: receives how many blocks each query sees.
     pdl:      the next launch waits for this one inside its kernel."""
     device, tile = facts(index_q.device), Tile.of(block_size)
-    source = KeySource.of(index_k, tile, device, packed=False)
+    source = KeySource.of_pool(index_k, page_table, tile, device, packed=False)
     _, heads, dim = index_q.shape
     group = heads // source.heads
-    rows = seqs.max_seqlen_q * group
+    rows = lengths.max_seqlen_q * group
     chosen = chosen or bounds_config(device, rows, dim, tile, source.mode != FLAT, source.tma)
     row_tiles, num_blocks = triton.cdiv(rows, chosen.rows), bounds.shape[3]
     blocks = -(-num_blocks // tile.sub)
-    num_splits = splits(row_tiles * seqs.batch * source.heads, blocks, chosen.resident * device.num_sms, 1)
+    num_splits = splits(row_tiles * lengths.batch * source.heads, blocks, chosen.resident * device.num_sms, 1)
     blocks_a_split = triton.cdiv(blocks, num_splits)
     scales = source.scales
     constants: dict[str, Any] = {"MODE": source.mode, "TMA": source.tma, "PAGE_SIZE": source.page_size} | tile.constexprs()
-    bounds_kernel[(-(-blocks // blocks_a_split), row_tiles, seqs.batch * source.heads)](
+    bounds_kernel[(-(-blocks // blocks_a_split), row_tiles, lengths.batch * source.heads)](
         index_q,
         source.keys,
         scales.scale,
         scales.error,
         source.page_table,
-        seqs.cu_seqlens_q,
-        seqs.cu_seqlens_k,
-        seqs.q_offset,
+        *lengths.tensors,
         bounds,
         visible,
         *index_q.stride(),
@@ -225,7 +224,7 @@ def launch_bounds(
         num_blocks,
         source.num_pages,
         source.capacity,
-        seqs.max_seqlen_k,
+        lengths.max_seqlen_k,
         blocks_a_split * tile.parts,
         KEY_HEADS=source.heads,
         GROUP=group,

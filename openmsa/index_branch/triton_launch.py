@@ -13,7 +13,7 @@ from openmsa.index_branch.triton_formats import padded
 from openmsa.index_branch.triton_lanes import lane_kernel
 from openmsa.index_branch.triton_scores import score_kernel
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
-from openmsa.index_branch.triton_tiles import FLAT, Tile
+from openmsa.index_branch.triton_tiles import FLAT, Lengths, Tile
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime.devices import Device, facts
 from openmsa.types import Layout
@@ -43,9 +43,7 @@ def launch_scores(
     device = facts(index_q.device)
     tile = Tile.of(block_size)
     source = KeySource.of(index_k, tile, device)
-    lengths = (seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset)
-    longest = (seqs.max_seqlen_q, seqs.max_seqlen_k)
-    launch(index_q, source, tile, lengths, seqs.batch, longest, scores, visible, device, chosen, pdl)
+    launch(index_q, source, tile, Lengths.of(seqs), scores, visible, device, chosen, pdl)
 
 
 def kind_of(source: KeySource, queries: QuerySource, dim: int, tile: Tile) -> Kind:
@@ -57,33 +55,35 @@ def launch(
     index_q: Tensor | Stored,
     source: KeySource,
     tile: Tile,
-    lengths: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
-    batch: int,
-    longest: tuple[int, int],
+    lengths: Lengths,
     scores: Tensor,
     visible: Tensor | None,
     device: Device,
     chosen: Config | None = None,
     pdl: bool = False,
 ) -> None:
-    """lengths: cu_seqlens_q, then cu_seqlens_k or seq_lens, then the positions of first queries or None: the last of the keys.
-    longest: bounds of the query and key lengths. pdl: the next launch waits for this one inside its kernel."""
+    """pdl: the next launch waits for this one inside its kernel."""
     _, heads, dim = index_q.shape
     group = heads // source.heads
     queries = QuerySource.of(index_q, source, device)
-    rows = longest[0] * group
+    rows = lengths.max_seqlen_q * group
     chosen = chosen or config(device, rows, kind_of(source, queries, dim, tile))
     row_tiles = triton.cdiv(rows, chosen.rows)
     num_blocks = scores.shape[2]
     blocks = -(-num_blocks // tile.sub)
-    programs = row_tiles * batch * source.heads
+    programs = row_tiles * lengths.batch * source.heads
     collect = not chosen.swap and tile.sub == tile.parts == 1 and _in_sectors(scores)
     step = SECTOR if collect else 1
     num_splits = splits(programs, blocks, chosen.resident * device.num_sms, 1 if rows <= 64 else 8, step)
     blocks_a_split = triton.cdiv(blocks, num_splits * step) * step
     num_splits = -(-blocks // blocks_a_split)
+<<<<<<< HEAD
     grid = (num_splits, row_tiles, batch * source.heads)
     words, word_strides = source.scales.words() if chosen.lanes else (None, ())
+=======
+    grid = (num_splits, row_tiles, lengths.batch * source.heads)
+    pairs, pair_strides = source.scales.pairs() if chosen.lanes else (None, ())
+>>>>>>> plan2
     strides = (
         *queries.rows.stride(),
         queries.scale_stride,
@@ -93,7 +93,7 @@ def launch(
         source.table_stride,
         *scores.stride(),
     )
-    numbers = (num_blocks, source.num_pages, source.capacity, longest[1], blocks_a_split * tile.parts)
+    numbers = (num_blocks, source.num_pages, source.capacity, lengths.max_seqlen_k, blocks_a_split * tile.parts)
     constants: dict[str, Any] = source.constexprs() | tile.constexprs()
     constants |= {"GROUP": group, "PRODUCT": queries.product, "ROWS": chosen.rows, "FILL": visible is None, "PDL": pdl}
     if chosen.lanes:
@@ -104,7 +104,7 @@ def launch(
             words,
             source.scales.factor,
             source.page_table,
-            *lengths,
+            *lengths.tensors,
             scores,
             visible,
             *strides,
@@ -123,7 +123,7 @@ def launch(
         source.scales.scale,
         source.scales.factor,
         source.page_table,
-        *lengths,
+        *lengths.tensors,
         scores,
         visible,
         *strides,

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from openmsa.types import Layout
 
 FLAT, PAGE, PAGES = 0, 1, 2  # contiguous sequences; pages that hold whole tiles; pages that tiles may cross
 
@@ -53,6 +56,31 @@ class Tile:
     def constexprs(self) -> dict[str, int]:
         """As the kernels take them."""
         return {"BLOCK": self.block, "TILE": self.tile, "KEYS": self.keys, "SUB": self.sub, "PARTS": self.parts}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of the sequences of a batch: int32 tensors that kernels read when they run (`sequence_bounds`), and bounds of them."""
+
+    cu_seqlens_q: Tensor  # [batch + 1]
+    cu_seqlens_k: Tensor | None  # [batch + 1]; None: seq_lens
+    seq_lens: Tensor | None  # [batch]
+    q_offset: Tensor | None  # [batch], positions of first queries; None: the queries are the last of the keys
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @classmethod
+    def of(cls, seqs: Layout) -> Lengths:
+        return cls(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset, seqs.max_seqlen_q, seqs.max_seqlen_k)
+
+    @property
+    def batch(self) -> int:
+        return self.cu_seqlens_q.numel() - 1
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """As kernels take them."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.seq_lens, self.q_offset
 
 
 @triton.jit

@@ -62,6 +62,11 @@ class Operands:
         return (self.format, self.dim, self.tile.tile, self.tile.sub) == (formats.NVFP4, 128, 128, 1) and self.mode != PAGES
 
     @property
+    def absent_lengths(self) -> dict[str, Any]:
+        """Packed keys as `Layout` gives lengths, pages as a decode plan does."""
+        return dict.fromkeys(("seq_lens",) if self.mode == FLAT else ("cu_k", "q_offset"))
+
+    @property
     def scales(self) -> str:
         """Type of the scales as `Scales.of` takes them."""
         if self.format < formats.NVFP4:
@@ -182,9 +187,10 @@ def _bounds(device: Device, operands: Operands, rows: int) -> Variant:
     types, constants = operands.arguments(device)
     chosen = bounds_config(device, rows, operands.dim, operands.tile, operands.mode != FLAT, operands.tma)
     types["keys"] = f"tensordesc<i8[1, 1, {operands.tile.tile}, {constants['DIM_PAD']}]>" if operands.tma else "*i8"
-    types |= dict.fromkeys(("errors", "bounds"), "*fp32") | {"visible": "*i32"}
+    types |= dict.fromkeys(("errors", "bounds"), "*fp32") | dict.fromkeys(("visible", "seq_lens"), "*i32")
     types |= dict.fromkeys(("s_side", "s_sh", "s_st", *RUNTIME_LENGTHS), "i32")
     constants |= {"ROWS": chosen.rows, "STAGES": chosen.num_stages, "PDL": device.has_tma}
+    constants |= operands.absent_lengths
     names = bounds_kernel.arg_names
     types = {name: kind for name, kind in types.items() if name in names and name not in constants}
     constants = {name: value for name, value in constants.items() if name in names}

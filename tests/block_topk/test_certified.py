@@ -260,7 +260,8 @@ def test_bounds_come_first_only_where_they_can_pay():
     pytest.importorskip("triton")
     from openmsa.block_topk.triton_certified import certifies
 
-    assert certifies(rows=4, num_blocks=1024, free=15, score_bytes=1 << 20)
-    assert not certifies(rows=65, num_blocks=1024, free=15, score_bytes=1 << 20)
-    assert not certifies(rows=4, num_blocks=15, free=15, score_bytes=1 << 20)
-    assert not certifies(rows=4, num_blocks=1024, free=0, score_bytes=1 << 20)
+    assert certifies(rows=4, num_blocks=1024, free=15, all_rows=128)
+    assert not certifies(rows=65, num_blocks=1024, free=15, all_rows=128)
+    assert not certifies(rows=4, num_blocks=15, free=15, all_rows=128)
+    assert not certifies(rows=4, num_blocks=1024, free=0, all_rows=128)
+    assert not certifies(rows=4, num_blocks=1024, free=15, all_rows=1 << 15)

@@ -49,14 +49,25 @@ def paged(index_k, k_lens, page_size):
     return PagedIndexKeys(pool, table, torch.tensor(k_lens, dtype=torch.int32))
 
 
+def taken(keys, seqs):
+    """Keys, page table and lengths as launches take them: packed ones from `seqs`, those of pages from the cache."""
+    from openmsa.index_branch.triton_tiles import Lengths
+
+    lengths = Lengths.of(seqs)
+    if not isinstance(keys, PagedIndexKeys):
+        return keys, None, lengths
+    return keys.keys, keys.page_table, replace(lengths, cu_seqlens_k=None, seq_lens=keys.seq_lens)
+
+
 def bounds_of(index_q, coarse, seqs, block_size):
     """Lower and upper bounds, and how many blocks each query sees, from kernels with poisoned outputs."""
     from openmsa.index_branch.triton_bounds import launch_bounds
 
+    keys, page_table, lengths = taken(coarse, seqs)
     shape = 2, index_q.shape[1], len(index_q), seqs.num_blocks(block_size)
     bounds = torch.full(shape, NAN)
     visible = torch.full((len(index_q),), -7, dtype=torch.int32)
-    launch_bounds(index_q, coarse, seqs, block_size, bounds, visible)
+    launch_bounds(index_q, keys, page_table, lengths, block_size, bounds, visible)
     return bounds[0], bounds[1], visible
 
 
@@ -218,7 +229,8 @@ def test_open_blocks_are_rescored_and_no_others(shape, opened):
     results = []
     for resident in (1, 100):
         scores = marks.clone()
-        kernels.rescore(index_q, keys, seqs, block_size, words, scores, False, replace(config, resident=resident))
+        chosen, units = replace(config, resident=resident), torch.full((key_heads * seqs.batch * num_blocks,), -7).int()
+        kernels.rescore(index_q, *taken(keys, seqs), block_size, words, units, scores, False, chosen)
         torch.testing.assert_close(scores[is_open], best[is_open], rtol=1e-3, atol=1e-3)
         assert torch.equal(scores[~is_open], marks[~is_open])
         results.append(scores)

@@ -110,13 +110,18 @@ def index_branch() -> None:
 
 
 def decode_step() -> None:
-    """A plan, and the kernel that scores and selects at once."""
+    """Plans of one launch and of certified index keys, and the kernel that scores and selects at once."""
     p = problem((1, 1), (3000, 5), kv_heads=2, group=16, head_dim=128, dtype=torch.bfloat16)
     here = p.to(DEVICE)
     kv, keys = map(onto_device, paged(p, 128))
     dense_attention(here.q, kv, None, here.seqs, impl="triton")
     sizes = {"max_batch": 2, "num_q_heads": 32, "num_kv_heads": 2, "head_dim": 128, "index_dim": 128, "page_size": 128}
     DecodePlan(**sizes, max_pages=kv.page_table.shape[1], device=DEVICE).run(here.q, kv, here.index_q, keys)
+    kv, keys = paged(p, 64)
+    keys.keys = CertifiedKeys.quantize(keys.keys.nan_to_num())
+    kv, keys = onto_device(kv), onto_device(keys)
+    plan = DecodePlan(**sizes | {"page_size": 64}, block_size=64, max_pages=kv.page_table.shape[1], device=DEVICE)
+    plan.run(here.q, kv, here.index_q, keys)
 
 
 def few_rows() -> None:
