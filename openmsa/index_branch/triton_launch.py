@@ -77,13 +77,8 @@ def launch(
     num_splits = splits(programs, blocks, chosen.resident * device.num_sms, 1 if rows <= 64 else 8, step)
     blocks_a_split = triton.cdiv(blocks, num_splits * step) * step
     num_splits = -(-blocks // blocks_a_split)
-<<<<<<< HEAD
-    grid = (num_splits, row_tiles, batch * source.heads)
-    words, word_strides = source.scales.words() if chosen.lanes else (None, ())
-=======
     grid = (num_splits, row_tiles, lengths.batch * source.heads)
-    pairs, pair_strides = source.scales.pairs() if chosen.lanes else (None, ())
->>>>>>> plan2
+    words, word_strides = source.scales.words() if chosen.lanes else (None, ())
     strides = (
         *queries.rows.stride(),
         queries.scale_stride,
