@@ -20,7 +20,16 @@ from openmsa.bench.record import Record, environment
 from openmsa.bench.rows import ROWS, Context, with_peers
 from openmsa.bench.workloads import LAYER_ROWS, LAYERS, Workload
 from openmsa.explain import STAGES, explain
-from openmsa.testing.timing import Clock, ColdCudaClock, captured, peak_extra_memory, quartiles, sample, wall_seconds
+from openmsa.testing.timing import (
+    Clock,
+    ColdCudaClock,
+    captured,
+    peak_extra_memory,
+    quartiles,
+    sample,
+    settle,
+    wall_seconds,
+)
 
 Step = Callable[[str], None]
 LONG = 1.0  # seconds from which a first call that compiles nothing counts as a measurement
@@ -131,6 +140,7 @@ def _one_round(task: Task, c: Context, settings: Settings) -> None:
             call = captured(lambda: [layer() for layer in calls])
             clock = partial(_share, c.clock)
         known = first if first > LONG and task.mode == "eager" and not _compiles(task.row, settings) else None
+        settle(settings.device)
         task.samples += sample(call, clock, settings.samples, settings.budget, known)
     except Exception as error:  # one row that cannot run must not lose the others
         task.error = f"{type(error).__name__}: {error}"

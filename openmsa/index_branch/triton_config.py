@@ -51,8 +51,8 @@ class Kind:
 class Config:
     """rows: (query, head) rows a program; swap: keys times queries, not queries times keys; hold: rows in registers;
     num_stages: of the walk; resident: programs that one multiprocessor holds at a time; grouped: FP4 scales go to sums over
-    groups of elements, not to the elements; max_registers: of a thread, so that more programs are resident; lanes: by the
-    kernel of `triton_lanes`."""
+    groups of elements, not to the elements; max_registers: of a thread, so that more programs are resident; lanes: keys
+    that a program of the kernel of `triton_lanes` copies at a time, 0 for the other kernel."""
 
     rows: int
     swap: bool
@@ -62,7 +62,7 @@ class Config:
     resident: int
     grouped: bool = False
     max_registers: int | None = None
-    lanes: bool = False
+    lanes: int = 0
 
 
 def config(device: Device, rows: int, kind: Kind) -> Config:
@@ -72,7 +72,7 @@ def config(device: Device, rows: int, kind: Kind) -> Config:
     the other takes maxima. Shared memory then moves 94 bytes a clock of its 128; with 64 rows there (160) it was the limit.
     Few rows: keys are the left factor, and one that is converted first never leaves its registers."""
     if kind.lanes and rows <= 4:
-        return Config(4, True, False, 1, 1, 16, max_registers=128, lanes=True)
+        return lane_config(device, kind)
     swap, hold, grouped = rows <= 64 or kind.must_group, False, kind.must_group
     if kind.groups and rows <= 8 and kind.groups * max(4, triton.next_power_of_2(rows)) >= 16:
         rows, grouped = max(4, triton.next_power_of_2(rows)), True
@@ -89,6 +89,15 @@ def config(device: Device, rows: int, kind: Kind) -> Config:
     if device.arch == 90 and kind.tma and not swap and kind.narrow and rows == 128:
         return Config(rows, swap, hold, 4, 2 * (1 + kind.indirect) + 1, 3, grouped, 168)  # a third hides the others' maxima
     return Config(rows, swap, hold, 4, stages, resident, grouped)
+
+
+def lane_config(device: Device, kind: Kind) -> Config:
+    """Of the kernel of `triton_lanes`: two buffers of 64 keys, and as many programs of one warp as registers (of a quarter of a
+    multiprocessor: four of 128) and shared memory hold. Beside the buffers are queries, page ids and what the system takes."""
+    chunk, buffers = 64, 2
+    scales = kind.dim // 16
+    resident = min(16, device.shared_bytes // (buffers * chunk * (kind.key_bytes + scales) + 3584))
+    return Config(4, True, False, 1, buffers * (1 + kind.indirect) + 1, resident, max_registers=128, lanes=chunk)
 
 
 def tall_rows(device: Device, kind: Kind) -> tuple[int, bool]:

@@ -2,9 +2,10 @@
 # ruff: noqa: RET505 (kernels return from branches on constants)
 """Scores of NVFP4 keys of 128 elements for up to four rows: one warp a program, no exchange between threads until a block ends.
 
-Four neighbouring lanes load a key, 32 elements each and the two scales of these. They convert them where they are, into float16
-times 2**-14, scales included, which is exact, and that is the left operand of the matrix instruction: the order of a sum is
-free, so lanes keep their elements, and the queries are put in the order that results, once.
+Keys are copied to shared memory CHUNK at a time, one or more ahead: loads into registers the compiler moves next to their use.
+From there four neighbouring lanes take a key, 32 elements each and the two scales of these. They convert them in registers,
+into float16 times 2**-14, scales included, which is exact, and that is the left operand of the matrix instruction: the order of
+a sum is free, so lanes keep their elements, and the queries are put in the order that results, once.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def lane_tile(
     MODE: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Of the tile that starts with key i_k: address of its first key, where its scales start, in the strides' unit, and whether
-    it exists; where it does not, page 0 is read."""
+    it exists."""
     zero = tl.full([], 0, tl.int64)
     i_page, there, o_row = zero, zero == 0, zero + k_start + i_k
     if MODE != 0:
@@ -88,19 +89,19 @@ def lane_tile(
 
 
 @triton.jit
-def lane_loads(p_k, scales, o_g, i_n, m_k, s_token, s_dim, s_gt, SWIZZLED: tl.constexpr, MASKED: tl.constexpr):
-    """Codes int16 [STEP, 32] and scales int16 [STEP, 4] of keys i_n and following of a tile. MASKED: where m_k [STEP]."""
-    o_n, o_p = tl.arange(0, STEP)[:, None], tl.arange(0, 4)[None, :]
+def lane_loads(p_k, scales, o_g, i_n, m_k, s_token, s_dim, s_gt, SWIZZLED: tl.constexpr):
+    """Codes int16 [STEP, 32] and scales, two an int16, [STEP, 4] of keys i_n and following of a tile, where m_k. Words with
+    two pairs are read: asynchronous copies move four bytes and more."""
+    o_n, o_p = tl.arange(0, STEP)[:, None], tl.arange(0, 2)[None, :]
     if SWIZZLED:
         o_row = o_g + i_n * s_gt + o_n * s_gt
-        p_g = scales + ((o_row // 128 * 2 + o_p // 2) * 128 + o_row % 32 * 4 + o_row % 128 // 32) * 2 + o_p % 2
+        p_g = scales + ((o_row // 128 * 2 + o_p) * 128 + o_row % 32 * 4 + o_row % 128 // 32)
     else:
         p_g = (scales + (o_g + i_n * s_gt)) + (o_n * s_gt + o_p)
     p_k = (p_k + i_n * s_token) + (o_n * s_token + tl.arange(0, 32)[None, :] * s_dim)
-    if MASKED:
-        return tl.load(p_k, mask=m_k[:, None], other=0), tl.load(p_g, mask=m_k[:, None], other=0)
-    else:
-        return tl.load(p_k), tl.load(p_g)
+    b_k, b_g = tl.load(p_k, mask=m_k, other=0), tl.load(p_g, mask=m_k, other=0)
+    b_g = tl.broadcast_to(b_g[:, :, None], [STEP, 2, 2]) >> (tl.arange(0, 2) * 16)[None, None, :]
+    return b_k, b_g.to(tl.int16).reshape(STEP, 4)
 
 
 @triton.jit
@@ -123,7 +124,7 @@ def lane_maxima_masked(
     best = tl.full([STEP, ROWS], float("-inf"), tl.float32)
     for i_n in tl.range(0, TILE, STEP, num_stages=1):
         o_k = i_k + i_n + tl.arange(0, STEP)
-        b_k, b_g = lane_loads(p_k, scales, o_g, i_n, (o_k < k_len) & there, s_token, s_dim, s_gt, SWIZZLED, True)
+        b_k, b_g = lane_loads(p_k, scales, o_g, i_n, ((o_k < k_len) & there)[:, None], s_token, s_dim, s_gt, SWIZZLED)
         s = lane_products(b_k, b_g, b_q, ROWS, NATIVE)
         best = tl.maximum(best, tl.where(o_k[:, None] <= i_last[None, :], s, float("-inf")))
     return tl.max(best, 0)
@@ -137,8 +138,9 @@ def lane_kernel(
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
     PARTS: tl.constexpr, SWIZZLED: tl.constexpr, NATIVE: tl.constexpr, PRODUCT: tl.constexpr, ROWS: tl.constexpr,
     MODE: tl.constexpr, PAGE_SIZE: tl.constexpr, FILL: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, row tiles, batch * key heads), as of `score_kernel`."""
+    """Grid (splits, row tiles, batch * key heads), as of `score_kernel`. CHUNK: keys that are copied at a time."""
     if PDL:
         gdc_launch_dependents()
     i_split, i_m = tl.program_id(0), tl.program_id(1)
@@ -170,32 +172,25 @@ def lane_kernel(
         b_f *= row_factors(q_scale, k_factor, tl.where(m_row, o_r, 0), i_h, s_qs, s_kf, GROUP)
 
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
-    if first < i_full:
+    CHUNKS: tl.constexpr = TILE // CHUNK
+    b_m = tl.full([STEP, ROWS], float("-inf"), tl.float32)  # of the chunks of a tile so far
+    for i in tl.range(first * CHUNKS, i_full * CHUNKS, num_stages=STAGES):
+        i_t = i // CHUNKS
         p_k, o_g, there = lane_tile(
-            keys, page_row, i_h, tile_start(first, BLOCK, KEYS, 1, PARTS), k_start, num_pages,
+            keys, page_row, i_h, tile_start(i_t, BLOCK, KEYS, 1, PARTS), k_start, num_pages,
             s_page, s_head, s_token, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE,
         )  # fmt: skip
-        b_k, b_g = lane_loads(p_k, scales, o_g, 0, None, s_token, s_dim, s_gt, SWIZZLED, False)
-        for i_t in tl.range(first, i_full, num_stages=1):
-            i_next = tile_start(tl.minimum(i_t + 1, i_full - 1), BLOCK, KEYS, 1, PARTS)
-            next_k, next_g, next_there = lane_tile(
-                keys, page_row, i_h, i_next, k_start, num_pages,
-                s_page, s_head, s_token, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE,
-            )  # fmt: skip
-            m = tl.full([STEP, ROWS], float("-inf"), tl.float32)
-            for i_n in tl.static_range(STEP, TILE + STEP, STEP):  # loads are one step ahead
-                c_k, c_g = b_k, b_g
-                if i_n < TILE:
-                    b_k, b_g = lane_loads(p_k, scales, o_g, i_n, None, s_token, s_dim, s_gt, SWIZZLED, False)
-                else:
-                    b_k, b_g = lane_loads(next_k, scales, next_g, 0, None, s_token, s_dim, s_gt, SWIZZLED, False)
-                m = tl.maximum(m, lane_products(c_k, c_g, b_q, ROWS, NATIVE))
-            m = tl.where(there, tl.max(m, 0), 0.0)
+        for i_n in tl.static_range(0, CHUNK, STEP):
+            i_n += i % CHUNKS * CHUNK
+            b_k, b_g = lane_loads(p_k, scales, o_g, i_n, there, s_token, s_dim, s_gt, SWIZZLED)
+            b_m = tl.maximum(b_m, lane_products(b_k, b_g, b_q, ROWS, NATIVE))
+        if CHUNKS == 1 or i % CHUNKS == CHUNKS - 1:
+            m = tl.max(b_m, 0)
             if PARTS == 2:
                 m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
                 best = m
             store_maxima(scores + o_s, m, b_f, i_t, num_blocks, s_sb, m_row, 1, PARTS)
-            p_k, o_g, there = next_k, next_g, next_there
+            b_m = tl.full([STEP, ROWS], float("-inf"), tl.float32)
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
         m = lane_maxima_masked(
             b_q, keys, scales, page_row, i_h, tile_start(i_t, BLOCK, KEYS, 1, PARTS), i_last, k_start, k_len, num_pages,

@@ -78,12 +78,12 @@ def launch(
     blocks_a_split = triton.cdiv(blocks, num_splits * step) * step
     num_splits = -(-blocks // blocks_a_split)
     grid = (num_splits, row_tiles, lengths.batch * source.heads)
-    pairs, pair_strides = source.scales.pairs() if chosen.lanes else (None, ())
+    words, word_strides = source.scales.words() if chosen.lanes else (None, ())
     strides = (
         *queries.rows.stride(),
         queries.scale_stride,
         *source.strides,
-        *(pair_strides if chosen.lanes else source.scales.strides),
+        *(word_strides if chosen.lanes else source.scales.strides),
         source.scales.factor_stride,
         source.table_stride,
         *scores.stride(),
@@ -96,7 +96,7 @@ def launch(
             queries.rows,
             queries.scale,
             source.pool,
-            pairs,
+            words,
             source.scales.factor,
             source.page_table,
             *lengths.tensors,
@@ -104,6 +104,8 @@ def launch(
             visible,
             *strides,
             *numbers,
+            CHUNK=chosen.lanes,
+            STAGES=chosen.num_stages,
             num_warps=chosen.num_warps,
             maxnreg=chosen.max_registers,
             **{name: value for name, value in constants.items() if name in lane_kernel.arg_names},

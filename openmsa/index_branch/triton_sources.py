@@ -57,13 +57,13 @@ class Scales:
             return cls(scale=scale, strides=(*_strides(scale[..., 0]), scale.stride(-1)))
         return cls()
 
-    def pairs(self) -> tuple[Tensor, tuple[int, int, int]]:
-        """Codes of group scales that lie in words, two an int16, and their strides from page to page, head to head and key to
+    def words(self) -> tuple[Tensor, tuple[int, int, int]]:
+        """Codes of group scales that lie in words, four an int32, and their strides from page to page, head to head and key to
         key."""
         assert self.scale is not None
-        an_item = 1 if self.swizzled else self.scale.itemsize // 2
+        an_item = 1 if self.swizzled else self.scale.itemsize // 4
         page, head, key, _ = self.strides
-        return self.scale.view(torch.int16), (page * an_item, head * an_item, key * an_item)
+        return self.scale.view(torch.int32), (page * an_item, head * an_item, key * an_item)
 
 
 def _strides(rows: Tensor) -> tuple[int, int, int]:

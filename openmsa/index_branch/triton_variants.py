@@ -202,9 +202,10 @@ def _lane_variant(
     device: Device, operands: Operands, types: dict[str, str], constants: dict[str, Any], chosen: Config, fill: bool
 ) -> Variant:
     constants |= {"s_sb": 1, "FILL": fill, "PDL": device.has_tma, "seq_lens": None, "ROWS": chosen.rows}
+    constants |= {"CHUNK": chosen.lanes, "STAGES": chosen.num_stages}
     constants |= {"visible": None} if fill else {}
     constants = {k: v for k, v in constants.items() if k in lane_kernel.arg_names}
-    types |= {"keys": "*i16", "scales": "*i16"}
+    types |= {"keys": "*i16", "scales": "*i32"}
     types = {name: kind for name, kind in types.items() if name in lane_kernel.arg_names and name not in constants}
     name, registers = f"lanes {operands.name} r{chosen.rows}", chosen.max_registers
     return Variant(name, lane_kernel, types, constants, chosen.num_warps, 1, dot=True, maxnreg=registers)

@@ -168,8 +168,12 @@ def test_configurations_fit():
 def test_lanes_serve_up_to_four_rows():
     for device in COMPILE_TARGETS.values():
         kind = Kind.of(128, 128, 3, tl.bfloat16, True, device.has_tma, lanes=True)
-        assert all(config(device, rows, kind).lanes == (rows <= 4) for rows in (1, 4, 5, 64, 65536))
-        assert config(device, 1, kind).rows == 4
+        assert all((config(device, rows, kind).lanes > 0) == (rows <= 4) for rows in (1, 4, 5, 64, 65536))
+        chosen = config(device, 1, kind)
+        assert chosen.rows == 4
+        assert 128 % chosen.lanes == 0
+        assert 7 <= chosen.resident <= 65536 // (32 * chosen.max_registers)
+        assert chosen.resident * 2 * chosen.lanes * 72 <= device.shared_bytes
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 64, 100, 128, 129, 200, 256])

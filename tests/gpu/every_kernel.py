@@ -137,6 +137,19 @@ def few_rows() -> None:
         attempt(select_blocks, here.index_q, index_k, 5, here.seqs, block_size=64, impl="triton", certified=True)
 
 
+def few_rows_of_fp4() -> None:
+    """Decode on NVFP4 index keys, flat and paged, blocks of one part and of two."""
+    p = problem((1, 1, 0, 2), (3000, 5, 40, 530), index_heads=2, head_dim=128, dtype=torch.bfloat16)
+    here, keys = p.to(DEVICE), paged(p, 256)[1]
+    for name in ("nvfp4", "nvfp4 128x4"):
+        store = KEY_FORMATS[name]
+        cache = PagedIndexKeys(store(keys.keys.nan_to_num()), keys.page_table, keys.seq_lens)
+        for index_k, block in itertools.product((store(p.index_k), cache), (128, 256)):
+            operands = [onto_device(x) for x in (p.index_q, index_k)]
+            attempt(block_scores, *operands, here.seqs, block_size=block, impl="triton")
+            attempt(select_blocks, *operands, 2, here.seqs, block_size=block, impl="triton")
+
+
 def many_rows() -> None:
     """Enough rows that scoring and selection are fused, and that neighbouring queries share blocks."""
     p = problem((7000, 3), (7000, 400), kv_heads=4, group=2, dtype=torch.bfloat16).to(DEVICE)
@@ -197,6 +210,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "index branch": index_branch,
     "decode step": decode_step,
     "few rows": few_rows,
+    "few rows of FP4": few_rows_of_fp4,
     "many rows": many_rows,
     "many readers": many_readers,
     "appends": appends,
