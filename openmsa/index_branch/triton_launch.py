@@ -9,8 +9,9 @@ from typing import Any
 import triton
 from torch import Tensor
 
+from openmsa.index_branch import gluon_sm90_launch
 from openmsa.index_branch.triton_config import Config, Kind, config, splits
-from openmsa.index_branch.triton_formats import padded
+from openmsa.index_branch.triton_formats import NO_SCALE, padded
 from openmsa.index_branch.triton_scores import score_kernel
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
 from openmsa.index_branch.triton_tiles import FLAT, Tile
@@ -79,6 +80,9 @@ def launch(
     group = heads // source.heads
     queries = QuerySource.of(index_q, source, device)
     rows = longest[0] * group
+    if chosen is None and upper is None and _tuned(queries, source, tile, rows, scores, device, pdl):
+        gluon_sm90_launch.launch(queries, source, lengths, batch, longest, scores, visible, device)
+        return
     chosen = chosen or config(device, rows, kind_of(source, queries, dim, tile))
     if upper is not None:  # twice the maxima to hold
         chosen = replace(chosen, rows=min(chosen.rows, 64))
@@ -132,6 +136,13 @@ def launch(
         maxnreg=chosen.max_registers,
         **constants,
     )
+
+
+def _tuned(queries: QuerySource, source: KeySource, tile: Tile, rows: int, scores: Tensor, device: Device, pdl: bool) -> bool:
+    """Whether Hopper's own kernel serves it: not in the interpreter, which knows no Gluon."""
+    kind = kind_of(source, queries, queries.rows.shape[2], tile)
+    plain = source.scales.where == NO_SCALE and queries.rows.stride(2) == 1 and not pdl
+    return scores.is_cuda and plain and _in_sectors(scores) and gluon_sm90_launch.serves(device, kind, tile, rows)
 
 
 def _in_sectors(scores: Tensor) -> bool:
