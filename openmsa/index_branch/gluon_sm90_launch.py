@@ -25,7 +25,7 @@ SECTOR = 8
 
 @dataclass(frozen=True)
 class Config:
-    """num_stages: places of the ring of key tiles; resident: programs that one multiprocessor holds at a time."""
+    """num_stages: places of the ring of key tiles, at least 3; resident: programs that one multiprocessor holds at a time."""
 
     num_warps: int
     num_stages: int

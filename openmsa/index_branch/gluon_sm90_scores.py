@@ -179,6 +179,7 @@ def sm90_score_kernel(
         # The compiler knows a product that crosses the end of the loop only if it is the one that all wait for.
         mbarrier.wait(full.index(0), 0)
         top = multiply(q_top, tiles, 0, DIM, PRODUCT)
+        gl.thread_barrier()
         slot, phase, free = 0, 0, STAGES - 1
         for i_t in range(first, i_end - 1):
             here = i_t + STAGES - 1 < i_end
@@ -186,13 +187,15 @@ def sm90_score_kernel(
             s = warpgroup_mma_wait(0, deps=(top,))
             low = multiply(q_low, tiles, slot, DIM, PRODUCT)
             held_top = keep(held_top, block_maxima(s, i_t, i_full, last_top, PRODUCT), i_t, SECTOR)
-            gl.thread_barrier()  # every warp has waited for the products of tile i_t - 1
-            fetch(keys, tiles, full, free, i_page, i_h, i_key, here)
-            free = slot
+            spent = slot
             slot = slot + 1 if slot + 1 < STAGES else 0
             phase = phase ^ (slot == 0)
             mbarrier.wait(full.index(slot), phase)
             top = multiply(q_top, tiles, slot, DIM, PRODUCT)
+            gl.thread_barrier()  # every warp has waited for the products of tile i_t - 1
+            fetch(keys, tiles, full, free, i_page, i_h, i_key, here)
+            gl.thread_barrier()  # here, beside two products, not where the compiler would put it
+            free = spent
             gl.store(p_top + i_t // 8 * 8, scored(held_top, f_top), mask=m_top[:, None] & (i_t % 8 == 7))
             s = warpgroup_mma_wait(1, deps=(low,))
             held_low = keep(held_low, block_maxima(s, i_t, i_full, last_low, PRODUCT), i_t, SECTOR)

@@ -9,7 +9,6 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from openmsa.index_branch import gluon_sm90_launch
 from openmsa.index_branch.triton_config import Config, Kind, config, splits
 from openmsa.index_branch.triton_formats import NO_SCALE, padded
 from openmsa.index_branch.triton_scores import score_kernel
@@ -80,8 +79,9 @@ def launch(
     group = heads // source.heads
     queries = QuerySource.of(index_q, source, device)
     rows = longest[0] * group
-    if chosen is None and upper is None and _tuned(queries, source, tile, rows, scores, device, pdl):
-        gluon_sm90_launch.launch(queries, source, lengths, batch, longest, scores, visible, device)
+    tuned = None if chosen or pdl or upper is not None else _tuned(queries, source, tile, rows, scores, device)
+    if tuned is not None:
+        tuned(queries, source, lengths, batch, longest, scores, visible, device)
         return
     chosen = chosen or config(device, rows, kind_of(source, queries, dim, tile))
     if upper is not None:  # twice the maxima to hold
@@ -138,11 +138,16 @@ def launch(
     )
 
 
-def _tuned(queries: QuerySource, source: KeySource, tile: Tile, rows: int, scores: Tensor, device: Device, pdl: bool) -> bool:
-    """Whether Hopper's own kernel serves it: not in the interpreter, which knows no Gluon."""
+def _tuned(queries: QuerySource, source: KeySource, tile: Tile, rows: int, scores: Tensor, device: Device) -> Any:
+    """The launch of Hopper's own kernel where that serves, else None: the interpreter knows no Gluon, and Gluon's names change
+    from version to version."""
+    if not scores.is_cuda or device.arch != 90 or triton.__version__.split(".")[:2] != ["3", "6"]:
+        return None
+    from openmsa.index_branch import gluon_sm90_launch
+
     kind = kind_of(source, queries, queries.rows.shape[2], tile)
-    plain = source.scales.where == NO_SCALE and queries.rows.stride(2) == 1 and not pdl
-    return scores.is_cuda and plain and _in_sectors(scores) and gluon_sm90_launch.serves(device, kind, tile, rows)
+    plain = source.scales.where == NO_SCALE and queries.rows.stride(2) == 1 and _in_sectors(scores)
+    return gluon_sm90_launch.launch if plain and gluon_sm90_launch.serves(device, kind, tile, rows) else None
 
 
 def _in_sectors(scores: Tensor) -> bool:
