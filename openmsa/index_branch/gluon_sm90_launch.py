@@ -25,10 +25,9 @@ SECTOR = 8
 
 @dataclass(frozen=True)
 class Config:
-    """num_stages: places of the ring of key tiles, at least 3; resident: programs that one multiprocessor holds at a time."""
+    """resident: programs that one multiprocessor holds at a time."""
 
     num_warps: int
-    num_stages: int
     resident: int
 
     @property
@@ -37,15 +36,15 @@ class Config:
         return 32 * self.num_warps
 
 
-def serves(device: Device, kind: Kind, tile: Tile, rows: int) -> bool:
-    """Whether the kernel serves so many rows a sequence and key head: e4m3 times e4m3, blocks of 128 keys."""
-    narrow = kind.narrow and not kind.converted
-    return device.arch == 90 and kind.tma and narrow and kind.dim in (64, 128) and tile.block == 128 and rows > 64
+def serves(device: Device, kind: Kind, tile: Tile, rows: int, group: int) -> bool:
+    """Whether the kernel serves so many rows a sequence and key head: e4m3 times e4m3, blocks of 128 keys, and groups of heads
+    that divide the rows of a product."""
+    factors = kind.narrow and not kind.converted and kind.dim in (64, 128)
+    return device.arch == 90 and kind.tma and factors and tile.block == 128 and rows > 64 and 64 % group == 0
 
 
-def config(dim: int) -> Config:
-    """Two programs of 128 rows a multiprocessor: what one cannot overlap with its own products, the other's fill."""
-    return Config(num_warps=4, num_stages=6 if dim == 128 else 8, resident=2)
+CONFIG = Config(num_warps=4, resident=2)
+"""Two programs of 128 rows a multiprocessor: what one cannot overlap with its own products, the other's fill."""
 
 
 def launch(
@@ -57,15 +56,13 @@ def launch(
     scores: Tensor,
     visible: Tensor | None,
     device: Device,
-    chosen: Config | None = None,
 ) -> None:
     """As `triton_launch.launch`. scores: rows that can be written in sectors."""
     _, heads, dim = queries.rows.shape
     group = heads // source.heads
-    chosen = chosen or config(dim)
-    row_tiles = triton.cdiv(longest[0] * group, chosen.rows)
+    row_tiles = triton.cdiv(longest[0] * group, CONFIG.rows)
     num_blocks = scores.shape[2]
-    parts = splits(row_tiles * batch * source.heads, num_blocks, chosen.resident * device.num_sms, SECTOR, SECTOR)
+    parts = splits(row_tiles * batch * source.heads, num_blocks, CONFIG.resident * device.num_sms, SECTOR, SECTOR)
     blocks_per_split = triton.cdiv(num_blocks, parts * SECTOR) * SECTOR
     pool = source.keys
     layout = gl.NVMMASharedLayout.get_default_for(pool.block_shape, gl.float8e4nv)
@@ -93,8 +90,7 @@ def launch(
         MODE=source.mode,
         PAGE_SIZE=source.page_size,
         FILL=visible is None,
-        STAGES=chosen.num_stages,
-        num_warps=chosen.num_warps,
+        num_warps=CONFIG.num_warps,
     )
 
 
@@ -109,7 +105,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         ("page", 64, PAGE, True),
     ):
         kind = Kind.of(dim, 128, 1, gl.float8e4nv, mode != FLAT, True)
-        assert serves(COMPILE_TARGETS[arch], kind, Tile.of(128), 65536)
+        assert serves(COMPILE_TARGETS[arch], kind, Tile.of(128), 65536, 4)
         yield _variant(f"e4m3 x e4m3 d{dim} {name}", dim, mode, fill)
 
 
@@ -124,9 +120,9 @@ def _variant(name: str, dim: int, mode: int, fill: bool) -> Variant:
     types |= dict.fromkeys(("page_table", "cu_q", "cu_k", "q_offset", "visible"), "*i32") | {"k_factor": "*fp32"}
     types |= dict.fromkeys(("s_qt", "s_qh", "s_table"), "i32:16")
     types |= dict.fromkeys(("s_qs", "s_kf", "s_sh", "s_st", "num_blocks", "capacity", "max_keys", "blocks_per_split"), "i32")
-    chosen = config(dim)
     constants: dict[str, Any] = {"KEY_HEADS": 1, "GROUP": 4, "DIM": dim, "MODE": mode, "PAGE_SIZE": 128 if mode else 1}
-    constants |= {"FILL": fill, "STAGES": chosen.num_stages, "seq_lens": None}
+    constants |= {"FILL": fill, "seq_lens": None}
     constants |= ({"visible": None} if fill else {}) | ({"page_table": None, "k_factor": None} if mode == FLAT else {})
     types = {argument: kind for argument, kind in types.items() if argument not in constants}
-    return Variant(name, sm90_score_kernel, types, constants, chosen.num_warps, chosen.num_stages, wgmma=True)
+    may_spill = 0 if mode == FLAT else 160  # where rows see tiles in part: the last few of a walk
+    return Variant(name, sm90_score_kernel, types, constants, CONFIG.num_warps, wgmma=True, may_spill=may_spill)

@@ -147,7 +147,8 @@ def _tuned(queries: QuerySource, source: KeySource, tile: Tile, rows: int, score
 
     kind = kind_of(source, queries, queries.rows.shape[2], tile)
     plain = source.scales.where == NO_SCALE and queries.rows.stride(2) == 1 and _in_sectors(scores)
-    return gluon_sm90_launch.launch if plain and gluon_sm90_launch.serves(device, kind, tile, rows) else None
+    group = queries.rows.shape[1] // source.heads
+    return gluon_sm90_launch.launch if plain and gluon_sm90_launch.serves(device, kind, tile, rows, group) else None
 
 
 def _in_sectors(scores: Tensor) -> bool:

@@ -12,7 +12,7 @@ import triton.language as tl
 from openmsa import E4M3, PagedIndexKeys
 from openmsa.block_scores import reference
 from openmsa.index_branch import gluon_sm90_launch
-from openmsa.index_branch.gluon_sm90_launch import config, serves
+from openmsa.index_branch.gluon_sm90_launch import CONFIG, serves
 from openmsa.index_branch.triton_config import Kind
 from openmsa.index_branch.triton_launch import launch_scores, score_rows
 from openmsa.index_branch.triton_tiles import Tile
@@ -34,6 +34,8 @@ CASES = {
     "eight heads": ((100, 33), (1500, 4000), 128, 8, 1, None, "tensor", None),
     "two key heads": ((100, 33), (1500, 4000), 128, 8, 2, None, "head", None),
     "offsets": ((200, 150, 90), (1000, 3000, 513), 128, 4, 1, None, "head", (-20, 1000, 5000)),
+    "four tiles": ((200,), (512,), 128, 4, 1, None, "head", (312,)),
+    "five tiles": ((130,), (640,), 128, 4, 1, None, "tensor", (900,)),
     "dim 64": ((200, 150), (1000, 3001), 64, 4, 1, None, "head", None),
     "pages": ((200, 150, 0), (1000, 3001, 5), 128, 4, 1, 128, "head", None),
     "wide pages": ((200, 150, 0), (1000, 3001, 5), 128, 4, 1, 256, "tensor", None),
@@ -46,25 +48,24 @@ def test_what_it_serves():
         return Kind.of(dim, 128, format, product, False, tma)
 
     block, hopper = Tile.of(128), COMPILE_TARGETS[90]
-    assert serves(hopper, kind(), block, 65)
-    assert serves(hopper, kind(64), block, 65536)
-    assert not serves(hopper, kind(), block, 64)
-    assert not serves(hopper, kind(80), block, 65536)
-    assert not serves(hopper, kind(tma=False), block, 65536)
-    assert not serves(hopper, kind(product=tl.bfloat16), block, 65536)
-    assert not serves(hopper, kind(format=0, product=tl.bfloat16), block, 65536)
-    assert not serves(hopper, kind(format=2, product=tl.bfloat16), block, 65536)
-    assert not serves(hopper, kind(format=3, product=tl.bfloat16), block, 65536)
-    assert not any(serves(hopper, kind(), Tile.of(size), 65536) for size in (64, 100, 256))
-    assert not any(serves(COMPILE_TARGETS[arch], kind(), block, 65536) for arch in (80, 100, 120))
+    assert serves(hopper, kind(), block, 65, 4)
+    assert serves(hopper, kind(64), block, 65536, 4)
+    assert not serves(hopper, kind(), block, 64, 4)
+    assert not serves(hopper, kind(80), block, 65536, 4)
+    assert not serves(hopper, kind(tma=False), block, 65536, 4)
+    assert not serves(hopper, kind(product=tl.bfloat16), block, 65536, 4)
+    assert not serves(hopper, kind(format=0, product=tl.bfloat16), block, 65536, 4)
+    assert not serves(hopper, kind(format=2, product=tl.bfloat16), block, 65536, 4)
+    assert not serves(hopper, kind(format=3, product=tl.bfloat16), block, 65536, 4)
+    assert all(serves(hopper, kind(), block, 65536, group) for group in (1, 8, 64))
+    assert not any(serves(hopper, kind(), block, 65536, group) for group in (3, 12, 128))
+    assert not any(serves(hopper, kind(), Tile.of(size), 65536, 4) for size in (64, 100, 256))
+    assert not any(serves(COMPILE_TARGETS[arch], kind(), block, 65536, 4) for arch in (80, 100, 120))
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_configuration_fits(dim):
-    c = config(dim)
-    assert c.resident * (c.num_stages * 128 * dim + 1024) <= COMPILE_TARGETS[90].shared_bytes
-    assert c.rows == 32 * c.num_warps
-    assert c.num_stages >= 3
+def test_configuration_fits():
+    assert CONFIG.resident * (4 * 128 * 128 + 4096) <= COMPILE_TARGETS[90].shared_bytes
+    assert CONFIG.rows == 32 * CONFIG.num_warps
 
 
 @pytest.mark.gpu
