@@ -73,7 +73,7 @@ def multiply(b_q, tile, old, never, DIM: gl.constexpr):
 
 
 @gluon.jit
-def here(m):
+def taken(m):
     """m, computed before what follows: the compiler would put maxima behind later products and run out of registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $2; mov.b32 $1, $3;", "=f,=f,f,f", [m], gl.float32, False, 2)
 
@@ -86,7 +86,7 @@ def thread_maxima(s, i_t, i_last, EDGE: gl.constexpr, LAYOUT: gl.constexpr):
         sees = (i_last - i_t * BLOCK)[:, None] - (o_k & 6)[None, :]  # the part of o_k that differs between threads
         s = gl.where((o_k & ~6)[None, :] <= sees, s, float("-inf"))
     left, right = gl.max(s.reshape([s.shape[0], 16, 8]), 1).reshape([s.shape[0], 4, 2]).split()  # four chains a thread
-    return here(gl.maximum(left, right))
+    return taken(gl.maximum(left, right))
 
 
 @gluon.jit
@@ -215,12 +215,12 @@ def sm90_score_kernel(
                     tops += (thread_maxima(s_top, i_t, last_top, EDGE, PRODUCT),)
                     mbarrier.expect(full[(i + 3) % 4], keys.block_type.nbytes, pred=here)
                     top = multiply(q_top, tiles[(i + 1) % 4], s_top, never, DIM)
+                    s_low = warpgroup_mma_wait(1, deps=(low,))
+                    lows += (thread_maxima(s_low, i_t, last_low, EDGE, PRODUCT),)
                     gl.thread_barrier()  # every warp has waited for the products of tile i_t - 1
                     tma.async_copy_global_to_shared(
                         keys, [i_page, i_h, i_key, 0], full[(i + 3) % 4], tiles[(i + 3) % 4], pred=here
                     )
-                    s_low = warpgroup_mma_wait(1, deps=(low,))
-                    lows += (thread_maxima(s_low, i_t, last_low, EDGE, PRODUCT),)
                 m_4 = (i_4 + o_4 < i_end)[None, :]
                 m_1 = m_top[:, None] & m_4 if EDGE else m_top[:, None]
                 m_2 = m_low[:, None] & m_4 if EDGE else m_low[:, None]
