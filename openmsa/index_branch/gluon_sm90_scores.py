@@ -10,6 +10,9 @@ ring of tiles in shared memory. While the unit multiplies one tile of rows, the 
 
 With rows in registers, shared memory moves 96 bytes a clock at the unit's full rate (64 for the product, 32 for the copy engine
 that fills the ring); rows in shared memory would take all of its 128. Triton cannot hold them so: `triton_config.tall_rows`.
+
+The walk goes by four tiles, the places of the ring, so that places and phases are constants. What each thread found of them is
+exchanged between the threads of a row once in four tiles.
 """
 
 from __future__ import annotations
