@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from openmsa.index_branch.triton_config import Config, Kind, config, splits
-from openmsa.index_branch.triton_formats import padded
+from openmsa.index_branch.triton_formats import NO_SCALE, padded
 from openmsa.index_branch.triton_lanes import lane_kernel
 from openmsa.index_branch.triton_scores import score_kernel
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
@@ -67,6 +67,10 @@ def launch(
     group = heads // source.heads
     queries = QuerySource.of(index_q, source, device)
     rows = lengths.max_seqlen_q * group
+    tuned = None if chosen or pdl else _tuned(queries, source, tile, rows, scores, device)
+    if tuned is not None:
+        tuned(queries, source, lengths, scores, visible, device)
+        return
     chosen = chosen or config(device, rows, kind_of(source, queries, dim, tile))
     row_tiles = triton.cdiv(rows, chosen.rows)
     num_blocks = scores.shape[2]
@@ -134,6 +138,19 @@ def launch(
         maxnreg=chosen.max_registers,
         **constants,
     )
+
+
+def _tuned(queries: QuerySource, source: KeySource, tile: Tile, rows: int, scores: Tensor, device: Device) -> Any:
+    """The launch of Hopper's own kernel where that serves, else None: the interpreter knows no Gluon, and Gluon's names change
+    from version to version."""
+    if not scores.is_cuda or device.arch != 90 or triton.__version__.split(".")[:2] != ["3", "6"]:
+        return None
+    from openmsa.index_branch import gluon_sm90_launch
+
+    kind = kind_of(source, queries, queries.rows.shape[2], tile)
+    plain = source.scales.where == NO_SCALE and queries.rows.stride(2) == 1 and _in_sectors(scores)
+    group = queries.rows.shape[1] // source.heads
+    return gluon_sm90_launch.launch if plain and gluon_sm90_launch.serves(device, kind, tile, rows, group) else None
 
 
 def _in_sectors(scores: Tensor) -> bool:

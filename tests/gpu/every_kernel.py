@@ -156,6 +156,11 @@ def many_rows() -> None:
     blocks = select_blocks(p.index_q, p.index_k, 4, p.seqs, block_size=128, impl="triton")
     sparse_attention(p.q, p.k, p.v, blocks, p.seqs, block_size=128, impl="triton_prefill")
     sparse_attention(p.q, p.k, p.v, random_blocks(p, 9, 128, 4), p.seqs, block_size=128, impl="triton_prefill")
+    for size in (128, 200):  # pages that hold whole tiles and others
+        cache = paged(p, size)[1]
+        cache = PagedIndexKeys(E4M3.quantize(cache.keys.nan_to_num()), cache.page_table, cache.seq_lens)
+        for index_k in (E4M3.quantize(p.index_k, per="head"), cache):
+            block_scores(E4M3.quantize(p.index_q, per="head"), index_k, p.seqs, impl="triton")
     for num_blocks in (1, 100, 3000):
         select_blocks_from_scores(torch.randn(2, 9, num_blocks, device=DEVICE), min(16, num_blocks), impl="triton")
 
