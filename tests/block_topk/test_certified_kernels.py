@@ -143,10 +143,10 @@ def test_bounds_hold_and_are_close(shape, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_integers_are_exact(dtype):
-    """Keys that int8 holds, so that hardly an error hides what the parts of the query make of them."""
+    """Keys that int8 holds and queries that 15 bits hold, so that hardly an error hides what the parts make of them."""
     index_k = torch.randint(-127, 128, (256, 1, 128)).float()
     index_k[:, :, 0] = 127
-    index_q = torch.randn(3, 4, 128).to(dtype)
+    index_q = torch.randint(-255, 256, (3, 4, 128)).to(dtype)
     seqs = laid_out((3,), (256,))
     lower, upper, _ = bounds_of(index_q, Int8.quantize(index_k.half()), seqs, 128)
     best = block_maxima(index_q, index_k, seqs, 128)
