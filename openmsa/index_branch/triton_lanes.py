@@ -61,12 +61,13 @@ def lane_keys(b_k, b_g, NATIVE: tl.constexpr):
 
 @triton.jit
 def lane_queries(b_q):
-    """Rows of queries [rows, 128] as float16 columns [128, 8], and what multiplies their scores in the end. Elements, numbered
-    [lane, scale, item, high bit, low bit of the nibble in its item], are put as [low bit, high bit, scale, lane, item]."""
+    """Rows of queries [rows, 128] as float16 columns [128, 8], and what multiplies their scores in the end, but for 2**8, with
+    which it may be infinite. Elements, numbered [lane, scale, item, high bit, low bit of the nibble in its item], are put as
+    [low bit, high bit, scale, lane, item]."""
     ROWS: tl.constexpr = b_q.shape[0]
     b_q, b_up = float16_rows(b_q)
     b_q = b_q.reshape(ROWS, 4, 2, 4, 2, 2).permute(0, 5, 4, 2, 1, 3).reshape(ROWS, 128)
-    return spread_rows(b_q, 8).T, b_up * 256.0
+    return spread_rows(b_q, 8).T, b_up
 
 
 @triton.jit
@@ -116,7 +117,7 @@ def lane_maxima_masked(
     s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt,
     MODE: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, SWIZZLED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Best product of each row with the keys of a tile that exist and that it sees, [rows]."""
+    """Best product of each row with the keys of a tile that exist and that it sees, times 2**8, [rows]."""
     ROWS: tl.constexpr = i_last.shape[0]
     p_k, o_g, there = lane_tile(
         keys, page_row, i_h, i_k, k_start, num_pages, s_page, s_head, s_token, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE
@@ -127,7 +128,7 @@ def lane_maxima_masked(
         b_k, b_g = lane_loads(p_k, scales, o_g, i_n, ((o_k < k_len) & there)[:, None], s_token, s_dim, s_gt, SWIZZLED)
         s = lane_products(b_k, b_g, b_q, ROWS, NATIVE)
         best = tl.maximum(best, tl.where(o_k[:, None] <= i_last[None, :], s, float("-inf")))
-    return tl.max(best, 0)
+    return tl.max(best, 0) * 256.0
 
 
 @triton.jit(do_not_specialize=RUNTIME_LENGTHS)
@@ -185,7 +186,7 @@ def lane_kernel(
             b_k, b_g = lane_loads(p_k, scales, o_g, i_n, there, s_token, s_dim, s_gt, SWIZZLED)
             b_m = tl.maximum(b_m, lane_products(b_k, b_g, b_q, ROWS, NATIVE))
         if CHUNKS == 1 or i % CHUNKS == CHUNKS - 1:
-            m = tl.max(b_m, 0)
+            m = tl.max(b_m, 0) * 256.0
             if PARTS == 2:
                 m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
                 best = m

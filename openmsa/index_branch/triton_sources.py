@@ -128,9 +128,10 @@ class KeySource:
         capacity = where[2] if page_table is None else page_table.shape[1] * page_size
         # Of packed keys page_size is 1: it is a compile key, so it must not be their number.
         scales = Scales.of(keys, mode)
-        # NVFP4 of 128 elements, whole tiles of one block or a part, scales in words
+        # NVFP4 of 128 elements, whole tiles of one block or a part, scales in words, offsets in a tile of 32 bits
         lanes = (stored, keys.shape[-1], width) == (formats.NVFP4, 128, 32) and pool.numel() > 0 and mode != PAGES
         lanes = lanes and tile.whole and (tile.tile, tile.sub) == (128, 1) and _in_words(scales.scale)
+        lanes = lanes and tile.tile * max(pool.stride(2), scales.words()[1][2]) < 2**31
         return cls(
             source, page_table, pool.stride(), where[1], heads, num_pages, capacity, where[3], mode, tma, stored, data.dtype,
             scales, device.arch >= 90, lanes,

@@ -120,7 +120,11 @@ def narrowed(config: Config, keys: int) -> Config:
 
 
 def refuse(q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, block_size: int) -> str | None:
-    """Why these formats cannot be read, or None."""
+    """Why these formats or strides cannot be read, or None."""
+    for rows, axis in ((k.k, 2), (k.v, 2)) if isinstance(k, PagedKV) else ((k, 0), (v, 0)):
+        data = rows.data if isinstance(rows, Stored) else rows
+        if data is not None and 128 * data.stride(axis) + data.shape[-1] * data.stride(-1) >= 2**31:  # 128: keys of a tile
+            return f"offsets inside its tiles are 32 bits wide, got strides {tuple(data.stride())}"
     if isinstance(q, Stored) and not format_id(k):
         return "it reads queries stored as e4m3 beside keys stored as e4m3 or nvfp4 only"
     if not format_id(k):

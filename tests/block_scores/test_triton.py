@@ -14,6 +14,7 @@ from openmsa import E4M3, MXFP4, NVFP4, Int8, PagedIndexKeys
 from openmsa.block_scores import reference, triton_scores
 from openmsa.index_branch.triton_config import Kind, config, splits
 from openmsa.index_branch.triton_launch import launch_scores
+from openmsa.index_branch.triton_sources import KeySource
 from openmsa.index_branch.triton_tiles import Tile
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
@@ -259,3 +260,26 @@ def test_lanes_elsewhere(keys, page):
         there = slice(page // 256, 3)  # blocks of the second sequence behind the missing page
         assert bool((missing[:, 1, : page // 256] == 0).all())
         assert_equal("other blocks", missing[:, 1, there], scores[:, 1, there])
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_few_rows_of_large_queries(rows):
+    """Scores in range of queries near the end of it, one row kernel and the other, and zero keys."""
+    p = problem((1,), (256,), kv_heads=rows, index_heads=rows, index_dim=128, dtype=BF16).to(DEVICE)
+    p.index_q.mul_(2.0**122)
+    p.index_k.mul_(2.0**-20)
+    p.index_k[128:] = 0
+    index_k, lengths = NVFP4.quantize(p.index_k), layout(p.seqs, 1, 256, DEVICE)
+    truth = reference.block_scores(p.index_q.double(), index_k, lengths, 128)
+    honest = reference.block_scores(p.index_q, index_k, lengths, 128)
+    assert_close("scores", triton_scores.block_scores(p.index_q, index_k, lengths, 128), honest, truth)
+
+
+@pytest.mark.parametrize("step", [32, 2**25 // 64, 2**24 - 32, 2**24])
+def test_lanes_have_offsets_of_32_bits(step):
+    """Keys so many words of two bytes apart; on the meta device, for the size."""
+    data = torch.empty_strided((1, 1, 128, 64), (256 * step, 2, 2 * step, 1), dtype=torch.uint8, device="meta")
+    keys = NVFP4(data, torch.empty(1, 1, 128, 8, dtype=torch.uint8, device="meta"))
+    table = torch.zeros(1, 1, dtype=torch.int32, device="meta")
+    source = KeySource.of_pool(keys, table, Tile.of(128), COMPILE_TARGETS[80])
+    assert source.lanes == (128 * step < 2**31)

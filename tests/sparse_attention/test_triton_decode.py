@@ -126,6 +126,24 @@ def test_formats_that_are_not_read_are_refused():
     assert "even addresses" in triton_decode.refuse(p.q, odd, odd, 64)
 
 
+def test_keys_far_apart_are_refused():
+    """Offsets inside a tile have 32 bits: pages whose first tokens lie together, then all second ones."""
+    q, table, lens = (
+        torch.empty(1, 1, 64, device="meta"),
+        torch.empty(1, 1, device="meta").int(),
+        torch.empty(1, device="meta").int(),
+    )
+    near, far = (
+        torch.empty_strided((4, 1, 128, 64), (64, 64, step, 1), dtype=torch.float16, device="meta")
+        for step in (2**24 - 64, 2**24)
+    )
+    assert triton_decode.refuse(q, PagedKV(near, near, table, lens), None, 64) is None
+    assert "32 bits" in triton_decode.refuse(q, PagedKV(near, far, table, lens), None, 64)
+    stored = E4M3(far.to(torch.float8_e4m3fn).as_strided(far.shape, far.stride()))
+    assert "32 bits" in triton_decode.refuse(q, PagedKV(stored, stored, table, lens), None, 64)
+    assert "32 bits" in triton_decode.refuse(q, near[:, 0, :, :].transpose(0, 1), far[:, 0].transpose(0, 1), 64)
+
+
 def test_the_order_of_blocks_and_the_split_do_not_matter():
     """Split + merge = whole; every block selected = dense; the default configuration serves as well."""
     p = problem((3, 1), (300, 70), group=4, head_dim=64, dtype=FLOAT)
