@@ -64,7 +64,7 @@ def fixed_point(b_q):
 @triton.jit
 def bound_tile(
     b_n, b_unit, b_norm, b_grain, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-    s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt,
+    s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_ep, s_eh, s_et,
     MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def bound_tile(
         scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, 2, CUT
     )  # fmt: skip
     b_e = load_scales(
-        errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, 2, CUT
+        errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_ep, s_eh, s_et, MODE, PAGE_SIZE, TILE, 2, CUT
     )  # fmt: skip
     n = tl.dot(b_k, b_n.T, out_dtype=tl.int32)
     if n.shape[1] > 2 * ROWS:
@@ -101,7 +101,7 @@ def bound_tile(
 @triton.jit(do_not_specialize=["s_side", *RUNTIME_LENGTHS])
 def bounds_kernel(
     q, keys, scales, errors, page_table, cu_q, cu_k, seq_lens, q_offset, bounds, visible,
-    s_qt, s_qh, s_qd, s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_table, s_side, s_sh, s_st,
+    s_qt, s_qh, s_qd, s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_ep, s_eh, s_et, s_table, s_side, s_sh, s_st,
     num_blocks, num_pages, capacity, max_keys, tiles_per_split,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr,
@@ -148,7 +148,8 @@ def bounds_kernel(
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
         m = bound_tile(
             b_n, b_unit, b_norm, b_grain, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, False,
+            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_ep, s_eh, s_et,
+            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, False,
         )  # fmt: skip
         if PARTS == 2:
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
@@ -158,7 +159,8 @@ def bounds_kernel(
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
         m = bound_tile(
             b_n, b_unit, b_norm, b_grain, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, True,
+            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_ep, s_eh, s_et,
+            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, True,
         )  # fmt: skip
         if PARTS == 2:
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
@@ -219,6 +221,7 @@ def launch_bounds(
         *index_q.stride(),
         *source.strides,
         *scales.strides[:3],
+        *scales.error_strides,
         source.table_stride,
         *bounds.stride()[:3],
         num_blocks,

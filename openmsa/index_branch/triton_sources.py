@@ -23,7 +23,8 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 @dataclass(frozen=True)
 class Scales:
     """Scales beside the codes. `scale`: of pages or keys, or codes of groups; strides from page to page, head to head, key to
-    key and group to group (128x4: counted in rows). `factor`: of the tensor or of each head, with its stride."""
+    key and group to group (128x4: counted in rows). `factor`: of the tensor or of each head, with its stride. `error`: of int8
+    keys, with strides of its own from page to page, head to head and key to key."""
 
     where: int = formats.NO_SCALE
     scale: Tensor | None = None
@@ -32,6 +33,7 @@ class Scales:
     factor: Tensor | None = None
     factor_stride: int = 0
     error: Tensor | None = None
+    error_strides: tuple[int, int, int] = (0, 0, 0)
 
     @classmethod
     def of(cls, keys: Tensor | Stored, mode: int) -> Scales:
@@ -43,7 +45,8 @@ class Scales:
             where = formats.TILE_SCALE if mode == PAGE else formats.KEY_SCALE
             return cls(where, keys.scale, (page, head, 0, 0))
         if isinstance(keys, Int8):
-            return cls(formats.KEY_SCALE, keys.scale, (*_strides(keys.scale), 0), error=keys.error)
+            strides = (*_strides(keys.scale), 0)
+            return cls(formats.KEY_SCALE, keys.scale, strides, error=keys.error, error_strides=_strides(keys.error))
         if isinstance(keys, NVFP4):
             codes = keys.scale.view(torch.uint8)
             scale = in_items(codes, torch.int64, keys.groups in (8, 16) and keys.layout == "linear")

@@ -189,6 +189,7 @@ def _bounds(device: Device, operands: Operands, rows: int) -> Variant:
     types["keys"] = f"tensordesc<i8[1, 1, {operands.tile.tile}, {constants['DIM_PAD']}]>" if operands.tma else "*i8"
     types |= dict.fromkeys(("errors", "bounds"), "*fp32") | dict.fromkeys(("visible", "seq_lens"), "*i32")
     types |= dict.fromkeys(("s_side", "s_sh", "s_st", *RUNTIME_LENGTHS), "i32")
+    types |= {"s_ep": types["s_gp"], "s_eh": types["s_gh"], "s_et": types["s_gt"]}
     constants |= {"ROWS": chosen.rows, "STAGES": chosen.num_stages, "PDL": device.has_tma}
     constants |= operands.absent_lengths
     names = bounds_kernel.arg_names

@@ -154,6 +154,29 @@ def test_integers_are_exact(dtype):
     assert bool((upper - lower <= 2e-4 * index_q.double().norm(dim=-1).t()[..., None] * 127 * 128**0.5).all())
 
 
+@pytest.mark.parametrize("page_size", [0, 16, 64])
+def test_errors_have_strides_of_their_own(page_size):
+    """As `Int8` allows: bounds are those of errors that lie as scales do, and read nothing beside them."""
+    k_lens = (200, 130)
+    index_k = (torch.randn(330, 2, 64) * torch.rand(330, 2, 1)).half()
+    index_q = torch.randn(2, 4, 64).half()
+    seqs, table = laid_out((1, 1), k_lens), None
+    if page_size:
+        pages = paged(index_k, k_lens, page_size)
+        index_k, table = pages.keys.nan_to_num(), pages.page_table
+    coarse = Int8.quantize(index_k)
+    wide = torch.full((*coarse.error.shape[::-1], 3), NAN)
+    wide[..., 1] = coarse.error.permute(*range(coarse.error.dim())[::-1])
+    apart = Int8(coarse.data, coarse.scale, wide[..., 1].permute(*range(coarse.error.dim())[::-1]))
+    results = []
+    for keys in (coarse, apart):
+        keys = PagedIndexKeys(keys, table, torch.tensor(k_lens, dtype=torch.int32)) if page_size else keys
+        lower, upper, visible = bounds_of(index_q, keys, seqs, 32)
+        seen = torch.arange(lower.shape[2]) < visible[:, None]
+        results.append(torch.stack((lower, upper))[:, :, seen])
+    assert torch.equal(*results)
+
+
 def test_queries_out_of_range():
     index_k = torch.randn(200, 1, 64).bfloat16()
     rows = torch.randn(1, 11, 64)
