@@ -31,7 +31,18 @@ from openmsa.index_branch.triton_products import block_maxima
 from openmsa.index_branch.triton_queries import power_of_two
 from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, store_maxima
 from openmsa.index_branch.triton_sources import KeySource
-from openmsa.index_branch.triton_tiles import FLAT, Lengths, Tile, load_keys, load_rows, sequence_bounds, tile_start
+from openmsa.index_branch.triton_tiles import (
+    FLAT,
+    Lengths,
+    Tile,
+    load_keys,
+    load_rows,
+    rows_of,
+    sequence_bounds,
+    store_visible,
+    tile_start,
+    tiles_of,
+)
 from openmsa.kv_cache import Int8
 from openmsa.runtime.devices import Device, facts
 
@@ -116,17 +127,9 @@ def bounds_kernel(
     q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys)
     if i_m * ROWS >= q_len * GROUP:
         return
-    o_r = i_m * ROWS + tl.arange(0, ROWS)
-    i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)  # [ROWS] last key each row sees
-    m_first = (o_r < q_len * GROUP) & (o_r % GROUP == 0) & (i_split + i_h == 0)
-    tl.store(visible + q_start + o_r // GROUP, tl.maximum(i_last + BLOCK, 0) // BLOCK, mask=m_first)
-    seen_by_all = tl.maximum(tl.minimum(offset + i_m * ROWS // GROUP, k_len - 1) + 1, 0)
-    last_token = tl.minimum((i_m * ROWS + ROWS - 1) // GROUP, q_len - 1)
-    seen_by_any = tl.maximum(tl.minimum(offset + last_token, k_len - 1) + 1, 0)
-    first = i_split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tl.cdiv(num_blocks, SUB) * PARTS)
-    i_full = tl.minimum(seen_by_all // (BLOCK * SUB) * PARTS, last)
-    i_end = tl.minimum(tl.cdiv(seen_by_any, BLOCK * SUB) * PARTS, last)
+    o_r, m_row, i_last, seen_by_all, seen_by_any = rows_of(i_m, q_len, k_len, offset, GROUP, ROWS)
+    store_visible(visible, q_start, o_r, m_row, i_last, i_split + i_h == 0, GROUP, BLOCK)
+    first, _, i_full, i_end = tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, BLOCK, SUB, PARTS)
     page_row = page_table
     if MODE != 0:
         page_row += i_s.to(tl.int64) * s_table

@@ -18,7 +18,17 @@ from openmsa.index_branch.triton_codes import ASM, e2m1_parts, e4m3_bytes
 from openmsa.index_branch.triton_products import unspread
 from openmsa.index_branch.triton_queries import float16_rows, query_numbers, row_factors, spread_rows
 from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, store_maxima
-from openmsa.index_branch.triton_tiles import exists, load_rows, page_number, row_in_page, sequence_bounds, tile_start
+from openmsa.index_branch.triton_tiles import (
+    exists,
+    load_rows,
+    page_number,
+    row_in_page,
+    rows_of,
+    sequence_bounds,
+    store_visible,
+    tile_start,
+    tiles_of,
+)
 
 STEP = tl.constexpr(32)
 """Keys that a warp multiplies at a time."""
@@ -149,19 +159,10 @@ def lane_kernel(
     q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys)
     if i_m * ROWS >= q_len * GROUP:
         return
-    o_r = i_m * ROWS + tl.arange(0, ROWS)
-    m_row = o_r < q_len * GROUP
-    i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)  # [ROWS] last key each row sees
-    seen_by_all = tl.maximum(tl.minimum(offset + i_m * ROWS // GROUP, k_len - 1) + 1, 0)
-    last_token = tl.minimum((i_m * ROWS + ROWS - 1) // GROUP, q_len - 1)
-    seen_by_any = tl.maximum(tl.minimum(offset + last_token, k_len - 1) + 1, 0)
+    o_r, m_row, i_last, seen_by_all, seen_by_any = rows_of(i_m, q_len, k_len, offset, GROUP, ROWS)
     if visible is not None:
-        p_v = visible + q_start + o_r // GROUP
-        tl.store(p_v, tl.maximum(i_last + BLOCK, 0) // BLOCK, mask=m_row & (o_r % GROUP == 0) & (i_split + i_h == 0))
-    first = i_split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, num_blocks * PARTS)
-    i_full = tl.minimum(seen_by_all // BLOCK * PARTS, last)
-    i_end = tl.minimum(tl.cdiv(seen_by_any, BLOCK) * PARTS, last)
+        store_visible(visible, q_start, o_r, m_row, i_last, i_split + i_h == 0, GROUP, BLOCK)
+    first, last, i_full, i_end = tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, BLOCK, 1, PARTS)
     page_row = page_table
     if MODE != 0:
         page_row += i_s.to(tl.int64) * s_table

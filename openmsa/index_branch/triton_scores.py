@@ -15,7 +15,15 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.index_branch.triton_products import score_tile
 from openmsa.index_branch.triton_queries import grouped_parts, query_numbers, query_parts, row_factors, spread_rows
-from openmsa.index_branch.triton_tiles import hold_rows, load_rows, sequence_bounds, tile_start
+from openmsa.index_branch.triton_tiles import (
+    hold_rows,
+    load_rows,
+    rows_of,
+    sequence_bounds,
+    store_visible,
+    tile_start,
+    tiles_of,
+)
 
 
 @triton.jit
@@ -64,20 +72,10 @@ def score_kernel(
     if i_m * ROWS >= q_len * GROUP:
         return
 
-    o_r = i_m * ROWS + tl.arange(0, ROWS)
-    m_row = o_r < q_len * GROUP
-    i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)  # [ROWS] last key each row sees
-    seen_by_all = tl.maximum(tl.minimum(offset + i_m * ROWS // GROUP, k_len - 1) + 1, 0)
-    last_token = tl.minimum((i_m * ROWS + ROWS - 1) // GROUP, q_len - 1)
-    seen_by_any = tl.maximum(tl.minimum(offset + last_token, k_len - 1) + 1, 0)
+    o_r, m_row, i_last, seen_by_all, seen_by_any = rows_of(i_m, q_len, k_len, offset, GROUP, ROWS)
     if visible is not None:
-        p_v = visible + q_start + o_r // GROUP
-        tl.store(p_v, tl.maximum(i_last + BLOCK, 0) // BLOCK, mask=m_row & (o_r % GROUP == 0) & (i_split + i_h == 0))
-
-    first = i_split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tl.cdiv(num_blocks, SUB) * PARTS)
-    i_full = tl.minimum(seen_by_all // (BLOCK * SUB) * PARTS, last)
-    i_end = tl.minimum(tl.cdiv(seen_by_any, BLOCK * SUB) * PARTS, last)
+        store_visible(visible, q_start, o_r, m_row, i_last, i_split + i_h == 0, GROUP, BLOCK)
+    first, last, i_full, i_end = tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, BLOCK, SUB, PARTS)
     page_row = page_table
     if MODE != 0:
         page_row += i_s.to(tl.int64) * s_table

@@ -99,6 +99,39 @@ def sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys):
 
 
 @triton.jit
+def rows_of(i_m, q_len, k_len, offset, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Of (query, head) rows i_m * ROWS to (i_m + 1) * ROWS of a sequence, the first below q_len * GROUP: their numbers, which
+    exist, and the last key that each sees, [ROWS] each; how many keys all of them see, and how many any of them."""
+    o_r = i_m * ROWS + tl.arange(0, ROWS)
+    i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)
+    seen_by_all = tl.maximum(tl.minimum(offset + i_m * ROWS // GROUP, k_len - 1) + 1, 0)
+    last_token = tl.minimum((i_m * ROWS + ROWS - 1) // GROUP, q_len - 1)
+    seen_by_any = tl.maximum(tl.minimum(offset + last_token, k_len - 1) + 1, 0)
+    return o_r, o_r < q_len * GROUP, i_last, seen_by_all, seen_by_any
+
+
+@triton.jit
+def store_visible(visible, q_start, o_r, m_row, i_last, chosen, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """How many blocks each query of `rows_of` sees, by the one program that is chosen."""
+    p_v = visible + q_start + o_r // GROUP
+    tl.store(p_v, tl.maximum(i_last + BLOCK, 0) // BLOCK, mask=m_row & (o_r % GROUP == 0) & chosen)
+
+
+@triton.jit
+def tiles_of(
+    i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any,
+    BLOCK: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Of a split: its first tile, the first one behind it, the first that not all rows see whole, and the first that none
+    sees."""
+    first = i_split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tl.cdiv(num_blocks, SUB) * PARTS)
+    i_full = tl.minimum(seen_by_all // (BLOCK * SUB) * PARTS, last)
+    i_end = tl.minimum(tl.cdiv(seen_by_any, BLOCK * SUB) * PARTS, last)
+    return first, last, i_full, i_end
+
+
+@triton.jit
 def tile_start(i_t, BLOCK: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr):
     """First key of tile i_t."""
     return i_t * KEYS if PARTS == 1 else (i_t // PARTS) * BLOCK + (i_t % PARTS) * (BLOCK - KEYS)
