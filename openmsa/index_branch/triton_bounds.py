@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.index_branch import triton_formats as formats
 from openmsa.index_branch.triton_config import Config, Kind, splits, walk
-from openmsa.index_branch.triton_formats import load_scales
+from openmsa.index_branch.triton_formats import key_errors, key_scales, load_of_keys
 from openmsa.index_branch.triton_products import block_maxima
 from openmsa.index_branch.triton_queries import power_of_two
 from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, store_maxima
@@ -88,12 +88,16 @@ def bound_tile(
         keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
         MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, CUT,
     )  # fmt: skip
-    b_s = load_scales(
-        scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, 2, CUT
+    b_s = load_of_keys(
+        scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, CUT
     )  # fmt: skip
-    b_e = load_scales(
-        errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_ep, s_eh, s_et, MODE, PAGE_SIZE, TILE, 2, CUT
-    )  # fmt: skip
+    if errors is None:
+        b_e = key_errors(b_s)
+    else:
+        b_e = load_of_keys(
+            errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_ep, s_eh, s_et, MODE, PAGE_SIZE, TILE, CUT
+        ).to(tl.float32)  # fmt: skip
+    b_s = key_scales(b_s)
     n = tl.dot(b_k, b_n.T, out_dtype=tl.int32)
     if n.shape[1] > 2 * ROWS:
         n, _ = tl.split(n.reshape(TILE, 2, 2 * ROWS).permute(0, 2, 1))
@@ -118,7 +122,8 @@ def bounds_kernel(
     TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr,
     TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, row tiles, batch * key heads). bounds: lower ones, then upper ones. PDL: let the kernel behind this one be
+    """Grid (splits, row tiles, batch * key heads). errors: None where scales are words (`Int8.words`). bounds: lower ones, then
+    upper ones. PDL: let the kernel behind this one be
     launched while this one runs."""
     if PDL:
         gdc_launch_dependents()

@@ -83,22 +83,9 @@ def load_group_scales(
 
 @triton.jit
 def load_scales(
-    scales,
-    page_row,
-    i_h,
-    i_k,
-    k_start,
-    k_len,
-    num_pages,
-    s_page,
-    s_head,
-    s_token,
-    MODE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    SCALE: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
+    scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token,
+    MODE: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
     """float32 scales: of a tile (SCALE 1, one number) or of each key (SCALE 2, [TILE]). BOUNDED: some key may not exist."""
     if SCALE == 0:
         return 1.0
@@ -107,11 +94,35 @@ def load_scales(
         p_s = scales + i_page.to(tl.int64) * s_page + i_h * s_head
         return tl.load(p_s, mask=exists(i_page, num_pages), other=0.0)
     else:
-        i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE, BOUNDED)
-        p_s = scales + o_row.to(tl.int64) * s_token + i_h.to(tl.int64) * s_head
-        if MODE != 0:
-            p_s += i_page.to(tl.int64) * s_page
-        return tl.load(p_s, mask=m_k, other=0.0)
+        b_s = load_of_keys(
+            scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, MODE, PAGE_SIZE, TILE, BOUNDED
+        )
+        return key_scales(b_s)
+
+
+@triton.jit
+def load_of_keys(
+    numbers, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token,
+    MODE: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """What each key has one of, [TILE], as it is stored; 0 of keys that do not exist."""
+    i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, MODE, PAGE_SIZE, TILE, BOUNDED)
+    p_n = numbers + o_row.to(tl.int64) * s_token + i_h.to(tl.int64) * s_head
+    if MODE != 0:
+        p_n += i_page.to(tl.int64) * s_page
+    return tl.load(p_n, mask=m_k, other=0)
+
+
+@triton.jit
+def key_scales(b_s):
+    """float32 scales of numbers or of words (`Int8.words`)."""
+    return (b_s << 16).to(tl.float32, bitcast=True) if b_s.dtype == tl.int32 else b_s.to(tl.float32)
+
+
+@triton.jit
+def key_errors(b_s):
+    """float32 errors of words."""
+    return (b_s & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit

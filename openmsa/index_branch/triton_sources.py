@@ -23,8 +23,9 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 @dataclass(frozen=True)
 class Scales:
     """Scales beside the codes. `scale`: of pages or keys, or codes of groups; strides from page to page, head to head, key to
-    key and group to group (128x4: counted in rows). `factor`: of the tensor or of each head, with its stride. `error`: of int8
-    keys, with strides of its own from page to page, head to head and key to key."""
+    key and group to group (128x4: counted in rows). `factor`: of the tensor or of each head, with its stride. Of int8 keys
+    `scale` has words of scales and errors or, where these lie apart, the scales, and `error` the errors, with their strides from
+    page to page, head to head and key to key."""
 
     where: int = formats.NO_SCALE
     scale: Tensor | None = None
@@ -45,6 +46,9 @@ class Scales:
             where = formats.TILE_SCALE if mode == PAGE else formats.KEY_SCALE
             return cls(where, keys.scale, (page, head, 0, 0))
         if isinstance(keys, Int8):
+            words = keys.words()
+            if words is not None:
+                return cls(formats.KEY_SCALE, words, (*_strides(words), 0))
             strides = (*_strides(keys.scale), 0)
             return cls(formats.KEY_SCALE, keys.scale, strides, error=keys.error, error_strides=_strides(keys.error))
         if isinstance(keys, NVFP4):

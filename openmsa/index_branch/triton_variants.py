@@ -24,8 +24,8 @@ _TYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "e4m3": tl.float8e4nv}
 
 @dataclass(frozen=True)
 class Operands:
-    """query: "bf16", "fp16" or "e4m3". keys: a format, with "128x4" behind it for swizzled scales, or "head" or "page" for the
-    scales of e4m3. mode: FLAT, PAGE or PAGES."""
+    """query: "bf16", "fp16" or "e4m3". keys: a format, with "128x4" behind it for swizzled scales, "head" or "page" for the
+    scales of e4m3, "apart" for those of int8 that do not lie beside the errors. mode: FLAT, PAGE or PAGES."""
 
     query: str
     keys: str
@@ -70,7 +70,7 @@ class Operands:
     def scales(self) -> str:
         """Type of the scales as `Scales.of` takes them."""
         if self.format < formats.NVFP4:
-            return "*fp32"
+            return "*bf16" if "apart" in self.keys else "*i32" if self.format == formats.INT8 else "*fp32"
         return "*u8" if self.dim != 128 else "*i64" if self.keys == "nvfp4" else "*i32"
 
     def arguments(self, device: Device) -> tuple[dict[str, str], dict[str, Any]]:
@@ -166,7 +166,8 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         ("bf16", 4, 80, 256, PAGE, True),
         ("bf16", 4, 256, 48, PAGES, False),
     ):
-        yield _bounds(device, Operands(query, "int8", dim, Tile.of(block_size), mode, tma and device.has_tma), rows)
+        keys = "int8" if dim == 128 else "int8 apart"
+        yield _bounds(device, Operands(query, keys, dim, Tile.of(block_size), mode, tma and device.has_tma), rows)
 
 
 def _variant(device: Device, operands: Operands, rows: int, fill: bool) -> Variant:
@@ -187,10 +188,11 @@ def _bounds(device: Device, operands: Operands, rows: int) -> Variant:
     types, constants = operands.arguments(device)
     chosen = bounds_config(device, rows, operands.dim, operands.tile, operands.mode != FLAT, operands.tma)
     types["keys"] = f"tensordesc<i8[1, 1, {operands.tile.tile}, {constants['DIM_PAD']}]>" if operands.tma else "*i8"
-    types |= dict.fromkeys(("errors", "bounds"), "*fp32") | dict.fromkeys(("visible", "seq_lens"), "*i32")
+    types |= {"bounds": "*fp32", "errors": "*bf16"} | dict.fromkeys(("visible", "seq_lens"), "*i32")
     types |= dict.fromkeys(("s_side", "s_sh", "s_st", *RUNTIME_LENGTHS), "i32")
     types |= {"s_ep": types["s_gp"], "s_eh": types["s_gh"], "s_et": types["s_gt"]}
     constants |= {"ROWS": chosen.rows, "STAGES": chosen.num_stages, "PDL": device.has_tma}
+    constants |= {} if "apart" in operands.keys else {"errors": None, "s_gt": 1, "s_ep": 0, "s_eh": 0, "s_et": 0}
     constants |= operands.absent_lengths
     names = bounds_kernel.arg_names
     types = {name: kind for name, kind in types.items() if name in names and name not in constants}

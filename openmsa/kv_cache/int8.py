@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Int8 index keys: one byte an element, and for each key a float32 scale and a float32 bound of the error.
+"""Int8 index keys: one byte an element, and for each key a bfloat16 scale and a bfloat16 bound of the error.
 
-Byte layout: ``dim`` two's complement bytes a key, element 0 first; scale and error lie in tensors of their own.
+Byte layout: ``dim`` two's complement bytes a key, element 0 first; scale and error lie in tensors of their own or, as
+`Int8.allocate` lays them, side by side: four bytes a key, which GPU kernels read as one word.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from openmsa.kv_cache.stored import Stored, check_quantizable, divided, part
 
+STEPS = 127.49
+"""Steps of the scale in the largest magnitude. Rounding the scale up leaves more than 126.5, so the largest code is 127; and a
+key made of codes has the same scale again."""
 LARGEST = 2.0**127
 """Magnitudes above it (infinities too) count as it, so that code times scale is finite."""
 FRACTION_BITS = 18
@@ -21,18 +25,22 @@ MARGIN = 1 + 2.0**-20
 TINY = 2.0**-126
 
 
+def rounded_up(x: Tensor) -> Tensor:
+    """bfloat16 of float32 from 0 to infinity: the nearest that is not smaller."""
+    return ((x.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
 def encode(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes int8 ``[..., dim]``, scales and errors float32 ``[...]`` of float32 keys ``[..., dim]``.
+    """Codes int8 ``[..., dim]``, scales and errors bfloat16 ``[...]`` of float32 keys ``[..., dim]``.
 
     The error is the same whatever the order of the sum: with ``ratio = value / scale`` rounded to float32, at most
     127.5 * 2**-24 from the true ratio, each element's ``|ratio - code|`` is counted in units of 2**-18 and raised by two to
-    three of them; the squares add up exactly in int64. The float32 steps behind the sum lose less than `MARGIN` gives. (Where a
-    subnormal scale lets ratios grow past 127.5, the whole distance is below `TINY`.)
+    three of them; the squares add up exactly in int64. The float32 steps behind the sum lose less than `MARGIN` gives.
     """
     has_nan, magnitude = values.isnan().any(-1), values.abs()
     past = (magnitude > LARGEST).any(-1)
     amax = torch.where(has_nan, 0.0, magnitude.amax(-1)).clamp(max=LARGEST)
-    scale = divided(amax, 127.0)
+    scale = rounded_up(divided(amax, STEPS)).float()
     ratio = values.clamp(-LARGEST, LARGEST) / scale[..., None]
     ratio = torch.where((scale > 0)[..., None], ratio, 0.0)
     code = ratio.round().clamp_(-127, 127)
@@ -42,7 +50,7 @@ def encode(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     error = torch.where(scale > 0, error, torch.where(amax > 0, TINY, 0.0))  # scale 0: below 2**-142 in every element
     error = torch.where(past, torch.inf, error)
     scale, error = torch.where(has_nan, torch.nan, scale), torch.where(has_nan, 0.0, error)
-    return code.to(torch.int8), scale, error
+    return code.to(torch.int8), scale.bfloat16(), rounded_up(error)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +58,13 @@ class Int8(Stored):
     """Index keys: number = data * scale of the key.
 
     data:   int8 ``[..., dim]`` from -127 to 127, any strides.
-    scale:  float32 ``data.shape[:-1]``, any strides.
-    error:  float32 of the same shape: at least the Euclidean norm of (key - data * scale), so that
+    scale:  bfloat16 ``data.shape[:-1]``, any strides.
+    error:  bfloat16 of the same shape: at least the Euclidean norm of (key - data * scale), so that
             ``|q . key - q . (data * scale)| <= |q| * error``.
 
-    Quantising a key: scale = largest magnitude / 127, codes rounded to nearest, ties to even, all in float32. A key of zeros:
+    Quantising a key: scale = largest magnitude / 127.49, rounded up to bfloat16; codes rounded to nearest, ties to even; all
+    else in float32, and the error rounded up in the end. The largest code is 127, and numbers of the format stay as they are
+    (but below 2**-118, where bfloat16 is coarser). A key of zeros:
     codes, scale and error 0. A key with NaN: codes and error 0, scale NaN, so that each of its products is NaN as the true ones
     are. A magnitude above 2**127, infinity too, counts as 2**127, and the key's error is infinite.
     """
@@ -67,12 +77,12 @@ class Int8(Stored):
     def __post_init__(self) -> None:
         part("Int8.data", self.data, self.data, (torch.int8,))
         for name, value in (("Int8.scale", self.scale), ("Int8.error", self.error)):
-            part(name, value, self.data, (torch.float32,), tuple(self.data.shape[:-1]))
+            part(name, value, self.data, (torch.bfloat16,), tuple(self.data.shape[:-1]))
 
     @classmethod
     def allocate(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Int8:
-        scale, error = torch.zeros(2, *shape[:-1], dtype=torch.float32, device=device).unbind(0)
-        return cls(torch.zeros(shape, dtype=torch.int8, device=device), scale, error)
+        pairs = torch.zeros(*shape[:-1], 2, dtype=torch.bfloat16, device=device)
+        return cls(torch.zeros(shape, dtype=torch.int8, device=device), *pairs.unbind(-1))
 
     @classmethod
     def quantize(cls, values: Tensor) -> Int8:
@@ -81,6 +91,20 @@ class Int8(Stored):
         stored = cls.allocate(tuple(values.shape), values.device)
         stored.fill(values)
         return stored
+
+    def to(self, device: torch.device | str) -> Int8:
+        if torch.device(device) == self.device:
+            return self
+        pairs = torch.stack((self.scale, self.error), -1).to(device)
+        return Int8(self.data.to(device), *pairs.unbind(-1))
+
+    def words(self) -> Tensor | None:
+        """Scale (the low half) and error of each key as one int32, ``data.shape[:-1]``, or None where they do not lie so."""
+        scale, error = self.scale, self.error
+        beside = error.data_ptr() - scale.data_ptr() == 2 and scale.stride() == error.stride()
+        if not beside or any(n % 2 for n in (scale.storage_offset(), *scale.stride())) or scale.data_ptr() % 4:
+            return None
+        return scale.as_strided((*scale.shape, 2), (*scale.stride(), 1)).view(torch.int32).squeeze(-1)
 
     def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.float64 if dtype == torch.float64 else torch.float32

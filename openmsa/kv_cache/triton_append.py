@@ -113,6 +113,8 @@ def tensors_of(pool: Tensor | Stored) -> dict[str, Any]:
         s_scale = (*_strides(scale), 0) if kind == "int8" else (*_strides(scale[..., 0]), scale.stride(-1))
     if kind == "nvfp4":
         scale = scale.view(torch.uint8)
+    if kind == "int8":
+        scale, error = scale.view(torch.int16), error.view(torch.int16)
     s_error = _strides(error) if error is not None else (0, 0, 0)
     strides = {"s_data": (*_strides(data[..., 0]), data.stride(-1)), "s_scale": s_scale, "s_error": s_error}
     dims = {"s_data": "phtd", "s_scale": "phtg", "s_error": "pht"}
@@ -132,8 +134,8 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         data = {"plain": "*bf16", "int8": "*i8"}.get(stored, "*u8")
         arguments = {"new": "*bf16", "data": data, "page_table": "*i32", "seq_lens": "*i32", "cu_seqlens": "*i32"}
         arguments |= dict.fromkeys(COUNTS, "i32")
-        pointers = {"scale": {"e4m3": "*fp32", "int8": "*fp32", "nvfp4": "*u8", "mxfp4": "*u8"}.get(stored)}
-        pointers |= {"error": "*fp32" if stored == "int8" else None, "global_scale": "*fp32" if stored == "nvfp4" else None}
+        pointers = {"scale": {"e4m3": "*fp32", "int8": "*i16", "nvfp4": "*u8", "mxfp4": "*u8"}.get(stored)}
+        pointers |= {"error": "*i16" if stored == "int8" else None, "global_scale": "*fp32" if stored == "nvfp4" else None}
         for name, kind in pointers.items():
             (arguments if kind else constexprs)[name] = kind
         for name in write_kernel.arg_names:

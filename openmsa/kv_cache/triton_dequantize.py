@@ -12,7 +12,7 @@ from torch import Tensor
 
 from openmsa.kv_cache.stored import Stored
 from openmsa.kv_cache.triton_append import ELEMENTS, constexprs_of, tensors_of
-from openmsa.kv_cache.triton_numbers import E4M3, FORMAT_IDS, NVFP4, e2m1_pair, e4m3, e8m0
+from openmsa.kv_cache.triton_numbers import E4M3, FORMAT_IDS, INT8, NVFP4, e2m1_pair, e4m3, e8m0
 from openmsa.kv_cache.triton_write import group_offsets
 from openmsa.runtime.variants import Variant
 
@@ -53,7 +53,10 @@ def read_kernel(
         codes = tl.load(p_data[:, None] + o_dim.to(tl.int64) * s_data_d, mask=m_data, other=0)
         x = e4m3(codes).to(tl.float32) if FORMAT == E4M3 else codes.to(tl.float32)
         if scale is not None:
-            x *= tl.load(scale + o_scale, mask=m_row, other=1.0)[:, None]
+            unit = tl.load(scale + o_scale, mask=m_row, other=0)
+            if FORMAT == INT8:
+                unit = (unit.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+            x *= unit[:, None]
         tl.store(out + i_row[:, None] * DIM + o_dim, x.to(out.dtype.element_ty), mask=m_data)
     else:
         NUM: tl.constexpr = PADDED // GROUP
@@ -96,7 +99,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     for stored, layout in [(name, "linear") for name in FORMAT_IDS if name != "plain"] + [("nvfp4", "128x4")]:
         constexprs = {**constexprs_of(stored, layout, 128), "ROWS": ELEMENTS // 128, "s_data_d": 1}
         arguments = {"out": "*bf16", "data": "*i8" if stored == "int8" else "*u8"}
-        arguments["scale"] = "*u8" if stored.endswith("fp4") else "*fp32"
+        arguments["scale"] = {"e4m3": "*fp32", "int8": "*i16"}.get(stored, "*u8")
         (arguments if stored == "nvfp4" else constexprs)["global_scale"] = "*fp32" if stored == "nvfp4" else None
         arguments |= dict.fromkeys(("total", "heads", "page_size"), "i32")
         for name in read_kernel.arg_names:

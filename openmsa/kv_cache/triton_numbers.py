@@ -81,3 +81,9 @@ def e4m3_code(x):
 def round_even(x):
     """float32 below 2**22 to the nearest whole number, ties to even."""
     return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def rounded_up(x):
+    """Bits, int32, of the nearest bfloat16 that is not smaller, of float32 from 0 to infinity."""
+    return (x.to(tl.int32, bitcast=True) + 0xFFFF) >> 16

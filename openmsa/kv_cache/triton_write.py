@@ -16,6 +16,7 @@ from openmsa.kv_cache.triton_numbers import (
     e8m0,
     magnitude_bits,
     round_even,
+    rounded_up,
 )
 
 COUNTS = ["total", "heads", "batch", "steps", "each", "num_pages", "max_pages", "page_size"]
@@ -174,7 +175,8 @@ def write_kernel(
             bits = tl.max(magnitude_bits(x), 1)
             m_nan = bits > 0x7F800000
             amax = tl.minimum(tl.where(m_nan, 0, bits), 0x7F000000).to(tl.float32, bitcast=True)
-            unit = tl.div_rn(amax, tl.full([ROWS], 127.0, tl.float32))
+            unit_bits = rounded_up(tl.div_rn(amax, tl.full([ROWS], 127.49, tl.float32)))
+            unit = (unit_bits << 16).to(tl.float32, bitcast=True)
             limit = 1.7014118346046923e38  # 2**127
             ratio = tl.div_rn(tl.minimum(tl.maximum(x, -limit), limit), tl.broadcast_to(unit[:, None], [ROWS, PADDED]))
             ratio = tl.where((unit > 0)[:, None] & m_new, ratio, 0.0)
@@ -188,9 +190,9 @@ def write_kernel(
             bound = tl.where(bits > 0x7F000000, float("inf"), bound)
             tl.store(p_out, code.to(tl.int8), mask=m_new)
             p_unit = scale + page * s_scale_p + head * s_scale_h + row * s_scale_t
-            tl.store(p_unit, tl.where(m_nan, float("nan"), unit), mask=m_row)
+            tl.store(p_unit, tl.where(m_nan, 0x7FC0, unit_bits).to(tl.int16), mask=m_row)
             p_bound = error + page * s_error_p + head * s_error_h + row * s_error_t
-            tl.store(p_bound, tl.where(m_nan, 0.0, bound), mask=m_row)
+            tl.store(p_bound, tl.where(m_nan, 0, rounded_up(bound)).to(tl.int16), mask=m_row)
     else:
         NUM: tl.constexpr = PADDED // GROUP
         o_group = tl.arange(0, NUM)

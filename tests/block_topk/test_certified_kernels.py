@@ -165,7 +165,7 @@ def test_errors_have_strides_of_their_own(page_size):
         pages = paged(index_k, k_lens, page_size)
         index_k, table = pages.keys.nan_to_num(), pages.page_table
     coarse = Int8.quantize(index_k)
-    wide = torch.full((*coarse.error.shape[::-1], 3), NAN)
+    wide = torch.full((*coarse.error.shape[::-1], 3), NAN, dtype=torch.bfloat16)
     wide[..., 1] = coarse.error.permute(*range(coarse.error.dim())[::-1])
     apart = Int8(coarse.data, coarse.scale, wide[..., 1].permute(*range(coarse.error.dim())[::-1]))
     results = []

@@ -82,7 +82,7 @@ def test_select(name, storage, way):
 def exact(keys, name):
     """Whole numbers from -2 to 2, exactly, in a format with scales that are not 1."""
     if name == "int8":
-        scale = torch.full(keys.shape[:-1], 2.0, device=DEVICE)
+        scale = torch.full(keys.shape[:-1], 2.0, dtype=torch.bfloat16, device=DEVICE)
         scale[keys.isnan().any(-1)] = torch.nan
         return Int8(keys.nan_to_num().to(torch.int8), scale, torch.zeros_like(scale))
     quarter = torch.tensor(0.25, device=DEVICE)
