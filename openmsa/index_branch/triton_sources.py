@@ -24,7 +24,7 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 class Scales:
     """Scales beside the codes. `scale`: of pages or keys, or codes of groups; strides from page to page, head to head, key to
     key and group to group (128x4: counted in rows). `factor`: of the tensor or of each head, with its stride. Of int8 keys
-    `scale` has words of scales and errors or, where these lie apart, the scales, and `error` the errors, with their strides from
+    `scale` has words of scales and errors or, where these lie apart, the scales, `error` the errors, with their strides from
     page to page, head to head and key to key."""
 
     where: int = formats.NO_SCALE
