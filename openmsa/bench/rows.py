@@ -130,8 +130,25 @@ def _decode_plan(c: Context, form: str = "plain") -> partial[Any]:
     return partial(plan.run, c.x.q, stored.k, stored.index_q, stored.index_k)
 
 
-def _vllm(build: Callable[..., Any], costing: cost.Costing, *arguments: Any) -> Row:
-    return Row(lambda c: build(c.x, c.peers, *arguments), costing, absent=lambda c: vllm_peer.absent(c.x.device, c.peers))
+def _without_vllm(c: Context) -> str | None:
+    return vllm_peer.absent(c.x.device, c.peers)
+
+
+def _vllm_rows(form: str) -> dict[str, Row]:
+    """vLLM's stages on plain tensors ("") or all in e4m3."""
+
+    def row(build: Callable[..., Any], costing: Callable[..., cost.Cost], *arguments: Any) -> Row:
+        costing = partial(costing, form=cost.FORMS.get(form, cost.PLAIN))
+        return Row(lambda c: build(c.x, c.peers, *arguments, e4m3=bool(form)), costing, absent=_without_vllm)
+
+    suffix = f"/{form}" if form else ""
+    return {
+        f"vllm_path{suffix}": row(vllm_peer.path, cost.msa_attention),
+        f"vllm_scores{suffix}": row(vllm_peer.scores, cost.block_scores),
+        f"vllm_select{suffix}": row(vllm_peer.select, cost.select_blocks),
+        f"vllm_attend{suffix}/random": row(vllm_peer.attend, cost.sparse_attention, "random"),
+        f"vllm_attend{suffix}/clustered": row(vllm_peer.attend, cost.sparse_attention_clustered, "clustered"),
+    }
 
 
 def _in_form(stage: str, form: str, paged: bool = False, selection: str = "random") -> Row:
@@ -186,12 +203,9 @@ ROWS: dict[str, Row] = {
     "dense_attention": Row(_dense_attention, cost.dense_attention, ("sdpa",)),
     "dense_attention/paged": Row(partial(_dense_attention, paged=True), cost.dense_attention, ("sdpa",)),
     "sdpa": Row(lambda c: dense_peer(c.x, c.clock), cost.dense_attention, compiles=False),
-    "vllm_path": _vllm(vllm_peer.path, cost.msa_attention),
-    "vllm_scores": _vllm(vllm_peer.scores, cost.block_scores),
-    "vllm_select": _vllm(vllm_peer.select, cost.select_blocks),
-    "vllm_topk": _vllm(vllm_peer.topk, cost.select_blocks_from_scores),
-    "vllm_attend/random": _vllm(vllm_peer.attend, cost.sparse_attention, "random"),
-    "vllm_attend/clustered": _vllm(vllm_peer.attend, cost.sparse_attention_clustered, "clustered"),
+    **_vllm_rows(""),
+    **_vllm_rows("e4m3"),
+    "vllm_topk": Row(lambda c: vllm_peer.topk(c.x, c.peers), cost.select_blocks_from_scores, absent=_without_vllm),
 }
 
 

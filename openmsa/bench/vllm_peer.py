@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from openmsa.bench.inputs import Inputs
+from openmsa.kv_cache import E4M3
 
 CHUNK = 16384  # queries that an engine would prefill at a time
 
@@ -39,13 +40,22 @@ def _load(folder: Path) -> ModuleType:
 
 
 class Peer:
-    """vLLM's calls on the tensors of a workload; a method makes a call, nothing runs before it is called."""
+    """vLLM's calls on the tensors of a workload; a method makes a call, nothing runs before it is called.
 
-    def __init__(self, x: Inputs, folder: Path) -> None:
+    e4m3: index queries and all caches in that format, keys and values with a scale each; these kernels take none for the index.
+    """
+
+    def __init__(self, x: Inputs, folder: Path, e4m3: bool = False) -> None:
         self.kernels, self.x, self.w, pages = _load(folder), x, x.workload, x.pages()
         assert pages.pool is not None
         assert isinstance(pages.index.keys, Tensor)
         self.pool, self.index = pages.pool, pages.index.keys[:, 0]  # [num_pages, 128, index_dim]
+        self.index_q = x.index_q
+        self.scales: dict[str, Any] = {}
+        if e4m3:
+            k, v = (E4M3.quantize(half, per="tensor") for half in self.pool.chunk(2, -1))
+            self.pool, self.scales = torch.cat((k.data, v.data), -1), {"k_scale": k.scale, "v_scale": v.scale}
+            self.index, self.index_q = (E4M3.quantize(rows).data for rows in (self.index, self.index_q))
         self.table, self.lens = pages.kv.page_table, pages.kv.seq_lens
         self.out = torch.empty_like(x.q)
         self._made: dict[int, tuple[Tensor, ...]] = {}
@@ -66,7 +76,7 @@ class Peer:
     def scores(self, rows: slice) -> partial[Tensor]:
         """Block scores of the queries `rows`."""
         count, keys = rows.stop - rows.start, self.w.context - self.w.q_len + rows.stop
-        arguments = self.x.index_q[rows], self.index, self.table, *self.lengths(rows), count, keys, self.w.num_kv_heads
+        arguments = self.index_q[rows], self.index, self.table, *self.lengths(rows), count, keys, self.w.num_kv_heads
         return partial(self.kernels.minimax_m3_index_score, *arguments)
 
     def topk(self, scores: Tensor, rows: slice) -> partial[Tensor]:
@@ -78,11 +88,11 @@ class Peer:
         """Attention of the queries `rows` over the blocks `ids`, into `out`."""
         tensors = self.x.q[rows], self.pool, ids, self.table, *self.lengths(rows)
         numbers = rows.stop - rows.start, self.w.num_kv_heads, self.w.head_dim**-0.5
-        return partial(self.kernels.minimax_m3_sparse_attn, *tensors, *numbers, self.out[rows])
+        return partial(self.kernels.minimax_m3_sparse_attn, *tensors, *numbers, self.out[rows], **self.scales)
 
     def decode_select(self) -> partial[Tensor]:
         """Block ids ``[num_kv_heads, batch, topk]`` of one new token a sequence."""
-        tensors = self.x.index_q, self.index, self.table, self.lens
+        tensors = self.index_q, self.index, self.table, self.lens
         numbers = self.w.context, self.w.topk, 0, 1, self.w.num_kv_heads, 1, 1
         return partial(self.kernels.minimax_m3_index_decode, *tensors, *numbers)
 
@@ -90,12 +100,12 @@ class Peer:
         """Attention of one new token a sequence over the blocks `ids`, into `out`."""
         tensors = self.x.q, self.pool, ids, self.table, self.lens
         numbers = self.w.num_kv_heads, self.w.head_dim**-0.5
-        return partial(self.kernels.minimax_m3_sparse_attn_decode, *tensors, *numbers, self.out, 1)
+        return partial(self.kernels.minimax_m3_sparse_attn_decode, *tensors, *numbers, self.out, 1, **self.scales)
 
 
-def scores(x: Inputs, folder: Path) -> Callable[[], Any]:
+def scores(x: Inputs, folder: Path, e4m3: bool = False) -> Callable[[], Any]:
     """Scores of all queries at once."""
-    peer = Peer(x, folder)
+    peer = Peer(x, folder, e4m3)
     return peer.scores(peer.everything)
 
 
@@ -105,24 +115,24 @@ def topk(x: Inputs, folder: Path) -> Callable[[], Any]:
     return peer.topk(peer.scores(peer.everything)(), peer.everything)
 
 
-def select(x: Inputs, folder: Path) -> Callable[[], Any]:
+def select(x: Inputs, folder: Path, e4m3: bool = False) -> Callable[[], Any]:
     """Scoring and top-k."""
-    peer = Peer(x, folder)
+    peer = Peer(x, folder, e4m3)
     if x.workload.kind == "decode":
         return peer.decode_select()
     score = peer.scores(peer.everything)
     return lambda: peer.topk(score(), peer.everything)()
 
 
-def attend(x: Inputs, folder: Path, kind: str) -> Callable[[], Any]:
+def attend(x: Inputs, folder: Path, kind: str, e4m3: bool = False) -> Callable[[], Any]:
     """Attention over the same random or clustered selection that our rows read."""
-    peer, ids = Peer(x, folder), x.selection(kind).transpose(0, 1).contiguous()  # [num_kv_heads, total_q, topk]
+    peer, ids = Peer(x, folder, e4m3), x.selection(kind).transpose(0, 1).contiguous()  # [num_kv_heads, total_q, topk]
     return peer.decode_attend(ids) if x.workload.kind == "decode" else peer.attend(peer.everything, ids)
 
 
-def path(x: Inputs, folder: Path) -> Callable[[], Any]:
+def path(x: Inputs, folder: Path, e4m3: bool = False) -> Callable[[], Any]:
     """Scoring, top-k and attention, over chunks of queries as an engine prefills."""
-    peer, w = Peer(x, folder), x.workload
+    peer, w = Peer(x, folder, e4m3), x.workload
     if w.kind == "decode":
         choose = peer.decode_select()
         return lambda: peer.decode_attend(choose())()

@@ -25,13 +25,14 @@ GPU_CHUNK_ROWS = (
     *("sparse_attention/nvfp4/random", "sparse_attention/nvfp4/clustered"),
     *("dense_attention", "sdpa"),
     *("vllm_path", "vllm_scores", "vllm_select", "vllm_topk", "vllm_attend/random", "vllm_attend/clustered"),
+    *("vllm_path/e4m3", "vllm_scores/e4m3", "vllm_attend/e4m3/random", "vllm_attend/e4m3/clustered"),
 )
 GPU_DECODE_ROWS = (
     *("decode_plan", "msa_attention/paged", "block_scores/paged", "select_blocks/paged", "sparse_attention/paged/random"),
     *("decode_plan/e4m3", "select_blocks/e4m3/paged", "sparse_attention/e4m3/paged/random"),
     *("decode_plan/nvfp4", "select_blocks/nvfp4/paged", "sparse_attention/nvfp4/paged/random"),
     *("decode_plan/certified", "msa_attention/certified/paged", "select_blocks/certified/paged"),
-    *("dense_attention/paged", "sdpa", "vllm_path", "vllm_select", "vllm_attend/random"),
+    *("dense_attention/paged", "sdpa", "vllm_path", "vllm_select", "vllm_attend/random", "vllm_path/e4m3"),
 )
 
 LAYERS = 16
