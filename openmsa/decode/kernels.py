@@ -120,10 +120,10 @@ def _certified(max_batch: int, sizes: Sizes, device: torch.device) -> triton_cer
     """For steps of up to so many sequences; None where bounds do not come first."""
     tokens, heads, key_heads = max_batch * sizes.new_tokens, sizes.index_heads, sizes.index_key_heads
     free = sizes.topk - sizes.init_blocks - sizes.local_blocks
-    if not triton_certified.certifies(sizes.new_tokens * heads // key_heads, sizes.num_blocks, free, tokens * heads):
+    rows, walks, blocks = sizes.new_tokens * heads // key_heads, max_batch * key_heads, (sizes.num_blocks, sizes.block_size)
+    if not triton_certified.certifies(rows, sizes.num_blocks, free, tokens * heads, walks, sizes.block_size):
         return None
-    walks = max_batch * key_heads
-    return triton_certified.Workspace.allocate(tokens, heads, walks, sizes.num_blocks, sizes.block_size, device)
+    return triton_certified.Workspace.allocate(tokens, heads, rows, walks, *blocks, device)
 
 
 def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> triton_decode.Config:

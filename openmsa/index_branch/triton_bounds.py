@@ -17,8 +17,10 @@ than a thousandth of their norm, most often a fiftieth of that.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -73,13 +75,39 @@ def fixed_point(b_q):
 
 
 @triton.jit
+def possible_maxima(upper, least, KEYS: tl.constexpr):
+    """Which of a tile's keys can have their block's best score for a row: upper [keys, rows] is not below least [rows, blocks]
+    ([rows] of one block), whose NaN bounds nothing. Words [keys / 16 up to 4, 8, 4] laid flat: bit 4 * c + 2 * j + i of word
+    (w, l, r) is that of key 64 * j + 16 * w + 8 * i + l and row 4 * c + r: what one thread holds of the product."""
+    TILE: tl.constexpr = upper.shape[0]
+    ROWS: tl.constexpr = upper.shape[1]
+    WARPS: tl.constexpr = min(TILE // 16, 4)
+    LOOPS: tl.constexpr = TILE // (16 * WARPS)
+    if len(least.shape) == 1:
+        least = least[None, :]
+    else:
+        SUB: tl.constexpr = least.shape[1]
+        least = tl.broadcast_to(least.T[:, None, :], [SUB, TILE // SUB, ROWS]).reshape(TILE, ROWS)
+    can = ~(upper < least)
+    if KEYS < TILE:
+        can = can & (tl.arange(0, TILE) < KEYS)[:, None]
+    can = can.reshape(LOOPS, WARPS, 2, 8, ROWS // 4, 4)
+    o_j = tl.arange(0, LOOPS)[:, None, None, None, None, None]
+    o_i = tl.arange(0, 2)[None, None, :, None, None, None]
+    o_c = tl.arange(0, ROWS // 4)[None, None, None, None, :, None]
+    bits = tl.where(can, 1 << (4 * o_c + 2 * o_j + o_i), 0)
+    return tl.sum(tl.sum(tl.sum(bits, 4), 2), 0).reshape(WARPS * 32)
+
+
+@triton.jit
 def bound_tile(
     b_n, b_unit, b_norm, b_grain, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
     s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_ep, s_eh, s_et,
     MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Maxima of the blocks of one tile (`block_maxima`) of lower (even rows of the result) and upper bounds (odd ones).
+    """Maxima of the blocks of one tile (`block_maxima`) of lower (even rows of the result) and upper bounds (odd ones), and
+    words of the keys that can have the best score (`possible_maxima`; also of rows that do not see them).
     b_norm, b_grain: what an error and a scale of a key count, the latter times 2**20: where sums could overflow, and infinities
     meet, these products do. MASKED: some key may not exist, some row does not see every key."""
     ROWS: tl.constexpr = b_unit.shape[0]
@@ -110,12 +138,14 @@ def bound_tile(
     unbounded = tl.where(b_s == b_s, float("inf"), b_s)  # infinities met; a key of NaN has no score
     upper = tl.where(upper == upper, upper, unbounded[:, None])
     both = tl.join(s - radius, upper).reshape(TILE, 2 * ROWS)
-    return block_maxima(both, i_k, i_last, TILE, KEYS, SUB, True, MASKED)
+    m = block_maxima(both, i_k, i_last, TILE, KEYS, SUB, True, MASKED)
+    least, _ = tl.split(m.reshape(ROWS, 2) if SUB == 1 else m.reshape(ROWS, 2, SUB).permute(0, 2, 1))
+    return m, possible_maxima(upper, least, KEYS)
 
 
 @triton.jit(do_not_specialize=["s_side", *RUNTIME_LENGTHS])
 def bounds_kernel(
-    q, keys, scales, errors, page_table, cu_q, cu_k, seq_lens, q_offset, bounds, visible,
+    q, keys, scales, errors, page_table, cu_q, cu_k, seq_lens, q_offset, bounds, candidates, visible,
     s_qt, s_qh, s_qd, s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_ep, s_eh, s_et, s_table, s_side, s_sh, s_st,
     num_blocks, num_pages, capacity, max_keys, tiles_per_split,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -123,8 +153,7 @@ def bounds_kernel(
     TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, row tiles, batch * key heads). errors: None where scales are words (`Int8.words`). bounds: lower ones, then
-    upper ones. PDL: let the kernel behind this one be
-    launched while this one runs."""
+    upper ones. candidates: see `Words`. PDL: let the kernel behind this one be launched while this one runs."""
     if PDL:
         gdc_launch_dependents()
     i_split, i_m = tl.program_id(0), tl.program_id(1)
@@ -152,9 +181,13 @@ def bounds_kernel(
     p_b += (q_start + o_r // GROUP).to(tl.int64) * s_st
     s_sb = tl.full([], 1, tl.int64)
     best = tl.full([2 * ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
+    WORDS: tl.constexpr = min(2 * TILE, 128)
+    s_w = tl.num_programs(1) * WORDS  # from tile to tile
+    p_w = candidates + (tl.program_id(2).to(tl.int64) * (tl.cdiv(num_blocks, SUB) * PARTS * s_w) + i_m * WORDS)
+    p_w += tl.arange(0, WORDS)
     for i_t in tl.range(first, i_full, num_stages=STAGES):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
-        m = bound_tile(
+        m, words = bound_tile(
             b_n, b_unit, b_norm, b_grain, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_ep, s_eh, s_et,
             MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, False,
@@ -163,9 +196,10 @@ def bounds_kernel(
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
             best = m
         store_maxima(p_b, m, None, i_t, num_blocks, s_sb, m_c, SUB, PARTS)
+        tl.store(p_w + i_t * s_w, words.to(candidates.dtype.element_ty))
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
-        m = bound_tile(
+        m, words = bound_tile(
             b_n, b_unit, b_norm, b_grain, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_ep, s_eh, s_et,
             MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, True,
@@ -174,11 +208,39 @@ def bounds_kernel(
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
             best = m
         store_maxima(p_b, m, None, i_t, num_blocks, s_sb, m_c, SUB, PARTS)
+        tl.store(p_w + i_t * s_w, words.to(candidates.dtype.element_ty))
+
+
+@dataclass(frozen=True)
+class Words:
+    """How `possible_maxima` lies in memory: for each sequence and key head, each tile and each tile of rows, `number` words of
+    `dtype`. rows: of such a tile."""
+
+    rows: int
+    row_tiles: int
+    number: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, rows: int, tile: Tile) -> Words:
+        """rows: the most a sequence has for a key head."""
+        held = min(max(4, triton.next_power_of_2(rows)), 32)
+        dtype = {16: torch.int16, 32: torch.int32}.get(held, torch.int8)
+        return cls(held, triton.cdiv(rows, held), min(2 * tile.tile, 128), dtype)
+
+    @property
+    def type(self) -> str:
+        """Of a pointer to them, as Triton writes it."""
+        return f"*i{8 * self.dtype.itemsize}"
+
+    def bytes(self, tile: Tile, num_blocks: int) -> int:
+        """Of a sequence and key head."""
+        return tile.count(num_blocks) * self.row_tiles * self.number * self.dtype.itemsize
 
 
 def bounds_config(device: Device, rows: int, dim: int, tile: Tile, indirect: bool, tma: bool) -> Config:
     """rows: the most a sequence has for a key head. indirect: keys in pages."""
-    rows = min(max(4, triton.next_power_of_2(rows)), 32)
+    rows = Words.of(rows, tile).rows
     width = formats.padded(dim, formats.INT8)
     kind = Kind(dim, tile.tile, width, width, False, 0, False, indirect, tma)
     stages, resident = walk(device, max(16, 2 * rows) * width, kind, swap=True)
@@ -192,6 +254,7 @@ def launch_bounds(
     lengths: Lengths,
     block_size: int,
     bounds: Tensor,
+    candidates: Tensor,
     visible: Tensor,
     chosen: Config | None = None,
     pdl: bool = False,
@@ -203,6 +266,8 @@ def launch_bounds(
     bounds:   float32 ``[2, heads, total_q, num_blocks]``, last stride 1: maxima of lower and of upper bounds; -inf where the
               block has no score, +inf in the second where the arithmetic bounds nothing (there even if no key is seen);
               undefined for blocks that a query does not see.
+    candidates:  int8 ``[batch * key heads * Words.bytes]`` or more: receives which keys can have the best score of their
+              block; for a row also keys that it does not see. Undefined for tiles that no row of a tile of rows sees.
     visible:  int32 ``[total_q]``: receives how many blocks each query sees.
     pdl:      the next launch waits for this one inside its kernel."""
     device, tile = facts(index_q.device), Tile.of(block_size)
@@ -225,6 +290,7 @@ def launch_bounds(
         source.page_table,
         *lengths.tensors,
         bounds,
+        candidates.view(Words.of(rows, tile).dtype),
         visible,
         *index_q.stride(),
         *source.strides,

@@ -10,7 +10,7 @@ from typing import Any
 import triton.language as tl
 
 from openmsa.index_branch import triton_formats as formats
-from openmsa.index_branch.triton_bounds import bounds_config, bounds_kernel
+from openmsa.index_branch.triton_bounds import Words, bounds_config, bounds_kernel
 from openmsa.index_branch.triton_config import Config, Kind, config
 from openmsa.index_branch.triton_lanes import lane_kernel
 from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, score_kernel
@@ -188,6 +188,7 @@ def _bounds(device: Device, operands: Operands, rows: int) -> Variant:
     types, constants = operands.arguments(device)
     chosen = bounds_config(device, rows, operands.dim, operands.tile, operands.mode != FLAT, operands.tma)
     types["keys"] = f"tensordesc<i8[1, 1, {operands.tile.tile}, {constants['DIM_PAD']}]>" if operands.tma else "*i8"
+    types["candidates"] = Words.of(rows, operands.tile).type
     types |= {"bounds": "*fp32", "errors": "*bf16"} | dict.fromkeys(("visible", "seq_lens"), "*i32")
     types |= dict.fromkeys(("s_side", "s_sh", "s_st", *RUNTIME_LENGTHS), "i32")
     types |= {"s_ep": types["s_gp"], "s_eh": types["s_gh"], "s_et": types["s_gt"]}

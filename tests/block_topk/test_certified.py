@@ -260,8 +260,11 @@ def test_bounds_come_first_only_where_they_can_pay():
     pytest.importorskip("triton")
     from openmsa.block_topk.triton_certified import certifies
 
-    assert certifies(rows=4, num_blocks=1024, free=15, all_rows=128)
-    assert not certifies(rows=65, num_blocks=1024, free=15, all_rows=128)
-    assert not certifies(rows=4, num_blocks=15, free=15, all_rows=128)
-    assert not certifies(rows=4, num_blocks=1024, free=0, all_rows=128)
-    assert not certifies(rows=4, num_blocks=1024, free=15, all_rows=1 << 15)
+    sizes = {"rows": 4, "num_blocks": 1024, "free": 15, "all_rows": 128, "walks": 32, "block_size": 128}
+    assert certifies(**sizes)
+    assert not certifies(**sizes | {"rows": 65})
+    assert not certifies(**sizes | {"num_blocks": 15})
+    assert not certifies(**sizes | {"free": 0})
+    assert not certifies(**sizes | {"all_rows": 1 << 15})
+    assert certifies(**sizes | {"all_rows": 1 << 12, "walks": 1 << 10})
+    assert not certifies(**sizes | {"all_rows": 1 << 13, "walks": 1 << 11})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The kernels of certified selection one by one, in the interpreter: bounds, what they settle, and what is rescored."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -61,14 +62,38 @@ def taken(keys, seqs):
 
 def bounds_of(index_q, coarse, seqs, block_size):
     """Lower and upper bounds, and how many blocks each query sees, from kernels with poisoned outputs."""
-    from openmsa.index_branch.triton_bounds import launch_bounds
+    return bounds_and_candidates(index_q, coarse, seqs, block_size)[:3]
+
+
+def bounds_and_candidates(index_q, coarse, seqs, block_size):
+    """The same and the words of keys that can have the best score of a block."""
+    from openmsa.index_branch.triton_bounds import Words, launch_bounds
+    from openmsa.index_branch.triton_tiles import Tile
 
     keys, page_table, lengths = taken(coarse, seqs)
     shape = 2, index_q.shape[1], len(index_q), seqs.num_blocks(block_size)
     bounds = torch.full(shape, NAN)
     visible = torch.full((len(index_q),), -7, dtype=torch.int32)
-    launch_bounds(index_q, keys, page_table, lengths, block_size, bounds, visible)
-    return bounds[0], bounds[1], visible
+    key_heads, tile = keys.shape[1], Tile.of(block_size)
+    words = Words.of(seqs.max_seqlen_q * index_q.shape[1] // key_heads, tile)
+    candidates = torch.randint(-128, 128, (seqs.batch * key_heads * words.bytes(tile, shape[3]),), dtype=torch.int8)
+    launch_bounds(index_q, keys, page_table, lengths, block_size, bounds, candidates, visible)
+    return bounds[0], bounds[1], visible, candidates
+
+
+def flagged(candidates, seqs, heads, key_heads, block_size):
+    """Words of candidates as flags ``[batch * key heads, tiles, rows, keys of a tile]``."""
+    from openmsa.index_branch.triton_bounds import Words
+    from openmsa.index_branch.triton_tiles import Tile
+
+    tile = Tile.of(block_size)
+    words = Words.of(seqs.max_seqlen_q * heads // key_heads, tile)
+    walks, tiles, loops = seqs.batch * key_heads, tile.count(seqs.num_blocks(block_size)), max(tile.tile // 64, 1)
+    held = candidates.view(words.dtype).view(walks, tiles, words.row_tiles, -1, 8, 4).permute(0, 1, 2, 5, 3, 4)  # r, w, l
+    bit = 4 * torch.arange(words.rows // 4)[:, None, None, None, None, None] + 2 * torch.arange(loops)[:, None, None, None]
+    bit = bit + torch.arange(2)[:, None]  # [c, 1, j, 1, i, 1]
+    flags = (held[:, :, :, None, :, None, :, None, :] >> bit) & 1  # walks, tiles, row tiles, c, r, j, w, i, l
+    return flags.bool().reshape(walks, tiles, words.row_tiles * words.rows, tile.tile)
 
 
 def block_maxima(index_q, index_k, seqs, block_size):
@@ -216,10 +241,58 @@ def bits(words, num_blocks):
     return flags.flatten(1)[:, :num_blocks].bool()
 
 
-@pytest.mark.parametrize("opened", ["none", "some", "all", "one sequence"])
-@pytest.mark.parametrize("shape", SHAPES)
+ROWS = (((20, 3), (300, 150), 3, 1, 64, 128, 64), ((12,), (260,), 4, 2, 32, 20, 0))  # as SHAPES: of 60 and of 24 rows
+
+
+@pytest.mark.parametrize("kind", ["random", "tied", "nan and inf"])
+@pytest.mark.parametrize("shape", SHAPES + ROWS)
+def test_keys_with_the_best_score_are_kept(shape, kind):
+    """Of every row and every block of a tile, all of them; of random keys few others."""
+    from openmsa.index_branch.triton_tiles import Tile
+
+    q_lens, k_lens, heads, key_heads, dim, block_size, page_size = shape
+    seqs, tile, group = laid_out(q_lens, k_lens), Tile.of(block_size), heads // key_heads
+    index_k, index_q = torch.randn(sum(k_lens), key_heads, dim), torch.randn(sum(q_lens), heads, dim)
+    if kind == "tied":  # exact in int8 or not, with zeros of both signs
+        index_k = index_k[torch.arange(len(index_k)) % 5] * (torch.arange(len(index_k)) % 3 - 1)[:, None, None]
+        index_q[0] = 0
+    elif kind == "nan and inf":
+        index_k[torch.rand(len(index_k)) < 0.1, :, 0], index_k[torch.rand(len(index_k)) < 0.05, :, 1] = NAN, INF
+        index_q[-1, 0, 0], index_q[0, -1, 1] = NAN, INF
+    index_k, index_q = index_k.half(), index_q.half()
+    keys = coarse = Int8.quantize(index_k)
+    if page_size:
+        pages = paged(index_k, k_lens, page_size)
+        keys = PagedIndexKeys(Int8.quantize(pages.keys), pages.page_table, pages.seq_lens)
+    candidates = bounds_and_candidates(index_q, keys, seqs, block_size)[3]
+    flags = flagged(candidates, seqs, heads, key_heads, block_size)
+    kept = possible = 0
+    for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
+        for row in range((q1 - q0) * group):
+            t, seen = row // group, min(offset + row // group + 1, k_len)
+            for h in range(key_heads):
+                scores = (index_k[k0 : k0 + seen, h].double() @ index_q[q0 + t, h * group + row % group].double()).float()
+                scores = scores.nan_to_num(-INF, INF, -INF)
+                for i in range(tile.count(-(-seen // block_size))):
+                    start = i * tile.keys if tile.parts == 1 else i // 2 * block_size + i % 2 * (block_size - tile.keys)
+                    for first in range(start, min(start + tile.keys, seen), tile.tile // tile.sub):
+                        stop = min(first + min(tile.tile // tile.sub, tile.keys), start + tile.keys, seen)
+                        here = flags[b * key_heads + h, i, row, first - start : stop - start]
+                        best = scores[first:stop].max()
+                        assert bool(here[(scores[first:stop] == best) & (best > -INF)].all())
+                        kept, possible = kept + int(here.sum()), possible + len(here)
+                    assert not bool(flags[b * key_heads + h, i, row, tile.keys :].any())
+    assert coarse.error.isfinite().all() or kind == "nan and inf"
+    assert kind != "random" or kept < 0.25 * possible
+
+
+@pytest.mark.parametrize(
+    ("shape", "opened"),
+    [*itertools.product(SHAPES, ("least", "some", "all", "one sequence")), *((shape, "some") for shape in ROWS)],
+)
 def test_open_blocks_are_rescored_and_no_others(shape, opened):
-    """Whatever is open, in one part and in more parts than units, and the count is that of the blocks."""
+    """Whatever is open, in one part and in more parts than units, and the count is that of the blocks; the same whether only
+    keys that can be a block's best are read, or all."""
     from openmsa.block_topk import triton_certified as kernels
 
     q_lens, k_lens, heads, key_heads, dim, block_size, page_size = shape
@@ -229,7 +302,7 @@ def test_open_blocks_are_rescored_and_no_others(shape, opened):
     num_blocks = seqs.num_blocks(block_size)
     visible = seqs.visible_blocks(len(index_q), block_size)
     lower = torch.randperm(heads * len(index_q) * num_blocks).view(heads, len(index_q), num_blocks).float()
-    upper = lower + {"none": 0.0, "some": 0.4 * lower.numel()}.get(opened, 2.0 * lower.numel())
+    upper = lower + {"least": 0.0, "some": 0.4 * lower.numel()}.get(opened, 2.0 * lower.numel())
     if opened == "one sequence":
         last = torch.arange(len(index_q)) < len(index_q) - q_lens[-1]
         upper[:, last] = lower[:, last]
@@ -237,27 +310,31 @@ def test_open_blocks_are_rescored_and_no_others(shape, opened):
     rescored = torch.full((len(index_q), heads), -7, dtype=torch.int32)
     words = torch.full((len(index_q) * heads, 32), -1, dtype=torch.int32)
     kernels.settle(bounds, visible, words, rescored, 2, 0, 1, False)
-    marks = bounds[0].clone()
-    is_open = marks.isnan()
-    assert torch.equal(bits(words, num_blocks).view(len(index_q), heads, -1).transpose(0, 1), is_open)
+    assert bool((bounds[0] == -INF).all())
+    is_open = bits(words, num_blocks).view(len(index_q), heads, -1).transpose(0, 1)
     assert torch.equal(is_open.sum(-1).t().int(), rescored)
     counts = (visible[:, None] - 1).clamp(min=0).expand(-1, heads).int()
-    if opened == "none":
-        assert not bool(is_open.any())
+    if opened == "least":
+        assert torch.equal(rescored, counts.clamp(max=2))
     elif opened == "all":
         assert torch.equal(rescored, counts)
     best = block_maxima(index_q, index_k, seqs, block_size).float()
     keys = paged(index_k, k_lens, page_size) if page_size else index_k
-    config = kernels.RescoreConfig(3, 1)
+    coarse = Int8.quantize(keys.keys if page_size else index_k)
+    unknown = replace(coarse, error=torch.full_like(coarse.error, INF))
+    if page_size:
+        coarse, unknown = (PagedIndexKeys(x, keys.page_table, keys.seq_lens) for x in (coarse, unknown))
+    candidates, every = (bounds_and_candidates(index_q, x, seqs, block_size)[3] for x in (coarse, unknown))
     results = []
-    for resident in (1, 100):
-        scores = marks.clone()
-        chosen, units = replace(config, resident=resident), torch.full((key_heads * seqs.batch * num_blocks,), -7).int()
-        kernels.rescore(index_q, *taken(keys, seqs), block_size, words, units, scores, False, chosen)
+    for resident, some in ((1, candidates), (100, candidates), (100, every)):
+        scores = bounds[0].clone()
+        chosen = kernels.RescoreConfig(3, resident)
+        kernels.rescore(index_q, *taken(keys, seqs), block_size, words, some, scores, False, chosen)
         torch.testing.assert_close(scores[is_open], best[is_open], rtol=1e-3, atol=1e-3)
-        assert torch.equal(scores[~is_open], marks[~is_open])
+        assert bool((scores[~is_open] == -INF).all())
         results.append(scores)
-    assert torch.equal(*results)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_equal_scores_open_every_block():
@@ -272,7 +349,7 @@ def test_equal_scores_open_every_block():
 
 
 def test_configurations():
-    from openmsa.block_topk.triton_certified import rescore_config
+    from openmsa.block_topk.triton_certified import RescoreConfig, rescore_config
     from openmsa.index_branch.triton_bounds import bounds_config
     from openmsa.index_branch.triton_tiles import Tile
     from openmsa.runtime.devices import COMPILE_TARGETS
@@ -280,12 +357,26 @@ def test_configurations():
     tile = Tile.of(128)
     for device in COMPILE_TARGETS.values():
         for dim in (16, 64, 128, 256):
-            chosen = rescore_config(device, tile, dim, paged=False)
-            buffers = 2 if device.arch in (90, 100) or chosen.num_stages == 5 else 1
-            assert chosen.resident * buffers * tile.tile * 2 * dim <= device.shared_bytes
+            chosen = rescore_config(device, 16, dim, indirect=False)
+            buffers = chosen.num_stages - (device.arch not in (90, 100))
+            assert chosen.resident * (buffers * 64 + 16) * 2 * dim <= device.shared_bytes
             for rows, held in ((1, 4), (4, 4), (5, 8), (64, 32)):
                 assert bounds_config(device, rows, dim, tile, indirect=True, tma=device.has_tma).rows == held
-    assert rescore_config(COMPILE_TARGETS[90], tile, 128, paged=True).resident == 3
-    assert rescore_config(COMPILE_TARGETS[90], tile, 128, paged=True).num_stages == 4
-    assert rescore_config(COMPILE_TARGETS[80], tile, 128, paged=False).num_stages == 5
-    assert rescore_config(COMPILE_TARGETS[120], tile, 256, paged=False).num_stages == 3
+    assert rescore_config(COMPILE_TARGETS[90], 16, 128, indirect=False) == RescoreConfig(3, 4)
+    assert rescore_config(COMPILE_TARGETS[90], 16, 128, indirect=True) == RescoreConfig(5, 4)
+    assert rescore_config(COMPILE_TARGETS[80], 64, 128, indirect=False) == RescoreConfig(4, 2)
+    assert rescore_config(COMPILE_TARGETS[120], 16, 256, indirect=False) == RescoreConfig(3, 1)
+
+
+def test_words_of_candidates():
+    """A byte for a row and four keys while that many rows are few, and room for every tile of rows."""
+    from openmsa.index_branch.triton_bounds import Words
+    from openmsa.index_branch.triton_tiles import Tile
+
+    tile = Tile.of(128)
+    assert [Words.of(rows, tile).bytes(tile, 10) for rows in (1, 4, 8, 9, 32, 33, 64)] == [
+        1280, 1280, 1280, 2560, 5120, 10240, 10240
+    ]  # fmt: skip
+    assert Words.of(4, Tile.of(32)).bytes(Tile.of(32), 10) == 3 * 128
+    assert Words.of(4, Tile.of(256)).bytes(Tile.of(256), 10) == 20 * 128
+    assert Words.of(4, Tile.of(20)).bytes(Tile.of(20), 10) == 10 * 64
