@@ -58,8 +58,8 @@ def _widen_bfloat16() -> None:
         patched(f"create_fcmp{name}", keep=False)
 
     def create_dot(self: object, a: object, b: object, d: TensorHandle, *options: object) -> TensorHandle:
-        """Of a GPU's product every row has the same bits wherever it stands. BLAS sums rows in orders of its own: in float64, of
-        which rounding to float32 leaves hardly any trace."""
+        """A GPU's product has the same bits of a row wherever it stands. BLAS sums rows in orders of its own: in float64, which
+        rounding to float32 hardly shows."""
         with np.errstate(all="ignore"):
             product = np.matmul(*(widen(x).data.astype(np.float64) for x in (a, b)))
             return TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
