@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.index_branch import triton_lanes, triton_queries, triton_scores, triton_tiles
+from openmsa.index_branch.gluon_sm90_scores import row_factors, sequence_bounds
 
 BLOCK = gl.constexpr(128)
 """Keys of a block, and of a tile."""
@@ -40,7 +41,6 @@ COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0]))
 COPIED_SCALES = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
-sequence_bounds = gluon.jit(triton_tiles.sequence_bounds.fn)
 exists = gluon.jit(triton_tiles.exists.fn)
 scale_pairs = gluon.jit(triton_lanes.scale_pairs.fn)
 scaled_codes = gluon.jit(triton_lanes.scaled_codes.fn)
@@ -148,10 +148,8 @@ def sm90_lane_kernel(
         sees = gl.maximum(i_last + BLOCK, 0) // BLOCK
         gl.store(visible + q_start + o_r // GROUP, sees, mask=m_row & (o_r % GROUP == 0) & (i_split + i_h == 0))
     b_q, b_f = lane_queries(q + q_start.to(gl.int64) * s_qt, q_len, i_h, s_qt, s_qh, GROUP, PRODUCT_TYPE)
-    if q_scale is not None:
-        b_f *= gl.load(q_scale + (i_h * GROUP + o_r % GROUP) * s_qs)
-    if k_factor is not None:
-        b_f *= gl.load(k_factor + i_h * s_kf)
+    if q_scale is not None or k_factor is not None:
+        b_f *= row_factors(q_scale, k_factor, o_r, i_h, s_qs, s_kf, GROUP)
     p_s = scores + ((i_h * GROUP + o_r % GROUP).to(gl.int64) * s_sh + (q_start + o_r // GROUP).to(gl.int64) * s_st)
     o_k = gl.arange(0, STEP, gl.SliceLayout(1, ROW))
     nothing = gl.zeros([STEP, 8], gl.float32, PRODUCT)
