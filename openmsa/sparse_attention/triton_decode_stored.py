@@ -198,7 +198,8 @@ def walk_stored(
     k += i_h.to(tl.int64) * stride_kh
     v += i_h.to(tl.int64) * stride_vh
     b_m = per_walk(tl.full([BM], -float("inf"), tl.float32), WALKS)
-    b_z = per_walk(tl.zeros([BM, BN // WALKS], tl.float32), WALKS)  # summed up at the end
+    # Sums of weights: where warps walk apart, those of every column until the end, so that threads need not meet.
+    b_z = per_walk(tl.zeros([BM, BN // WALKS if WALKS > 1 else 1], tl.float32), WALKS)
     accs = ()
     for _ in tl.static_range(PARTS):
         accs = accs + (per_walk(tl.zeros([BM, W], tl.float32), WALKS),)
@@ -242,7 +243,7 @@ def walk_stored(
             sums = sums + (accs[p] * b_old,)
         for i in tl.static_range(TOGETHER):
             b_p = tl.exp2(logits[i] - tl.expand_dims(b_safe, -1))
-            b_z += b_p
+            b_z += b_p if WALKS > 1 else tl.sum(b_p, -1, keep_dims=True)
             b_p = in_order(b_p.to(tl.float16), FOURS)
             v_parts = parts_of(values[i], FORMAT, NATIVE)
             accs, sums = sums, ()
