@@ -54,11 +54,9 @@ def scale_pairs(b_g, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def lane_keys(b_k, b_g, NATIVE: tl.constexpr):
-    """Codes int16 [keys, 32] and scales int16 [keys, 4] as float16 numbers times 2**-14, [keys, 128], in the order of
-    `lane_queries`."""
+def scaled_codes(b_k, b_x):
+    """Codes int16 [keys, 32] times float16 factors [keys, 32] as `lane_keys`."""
     KEYS: tl.constexpr = b_k.shape[0]
-    b_x = tl.broadcast_to(scale_pairs(b_g, NATIVE)[:, :, :, None], [KEYS, 4, 2, 4]).reshape(KEYS, 32)
     if ASM:
         FP16: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
         parts = tl.inline_asm_elementwise(SCALED, "=r,=r,=r,=r,r,r", [b_k, b_x], dtype=FP16, is_pure=True, pack=2)
@@ -67,6 +65,14 @@ def lane_keys(b_k, b_g, NATIVE: tl.constexpr):
         parts = e2m1_parts(b_k, tl.float16)
         x = tl.join(tl.join(parts[0] * b_x, parts[1] * b_x), tl.join(parts[2] * b_x, parts[3] * b_x))
     return x.reshape(KEYS, 4, 2, 4, 2, 2).permute(0, 4, 5, 2, 1, 3).reshape(KEYS, 128)
+
+
+@triton.jit
+def lane_keys(b_k, b_g, NATIVE: tl.constexpr):
+    """Codes int16 [keys, 32] and scales int16 [keys, 4] as float16 numbers times 2**-14, [keys, 128], in the order of
+    `lane_queries`."""
+    KEYS: tl.constexpr = b_k.shape[0]
+    return scaled_codes(b_k, tl.broadcast_to(scale_pairs(b_g, NATIVE)[:, :, :, None], [KEYS, 4, 2, 4]).reshape(KEYS, 32))
 
 
 @triton.jit

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import triton
@@ -67,7 +69,7 @@ def launch(
     group = heads // source.heads
     queries = QuerySource.of(index_q, source, device)
     rows = lengths.max_seqlen_q * group
-    tuned = None if chosen or pdl else _tuned(queries, source, tile, rows, scores, device)
+    tuned = None if chosen else _tuned(queries, source, tile, rows, scores, device, pdl)
     if tuned is not None:
         tuned(queries, source, lengths, scores, visible, device)
         return
@@ -140,15 +142,19 @@ def launch(
     )
 
 
-def _tuned(queries: QuerySource, source: KeySource, tile: Tile, rows: int, scores: Tensor, device: Device) -> Any:
-    """The launch of Hopper's own kernel where that serves, else None: the interpreter knows no Gluon, and Gluon's names change
+def _tuned(
+    queries: QuerySource, source: KeySource, tile: Tile, rows: int, scores: Tensor, device: Device, pdl: bool
+) -> Callable[..., None] | None:
+    """The launch of Hopper's own kernel where one serves, else None: the interpreter knows no Gluon, and Gluon's names change
     from version to version."""
     if not scores.is_cuda or device.arch != 90 or triton.__version__.split(".")[:2] != ["3", "6"]:
         return None
-    from openmsa.index_branch import gluon_sm90_launch
+    from openmsa.index_branch import gluon_sm90_lane_launch, gluon_sm90_launch
 
+    if gluon_sm90_lane_launch.serves(device, source, queries, tile, rows):
+        return partial(gluon_sm90_lane_launch.launch, pdl=pdl)
     kind = kind_of(source, queries, queries.rows.shape[2], tile)
-    plain = source.scales.where == NO_SCALE and queries.rows.stride(2) == 1 and _in_sectors(scores)
+    plain = source.scales.where == NO_SCALE and queries.rows.stride(2) == 1 and _in_sectors(scores) and not pdl
     group = queries.rows.shape[1] // source.heads
     return gluon_sm90_launch.launch if plain and gluon_sm90_launch.serves(device, kind, tile, rows, group) else None
 

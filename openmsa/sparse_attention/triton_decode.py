@@ -46,7 +46,8 @@ MIN_KEYS = 256  # a program
 @dataclass(frozen=True)
 class Config:
     """rows: query heads a program, padded; keys: keys a tile; tiles: tiles a program; lookup: whether every key looks up its
-    own block and page; apart: whether every warp walks keys of its own, 16 of a tile or more (stored rows alone)."""
+    own block and page; apart: whether every warp walks keys of its own, 16 of a tile or more; together: tiles of a
+    step (stored rows alone)."""
 
     rows: int
     keys: int
@@ -56,6 +57,7 @@ class Config:
     num_warps: int
     num_stages: int
     apart: bool = False
+    together: int = 1
 
     @property
     def walks(self) -> int:
@@ -94,23 +96,27 @@ def configure(
     splits = triton.cdiv(units, tiles)
     crowded = device.num_sms < programs * splits <= 2 * device.num_sms or programs > 3 * device.num_sms
     config = Config(rows, keys, tiles, splits, lookup, 4, 2 if crowded else 3)
-    return config if form == 0 else for_stored(config, form, head_dim, programs * splits <= device.num_sms, device.arch)
+    return config if form == 0 else for_stored(config, form, head_dim, programs * splits <= device.num_sms, device)
 
 
-def for_stored(config: Config, form: int, head_dim: int, alone: bool, arch: int) -> Config:
+def for_stored(config: Config, form: int, head_dim: int, alone: bool, device: Device) -> Config:
     """For rows in a stored format, with as many splits. A pure function. Warps walk apart where one can hold the sums of all
-    rows; otherwise they share tiles, narrow ones where wider ones spill. alone: at most one program a multiprocessor.
+    rows; otherwise they share tiles, narrow ones where wider ones spill. alone: at most one program a multiprocessor, whose
+    warps then take tiles in pairs, for want of others to fill their waits.
     Measured on an H200, 16 blocks of 128 keys, 4 KV heads, warps x keys a tile x stages:
     32 sequences: e4m3 26.5 us with 8x128x3 (4x128x3 29.4, 8x128x5 27.8), NVFP4 28.7 (4x128x4 32.2, 8x128x5 28.2);
     64 sequences: e4m3 42.8 us with 4x64x4 (4x128x2 47.3, 8x128x2 66.1), NVFP4 47.1 with 4x128x2 (4x64x4 48.1, 8x128x2 69.8);
     8 sequences, 4 tiles a program: 17.2 us both with 8 warps (17.6 with 4); 1, one tile: 12.9 and 13.4 with 4 (13.2, 13.4)."""
     if config.rows > 16:
-        return narrowed(config, 32 if arch < 90 else 64 if form == 3 else 128)
+        return narrowed(config, 32 if device.arch < 90 else 64 if form == 3 else 128)
     if head_dim > 128:
         return config
     if form == 1 and not alone:
         config = replace(narrowed(config, 64), num_stages=4)
-    return replace(config, num_warps=min(config.keys // 16, 8 if alone and config.tiles > 1 else 4), apart=True)
+    pair_bytes = 4 * config.keys * (head_dim if form == 1 else head_dim * 9 // 16)  # keys and values of two tiles
+    pairs = alone and config.tiles > 1 and (config.num_stages - 1) * pair_bytes <= device.shared_bytes
+    warps = min(config.keys // 16, 8 if alone and config.tiles > 1 else 4)
+    return replace(config, num_warps=warps, apart=True, together=2 if pairs else 1)
 
 
 def narrowed(config: Config, keys: int) -> Config:
@@ -230,6 +236,7 @@ def sparse_decode_kernel(
     NATIVE: tl.constexpr,
     BY_PAGE: tl.constexpr,
     WALKS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (sequences * queries, KV heads * row tiles, SPLITS). Lengths: `seq_lens` with `queries` tokens a sequence, the last
@@ -303,7 +310,7 @@ def sparse_decode_kernel(
             b_qs, b_row * q_f, k, v, k_f, v_f, k_groups, v_groups, b_first, b_home, i_h, tiles, i_k0, n_k, scale,
             stride_kp, stride_kh, stride_kn, stride_vp, stride_vh, stride_vn,
             s_kgp, s_kgh, s_kgn, s_kgg, s_vgp, s_vgh, s_vgn, s_vgg,
-            D, PAGE, BM, BN, BD, TILES, STAGES, FORMAT, SWIZZLED, NATIVE, BY_PAGE, WALKS,
+            D, PAGE, BM, BN, BD, TILES, STAGES, FORMAT, SWIZZLED, NATIVE, BY_PAGE, WALKS, TOGETHER,
         )  # fmt: skip
 
     out += i_t.to(tl.int64) * stride_ot + i_h * G * stride_oh
@@ -401,6 +408,7 @@ def launch(
         NATIVE=q.device.type == "cuda" and devices.facts(q.device).arch >= 90,
         BY_PAGE=any(source.factor_strides[0] for source in sources),
         WALKS=config.walks,
+        TOGETHER=config.together,
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -503,7 +511,7 @@ def variant(
     constants |= {"BN": config.keys, "BD": triton.next_power_of_2(head_dim), "TILES": config.tiles, "SPLITS": config.splits}
     constants |= {"LOOKUP": config.lookup, "STAGES": config.num_stages, "PDL": pdl}
     constants |= {"FORMAT": form, "SWIZZLED": False, "NATIVE": pdl, "BY_PAGE": by_page}
-    constants |= {"WALKS": config.walks, "BD": padded_dim(head_dim, form)}
+    constants |= {"WALKS": config.walks, "TOGETHER": config.together, "BD": padded_dim(head_dim, form)}
     factors = {name: "*fp32" for name in ("k_factor", "v_factor")} if form else {}
     groups = {name: "*i32" for name in ("k_groups", "v_groups")} if form == 3 else {}
     arguments |= factors | groups | ({"k": "*i16", "v": "*i16"} if form else {})

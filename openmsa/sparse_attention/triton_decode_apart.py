@@ -23,6 +23,26 @@ def tile_keys(BN: tl.constexpr, WALKS: tl.constexpr):
 
 
 @triton.jit
+def key_columns(BN: tl.constexpr, WALKS: tl.constexpr, FOURS: tl.constexpr):
+    """Which keys the columns of a product of queries and keys are, as `tile_keys`. Of 16 columns a thread has 2c, 2c + 1 and
+    those eight behind. FOURS: where the product with values takes four neighbours of it, as it does beside words of four
+    elements, these columns are keys 4c to 4c + 3."""
+    o_n = tile_keys(BN, WALKS)
+    if FOURS:
+        o_n = (o_n & ~14) + (o_n & 6) * 2 + (o_n & 8) // 4
+    return o_n
+
+
+@triton.jit
+def in_order(x, FOURS: tl.constexpr):
+    """Columns of `key_columns`, [walks, rows, keys], in the order of keys."""
+    if FOURS:
+        pairs = tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 16, 2, 4, 2])
+        x = tl.reshape(tl.permute(pairs, (0, 1, 2, 4, 3, 5)), x.shape)
+    return x
+
+
+@triton.jit
 def per_walk(x, WALKS: tl.constexpr):
     """One copy of x, a vector or a matrix, for each walk, in a leading dimension; x itself for one."""
     if WALKS == 1:

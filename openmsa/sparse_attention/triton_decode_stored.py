@@ -22,7 +22,7 @@ from openmsa.index_branch.triton_codes import e2m1_parts
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
 from openmsa.kv_cache.stored import in_items
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS, e4m3
-from openmsa.sparse_attention.triton_decode_apart import joined, per_walk, tile_keys
+from openmsa.sparse_attention.triton_decode_apart import in_order, joined, key_columns, per_walk, tile_keys
 from openmsa.sparse_attention.triton_decode_tiles import pick
 
 GROUP = 16  # elements of one NVFP4 scale
@@ -179,15 +179,17 @@ def walk_stored(
     s_kgp, s_kgh, s_kgn, s_kgg, s_vgp, s_vgh, s_vgn, s_vgg,
     D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, TILES: tl.constexpr,
     STAGES: tl.constexpr, FORMAT: tl.constexpr, SWIZZLED: tl.constexpr, NATIVE: tl.constexpr, BY_PAGE: tl.constexpr,
-    WALKS: tl.constexpr,
+    WALKS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """As `triton_decode_tiles.walk`, of query parts b_qs with row factors b_row. b_home: pages inside the pool, of all tiles.
     k_f, v_f: factors of the tiles (BY_PAGE), or those of all. WALKS: 1, or warps that walk each its keys of every tile; a
-    leading dimension counts them until they are joined."""
+    leading dimension counts them until they are joined. TOGETHER: tiles that share a greatest logit: sums are rescaled once
+    for them, and what one tile waits for the others fill."""
     PARTS: tl.constexpr = 2 if FORMAT == 1 else 4
     FOLD: tl.constexpr = 1.0 if FORMAT == 1 else 16384.0
     W: tl.constexpr = BD // PARTS
-    o_n = tile_keys(BN, WALKS)
+    FOURS: tl.constexpr = FORMAT == 3 and WALKS > 1
+    o_n, o_nk = tile_keys(BN, WALKS), key_columns(BN, WALKS, FOURS)
     o_w = tl.arange(0, W)
     m_w = o_w < D // PARTS
     b_row *= FOLD * 1.4426950408889634 * scale
@@ -196,46 +198,65 @@ def walk_stored(
     k += i_h.to(tl.int64) * stride_kh
     v += i_h.to(tl.int64) * stride_vh
     b_m = per_walk(tl.full([BM], -float("inf"), tl.float32), WALKS)
-    b_z = per_walk(tl.zeros([BM], tl.float32), WALKS)
+    # Sums of weights: where warps walk apart, those of every column until the end, so that threads need not meet.
+    b_z = per_walk(tl.zeros([BM, BN // WALKS if WALKS > 1 else 1], tl.float32), WALKS)
     accs = ()
     for _ in tl.static_range(PARTS):
         accs = accs + (per_walk(tl.zeros([BM, W], tl.float32), WALKS),)
-    for u in tl.range(0, tiles, num_stages=STAGES):
-        i_first, i_page = pick(b_first, u), pick(b_home, u).to(tl.int64)
-        m_n = i_first + o_n < n_k
-        i_row = i_first % PAGE if PAGE else i_k0 + i_first
-        p_k = k + (i_page * stride_kp + i_row.to(tl.int64) * stride_kn)  # offsets in a tile are 32 bits wide
-        p_v = v + (i_page * stride_vp + i_row.to(tl.int64) * stride_vn)
-        m_nw = tl.expand_dims(m_n, -1) & m_w
-        b_k = tl.load(p_k + (tl.expand_dims(o_n * stride_kn, -1) + o_w), mask=m_nw, other=0)  # [BN, W] int16
-        b_v = tl.load(p_v + (tl.expand_dims(o_n * stride_vn, -1) + o_w), mask=m_nw, other=0)
-        if FORMAT == 3:
-            b_kg = load_groups(k_groups, i_page, i_h, i_row + o_n, m_n, s_kgp, s_kgh, s_kgn, s_kgg, D, BD, SWIZZLED, NATIVE)
-            b_vg = load_groups(v_groups, i_page, i_h, i_row + o_n, m_n, s_vgp, s_vgh, s_vgn, s_vgg, D, BD, SWIZZLED, NATIVE)
-        b_s = per_walk(tl.zeros([BM, BN // WALKS], tl.float32), WALKS)
-        k_parts, v_parts = parts_of(b_k, FORMAT, NATIVE), parts_of(b_v, FORMAT, NATIVE)
-        for p in tl.static_range(PARTS):
-            b_kp = k_parts[p]
+    for u_0 in tl.range(0, tiles, TOGETHER, num_stages=STAGES):
+        logits, values, value_groups = (), (), ()
+        b_m_new = b_m
+        for i in tl.static_range(TOGETHER):
+            u = u_0 + i
+            i_first, i_page = pick(b_first, u), pick(b_home, u).to(tl.int64)
+            m_n, m_nk = i_first + o_n < n_k, i_first + o_nk < n_k
+            m_k = (i_first < n_k) & (o_nk >= 0) if PAGE else m_nk  # of a page all rows exist
+            i_row = i_first % PAGE if PAGE else i_k0 + i_first
+            p_k = k + (i_page * stride_kp + i_row.to(tl.int64) * stride_kn)  # offsets in a tile are 32 bits wide
+            p_v = v + (i_page * stride_vp + i_row.to(tl.int64) * stride_vn)
+            m_kw, m_vw = tl.expand_dims(m_k, -1) & m_w, tl.expand_dims(m_n, -1) & m_w
+            b_k = tl.load(p_k + (tl.expand_dims(o_nk * stride_kn, -1) + o_w), mask=m_kw, other=0)  # [BN, W] int16
+            values = values + (tl.load(p_v + (tl.expand_dims(o_n * stride_vn, -1) + o_w), mask=m_vw, other=0),)
             if FORMAT == 3:
-                b_kp = b_kp * b_kg
-            b_s = tl.dot(b_qs[p], tl.trans(b_kp), b_s)
-        b_s *= (b_row * pick(k_f, u) if BY_PAGE else b_row)[:, None]
-        b_s = tl.where(tl.expand_dims(m_n, -2), b_s, -float("inf"))
-        b_m_new = tl.maximum(b_m, tl.max(b_s, -1))
+                b_kg = load_groups(
+                    k_groups, i_page, i_h, i_row + o_nk, m_k, s_kgp, s_kgh, s_kgn, s_kgg, D, BD, SWIZZLED, NATIVE
+                )
+                b_vg = load_groups(v_groups, i_page, i_h, i_row + o_n, m_n, s_vgp, s_vgh, s_vgn, s_vgg, D, BD, SWIZZLED, NATIVE)
+                value_groups = value_groups + (b_vg,)
+            b_s = per_walk(tl.zeros([BM, BN // WALKS], tl.float32), WALKS)
+            k_parts = parts_of(b_k, FORMAT, NATIVE)
+            for p in tl.static_range(PARTS):
+                b_kp = k_parts[p]
+                if FORMAT == 3:
+                    b_kp = b_kp * b_kg
+                b_s = tl.dot(b_qs[p], tl.trans(b_kp), b_s)
+            b_s *= (b_row * pick(k_f, u) if BY_PAGE else b_row)[:, None]
+            b_s = tl.where(tl.expand_dims(m_nk, -2), b_s, -float("inf"))
+            b_m_new = tl.maximum(b_m_new, tl.max(b_s, -1))
+            logits = logits + (b_s,)
         b_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
-        b_p = tl.exp2(b_s - tl.expand_dims(b_safe, -1))
-        b_old = tl.exp2(b_m - b_safe)
-        b_z = b_z * b_old + tl.sum(b_p, -1)
-        b_p = b_p.to(tl.float16)
+        b_old = tl.expand_dims(tl.exp2(b_m - b_safe), -1)
+        b_m = b_m_new
+        b_z *= b_old
         sums = ()
         for p in tl.static_range(PARTS):
-            b_vp = v_parts[p]
-            if FORMAT == 3:
-                b_vp = b_vp * b_vg
-            b_acc = accs[p] * tl.expand_dims(b_old, -1)
-            sums = sums + (b_acc + tl.dot(b_p, b_vp) * pick(v_f, u) if BY_PAGE else tl.dot(b_p, b_vp, b_acc),)
+            sums = sums + (accs[p] * b_old,)
+        for i in tl.static_range(TOGETHER):
+            b_p = tl.exp2(logits[i] - tl.expand_dims(b_safe, -1))
+            b_z += b_p if WALKS > 1 else tl.sum(b_p, -1, keep_dims=True)
+            b_p = in_order(b_p.to(tl.float16), FOURS)
+            v_parts = parts_of(values[i], FORMAT, NATIVE)
+            accs, sums = sums, ()
+            for p in tl.static_range(PARTS):
+                b_vp = v_parts[p]
+                if FORMAT == 3:
+                    b_vp = b_vp * value_groups[i]
+                if BY_PAGE:
+                    sums = sums + (accs[p] + tl.dot(b_p, b_vp) * pick(v_f, u_0 + i),)
+                else:
+                    sums = sums + (tl.dot(b_p, b_vp, accs[p]),)
         accs = sums
-        b_m = b_m_new
+    b_z = tl.sum(b_z, -1)
     pairs = accs if PARTS == 2 else (tl.join(accs[0], accs[2]), tl.join(accs[1], accs[3]))
     b_acc = tl.join(pairs[0], pairs[1]) * (FOLD if BY_PAGE else v_f * FOLD)
     if WALKS == 1:

@@ -78,23 +78,23 @@ def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, 
         check(p, blocks, block, run(p, wild, block, strided(p.k), strided(p.v), config))
 
 
-STORED = [  # format, queries, storage, page_size, head_dim, group, block_size, dtype, tiles, whether warps walk apart
-    ("e4m3", "plain", "paged", 64, 128, 16, 64, torch.float16, 2, True),
-    ("e4m3", "plain", "paged", 64, 128, 20, 64, torch.float16, 2, False),
-    ("e4m3 page", "plain", "paged", 32, 64, 3, 32, torch.bfloat16, 1, True),
-    ("e4m3 page", "plain", "paged", 64, 32, 2, 64, torch.float16, 4, False),
-    ("e4m3", "e4m3", "flat", 0, 96, 2, 64, torch.bfloat16, 4, True),
-    ("nvfp4", "plain", "paged", 64, 128, 16, 32, torch.bfloat16, 2, True),
-    ("nvfp4 128x4", "e4m3", "paged", 32, 96, 3, 64, torch.bfloat16, 2, True),
-    ("nvfp4 128x4", "plain", "flat", 0, 48, 4, 64, torch.float16, 1, False),
-    ("nvfp4 128x4", "plain", "paged", 32, 64, 4, 64, torch.float16, 2, True),
+STORED = [  # format, queries, storage, page_size, head_dim, group, block_size, dtype, tiles, warps apart, tiles of a step
+    ("e4m3", "plain", "paged", 64, 128, 16, 64, torch.float16, 2, True, 2),
+    ("e4m3", "plain", "paged", 64, 128, 20, 64, torch.float16, 2, False, 2),
+    ("e4m3 page", "plain", "paged", 32, 64, 3, 32, torch.bfloat16, 1, True, 1),
+    ("e4m3 page", "plain", "paged", 64, 32, 2, 64, torch.float16, 4, False, 4),
+    ("e4m3", "e4m3", "flat", 0, 96, 2, 64, torch.bfloat16, 4, True, 2),
+    ("nvfp4", "plain", "paged", 64, 128, 16, 32, torch.bfloat16, 2, True, 1),
+    ("nvfp4 128x4", "e4m3", "paged", 32, 96, 3, 64, torch.bfloat16, 2, True, 2),
+    ("nvfp4 128x4", "plain", "flat", 0, 48, 4, 64, torch.float16, 1, False, 1),
+    ("nvfp4 128x4", "plain", "paged", 32, 64, 4, 64, torch.float16, 2, True, 2),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "queries", "storage", "page", "head_dim", "group", "block", "dtype", "tiles", "apart"), STORED
+    ("name", "queries", "storage", "page", "head_dim", "group", "block", "dtype", "tiles", "apart", "together"), STORED
 )
-def test_formats_against_the_truth(name, queries, storage, page, head_dim, group, block, dtype, tiles, apart):
+def test_formats_against_the_truth(name, queries, storage, page, head_dim, group, block, dtype, tiles, apart, together):
     """Of the numbers that the bytes stand for; scales of tensors, heads, pages and groups."""
     p = problem(
         (2, 1, 0, 1), (3 * block + 5, 0, block, 1), kv_heads=2, group=group, head_dim=head_dim, dtype=dtype,
@@ -106,7 +106,7 @@ def test_formats_against_the_truth(name, queries, storage, page, head_dim, group
     options = {"block_size": block, "softmax_scale": SCALE, "return_lse": True}
     checked = STAGE.check(moved.q, *moved.kv, blocks.to(DEVICE), moved.seqs, **options)
     splits, warps = -(-3 * block // 32 // tiles), 2 if apart else 4
-    config = Config(triton_decode.row_tiles(group, head_dim)[0], 32, tiles, splits, False, warps, 3, apart)
+    config = Config(triton_decode.row_tiles(group, head_dim)[0], 32, tiles, splits, False, warps, 3, apart, together)
     with PoisonedOutputs():
         out, lse = triton_decode.sparse_attention(**checked, config=config)
     reads = oracle.reads_of_blocks(blocks, block)
@@ -217,6 +217,7 @@ def test_configuration_of_stored_rows():
         assert (c.splits, c.tiles * c.keys, c.rows) == (plain.splits, plain.tiles * plain.keys, plain.rows)
         assert c.walks == (c.num_warps if c.apart else 1)
         assert c.walks == 1 or c.keys // c.walks >= 16
+        assert c.tiles % c.together == 0
         return c.walks, c.keys, c.num_stages
 
     assert [summary(b, 1) for b in (1, 8, 32, 64)] == [(4, 128, 3), (8, 128, 3), (8, 128, 3), (4, 64, 4)]
@@ -228,6 +229,10 @@ def test_configuration_of_stored_rows():
             for wide in ({"group": 17}, {"group": 64}, {"head_dim": 256}):  # of a wide tile a warp holds a part
                 assert summary(tokens, form, **wide)[0] == 1
     assert [summary(32, form, group=32)[1] for form in (1, 3)] == [128, 64]
+    pairs = {form: [configure(b, **sizes, device=hopper, form=form).together for b in (1, 8, 32, 64)] for form in (0, 1, 3)}
+    assert pairs == {0: [1] * 4, 1: [1, 2, 2, 1], 3: [1, 2, 2, 1]}
+    small = COMPILE_TARGETS[120]  # its shared memory holds two buffers of a pair of narrow tiles
+    assert [configure(32, **sizes, device=small, form=form).together for form in (1, 3)] == [2, 2]
     ampere = COMPILE_TARGETS[80]
     assert [configure(32, **sizes | {"group": 64}, device=ampere, form=form).keys for form in (0, 1, 3)] == [128, 32, 32]
 

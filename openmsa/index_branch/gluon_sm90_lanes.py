@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: MIT
+"""Scores of paged NVFP4 keys of 128 elements for up to four rows on Hopper, in Gluon: the kernel of `triton_lanes` with its
+copies placed by hand.
+
+A program is one warp with a ring of one tile, 128 keys, in shared memory. It takes SLOT keys from the ring into registers,
+at once sends for those that follow 128 keys later, and only then multiplies, so that nearly all of the ring is always on its
+way. Triton's own pipeline sends for keys behind the products, and walks addresses anew for every copy; here a tile has one,
+because keys and their scales are contiguous in a page. A program reads the ids of all its pages at its start, one a lane.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from openmsa.index_branch import triton_lanes, triton_queries, triton_scores, triton_tiles
+from openmsa.index_branch.gluon_sm90_scores import row_factors, sequence_bounds
+
+BLOCK = gl.constexpr(128)
+"""Keys of a block, and of a tile."""
+SHARE = gl.constexpr(32)
+"""Tiles of a program at most: as many as a warp has lanes."""
+STEP = gl.constexpr(32)
+"""Keys that are multiplied at a time."""
+
+PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 4))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, 4))
+LANES = gl.constexpr([[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]])
+ROW = gl.constexpr(gl.DistributedLinearLayout([[8, 0], [16, 0]], LANES, [], [], [32, 4]))
+"""Of [STEP, 4]: products, a row a lane, or pairs of scales, those of the elements that the lane has."""
+CODES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [16, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [], [], [32, 32]
+    )
+)
+"""Of [STEP, 32]: 16 bytes of a key a lane."""
+COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0]))
+COPIED_SCALES = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0]))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+exists = gluon.jit(triton_tiles.exists.fn)
+scale_pairs = gluon.jit(triton_lanes.scale_pairs.fn)
+scaled_codes = gluon.jit(triton_lanes.scaled_codes.fn)
+power_of_two = gluon.jit(triton_queries.power_of_two.fn)
+
+
+@gluon.jit
+def lane_keys(b_k, b_g):
+    """As `triton_lanes.lane_keys`."""
+    b_x = scale_pairs(b_g, True)
+    b_x = gl.join(b_x, b_x)
+    b_x = gl.convert_layout(gl.join(b_x, b_x).reshape([STEP, 32]), CODES, assert_trivial=True)
+    return gl.convert_layout(scaled_codes(b_k, b_x), LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def lane_queries(p_q, q_len, i_h, s_qt, s_qh, GROUP: gl.constexpr, PRODUCT_TYPE: gl.constexpr):
+    """As `triton_lanes.lane_queries`, the four rows at p_q in every second of eight columns."""
+    o_e = gl.arange(0, 128, gl.SliceLayout(1, RIGHT))
+    o_e = (o_e & 12) * 8 + (o_e & 16) + (o_e & 3) * 4 + (o_e & 32) // 16 + o_e // 64
+    o_c = gl.arange(0, 8, gl.SliceLayout(0, RIGHT))
+    o_r = o_c // 2
+    m_q = (o_c % 2 == 0) & (o_r // GROUP < q_len)
+    p_q += (o_r // GROUP).to(gl.int64) * s_qt + (i_h * GROUP + o_r % GROUP) * s_qh
+    b_q = gl.load(p_q[None, :] + o_e[:, None], mask=m_q[None, :], other=0.0).to(PRODUCT_TYPE)
+    if b_q.dtype == gl.bfloat16:
+        largest = gl.max(gl.abs(b_q.to(gl.float32)), 0)
+        exponent = gl.minimum(gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) - 127, -126), 127)
+        up = 6 - exponent  # up to 132, so in two
+        b_q = b_q.to(gl.float32) * power_of_two(up // 2)[None, :] * power_of_two(up - up // 2)[None, :]
+        b_f = power_of_two(exponent)
+    else:
+        b_f = gl.full([8], 64.0, gl.float32, gl.SliceLayout(0, RIGHT))
+    b_f = gl.max(b_f.reshape([4, 2]), 1)  # odd columns are zero and have the least there is
+    return b_q.to(gl.float16), gl.convert_layout(b_f, gl.SliceLayout(0, ROW))
+
+
+@gluon.jit
+def tile_place(keys, scales, pages, i, i_row, there, num_pages, s_page, s_gp):
+    """Addresses of a tile's keys and scales, which starts with row i_row of the page that lane i has, and whether there is such
+    a page and a tile."""
+    i_page = gl.sum(gl.gather(pages, gl.full([1], i, gl.int32, pages.type.layout), 0), 0)
+    there = there & exists(i_page, num_pages)
+    i_page = gl.where(there, i_page, 0).to(gl.int64)
+    return keys + (i_page * s_page + i_row * 32), scales + (i_page * s_gp + i_row * 2), there
+
+
+@gluon.jit
+def send(p_k, p_g, there, ring, ring_scales, J: gl.constexpr, SWIZZLED: gl.constexpr):
+    """Starts to copy the keys of place J of the ring, zero where there are none."""
+    SLOT: gl.constexpr = ring.shape[1]
+    o_n = J * SLOT + gl.arange(0, SLOT, gl.SliceLayout(1, COPIED))
+    p_k += o_n[:, None] * 32 + gl.arange(0, 32, gl.SliceLayout(0, COPIED))[None, :]
+    async_copy.async_copy_global_to_shared(ring.index(J), p_k, mask=there)
+    o_n = J * SLOT + gl.arange(0, SLOT, gl.SliceLayout(1, COPIED_SCALES))
+    o_p = gl.arange(0, 2, gl.SliceLayout(0, COPIED_SCALES))
+    if SWIZZLED:
+        p_g += (o_n % 32 * 4 + o_n // 32)[:, None] + o_p[None, :] * 128
+    else:
+        p_g += o_n[:, None] * 2 + o_p[None, :]
+    async_copy.async_copy_global_to_shared(ring_scales.index(J), p_g, mask=there)
+    async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=triton_scores.RUNTIME_LENGTHS)
+def sm90_lane_kernel(
+    q, q_scale, keys, scales, k_factor, page_table, cu_q, cu_k, seq_lens, q_offset, scores, visible,
+    s_qt, s_qh, s_qs, s_page, s_head, s_gp, s_gh, s_kf, s_table, s_sh, s_st, s_sb,
+    num_blocks, num_pages, capacity, max_keys, tiles_per_split,
+    KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, SWIZZLED: gl.constexpr,
+    PRODUCT_TYPE: gl.constexpr, FILL: gl.constexpr, PDL: gl.constexpr, SLOT: gl.constexpr,
+):  # fmt: skip
+    """Grid (splits, batch * key heads). tiles_per_split: at most `SHARE`. SLOT: keys that are copied at a time. A key is 32
+    words of 16 bits, its scales two of 32, and neighbours lie side by side; s_gp, s_gh: in words."""
+    if PDL:
+        gdc_launch_dependents()
+    SLOTS: gl.constexpr = BLOCK // SLOT
+    LANE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    i_split, i_s, i_h = gl.program_id(0), gl.program_id(1) // KEY_HEADS, gl.program_id(1) % KEY_HEADS
+    first = i_split * tiles_per_split
+    last = gl.minimum(first + tiles_per_split, num_blocks)
+    o_key = (first + gl.arange(0, SHARE, LANE)) * BLOCK
+    m_page = (o_key < last * BLOCK) & (o_key < capacity)
+    pages = gl.load(page_table + i_s.to(gl.int64) * s_table + o_key // PAGE_SIZE, mask=m_page, other=-1)
+    q_start, q_len, _, k_len, offset = sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys)
+    o_r = gl.arange(0, 4, gl.SliceLayout(0, ROW))
+    m_row = o_r < q_len * GROUP
+    i_last = gl.minimum(offset + o_r // GROUP, k_len - 1)
+    i_full = gl.maximum(gl.minimum(offset, k_len - 1) + 1, 0) // BLOCK  # tiles that all rows see whole
+    seen_by_any = gl.minimum(offset + gl.minimum(3 // GROUP, q_len - 1), k_len - 1) + 1
+    i_end = gl.where(q_len > 0, gl.minimum(gl.cdiv(gl.maximum(seen_by_any, 0), BLOCK), last), first)
+
+    ring = gl.allocate_shared_memory(gl.int16, [SLOTS, SLOT, 32], FLAT)
+    ring_words = gl.allocate_shared_memory(gl.int32, [SLOTS, SLOT, 2], FLAT)
+    ring_scales = ring_words._reinterpret(gl.int16, [SLOTS, SLOT, 4], FLAT)
+    keys += i_h.to(gl.int64) * s_head
+    scales += i_h.to(gl.int64) * s_gh
+    p_k, p_g, there = tile_place(
+        keys, scales, pages, 0, first * BLOCK % PAGE_SIZE, first < i_end, num_pages, s_page, s_gp
+    )  # fmt: skip
+    for j in gl.static_range(SLOTS):
+        send(p_k, p_g, there, ring, ring_words, j, SWIZZLED)
+
+    if visible is not None:
+        sees = gl.maximum(i_last + BLOCK, 0) // BLOCK
+        gl.store(visible + q_start + o_r // GROUP, sees, mask=m_row & (o_r % GROUP == 0) & (i_split + i_h == 0))
+    b_q, b_f = lane_queries(q + q_start.to(gl.int64) * s_qt, q_len, i_h, s_qt, s_qh, GROUP, PRODUCT_TYPE)
+    if q_scale is not None or k_factor is not None:
+        b_f *= row_factors(q_scale, k_factor, o_r, i_h, s_qs, s_kf, GROUP)
+    p_s = scores + ((i_h * GROUP + o_r % GROUP).to(gl.int64) * s_sh + (q_start + o_r // GROUP).to(gl.int64) * s_st)
+    o_k = gl.arange(0, STEP, gl.SliceLayout(1, ROW))
+    nothing = gl.zeros([STEP, 8], gl.float32, PRODUCT)
+    for i_t in range(first, i_end):
+        i_next = i_t + 1
+        p_k, p_g, there = tile_place(
+            keys, scales, pages, i_next - first, i_next * BLOCK % PAGE_SIZE, i_next < i_end, num_pages, s_page, s_gp
+        )  # fmt: skip
+        best = gl.full([STEP, 4], float("-inf"), gl.float32, ROW)
+        for j in gl.static_range(SLOTS):
+            async_copy.wait_group(SLOTS - 1)
+            codes, groups = (), ()
+            for i in gl.static_range(SLOT // STEP):
+                codes += (ring.index(j).slice(i * STEP, STEP, 0).load(CODES),)
+                groups += (ring_scales.index(j).slice(i * STEP, STEP, 0).load(ROW),)
+            send(p_k, p_g, there, ring, ring_words, j, SWIZZLED)
+            for i in gl.static_range(SLOT // STEP):
+                s = mma_v2(lane_keys(codes[i], groups[i]), b_q, nothing)
+                s = gl.convert_layout(s.reshape([STEP, 4, 2]).split()[0], ROW, assert_trivial=True)
+                if i_t >= i_full:
+                    s = gl.where((i_t * BLOCK + (j * SLOT + i * STEP) + o_k)[:, None] <= i_last[None, :], s, float("-inf"))
+                best = gl.maximum(best, s)
+        m = gl.max(best, 0) * 256.0 * b_f  # see `triton_queries.raised`
+        m = gl.where(m > float("-inf"), m, float("-inf"))
+        gl.store(p_s + i_t.to(gl.int64) * s_sb, m, mask=m_row, eviction_policy="evict_last")
+    async_copy.wait_group(0)
+    if FILL:
+        unseen = gl.full([4], float("-inf"), gl.float32, gl.SliceLayout(0, ROW))
+        for i_b in range(gl.maximum(first, i_end), last):
+            gl.store(p_s + i_b.to(gl.int64) * s_sb, unseen, mask=m_row)

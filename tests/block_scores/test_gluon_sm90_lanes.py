@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: MIT
+"""The Gluon scoring kernel of NVFP4 keys for Hopper: when it is chosen, and on such a GPU its scores against the reference and,
+bit for bit, against the Triton kernel."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from openmsa import E4M3, NVFP4, PagedIndexKeys
+from openmsa.block_scores import reference
+from openmsa.index_branch import gluon_sm90_lane_launch
+from openmsa.index_branch.gluon_sm90_lane_launch import CONFIG, RING, cut, serves
+from openmsa.index_branch.triton_launch import launch_scores, score_rows
+from openmsa.index_branch.triton_sources import KeySource, QuerySource
+from openmsa.index_branch.triton_tiles import Tile
+from openmsa.runtime.devices import COMPILE_TARGETS
+from openmsa.testing.compare import assert_close, assert_equal
+from openmsa.testing.inputs import paged, problem
+from tests.low_precision import quantized, spread
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+# name: query lengths, key lengths, index heads, key heads, page size, format, queries, positions of first queries
+CASES = {
+    "ragged": ((1, 1, 0, 1, 1), (1, 290, 40, 0, 9001), 4, 1, 128, "nvfp4", "bf16", None),
+    "swizzled": ((1, 1, 1), (128, 4097, 257), 4, 1, 128, "nvfp4 128x4", "bf16", None),
+    "two key heads": ((1, 1), (700, 1300), 4, 2, 128, "nvfp4", "bf16", None),
+    "two key heads, swizzled": ((1, 1), (700, 1300), 4, 2, 128, "nvfp4 128x4", "fp16", None),
+    "two tokens": ((2, 1, 2), (130, 129, 1), 2, 1, 128, "nvfp4", "fp16", None),
+    "four tokens": ((4, 3), (130, 513), 1, 1, 128, "nvfp4", "bf16", None),
+    "three heads": ((1, 1), (130, 513), 3, 1, 128, "nvfp4", "bf16", None),
+    "wide pages": ((1, 1, 1), (300, 5000, 1025), 4, 1, 512, "nvfp4", "bf16", None),
+    "wide pages, swizzled": ((1, 1, 1), (300, 5000, 1025), 4, 1, 512, "nvfp4 128x4", "bf16", None),
+    "stored queries": ((1, 1), (300, 5000), 4, 1, 128, "nvfp4", "e4m3", None),
+    "offsets": ((1, 2, 1), (1000, 3000, 513), 2, 1, 128, "nvfp4", "bf16", (-20, 1000, 5000)),
+}
+
+
+def sources(keys, queries, device=COMPILE_TARGETS[90], block=128, pages=2):
+    """What `serves` takes, of index keys and queries."""
+    cache = PagedIndexKeys(keys, torch.zeros(1, pages, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+    source = KeySource.of(cache, Tile.of(block), device)
+    return device, source, QuerySource.of(queries, source, device), Tile.of(block)
+
+
+def test_what_it_serves():
+    pool, queries = torch.randn(3, 1, 256, 128).bfloat16(), torch.randn(1, 4, 128).bfloat16()
+    keys = NVFP4.quantize(pool)
+    assert all(serves(*sources(keys, queries), rows) for rows in (1, 4))
+    assert not serves(*sources(keys, queries), 5)
+    assert serves(*sources(NVFP4.quantize(pool, layout="128x4"), queries), 4)
+    assert serves(*sources(keys, E4M3.quantize(queries, per="head")), 4)
+    assert not serves(*sources(keys, spread(queries).transpose(1, 2).contiguous().transpose(1, 2)), 4)
+    assert not serves(*sources(spread(keys), queries), 4)
+    assert not serves(*sources(keys, queries, block=256), 4)
+    assert not serves(*sources(keys, queries, block=64), 4)
+    assert not serves(*sources(NVFP4.quantize(pool[..., :64]), queries[..., :64]), 4)
+    assert not serves(*sources(NVFP4.quantize(pool[:, :, :64]), queries), 4)
+    assert not serves(*sources(E4M3.quantize(pool, per="tensor"), queries), 4)
+    assert not any(serves(*sources(keys, queries, device=COMPILE_TARGETS[arch]), 4) for arch in (80, 100, 120))
+
+
+def test_configuration_fits():
+    assert CONFIG.resident * (RING + 1024) <= COMPILE_TARGETS[90].shared_bytes
+    assert CONFIG.resident // 4 * 32 * CONFIG.max_registers <= 65536 // 4
+    assert 128 % CONFIG.slot == 0
+    assert CONFIG.slot % 32 == 0
+
+
+@pytest.mark.parametrize("programs", [1, 8, 32, 64, 1000])
+@pytest.mark.parametrize("tiles", [1, 33, 256, 1024, 8192])
+def test_cut(programs, tiles):
+    """All programs resident at a time, nearly, unless that leaves a program more tiles than it has lanes."""
+    share = cut(programs, tiles, 132)
+    assert 1 <= share <= min(32, tiles)
+    total = programs * -(-tiles // share)
+    assert total <= 2640 or share == 32 or -(-total // 2640) * 2640 <= 1.25 * total
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="Gluon kernels run on a Hopper GPU only")
+@pytest.mark.parametrize("visible", [False, True], ids=["filled", "visible"])
+@pytest.mark.parametrize("name", CASES)
+def test_on_the_device(name, visible, monkeypatch):
+    q_lens, k_lens, heads, key_heads, page_size, form, query, offsets = CASES[name]
+    device, dtype = torch.device("cuda", 0), torch.float16 if query == "fp16" else torch.bfloat16
+    p = problem(
+        q_lens, k_lens, kv_heads=heads, index_heads=heads, index_key_heads=key_heads, index_dim=128, offsets=offsets,
+        dtype=dtype,
+    ).to(device)  # fmt: skip
+    p.index_k[sum(k_lens) // 2, 0, 3], p.index_q[0, 0], p.index_q[-1, -1, 5] = torch.nan, 0, torch.nan
+    index_q = E4M3.quantize(p.index_q, per="head") if query == "e4m3" else p.index_q
+    cache = paged(p, page_size)[1]
+    index_k = PagedIndexKeys(quantized(cache.keys, form), cache.page_table, cache.seq_lens)
+    lengths = index_k.layout(p.seqs, sum(q_lens), device)
+    num_blocks = lengths.num_blocks(128)
+
+    def run():
+        scores = torch.full((heads, sum(q_lens), score_rows(num_blocks)), torch.nan, device=device)[..., :num_blocks]
+        seen = torch.full((sum(q_lens),), -7, dtype=torch.int32, device=device) if visible else None
+        launch_scores(index_q, index_k, lengths, 128, scores, seen)
+        if seen is not None:
+            assert_equal("visible", seen, lengths.visible_blocks(sum(q_lens), 128).int().cpu())
+            scores = scores.masked_fill(torch.arange(num_blocks, device=device) >= seen[:, None], -torch.inf)
+        return scores
+
+    launched = []
+    launch = gluon_sm90_lane_launch.launch
+    monkeypatch.setattr(gluon_sm90_lane_launch, "launch", lambda *args, **more: (launched.append(1), launch(*args, **more)))
+    tuned = run()
+    assert launched
+    assert_equal("repeated", run(), tuned.cpu())
+    absent = index_k.page_table.clone()
+    for table in (absent, absent.index_fill(1, torch.zeros(1, dtype=torch.long, device=device), -1)):
+        index_k.page_table.copy_(table)
+        with monkeypatch.context() as other:
+            got = run()
+            other.setattr(gluon_sm90_lane_launch, "serves", lambda *args: False)
+            assert_equal("Triton's", run(), got.cpu())
+    index_k.page_table.copy_(absent)
+    exact = index_q.dequantize(torch.float64) if query == "e4m3" else index_q.double()
+    truth, honest = (reference.block_scores(q, index_k, lengths, 128) for q in (exact, index_q))
+    assert_close("scores", tuned, honest, truth)
