@@ -90,7 +90,7 @@ def attend_outer(
     """One program a (item of the chunk, KV head, part of its group and cut of the block)."""
     CUTS: tl.constexpr = (BLOCK + KEYS - 1) // KEYS
     ONE_PAGE: tl.constexpr = PAGE_SIZE > 0 and PAGE_SIZE % BLOCK == 0  # holds the block, which then has one factor
-    i_item = tl.program_id(0)
+    i_item = item_bound - 1 - tl.program_id(0)  # the newest blocks first: their lists, with their own queries, are the longest
     i_h = tl.program_id(1)
     i_part = tl.program_id(2) % PARTS
     i_cut = tl.program_id(2) // PARTS
