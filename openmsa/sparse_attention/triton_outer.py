@@ -97,8 +97,8 @@ def attend_outer(
     i_segment = (i_chunk * num_kv_heads + i_h).to(tl.int64)
     p_item = items + (i_segment * item_bound + i_item) * 4
     begin, end, i_b, marked = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3)
-    # Garbage past the last item decides nothing; naming it here keeps its load beside the count's, not behind.
-    if (i_item >= tl.load(num_items + i_segment)) | (end <= begin):
+    # A list begins at 0 or later; past the last item, whatever it says. Named here, its load goes beside the count's.
+    if (i_item >= tl.load(num_items + i_segment)) | (begin < 0):
         return
     entries += i_segment * chunk_entries
     first_token = tl.load(tiles + i_chunk * chunk_tiles * 4)
