@@ -3,8 +3,8 @@
 
 KV-outer converts a block once for hundreds of queries, a union tile for a handful: there the conversion costs more than the
 bytes that it saves. So where many queries are to come and some tile stays together, all keys are converted once for the union
-kernel, which costs a few percent of the call, and the values that it would wait for, too; KV-outer reads the codes. Codes times
-group scales are exact in 16 bits; the float32 factors stay outside, as in the kernels that read codes.
+kernel, which costs a few percent of the call; KV-outer reads the codes. Codes times group scales are exact in 16 bits; the
+float32 factors stay outside, as in the kernels that read codes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openmsa.sparse_attention.triton_config import power_of_two
-from openmsa.sparse_attention.triton_keys import PAGES, TYPES, Keys, key_place, load_keys
+from openmsa.sparse_attention.triton_keys import PAGES, TYPES, Keys, key_place, load_codes, numbers
 from openmsa.types import Layout
 
 MIN_READERS = 64  # queries that read a block on average; then expanding costs less than a tenth of the call
@@ -42,7 +42,7 @@ def expand_rows(
     k_groups,
     v_groups,
     k_out,  # [heads, total, DIM], contiguous
-    v_out,  # or None
+    v_out,
     wanted,  # int32 [1]: 0: nothing is written
     cu_k,
     page_table,
@@ -87,8 +87,7 @@ def expand_rows(
         k_groups += i_h * stride_kg_h
         v_groups += i_h * stride_vg_h
     k_out += i_h * total * DIM
-    if v_out is not None:
-        v_out += i_h * total * DIM
+    v_out += i_h * total * DIM
     for i_tile in range(tl.program_id(0), batch * row_tiles, tl.num_programs(0)):
         i_b, first = i_tile // row_tiles, i_tile % row_tiles * ROWS
         k_begin = tl.load(cu_k + i_b)
@@ -100,33 +99,26 @@ def expand_rows(
             if PAGE_SIZE > 0:
                 table_row += i_b.to(tl.int64) * stride_table_b
             page, row = key_place(o_key, m_key, k_begin, table_row, num_pages, stride_table_p, PAGE_SIZE)
-            b_k = load_keys(
-                k, k_groups, page, row, m_key, i_h, num_heads, stride_k_page, stride_k_row, stride_k_dim, stride_kg_page,
-                stride_kg_row, stride_kg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, TYPE, True,
+            b_k, b_gk = load_codes(
+                k, k_groups, page, row, m_key, i_h, num_heads, stride_k_page, stride_k_row, stride_k_dim,
+                stride_kg_page, stride_kg_row, stride_kg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, True,
+            )  # fmt: skip
+            b_v, b_gv = load_codes(
+                v, v_groups, page, row, m_key, i_h, num_heads, stride_v_page, stride_v_row, stride_v_dim,
+                stride_vg_page, stride_vg_row, stride_vg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, True,
             )  # fmt: skip
             o_out = (k_begin + o_key).to(tl.int64)
             m_out = (m_key & (o_out < total))[:, None] & (o_d < DIM)[None, :]
             o_out = (o_out * DIM)[:, None] + o_d[None, :]
-            tl.store(k_out + o_out, b_k, mask=m_out)
-            if v_out is not None:
-                b_v = load_keys(
-                    v, v_groups, page, row, m_key, i_h, num_heads, stride_v_page, stride_v_row, stride_v_dim, stride_vg_page,
-                    stride_vg_row, stride_vg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, TYPE, True,
-                )  # fmt: skip
-                tl.store(v_out + o_out, b_v, mask=m_out)
+            tl.store(k_out + o_out, numbers(b_k, b_gk, FORMAT, TYPE), mask=m_out)
+            tl.store(v_out + o_out, numbers(b_v, b_gv, FORMAT, TYPE), mask=m_out)
 
 
 def copies_of(keys: Keys, dtype: torch.dtype) -> Keys:
-    """Room for the same keys, packed, as numbers of a 16-bit dtype; sizes follow from bounds. A head's keys lie together.
-
-    Values in E4M3 stay as they are where the union kernel takes them by whole blocks: it converts them while it waits for
-    weights, and reads half the bytes. Keys it would wait for.
-    """
+    """Room for the same keys, packed, as numbers of a 16-bit dtype; sizes follow from bounds. A head's keys lie together."""
     assert keys.stored is not None
     shape = (keys.heads, keys.total, keys.stored[0].shape[-1])
-    if keys.v.dtype == torch.float8_e4m3fn and keys.by_row:
-        return replace(keys, k=keys.k.new_empty(shape, dtype=dtype).transpose(0, 1), expanded=True)
-    k, v = (keys.k.new_empty(shape, dtype=dtype).transpose(0, 1) for _ in "kv")
+    k, v = (torch.empty(shape, dtype=dtype, device=keys.k.device).transpose(0, 1) for _ in "kv")
     return replace(keys, k=k, v=v, page_size=0, num_pages=1, table=None, by_row=True, expanded=True)
 
 
@@ -141,7 +133,7 @@ def expand(keys: Keys, copies: Keys, seqs: Layout, wanted: Tensor) -> None:
         k_groups,
         v_groups,
         copies.k,
-        None if copies.v is keys.v else copies.v,
+        copies.v,
         wanted,
         seqs.cu_seqlens_k,
         keys.table,

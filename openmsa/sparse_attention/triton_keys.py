@@ -156,9 +156,9 @@ def whole_factor(factor, i_h, stride_h, SCALE: tl.constexpr):
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float8_e4m3fn: tl.float8e4nv}
 
 
-def formats(q: torch.dtype, k: torch.dtype, v: torch.dtype, modes: dict[str, Any], union: bool) -> dict[str, Any]:
+def formats(q: torch.dtype, k: torch.dtype, modes: dict[str, Any], union: bool) -> dict[str, Any]:
     """The constexprs that follow from how queries, keys and values are stored: `modes` (`Keys.scale_modes`) and in which types
-    they are multiplied. q, k, v: of what the kernel reads (uint8: E4M3 or NVFP4 codes).
+    they are multiplied. q, k: of what the kernel reads (uint8: E4M3 or NVFP4 codes).
 
     Codes are multiplied as float16, which holds them exactly, or as they are where queries and keys are E4M3 and the GPU has
     the type. The union kernel converts keys in every step, where float16 costs a quarter of bfloat16, and brings its queries
@@ -166,7 +166,7 @@ def formats(q: torch.dtype, k: torch.dtype, v: torch.dtype, modes: dict[str, Any
     so that weights times factors need bfloat16.
     """
     if modes["FORMAT"] == 0:
-        qk_type, v_type = TYPES[k], TYPES[k] if v == k else tl.float16
+        qk_type = v_type = TYPES[k]
     else:
         plain = q in (torch.float16, torch.bfloat16, torch.float32)
         float8 = q == k == torch.float8_e4m3fn
@@ -207,7 +207,7 @@ class Keys:
     num_pages: int
     table: Tensor | None
     by_row: bool  # no block crosses pages
-    expanded: bool = False  # k, and v unless it holds E4M3 codes, are numbers without factors; these are those of `stored`
+    expanded: bool = False  # k and v are codes times group scales as plain numbers; factors are those of `stored`
 
     @classmethod
     def of(
@@ -235,8 +235,8 @@ class Keys:
         return (0, 0) if self.table is None else self.table.stride()  # type: ignore[return-value]
 
     def strides(self, x: Tensor) -> tuple[int, int, int, int]:
-        """Of page, head, row and dim, of a pool or of packed rows."""
-        if x.dim() == 4:
+        """Of page, head, row and dim."""
+        if self.page_size:
             return x.stride()  # type: ignore[return-value]
         return 0, x.stride(1), x.stride(0), x.stride(2)
 
@@ -272,7 +272,7 @@ class Keys:
 
     def descriptor(self, x: Tensor, step: int, dim_padded: int) -> TensorDescriptor | None:
         """Of `x` as [pages, heads, rows, dim] in boxes of `step` rows; None where the copy engine cannot read it."""
-        pool = x if x.dim() == 4 else x.transpose(0, 1)[None]
+        pool = x if self.page_size else x.transpose(0, 1)[None]
         outer = [s for s, n in zip(pool.stride()[:3], pool.shape[:3], strict=True) if n > 1]
         aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in outer) and x.data_ptr() % 16 == 0
         if not aligned or pool.stride(3) != 1 or dim_padded > 256 or self.format == FORMAT_IDS["nvfp4"]:

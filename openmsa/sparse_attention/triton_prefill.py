@@ -338,10 +338,9 @@ def _union(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> Non
         BLOCK=plan.block_size,
         KEYS=config.union_keys,
         PAGE_SIZE=keys.page_size,
-        K_PAGE_SIZE=keys.page_size if keys.k.dim() == 4 else 0,
         BY_ROW=by_row,
         NEGATIVE=negative,
-        **formats(q.data.dtype, keys.k.dtype, keys.v.dtype, keys.scale_modes(), True),
+        **formats(q.data.dtype, keys.k.dtype, keys.scale_modes(), True),
         TMA=tma,
         STAGES=config.union_stages,
         num_warps=config.union_warps,
@@ -402,7 +401,7 @@ def _outer(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> Non
             ITEM=config.outer_item,
             PAGE_SIZE=keys.page_size,
             NEGATIVE=negative,
-            **formats(q.data.dtype, keys.k.dtype, keys.v.dtype, keys.scale_modes(), False),
+            **formats(q.data.dtype, keys.k.dtype, keys.scale_modes(), False),
             num_warps=config.outer_warps,
         )
         combine_outer[(tiles * keys.heads, plan.parts, 1)](

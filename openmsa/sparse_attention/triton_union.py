@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openmsa.sparse_attention.triton_keys import converted, key_place, load_codes, load_keys, numbers, row_place, whole_factor
+from openmsa.sparse_attention.triton_keys import converted, key_place, load_keys, row_place, whole_factor
 
 
 @triton.jit
@@ -73,7 +73,6 @@ def _span(
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    K_PAGE_SIZE: tl.constexpr,
     FORMAT: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
@@ -87,7 +86,6 @@ def _span(
 ):
     """Entries [begin, end) of the union list, KEYS keys a step. MASKED: keys may lie past block, sequence or query."""
     STEPS: tl.constexpr = (BLOCK + KEYS - 1) // KEYS
-    APART: tl.constexpr = K_PAGE_SIZE != PAGE_SIZE  # keys are packed, values in pages
     o_n = tl.arange(0, KEYS)
     # What a step needs of the list is loaded a step ahead.
     bits, block, row = 0, 0, 0
@@ -104,15 +102,11 @@ def _span(
             if PAGE_SIZE > 0:
                 page = at // PAGE_SIZE
                 at = at % PAGE_SIZE
-            k_page, k_at = page, at
-            if APART:
-                k_page, k_at = 0, first_row + block * BLOCK + i % STEPS * KEYS
-            b_k = converted(tl.reshape(k.load([k_page, i_h, k_at, 0]), [KEYS, DIM_PADDED]), QK_TYPE)
-            b_v = tl.reshape(v.load([page, i_h, at, 0]), [KEYS, DIM_PADDED])
-            b_gv = 0
+            b_k = converted(tl.reshape(k.load([page, i_h, at, 0]), [KEYS, DIM_PADDED]), QK_TYPE)
+            b_v = converted(tl.reshape(v.load([page, i_h, at, 0]), [KEYS, DIM_PADDED]), V_TYPE)
         else:
-            position = block * BLOCK + o_key
             if MASKED:
+                position = block * BLOCK + o_key
                 m_key = (o_key < BLOCK) & (position <= last_of_tile)
                 page, at = key_place(position, m_key, first_row, table_row, num_pages, stride_table_p, PAGE_SIZE)
             else:
@@ -126,20 +120,15 @@ def _span(
                 x_k += page * stride_k_page + at * stride_k_row
                 x_v += page * stride_v_page + at * stride_v_row
                 at, i_page = o_n.to(tl.int64), page * 0
-            k_page, k_at = i_page, at
-            if APART:
-                x_k = k
-                k_page, k_at = key_place(position, m_key, first_row, table_row, num_pages, stride_table_p, K_PAGE_SIZE)
             b_k = load_keys(
-                x_k, k_groups, k_page, k_at, m_key, i_h, num_kv_heads, stride_k_page, stride_k_row, stride_k_dim,
-                stride_kg_page, stride_kg_row, stride_kg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, QK_TYPE, MASKED,
+                x_k, k_groups, i_page, at, m_key, i_h, num_kv_heads, stride_k_page, stride_k_row, stride_k_dim, stride_kg_page,
+                stride_kg_row, stride_kg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, QK_TYPE, MASKED,
             )  # fmt: skip
-            b_v, b_gv = load_codes(
+            b_v = load_keys(
                 x_v, v_groups, i_page, at, m_key, i_h, num_kv_heads, stride_v_page, stride_v_row, stride_v_dim, stride_vg_page,
-                stride_vg_row, stride_vg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, MASKED,
+                stride_vg_row, stride_vg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, V_TYPE, MASKED,
             )  # fmt: skip
         s = tl.dot(b_q, tl.trans(b_k))  # [ROWS, KEYS]
-        b_v = numbers(b_v, b_gv, FORMAT, V_TYPE)  # here, among the exponentials, converting costs no time of its own
         if K_SCALE == 2:
             p_factor = k_factor + page.to(tl.int64) * stride_kf_page
             s *= tl.load(p_factor) if TMA or not MASKED else tl.load(p_factor, mask=m_key, other=1.0)[None, :]
@@ -158,9 +147,9 @@ def _span(
         acc = tl.dot(p.to(V_TYPE), b_v, acc * alpha[:, None])
         m_i = m_new
         bits = tl.load(p_bits + i_next)
-        if MASKED or APART:
+        if MASKED:
             block = tl.load(p_ids + i_next)
-        if not MASKED:
+        else:
             row = tl.load(p_rows + i_next)
     return acc, m_i, l_i
 
@@ -225,7 +214,6 @@ def attend_union(
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    K_PAGE_SIZE: tl.constexpr,  # PAGE_SIZE, or 0 where the keys alone are packed
     BY_ROW: tl.constexpr,  # union_rows may be used: no block crosses pages or is cut by KEYS
     NEGATIVE: tl.constexpr,  # the scale's sign
     FORMAT: tl.constexpr,  # of K and V
@@ -301,8 +289,8 @@ def attend_union(
             stride_v_page, stride_v_row, stride_v_dim, num_kv_heads,
             k_factor, stride_kf_page, stride_kf_h, k_groups, stride_kg_page, stride_kg_row, stride_kg_dim,
             v_factor, stride_vf_page, stride_vf_h, v_groups, stride_vg_page, stride_vg_row, stride_vg_dim,
-            DIM, DIM_PADDED, BLOCK, KEYS, PAGE_SIZE, K_PAGE_SIZE, FORMAT, K_SCALE, V_SCALE, SWIZZLED, QK_TYPE, V_TYPE,
-            ROW_SCALE, False, TMA, STAGES,
+            DIM, DIM_PADDED, BLOCK, KEYS, PAGE_SIZE, FORMAT, K_SCALE, V_SCALE, SWIZZLED, QK_TYPE, V_TYPE, ROW_SCALE,
+            False, TMA, STAGES,
         )  # fmt: skip
     acc, m_i, l_i = _span(
         acc, m_i, l_i, b_q, k, v, p_ids, p_rows, p_bits, whole, size, token, last_key, last_of_tile, scale, k_begin, table_row,
@@ -310,8 +298,8 @@ def attend_union(
         stride_v_page, stride_v_row, stride_v_dim, num_kv_heads,
         k_factor, stride_kf_page, stride_kf_h, k_groups, stride_kg_page, stride_kg_row, stride_kg_dim,
         v_factor, stride_vf_page, stride_vf_h, v_groups, stride_vg_page, stride_vg_row, stride_vg_dim,
-        DIM, DIM_PADDED, BLOCK, KEYS, PAGE_SIZE, K_PAGE_SIZE, FORMAT, K_SCALE, V_SCALE, SWIZZLED, QK_TYPE, V_TYPE,
-        ROW_SCALE, True, False, 1,
+        DIM, DIM_PADDED, BLOCK, KEYS, PAGE_SIZE, FORMAT, K_SCALE, V_SCALE, SWIZZLED, QK_TYPE, V_TYPE, ROW_SCALE,
+        True, False, 1,
     )  # fmt: skip
 
     m_any = l_i > 0

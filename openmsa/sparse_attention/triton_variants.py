@@ -33,10 +33,9 @@ class _Stored:
 
     q: str
     k: str
-    v: str
     out: str
     modes: Mapping[str, Any]
-    torch_types: tuple[torch.dtype, torch.dtype, torch.dtype]
+    torch_types: tuple[torch.dtype, torch.dtype]
 
     @classmethod
     def of(cls, q: str, keys: str, arch: int) -> _Stored:
@@ -48,14 +47,12 @@ class _Stored:
         k_type, k_torch = {"": (q_type, q_torch), "e4m3": codes, "nvfp4": ("u8", torch.uint8)}[form]
         scale = 0 if not form else 2 if detail == "page" else 1
         modes = {"FORMAT": FORMAT_IDS[form or "plain"], "K_SCALE": scale, "V_SCALE": scale, "SWIZZLED": detail == "128x4"}
-        return cls(q_type, k_type, k_type, "bf16" if q == "e4m3" else q, modes, (q_torch, k_torch, k_torch))
+        return cls(q_type, k_type, "bf16" if q == "e4m3" else q, modes, (q_torch, k_torch))
 
     def expanded(self, dtype: str) -> _Stored:
-        """Of copies of the keys as numbers, and of the values unless they are E4M3."""
-        modes, q = {**self.modes, "FORMAT": 0, "SWIZZLED": False}, self.torch_types[0]
-        as_is = self.v == "fp8e4nv"
-        v, v_torch = (self.v, self.torch_types[2]) if as_is else (dtype, q)
-        return _Stored(self.q, dtype, v, self.out, modes, (q, q, v_torch))
+        """Of copies of the keys as numbers."""
+        modes = {**self.modes, "FORMAT": 0, "SWIZZLED": False}
+        return _Stored(self.q, dtype, self.out, modes, (self.torch_types[0], self.torch_types[0]))
 
     def constexprs(self, union: bool) -> dict[str, Any]:
         """Types and factors; None for what is not there."""
@@ -72,7 +69,7 @@ class _Stored:
 
 def _variant(name: str, fn: Any, stored: _Stored, page_size: int, constexprs: Mapping[str, Any], **options: Any) -> Variant:
     known, arguments = dict(constexprs), {}
-    types = {"q": stored.q, "k": stored.k, "v": stored.v} | dict.fromkeys(("k_groups", "v_groups"), "u8")
+    types = {"q": stored.q} | dict.fromkeys(("k", "v"), stored.k) | dict.fromkeys(("k_groups", "v_groups"), "u8")
     types |= dict.fromkeys(("k_factor", "v_factor", "q_factor"), "fp32")
     types |= dict.fromkeys(("out", "o_part", "k_out", "v_out"), stored.out)
     for argument in fn.arg_names:
@@ -81,7 +78,7 @@ def _variant(name: str, fn: Any, stored: _Stored, page_size: int, constexprs: Ma
         if argument in _UNIT_STRIDES:
             known[argument] = 1
         elif argument in ("k_tma", "v_tma") and known["TMA"]:
-            arguments[argument] = f"tensordesc<{types[argument[0]]}[1, 1, {known['KEYS']}, {known['DIM_PADDED']}]>"
+            arguments[argument] = f"tensordesc<{stored.k}[1, 1, {known['KEYS']}, {known['DIM_PADDED']}]>"
         elif argument in ("k_tma", "v_tma") or (argument in ("page_table", "q_offset") and not page_size):
             known[argument] = None
         elif argument in types:
@@ -117,8 +114,7 @@ def prefill_variants(arch: int) -> Iterator[Variant]:
             yield from _of_case(arch, q, dim, group, block, page, keys=stored)
     for stored, q, page in (("e4m3", "bf16", 128), ("e4m3", "fp16", 0), ("nvfp4", "bf16", 128), ("nvfp4 128x4", "bf16", 0)):
         yield _expand(arch, q, stored, page)
-    for stored, page in (("e4m3", 0), ("e4m3", 128), ("nvfp4", 0)):
-        yield from _of_case(arch, "bf16", 128, 16, 128, page, keys=stored, expanded=True)
+    yield from _of_case(arch, "bf16", 128, 16, 128, 0, keys="e4m3", expanded=True)
 
 
 def _expand(arch: int, q: str, keys: str, page: int) -> Variant:
@@ -147,9 +143,7 @@ def _of_case(
     if expanded:
         stored = stored.expanded(dtype)
     name = " ".join(filter(None, (dtype, keys, "expanded" * expanded, f"d{dim} g{group} b{block} p{page}")))
-    by_row, k_page = page % block == 0, page
-    if expanded:
-        k_page, page = 0, page if stored.v == "fp8e4nv" else 0
+    by_row = page % block == 0
     heads = {"GROUP": group, "HEADS": config.heads, "PARTS": -(-group // MAX_HEADS)}
     dims = {"DIM": dim, "DIM_PADDED": padded_dim(dim, stored.torch_types[1])}
     rows = {"TOPK": topk, "SLOTS": power_of_two(topk), "TOKENS": config.union_tokens, "BLOCK": block}
@@ -169,9 +163,8 @@ def _of_case(
         yield _variant("bucket_offsets", bucket_offsets, stored, page, {"ITEM": config.outer_item, "STEP": 2048}, num_warps=8)
 
     union = heads | dims | flags | {"TOKENS": config.union_tokens, "BLOCK": block, "KEYS": config.union_keys}
-    union |= {"K_PAGE_SIZE": k_page}
     union |= {"BY_ROW": by_row and block % config.union_keys == 0}
-    union |= {"TMA": config.union_tma and union["BY_ROW"] and (expanded or "nvfp4" not in keys), "STAGES": config.union_stages}
+    union |= {"TMA": config.union_tma and union["BY_ROW"] and "nvfp4" not in keys, "STAGES": config.union_stages}
     few = union | {"TOPK": topk, "HOLD": config.few_hold}
     union |= stored.constexprs(True)
     options = {"num_warps": config.union_warps, "num_stages": config.union_stages}
@@ -181,8 +174,6 @@ def _of_case(
         spill = {80: 96, 90: 104, 100: 216, 120: 0}[arch]
     yield _variant(f"union {name}", attend_union, stored, page, union, wgmma=wgmma, dot=True, may_spill=spill, **options)
 
-    if expanded:
-        return
     if not keys and dim <= 128:
         spill = {80: 8, 90: 8, 100: 16, 120: 72}[arch]
         yield _variant(f"few {name}", attend_few, stored, page, few, wgmma=wgmma, dot=True, may_spill=spill, **options)

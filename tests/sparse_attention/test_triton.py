@@ -95,7 +95,6 @@ STORED_CASES = [  # keys, queries, page_size, dtype
     ("e4m3 head", torch.bfloat16, 0, torch.bfloat16),
     ("e4m3 tensor", "e4m3", 64, torch.bfloat16),
     ("e4m3 page", torch.bfloat16, 64, torch.bfloat16),
-    ("e4m3 page", torch.float16, 128, DTYPE),
     ("e4m3 page", "e4m3", 7, torch.bfloat16),
     ("nvfp4", torch.bfloat16, 0, torch.bfloat16),
     ("nvfp4 128x4", "e4m3", 16, torch.bfloat16),
@@ -134,7 +133,7 @@ def stored_case(p, blocks, block, keys, queries, page_size, dtype):
 @pytest.mark.parametrize("path", ["union", "outer"])
 @pytest.mark.parametrize(
     ("keys", "queries", "page_size", "dtype", "major"),
-    [(*case, 9) for case in STORED_CASES] + [(*case, 8) for case in STORED_CASES[1:5]],
+    [(*case, 9) for case in STORED_CASES] + [(*case, 8) for case in STORED_CASES[1:4]],
 )
 def test_formats(keys, queries, page_size, dtype, major, path, monkeypatch):
     p = problem((9, 0, 3), (150, 0, 64), kv_heads=2, group=3, head_dim=48, dtype=dtype, offsets=(141, 0, 50))
@@ -147,8 +146,6 @@ def test_formats(keys, queries, page_size, dtype, major, path, monkeypatch):
 EXPANDED = {  # keys, queries, page_size, dtype: whether all keys become numbers first
     ("e4m3 tensor", torch.bfloat16, 16, torch.bfloat16): True,
     ("e4m3 head", torch.float16, 0, DTYPE): True,
-    ("e4m3 head", torch.bfloat16, 7, torch.bfloat16): True,
-    ("e4m3 tensor", torch.float16, 64, DTYPE): True,
     ("nvfp4", torch.bfloat16, 7, torch.bfloat16): True,
     ("nvfp4 128x4", torch.float16, 0, DTYPE): True,
     ("e4m3 page", torch.bfloat16, 16, torch.bfloat16): False,
