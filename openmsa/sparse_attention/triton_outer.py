@@ -203,7 +203,8 @@ def attend_outer(
         o = tl.dot(p.to(V_TYPE), b_v) * inverse[:, None]
         o_row = (entry + entry // TOPK * other_heads).to(tl.int64) * (CUTS * GROUP)
         m_o = m_row[:, None] & m_d[None, :]
-        tl.store(o_part + (o_row * DIM)[:, None] + o_within, o.to(o_part.dtype.element_ty), mask=m_o)
+        p_o = o_part + (o_row * DIM)[:, None] + o_within
+        tl.store(p_o, o.to(o_part.dtype.element_ty), mask=m_o, cache_modifier=".cs")  # queries stay in the L2 cache
         tl.store(lse_part + o_row + head, m_i + tl.log2(l_i), mask=m_row)
         b_q, entry, ahead = b_next, ahead, after
 
