@@ -17,12 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from openmsa.sparse_attention.triton_config import power_of_two
-from openmsa.sparse_attention.triton_keys import PAGES, TYPES, Keys, key_place, load_keys
+from openmsa.sparse_attention.triton_keys import PAGES, TYPES, Keys, key_place, load_codes, numbers
 from openmsa.types import Layout
 
 MIN_READERS = 64  # queries that read a block on average; then expanding costs less than a tenth of the call
 ROWS = 64  # of a tile
-PROGRAMS = 1024  # a head: enough to fill the largest GPU, few enough to end at once where nothing is wanted
+PROGRAMS = 256  # a head: enough to fill the largest GPU, few enough to end at once where nothing is wanted
 
 
 def expands(keys: Keys, query_dtype: torch.dtype, readers: float, workspace_bytes: int) -> bool:
@@ -37,9 +37,12 @@ def expands(keys: Keys, query_dtype: torch.dtype, readers: float, workspace_byte
 
 @triton.jit(do_not_specialize=["batch", "row_tiles", "total", "num_pages"])
 def expand_rows(
-    x,  # codes, and bytes of NVFP4 group scales or None
-    groups,
-    out,  # [total, heads, DIM], contiguous
+    k,  # codes, and bytes of NVFP4 group scales or None
+    v,
+    k_groups,
+    v_groups,
+    k_out,  # [heads, total, DIM], contiguous
+    v_out,
     wanted,  # int32 [1]: 0: nothing is written
     cu_k,
     page_table,
@@ -48,14 +51,22 @@ def expand_rows(
     total,
     num_heads,
     num_pages,
-    stride_page,
-    stride_h,
-    stride_row,
-    stride_dim,
-    stride_g_page,
-    stride_g_h,
-    stride_g_row,
-    stride_g_dim,
+    stride_k_page,
+    stride_k_h,
+    stride_k_row,
+    stride_k_dim,
+    stride_v_page,
+    stride_v_h,
+    stride_v_row,
+    stride_v_dim,
+    stride_kg_page,
+    stride_kg_h,
+    stride_kg_row,
+    stride_kg_dim,
+    stride_vg_page,
+    stride_vg_h,
+    stride_vg_row,
+    stride_vg_dim,
     stride_table_b,
     stride_table_p,
     ROWS: tl.constexpr,
@@ -69,10 +80,14 @@ def expand_rows(
     """Grid (programs, heads); they share the tiles, ROWS neighbouring keys of a sequence and `row_tiles` a sequence."""
     if tl.load(wanted) == 0:
         return
-    i_h = tl.program_id(1)
-    x += i_h.to(tl.int64) * stride_h
+    i_h = tl.program_id(1).to(tl.int64)
+    k += i_h * stride_k_h
+    v += i_h * stride_v_h
     if FORMAT == 3 and not SWIZZLED:
-        groups += i_h.to(tl.int64) * stride_g_h
+        k_groups += i_h * stride_kg_h
+        v_groups += i_h * stride_vg_h
+    k_out += i_h * total * DIM
+    v_out += i_h * total * DIM
     for i_tile in range(tl.program_id(0), batch * row_tiles, tl.num_programs(0)):
         i_b, first = i_tile // row_tiles, i_tile % row_tiles * ROWS
         k_begin = tl.load(cu_k + i_b)
@@ -84,49 +99,60 @@ def expand_rows(
             if PAGE_SIZE > 0:
                 table_row += i_b.to(tl.int64) * stride_table_b
             page, row = key_place(o_key, m_key, k_begin, table_row, num_pages, stride_table_p, PAGE_SIZE)
-            b_x = load_keys(
-                x, groups, page, row, m_key, i_h, num_heads, stride_page, stride_row, stride_dim, stride_g_page, stride_g_row,
-                stride_g_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, TYPE, True,
+            b_k, b_gk = load_codes(
+                k, k_groups, page, row, m_key, i_h, num_heads, stride_k_page, stride_k_row, stride_k_dim,
+                stride_kg_page, stride_kg_row, stride_kg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, True,
+            )  # fmt: skip
+            b_v, b_gv = load_codes(
+                v, v_groups, page, row, m_key, i_h, num_heads, stride_v_page, stride_v_row, stride_v_dim,
+                stride_vg_page, stride_vg_row, stride_vg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, True,
             )  # fmt: skip
             o_out = (k_begin + o_key).to(tl.int64)
             m_out = (m_key & (o_out < total))[:, None] & (o_d < DIM)[None, :]
-            tl.store(out + ((o_out * num_heads + i_h) * DIM)[:, None] + o_d[None, :], b_x, mask=m_out)
+            o_out = (o_out * DIM)[:, None] + o_d[None, :]
+            tl.store(k_out + o_out, numbers(b_k, b_gk, FORMAT, TYPE), mask=m_out)
+            tl.store(v_out + o_out, numbers(b_v, b_gv, FORMAT, TYPE), mask=m_out)
 
 
 def copies_of(keys: Keys, dtype: torch.dtype) -> Keys:
-    """Room for the same keys, packed, as numbers of a 16-bit dtype; sizes follow from bounds."""
+    """Room for the same keys, packed, as numbers of a 16-bit dtype; sizes follow from bounds. A head's keys lie together."""
     assert keys.stored is not None
-    k, v = (torch.empty(keys.total, keys.heads, keys.stored[0].shape[-1], dtype=dtype, device=keys.k.device) for _ in "kv")
+    shape = (keys.heads, keys.total, keys.stored[0].shape[-1])
+    k, v = (torch.empty(shape, dtype=dtype, device=keys.k.device).transpose(0, 1) for _ in "kv")
     return replace(keys, k=k, v=v, page_size=0, num_pages=1, table=None, by_row=True, expanded=True)
 
 
 def expand(keys: Keys, copies: Keys, seqs: Layout, wanted: Tensor) -> None:
-    """Fills the copies unless `wanted` (int32 [1], on the device) is 0. Two launches, no host sync."""
+    """Fills the copies unless `wanted` (int32 [1], on the device) is 0. One launch, no host sync."""
     dim, modes = copies.k.shape[-1], keys.scale_modes()
     row_tiles = triton.cdiv(min(seqs.max_seqlen_k, keys.total), ROWS)
-    for which, (x, out) in enumerate(((keys.k, copies.k), (keys.v, copies.v))):
-        _, _, _, groups, *group_strides = keys.scales_of(which)
-        expand_rows[(min(seqs.batch * row_tiles, PROGRAMS), keys.heads)](
-            x,
-            groups,
-            out,
-            wanted,
-            seqs.cu_seqlens_k,
-            keys.table,
-            seqs.batch,
-            row_tiles,
-            keys.total,
-            keys.heads,
-            keys.num_pages,
-            *keys.strides(x),
-            *group_strides,
-            *keys.table_strides,
-            ROWS=ROWS,
-            DIM=dim,
-            DIM_PADDED=power_of_two(dim),
-            PAGE_SIZE=keys.page_size,
-            FORMAT=modes["FORMAT"],
-            SWIZZLED=modes["SWIZZLED"],
-            TYPE=TYPES[out.dtype],
-            num_warps=4,
-        )
+    (_, _, _, k_groups, *kg_strides), (_, _, _, v_groups, *vg_strides) = keys.scales_of(0), keys.scales_of(1)
+    expand_rows[(min(seqs.batch * row_tiles, PROGRAMS), keys.heads)](
+        keys.k,
+        keys.v,
+        k_groups,
+        v_groups,
+        copies.k,
+        copies.v,
+        wanted,
+        seqs.cu_seqlens_k,
+        keys.table,
+        seqs.batch,
+        row_tiles,
+        keys.total,
+        keys.heads,
+        keys.num_pages,
+        *keys.strides(keys.k),
+        *keys.strides(keys.v),
+        *kg_strides,
+        *vg_strides,
+        *keys.table_strides,
+        ROWS=ROWS,
+        DIM=dim,
+        DIM_PADDED=power_of_two(dim),
+        PAGE_SIZE=keys.page_size,
+        FORMAT=modes["FORMAT"],
+        SWIZZLED=modes["SWIZZLED"],
+        TYPE=TYPES[copies.k.dtype],
+        num_warps=4,
+    )

@@ -75,7 +75,7 @@ def group_scale_offsets(page, row, i_h, i_g, num_heads, PAGE_SIZE: tl.constexpr,
 
 
 @triton.jit
-def load_keys(
+def load_codes(
     x,  # at head i_h
     groups,  # bytes of NVFP4 group scales (linear: at head i_h) or None
     page,  # int64 [n] or scalar
@@ -94,22 +94,19 @@ def load_keys(
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    TYPE: tl.constexpr,
     MASKED: tl.constexpr,  # False: every key exists
 ):
-    """[n, DIM_PADDED] numbers without their factor."""
+    """Keys as they are stored, for `numbers`: [n, DIM_PADDED], or half as many bytes and [n, DIM_PADDED // 16] group scales."""
     o_row = page * stride_page + row * stride_row
     if FORMAT == NVFP4:
         o_b, o_g = tl.arange(0, DIM_PADDED // 2), tl.arange(0, DIM_PADDED // 16)
         m_b = m_key[:, None] & (o_b < DIM // 2)[None, :]
-        low, high = e2m1_pair(tl.load(x + o_row[:, None] + o_b[None, :] * stride_dim, mask=m_b, other=0))
+        b_x = tl.load(x + o_row[:, None] + o_b[None, :] * stride_dim, mask=m_b, other=0)
         if SWIZZLED:
             o_s = group_scale_offsets(page[:, None], row[:, None], i_h, o_g[None, :], num_heads, PAGE_SIZE, DIM // 16)
         else:
             o_s = (page * stride_g_page + row * stride_g_row)[:, None] + o_g[None, :] * stride_g_dim
-        scale = e4m3(tl.load(groups + o_s, mask=m_key[:, None] & (o_g < DIM // 16)[None, :], other=0))
-        b_x = tl.reshape(tl.join(low, high), [m_key.shape[0], DIM_PADDED // 16, 16]) * scale[:, :, None]
-        b_x = tl.reshape(b_x, [m_key.shape[0], DIM_PADDED])
+        b_g = tl.load(groups + o_s, mask=m_key[:, None] & (o_g < DIM // 16)[None, :], other=0)
     else:
         o_d = tl.arange(0, DIM_PADDED)
         p_x = x + o_row[:, None] + o_d[None, :] * stride_dim
@@ -119,7 +116,34 @@ def load_keys(
             b_x = tl.load(p_x)
         else:
             b_x = tl.load(p_x, mask=(o_d < DIM)[None, :], other=0.0)
+        b_g = 0
+    return b_x, b_g
+
+
+@triton.jit
+def numbers(b_x, b_g, FORMAT: tl.constexpr, TYPE: tl.constexpr):
+    """What `load_codes` returned as [n, DIM_PADDED] numbers without their factor."""
+    if FORMAT == NVFP4:
+        low, high = e2m1_pair(b_x)
+        n: tl.constexpr = b_x.shape[0]
+        groups: tl.constexpr = b_g.shape[1]
+        b_x = tl.reshape(tl.join(low, high), [n, groups, 16]) * e4m3(b_g)[:, :, None]
+        b_x = tl.reshape(b_x, [n, groups * 16])
     return converted(b_x, TYPE)
+
+
+@triton.jit
+def load_keys(
+    x, groups, page, row, m_key, i_h, num_heads, stride_page, stride_row, stride_dim, stride_g_page, stride_g_row, stride_g_dim,
+    FORMAT: tl.constexpr, SWIZZLED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TYPE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Both of the above at once."""
+    b_x, b_g = load_codes(
+        x, groups, page, row, m_key, i_h, num_heads, stride_page, stride_row, stride_dim, stride_g_page, stride_g_row,
+        stride_g_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, MASKED,
+    )  # fmt: skip
+    return numbers(b_x, b_g, FORMAT, TYPE)
 
 
 @triton.jit

@@ -136,8 +136,8 @@ def tile_lists(
     tl.store(union_sizes + o_list * 2, tl.where(is_union, size, -1))
     tl.store(union_sizes + o_list * 2 + 1, whole)
     if is_union:
-        if has_union is not None:
-            tl.store(has_union, 1, mask=size > 0)
+        if has_union is not None:  # thousands of programs would write to one address
+            tl.store(has_union, 1, mask=(size > 0) & (tl.load(has_union) == 0))
         o_entry = o_list * capacity + place
         tl.store(union_ids + o_entry, ids, mask=m_end)
         tl.store(union_bits + o_entry, bits, mask=m_end)

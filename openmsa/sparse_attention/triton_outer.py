@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openmsa.sparse_attention.triton_keys import converted, key_place, load_keys, whole_factor
+from openmsa.sparse_attention.triton_keys import converted, key_place, load_codes, numbers, whole_factor
 from openmsa.sparse_attention.triton_lists import position_of_token_zero
 
 
@@ -89,15 +89,17 @@ def attend_outer(
 ):
     """One program a (item of the chunk, KV head, part of its group and cut of the block)."""
     CUTS: tl.constexpr = (BLOCK + KEYS - 1) // KEYS
-    i_item = tl.program_id(0)
+    ONE_PAGE: tl.constexpr = PAGE_SIZE > 0 and PAGE_SIZE % BLOCK == 0  # holds the block, which then has one factor
+    i_item = item_bound - 1 - tl.program_id(0)  # the newest blocks first: their lists, with their own queries, are the longest
     i_h = tl.program_id(1)
     i_part = tl.program_id(2) % PARTS
     i_cut = tl.program_id(2) // PARTS
     i_segment = (i_chunk * num_kv_heads + i_h).to(tl.int64)
-    if i_item >= tl.load(num_items + i_segment):
-        return
     p_item = items + (i_segment * item_bound + i_item) * 4
     begin, end, i_b, marked = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3)
+    # A list begins at 0 or later; past the last item, whatever it says. Named here, its load goes beside the count's.
+    if (i_item >= tl.load(num_items + i_segment)) | (begin < 0):
+        return
     entries += i_segment * chunk_entries
     first_token = tl.load(tiles + i_chunk * chunk_tiles * 4)
     k_begin = tl.load(cu_k + i_b)
@@ -107,12 +109,12 @@ def attend_outer(
     o_r, o_n, o_d = tl.arange(0, TOKENS * HEADS), tl.arange(0, KEYS), tl.arange(0, DIM_PADDED)
     head = i_part * HEADS + o_r % HEADS
     m_d = o_d < DIM
-    q += i_h * GROUP * stride_q_h
-    o_head = (head * stride_q_h)[:, None] + o_d[None, :] * stride_q_d
     # Queries are loaded a step ahead of their use, entries two steps ahead.
     o_e = begin + o_r // HEADS
     entry = tl.load(entries + o_e, mask=o_e < end, other=0)
     ahead = tl.load(entries + o_e + TOKENS, mask=o_e + TOKENS < end, other=0)
+    q += i_h * GROUP * stride_q_h
+    o_head = (head * stride_q_h)[:, None] + o_d[None, :] * stride_q_d
     m_q = ((o_e < end) & (head < GROUP))[:, None] & m_d[None, :]
     b_q = tl.load(q + ((entry // TOPK).to(tl.int64) * stride_q_t)[:, None] + o_head, mask=m_q, other=0.0)
 
@@ -131,28 +133,36 @@ def attend_outer(
         table_row += i_b * stride_table_b
     k += i_h.to(tl.int64) * stride_k_h
     v += i_h.to(tl.int64) * stride_v_h
-    page, row = key_place(key, m_key, k_begin, table_row, num_pages, stride_table_p, PAGE_SIZE)
+    if ONE_PAGE:
+        page, row = key_place(block * BLOCK, block >= 0, k_begin, table_row, num_pages, stride_table_p, PAGE_SIZE)
+        row += o_key
+    else:
+        page, row = key_place(key, m_key, k_begin, table_row, num_pages, stride_table_p, PAGE_SIZE)
     if FORMAT == 3 and not SWIZZLED:
         k_groups += i_h.to(tl.int64) * stride_kg_h
         v_groups += i_h.to(tl.int64) * stride_vg_h
-    b_k = load_keys(
+    # Keys, values and the first queries are on their way together; then codes are converted.
+    b_k, b_gk = load_codes(
         k, k_groups, page, row, m_key, i_h, num_kv_heads, stride_k_page, stride_k_row, stride_k_dim,
-        stride_kg_page, stride_kg_row, stride_kg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, QK_TYPE, True,
+        stride_kg_page, stride_kg_row, stride_kg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, True,
     )  # fmt: skip
-    b_k = tl.trans(b_k)
-    b_v = load_keys(
+    b_v, b_gv = load_codes(
         v, v_groups, page, row, m_key, i_h, num_kv_heads, stride_v_page, stride_v_row, stride_v_dim,
-        stride_vg_page, stride_vg_row, stride_vg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, V_TYPE, True,
+        stride_vg_page, stride_vg_row, stride_vg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, True,
     )  # fmt: skip
-    if K_SCALE == 1:
-        scale = tl.maximum(scale * whole_factor(k_factor, i_h, stride_kf_h, K_SCALE), 1e-37)
-    if K_SCALE == 2:
+    if K_SCALE == 2 and not ONE_PAGE:
         key_scale = tl.load(k_factor + page * stride_kf_page + i_h * stride_kf_h, mask=m_key, other=1.0)  # [KEYS]
-    v_scale = whole_factor(v_factor, i_h, stride_vf_h, V_SCALE)
-    if V_SCALE == 2:
+    elif K_SCALE > 0:
+        p_factor = k_factor + page * stride_kf_page if K_SCALE == 2 else k_factor
+        scale = tl.maximum(scale * whole_factor(p_factor, i_h, stride_kf_h, 1), 1e-37)
+    if V_SCALE == 2 and not ONE_PAGE:
         value_scale = tl.load(v_factor + page * stride_vf_page + i_h * stride_vf_h, mask=m_key, other=0.0)  # [KEYS]
+    elif V_SCALE > 0:
+        p_factor = v_factor + page * stride_vf_page if V_SCALE == 2 else v_factor
+        v_scale = whole_factor(p_factor, i_h, stride_vf_h, 1)
     if q_factor is not None:  # one factor a row
         row_factor = tl.load(q_factor + (i_h * GROUP + head) * stride_qf_h, mask=head < GROUP, other=1.0)
+    b_k, b_v = tl.trans(numbers(b_k, b_gk, FORMAT, QK_TYPE)), numbers(b_v, b_gv, FORMAT, V_TYPE)
     if BLOCK % KEYS != 0:
         is_masked = True
         key = tl.where(o_key < BLOCK, key, 2147483647)
@@ -175,7 +185,7 @@ def attend_outer(
         s = tl.dot(b_a, b_k)  # [ROWS, KEYS]
         if q_factor is not None:
             s *= row_factor[:, None]
-        if K_SCALE == 2:
+        if K_SCALE == 2 and not ONE_PAGE:
             s *= key_scale[None, :]
         if is_masked:
             last_key = tl.minimum(position + entry // TOPK, k_len - 1)
@@ -186,14 +196,15 @@ def attend_outer(
         p = tl.exp2(s * scale - m_i[:, None])
         l_i = tl.sum(p, 1)
         inverse = 1.0 / (tl.maximum(l_i, 1e-30) if CUTS > 1 else l_i)
-        if V_SCALE == 1:
-            inverse *= v_scale
-        if V_SCALE == 2:
+        if V_SCALE == 2 and not ONE_PAGE:
             p *= value_scale[None, :]
+        elif V_SCALE > 0:
+            inverse *= v_scale
         o = tl.dot(p.to(V_TYPE), b_v) * inverse[:, None]
         o_row = (entry + entry // TOPK * other_heads).to(tl.int64) * (CUTS * GROUP)
         m_o = m_row[:, None] & m_d[None, :]
-        tl.store(o_part + (o_row * DIM)[:, None] + o_within, o.to(o_part.dtype.element_ty), mask=m_o)
+        p_o = o_part + (o_row * DIM)[:, None] + o_within
+        tl.store(p_o, o.to(o_part.dtype.element_ty), mask=m_o, cache_modifier=".cs")  # queries stay in the L2 cache
         tl.store(lse_part + o_row + head, m_i + tl.log2(l_i), mask=m_row)
         b_q, entry, ahead = b_next, ahead, after
 

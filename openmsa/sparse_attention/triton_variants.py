@@ -69,9 +69,9 @@ class _Stored:
 
 def _variant(name: str, fn: Any, stored: _Stored, page_size: int, constexprs: Mapping[str, Any], **options: Any) -> Variant:
     known, arguments = dict(constexprs), {}
-    types = {"q": stored.q} | dict.fromkeys(("k", "v", "x"), stored.k) | dict.fromkeys(("k_groups", "v_groups", "groups"), "u8")
+    types = {"q": stored.q} | dict.fromkeys(("k", "v"), stored.k) | dict.fromkeys(("k_groups", "v_groups"), "u8")
     types |= dict.fromkeys(("k_factor", "v_factor", "q_factor"), "fp32")
-    types |= dict.fromkeys(("out", "o_part"), stored.out)
+    types |= dict.fromkeys(("out", "o_part", "k_out", "v_out"), stored.out)
     for argument in fn.arg_names:
         if argument in known:
             continue
@@ -119,9 +119,10 @@ def prefill_variants(arch: int) -> Iterator[Variant]:
 
 def _expand(arch: int, q: str, keys: str, page: int) -> Variant:
     stored = _Stored.of(q, keys, arch)
-    known = {name: stored.modes[name] for name in ("FORMAT", "SWIZZLED")} | {"stride_dim": 1, "stride_g_dim": 1}
+    known = {name: stored.modes[name] for name in ("FORMAT", "SWIZZLED")} | dict.fromkeys(("stride_kg_dim", "stride_vg_dim"), 1)
     if stored.modes["FORMAT"] != FORMAT_IDS["nvfp4"]:
-        known |= dict.fromkeys(("groups", *(f"stride_g_{d}" for d in ("page", "h", "row", "dim"))))
+        for x in "kv":
+            known |= dict.fromkeys((f"{x}_groups", *(f"stride_{x}g_{d}" for d in ("page", "h", "row", "dim"))))
     known |= {"ROWS": EXPAND_ROWS, "DIM": 128, "DIM_PADDED": 128, "PAGE_SIZE": page, "TYPE": TYPES[stored.torch_types[0]]}
     return _variant(f"expand {q} {keys} p{page}", expand_rows, stored, page, known, num_warps=4)
 
