@@ -11,6 +11,7 @@ from openmsa import E4M3, NVFP4, PagedIndexKeys
 from openmsa.block_scores import reference
 from openmsa.index_branch import gluon_sm90_lane_launch
 from openmsa.index_branch.gluon_sm90_lane_launch import CONFIG, RING, cut, serves
+from openmsa.index_branch.gluon_sm90_lanes import SHARE
 from openmsa.index_branch.triton_launch import launch_scores, score_rows
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
 from openmsa.index_branch.triton_tiles import Tile
@@ -63,6 +64,7 @@ def test_what_it_serves():
 def test_configuration_fits():
     assert CONFIG.resident * (RING + 1024) <= COMPILE_TARGETS[90].shared_bytes
     assert CONFIG.resident // 4 * 32 * CONFIG.max_registers <= 65536 // 4
+    assert CONFIG.share <= SHARE.value
     assert 128 % CONFIG.slot == 0
     assert CONFIG.slot % 32 == 0
 
@@ -70,11 +72,11 @@ def test_configuration_fits():
 @pytest.mark.parametrize("programs", [1, 8, 32, 64, 1000])
 @pytest.mark.parametrize("tiles", [1, 33, 256, 1024, 8192])
 def test_cut(programs, tiles):
-    """All programs resident at a time, nearly, unless that leaves a program more tiles than it has lanes."""
-    share = cut(programs, tiles, 132)
-    assert 1 <= share <= min(32, tiles)
+    """All programs resident at a time, nearly, unless that leaves a program more than eight tiles."""
+    share, resident = cut(programs, tiles, 132), CONFIG.resident * 132
+    assert 1 <= share <= min(CONFIG.share, tiles)
     total = programs * -(-tiles // share)
-    assert total <= 2640 or share == 32 or -(-total // 2640) * 2640 <= 1.25 * total
+    assert total <= resident or share == CONFIG.share or -(-total // resident) * resident <= 1.25 * total
 
 
 @pytest.mark.gpu
