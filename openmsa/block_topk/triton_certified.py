@@ -34,7 +34,8 @@ from openmsa.block_topk.triton_topk import (
     num_warps,
     popcount,
 )
-from openmsa.index_branch.triton_bounds import Words, launch_bounds
+from openmsa.index_branch.triton_bounds import launch_bounds
+from openmsa.index_branch.triton_candidates import Words, either, open_candidates
 from openmsa.index_branch.triton_launch import score_rows
 from openmsa.index_branch.triton_sources import KeySource
 from openmsa.index_branch.triton_tiles import (
@@ -143,12 +144,6 @@ def settle_kernel(
 
 
 @triton.jit
-def either(x, y):
-    """Bits of one or the other."""
-    return x | y
-
-
-@triton.jit
 def row_words(open_words, i_r, i_h, q_start, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr):
     """Where the words of rows i_r of a sequence and key head start."""
     i_row = (q_start + i_r // GROUP).to(tl.int64) * (KEY_HEADS * GROUP) + i_h * GROUP + i_r % GROUP
@@ -205,34 +200,6 @@ def open_flags(
     o_r = tl.arange(0, ROWS)
     p_w = row_words(open_words, o_r, i_h, q_start, KEY_HEADS, GROUP, COLS)[None, :] + (o_b % COLS)[:, None]
     return (tl.load(p_w, mask=m_b[:, None] & (o_r < n_rows)[None, :], other=0) >> (o_b // COLS)[:, None]) & 1
-
-
-@triton.jit
-def open_candidates(candidates, i_t, flags, ROW_TILES: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr):
-    """Keys of tiles i_t [units, PARTS] that can have the best score of their block (`possible_maxima`) for a row to which their
-    unit is open (flags: [units, rows]), as bits of words of 16 neighbouring keys: [units, PARTS, TILE / 16]. candidates: of
-    the first tile."""
-    UNITS: tl.constexpr = flags.shape[0]
-    TURNS: tl.constexpr = flags.shape[1] // (4 * ROW_TILES)
-    WARPS: tl.constexpr = min(TILE // 16, 4)
-    LOOPS: tl.constexpr = TILE // (16 * WARPS)
-    o_c = tl.arange(0, TURNS)[None, None, :, None]
-    kept = tl.sum(flags.reshape(UNITS, ROW_TILES, TURNS, 4) * (15 << (4 * o_c)), 2)[:, None, :, None, None, :]
-    o_w = tl.arange(0, WARPS)[:, None, None] * 32 + tl.arange(0, 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    o_w = (tl.arange(0, ROW_TILES) * (WARPS * 32))[None, None, :, None, None, None] + o_w[None, None, None, :, :, :]
-    p_w = candidates + i_t.to(tl.int64)[:, :, None, None, None, None] * (ROW_TILES * WARPS * 32) + o_w
-    held = tl.load(p_w, mask=kept != 0, other=0).to(tl.int32) & kept
-    held = tl.reduce(tl.reduce(held, 5, either), 2, either)  # [units, PARTS, WARPS, 8]
-    if TURNS > 4:
-        held |= held >> 16
-    if TURNS > 2:
-        held |= held >> 8
-    if TURNS > 1:
-        held |= held >> 4
-    o_j, o_l = tl.arange(0, LOOPS)[:, None, None] * 2, tl.arange(0, 8)[None, None, :]
-    held = held[:, :, None, :, :]
-    words = (((held >> o_j) & 1) << o_l) | (((held >> (o_j + 1)) & 1) << (8 + o_l))
-    return tl.sum(words, 4).reshape(UNITS, PARTS, TILE // 16)
 
 
 @triton.jit

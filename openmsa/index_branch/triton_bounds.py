@@ -17,20 +17,19 @@ than a thousandth of their norm, most often a fiftieth of that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.index_branch import triton_formats as formats
+from openmsa.index_branch.triton_candidates import Words, possible_maxima
 from openmsa.index_branch.triton_config import Config, Kind, splits, walk
 from openmsa.index_branch.triton_formats import key_errors, key_scales, load_of_keys
 from openmsa.index_branch.triton_products import block_maxima
-from openmsa.index_branch.triton_queries import power_of_two
+from openmsa.index_branch.triton_queries import fixed_point
 from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, store_maxima
 from openmsa.index_branch.triton_sources import KeySource
 from openmsa.index_branch.triton_tiles import (
@@ -47,56 +46,6 @@ from openmsa.index_branch.triton_tiles import (
 )
 from openmsa.kv_cache import Int8
 from openmsa.runtime.devices import Device, facts
-
-
-@triton.jit
-def fixed_point(b_q):
-    """Rows of 16-bit queries [rows, width] as integers times a unit. Returns int8 [2 * rows, width], the high and the low part
-    of each row, with zeros behind them up to the 16 rows that Hopper's matrix unit is used for, and float32 [rows]: the unit,
-    and bounds of the norms of the row and of what the integers lack. A row with NaN, infinity or elements from 2**111 on
-    becomes zeros and has an infinite norm."""
-    x = b_q.to(tl.float32)
-    largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
-    usable = largest < 2.0**111
-    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -100)
-    exponent = tl.where(usable, exponent, 0)
-    x = tl.where(usable[:, None], x, 0.0) * power_of_two(13 - exponent)[:, None]  # exact; at most 2**14 - 8 in magnitude
-    n = tl.floor(x + 0.5)
-    unit = power_of_two(exponent - 13)
-    MARGIN: tl.constexpr = 1 + 1e-4  # of float32 sums and roots; beside it what subnormal elements and squares could lose
-    norm = tl.sqrt(tl.sum(x * x, 1)) * unit * MARGIN + 4e-37
-    rest = tl.sqrt(tl.sum((x - n) * (x - n), 1)) * unit * MARGIN + (norm * 2.0**-64 + 4e-37)
-    whole = n.to(tl.int32)
-    parts = tl.join((whole >> 7).to(tl.int8), (whole & 127).to(tl.int8)).permute(0, 2, 1)
-    parts = parts.reshape(2 * x.shape[0], x.shape[1])
-    if parts.shape[0] < 16:
-        parts = tl.join(parts, tl.zeros_like(parts)).permute(2, 0, 1).reshape(2 * parts.shape[0], x.shape[1])
-    return parts, unit, tl.where(usable, norm, float("inf")), rest
-
-
-@triton.jit
-def possible_maxima(upper, least, KEYS: tl.constexpr):
-    """Which of a tile's keys can have their block's best score for a row: upper [keys, rows] is not below least [rows, blocks]
-    ([rows] of one block), whose NaN bounds nothing. Words [keys / 16 up to 4, 8, 4] laid flat: bit 4 * c + 2 * j + i of word
-    (w, l, r) is that of key 64 * j + 16 * w + 8 * i + l and row 4 * c + r: what one thread holds of the product."""
-    TILE: tl.constexpr = upper.shape[0]
-    ROWS: tl.constexpr = upper.shape[1]
-    WARPS: tl.constexpr = min(TILE // 16, 4)
-    LOOPS: tl.constexpr = TILE // (16 * WARPS)
-    if len(least.shape) == 1:
-        least = least[None, :]
-    else:
-        SUB: tl.constexpr = least.shape[1]
-        least = tl.broadcast_to(least.T[:, None, :], [SUB, TILE // SUB, ROWS]).reshape(TILE, ROWS)
-    can = ~(upper < least)
-    if KEYS < TILE:
-        can = can & (tl.arange(0, TILE) < KEYS)[:, None]
-    can = can.reshape(LOOPS, WARPS, 2, 8, ROWS // 4, 4)
-    o_j = tl.arange(0, LOOPS)[:, None, None, None, None, None]
-    o_i = tl.arange(0, 2)[None, None, :, None, None, None]
-    o_c = tl.arange(0, ROWS // 4)[None, None, None, None, :, None]
-    bits = tl.where(can, 1 << (4 * o_c + 2 * o_j + o_i), 0)
-    return tl.sum(tl.sum(tl.sum(bits, 4), 2), 0).reshape(WARPS * 32)
 
 
 @triton.jit
@@ -209,33 +158,6 @@ def bounds_kernel(
             best = m
         store_maxima(p_b, m, None, i_t, num_blocks, s_sb, m_c, SUB, PARTS)
         tl.store(p_w + i_t * s_w, words.to(candidates.dtype.element_ty))
-
-
-@dataclass(frozen=True)
-class Words:
-    """How `possible_maxima` lies in memory: for each sequence and key head, each tile and each tile of rows, `number` words of
-    `dtype`. rows: of such a tile."""
-
-    rows: int
-    row_tiles: int
-    number: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, rows: int, tile: Tile) -> Words:
-        """rows: the most a sequence has for a key head."""
-        held = min(max(4, triton.next_power_of_2(rows)), 32)
-        dtype = {16: torch.int16, 32: torch.int32}.get(held, torch.int8)
-        return cls(held, triton.cdiv(rows, held), min(2 * tile.tile, 128), dtype)
-
-    @property
-    def type(self) -> str:
-        """Of a pointer to them, as Triton writes it."""
-        return f"*i{8 * self.dtype.itemsize}"
-
-    def bytes(self, tile: Tile, num_blocks: int) -> int:
-        """Of a sequence and key head."""
-        return tile.count(num_blocks) * self.row_tiles * self.number * self.dtype.itemsize
 
 
 def bounds_config(device: Device, rows: int, dim: int, tile: Tile, indirect: bool, tma: bool) -> Config:

@@ -110,3 +110,28 @@ def row_factors(q_scale, k_factor, i_row, i_h, s_qs, s_kf, GROUP: tl.constexpr):
     if k_factor is not None:
         b_f *= tl.load(k_factor + i_h * s_kf)
     return b_f
+
+
+@triton.jit
+def fixed_point(b_q):
+    """Rows of 16-bit queries [rows, width] as integers times a unit. Returns int8 [2 * rows, width], the high and the low part
+    of each row, with zeros behind them up to the 16 rows that Hopper's matrix unit is used for, and float32 [rows]: the unit,
+    and bounds of the norms of the row and of what the integers lack. A row with NaN, infinity or elements from 2**111 on
+    becomes zeros and has an infinite norm."""
+    x = b_q.to(tl.float32)
+    largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
+    usable = largest < 2.0**111
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -100)
+    exponent = tl.where(usable, exponent, 0)
+    x = tl.where(usable[:, None], x, 0.0) * power_of_two(13 - exponent)[:, None]  # exact; at most 2**14 - 8 in magnitude
+    n = tl.floor(x + 0.5)
+    unit = power_of_two(exponent - 13)
+    MARGIN: tl.constexpr = 1 + 1e-4  # of float32 sums and roots; beside it what subnormal elements and squares could lose
+    norm = tl.sqrt(tl.sum(x * x, 1)) * unit * MARGIN + 4e-37
+    rest = tl.sqrt(tl.sum((x - n) * (x - n), 1)) * unit * MARGIN + (norm * 2.0**-64 + 4e-37)
+    whole = n.to(tl.int32)
+    parts = tl.join((whole >> 7).to(tl.int8), (whole & 127).to(tl.int8)).permute(0, 2, 1)
+    parts = parts.reshape(2 * x.shape[0], x.shape[1])
+    if parts.shape[0] < 16:
+        parts = tl.join(parts, tl.zeros_like(parts)).permute(2, 0, 1).reshape(2 * parts.shape[0], x.shape[1])
+    return parts, unit, tl.where(usable, norm, float("inf")), rest

@@ -10,7 +10,8 @@ from typing import Any
 import triton.language as tl
 
 from openmsa.index_branch import triton_formats as formats
-from openmsa.index_branch.triton_bounds import Words, bounds_config, bounds_kernel
+from openmsa.index_branch.triton_bounds import bounds_config, bounds_kernel
+from openmsa.index_branch.triton_candidates import Words
 from openmsa.index_branch.triton_config import Config, Kind, config
 from openmsa.index_branch.triton_lanes import lane_kernel
 from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, score_kernel

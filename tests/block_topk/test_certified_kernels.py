@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from openmsa.index_branch.triton_bounds import fixed_point
+from openmsa.index_branch.triton_queries import fixed_point
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the contract tests run the kernels")
 
@@ -67,7 +67,8 @@ def bounds_of(index_q, coarse, seqs, block_size):
 
 def bounds_and_candidates(index_q, coarse, seqs, block_size):
     """The same and the words of keys that can have the best score of a block."""
-    from openmsa.index_branch.triton_bounds import Words, launch_bounds
+    from openmsa.index_branch.triton_bounds import launch_bounds
+    from openmsa.index_branch.triton_candidates import Words
     from openmsa.index_branch.triton_tiles import Tile
 
     keys, page_table, lengths = taken(coarse, seqs)
@@ -83,7 +84,7 @@ def bounds_and_candidates(index_q, coarse, seqs, block_size):
 
 def flagged(candidates, seqs, heads, key_heads, block_size):
     """Words of candidates as flags ``[batch * key heads, tiles, rows, keys of a tile]``."""
-    from openmsa.index_branch.triton_bounds import Words
+    from openmsa.index_branch.triton_candidates import Words
     from openmsa.index_branch.triton_tiles import Tile
 
     tile = Tile.of(block_size)
@@ -370,7 +371,7 @@ def test_configurations():
 
 def test_words_of_candidates():
     """A byte for a row and four keys while that many rows are few, and room for every tile of rows."""
-    from openmsa.index_branch.triton_bounds import Words
+    from openmsa.index_branch.triton_candidates import Words
     from openmsa.index_branch.triton_tiles import Tile
 
     tile = Tile.of(128)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: MIT
+"""Which keys can have the best score of their block, found from bounds of their scores: one bit for each key and row.
+
+A key with the best exact score has an upper bound that is not below it, nor so below any lower bound of its block. All such
+keys are found, ties and zeros of either sign too, and others with them. The bits lie as the threads of a product hold them, so
+that writing costs a comparison a bit and one store a tile; they are sorted out where they are read, for few blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from openmsa.index_branch.triton_tiles import Tile
+
+
+@dataclass(frozen=True)
+class Words:
+    """How `possible_maxima` lies in memory: for each sequence and key head, each tile and each tile of rows, `number` words of
+    `dtype`. rows: of such a tile."""
+
+    rows: int
+    row_tiles: int
+    number: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, rows: int, tile: Tile) -> Words:
+        """rows: the most a sequence has for a key head."""
+        held = min(max(4, triton.next_power_of_2(rows)), 32)
+        dtype = {16: torch.int16, 32: torch.int32}.get(held, torch.int8)
+        return cls(held, triton.cdiv(rows, held), min(2 * tile.tile, 128), dtype)
+
+    @property
+    def type(self) -> str:
+        """Of a pointer to them, as Triton writes it."""
+        return f"*i{8 * self.dtype.itemsize}"
+
+    def bytes(self, tile: Tile, num_blocks: int) -> int:
+        """Of a sequence and key head."""
+        return tile.count(num_blocks) * self.row_tiles * self.number * self.dtype.itemsize
+
+
+@triton.jit
+def possible_maxima(upper, least, KEYS: tl.constexpr):
+    """Which of a tile's keys can have their block's best score for a row: upper [keys, rows] is not below least [rows, blocks]
+    ([rows] of one block), whose NaN bounds nothing. Words [keys / 16 up to 4, 8, 4] laid flat: bit 4 * c + 2 * j + i of word
+    (w, l, r) is that of key 64 * j + 16 * w + 8 * i + l and row 4 * c + r: what one thread holds of the product."""
+    TILE: tl.constexpr = upper.shape[0]
+    ROWS: tl.constexpr = upper.shape[1]
+    WARPS: tl.constexpr = min(TILE // 16, 4)
+    LOOPS: tl.constexpr = TILE // (16 * WARPS)
+    if len(least.shape) == 1:
+        least = least[None, :]
+    else:
+        SUB: tl.constexpr = least.shape[1]
+        least = tl.broadcast_to(least.T[:, None, :], [SUB, TILE // SUB, ROWS]).reshape(TILE, ROWS)
+    can = ~(upper < least)
+    if KEYS < TILE:
+        can = can & (tl.arange(0, TILE) < KEYS)[:, None]
+    can = can.reshape(LOOPS, WARPS, 2, 8, ROWS // 4, 4)
+    o_j = tl.arange(0, LOOPS)[:, None, None, None, None, None]
+    o_i = tl.arange(0, 2)[None, None, :, None, None, None]
+    o_c = tl.arange(0, ROWS // 4)[None, None, None, None, :, None]
+    bits = tl.where(can, 1 << (4 * o_c + 2 * o_j + o_i), 0)
+    return tl.sum(tl.sum(tl.sum(bits, 4), 2), 0).reshape(WARPS * 32)
+
+
+@triton.jit
+def either(x, y):
+    """Bits of one or the other."""
+    return x | y
+
+
+@triton.jit
+def open_candidates(candidates, i_t, flags, ROW_TILES: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr):
+    """Keys of tiles i_t [units, PARTS] that can have the best score of their block (`possible_maxima`) for a row to which their
+    unit is open (flags: [units, rows]), as bits of words of 16 neighbouring keys: [units, PARTS, TILE / 16]. candidates: of
+    the first tile."""
+    UNITS: tl.constexpr = flags.shape[0]
+    TURNS: tl.constexpr = flags.shape[1] // (4 * ROW_TILES)
+    WARPS: tl.constexpr = min(TILE // 16, 4)
+    LOOPS: tl.constexpr = TILE // (16 * WARPS)
+    o_c = tl.arange(0, TURNS)[None, None, :, None]
+    kept = tl.sum(flags.reshape(UNITS, ROW_TILES, TURNS, 4) * (15 << (4 * o_c)), 2)[:, None, :, None, None, :]
+    o_w = tl.arange(0, WARPS)[:, None, None] * 32 + tl.arange(0, 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    o_w = (tl.arange(0, ROW_TILES) * (WARPS * 32))[None, None, :, None, None, None] + o_w[None, None, None, :, :, :]
+    p_w = candidates + i_t.to(tl.int64)[:, :, None, None, None, None] * (ROW_TILES * WARPS * 32) + o_w
+    held = tl.load(p_w, mask=kept != 0, other=0).to(tl.int32) & kept
+    held = tl.reduce(tl.reduce(held, 5, either), 2, either)  # [units, PARTS, WARPS, 8]
+    if TURNS > 4:
+        held |= held >> 16
+    if TURNS > 2:
+        held |= held >> 8
+    if TURNS > 1:
+        held |= held >> 4
+    o_j, o_l = tl.arange(0, LOOPS)[:, None, None] * 2, tl.arange(0, 8)[None, None, :]
+    held = held[:, :, None, :, :]
+    words = (((held >> o_j) & 1) << o_l) | (((held >> (o_j + 1)) & 1) << (8 + o_l))
+    return tl.sum(words, 4).reshape(UNITS, PARTS, TILE // 16)
