@@ -41,6 +41,8 @@ from openmsa.index_branch.triton_tiles import (
 from openmsa.index_branch.triton_variants import Operands
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
 from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts
+from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
@@ -72,7 +74,7 @@ class Workspace:
         """walks: sequences times key heads."""
         rows = total_q * heads
         bounds = torch.empty(2 * rows * score_rows(num_blocks), dtype=torch.float32, device=device)
-        units = walks * triton.cdiv(num_blocks, Tile.of(block_size).sub)
+        units = walks * ceil_div(num_blocks, Tile.of(block_size).sub)
         counts = (rows * columns(num_blocks), units, total_q, rows)
         return cls(bounds, *(torch.empty(n, dtype=torch.int32, device=device) for n in counts))
 
@@ -233,7 +235,7 @@ class RescoreConfig:
 def rescore_config(device: Device, tile: Tile, dim: int, paged: bool) -> RescoreConfig:
     """Two tiles, one where two do not fit, in as many programs as shared memory holds, up to three. Keys are read one stage
     behind the number of their unit, or of their page, which is read one behind it."""
-    tile_bytes = tile.tile * 2 * triton.next_power_of_2(dim)
+    tile_bytes = tile.tile * 2 * next_power_of_two(dim)
     for resident, buffers in ((3, 2), (2, 2), (1, 2), (1, 1)):
         if resident * (buffers * tile_bytes + 8192) <= device.shared_bytes:
             break
@@ -292,7 +294,7 @@ def launch_certified(
     """The four kernels. keys: a pool with a page table, or packed. out: int32 ``[total_q, heads, topk]``, contiguous.
     Allocates nothing; reads lengths on the device."""
     total_q, heads, topk = out.shape
-    num_blocks = triton.cdiv(lengths.max_seqlen_k, block_size)
+    num_blocks = ceil_div(lengths.max_seqlen_k, block_size)
     bounds, visible = workspace.bounds_of(total_q, heads, num_blocks), workspace.visible[:total_q]
     open_words, free = workspace.open_words_of(total_q * heads, num_blocks), topk - init_blocks - local_blocks
     pdl = index_q.device.type == "cuda" and facts(index_q.device).arch >= 90
@@ -316,7 +318,9 @@ def settle(
     _, heads, total_q, num_blocks = bounds.shape
     warps = num_warps(num_blocks)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    settle_kernel[(total_q * heads,)](
+    launch_kernel(
+        settle_kernel,
+        (total_q * heads,),
         bounds,
         visible,
         open_words,
@@ -327,7 +331,7 @@ def settle(
         FREE=free,
         INIT=init_blocks,
         LOCAL=local_blocks,
-        REPS=max(triton.next_power_of_2(num_blocks) // (32 * warps), 1),
+        REPS=max(next_power_of_two(num_blocks) // (32 * warps), 1),
         COLS=32 * warps,
         PDL=pdl,
         num_warps=warps,
@@ -354,10 +358,12 @@ def rescore(
     source = KeySource.of_pool(exact, page_table, tile, device)
     chosen = chosen or rescore_config(device, tile, dim, source.mode != FLAT)
     group, num_blocks, programs = heads // source.heads, scores.shape[2], lengths.batch * source.heads
-    tiles = triton.cdiv(num_blocks, tile.sub)
+    tiles = ceil_div(num_blocks, tile.sub)
     constants: dict[str, Any] = {"MODE": source.mode, "TMA": source.tma, "PAGE_SIZE": source.page_size} | tile.constexprs()
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    rescore_kernel[(min(max(chosen.resident * device.num_sms // programs, 1), tiles), programs)](
+    launch_kernel(
+        rescore_kernel,
+        (min(max(chosen.resident * device.num_sms // programs, 1), tiles), programs),
         index_q,
         source.keys,
         source.page_table,
@@ -376,8 +382,8 @@ def rescore(
         KEY_HEADS=source.heads,
         GROUP=group,
         DIM=dim,
-        DIM_PAD=triton.next_power_of_2(dim),
-        ROWS=max(16, triton.next_power_of_2(lengths.max_seqlen_q * group)),
+        DIM_PAD=next_power_of_two(dim),
+        ROWS=max(16, next_power_of_two(lengths.max_seqlen_q * group)),
         COLS=open_words.shape[1],
         STAGES=chosen.num_stages,
         PDL=pdl,

@@ -45,6 +45,8 @@ from openmsa.index_branch.triton_tiles import (
 )
 from openmsa.kv_cache import Int8
 from openmsa.runtime.devices import Device, facts
+from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.launch import launch_kernel
 
 
 @triton.jit
@@ -173,7 +175,7 @@ def bounds_kernel(
 
 def bounds_config(device: Device, rows: int, dim: int, tile: Tile, indirect: bool, tma: bool) -> Config:
     """rows: the most a sequence has for a key head. indirect: keys in pages."""
-    rows = min(max(4, triton.next_power_of_2(rows)), 32)
+    rows = min(max(4, next_power_of_two(rows)), 32)
     width = formats.padded(dim, formats.INT8)
     kind = Kind(dim, tile.tile, width, width, False, 0, False, indirect, tma)
     stages, resident = walk(device, max(16, 2 * rows) * width, kind, swap=True)
@@ -206,13 +208,15 @@ def launch_bounds(
     group = heads // source.heads
     rows = lengths.max_seqlen_q * group
     chosen = chosen or bounds_config(device, rows, dim, tile, source.mode != FLAT, source.tma)
-    row_tiles, num_blocks = triton.cdiv(rows, chosen.rows), bounds.shape[3]
+    row_tiles, num_blocks = ceil_div(rows, chosen.rows), bounds.shape[3]
     blocks = -(-num_blocks // tile.sub)
     num_splits = splits(row_tiles * lengths.batch * source.heads, blocks, chosen.resident * device.num_sms, 1)
-    blocks_a_split = triton.cdiv(blocks, num_splits)
+    blocks_a_split = ceil_div(blocks, num_splits)
     scales = source.scales
     constants: dict[str, Any] = {"MODE": source.mode, "TMA": source.tma, "PAGE_SIZE": source.page_size} | tile.constexprs()
-    bounds_kernel[(-(-blocks // blocks_a_split), row_tiles, lengths.batch * source.heads)](
+    launch_kernel(
+        bounds_kernel,
+        (-(-blocks // blocks_a_split), row_tiles, lengths.batch * source.heads),
         index_q,
         source.keys,
         scales.scale,

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openmsa.sparse_attention.triton_config import power_of_two
+from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention.triton_keys import PAGES, TYPES, Keys, key_place, load_keys
 from openmsa.types import Layout
 
@@ -103,10 +104,12 @@ def copies_of(keys: Keys, dtype: torch.dtype) -> Keys:
 def expand(keys: Keys, copies: Keys, seqs: Layout, wanted: Tensor) -> None:
     """Fills the copies unless `wanted` (int32 [1], on the device) is 0. Two launches, no host sync."""
     dim, modes = copies.k.shape[-1], keys.scale_modes()
-    row_tiles = triton.cdiv(min(seqs.max_seqlen_k, keys.total), ROWS)
+    row_tiles = ceil_div(min(seqs.max_seqlen_k, keys.total), ROWS)
     for which, (x, out) in enumerate(((keys.k, copies.k), (keys.v, copies.v))):
         _, _, _, groups, *group_strides = keys.scales_of(which)
-        expand_rows[(min(seqs.batch * row_tiles, PROGRAMS), keys.heads)](
+        launch_kernel(
+            expand_rows,
+            (min(seqs.batch * row_tiles, PROGRAMS), keys.heads),
             x,
             groups,
             out,
@@ -123,7 +126,7 @@ def expand(keys: Keys, copies: Keys, seqs: Layout, wanted: Tensor) -> None:
             *keys.table_strides,
             ROWS=ROWS,
             DIM=dim,
-            DIM_PADDED=power_of_two(dim),
+            DIM_PADDED=next_power_of_two(dim),
             PAGE_SIZE=keys.page_size,
             FORMAT=modes["FORMAT"],
             SWIZZLED=modes["SWIZZLED"],

@@ -18,13 +18,14 @@ from torch import Tensor
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
 from openmsa.runtime.devices import facts
+from openmsa.runtime.integers import next_power_of_two
+from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention.triton_config import (
     PrefillConfig,
     few_queries,
     few_union_limit,
     padded_dim,
-    power_of_two,
     prefill_config,
     union_limit,
 )
@@ -222,9 +223,11 @@ def _build_lists(
         lists["entries"] = empty(segments, plan.chunk_entries)
         lists["ranks"] = empty(plan.total_q, keys.heads, plan.topk)
     strides = _block_strides(blocks)
-    slots, tokens = power_of_two(plan.topk), config.union_tokens
+    slots, tokens = next_power_of_two(plan.topk), config.union_tokens
     grid = (plan.num_tiles * keys.heads,)
-    tile_lists[grid](
+    launch_kernel(
+        tile_lists,
+        grid,
         blocks,
         seqs.cu_seqlens_q,
         seqs.cu_seqlens_k,
@@ -256,7 +259,9 @@ def _build_lists(
         return lists
     lists |= {name: empty(segments, plan.num_buckets) for name in ("entry_offsets", "item_offsets")}
     lists |= {"num_items": empty(segments), "items": empty(segments, plan.item_bound, ITEM_FIELDS)}
-    bucket_offsets[(segments,)](
+    launch_kernel(
+        bucket_offsets,
+        (segments,),
         lists["counts"],
         lists["entry_offsets"],
         lists["item_offsets"],
@@ -266,7 +271,9 @@ def _build_lists(
         STEP=SCAN_STEP,
         num_warps=8,
     )
-    fill_lists[grid](
+    launch_kernel(
+        fill_lists,
+        grid,
         blocks,
         seqs.cu_seqlens_k,
         *(lists[name] for name in ("tiles", "union_sizes", "ranks", "counts", "partly", "entry_offsets", "item_offsets")),
@@ -303,7 +310,9 @@ def _union(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> Non
     dim_padded = padded_dim(dim, keys.k.dtype)
     k_tma, v_tma = _descriptors(keys, config, dim_padded) if by_row else (None, None)
     tma = k_tma is not None
-    attend_union[(plan.num_tiles * keys.heads * plan.parts,)](
+    launch_kernel(
+        attend_union,
+        (plan.num_tiles * keys.heads * plan.parts,),
         q.data,
         keys.k,
         keys.v,
@@ -366,7 +375,9 @@ def _outer(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> Non
         tiles = min(plan.chunk_tiles, plan.num_tiles - first_tile)
         if tiles <= 0:
             break
-        attend_outer[(plan.item_bound, keys.heads, plan.parts * plan.cuts)](
+        launch_kernel(
+            attend_outer,
+            (plan.item_bound, keys.heads, plan.parts * plan.cuts),
             q.data,
             keys.k,
             keys.v,
@@ -404,7 +415,9 @@ def _outer(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> Non
             **formats(q.data.dtype, keys.k.dtype, keys.scale_modes(), False),
             num_warps=config.outer_warps,
         )
-        combine_outer[(tiles * keys.heads, plan.parts, 1)](
+        launch_kernel(
+            combine_outer,
+            (tiles * keys.heads, plan.parts, 1),
             o_part,
             lse_part,
             lists["slots"],
@@ -440,7 +453,9 @@ def _few(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> None:
     num_units = lists["tiles"].new_empty(keys.heads, 2)
     o_part = lse.new_empty(total_q * num_q_heads * topk, dim, dtype=plan.partial_dtype)
     lse_part = lse.new_empty(total_q * num_q_heads * topk)
-    few_units[(keys.heads, -(-num_buckets // config.few_buckets))](
+    launch_kernel(
+        few_units,
+        (keys.heads, -(-num_buckets // config.few_buckets)),
         seqs.cu_seqlens_q,
         seqs.cu_seqlens_k,
         seqs.q_offset,
@@ -468,11 +483,13 @@ def _few(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> None:
         num_warps=4,
     )
     by_row = keys.by_row and plan.block_size % config.union_keys == 0
-    dim_padded = power_of_two(dim)
+    dim_padded = next_power_of_two(dim)
     k_tma, v_tma = _descriptors(keys, config, dim_padded) if by_row else (None, None)
     shape = {"GROUP": plan.group, "HEADS": config.heads, "PARTS": plan.parts, "DIM": dim, "DIM_PADDED": dim_padded}
     shares = -(-config.few_programs * facts(q.data.device).num_sms // (keys.heads * plan.parts))
-    attend_few[(min(shares, unit_bound), keys.heads * plan.parts)](
+    launch_kernel(
+        attend_few,
+        (min(shares, unit_bound), keys.heads * plan.parts),
         q.data,
         keys.k,
         keys.v,
@@ -506,7 +523,9 @@ def _few(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> None:
         num_warps=config.union_warps,
         num_stages=config.union_stages,
     )
-    combine_outer[(plan.num_tiles * keys.heads, plan.parts, tokens // config.combine_tokens)](
+    launch_kernel(
+        combine_outer,
+        (plan.num_tiles * keys.heads, plan.parts, tokens // config.combine_tokens),
         o_part,
         lse_part,
         lists["slots"],

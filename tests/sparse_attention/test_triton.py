@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV
 from openmsa.runtime.devices import COMPILE_TARGETS
+from openmsa.runtime.integers import next_power_of_two
 from openmsa.sparse_attention import STAGE, triton_expand, triton_prefill
-from openmsa.sparse_attention.triton_config import few_queries, few_union_limit, power_of_two, prefill_config, union_limit
+from openmsa.sparse_attention.triton_config import few_queries, few_union_limit, prefill_config, union_limit
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks, strided
@@ -325,7 +326,7 @@ def test_configuration(head_dim, group, major):
         assert config.union_tokens * config.heads >= 16
         assert config.union_tokens <= 32, "membership is a bit of an int32"
         for value in (config.heads, config.union_tokens, config.union_keys, config.outer_tokens, config.outer_keys):
-            assert value == power_of_two(value)
+            assert value == next_power_of_two(value)
         assert config.union_tokens % config.combine_tokens == 0
         assert union_limit(config, 16, 128) <= union_limit(config, 16, 4)
 
