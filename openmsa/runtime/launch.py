@@ -10,59 +10,43 @@ compiles and launches.
 
 from __future__ import annotations
 
-from operator import attrgetter
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
 from triton import knobs
+from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 MOST_VARIANTS = 4096
-"""Remembered at a time; past that all are forgotten, and chosen by Triton again."""
-
-
-class Places(NamedTuple):
-    """Where tensors, integers and TMA descriptors stand among arguments of some types."""
-
-    tensors: tuple[int, ...]
-    integers: tuple[int, ...]
-    descriptors: tuple[int, ...]
-
-    @classmethod
-    def of(cls, types: tuple[type, ...]) -> Places:
-        tensors = tuple(i for i, kind in enumerate(types) if issubclass(kind, Tensor))
-        descriptors = tuple(i for i, kind in enumerate(types) if kind.__name__ == "TensorDescriptor")
-        others = [i for i, kind in enumerate(types) if i not in (*tensors, *descriptors) and kind not in VALUELESS]
-        for i in others:
-            if types[i] is not int:
-                raise TypeError(f"argument {i} must be a tensor, a TMA descriptor, int, float, bool or None, got {types[i]}")
-        return cls(tensors, tuple(others), descriptors)
-
-
-VALUELESS = (float, bool, type(None))
-"""Types of which no value is compiled in, None aside."""
+MOST_DESCRIPTORS = 256
+"""Remembered at a time, descriptors of each variant; past that all are forgotten, and made again."""
 
 
 class Variant(NamedTuple):
-    """A compiled kernel as it is launched; `kernel` is kept because its id is part of the key."""
+    """A compiled kernel as it is launched."""
 
-    kernel: Any
-    run: Any
+    kernel: Any  # kept alive: its id is in the key
+    launch: Callable[..., None]  # Triton's launcher, in C, for kernels with such arguments
     function: int
-    metadata: Any
-    constants: tuple[None, ...]  # the launcher counts them, but does not look at them
+    cooperative: bool
+    pdl: bool
+    metadata: tuple[int, ...]
+    constexprs: tuple[None, ...]  # counted by the launcher, and not looked at
+    descriptors: tuple[tuple[int, Any], ...]  # place and layout of each TMA descriptor, last ones first
+    encoded: dict[Any, list[Any]]  # what the launcher takes in their places
 
 
-_places: dict[tuple[type, ...], Places] = {}
 _variants: dict[Any, Variant] = {}
-_dtype = attrgetter("dtype")
 
 
-def why_not_direct(kernel: Any) -> str | None:
-    """Why launches of `kernel` all go through Triton, a sentence; None where variants are remembered."""
+def why_not_remembered(kernel: Any) -> str | None:
+    """Why Triton chooses at every launch of `kernel`, a sentence; None where variants are remembered."""
     if not isinstance(kernel, JITFunction):
         return "the kernel runs in Triton's interpreter"
     if triton.__version__.split(".")[:2] != ["3", "6"]:
@@ -74,50 +58,70 @@ def why_not_direct(kernel: Any) -> str | None:
 def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> None:
     """``kernel[grid](*arguments, **constants)``.
 
-    arguments:  the kernel's parameters that are no constexprs, all of them, in order. Tensors lie on the current device.
+    arguments:  the parameters of the kernel that are no constexprs, all of them, in order. Tensors lie on the current device.
     constants:  constexprs and options, such as num_warps.
 
-    Where a launch is observed (hooks of a profiler, debug mode), it goes through Triton.
+    Where anyone wants to hear of launches (hooks of a profiler, debug mode), they go through Triton.
     """
-    runtime = knobs.runtime
-    if not isinstance(kernel, JITFunction) or kernel.pre_run_hooks or runtime.debug or _observed(runtime):
+    if not isinstance(kernel, JITFunction) or _observed(kernel):
         kernel[grid](*arguments, **constants)
         return
     types = tuple(map(type, arguments))
-    places = _places.get(types)
-    if places is None:
-        places = _places[types] = Places.of(types)
+    chosen_by, values = _reader(types)(*arguments)
     device = driver.active.get_current_device()
-    values = list(arguments)
-    tensors = [arguments[i] for i in places.tensors]
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    integers = [arguments[i] for i in places.integers]
-    key = (
-        id(kernel),
-        device,
-        types,
-        *map(_dtype, tensors),
-        *[address & 15 == 0 for address in addresses],
-        *[n if n < 2 else (n & 15 == 0, n >> 31) for n in integers],
-        *[_compiled_in(arguments[i]) for i in places.descriptors],
-        *constants,
-        *constants.values(),
-    )
+    key = (id(kernel), device, types, chosen_by, *constants, *constants.values())
     variant = _variants.get(key)
     if variant is None:
-        _first(key, kernel, grid, arguments, constants)
+        _launch_first(key, kernel, grid, arguments, constants)
         return
-    for i, address in zip(places.tensors, addresses, strict=True):
-        values[i] = address
-    x, y, z = (*grid, 1, 1)[:3]
-    stream = driver.active.get_current_stream(device)
-    variant.run(x, y, z, stream, variant.function, variant.metadata, None, None, None, *values, *variant.constants)
+    for place, layout in variant.descriptors:
+        values[place : place + 1] = _encoded(variant, place, layout, values[place])
+    variant.launch(
+        *(*grid, 1, 1)[:3],
+        driver.active.get_current_stream(device),
+        variant.function,
+        variant.cooperative,
+        variant.pdl,
+        None,  # no scratch memory,
+        None,
+        variant.metadata,
+        None,  # and no hooks
+        None,
+        None,
+        *values,
+        *variant.constexprs,
+    )
 
 
-def _observed(runtime: Any) -> bool:
-    """Whether anyone wants to hear of launches."""
+def _observed(kernel: JITFunction[Any]) -> bool:
+    runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    hooks = kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+    return bool(hooks or runtime.debug)
+
+
+@functools.cache
+def _reader(types: tuple[type, ...]) -> Callable[..., tuple[tuple[Any, ...], list[Any]]]:
+    """A function of arguments of these types that returns what the choice of a variant depends on, and what is launched with:
+    addresses in the place of tensors. Written out for its arguments, as it runs at every launch."""
+    names = [f"a{i}" for i in range(len(types))]
+    lines, chosen_by, values = [], [], list(names)
+    for i, (name, kind) in enumerate(zip(names, types, strict=True)):
+        if issubclass(kind, Tensor):
+            values[i] = f"p{i}"
+            lines.append(f"    p{i} = {name}.data_ptr()")
+            chosen_by += [f"{name}.dtype", f"p{i} & 15 == 0"]
+        elif kind is int:
+            chosen_by.append(f"{name} if {name} < 2 else ({name} & 15 == 0, {name} >> 31)")
+        elif kind.__name__ == "TensorDescriptor":
+            chosen_by.append(f"compiled_in({name})")
+        elif kind not in (float, bool, type(None)):  # of which the type says all
+            raise TypeError(f"argument {i} must be a tensor, a TMA descriptor, an int, a float, a bool or None, got {kind}")
+    lines += [f"    return ({', '.join([*chosen_by, ''])}), [{', '.join(values)}]"]
+    space: dict[str, Any] = {"compiled_in": _compiled_in}
+    exec("\n".join([f"def read({', '.join(names)}):", *lines]), space)
+    read: Callable[..., tuple[tuple[Any, ...], list[Any]]] = space["read"]
+    return read
 
 
 def _compiled_in(descriptor: Any) -> tuple[Any, ...]:
@@ -126,15 +130,43 @@ def _compiled_in(descriptor: Any) -> tuple[Any, ...]:
     return (descriptor.base.dtype, tuple(descriptor.block_shape), descriptor.padding, layout)
 
 
-def _first(key: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """A launch through Triton, and where that can be, its variant is remembered."""
+def _encoded(variant: Variant, place: int, layout: Any, descriptor: Any) -> list[Any]:
+    """A TMA descriptor as the launcher takes it. It holds an address and sizes, and nothing of what lies there."""
+    key = (place, descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
+    found = variant.encoded.get(key)
+    if found is None:
+        if len(variant.encoded) >= MOST_DESCRIPTORS:
+            variant.encoded.clear()
+        found = variant.encoded[key] = make_tensordesc_arg(descriptor, layout)
+    return found
+
+
+def _launch_first(key: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Through Triton; where that can be, the variant is remembered."""
     late, early = kernel.params[len(arguments) :], kernel.params[: len(arguments)]
     if not all(parameter.is_constexpr for parameter in late) or any(parameter.is_constexpr for parameter in early):
-        raise TypeError(f"{kernel.__name__} must be given every run-time argument by position, and every constexpr by name")
+        raise TypeError(f"{kernel.__name__} must be given every run-time argument by position and every constexpr by name")
     compiled = kernel[grid](*arguments, **constants)
-    if why_not_direct(kernel) is not None or not isinstance(compiled, CompiledKernel):
+    if why_not_remembered(kernel) is not None or not isinstance(compiled, CompiledKernel):
         return
+    launcher = compiled.run
+    places = [i for i, argument in enumerate(arguments) if hasattr(argument, "block_shape")]
+    layouts = getattr(compiled.metadata, "tensordesc_meta", None) or [None] * len(places)
+    if launcher.global_scratch_size or launcher.profile_scratch_size or None in layouts:
+        return  # memory or arguments that Triton makes at every launch
+    launch = launcher.launch
+    if places:  # the launcher in C stands behind a function that makes descriptors
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
     if len(_variants) >= MOST_VARIANTS:
         _variants.clear()
-    rest = (None,) * len(late)
-    _variants[key] = Variant(kernel, compiled.run, compiled.function, compiled.packed_metadata, rest)
+    _variants[key] = Variant(
+        kernel,
+        launch,
+        compiled.function,
+        launcher.launch_cooperative_grid,
+        launcher.launch_pdl,
+        compiled.packed_metadata,
+        (None,) * len(late),
+        tuple(zip(places, layouts, strict=True))[::-1],
+        {},
+    )
