@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,7 @@ def padded_dim(head_dim: int, keys: torch.dtype) -> int:
     return max(next_power_of_two(head_dim), 32 if keys == torch.float8_e4m3fn else 16)
 
 
+@functools.lru_cache(256)
 def prefill_config(
     head_dim: int, group: int, block_size: int, major: int, element_bytes: int = 2, stored: bool = False
 ) -> PrefillConfig:

@@ -9,8 +9,6 @@ float32 factors stay outside, as in the kernels that read codes.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -98,7 +96,7 @@ def copies_of(keys: Keys, dtype: torch.dtype) -> Keys:
     """Room for the same keys, packed, as numbers of a 16-bit dtype; sizes follow from bounds."""
     assert keys.stored is not None
     k, v = (torch.empty(keys.total, keys.heads, keys.stored[0].shape[-1], dtype=dtype, device=keys.k.device) for _ in "kv")
-    return replace(keys, k=k, v=v, page_size=0, num_pages=1, table=None, by_row=True, expanded=True)
+    return keys._replace(k=k, v=v, page_size=0, num_pages=1, table=None, by_row=True, expanded=True)
 
 
 def expand(keys: Keys, copies: Keys, seqs: Layout, wanted: Tensor) -> None:
