@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton.language as tl
 
@@ -14,8 +14,7 @@ from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import next_power_of_two
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """What tiles of keys are. key_bytes, factor_bytes: of a key as it is stored and as a factor of the product; converted:
     whether these differ; groups: of elements with a scale, of FP4 keys, else 0; must_group: factors cannot hold those scales;
     indirect: keys in pages, whose ids are read one stage ahead; lanes: whether `triton_lanes` can read them."""
@@ -32,6 +31,7 @@ class Kind:
     lanes: bool = False
 
     @classmethod
+    @functools.lru_cache(256)
     def of(cls, dim: int, tile: int, format: int, product: Any, indirect: bool, tma: bool, lanes: bool = False) -> Kind:
         """format: of the codes; product: the Triton dtype of factors."""
         padded, fp4 = next_power_of_two(dim), format >= formats.NVFP4
@@ -65,6 +65,7 @@ class Config:
     lanes: int = 0
 
 
+@functools.lru_cache(256)
 def config(device: Device, rows: int, kind: Kind) -> Config:
     """rows: the most a sequence has for a key head.
 

@@ -9,7 +9,9 @@ maximum does not mind the overlap. What a tile's bytes and scales stand for: `tr
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -32,6 +34,7 @@ class Tile:
     parts: int
 
     @classmethod
+    @functools.cache
     def of(cls, block_size: int, single: bool = False) -> Tile:
         """single: never more than one block a tile."""
         if block_size > 128:
@@ -59,8 +62,7 @@ class Tile:
         return {"BLOCK": self.block, "TILE": self.tile, "KEYS": self.keys, "SUB": self.sub, "PARTS": self.parts}
 
 
-@dataclass(frozen=True)
-class Lengths:
+class Lengths(NamedTuple):
     """Of the sequences of a batch: int32 tensors that kernels read when they run (`sequence_bounds`), and bounds of them."""
 
     cu_seqlens_q: Tensor  # [batch + 1]
