@@ -244,7 +244,7 @@ def test_few_queries_beside_union_tiles(monkeypatch):
     monkeypatch.setattr(triton_prefill, "_few", lambda *x: lists.append(x[5]) or few(*x))
     for storage in ("flat", "paged"):
         check(run(arguments(p, blocks, 16, storage, 32)), truth(p, blocks, 16))
-        sizes = lists.pop()["union_sizes"][..., 0]
+        sizes = lists.pop()["union_sizes"].view(-1, 2)[:, 0]  # [tiles x heads]
         assert (sizes > 0).any()
         assert (sizes < 0).any()
     check(run(arguments(p, blocks, 16), workspace_bytes=1), truth(p, blocks, 16))
@@ -269,12 +269,13 @@ def test_a_bound_that_lies_leads_nowhere_else(monkeypatch):
     checked = arguments(p, blocks, 16)
     checked["seqs"] = dataclasses.replace(checked["seqs"], max_seqlen_k=32)
     lists, union = [], triton_prefill._union
-    monkeypatch.setattr(triton_prefill, "_union", lambda *x: lists.append(x[5]) or union(*x))
+    monkeypatch.setattr(triton_prefill, "_union", lambda *x: lists.append(x[3:6]) or union(*x))
     run(checked)
-    capacity = lists[0]["union_ids"].shape[2]
-    assert capacity == 2
-    assert lists[0]["union_sizes"].max() <= capacity
-    assert_equal("ids", lists[0]["union_ids"].cpu(), torch.arange(2, dtype=torch.int32).expand(lists[0]["union_ids"].shape))
+    ((plan, _, found),) = lists
+    assert plan.capacity == 2
+    assert found["union_sizes"].view(-1, 2)[: plan.num_tiles].max() <= plan.capacity
+    ids = found["union_ids"][: plan.num_tiles * plan.capacity].view(-1, plan.capacity).cpu()
+    assert_equal("ids", ids, torch.arange(2, dtype=torch.int32).expand(ids.shape))
 
 
 def test_negative_and_zero_scale():
