@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -62,7 +61,8 @@ class Tile:
         return {"BLOCK": self.block, "TILE": self.tile, "KEYS": self.keys, "SUB": self.sub, "PARTS": self.parts}
 
 
-class Lengths(NamedTuple):
+@dataclass(frozen=True)
+class Lengths:
     """Of the sequences of a batch: int32 tensors that kernels read when they run (`sequence_bounds`), and bounds of them."""
 
     cu_seqlens_q: Tensor  # [batch + 1]
