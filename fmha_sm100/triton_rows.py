@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 
 COLUMNS = 256  # pages of a program
@@ -111,8 +113,17 @@ def cut(flat: Tensor, first: Tensor, width: int) -> Tensor:
     """int32 ``[rows, width]`` from the flat page table and the place of each row's first page, int32 ``[rows]``."""
     table = torch.empty((first.numel(), width), dtype=torch.int32, device=flat.device)
     if table.numel():
-        cut_kernel[(first.numel(), triton.cdiv(width, COLUMNS))](
-            flat, first, table, flat.stride(0), flat.numel(), width, COLUMNS=COLUMNS, num_warps=2
+        launch_kernel(
+            cut_kernel,
+            (first.numel(), ceil_div(width, COLUMNS)),
+            flat,
+            first,
+            table,
+            flat.stride(0),
+            flat.numel(),
+            width,
+            COLUMNS=COLUMNS,
+            num_warps=2,
         )
     return table
 
@@ -125,11 +136,13 @@ def shift(
     shifted = torch.empty((rows, heads, topk), dtype=torch.int32, device=blocks.device)
     keys, position = torch.empty((2, rows), dtype=torch.int32, device=blocks.device)
     if rows:
-        shift_kernel[(rows,)](
+        launch_kernel(
+            shift_kernel,
+            (rows,),
             *(blocks, first, lens, offset, shifted, keys, position, *blocks.stride(), num_pages),
             HEADS=heads,
             TOPK=topk,
-            ENTRIES=triton.next_power_of_2(heads * topk),
+            ENTRIES=next_power_of_two(heads * topk),
             PAGE=page_size,
             num_warps=1,
         )
@@ -139,11 +152,13 @@ def shift(
 def write(scores: Tensor, target: Tensor, start: int, starts: Tensor, lens: Tensor, offset: Tensor, block_size: int) -> None:
     """scores: ``[heads, count, tiles]`` of tokens from `start` on; target: ``[heads, total_q, tiles or more]``, any strides."""
     heads, count, tiles = scores.shape
-    grid = (triton.cdiv(count, TOKENS), triton.cdiv(tiles, TILES), heads)
+    grid = (ceil_div(count, TOKENS), ceil_div(tiles, TILES), heads)
     if 0 in grid:
         return
     rows = lens.numel()
-    write_kernel[grid](
+    launch_kernel(
+        write_kernel,
+        grid,
         *(
             scores,
             target,

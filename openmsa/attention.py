@@ -16,7 +16,7 @@ from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
 from openmsa.runtime import checks
 from openmsa.sparse_attention import STAGE as ATTENTION
-from openmsa.types import Layout, Sequences
+from openmsa.types import Sequences
 
 QUERY_CHUNK = 16384  # queries whose selection (and, on a GPU, partial results) are held at a time
 
@@ -76,8 +76,8 @@ def msa_attention(
         blocks = _selected(impl, certified, selection | {"seqs": attention["seqs"]})
         out, lse = ATTENTION.run(impl, attention | {"blocks": blocks})
         return (out, lse) if return_lse else out
-    out = torch.zeros((total_q, heads, head_dim), dtype=out_dtype(q), device=q.device)
-    lse = torch.full((total_q, heads), -torch.inf, dtype=wide_dtype(q), device=q.device)
+    out = torch.empty((total_q, heads, head_dim), dtype=out_dtype(q), device=q.device)
+    lse = torch.empty((total_q, heads), dtype=wide_dtype(q), device=q.device)
     for start in range(0, total_q, chunk):
         rows = slice(start, min(start + chunk, total_q))
         seqs_of_rows = attention["seqs"].query_chunk(rows.start, rows.stop)
@@ -119,27 +119,27 @@ def check_path(
     )
     if certified:
         selection = check_certified(selection, index_k)
-    seqs = _worked_out(q, k, index_q, index_k, seqs, selection["seqs"]) if not check else seqs
-    attention = check_qkv(q, k, v, seqs, softmax_scale, check) | {"block_size": block_size, "return_lse": True}
+    known = selection["seqs"] if not check and _same_lengths(q, k, index_q, index_k, seqs) else None
+    attention = check_qkv(q, k, v, seqs, softmax_scale, check, known) | {"block_size": block_size, "return_lse": True}
     _check_agreement(q, k, index_q, index_k)
     if check or q.device.type == "cpu":
         _check_same_keys(selection["seqs"].k_lens(), attention["seqs"].k_lens())
     return selection, attention, chunk
 
 
-def _worked_out(q: Any, k: Any, index_q: Any, index_k: Any, seqs: Sequences | None, known: Layout) -> Sequences | None:
-    """On a GPU, where both branches surely have the same lengths, `seqs` with all that the index branch filled in: each tensor
-    that is not worked out again is a launch less. `q` and `k` are not checked yet."""
+def _same_lengths(q: Any, k: Any, index_q: Any, index_k: Any, seqs: Sequences | None) -> bool:
+    """Whether both branches surely have the same lengths, which then need not be worked out twice: on a GPU, where nobody reads
+    them. `q` and `k` are not checked yet."""
     if index_q.device.type == "cpu" or getattr(q, "device", None) != index_q.device or q.shape[:1] != index_q.shape[:1]:
-        return seqs
+        return False
+    if getattr(k, "device", None) != index_q.device:
+        return False
     if isinstance(k, PagedKV) and isinstance(index_k, PagedIndexKeys):
         same = k.seq_lens is index_k.seq_lens and k.capacity == index_k.capacity
     else:
         rows = [getattr(x, "shape", ())[:1] for x in (k, index_k)]
         same = not isinstance(k, PagedKV) and not isinstance(index_k, PagedIndexKeys) and rows[0] == rows[1]
-    if not same and (seqs is None or seqs.cu_seqlens_k is None):
-        return seqs
-    return Sequences(known.cu_seqlens_q, known.cu_seqlens_k, known.max_seqlen_q, known.max_seqlen_k, known.q_offset)
+    return same or (seqs is not None and seqs.cu_seqlens_k is not None)
 
 
 def _check_agreement(

@@ -20,9 +20,10 @@ def check_qkv(
     seqs: Sequences | None,
     softmax_scale: float | None,
     check: bool,
+    known: Layout | None = None,
 ) -> dict[str, Any]:
     """Checked ``{q, k, v, seqs, softmax_scale}``: shapes, head counts, dtypes, formats, devices and lengths; values when
-    `check`."""
+    `check`. known: what `seqs` was found to mean for as many queries and keys on the device of q; None: not known yet."""
     checks.flag("check", check)
     check_rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)
     head_dim = q.shape[2]
@@ -33,10 +34,11 @@ def check_qkv(
         v, num_kv_heads = None, k.num_heads
         check_alike("k.k", k.k, "q", q)
         checks.size("k.k", k.k, 3, head_dim, "head_dim of q")
-        packed = k.layout(seqs, q.shape[0], q.device, check)
+        packed = known or k.layout(seqs, q.shape[0], q.device, check)
         values: dict[str, Any] = dict(zip(("k.k", "k.v"), k.gather(packed.k_lens()), strict=False)) if check else {}
     else:
-        packed, num_kv_heads = _check_packed(q, k, v, seqs, check), k.shape[1]
+        _check_packed(q, k, v)
+        packed, num_kv_heads = known or layout(seqs, q.shape[0], k.shape[0], q.device, check=check), k.shape[1]
         values = {"k": k, "v": v}
     checks.divides("num_kv_heads", num_kv_heads, "num_q_heads", q.shape[1])
     if check:
@@ -46,9 +48,7 @@ def check_qkv(
     return {"q": q, "k": k, "v": v, "seqs": packed, "softmax_scale": scale}
 
 
-def _check_packed(
-    q: Tensor | Stored, k: Tensor | Stored, v: Tensor | Stored | None, seqs: Sequences | None, check: bool
-) -> Layout:
+def _check_packed(q: Tensor | Stored, k: Tensor | Stored, v: Tensor | Stored | None) -> None:
     for name, value in (("k", k), ("v", v)):
         check_rows(name, value, "[total_k, num_kv_heads, head_dim]", KEY_FORMATS)
     assert v is not None
@@ -60,4 +60,3 @@ def _check_packed(
     check_alike("v", v, "k", k)
     checks.size("v", v, 0, k.shape[0], "total_k of k")
     checks.size("v", v, 1, k.shape[1], "num_kv_heads of k")
-    return layout(seqs, q.shape[0], k.shape[0], q.device, check=check)

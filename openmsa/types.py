@@ -89,7 +89,11 @@ class Layout:
 
     def visible_blocks(self, total_q: int, block_size: int) -> Tensor:
         """int32 [total_q]: how many blocks hold a key that the query sees; its own block is the last of them."""
-        _, last_key = self.tokens(total_q)
+        if self.batch == 1:
+            token = torch.arange(total_q, device=self.cu_seqlens_q.device, dtype=torch.int32)
+            last_key = torch.minimum(token + self.first_positions(), self.k_lens() - 1)
+        else:
+            _, last_key = self.tokens(total_q)
         return torch.div(last_key, block_size, rounding_mode="floor").clamp_(min=-1) + 1
 
     def query_chunk(self, start: int, stop: int) -> Layout:

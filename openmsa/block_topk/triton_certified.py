@@ -53,6 +53,8 @@ from openmsa.index_branch.triton_tiles import (
 from openmsa.index_branch.triton_variants import Operands
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
 from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts
+from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
@@ -290,7 +292,7 @@ class RescoreConfig:
 
 def rescore_config(device: Device, rows: int, dim: int, indirect: bool) -> RescoreConfig:
     """rows: of a product. indirect: the page of each key is looked up, one stage ahead."""
-    width = 2 * triton.next_power_of_2(dim)
+    width = 2 * next_power_of_two(dim)
     for resident, buffers in ((4, 3), (3, 3), (2, 3), (2, 2), (1, 2), (1, 1)):
         if resident * (buffers * SLOTS.value * width + rows * width + 2048) <= device.shared_bytes:
             break
@@ -350,7 +352,7 @@ def launch_certified(
     """The four kernels. keys: a pool with a page table, or packed. out: int32 ``[total_q, heads, topk]``, contiguous.
     Allocates nothing; reads lengths on the device."""
     total_q, heads, topk = out.shape
-    num_blocks = triton.cdiv(lengths.max_seqlen_k, block_size)
+    num_blocks = ceil_div(lengths.max_seqlen_k, block_size)
     bounds, visible = workspace.bounds_of(total_q, heads, num_blocks), workspace.visible[:total_q]
     open_words, free = workspace.open_words_of(total_q * heads, num_blocks), topk - init_blocks - local_blocks
     pdl = index_q.device.type == "cuda" and facts(index_q.device).arch >= 90
@@ -375,7 +377,9 @@ def settle(
     _, heads, total_q, num_blocks = bounds.shape
     warps = num_warps(num_blocks)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    settle_kernel[(total_q * heads,)](
+    launch_kernel(
+        settle_kernel,
+        (total_q * heads,),
         bounds,
         visible,
         open_words,
@@ -386,7 +390,7 @@ def settle(
         FREE=free,
         INIT=init_blocks,
         LOCAL=local_blocks,
-        REPS=max(triton.next_power_of_2(num_blocks) // (32 * warps), 1),
+        REPS=max(next_power_of_two(num_blocks) // (32 * warps), 1),
         COLS=32 * warps,
         EARLY=total_q * heads <= EARLY_ROWS,
         PDL=pdl,
@@ -414,11 +418,13 @@ def rescore(
     source = KeySource.of_pool(exact, page_table, tile, device)
     group, num_blocks, walks = heads // source.heads, scores.shape[2], lengths.batch * source.heads
     rows = lengths.max_seqlen_q * group
-    product_rows, words = max(16, triton.next_power_of_2(rows)), Words.of(rows, tile)
+    product_rows, words = max(16, next_power_of_two(rows)), Words.of(rows, tile)
     chosen = chosen or rescore_config(device, product_rows, dim, source.mode == PAGES)
-    turns = triton.cdiv(tile.count(num_blocks) * tile.tile, 16 * SLOTS.value)
+    turns = ceil_div(tile.count(num_blocks) * tile.tile, 16 * SLOTS.value)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    rescore_kernel[(min(max(chosen.resident * device.num_sms // walks, 1), turns), walks)](
+    launch_kernel(
+        rescore_kernel,
+        (min(max(chosen.resident * device.num_sms // walks, 1), turns), walks),
         index_q,
         source.pool,
         source.page_table,
@@ -437,7 +443,7 @@ def rescore(
         KEY_HEADS=source.heads,
         GROUP=group,
         DIM=dim,
-        DIM_PAD=triton.next_power_of_2(dim),
+        DIM_PAD=next_power_of_two(dim),
         ROWS=product_rows,
         BOUND_ROWS=words.rows,
         ROW_TILES=words.row_tiles,

@@ -29,6 +29,8 @@ from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile, hold_rows
 from openmsa.index_branch.triton_variants import Operands, variant
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts
+from openmsa.runtime.integers import ceil_div
+from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
@@ -216,7 +218,9 @@ def launch_fused(
     group = heads // source.heads
     chosen = chosen or config(device, kind_of(source, queries, dim, tile))
     constants: dict[str, Any] = source.constexprs() | tile.constexprs()
-    fused_kernel[(triton.cdiv(seqs.max_seqlen_q * group, chosen.rows), seqs.batch * source.heads)](
+    launch_kernel(
+        fused_kernel,
+        (ceil_div(seqs.max_seqlen_q * group, chosen.rows), seqs.batch * source.heads),
         queries.rows,
         queries.scale,
         source.keys,

@@ -22,6 +22,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.index_branch.triton_codes import ASM
+from openmsa.runtime.integers import next_power_of_two
+from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 
 MAX_BLOCKS = 16384
@@ -32,7 +34,7 @@ _NONE = tl.constexpr(0x7FFFFFFF)  # larger than any block id
 def num_warps(num_blocks: int) -> int:
     """A thread holds at most 32 scores, the bits of a word. Fewer a thread and more warps are slower even for few rows: rounds
     of bisection inside one warp need no barrier."""
-    return max(1, triton.next_power_of_2(num_blocks) // 1024)
+    return max(1, next_power_of_two(num_blocks) // 1024)
 
 
 @triton.jit
@@ -289,7 +291,9 @@ def launch_topk(
     warps = warps or num_warps(num_blocks)
     columns = 32 * warps
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    topk_kernel[(total_q * heads,)](
+    launch_kernel(
+        topk_kernel,
+        (total_q * heads,),
         scores,
         visible,
         out,
@@ -297,10 +301,10 @@ def launch_topk(
         num_blocks,
         HEADS=heads,
         TOPK=topk,
-        TOPK_PAD=triton.next_power_of_2(topk),
+        TOPK_PAD=next_power_of_two(topk),
         INIT=init_blocks,
         LOCAL=local_blocks,
-        REPS=max(triton.next_power_of_2(num_blocks) // columns, 1),
+        REPS=max(next_power_of_two(num_blocks) // columns, 1),
         COLS=columns,
         EARLY=total_q * heads <= EARLY_ROWS,
         PDL=pdl,

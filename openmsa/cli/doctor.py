@@ -28,7 +28,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
 
 
 def examine() -> dict[str, Any]:
-    """``{versions, platform, devices, settings, stages}``: plain values only.
+    """``{versions, platform, devices, settings, launches, stages}``: plain values only.
+
+    launches: whether compiled variants of kernels are remembered from launch to launch, or why Triton chooses at each.
 
     stages: for each device, dtype, kind of call and stage the implementation that ``impl="auto"`` chooses (None: none can
     run) and the reason for every row of the stage's table, from `openmsa.explain` on small tensors.
@@ -49,6 +51,7 @@ def examine() -> dict[str, Any]:
         "platform": platform.platform(),
         "devices": devices,
         "settings": {"CPU workspace of one call (bytes)": environment.cpu_workspace_bytes()},
+        "launches": _launches(),
         "stages": stages,
     }
 
@@ -68,6 +71,19 @@ def _gpu(index: int) -> dict[str, Any]:
     capability = f"{facts.major}.{facts.minor}"
     memory = {"memory_bytes": facts.total_memory, "multiprocessors": facts.multi_processor_count}
     return {"name": f"cuda:{index}", "model": facts.name, "capability": capability} | memory
+
+
+def _launches() -> str:
+    import torch
+
+    from openmsa.runtime.refusals import has_triton
+
+    if not (torch.cuda.is_available() and has_triton()):
+        return "none: there is no CUDA device, or no triton"
+    from openmsa.block_topk.triton_topk import topk_kernel
+    from openmsa.runtime.launch import why_not_remembered
+
+    return why_not_remembered(topk_kernel) or "variants are remembered"
 
 
 def _stages(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -153,6 +169,7 @@ def _print(findings: dict[str, Any]) -> None:
         console.print(f"[bold]{device['name']}[/]: {device['model']}, {facts}")
     for name, value in findings["settings"].items():
         console.print(f"{name}: {value:,}")
+    console.print(f"kernel launches: {findings['launches']}", markup=False)
     table = Table(title="which implementation serves each stage", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("stage", "call", "device", "dtype", "chosen"):
         table.add_column(column, overflow="fold")

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -16,6 +15,8 @@ from openmsa.index_branch.triton_tiles import Tile
 from openmsa.kv_cache import PagedIndexKeys, PagedKV
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
+from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention import triton_decode
 
 MAX_BLOCKS = 256  # up to which one launch was measured to be faster: of 32K keys, and
@@ -80,11 +81,11 @@ def configure(batch: int, sizes: Sizes, device: Device) -> Config | None:
     merging = outputs * merge_parts if attend.splits > 1 else 0
     tiles, walks = tile.count(sizes.num_blocks), batch * sizes.index_key_heads
     room = max(RESIDENT * device.num_sms - attending - merging, (1 + (attending > device.num_sms)) * device.num_sms)
-    share = min(max(triton.cdiv(tiles * walks, room), LEAST_SHARE), tiles)
-    share = triton.cdiv(share, tile.parts) * tile.parts
-    splits = triton.cdiv(tiles, share)
-    rows = max(16, triton.next_power_of_2(sizes.new_tokens * sizes.index_heads // sizes.index_key_heads))
-    reps = max(triton.next_power_of_2(sizes.num_blocks) // LANES.value, 1)
+    share = min(max(ceil_div(tiles * walks, room), LEAST_SHARE), tiles)
+    share = ceil_div(share, tile.parts) * tile.parts
+    splits = ceil_div(tiles, share)
+    rows = max(16, next_power_of_two(sizes.new_tokens * sizes.index_heads // sizes.index_key_heads))
+    reps = max(next_power_of_two(sizes.num_blocks) // LANES.value, 1)
     stages = 1 if share == 1 else 3
     return Config(attend, share, splits, stages, rows, reps, walks * splits, attending, merging, merge_parts)
 
@@ -96,7 +97,7 @@ def attend_config(batch: int, sizes: Sizes, device: Device) -> tuple[triton_deco
     shape = (sizes.num_kv_heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
     config = triton_decode.configure(tokens, *shape, device)
     walks = tokens * sizes.num_kv_heads * triton_decode.row_tiles(group, sizes.head_dim)[1]
-    finest = triton.cdiv(sizes.topk * sizes.block_size, 64)
+    finest = ceil_div(sizes.topk * sizes.block_size, 64)
     if config.keys >= 64 and finest <= MOST_SPLITS and walks * finest <= (2 if tokens <= 2 else 1) * device.num_sms:
         config = replace(config, keys=64, tiles=1, splits=finest)
     return replace(config, num_stages=min(config.tiles, 2) + 1), walks * config.splits
@@ -144,7 +145,9 @@ def launch(
         return
     tma = devices.facts(pool.device).has_tma and describable(pool)
     read = kv.batch * sizes.index_key_heads * sizes.num_blocks * sizes.block_size * sizes.index_dim * pool.element_size()
-    layer_kernel[(programs,)](
+    launch_kernel(
+        layer_kernel,
+        (programs,),
         index_q,
         describe(pool, tile.tile) if tma else pool,
         pool,
@@ -203,7 +206,7 @@ def describable(pool: Tensor) -> bool:
 
 def describe(pool: Tensor, rows: int) -> TensorDescriptor:
     """For the copy engine: `rows` keys of one page and head at a time."""
-    return TensorDescriptor(pool, list(pool.shape), list(pool.stride()), [1, 1, rows, triton.next_power_of_2(pool.shape[3])])
+    return TensorDescriptor(pool, list(pool.shape), list(pool.stride()), [1, 1, rows, next_power_of_two(pool.shape[3])])
 
 
 def constants(config: Config, sizes: Sizes) -> dict[str, int | bool]:
@@ -213,26 +216,26 @@ def constants(config: Config, sizes: Sizes) -> dict[str, int | bool]:
         "INDEX_HEADS": sizes.index_heads,
         "INDEX_KEY_HEADS": sizes.index_key_heads,
         "DIM": sizes.index_dim,
-        "DIM_PAD": triton.next_power_of_2(sizes.index_dim),
+        "DIM_PAD": next_power_of_two(sizes.index_dim),
         "INDEX_PAGE": sizes.page_size,
         "ROWS": config.rows,
-        "SHARE": triton.next_power_of_2(config.score_tiles),
+        "SHARE": next_power_of_two(config.score_tiles),
         "SCORE_STAGES": config.score_stages,
         "HEADS": sizes.num_kv_heads,
         "G": sizes.num_q_heads // sizes.num_kv_heads,
         "D": sizes.head_dim,
         "TOPK": sizes.topk,
-        "TOPK_PAD": triton.next_power_of_2(sizes.topk),
+        "TOPK_PAD": next_power_of_two(sizes.topk),
         "INIT": sizes.init_blocks,
         "LOCAL": sizes.local_blocks,
         "PAGE": sizes.page_size,
-        "PAGES_PAD": triton.next_power_of_2(triton.cdiv(sizes.num_blocks * sizes.block_size, sizes.page_size)),
+        "PAGES_PAD": next_power_of_two(ceil_div(sizes.num_blocks * sizes.block_size, sizes.page_size)),
         "BM": attend.rows,
         "BN": attend.keys,
-        "BD": triton.next_power_of_2(sizes.head_dim),
+        "BD": next_power_of_two(sizes.head_dim),
         "TILES": attend.tiles,
         "SPLITS": splits,
-        "SPLITS_PAD": triton.next_power_of_2(splits),
+        "SPLITS_PAD": next_power_of_two(splits),
         "REPS": config.reps,
         "MERGE_PARTS": config.merge_parts,
         "STAGES": attend.num_stages,

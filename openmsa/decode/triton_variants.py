@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import triton
-
 from openmsa.decode.triton_launch import Config, Sizes, configure, constants
 from openmsa.decode.triton_layer import EVERY, layer_kernel
 from openmsa.index_branch.triton_tiles import Tile
 from openmsa.runtime.devices import COMPILE_TARGETS
+from openmsa.runtime.integers import next_power_of_two
 from openmsa.runtime.variants import Variant
 
 
@@ -44,6 +43,6 @@ def variant(name: str, config: Config, sizes: Sizes, dtype: str, pdl: bool) -> V
     tile, tma = Tile.of(sizes.block_size).tile, pdl  # both from Hopper on
     fixed |= constants(config, sizes) | {"TMA": tma, "KIND": EVERY.value, "PDL": pdl, "FETCH": pdl}
     if tma:
-        arguments["index_keys"] = f"tensordesc<{dtype}[1, 1, {tile}, {triton.next_power_of_2(sizes.index_dim)}]>"
+        arguments["index_keys"] = f"tensordesc<{dtype}[1, 1, {tile}, {next_power_of_two(sizes.index_dim)}]>"
     attend = config.attend
     return Variant(name, layer_kernel, arguments, fixed, attend.num_warps, attend.num_stages, dot=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import triton
 from torch import Tensor
 
 from openmsa.dense_attention import chosen_results
@@ -25,6 +24,8 @@ from openmsa.dense_attention.triton_variants import dense_variants
 from openmsa.kv_cache import E4M3, PagedKV, Stored
 from openmsa.kv_cache.stored import format_of, out_dtype
 from openmsa.runtime import devices
+from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
@@ -78,7 +79,7 @@ def _launch(
     out, lse, max_score = results
     capacity = page_rows if table is None else table.shape[1] * page_rows * (num_pages > 0)
     group = heads // num_kv_heads
-    tiles = triton.cdiv(seqs.max_seqlen_q * group, config.rows)
+    tiles = ceil_div(seqs.max_seqlen_q * group, config.rows)
     splits = config.splits if out is not None or lse is not None else 1
     span, blocks_a_tile = spans(config.keys, block_size if max_score is not None else None)
     descriptors = (None, None)
@@ -92,7 +93,9 @@ def _launch(
     staged = None
     if config.stages_rows(keys.format > 0 or rows is not q, q.dtype == torch.float16, arch):
         staged = (torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out).view(torch.int16)
-    dense_kernel[(seqs.batch * tiles, num_kv_heads, splits)](
+    launch_kernel(
+        dense_kernel,
+        (seqs.batch * tiles, num_kv_heads, splits),
         rows,
         keys.pool,
         values.pool,
@@ -129,7 +132,7 @@ def _launch(
         D=head_dim,
         BM=config.rows,
         BN=config.keys,
-        BD=triton.next_power_of_2(head_dim),
+        BD=next_power_of_two(head_dim),
         PAGE=0 if table is None else page_rows,
         SPAN=span,
         NB=blocks_a_tile,

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
 from torch import Tensor, uint8
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from openmsa.kv_cache import E4M3, NVFP4, Stored
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
+from openmsa.runtime.integers import next_power_of_two
 
 NO_SCALE, HEAD_SCALE, PAGE_SCALE, GROUPS, SWIZZLED, GROUP_WORDS, SWIZZLED_WORDS = range(7)
 
@@ -35,17 +35,13 @@ class Operand:
         """Whether TMA can fetch its tiles."""
         pool = self.pool
         units = [stride * pool.element_size() % 16 for stride in pool.stride()[:3]]
-        aligned = (
-            not any(units) and not pool.data_ptr() % 16 and triton.next_power_of_2(pool.shape[3]) * pool.element_size() >= 16
-        )
+        aligned = not any(units) and not pool.data_ptr() % 16 and next_power_of_two(pool.shape[3]) * pool.element_size() >= 16
         return aligned and pool.stride(3) == 1 and pool.numel() > 0 and min(pool.stride()) > 0
 
     def descriptor(self, keys: int) -> TensorDescriptor:
         """Of tiles [1, 1, keys, columns padded to a power of two]."""
         pool = self.pool
-        return TensorDescriptor(
-            pool, list(pool.shape), list(pool.stride()), [1, 1, keys, triton.next_power_of_2(pool.shape[3])]
-        )
+        return TensorDescriptor(pool, list(pool.shape), list(pool.stride()), [1, 1, keys, next_power_of_two(pool.shape[3])])
 
 
 def operand(rows: Tensor | Stored, native: bool) -> Operand:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import triton
-
 from openmsa.dense_attention.triton_config import Config, configure, spans
 from openmsa.dense_attention.triton_kernel import dense_kernel
 from openmsa.dense_attention.triton_operands import GROUP_WORDS, GROUPS, HEAD_SCALE, NO_SCALE, PAGE_SCALE, SWIZZLED_WORDS
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.runtime.devices import COMPILE_TARGETS
+from openmsa.runtime.integers import next_power_of_two
 from openmsa.runtime.variants import Variant
 
 
@@ -102,7 +101,7 @@ def variant(
     arguments |= dict.fromkeys(("tiles", "splits", "num_pages", "num_blocks", "capacity"), "i32")
     constants: dict[str, object] = dict.fromkeys(("stride_qd", "stride_kd", "stride_vd", "stride_tp"), 1)
     constants |= dict.fromkeys(("stride_ksg", "stride_vsg"), 1)
-    padded = triton.next_power_of_2(head_dim)
+    padded = next_power_of_two(head_dim)
     span, blocks_a_tile = spans(config.keys, block_size)
     box = f"tensordesc<{codes}[1, 1, {config.keys}, {padded // (2 if key_format == 'nvfp4' else 1)}]>"
     described = arch >= 90 and span % config.keys == 0 and page_size % config.keys == 0

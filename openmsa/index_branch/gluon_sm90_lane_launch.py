@@ -16,6 +16,8 @@ from openmsa.index_branch.triton_config import splits
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
 from openmsa.index_branch.triton_tiles import PAGE, Lengths, Tile
 from openmsa.runtime.devices import Device
+from openmsa.runtime.integers import ceil_div
+from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 
 RING = BLOCK.value * (64 + 8)  # bytes of a program's ring: codes and scales
@@ -52,7 +54,7 @@ def serves(device: Device, source: KeySource, queries: QuerySource, tile: Tile, 
 def cut(programs: int, tiles: int, num_sms: int) -> int:
     """Tiles of a program, where so many walk so many tiles each if they are not cut."""
     parts = splits(programs, tiles, CONFIG.resident * num_sms, 1)
-    return min(triton.cdiv(tiles, parts), CONFIG.share)
+    return min(ceil_div(tiles, parts), CONFIG.share)
 
 
 def launch(
@@ -72,7 +74,9 @@ def launch(
     share = share or cut(programs, num_blocks, device.num_sms)
     words, (page_words, head_words, _) = source.scales.words()
     row = 2 if source.scales.swizzled else 1  # words are counted in rows there
-    sm90_lane_kernel[(triton.cdiv(num_blocks, share), programs)](
+    launch_kernel(
+        sm90_lane_kernel,
+        (ceil_div(num_blocks, share), programs),
         queries.rows,
         queries.scale,
         source.pool,

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -17,6 +16,8 @@ from openmsa.index_branch.triton_config import Kind, splits
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
 from openmsa.index_branch.triton_tiles import FLAT, PAGE, Lengths, Tile
 from openmsa.runtime.devices import COMPILE_TARGETS, Device
+from openmsa.runtime.integers import ceil_div
+from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 
 SECTOR = 8
@@ -58,13 +59,15 @@ def launch(
     """As `triton_launch.launch`. scores: rows that can be written in sectors."""
     _, heads, dim = queries.rows.shape
     group = heads // source.heads
-    row_tiles = triton.cdiv(lengths.max_seqlen_q * group, CONFIG.rows)
+    row_tiles = ceil_div(lengths.max_seqlen_q * group, CONFIG.rows)
     num_blocks = scores.shape[2]
     parts = splits(row_tiles * lengths.batch * source.heads, num_blocks, CONFIG.resident * device.num_sms, SECTOR, SECTOR)
-    blocks_per_split = triton.cdiv(num_blocks, parts * SECTOR) * SECTOR
+    blocks_per_split = ceil_div(num_blocks, parts * SECTOR) * SECTOR
     pool = source.keys
     layout = gl.NVMMASharedLayout.get_default_for(pool.block_shape, gl.float8e4nv)
-    sm90_score_kernel[(triton.cdiv(num_blocks, blocks_per_split), row_tiles, lengths.batch * source.heads)](
+    launch_kernel(
+        sm90_score_kernel,
+        (ceil_div(num_blocks, blocks_per_split), row_tiles, lengths.batch * source.heads),
         queries.rows,
         queries.scale,
         TensorDescriptor(pool.base, pool.shape, pool.strides, pool.block_shape, layout),

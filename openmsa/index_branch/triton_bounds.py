@@ -46,6 +46,8 @@ from openmsa.index_branch.triton_tiles import (
 )
 from openmsa.kv_cache import Int8
 from openmsa.runtime.devices import Device, facts
+from openmsa.runtime.integers import ceil_div
+from openmsa.runtime.launch import launch_kernel
 
 
 @triton.jit
@@ -198,13 +200,15 @@ def launch_bounds(
     group = heads // source.heads
     rows = lengths.max_seqlen_q * group
     chosen = chosen or bounds_config(device, rows, dim, tile, source.mode != FLAT, source.tma)
-    row_tiles, num_blocks = triton.cdiv(rows, chosen.rows), bounds.shape[3]
+    row_tiles, num_blocks = ceil_div(rows, chosen.rows), bounds.shape[3]
     blocks = -(-num_blocks // tile.sub)
     num_splits = splits(row_tiles * lengths.batch * source.heads, blocks, chosen.resident * device.num_sms, 1)
-    blocks_a_split = triton.cdiv(blocks, num_splits)
+    blocks_a_split = ceil_div(blocks, num_splits)
     scales = source.scales
     constants: dict[str, Any] = {"MODE": source.mode, "TMA": source.tma, "PAGE_SIZE": source.page_size} | tile.constexprs()
-    bounds_kernel[(-(-blocks // blocks_a_split), row_tiles, lengths.batch * source.heads)](
+    launch_kernel(
+        bounds_kernel,
+        (-(-blocks // blocks_a_split), row_tiles, lengths.batch * source.heads),
         index_q,
         source.keys,
         scales.scale,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from openmsa.index_branch.triton_tiles import Tile
+from openmsa.runtime.integers import ceil_div, next_power_of_two
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Words:
     @classmethod
     def of(cls, rows: int, tile: Tile) -> Words:
         """rows: the most a sequence has for a key head."""
-        held = min(max(4, triton.next_power_of_2(rows)), 32)
+        held = min(max(4, next_power_of_two(rows)), 32)
         dtype = {16: torch.int16, 32: torch.int32}.get(held, torch.int8)
-        return cls(held, triton.cdiv(rows, held), min(2 * tile.tile, 128), dtype)
+        return cls(held, ceil_div(rows, held), min(2 * tile.tile, 128), dtype)
 
     @property
     def type(self) -> str:

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
 from openmsa.index_branch import triton_formats as formats
 from openmsa.runtime.devices import Device
+from openmsa.runtime.integers import next_power_of_two
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """What tiles of keys are. key_bytes, factor_bytes: of a key as it is stored and as a factor of the product; converted:
     whether these differ; groups: of elements with a scale, of FP4 keys, else 0; must_group: factors cannot hold those scales;
     indirect: keys in pages, whose ids are read one stage ahead; lanes: whether `triton_lanes` can read them."""
@@ -32,19 +31,20 @@ class Kind:
     lanes: bool = False
 
     @classmethod
+    @functools.lru_cache(256)
     def of(cls, dim: int, tile: int, format: int, product: Any, indirect: bool, tma: bool, lanes: bool = False) -> Kind:
         """format: of the codes; product: the Triton dtype of factors."""
-        padded, fp4 = triton.next_power_of_2(dim), format >= formats.NVFP4
+        padded, fp4 = next_power_of_two(dim), format >= formats.NVFP4
         key_bytes = padded // 2 if fp4 else padded * (2 if format == formats.PLAIN else 1)
         factor_bytes = padded * product.primitive_bitwidth // 8
-        groups = triton.next_power_of_2(dim // (16 if format == formats.NVFP4 else 32)) if fp4 else 0
+        groups = next_power_of_two(dim // (16 if format == formats.NVFP4 else 32)) if fp4 else 0
         must_group = format == formats.MXFP4 and product == tl.float16
         return cls(dim, tile, key_bytes, factor_bytes, key_bytes != factor_bytes, groups, must_group, indirect, tma, lanes)
 
     @property
     def narrow(self) -> bool:
         """Whether factors are bytes."""
-        return self.factor_bytes == triton.next_power_of_2(self.dim)
+        return self.factor_bytes == next_power_of_two(self.dim)
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Config:
     lanes: int = 0
 
 
+@functools.lru_cache(256)
 def config(device: Device, rows: int, kind: Kind) -> Config:
     """rows: the most a sequence has for a key head.
 
@@ -74,12 +75,12 @@ def config(device: Device, rows: int, kind: Kind) -> Config:
     if kind.lanes and rows <= 4:
         return lane_config(device, kind)
     swap, hold, grouped = rows <= 64 or kind.must_group, False, kind.must_group
-    if kind.groups and rows <= 8 and kind.groups * max(4, triton.next_power_of_2(rows)) >= 16:
-        rows, grouped = max(4, triton.next_power_of_2(rows)), True
+    if kind.groups and rows <= 8 and kind.groups * max(4, next_power_of_two(rows)) >= 16:
+        rows, grouped = max(4, next_power_of_two(rows)), True
     elif device.arch == 90 and kind.converted and not kind.groups and rows <= 8:
-        rows = max(4, triton.next_power_of_2(rows))  # spread over 16 columns
+        rows = max(4, next_power_of_two(rows))  # spread over 16 columns
     elif swap:
-        rows = min(max(16, triton.next_power_of_2(rows)), 16 if grouped else 64)
+        rows = min(max(16, next_power_of_two(rows)), 16 if grouped else 64)
     else:
         rows, hold = tall_rows(device, kind)
     row_bytes = 0 if hold else kind.factor_bytes * max(16, rows * max(1, kind.groups * grouped))

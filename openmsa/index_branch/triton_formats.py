@@ -21,6 +21,7 @@ import triton.language as tl
 
 from openmsa.index_branch.triton_codes import ASM, E4M3_WORD, E8M0_WORD, e4m3_bytes, e8m0_bytes
 from openmsa.index_branch.triton_tiles import exists, page_number, place
+from openmsa.runtime.integers import next_power_of_two
 
 PLAIN, E4M3, INT8, NVFP4, MXFP4 = 0, 1, 2, 3, 4
 NO_SCALE, TILE_SCALE, KEY_SCALE = 0, 1, 2
@@ -28,7 +29,7 @@ NO_SCALE, TILE_SCALE, KEY_SCALE = 0, 1, 2
 
 def padded(dim: int, format: int) -> int:
     """Elements of a tile's row: a power of two, and what the matrix unit and loads take at least."""
-    return max(triton.next_power_of_2(dim), 16 if format == PLAIN else 32)
+    return max(next_power_of_two(dim), 16 if format == PLAIN else 32)
 
 
 @triton.jit

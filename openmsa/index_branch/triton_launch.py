@@ -18,6 +18,8 @@ from openmsa.index_branch.triton_sources import KeySource, QuerySource
 from openmsa.index_branch.triton_tiles import FLAT, Lengths, Tile
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime.devices import Device, facts
+from openmsa.runtime.integers import ceil_div
+from openmsa.runtime.launch import launch_kernel
 from openmsa.types import Layout
 
 SECTOR = 8
@@ -27,7 +29,7 @@ SECTOR = 8
 def score_rows(num_blocks: int) -> int:
     """Length of a row of stored scores: an odd number of 32-byte sectors. Rows a power of two apart would share few places of
     the cache, and each 4-byte write would go to memory on its own."""
-    return triton.cdiv(num_blocks, SECTOR) * SECTOR | SECTOR
+    return ceil_div(num_blocks, SECTOR) * SECTOR | SECTOR
 
 
 def launch_scores(
@@ -74,14 +76,14 @@ def launch(
         tuned(queries, source, lengths, scores, visible, device)
         return
     chosen = chosen or config(device, rows, kind_of(source, queries, dim, tile))
-    row_tiles = triton.cdiv(rows, chosen.rows)
+    row_tiles = ceil_div(rows, chosen.rows)
     num_blocks = scores.shape[2]
     blocks = -(-num_blocks // tile.sub)
     programs = row_tiles * lengths.batch * source.heads
     collect = not chosen.swap and tile.sub == tile.parts == 1 and _in_sectors(scores)
     step = SECTOR if collect else 1
     num_splits = splits(programs, blocks, chosen.resident * device.num_sms, 1 if rows <= 64 else 8, step)
-    blocks_a_split = triton.cdiv(blocks, num_splits * step) * step
+    blocks_a_split = ceil_div(blocks, num_splits * step) * step
     num_splits = -(-blocks // blocks_a_split)
     grid = (num_splits, row_tiles, lengths.batch * source.heads)
     words, word_strides = source.scales.words() if chosen.lanes else (None, ())
@@ -98,7 +100,9 @@ def launch(
     constants: dict[str, Any] = source.constexprs() | tile.constexprs()
     constants |= {"GROUP": group, "PRODUCT": queries.product, "ROWS": chosen.rows, "FILL": visible is None, "PDL": pdl}
     if chosen.lanes:
-        lane_kernel[grid](
+        launch_kernel(
+            lane_kernel,
+            grid,
             queries.rows,
             queries.scale,
             source.pool,
@@ -117,7 +121,9 @@ def launch(
             **{name: value for name, value in constants.items() if name in lane_kernel.arg_names},
         )
         return
-    score_kernel[grid](
+    launch_kernel(
+        score_kernel,
+        grid,
         queries.rows,
         queries.scale,
         source.keys,

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -20,8 +19,7 @@ from openmsa.runtime.devices import Device
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float8_e4m3fn: tl.float8e4nv}
 
 
-@dataclass(frozen=True)
-class Scales:
+class Scales(NamedTuple):
     """Scales beside the codes. `scale`: of pages or keys, or codes of groups; strides from page to page, head to head, key to
     key and group to group (128x4: counted in rows). `factor`: of the tensor or of each head, with its stride. Of int8 keys
     `scale` has words of scales and errors or, where these lie apart, the scales, `error` the errors, with their strides from
@@ -39,6 +37,8 @@ class Scales:
     @classmethod
     def of(cls, keys: Tensor | Stored, mode: int) -> Scales:
         """keys: a pool, or packed rows, which are taken as the only page."""
+        if isinstance(keys, Tensor):
+            return UNSCALED
         if isinstance(keys, E4M3) and keys.scale is not None:
             page, head = keys.scale_strides
             if keys.scale.dim() < 2:
@@ -62,7 +62,7 @@ class Scales:
         if isinstance(keys, MXFP4):
             scale = in_items(keys.scale, torch.int32, keys.scale.shape[-1] in (4, 8))
             return cls(scale=scale, strides=(*_strides(scale[..., 0]), scale.stride(-1)))
-        return cls()
+        return UNSCALED
 
     def words(self) -> tuple[Tensor, tuple[int, int, int]]:
         """Codes of group scales that lie in words, four an int32, and their strides from page to page, head to head and key to
@@ -71,6 +71,9 @@ class Scales:
         an_item = 1 if self.swizzled else self.scale.itemsize // 4
         page, head, key, _ = self.strides
         return self.scale.view(torch.int32), (page * an_item, head * an_item, key * an_item)
+
+
+UNSCALED = Scales()
 
 
 def _strides(rows: Tensor) -> tuple[int, int, int]:
@@ -83,8 +86,7 @@ def _row_numbers(shape: torch.Size) -> tuple[int, int, int]:
     return (shape[1] * shape[2], shape[2], 1) if len(shape) == 4 else (0, 1, shape[1])
 
 
-@dataclass(frozen=True)
-class KeySource:
+class KeySource(NamedTuple):
     """Where a kernel reads keys. `keys` is a tensor or a TMA descriptor of it, `scales` what its codes are multiplied by."""
 
     keys: Any
@@ -173,8 +175,7 @@ class KeySource:
 _FORMATS = {"e4m3": formats.E4M3, "int8": formats.INT8, "nvfp4": formats.NVFP4, "mxfp4": formats.MXFP4}
 
 
-@dataclass(frozen=True)
-class QuerySource:
+class QuerySource(NamedTuple):
     """Index queries as a kernel reads them, and of which type both factors of a product are."""
 
     rows: Tensor
@@ -206,11 +207,8 @@ def _in_words(scale: Tensor | None) -> bool:
 
 def _describable(pool: Tensor) -> bool:
     """Whether the copy engine can read it: 16-byte strides in memory order, rows contiguous and not shorter than 16 bytes."""
-    outer = [stride * pool.element_size() for stride in pool.stride()[:-1]]
-    return (
-        pool.numel() > 0
-        and pool.stride(3) == 1
-        and pool.shape[3] * pool.element_size() >= 16
-        and pool.data_ptr() % 16 == 0
-        and all(stride > 0 and stride % 16 == 0 and stride < 2**40 for stride in outer)
-    )
+    *outer, innermost = pool.stride()
+    size = pool.element_size()
+    if innermost != 1 or pool.shape[3] * size < 16 or pool.numel() == 0 or pool.data_ptr() % 16:
+        return False
+    return all(0 < stride * size < 2**40 and stride * size % 16 == 0 for stride in outer)

@@ -9,12 +9,14 @@ maximum does not mind the overlap. What a tile's bytes and scales stand for: `tr
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from openmsa.runtime.integers import next_power_of_two
 from openmsa.types import Layout
 
 FLAT, PAGE, PAGES = 0, 1, 2  # contiguous sequences; pages that hold whole tiles; pages that tiles may cross
@@ -31,13 +33,14 @@ class Tile:
     parts: int
 
     @classmethod
+    @functools.cache
     def of(cls, block_size: int, single: bool = False) -> Tile:
         """single: never more than one block a tile."""
         if block_size > 128:
             return cls(block_size, 128, -(-block_size // 2), 1, 2)
         if 128 % block_size == 0 and not single:
             return cls(block_size, 128, 128, 128 // block_size, 1)
-        return cls(block_size, triton.next_power_of_2(block_size), block_size, 1, 1)
+        return cls(block_size, next_power_of_two(block_size), block_size, 1, 1)
 
     @property
     def whole(self) -> bool:

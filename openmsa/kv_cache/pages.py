@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -14,6 +13,7 @@ from openmsa.kv_cache import plain
 from openmsa.kv_cache.sharing import check_private
 from openmsa.kv_cache.stored import Stored, check_alike, check_rows, check_values, format_of, kind_of, rows_of
 from openmsa.runtime import checks
+from openmsa.runtime.refusals import has_triton
 from openmsa.types import Layout, Sequences, layout, starts
 
 POOL = "[num_pages, heads, page_size, dim]"
@@ -151,7 +151,7 @@ class Paged:
     def _append(self, new: dict[str, Tensor], cu_seqlens: Tensor | None, check: bool) -> None:
         checks.flag("check", check)
         total = self._check_new(new, check)
-        on_gpu = self.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        on_gpu = self.device.type == "cuda" and has_triton()
         if cu_seqlens is None:
             if self.batch == 0 or total % self.batch:
                 raise ValueError(

@@ -8,14 +8,13 @@ format "plain"; the functions below take either.
 from __future__ import annotations
 
 import copy
-import importlib.util
-from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from openmsa.runtime import checks
+from openmsa.runtime.refusals import has_triton
 
 KEY_FORMATS = ("e4m3", "nvfp4")
 """What keys and values may be stored in beside plain tensors."""
@@ -25,7 +24,7 @@ QUERY_FORMATS = ("e4m3",)
 """The same for queries and index queries."""
 
 
-class Stored(ABC):
+class Stored:
     """One format: how bytes and scales stand for numbers. Frozen: the tensors inside change only through `write`.
 
     format:  the name that ``refuse`` functions, errors and ``allocate(format=...)`` use.
@@ -75,15 +74,15 @@ class Stored(ABC):
         """A slice of the first dimension, a view; offered by the formats of queries."""
         raise TypeError(f"{type(self).__name__} offers no slices; rows() gives numbers")
 
-    @abstractmethod
     def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         """``self[index]`` as numbers; `index` runs over the leading dimensions as torch indexing does. Products with scales are
         taken in float64 for float64 and in float32 otherwise, then rounded to `dtype`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def write(self, index: tuple[Any, ...], values: Tensor) -> None:
         """Quantises `values`, of the shape of ``self[index]``, into place. Scales that belong to the whole tensor, a head or a
         page stay; those of a row or a group are computed from the values."""
+        raise NotImplementedError
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """All rows as numbers. On a GPU by one kernel, except to float64."""
@@ -103,12 +102,12 @@ class Stored(ABC):
             self.write((), values)
 
     def _in_triton(self) -> bool:
-        return self.device.type == "cuda" and self.dim() in (3, 4) and importlib.util.find_spec("triton") is not None
+        return self.device.type == "cuda" and self.dim() in (3, 4) and has_triton()
 
     @classmethod
-    @abstractmethod
     def allocate(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Stored:
         """Zeros of a logical shape."""
+        raise NotImplementedError
 
 
 def format_of(value: Any) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -19,6 +18,8 @@ from openmsa.kv_cache.certified import CertifiedKeys
 from openmsa.kv_cache.stored import Stored, format_of
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.kv_cache.triton_write import COUNTS, advance_kernel, write_kernel
+from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 
 GROUPS = {"nvfp4": 16, "mxfp4": 32}
@@ -51,8 +52,17 @@ def append(
         place |= {"total": total, "batch": batch, "steps": batch.bit_length(), "each": each, "max_pages": page_table.shape[1]}
         _write(pools[name], rows.detach()[None].transpose(1, 2), place)
     capacity = page_table.shape[1] * page_size
-    advance_kernel[(triton.cdiv(batch, 256),)](
-        seq_lens, cu_seqlens, seq_lens.stride(0), batch, each, capacity, BLOCK=256, num_warps=2
+    launch_kernel(
+        advance_kernel,
+        (ceil_div(batch, 256),),
+        seq_lens,
+        cu_seqlens,
+        seq_lens.stride(0),
+        batch,
+        each,
+        capacity,
+        BLOCK=256,
+        num_warps=2,
     )
 
 
@@ -76,15 +86,13 @@ def _write(pool: Tensor | Stored, new: Tensor, place: dict[str, Any], round_to: 
     s_new = (new.stride(0), new.stride(2), new.stride(1), new.stride(3))
     pages = pool.shape[0]
     page_size = pool.shape[2] if pool.dim() == 4 else 1
-    rows = max(1, ELEMENTS // triton.next_power_of_2(dim))
-    write_kernel[(triton.cdiv(place["total"] * heads, rows),)](
-        new,
-        **dict(zip(("s_new_p", "s_new_t", "s_new_h", "s_new_d"), s_new, strict=True)),
-        **tensors_of(pool),
-        **place,
-        heads=heads,
-        num_pages=pages,
-        page_size=page_size,
+    rows = max(1, ELEMENTS // next_power_of_two(dim))
+    runtime = dict(zip(("s_new_p", "s_new_t", "s_new_h", "s_new_d"), s_new, strict=True)) | tensors_of(pool) | place
+    runtime |= {"new": new, "heads": heads, "num_pages": pages, "page_size": page_size}
+    launch_kernel(
+        write_kernel,
+        (ceil_div(place["total"] * heads, rows),),
+        *(runtime[name] for name in write_kernel.arg_names if name in runtime),
         ROUND=round_to,
         ROWS=rows,
         **constexprs_of(format_of(pool), getattr(pool, "layout", "linear"), dim),
@@ -95,7 +103,7 @@ def _write(pool: Tensor | Stored, new: Tensor, place: dict[str, Any], round_to: 
 def constexprs_of(stored: str, layout: str, dim: int) -> dict[str, Any]:
     """The constexprs that a format decides."""
     swizzled = stored == "nvfp4" and layout == "128x4"
-    padded = triton.next_power_of_2(dim)
+    padded = next_power_of_two(dim)
     return {"FORMAT": FORMAT_IDS[stored], "SWIZZLED": swizzled, "DIM": dim, "PADDED": padded, "GROUP": GROUPS.get(stored, 1)}
 
 

@@ -14,6 +14,8 @@ from openmsa.kv_cache.stored import Stored
 from openmsa.kv_cache.triton_append import ELEMENTS, constexprs_of, tensors_of
 from openmsa.kv_cache.triton_numbers import E4M3, FORMAT_IDS, INT8, NVFP4, e2m1_pair, e4m3, e8m0
 from openmsa.kv_cache.triton_write import group_offsets
+from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 
 
@@ -84,12 +86,16 @@ def dequantize(stored: Stored, dtype: torch.dtype) -> Tensor:
     if not out.numel():
         return out
     dim, heads = out.shape[-1], out.shape[1]
-    rows = max(1, ELEMENTS // triton.next_power_of_2(dim))
-    tensors = {name: value for name, value in tensors_of(stored).items() if name in read_kernel.arg_names}
-    total, page_size = out.numel() // dim, out.shape[2] if out.dim() == 4 else 1
-    constexprs = constexprs_of(stored.format, getattr(stored, "layout", "linear"), dim)
-    read_kernel[(triton.cdiv(total, rows),)](
-        out, **tensors, total=total, heads=heads, page_size=page_size, **constexprs, ROWS=rows, num_warps=2
+    rows = max(1, ELEMENTS // next_power_of_two(dim))
+    runtime = tensors_of(stored) | {"out": out, "heads": heads, "page_size": out.shape[2] if out.dim() == 4 else 1}
+    runtime["total"] = total = out.numel() // dim
+    launch_kernel(
+        read_kernel,
+        (ceil_div(total, rows),),
+        *(runtime[name] for name in read_kernel.arg_names if name in runtime),
+        **constexprs_of(stored.format, getattr(stored, "layout", "linear"), dim),
+        ROWS=rows,
+        num_warps=2,
     )
     return out
 

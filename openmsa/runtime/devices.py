@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from openmsa.runtime import compiler_key
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """arch: 80 (Ampere, Ada), 90 (Hopper), 100 (Blackwell, data center) or 120 (Blackwell, workstation).
     num_sms: streaming multiprocessors. shared_bytes: shared memory that one program may use."""
 

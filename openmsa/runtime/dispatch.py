@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from openmsa.runtime import compiler_key
@@ -34,10 +36,17 @@ class Implementation:
 
     def load(self) -> Callable[..., Any]:
         """The function itself."""
-        module, _, function = self.path.partition(":")
-        if ".triton_" in module:
-            compiler_key.remember()
-        return getattr(importlib.import_module(module), function)
+        module, function = _imported(self.path)
+        return getattr(module, function)
+
+
+@functools.cache
+def _imported(path: str) -> tuple[ModuleType, str]:
+    """The module of a row, and the name of its function there."""
+    module, _, function = path.partition(":")
+    if ".triton_" in module:
+        compiler_key.remember()
+    return importlib.import_module(module), function
 
 
 @dataclass(frozen=True)

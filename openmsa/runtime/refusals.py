@@ -24,7 +24,8 @@ def unless_cpu_inference(*tensors: Any) -> str | None:
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether the triton package is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -35,7 +36,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def unless_cuda_inference(*tensors: Any, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) -> str | None:
     """For Triton kernels without a backward. dtypes: of plain tensors; which formats a kernel reads `unless_reads` says."""
-    if not _has_triton():
+    if not has_triton():
         return "the triton package is not installed"
     for tensor in tensors:
         if tensor is None:

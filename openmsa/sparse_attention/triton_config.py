@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
+
+from openmsa.runtime.integers import next_power_of_two
 
 SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10, 12: 99 << 10}  # a program's shared memory, by major capability
 MAX_HEADS = 64  # heads of one group that a program takes; wider groups are split
@@ -49,16 +52,12 @@ class PrefillConfig:
     combine_warps: int
 
 
-def power_of_two(value: int) -> int:
-    """The smallest power of two that is at least `value`."""
-    return 1 << max(value - 1, 0).bit_length()
-
-
 def padded_dim(head_dim: int, keys: torch.dtype) -> int:
     """Elements of a row of a tile: at least those that a product takes."""
-    return max(power_of_two(head_dim), 32 if keys == torch.float8_e4m3fn else 16)
+    return max(next_power_of_two(head_dim), 32 if keys == torch.float8_e4m3fn else 16)
 
 
+@functools.lru_cache(256)
 def prefill_config(
     head_dim: int, group: int, block_size: int, major: int, element_bytes: int = 2, stored: bool = False
 ) -> PrefillConfig:
@@ -66,10 +65,10 @@ def prefill_config(
 
     major: of the compute capability. stored: whether keys are in a cache format, whose conversion takes registers.
     """
-    dim = power_of_two(head_dim)
+    dim = next_power_of_two(head_dim)
     shared = SHARED_BYTES.get(major, 99 << 10)
-    heads = min(power_of_two(group), MAX_HEADS)
-    keys = max(16, power_of_two(block_size))
+    heads = min(next_power_of_two(group), MAX_HEADS)
+    keys = max(16, next_power_of_two(block_size))
     roomy = shared >= 160 << 10
 
     wide = dim * element_bytes > 256

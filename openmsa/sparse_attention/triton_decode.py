@@ -25,6 +25,8 @@ from openmsa.kv_cache import E4M3, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
 from openmsa.runtime import devices
 from openmsa.runtime.devices import COMPILE_TARGETS, Device
+from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention import triton_decode_stored
 from openmsa.sparse_attention.triton_decode_stored import (
@@ -67,8 +69,8 @@ class Config:
 
 def row_tiles(group: int, head_dim: int) -> tuple[int, int]:
     """Rows a program and programs a group: heads of one group, padded to what a matrix instruction takes."""
-    rows = min(max(16, triton.next_power_of_2(group)), 64 if head_dim <= 128 else 32)
-    return rows, triton.cdiv(group, rows)
+    rows = min(max(16, next_power_of_two(group)), 64 if head_dim <= 128 else 32)
+    return rows, ceil_div(group, rows)
 
 
 def configure(
@@ -86,14 +88,14 @@ def configure(
     keys = min(widest, run & -run)
     if lookup := keys < 32:
         keys = 64 if head_dim <= 128 else 32
-    units = triton.cdiv(topk * block_size, keys)
-    tiles = triton.next_power_of_2(units)
+    units = ceil_div(topk * block_size, keys)
+    tiles = next_power_of_two(units)
     while tiles > 1:
         room = device.num_sms if tiles * keys > MIN_KEYS else device.num_sms // 2
-        if programs * triton.cdiv(units, tiles // 2) > room or tiles * keys <= MIN_KEYS // 2:
+        if programs * ceil_div(units, tiles // 2) > room or tiles * keys <= MIN_KEYS // 2:
             break
         tiles //= 2
-    splits = triton.cdiv(units, tiles)
+    splits = ceil_div(units, tiles)
     crowded = device.num_sms < programs * splits <= 2 * device.num_sms or programs > 3 * device.num_sms
     config = Config(rows, keys, tiles, splits, lookup, 4, 2 if crowded else 3)
     return config if form == 0 else for_stored(config, form, head_dim, programs * splits <= device.num_sms, device)
@@ -361,7 +363,9 @@ def launch(
     head_dim = q.shape[2]
     rows, parts = row_tiles(group, head_dim)
     split = config.splits > 1
-    sparse_decode_kernel[(batch * queries, num_kv_heads * parts, config.splits)](
+    launch_kernel(
+        sparse_decode_kernel,
+        (batch * queries, num_kv_heads * parts, config.splits),
         codes,
         *pools,
         blocks,
@@ -508,7 +512,7 @@ def variant(
     else:
         constants |= dict.fromkeys(partials)
     constants |= {"G": group, "D": head_dim, "TOPK": topk, "BLOCK": block_size, "PAGE": page_size, "BM": config.rows}
-    constants |= {"BN": config.keys, "BD": triton.next_power_of_2(head_dim), "TILES": config.tiles, "SPLITS": config.splits}
+    constants |= {"BN": config.keys, "BD": next_power_of_two(head_dim), "TILES": config.tiles, "SPLITS": config.splits}
     constants |= {"LOOKUP": config.lookup, "STAGES": config.num_stages, "PDL": pdl}
     constants |= {"FORMAT": form, "SWIZZLED": False, "NATIVE": pdl, "BY_PAGE": by_page}
     constants |= {"WALKS": config.walks, "TOGETHER": config.together, "BD": padded_dim(head_dim, form)}

@@ -22,6 +22,7 @@ from openmsa.index_branch.triton_codes import e2m1_parts
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
 from openmsa.kv_cache.stored import in_items
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS, e4m3
+from openmsa.runtime.integers import next_power_of_two
 from openmsa.sparse_attention.triton_decode_apart import in_order, joined, key_columns, per_walk, tile_keys
 from openmsa.sparse_attention.triton_decode_tiles import pick
 
@@ -96,7 +97,7 @@ def swizzled(rows: Tensor | Stored | PagedKV) -> bool:
 
 def padded_dim(head_dim: int, form: int) -> int:
     """The constexpr BD: a matrix instruction takes 16 words or more."""
-    return max(triton.next_power_of_2(head_dim), {0: 16, 1: 32, 3: 64}[form])
+    return max(next_power_of_two(head_dim), {0: 16, 1: 32, 3: 64}[form])
 
 
 @triton.jit

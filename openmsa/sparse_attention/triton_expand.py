@@ -9,14 +9,13 @@ float32 factors stay outside, as in the kernels that read codes.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from openmsa.sparse_attention.triton_config import power_of_two
+from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention.triton_keys import PAGES, TYPES, Keys, key_place, load_codes, numbers
 from openmsa.types import Layout
 
@@ -119,15 +118,17 @@ def copies_of(keys: Keys, dtype: torch.dtype) -> Keys:
     assert keys.stored is not None
     shape = (keys.heads, keys.total, keys.stored[0].shape[-1])
     k, v = (torch.empty(shape, dtype=dtype, device=keys.k.device).transpose(0, 1) for _ in "kv")
-    return replace(keys, k=k, v=v, page_size=0, num_pages=1, table=None, by_row=True, expanded=True)
+    return keys._replace(k=k, v=v, page_size=0, num_pages=1, table=None, by_row=True, expanded=True)
 
 
 def expand(keys: Keys, copies: Keys, seqs: Layout, wanted: Tensor) -> None:
     """Fills the copies unless `wanted` (int32 [1], on the device) is 0. One launch, no host sync."""
     dim, modes = copies.k.shape[-1], keys.scale_modes()
-    row_tiles = triton.cdiv(min(seqs.max_seqlen_k, keys.total), ROWS)
+    row_tiles = ceil_div(min(seqs.max_seqlen_k, keys.total), ROWS)
     (_, _, _, k_groups, *kg_strides), (_, _, _, v_groups, *vg_strides) = keys.scales_of(0), keys.scales_of(1)
-    expand_rows[(min(seqs.batch * row_tiles, PROGRAMS), keys.heads)](
+    launch_kernel(
+        expand_rows,
+        (min(seqs.batch * row_tiles, PROGRAMS), keys.heads),
         keys.k,
         keys.v,
         k_groups,
@@ -149,7 +150,7 @@ def expand(keys: Keys, copies: Keys, seqs: Layout, wanted: Tensor) -> None:
         *keys.table_strides,
         ROWS=ROWS,
         DIM=dim,
-        DIM_PADDED=power_of_two(dim),
+        DIM_PADDED=next_power_of_two(dim),
         PAGE_SIZE=keys.page_size,
         FORMAT=modes["FORMAT"],
         SWIZZLED=modes["SWIZZLED"],

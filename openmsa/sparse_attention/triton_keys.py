@@ -7,8 +7,7 @@ loaded; factors (float32: of the tensor, a head or a page; NVFP4's global scale)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -177,8 +176,7 @@ def formats(q: torch.dtype, k: torch.dtype, modes: dict[str, Any], union: bool) 
     return modes | in_range | {"QK_TYPE": qk_type, "V_TYPE": v_type}
 
 
-@dataclass(frozen=True)
-class Queries:
+class Queries(NamedTuple):
     """Queries, plain or E4M3, as the kernels take them."""
 
     data: Tensor  # [total_q, num_q_heads, head_dim]
@@ -194,8 +192,7 @@ class Queries:
         return cls(data, q.scale, q.scale_strides[1])  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
-class Keys:
+class Keys(NamedTuple):
     """K and V, packed or paged, as the kernels take them."""
 
     k: Tensor
@@ -272,10 +269,16 @@ class Keys:
 
     def descriptor(self, x: Tensor, step: int, dim_padded: int) -> TensorDescriptor | None:
         """Of `x` as [pages, heads, rows, dim] in boxes of `step` rows; None where the copy engine cannot read it."""
-        pool = x if self.page_size else x.transpose(0, 1)[None]
-        outer = [s for s, n in zip(pool.stride()[:3], pool.shape[:3], strict=True) if n > 1]
-        aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in outer) and x.data_ptr() % 16 == 0
-        if not aligned or pool.stride(3) != 1 or dim_padded > 256 or self.format == FORMAT_IDS["nvfp4"]:
+        if self.page_size:
+            shape, strides = x.shape, x.stride()
+        else:
+            (rows, heads, dim), (s_row, s_head, s_dim) = x.shape, x.stride()
+            shape, strides = (1, heads, rows, dim), (0, s_head, s_row, s_dim)
+        # The stride of a dimension of one is never used.
+        outer = [16 if size == 1 else stride for stride, size in zip(strides[:3], shape[:3], strict=True)]
+        unit = 16 // x.element_size()
+        if strides[3] != 1 or dim_padded > 256 or x.data_ptr() % 16 or any(s <= 0 or s % unit for s in outer):
             return None
-        strides = [s if n > 1 else 16 for s, n in zip(pool.stride()[:3], pool.shape[:3], strict=True)]  # of 1: never used
-        return TensorDescriptor(x, list(pool.shape), [*strides, 1], [1, 1, step, dim_padded])
+        if self.format == FORMAT_IDS["nvfp4"]:
+            return None
+        return TensorDescriptor(x, list(shape), [*outer, 1], [1, 1, step, dim_padded])

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +17,15 @@ from torch import Tensor
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
 from openmsa.runtime.devices import facts
+from openmsa.runtime.integers import next_power_of_two
+from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
+from openmsa.sparse_attention import triton_lists
 from openmsa.sparse_attention.triton_config import (
     PrefillConfig,
     few_queries,
     few_union_limit,
     padded_dim,
-    power_of_two,
     prefill_config,
     union_limit,
 )
@@ -32,10 +33,7 @@ from openmsa.sparse_attention.triton_expand import copies_of, expand, expands
 from openmsa.sparse_attention.triton_few import UNIT_FIELDS, attend_few, few_units
 from openmsa.sparse_attention.triton_keys import Keys, Queries, formats
 from openmsa.sparse_attention.triton_lists import (
-    FEW,
     ITEM_FIELDS,
-    KV_OUTER,
-    NO_REST,
     TILE_FIELDS,
     bucket_offsets,
     fill_lists,
@@ -49,6 +47,7 @@ from openmsa.types import Layout
 WORKSPACE_BYTES = 2 << 30  # partials held at a time
 PATHS = ("auto", "few", "union", "outer")
 SCAN_STEP = 2048
+NO_REST, KV_OUTER, FEW = (where.value for where in (triton_lists.NO_REST, triton_lists.KV_OUTER, triton_lists.FEW))
 
 
 def sparse_attention(
@@ -80,7 +79,8 @@ def sparse_attention(
     """
     if path not in PATHS:
         raise ValueError(f"path must be one of {PATHS}, got {path!r}")
-    has_float8 = facts(q.device).arch >= 90
+    device = facts(q.device)
+    has_float8 = device.arch >= 90
     keys, queries = Keys.of(k, v, seqs, block_size, has_float8), Queries.of(q, has_float8)
     plain = isinstance(q, Tensor) and keys.stored is None
     if path == "few" and not plain:
@@ -99,9 +99,8 @@ def sparse_attention(
     if path == "auto" and stored and not keys.k.dtype == queries.data.dtype == torch.float8_e4m3fn:
         path = "outer"  # which converts a block once; the union kernel loses more by converting than it gains
     if config is None:
-        major = torch.cuda.get_device_capability(q.device)[0] if q.device.type == "cuda" else 9
         bytes_ = 2 if keys.stored else keys.k.element_size()
-        config = prefill_config(q.shape[2], q.shape[1] // keys.heads, block_size, major, bytes_, stored)
+        config = prefill_config(q.shape[2], q.shape[1] // keys.heads, block_size, device.arch // 10, bytes_, stored)
     # Masked logits are -inf times the scale and must stay -inf: a scale of 0 becomes one too small to matter.
     scale, negative = max(abs(softmax_scale) * math.log2(math.e), 1e-37), softmax_scale < 0
     shape = (*q.shape, blocks.shape[2], block_size, num_buckets)
@@ -110,10 +109,13 @@ def sparse_attention(
     if copies is not None:
         expand(keys, copies, seqs, lists["has_union"])
     arguments = (queries, seqs, plan, config, lists, out, lse, scale, negative)
+    tma = (None, None)
+    if plan.union_limit >= 0 or plan.rest == FEW:  # which takes no stored keys, so there are no copies
+        tma = _descriptors(copies or keys, config, block_size, q.shape[2])
     if plan.union_limit >= 0:
-        _union(copies or keys, *arguments)
+        _union(copies or keys, *arguments, *tma)
     if plan.rest == FEW:
-        _few(keys, *arguments)
+        _few(keys, *arguments, *tma)
     elif plan.rest == KV_OUTER:
         _outer(keys, *arguments)
     return (out, lse) if return_lse else out
@@ -124,8 +126,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     return prefill_variants(arch)
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """Sizes of one call, all known on the host."""
 
     group: int
@@ -136,13 +137,14 @@ class _Plan:
     num_tiles: int
     union_limit: int  # -1: no tile stays together
     capacity: int
-    rest: Any  # where the other tiles go; NO_REST: no tile can select more blocks than the limit
+    rest: int  # where the other tiles go; NO_REST: no tile can select more blocks than the limit
     num_chunks: int
     chunk_tiles: int
     chunk_entries: int
     num_buckets: int
     item_bound: int
     room: int  # of a list for few queries
+    num_units: int  # of all heads, for few queries
     cuts: int
     partial_dtype: torch.dtype
 
@@ -191,6 +193,7 @@ class _Plan:
             num_buckets=num_buckets,
             item_bound=chunk_entries // config.outer_item + min(num_buckets, chunk_entries),
             room=min(seqs.max_seqlen_q, total_q),
+            num_units=keys.heads * (total_q * topk // tokens + min(num_buckets, total_q * topk)),
             cuts=cuts,
             partial_dtype=partial_dtype,
         )
@@ -199,32 +202,37 @@ class _Plan:
 def _build_lists(
     blocks: Tensor, seqs: Layout, keys: Keys, plan: _Plan, config: PrefillConfig, flag: bool
 ) -> dict[str, Tensor | None]:
-    """Union lists of the tiles that stay together, lists of the blocks that the others read. keys: the union kernel's.
-    flag: whether `has_union` is wanted."""
-
-    def empty(*shape: int) -> Tensor:
-        return blocks.new_empty(shape)
-
-    tile_heads = (plan.num_tiles, keys.heads)
-    lists: dict[str, Any] = {"tiles": empty(plan.num_tiles, TILE_FIELDS), "union_sizes": empty(*tile_heads, 2)}
-    lists |= {name: empty(*tile_heads, plan.capacity) for name in ("union_ids", "union_rows", "union_bits")}
-    lists |= dict.fromkeys(("has_union", "counts", "partly", "ranks", "entries", "slots"))
-    segments = plan.num_chunks * keys.heads
-    if plan.rest != NO_REST or flag:
-        size = segments * -(-plan.num_buckets // 4) * 4 if plan.rest != NO_REST else 0  # addresses of one alignment, always
-        lists["counts"], lists["partly"], lists["has_union"] = blocks.new_zeros(2 * size + 1).split([size, size, 1])
-        lists["has_union"] = lists["has_union"] if flag else None
+    """Union lists of the tiles that stay together, lists of the blocks that the others read, all flat. keys: the union
+    kernel's. flag: whether `has_union` is wanted."""
+    tile_heads, segments = plan.num_tiles * keys.heads, plan.num_chunks * keys.heads
+    sizes = {"tiles": plan.num_tiles * TILE_FIELDS, "union_sizes": tile_heads * 2}
+    sizes |= dict.fromkeys(("union_ids", "union_rows", "union_bits"), tile_heads * plan.capacity)
     if plan.rest != NO_REST:
-        lists["slots"] = blocks.new_empty((plan.total_q, keys.heads), dtype=torch.int64)
+        sizes["slots"] = plan.total_q * keys.heads * 2  # of int64
     if plan.rest == FEW:
-        lists["entries"] = empty(keys.heads, plan.num_buckets, plan.room)
+        sizes["entries"] = keys.heads * plan.num_buckets * plan.room
+        sizes |= {"units": plan.num_units * UNIT_FIELDS, "unit_entries": plan.num_units * config.union_tokens}
+        sizes["num_units"] = keys.heads * 2
     elif plan.rest == KV_OUTER:
-        lists["entries"] = empty(segments, plan.chunk_entries)
-        lists["ranks"] = empty(plan.total_q, keys.heads, plan.topk)
+        sizes |= {"entries": segments * plan.chunk_entries, "ranks": plan.total_q * keys.heads * plan.topk}
+        sizes |= dict.fromkeys(("entry_offsets", "item_offsets"), segments * plan.num_buckets) | {"num_items": segments}
+        sizes["items"] = segments * plan.item_bound * ITEM_FIELDS
+    rooms = [size + -size % 4 for size in sizes.values()]  # addresses of one alignment, always
+    lists: dict[str, Any] = dict.fromkeys(("has_union", "counts", "partly", "ranks", "entries", "slots"))
+    lists |= zip(sizes, blocks.new_empty(sum(rooms)).split(rooms), strict=True)
+    if plan.rest != NO_REST:
+        lists["slots"] = lists["slots"].view(torch.int64)
+    if plan.rest != NO_REST or flag:
+        size = segments * plan.num_buckets if plan.rest != NO_REST else 0
+        size += -size % 4
+        lists["counts"], lists["partly"], has_union = blocks.new_zeros(2 * size + 1).split([size, size, 1])
+        lists["has_union"] = has_union if flag else None
     strides = _block_strides(blocks)
-    slots, tokens = power_of_two(plan.topk), config.union_tokens
+    slots, tokens = next_power_of_two(plan.topk), config.union_tokens
     grid = (plan.num_tiles * keys.heads,)
-    tile_lists[grid](
+    launch_kernel(
+        tile_lists,
+        grid,
         blocks,
         seqs.cu_seqlens_q,
         seqs.cu_seqlens_k,
@@ -249,14 +257,14 @@ def _build_lists(
         TOKENS=tokens,
         BLOCK=plan.block_size,
         PAGE_SIZE=keys.page_size if keys.by_row else 0,
-        REST=plan.rest.value,
+        REST=plan.rest,
         num_warps=_list_warps(tokens * slots),
     )
     if plan.rest != KV_OUTER:
         return lists
-    lists |= {name: empty(segments, plan.num_buckets) for name in ("entry_offsets", "item_offsets")}
-    lists |= {"num_items": empty(segments), "items": empty(segments, plan.item_bound, ITEM_FIELDS)}
-    bucket_offsets[(segments,)](
+    launch_kernel(
+        bucket_offsets,
+        (segments,),
         lists["counts"],
         lists["entry_offsets"],
         lists["item_offsets"],
@@ -266,7 +274,9 @@ def _build_lists(
         STEP=SCAN_STEP,
         num_warps=8,
     )
-    fill_lists[grid](
+    launch_kernel(
+        fill_lists,
+        grid,
         blocks,
         seqs.cu_seqlens_k,
         *(lists[name] for name in ("tiles", "union_sizes", "ranks", "counts", "partly", "entry_offsets", "item_offsets")),
@@ -297,13 +307,11 @@ def _list_warps(entries: int) -> int:
     return min(8, max(1, entries // 256))
 
 
-def _union(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> None:
-    by_row = keys.by_row and plan.block_size % config.union_keys == 0
+def _union(keys, q, seqs, plan, config, lists, out, lse, scale, negative, k_tma, v_tma) -> None:
     dim = q.data.shape[2]
-    dim_padded = padded_dim(dim, keys.k.dtype)
-    k_tma, v_tma = _descriptors(keys, config, dim_padded) if by_row else (None, None)
-    tma = k_tma is not None
-    attend_union[(plan.num_tiles * keys.heads * plan.parts,)](
+    launch_kernel(
+        attend_union,
+        (plan.num_tiles * keys.heads * plan.parts,),
         q.data,
         keys.k,
         keys.v,
@@ -334,14 +342,14 @@ def _union(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> Non
         PARTS=plan.parts,
         TOKENS=config.union_tokens,
         DIM=dim,
-        DIM_PADDED=dim_padded,
+        DIM_PADDED=padded_dim(dim, keys.k.dtype),
         BLOCK=plan.block_size,
         KEYS=config.union_keys,
         PAGE_SIZE=keys.page_size,
-        BY_ROW=by_row,
+        BY_ROW=_by_row(keys, config, plan.block_size),
         NEGATIVE=negative,
         **formats(q.data.dtype, keys.k.dtype, keys.scale_modes(), True),
-        TMA=tma,
+        TMA=k_tma is not None,
         STAGES=config.union_stages,
         num_warps=config.union_warps,
         num_stages=config.union_stages,
@@ -366,7 +374,9 @@ def _outer(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> Non
         tiles = min(plan.chunk_tiles, plan.num_tiles - first_tile)
         if tiles <= 0:
             break
-        attend_outer[(plan.item_bound, keys.heads, plan.parts * plan.cuts)](
+        launch_kernel(
+            attend_outer,
+            (plan.item_bound, keys.heads, plan.parts * plan.cuts),
             q.data,
             keys.k,
             keys.v,
@@ -404,7 +414,9 @@ def _outer(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> Non
             **formats(q.data.dtype, keys.k.dtype, keys.scale_modes(), False),
             num_warps=config.outer_warps,
         )
-        combine_outer[(tiles * keys.heads, plan.parts, 1)](
+        launch_kernel(
+            combine_outer,
+            (tiles * keys.heads, plan.parts, 1),
             o_part,
             lse_part,
             lists["slots"],
@@ -422,25 +434,30 @@ def _outer(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> Non
         )
 
 
-def _descriptors(keys: Keys, config: PrefillConfig, dim_padded: int) -> tuple[Any, Any]:
+def _by_row(keys: Keys, config: PrefillConfig, block_size: int) -> bool:
+    """Whether a step of the union kernel reads neighbouring rows."""
+    return keys.by_row and block_size % config.union_keys == 0
+
+
+def _descriptors(keys: Keys, config: PrefillConfig, block_size: int, head_dim: int) -> tuple[Any, Any]:
     """Of K and V, or None twice."""
-    if not config.union_tma:
+    if not config.union_tma or not _by_row(keys, config, block_size):
         return None, None
-    both = keys.descriptor(keys.k, config.union_keys, dim_padded), keys.descriptor(keys.v, config.union_keys, dim_padded)
+    box = config.union_keys, padded_dim(head_dim, keys.k.dtype)
+    both = keys.descriptor(keys.k, *box), keys.descriptor(keys.v, *box)
     return (None, None) if None in both else both
 
 
-def _few(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> None:
+def _few(keys, q, seqs, plan, config, lists, out, lse, scale, negative, k_tma, v_tma) -> None:
     """Units, attention, merge."""
     total_q, num_q_heads, dim = q.data.shape
     tokens, topk, num_buckets = config.union_tokens, plan.topk, plan.num_buckets
-    unit_bound = total_q * topk // tokens + min(num_buckets, total_q * topk)
-    units = lists["tiles"].new_empty(keys.heads * unit_bound, UNIT_FIELDS + tokens)
-    units, unit_entries = units.view(-1).split((units.shape[0] * UNIT_FIELDS, units.shape[0] * tokens))
-    num_units = lists["tiles"].new_empty(keys.heads, 2)
+    unit_bound = plan.num_units // keys.heads
     o_part = lse.new_empty(total_q * num_q_heads * topk, dim, dtype=plan.partial_dtype)
     lse_part = lse.new_empty(total_q * num_q_heads * topk)
-    few_units[(keys.heads, -(-num_buckets // config.few_buckets))](
+    launch_kernel(
+        few_units,
+        (keys.heads, -(-num_buckets // config.few_buckets)),
         seqs.cu_seqlens_q,
         seqs.cu_seqlens_k,
         seqs.q_offset,
@@ -448,9 +465,9 @@ def _few(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> None:
         lists["counts"],
         lists["partly"],
         lists["entries"],
-        units,
-        unit_entries,
-        num_units,
+        lists["units"],
+        lists["unit_entries"],
+        lists["num_units"],
         *keys.table_strides,
         keys.heads,
         seqs.batch,
@@ -467,12 +484,12 @@ def _few(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> None:
         AT_ONCE=16,
         num_warps=4,
     )
-    by_row = keys.by_row and plan.block_size % config.union_keys == 0
-    dim_padded = power_of_two(dim)
-    k_tma, v_tma = _descriptors(keys, config, dim_padded) if by_row else (None, None)
-    shape = {"GROUP": plan.group, "HEADS": config.heads, "PARTS": plan.parts, "DIM": dim, "DIM_PADDED": dim_padded}
+    shape = {"GROUP": plan.group, "HEADS": config.heads, "PARTS": plan.parts}
+    shape |= {"DIM": dim, "DIM_PADDED": padded_dim(dim, keys.k.dtype)}
     shares = -(-config.few_programs * facts(q.data.device).num_sms // (keys.heads * plan.parts))
-    attend_few[(min(shares, unit_bound), keys.heads * plan.parts)](
+    launch_kernel(
+        attend_few,
+        (min(shares, unit_bound), keys.heads * plan.parts),
         q.data,
         keys.k,
         keys.v,
@@ -481,9 +498,9 @@ def _few(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> None:
         o_part,
         lse_part,
         keys.table,
-        units,
-        unit_entries,
-        num_units,
+        lists["units"],
+        lists["unit_entries"],
+        lists["num_units"],
         scale,
         unit_bound,
         keys.heads,
@@ -498,7 +515,7 @@ def _few(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> None:
         BLOCK=plan.block_size,
         KEYS=config.union_keys,
         PAGE_SIZE=keys.page_size,
-        BY_ROW=by_row,
+        BY_ROW=_by_row(keys, config, plan.block_size),
         NEGATIVE=negative,
         TMA=k_tma is not None,
         STAGES=config.union_stages,
@@ -506,7 +523,9 @@ def _few(keys, q, seqs, plan, config, lists, out, lse, scale, negative) -> None:
         num_warps=config.union_warps,
         num_stages=config.union_stages,
     )
-    combine_outer[(plan.num_tiles * keys.heads, plan.parts, tokens // config.combine_tokens)](
+    launch_kernel(
+        combine_outer,
+        (plan.num_tiles * keys.heads, plan.parts, tokens // config.combine_tokens),
         o_part,
         lse_part,
         lists["slots"],

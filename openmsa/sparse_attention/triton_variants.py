@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
+from openmsa.runtime.integers import next_power_of_two
 from openmsa.runtime.variants import Variant
-from openmsa.sparse_attention.triton_config import MAX_HEADS, padded_dim, power_of_two, prefill_config
+from openmsa.sparse_attention.triton_config import MAX_HEADS, padded_dim, prefill_config
 from openmsa.sparse_attention.triton_expand import ROWS as EXPAND_ROWS
 from openmsa.sparse_attention.triton_expand import expand_rows
 from openmsa.sparse_attention.triton_few import attend_few, few_units
@@ -146,7 +147,7 @@ def _of_case(
     by_row = page % block == 0
     heads = {"GROUP": group, "HEADS": config.heads, "PARTS": -(-group // MAX_HEADS)}
     dims = {"DIM": dim, "DIM_PADDED": padded_dim(dim, stored.torch_types[1])}
-    rows = {"TOPK": topk, "SLOTS": power_of_two(topk), "TOKENS": config.union_tokens, "BLOCK": block}
+    rows = {"TOPK": topk, "SLOTS": next_power_of_two(topk), "TOKENS": config.union_tokens, "BLOCK": block}
     flags = {"PAGE_SIZE": page, "NEGATIVE": False}
 
     if dim == 128 and dtype == "bf16" and not keys and group in (3, 16):  # lists know tokens, blocks and pages alone

@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV
 from openmsa.runtime.devices import COMPILE_TARGETS
+from openmsa.runtime.integers import next_power_of_two
 from openmsa.sparse_attention import STAGE, triton_expand, triton_prefill
-from openmsa.sparse_attention.triton_config import few_queries, few_union_limit, power_of_two, prefill_config, union_limit
+from openmsa.sparse_attention.triton_config import few_queries, few_union_limit, prefill_config, union_limit
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks, strided
@@ -243,7 +244,7 @@ def test_few_queries_beside_union_tiles(monkeypatch):
     monkeypatch.setattr(triton_prefill, "_few", lambda *x: lists.append(x[5]) or few(*x))
     for storage in ("flat", "paged"):
         check(run(arguments(p, blocks, 16, storage, 32)), truth(p, blocks, 16))
-        sizes = lists.pop()["union_sizes"][..., 0]
+        sizes = lists.pop()["union_sizes"].view(-1, 2)[:, 0]  # [tiles x heads]
         assert (sizes > 0).any()
         assert (sizes < 0).any()
     check(run(arguments(p, blocks, 16), workspace_bytes=1), truth(p, blocks, 16))
@@ -268,12 +269,13 @@ def test_a_bound_that_lies_leads_nowhere_else(monkeypatch):
     checked = arguments(p, blocks, 16)
     checked["seqs"] = dataclasses.replace(checked["seqs"], max_seqlen_k=32)
     lists, union = [], triton_prefill._union
-    monkeypatch.setattr(triton_prefill, "_union", lambda *x: lists.append(x[5]) or union(*x))
+    monkeypatch.setattr(triton_prefill, "_union", lambda *x: lists.append(x[3:6]) or union(*x))
     run(checked)
-    capacity = lists[0]["union_ids"].shape[2]
-    assert capacity == 2
-    assert lists[0]["union_sizes"].max() <= capacity
-    assert_equal("ids", lists[0]["union_ids"].cpu(), torch.arange(2, dtype=torch.int32).expand(lists[0]["union_ids"].shape))
+    ((plan, _, found),) = lists
+    assert plan.capacity == 2
+    assert found["union_sizes"].view(-1, 2)[: plan.num_tiles].max() <= plan.capacity
+    ids = found["union_ids"][: plan.num_tiles * plan.capacity].view(-1, plan.capacity).cpu()
+    assert_equal("ids", ids, torch.arange(2, dtype=torch.int32).expand(ids.shape))
 
 
 def test_negative_and_zero_scale():
@@ -325,7 +327,7 @@ def test_configuration(head_dim, group, major):
         assert config.union_tokens * config.heads >= 16
         assert config.union_tokens <= 32, "membership is a bit of an int32"
         for value in (config.heads, config.union_tokens, config.union_keys, config.outer_tokens, config.outer_keys):
-            assert value == power_of_two(value)
+            assert value == next_power_of_two(value)
         assert config.union_tokens % config.combine_tokens == 0
         assert union_limit(config, 16, 128) <= union_limit(config, 16, 4)
 

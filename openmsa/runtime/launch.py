@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: MIT
+"""The one place that launches kernels of Triton and Gluon.
+
+For every launch, ``kernel[grid](...)`` works out anew which compiled variant serves, and that takes the host several times as
+long as the launch itself. Here variants are remembered, under all that Triton's choice depends on: the device, the types of the
+arguments; of tensors the dtype, and whether the address is a multiple of 16; of integers whether they are 1 or multiples of 16,
+and their width; of TMA descriptors what is compiled in; every constexpr and option. What is not remembered yet Triton chooses,
+compiles and launches.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.nvidia.driver import make_tensordesc_arg
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+MOST_VARIANTS = 4096
+MOST_DESCRIPTORS = 256
+"""Remembered at a time, descriptors of each variant; past that all are forgotten, and made again."""
+
+
+class Variant(NamedTuple):
+    """A compiled kernel as it is launched."""
+
+    kernel: Any  # kept alive: its id is in the key
+    launch: Callable[..., None]  # Triton's launcher, in C, for kernels with such arguments
+    function: int
+    cooperative: bool
+    pdl: bool
+    metadata: tuple[int, ...]
+    constexprs: tuple[None, ...]  # counted by the launcher, and not looked at
+    descriptors: tuple[tuple[int, Any], ...]  # place and layout of each TMA descriptor, last ones first
+    encoded: dict[Any, list[Any]]  # what the launcher takes in their places
+
+
+_variants: dict[Any, Variant] = {}
+
+
+def why_not_remembered(kernel: Any) -> str | None:
+    """Why Triton chooses at every launch of `kernel`, a sentence; None where variants are remembered."""
+    if not isinstance(kernel, JITFunction):
+        return "the kernel runs in Triton's interpreter"
+    if triton.__version__.split(".")[:2] != ["3", "6"]:
+        return f"variants are remembered with triton 3.6, got {triton.__version__}"
+    backend = driver.active.get_current_target().backend
+    return None if backend == "cuda" else f"variants are remembered on CUDA, got {backend}"
+
+
+def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> None:
+    """``kernel[grid](*arguments, **constants)``.
+
+    arguments:  the parameters of the kernel that are no constexprs, all of them, in order. Tensors lie on the current device.
+    constants:  constexprs and options, such as num_warps.
+
+    Where anyone wants to hear of launches (hooks of a profiler, debug mode), they go through Triton.
+    """
+    if not isinstance(kernel, JITFunction) or _observed(kernel):
+        kernel[grid](*arguments, **constants)
+        return
+    types = tuple(map(type, arguments))
+    chosen_by, values = _reader(types)(*arguments)
+    device = driver.active.get_current_device()
+    key = (id(kernel), device, types, chosen_by, *constants, *constants.values())
+    variant = _variants.get(key)
+    if variant is None:
+        _launch_first(key, kernel, grid, arguments, constants)
+        return
+    for place, layout in variant.descriptors:
+        values[place : place + 1] = _encoded(variant, place, layout, values[place])
+    variant.launch(
+        *(*grid, 1, 1)[:3],
+        driver.active.get_current_stream(device),
+        variant.function,
+        variant.cooperative,
+        variant.pdl,
+        None,  # no scratch memory,
+        None,
+        variant.metadata,
+        None,  # and no hooks
+        None,
+        None,
+        *values,
+        *variant.constexprs,
+    )
+
+
+def _observed(kernel: JITFunction[Any]) -> bool:
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    hooks = kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+    return bool(hooks or runtime.debug)
+
+
+@functools.cache
+def _reader(types: tuple[type, ...]) -> Callable[..., tuple[tuple[Any, ...], list[Any]]]:
+    """A function of arguments of these types that returns what the choice of a variant depends on, and what is launched with:
+    addresses in the place of tensors. Written out for its arguments, as it runs at every launch."""
+    names = [f"a{i}" for i in range(len(types))]
+    lines, chosen_by, values = [], [], list(names)
+    for i, (name, kind) in enumerate(zip(names, types, strict=True)):
+        if issubclass(kind, Tensor):
+            values[i] = f"p{i}"
+            lines.append(f"    p{i} = {name}.data_ptr()")
+            chosen_by += [f"{name}.dtype", f"p{i} & 15 == 0"]
+        elif kind is int:
+            chosen_by.append(f"{name} if {name} < 2 else ({name} & 15 == 0, {name} >> 31)")
+        elif kind.__name__ == "TensorDescriptor":
+            chosen_by.append(f"compiled_in({name})")
+        elif kind not in (float, bool, type(None)):  # of which the type says all
+            raise TypeError(f"argument {i} must be a tensor, a TMA descriptor, an int, a float, a bool or None, got {kind}")
+    lines += [f"    return ({', '.join([*chosen_by, ''])}), [{', '.join(values)}]"]
+    space: dict[str, Any] = {"compiled_in": _compiled_in}
+    exec("\n".join([f"def read({', '.join(names)}):", *lines]), space)
+    read: Callable[..., tuple[tuple[Any, ...], list[Any]]] = space["read"]
+    return read
+
+
+def _compiled_in(descriptor: Any) -> tuple[Any, ...]:
+    """What a kernel that takes this TMA descriptor is compiled for."""
+    layout = getattr(descriptor, "layout", None)  # of Gluon's descriptors
+    return (descriptor.base.dtype, tuple(descriptor.block_shape), descriptor.padding, layout)
+
+
+def _encoded(variant: Variant, place: int, layout: Any, descriptor: Any) -> list[Any]:
+    """A TMA descriptor as the launcher takes it. It holds an address and sizes, and nothing of what lies there."""
+    key = (place, descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
+    found = variant.encoded.get(key)
+    if found is None:
+        if len(variant.encoded) >= MOST_DESCRIPTORS:
+            variant.encoded.clear()
+        found = variant.encoded[key] = make_tensordesc_arg(descriptor, layout)
+    return found
+
+
+def _launch_first(key: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Through Triton; where that can be, the variant is remembered."""
+    late, early = kernel.params[len(arguments) :], kernel.params[: len(arguments)]
+    if not all(parameter.is_constexpr for parameter in late) or any(parameter.is_constexpr for parameter in early):
+        raise TypeError(f"{kernel.__name__} must be given every run-time argument by position and every constexpr by name")
+    compiled = kernel[grid](*arguments, **constants)
+    if why_not_remembered(kernel) is not None or not isinstance(compiled, CompiledKernel):
+        return
+    launcher = compiled.run
+    places = [i for i, argument in enumerate(arguments) if hasattr(argument, "block_shape")]
+    layouts = getattr(compiled.metadata, "tensordesc_meta", None) or [None] * len(places)
+    if launcher.global_scratch_size or launcher.profile_scratch_size or None in layouts:
+        return  # memory or arguments that Triton makes at every launch
+    launch = launcher.launch
+    if places:  # the launcher in C stands behind a function that makes descriptors
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+    if len(_variants) >= MOST_VARIANTS:
+        _variants.clear()
+    _variants[key] = Variant(
+        kernel,
+        launch,
+        compiled.function,
+        launcher.launch_cooperative_grid,
+        launcher.launch_pdl,
+        compiled.packed_metadata,
+        (None,) * len(late),
+        tuple(zip(places, layouts, strict=True))[::-1],
+        {},
+    )

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: MIT
+"""What `launch_kernel` launches is what Triton would launch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from openmsa.runtime.integers import ceil_div, next_power_of_two  # noqa: E402
+from openmsa.runtime.launch import launch_kernel, why_not_remembered  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="variants are remembered with triton 3.6")
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_arguments_get_the_variant_that_triton_chooses(seed):
+    """Addresses beside multiples of 16, strides of 1 and 16, numbers past 32 bits, descriptors, options, two devices."""
+    space = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.runtime.launches", str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=space | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Kernel:
+    """Of the interpreter, as far as a launch sees it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.calls.append((grid, arguments, constants))
+
+
+def test_the_interpreter_launches_itself():
+    kernel, x = Kernel(), torch.zeros(3)
+    launch_kernel(kernel, (2, 3), x, 5, None, BLOCK=16, num_warps=4)
+    assert kernel.calls == [((2, 3), (x, 5, None), {"BLOCK": 16, "num_warps": 4})]
+    assert why_not_remembered(kernel) == "the kernel runs in Triton's interpreter"
+
+
+def test_whole_numbers():
+    for n in (*range(1, 300), 2**31 - 1, 2**31, 2**31 + 1):
+        assert next_power_of_two(n) == triton.next_power_of_2(n)
+        assert ceil_div(n, 7) == triton.cdiv(n, 7)
