@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
