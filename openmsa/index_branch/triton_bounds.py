@@ -28,7 +28,6 @@ from openmsa.index_branch import triton_formats as formats
 from openmsa.index_branch.triton_candidates import Words, possible_maxima
 from openmsa.index_branch.triton_config import Config, Kind, splits, walk
 from openmsa.index_branch.triton_formats import key_errors, key_scales, load_of_keys
-from openmsa.index_branch.triton_products import block_maxima
 from openmsa.index_branch.triton_queries import fixed_point
 from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, store_maxima
 from openmsa.index_branch.triton_sources import KeySource
@@ -89,8 +88,20 @@ def bound_tile(
     unbounded = tl.where(b_s == b_s, float("inf"), b_s)  # infinities met; a key of NaN has no score
     upper = tl.where(upper == upper, upper, unbounded[:, None])
     both = tl.join(s - radius, upper).reshape(TILE, 2 * ROWS)
-    m = block_maxima(both, i_k, i_last, TILE, KEYS, SUB, True, MASKED)
-    least, _ = tl.split(m.reshape(ROWS, 2) if SUB == 1 else m.reshape(ROWS, 2, SUB).permute(0, 2, 1))
+    if MASKED or KEYS < TILE:
+        o_k = tl.arange(0, TILE)
+        both = tl.where(((o_k < KEYS)[:, None]) & (i_k + o_k[:, None] <= i_last[None, :]), both, float("-inf"))
+    # What one warp holds comes first: no key below the best lower bound there can be the block's best.
+    WARPS: tl.constexpr = min(TILE // 16, 4)
+    LOOPS: tl.constexpr = TILE // (16 * WARPS)
+    best = both.reshape(LOOPS, WARPS, 16, 2 * ROWS)
+    if SUB == 1:
+        best = tl.max(tl.max(best, 0), 1)  # [WARPS, 2 * ROWS]
+        m = tl.max(best, 0)
+    else:
+        best = tl.max(best, 2).reshape(LOOPS * WARPS, 2 * ROWS)
+        m = tl.max(best.reshape(SUB, LOOPS * WARPS // SUB, 2 * ROWS), 1).T
+    least, _ = tl.split(best.reshape(best.shape[0], ROWS, 2))
     return m, possible_maxima(upper, least, KEYS)
 
 
@@ -147,7 +158,7 @@ def bounds_kernel(
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
             best = m
         store_maxima(p_b, m, None, i_t, num_blocks, s_sb, m_c, SUB, PARTS)
-        tl.store(p_w + i_t * s_w, words.to(candidates.dtype.element_ty))
+        tl.store(p_w + i_t * s_w, words.to(candidates.dtype.element_ty), eviction_policy="evict_last")
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
         m, words = bound_tile(
@@ -159,7 +170,7 @@ def bounds_kernel(
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
             best = m
         store_maxima(p_b, m, None, i_t, num_blocks, s_sb, m_c, SUB, PARTS)
-        tl.store(p_w + i_t * s_w, words.to(candidates.dtype.element_ty))
+        tl.store(p_w + i_t * s_w, words.to(candidates.dtype.element_ty), eviction_policy="evict_last")
 
 
 def bounds_config(device: Device, rows: int, dim: int, tile: Tile, indirect: bool, tma: bool) -> Config:

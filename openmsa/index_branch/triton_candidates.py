@@ -47,18 +47,16 @@ class Words:
 
 @triton.jit
 def possible_maxima(upper, least, KEYS: tl.constexpr):
-    """Which of a tile's keys can have their block's best score for a row: upper [keys, rows] is not below least [rows, blocks]
-    ([rows] of one block), whose NaN bounds nothing. Words [keys / 16 up to 4, 8, 4] laid flat: bit 4 * c + 2 * j + i of word
-    (w, l, r) is that of key 64 * j + 16 * w + 8 * i + l and row 4 * c + r: what one thread holds of the product."""
+    """Which of a tile's keys can have their block's best score for a row: upper [keys, rows] is not below least [groups, rows],
+    the best lower bound of their group, whose NaN bounds nothing. A group has every `groups`-th 16 neighbours. Words [keys / 16
+    up to 4, 8, 4] laid flat: bit 4 * c + 2 * j + i of word (w, l, r) is that of key 64 * j + 16 * w + 8 * i + l and row
+    4 * c + r: what one thread holds of the product."""
     TILE: tl.constexpr = upper.shape[0]
     ROWS: tl.constexpr = upper.shape[1]
     WARPS: tl.constexpr = min(TILE // 16, 4)
     LOOPS: tl.constexpr = TILE // (16 * WARPS)
-    if len(least.shape) == 1:
-        least = least[None, :]
-    else:
-        SUB: tl.constexpr = least.shape[1]
-        least = tl.broadcast_to(least.T[:, None, :], [SUB, TILE // SUB, ROWS]).reshape(TILE, ROWS)
+    GROUPS: tl.constexpr = least.shape[0]
+    least = tl.broadcast_to(least[None, :, None, :], [TILE // (16 * GROUPS), GROUPS, 16, ROWS]).reshape(TILE, ROWS)
     can = ~(upper < least)
     if KEYS < TILE:
         can = can & (tl.arange(0, TILE) < KEYS)[:, None]
