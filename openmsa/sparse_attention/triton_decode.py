@@ -104,7 +104,8 @@ def configure(
 def for_stored(config: Config, form: int, head_dim: int, alone: bool, device: Device) -> Config:
     """For rows in a stored format, with as many splits. A pure function. Warps walk apart where one can hold the sums of all
     rows; otherwise they share tiles, narrow ones where wider ones spill. alone: at most one program a multiprocessor, whose
-    warps then take tiles in pairs, for want of others to fill their waits.
+    warps then take tiles of NVFP4 in pairs, for want of others to fill their waits (32 sequences: 26.6 us, not 29.1; e4m3,
+    which converts less, 24.8 and 25.1, with 8 sequences 17.4 and 16.7).
     Measured on an H200, 16 blocks of 128 keys, 4 KV heads, warps x keys a tile x stages:
     32 sequences: e4m3 26.5 us with 8x128x3 (4x128x3 29.4, 8x128x5 27.8), NVFP4 28.7 (4x128x4 32.2, 8x128x5 28.2);
     64 sequences: e4m3 42.8 us with 4x64x4 (4x128x2 47.3, 8x128x2 66.1), NVFP4 47.1 with 4x128x2 (4x64x4 48.1, 8x128x2 69.8);
@@ -115,8 +116,8 @@ def for_stored(config: Config, form: int, head_dim: int, alone: bool, device: De
         return config
     if form == 1 and not alone:
         config = replace(narrowed(config, 64), num_stages=4)
-    pair_bytes = 4 * config.keys * (head_dim if form == 1 else head_dim * 9 // 16)  # keys and values of two tiles
-    pairs = alone and config.tiles > 1 and (config.num_stages - 1) * pair_bytes <= device.shared_bytes
+    pair_bytes = 4 * config.keys * head_dim * 9 // 16  # keys and values of two tiles
+    pairs = form == 3 and alone and config.tiles > 1 and (config.num_stages - 1) * pair_bytes <= device.shared_bytes
     warps = min(config.keys // 16, 8 if alone and config.tiles > 1 else 4)
     return replace(config, num_warps=warps, apart=True, together=2 if pairs else 1)
 

@@ -21,7 +21,7 @@ from openmsa.types import Layout
 
 MIN_READERS = 64  # queries that read a block on average; then expanding costs less than a tenth of the call
 ROWS = 64  # of a tile
-PROGRAMS = 256  # a head: enough to fill the largest GPU, few enough to end at once where nothing is wanted
+PROGRAMS = 512  # a head: enough to fill the largest GPU, few enough to end at once where nothing is wanted
 
 
 def expands(keys: Keys, query_dtype: torch.dtype, readers: float, workspace_bytes: int) -> bool:
