@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.index_branch import triton_formats as formats
-from openmsa.index_branch.triton_candidates import Words, possible_maxima
+from openmsa.index_branch.triton_candidates import Words, grouped_maxima, possible_maxima
 from openmsa.index_branch.triton_config import Config, Kind, splits, walk
 from openmsa.index_branch.triton_formats import key_errors, key_scales, load_of_keys
 from openmsa.index_branch.triton_queries import fixed_point
@@ -56,7 +56,7 @@ def bound_tile(
     MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Maxima of the blocks of one tile (`block_maxima`) of lower (even rows of the result) and upper bounds (odd ones), and
+    """Maxima of the blocks of one tile (`grouped_maxima`) of lower (even rows of the result) and upper bounds (odd ones), and
     words of the keys that can have the best score (`possible_maxima`; also of rows that do not see them).
     b_norm, b_grain: what an error and a scale of a key count, the latter times 2**20: where sums could overflow, and infinities
     meet, these products do. MASKED: some key may not exist, some row does not see every key."""
@@ -88,19 +88,7 @@ def bound_tile(
     unbounded = tl.where(b_s == b_s, float("inf"), b_s)  # infinities met; a key of NaN has no score
     upper = tl.where(upper == upper, upper, unbounded[:, None])
     both = tl.join(s - radius, upper).reshape(TILE, 2 * ROWS)
-    if MASKED or KEYS < TILE:
-        o_k = tl.arange(0, TILE)
-        both = tl.where(((o_k < KEYS)[:, None]) & (i_k + o_k[:, None] <= i_last[None, :]), both, float("-inf"))
-    # What one warp holds comes first: no key below the best lower bound there can be the block's best.
-    WARPS: tl.constexpr = min(TILE // 16, 4)
-    LOOPS: tl.constexpr = TILE // (16 * WARPS)
-    best = both.reshape(LOOPS, WARPS, 16, 2 * ROWS)
-    if SUB == 1:
-        best = tl.max(tl.max(best, 0), 1)  # [WARPS, 2 * ROWS]
-        m = tl.max(best, 0)
-    else:
-        best = tl.max(best, 2).reshape(LOOPS * WARPS, 2 * ROWS)
-        m = tl.max(best.reshape(SUB, LOOPS * WARPS // SUB, 2 * ROWS), 1).T
+    m, best = grouped_maxima(both, i_k, i_last, TILE, KEYS, SUB, MASKED)
     least, _ = tl.split(best.reshape(best.shape[0], ROWS, 2))
     return m, possible_maxima(upper, least, KEYS)
 

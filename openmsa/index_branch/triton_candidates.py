@@ -46,6 +46,28 @@ class Words:
 
 
 @triton.jit
+def grouped_maxima(
+    s, i_k, i_last, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Maxima of the blocks of a tile, as `block_maxima` of s [TILE, rows]; and of groups of keys that a warp holds, which wait
+    for no other warp: [groups, rows], group g having every `groups`-th 16 neighbours from the g-th on, all of one block."""
+    WARPS: tl.constexpr = min(TILE // 16, 4)
+    LOOPS: tl.constexpr = TILE // (16 * WARPS)
+    ROWS: tl.constexpr = s.shape[1]
+    if MASKED or KEYS < TILE:
+        o_k = tl.arange(0, TILE)[:, None]
+        s = tl.where((o_k < KEYS) & (i_k + o_k <= i_last[None, :]), s, float("-inf"))
+    s = s.reshape(LOOPS, WARPS, 16, ROWS)
+    if SUB == 1:
+        best = tl.max(tl.max(s, 0), 1)
+        m = tl.max(best, 0)
+    else:
+        best = tl.max(s, 2).reshape(LOOPS * WARPS, ROWS)
+        m = tl.max(best.reshape(SUB, LOOPS * WARPS // SUB, ROWS), 1).T
+    return m, best
+
+
+@triton.jit
 def possible_maxima(upper, least, KEYS: tl.constexpr):
     """Which of a tile's keys can have their block's best score for a row: upper [keys, rows] is not below least [groups, rows],
     the best lower bound of their group, whose NaN bounds nothing. A group has every `groups`-th 16 neighbours. Words [keys / 16
