@@ -181,6 +181,7 @@ def write_kernel(
             ratio = tl.div_rn(tl.minimum(tl.maximum(x, -limit), limit), tl.broadcast_to(unit[:, None], [ROWS, PADDED]))
             ratio = tl.where((unit > 0)[:, None] & m_new, ratio, 0.0)
             code = tl.minimum(tl.maximum(round_even(ratio), -127.0), 127.0)
+            tl.store(p_out, code.to(tl.int8), mask=m_new)
             parts = tl.floor(tl.abs(ratio - code) * 262144.0).to(tl.int64) + 3  # in units of 2**-18
             parts = tl.where(m_new, parts, 0)
             norm = tl.sqrt_rn(tl.sum(parts * parts, 1).to(tl.float32)) * 3.814697265625e-06
@@ -188,7 +189,6 @@ def write_kernel(
             bound = tl.maximum(norm * unit * 1.00000095367431640625, tiny)
             bound = tl.where(unit > 0, bound, tl.where(amax > 0, tiny, 0.0))
             bound = tl.where(bits > 0x7F000000, float("inf"), bound)
-            tl.store(p_out, code.to(tl.int8), mask=m_new)
             p_unit = scale + page * s_scale_p + head * s_scale_h + row * s_scale_t
             tl.store(p_unit, tl.where(m_nan, 0x7FC0, unit_bits).to(tl.int16), mask=m_row)
             p_bound = error + page * s_error_p + head * s_error_h + row * s_error_t
