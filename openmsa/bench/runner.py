@@ -140,7 +140,7 @@ def _one_round(task: Task, c: Context, settings: Settings) -> None:
             call = captured(lambda: [layer() for layer in calls])
             clock = partial(_share, c.clock)
         known = first if first > LONG and task.mode == "eager" and not _compiles(task.row, settings) else None
-        settle(settings.device)
+        settle(c.clock)
         task.samples += sample(call, clock, settings.samples, settings.budget, known)
     except Exception as error:  # one row that cannot run must not lose the others
         task.error = f"{type(error).__name__}: {error}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import statistics
 import sys
 import time
@@ -18,7 +19,8 @@ Run = Callable[[], Any]
 Clock = Callable[[Run], float]  # runs once, returns seconds
 
 MINIMUM_FLUSH = 256 << 20  # bytes
-SETTLING = 0.08  # seconds
+SETTLING, PATIENCE = 0.08, 0.5  # seconds, at least and at most beyond
+CALM, SLACK = 8, 1.03  # reads in a row, and what they may take of the fastest
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -43,6 +45,15 @@ class ColdCudaClock:
         self._buffer = torch.zeros(1024, size // 4096, device=self.device)
         self._rows = torch.empty(1024, device=self.device)
         self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.fastest_read = math.inf
+
+    def read_seconds(self) -> float:
+        """Of the flush alone, warm or cold: a plain read."""
+        self._start.record()
+        torch.amax(self._buffer, dim=1, out=self._rows)
+        self._stop.record()
+        self._stop.synchronize()
+        return self._start.elapsed_time(self._stop) / 1e3
 
     def __call__(self, run: Run) -> float:
         torch.amax(self._buffer, dim=1, out=self._rows)
@@ -53,13 +64,25 @@ class ColdCudaClock:
         return self._start.elapsed_time(self._stop) / 1e3
 
 
-def settle(device: torch.device | str) -> None:
+def settle(clock: Clock) -> None:
     """Waits until a GPU is left alone: behind large allocations and frees the driver works on in the background (it clears
-    memory, probably), and for up to 50 ms every kernel has 10 % less bandwidth (measured on an H200). Elsewhere there is
-    nothing to wait for."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
+    memory, probably), and for tens to hundreds of milliseconds kernels have 10 to 30 % less bandwidth, some of them or all
+    (measured on an H200). Elsewhere there is nothing to wait for."""
+    if isinstance(clock, ColdCudaClock):
+        torch.cuda.synchronize(clock.device)
         time.sleep(SETTLING)
+        clock.fastest_read = until_calm(clock.read_seconds, clock.fastest_read, time.perf_counter() + PATIENCE)
+
+
+def until_calm(read: Callable[[], float], fastest: float, deadline: float) -> float:
+    """Calls `read` until `CALM` results in a row were within `SLACK` of the fastest, or until the deadline of
+    `time.perf_counter`. Returns the fastest result, `fastest` before it among them."""
+    calm = 0
+    while calm < CALM and time.perf_counter() < deadline:
+        seconds = read()
+        fastest = min(fastest, seconds)
+        calm = calm + 1 if seconds <= SLACK * fastest else 0
+    return fastest
 
 
 def captured(run: Run) -> Run:
