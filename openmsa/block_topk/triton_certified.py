@@ -2,12 +2,12 @@
 """`select_blocks(certified=True)` on the GPU, for decode and a few queries a sequence: four kernels.
 
 Int8 keys give a lower and an upper bound of every key's score (rounding of all the arithmetic included), and so of every
-block's, which is its best key's. A key whose upper bound is below the best lower one of 32 keys of its block does not matter; the
-others, some six of a block as a rule, are kept as bits. Of a row that has k places to give, a block stays open whose upper bound reaches the
-k-th best lower one. Of open blocks the keys kept are read exactly, by the arithmetic of the scoring kernel, and the usual top-k
-ends it, so the bits of the scores that decide are those of the uncertified selection: every key that has the best score of its
-block is among those kept, whatever else is. With more rows than one tile nearly every block is open to some row: then the
-exact selection is the faster way and is what runs, every visible block counted as rescored.
+block's, which is its best key's. A key whose upper bound is below the best lower one of 32 keys of its block does not matter;
+the others, some six of a block as a rule, are kept as bits. Of a row that has k places to give, a block stays open whose upper
+bound reaches the k-th best lower one. Of open blocks the keys kept are read exactly, by the arithmetic of the scoring kernel,
+and the usual top-k ends it, so the bits of the scores that decide are those of the uncertified selection: every key that has
+the best score of its block is among those kept, whatever else is. With more rows than one tile nearly every block is open to
+some row: then the exact selection is the faster way and is what runs, every visible block counted as rescored.
 """
 
 from __future__ import annotations
