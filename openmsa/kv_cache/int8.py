@@ -49,8 +49,8 @@ def encode(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     error = (norm * 2.0**-FRACTION_BITS * scale * MARGIN).clamp(min=TINY)
     error = torch.where(scale > 0, error, torch.where(amax > 0, TINY, 0.0))  # scale 0: below 2**-142 in every element
     error = torch.where(past, torch.inf, error)
-    scale, error = torch.where(has_nan, torch.nan, scale), torch.where(has_nan, 0.0, error)
-    return code.to(torch.int8), scale.bfloat16(), rounded_up(error)
+    bits = torch.where(has_nan, 0x7FC0, scale.view(torch.int32) >> 16)  # conversions make different NaN
+    return code.to(torch.int8), bits.to(torch.int16).view(torch.bfloat16), rounded_up(torch.where(has_nan, 0.0, error))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +103,8 @@ class Int8(Stored):
         scale, error = self.scale, self.error
         beside = error.data_ptr() - scale.data_ptr() == 2 and scale.stride() == error.stride()
         if not beside or any(n % 2 for n in (scale.storage_offset(), *scale.stride())) or scale.data_ptr() % 4:
+            return None
+        if scale.untyped_storage().data_ptr() != error.untyped_storage().data_ptr():  # neighbours by chance
             return None
         return scale.as_strided((*scale.shape, 2), (*scale.stride(), 1)).view(torch.int32).squeeze(-1)
 

@@ -5,6 +5,7 @@ import itertools
 import math
 from fractions import Fraction as F
 
+import numpy as np
 import pytest
 import torch
 
@@ -264,6 +265,7 @@ def test_special_values():
 
     int8 = Int8.quantize(x)
     assert int8.dequantize()[1].isnan().all()
+    assert int8.scale.view(torch.int16)[1, 0].tolist() == 0x7FC0  # as the kernels write it
     assert int8.error[:2, 0].tolist() == [0, 0]
     assert abs(int8.dequantize()[2, 0, 4] / 2.0**127 - 1) <= 0.5 / 127
     assert int8.error[2:4, 0].tolist() == [INF, INF]
@@ -336,6 +338,9 @@ def test_int8_words():
     pairs = torch.zeros(2, 3, 4, 3, dtype=torch.bfloat16)
     for scale, error in ((pairs[..., 1], pairs[..., 0]), (pairs[..., 0], pairs[..., 1]), (stored.scale, stored.error.clone())):
         assert Int8(stored.data, scale, error).words() is None
+    whole = np.zeros(48, np.int16)
+    neighbours = (torch.from_numpy(whole[i::2]).view(torch.bfloat16).view(2, 3, 4) for i in range(2))
+    assert Int8(stored.data, *neighbours).words() is None  # two storages, the first of which ends before its last error
     behind = torch.zeros(49, dtype=torch.bfloat16)[1:].view(2, 3, 4, 2)
     assert Int8(stored.data, *behind.unbind(-1)).words() is None
 
