@@ -64,13 +64,11 @@ def launch(
     visible: Tensor | None,
     device: Device,
     pdl: bool = False,
-    chosen: Config = CONFIG,
-    share: int = 0,
 ) -> None:
-    """As `triton_launch.launch`. share: tiles of a program, 0: `cut`."""
+    """As `triton_launch.launch`."""
     num_blocks = scores.shape[2]
     programs = lengths.batch * source.heads
-    share = share or cut(programs, num_blocks, device.num_sms)
+    share = cut(programs, num_blocks, device.num_sms)
     words, (page_words, head_words, _) = source.scales.words()
     row = 2 if source.scales.swizzled else 1  # words are counted in rows there
     launch_kernel(
@@ -105,9 +103,9 @@ def launch(
         PRODUCT_TYPE=queries.product,
         FILL=visible is None,
         PDL=pdl,
-        SLOT=chosen.slot,
+        SLOT=CONFIG.slot,
         num_warps=1,
-        maxnreg=chosen.max_registers,
+        maxnreg=CONFIG.max_registers,
     )
 
 

@@ -12,12 +12,12 @@ from openmsa.block_scores import reference
 from openmsa.index_branch import gluon_sm90_lane_launch
 from openmsa.index_branch.gluon_sm90_lane_launch import CONFIG, RING, cut, serves
 from openmsa.index_branch.gluon_sm90_lanes import SHARE
-from openmsa.index_branch.triton_launch import launch_scores, score_rows
 from openmsa.index_branch.triton_sources import KeySource, QuerySource
 from openmsa.index_branch.triton_tiles import Tile
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem
+from tests.block_scores.launched import launched_scores
 from tests.low_precision import quantized, spread
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -95,16 +95,9 @@ def test_on_the_device(name, visible, monkeypatch):
     cache = paged(p, page_size)[1]
     index_k = PagedIndexKeys(quantized(cache.keys, form), cache.page_table, cache.seq_lens)
     lengths = index_k.layout(p.seqs, sum(q_lens), device)
-    num_blocks = lengths.num_blocks(128)
 
     def run():
-        scores = torch.full((heads, sum(q_lens), score_rows(num_blocks)), torch.nan, device=device)[..., :num_blocks]
-        seen = torch.full((sum(q_lens),), -7, dtype=torch.int32, device=device) if visible else None
-        launch_scores(index_q, index_k, lengths, 128, scores, seen)
-        if seen is not None:
-            assert_equal("visible", seen, lengths.visible_blocks(sum(q_lens), 128).int().cpu())
-            scores = scores.masked_fill(torch.arange(num_blocks, device=device) >= seen[:, None], -torch.inf)
-        return scores
+        return launched_scores(index_q, index_k, lengths, visible)
 
     launched = []
     launch = gluon_sm90_lane_launch.launch

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: MIT
+"""Scores as the scoring kernels leave them in poisoned memory."""
+
+import torch
+
+from openmsa.index_branch.triton_launch import launch_scores, score_rows
+from openmsa.testing.compare import assert_equal
+
+BLOCK = 128
+
+
+def launched_scores(index_q, index_k, lengths, visible):
+    """``[heads, total_q, num_blocks]``. visible: the kernels count the blocks that each query sees, and leave those behind them
+    as they are: here -inf; False: the kernels fill them."""
+    total_q, heads = index_q.shape[:2]
+    num_blocks, device = lengths.num_blocks(BLOCK), index_q.device
+    scores = torch.full((heads, total_q, score_rows(num_blocks)), torch.nan, device=device)[..., :num_blocks]
+    seen = torch.full((total_q,), -7, dtype=torch.int32, device=device) if visible else None
+    launch_scores(index_q, index_k, lengths, BLOCK, scores, seen)
+    if seen is not None:
+        assert_equal("visible", seen, lengths.visible_blocks(total_q, BLOCK).int().cpu())
+        scores = scores.masked_fill(torch.arange(num_blocks, device=device) >= seen[:, None], -torch.inf)
+    return scores
