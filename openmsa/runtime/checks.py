@@ -57,13 +57,13 @@ def alike(name: str, value: Any, other_name: str, other: Any, dtype: bool = True
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """`value` must be an int from `low` to `high` (no upper bound when None)."""
+    """`value` must be an int from `low` to `high` (no upper bound when None). Returned as a plain one, also of an `IntEnum`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__} ({value!r})")
     if value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be {bounds}, got {value}")
-    return value
+    return int(value)
 
 
 def flag(name: str, value: Any) -> bool:
