@@ -26,16 +26,17 @@ from openmsa.block_scores import exact_keys
 from openmsa.block_topk import triton_select
 from openmsa.block_topk.triton_topk import (
     EARLY_ROWS,
-    MAX_BLOCKS,
+    as_bitmap,
     as_words,
+    best_of,
     bit_of,
     goal_reached,
-    launch_topk,
     num_warps,
     popcount,
+    write_forced,
 )
 from openmsa.index_branch.triton_bounds import launch_bounds
-from openmsa.index_branch.triton_candidates import Words, either, open_candidates
+from openmsa.index_branch.triton_candidates import Words, candidate_words
 from openmsa.index_branch.triton_launch import score_rows
 from openmsa.index_branch.triton_sources import KeySource
 from openmsa.index_branch.triton_tiles import (
@@ -45,7 +46,6 @@ from openmsa.index_branch.triton_tiles import (
     Lengths,
     Tile,
     exists,
-    load_rows,
     page_number,
     sequence_bounds,
     tile_start,
@@ -60,12 +60,14 @@ from openmsa.types import Layout
 
 MAX_ROWS = 64
 """(query, head) rows a sequence has for a key head."""
+MAX_BLOCKS = 8192
+"""Of a row, which one program holds."""
 
 
 def certifies(rows: int, num_blocks: int, free: int, all_rows: int, walks: int, block_size: int) -> bool:
     """Whether bounds come first. rows: the most that a sequence has for a key head. free: places that are not forced.
     all_rows: queries times heads. walks: sequences times key heads."""
-    held = 8 * all_rows * score_rows(num_blocks) + walks * _candidate_bytes(rows, num_blocks, block_size)
+    held = 16 * all_rows * score_rows(num_blocks) + walks * _candidate_bytes(rows, num_blocks, block_size)
     return rows <= MAX_ROWS and 0 < free < num_blocks <= MAX_BLOCKS and held <= triton_select.WORKSPACE
 
 
@@ -79,11 +81,12 @@ def _candidate_bytes(rows: int, num_blocks: int, block_size: int) -> int:
 class Workspace:
     """What the kernels of one selection at a time hand on; a smaller one takes the front of each tensor."""
 
-    bounds: Tensor  # float32 [2 * total_q * heads * score_rows(num_blocks)]: lower and upper ones, then scores and upper ones
+    bounds: Tensor  # float32 [2 * total_q * heads * score_rows(num_blocks)]: lower and upper ones
     candidates: Tensor  # int8 [batch * key heads * bytes]: `Words`
-    open_words: Tensor  # int32 [total_q * heads * columns of settle_kernel]
+    open_blocks: Tensor  # int32 [total_q * heads * num_blocks]: of each row, in ascending order
+    scores: Tensor  # float32, as many: theirs
     visible: Tensor  # int32 [total_q]
-    rescored: Tensor  # int32 [total_q * heads]
+    rescored: Tensor  # int32 [total_q * heads]: how many are open
 
     @classmethod
     def allocate(
@@ -93,8 +96,9 @@ class Workspace:
         all_rows = total_q * heads
         bounds = torch.empty(2 * all_rows * score_rows(num_blocks), dtype=torch.float32, device=device)
         candidates = torch.empty(walks * _candidate_bytes(rows, num_blocks, block_size), dtype=torch.int8, device=device)
-        counts = (all_rows * columns(num_blocks), total_q, all_rows)
-        return cls(bounds, candidates, *(torch.empty(n, dtype=torch.int32, device=device) for n in counts))
+        ids, scores = (torch.empty(all_rows * num_blocks, dtype=t, device=device) for t in (torch.int32, torch.float32))
+        counts = (torch.empty(n, dtype=torch.int32, device=device) for n in (total_q, all_rows))
+        return cls(bounds, candidates, ids, scores, *counts)
 
     def bounds_of(self, total_q: int, heads: int, num_blocks: int) -> Tensor:
         """``[2, heads, total_q, num_blocks]``."""
@@ -102,25 +106,15 @@ class Workspace:
         held = self.bounds[: 2 * total_q * heads * width].view(2, total_q, heads, width)
         return held[..., :num_blocks].transpose(1, 2)
 
-    def open_words_of(self, rows: int, num_blocks: int) -> Tensor:
-        """``[rows, columns]``."""
-        return self.open_words[: rows * columns(num_blocks)].view(rows, -1)
-
-
-def columns(num_blocks: int) -> int:
-    """Words of open blocks that a row has."""
-    return 32 * num_warps(num_blocks)
-
 
 @triton.jit(do_not_specialize=["num_blocks", "s_side", "s_h", "s_t"])
 def settle_kernel(
-    bounds, visible, open_words, rescored, s_side, s_h, s_t, num_blocks,
+    bounds, visible, open_blocks, rescored, s_side, s_h, s_t, num_blocks,
     HEADS: tl.constexpr, FREE: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, REPS: tl.constexpr, COLS: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (total_q * heads). A block is open whose upper bound reaches the FREE-th best lower one. Writes -inf over the lower
-    bounds of all. open_words: int32 [total_q * heads, COLS], bit r of word c for open block r * COLS + c. EARLY: whole rows are
-    read, without waiting to know how many blocks they see."""
+    """Grid (total_q * heads). A block is open whose upper bound reaches the FREE-th best lower one. EARLY: whole rows are read,
+    without waiting to know how many blocks they see."""
     i_row = tl.program_id(0)
     i_t, i_h = i_row // HEADS, i_row % HEADS
     if PDL:
@@ -129,8 +123,7 @@ def settle_kernel(
     seen = tl.minimum(tl.load(visible + i_t), num_blocks)
     n_init = tl.minimum(seen, INIT)
     i_local = tl.maximum(seen - LOCAL, n_init)
-    o_c = tl.arange(0, COLS)
-    o_b = tl.arange(0, REPS)[:, None] * COLS + o_c[None, :]
+    o_b = tl.arange(0, REPS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     m_free = (o_b >= n_init) & (o_b < i_local)
     m_load = o_b < num_blocks if EARLY else m_free
     p_b = bounds + i_t.to(tl.int64) * s_t + i_h.to(tl.int64) * s_h + o_b
@@ -139,81 +132,15 @@ def settle_kernel(
     bar, count, _ = goal_reached(low, REPS, COLS, FREE)
     if count < FREE:
         bar = float("-inf")
-    words = as_words(tl.where((high >= bar) & (high > float("-inf")), 1.0, 0.0), REPS, COLS)
-    tl.store(p_b, tl.full([REPS, COLS], float("-inf"), tl.float32), mask=o_b < num_blocks)
-    tl.store(open_words + i_row.to(tl.int64) * COLS + o_c, words)
-    tl.store(rescored + i_row, tl.sum(popcount(words), 0))
-
-
-@triton.jit
-def row_words(open_words, i_r, i_h, q_start, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr):
-    """Where the words of rows i_r of a sequence and key head start."""
-    i_row = (q_start + i_r // GROUP).to(tl.int64) * (KEY_HEADS * GROUP) + i_h * GROUP + i_r % GROUP
-    return open_words + i_row * COLS
-
-
-@triton.jit
-def open_units(
-    open_words, i_h, q_start, n_rows, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SUB: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """Which units (tiles' worth of SUB blocks) are open to a row of a sequence's rows, in words [COLS / SUB], those of SUB
-    neighbouring blocks together; and how many there are up to each word."""
-    WIDTH: tl.constexpr = COLS // SUB
-    words = tl.zeros([WIDTH], tl.int32)
-    for i_r in range(0, n_rows, 16):
-        o_r = i_r + tl.arange(0, 16)
-        p_w = row_words(open_words, o_r, i_h, q_start, KEY_HEADS, GROUP, COLS)[:, None] + tl.arange(0, COLS)[None, :]
-        b_w = tl.load(p_w, mask=(o_r < n_rows)[:, None], other=0)
-        words |= tl.reduce(tl.reduce(b_w.reshape(16, WIDTH, SUB), 2, either), 0, either)
-    return words, tl.cumsum(popcount(words), 0)
-
-
-@triton.jit
-def set_bit(words, n):
-    """Which bit is the n-th (from 0) that is set of each word."""
-    place = tl.zeros_like(words)
-    for i in tl.static_range(5):
-        half = 16 >> i
-        below = popcount(words & ((1 << half) - 1))
-        up = n >= below
-        n -= tl.where(up, below, 0)
-        words = tl.where(up, words >> half, words)
-        place += tl.where(up, half, 0)
-    return place
-
-
-@triton.jit
-def units_at(words, ends, rank):
-    """Units of `open_units` by their ranks [number]; 0 where there are not so many."""
-    WIDTH: tl.constexpr = words.shape[0]
-    before = ends[None, :] <= rank[:, None]  # words that a rank lies behind
-    i_w = tl.sum(before.to(tl.int32), 1)
-    first = tl.max(tl.where(before, ends[None, :], 0), 1)
-    word = tl.sum(tl.where(i_w[:, None] == tl.arange(0, WIDTH)[None, :], words[None, :], 0), 1)
-    return tl.where(i_w < WIDTH, set_bit(word, rank - first) * WIDTH + i_w, 0)
-
-
-@triton.jit
-def open_flags(
-    open_words, o_b, m_b, i_h, q_start, n_rows,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """1 for blocks o_b with m_b that are open to rows of a sequence, 0 for others: [blocks, ROWS]."""
-    o_r = tl.arange(0, ROWS)
-    p_w = row_words(open_words, o_r, i_h, q_start, KEY_HEADS, GROUP, COLS)[None, :] + (o_b % COLS)[:, None]
-    return (tl.load(p_w, mask=m_b[:, None] & (o_r < n_rows)[None, :], other=0) >> (o_b // COLS)[:, None]) & 1
-
-
-@triton.jit
-def find_keys(page_row, i_k, m_k, k_start, num_pages, s_page, s_token, MODE: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Where keys i_k with m_k of a sequence lie behind the first key of their head, and which exist."""
-    if MODE == 0:
-        o_k = (k_start + i_k).to(tl.int64) * s_token
-    else:
-        i_page = tl.load(page_row + page_number(i_k, PAGE_SIZE), mask=m_k, other=-1)
-        m_k = m_k & exists(i_page, num_pages)
-        o_k = i_page.to(tl.int64) * s_page + (i_k % PAGE_SIZE).to(tl.int64) * s_token
-    return o_k, m_k
+    words = as_bitmap(as_words(tl.where((high >= bar) & (high > float("-inf")), 1.0, 0.0), REPS, COLS), COLS)
+    number = popcount(words)
+    tl.store(rescored + i_row, tl.sum(number, 0))
+    p_ids = open_blocks + i_row.to(tl.int64) * num_blocks + (tl.cumsum(number, 0) - number)
+    for _ in range(tl.max(number, 0)):
+        lowest = words & -words
+        tl.store(p_ids, 32 * tl.arange(0, COLS) + bit_of(lowest), mask=words != 0)
+        words = words ^ lowest
+        p_ids += 1
 
 
 LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys"]
@@ -223,63 +150,114 @@ SLOTS = tl.constexpr(64)
 
 @triton.jit(do_not_specialize=LENGTHS)
 def rescore_kernel(
-    q, keys, page_table, cu_q, cu_k, seq_lens, q_offset, open_words, candidates, scores,
-    s_qt, s_qh, s_qd, s_page, s_head, s_token, s_dim, s_table, s_sh, s_st, num_blocks, num_pages, capacity, max_keys,
+    q, keys, page_table, cu_q, cu_k, seq_lens, q_offset, open_blocks, rescored, candidates, scores,
+    s_qt, s_qh, s_qd, s_page, s_head, s_token, s_dim, s_table, num_blocks, num_pages, capacity, max_keys,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-    BOUND_ROWS: tl.constexpr, ROW_TILES: tl.constexpr, COLS: tl.constexpr, MODE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, BOUND_ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr, MODE: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (parts, batch * key heads): programs take turns at the units that are open to a row of a sequence, as many at a time
-    as have `SLOTS` words of keys, and write the scores of their open blocks. BOUND_ROWS, ROW_TILES: `Words` of candidates."""
-    WORDS: tl.constexpr = TILE // 16
-    UNITS: tl.constexpr = SLOTS // (WORDS * PARTS)
-    i_s, i_h = tl.program_id(1) // KEY_HEADS, tl.program_id(1) % KEY_HEADS
+    """Grid (rows of a sequence and key head, batch * key heads, shares): the shares of a row take turns at its open blocks, as
+    many at a time as have `SLOTS` words of keys. BOUND_ROWS, ROW_TILES: `Words` of candidates."""
+    WORDS: tl.constexpr = TILE * PARTS // (16 * SUB)  # of a block
+    UNITS: tl.constexpr = SLOTS // WORDS
+    i_r, i_share, shares = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
+    i_s, i_kh = tl.program_id(1) // KEY_HEADS, tl.program_id(1) % KEY_HEADS
     q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys)
-    o_r = tl.arange(0, ROWS)
-    i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)  # [ROWS] last key each row sees
+    if i_r >= q_len * GROUP:
+        return
+    i_t, i_h = q_start + i_r // GROUP, i_kh * GROUP + i_r % GROUP
+    i_row = (i_t * (KEY_HEADS * GROUP) + i_h).to(tl.int64)
+    i_last = tl.minimum(offset + i_r // GROUP, k_len - 1)  # last key that the row sees
+    o_d = tl.arange(0, DIM_PAD)
+    m_d = o_d < DIM
+    b_q = tl.load(q + i_t.to(tl.int64) * s_qt + i_h * s_qh + o_d * s_qd, mask=m_d, other=0.0)
+    b_q = tl.broadcast_to(b_q[:, None], [DIM_PAD, 16])  # as many columns as a matrix instruction takes
     page_row = page_table
     if MODE != 0:
         page_row += i_s.to(tl.int64) * s_table
-    p_s = scores + (i_h * GROUP + o_r % GROUP).to(tl.int64) * s_sh + (q_start + o_r // GROUP).to(tl.int64) * s_st
-    keys += i_h.to(tl.int64) * s_head
-    o_d = tl.arange(0, DIM_PAD)
-    m_d = o_d < DIM
-    candidates += tl.program_id(1).to(tl.int64) * (tl.cdiv(num_blocks, SUB) * (PARTS * ROW_TILES * min(2 * TILE, 128)))
-    b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
+    keys += i_kh.to(tl.int64) * s_head
+    WARPS: tl.constexpr = min(TILE // 16, 4)
+    candidates += tl.program_id(1).to(tl.int64) * (tl.cdiv(num_blocks, SUB) * (PARTS * ROW_TILES * WARPS * 32))
+    candidates += i_r // BOUND_ROWS * (WARPS * 32) + i_r % 4
+    o_w = tl.arange(0, WORDS)[None, :]
+    rank = i_share * UNITS + tl.arange(0, UNITS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    unit_words, ends = open_units(open_words, i_h, q_start, q_len * GROUP, KEY_HEADS, GROUP, SUB, COLS)
-    total = tl.max(ends, 0)
-    for i_u in range(tl.program_id(0) * UNITS, total, tl.num_programs(0) * UNITS):
-        rank = i_u + tl.arange(0, UNITS)
-        i_unit = units_at(unit_words, ends, rank)
-        o_b = (i_unit[:, None] * SUB + tl.arange(0, SUB)[None, :]).reshape(UNITS * SUB)
-        m_b = tl.broadcast_to((rank < total)[:, None], [UNITS, SUB]).reshape(UNITS * SUB)
-        flags = open_flags(open_words, o_b, m_b, i_h, q_start, q_len * GROUP, KEY_HEADS, GROUP, COLS, ROWS)
-        i_t = i_unit[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
-        of_units = tl.max(flags.reshape(UNITS, SUB * (ROWS // BOUND_ROWS // ROW_TILES), BOUND_ROWS * ROW_TILES), 1)
-        words = open_candidates(candidates, i_t, of_units, ROW_TILES, TILE, PARTS).reshape(SLOTS)
-        i_16 = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)[:, :, None] + (tl.arange(0, WORDS) * 16)[None, None, :]
-        i_16 = i_16.reshape(SLOTS)
-        if MODE < 2:  # a tile lies in one page
-            o_16, m_16 = find_keys(page_row, i_16, i_16 < k_len, k_start, num_pages, s_page, s_token, MODE, PAGE_SIZE)
-        best = tl.full([SLOTS, ROWS], float("-inf"), tl.float32)
-        for _ in tl.range(tl.max(popcount(words), 0), num_stages=STAGES):
+    ids = tl.load(open_blocks + i_row * num_blocks + rank, mask=rank < num_blocks, other=0)  # beside their number
+    count = tl.load(rescored + i_row)
+    for _ in range(i_share * UNITS, count, shares * UNITS):
+        m_b = rank < count
+        i_b = tl.where(m_b, ids, 0)
+        i_16 = (i_b % SUB * WORDS)[:, None] + o_w % (TILE // 16)  # words in a tile
+        i_tile = (i_b // SUB * PARTS)[:, None] + o_w // (TILE // 16)
+        words = candidate_words(candidates, i_tile, i_16, m_b, i_r % BOUND_ROWS // 4, ROW_TILES, TILE).reshape(SLOTS)
+        i_16 = (tile_start(i_tile, BLOCK, KEYS, SUB, PARTS) + i_16 * 16).reshape(SLOTS)
+        if MODE == 1:  # a tile lies in one page
+            i_page = tl.load(page_row + page_number(i_16, PAGE_SIZE), mask=i_16 < k_len, other=-1)
+        words &= (1 << tl.minimum(tl.maximum(i_last + 1 - i_16, 0), 16)) - 1  # keys that the row sees
+        best = tl.full([SLOTS, 16], float("-inf"), tl.float32)
+        for _j in tl.range(tl.max(popcount(words), 0), num_stages=STAGES):
             lowest = words & -words
-            i_bit = bit_of(lowest)
-            i_k = tl.where(words != 0, i_16 + i_bit, 0x7FFFFFFF)  # where there is none, one that no row sees
-            if MODE < 2:
-                o_k, m_k = o_16 + i_bit.to(tl.int64) * s_token, m_16 & (i_k < k_len)
+            m_k = words != 0
+            i_k = i_16 + tl.where(m_k, bit_of(lowest), 0)
+            m_load = m_k
+            if MODE == 0:
+                o_k = (k_start + i_k).to(tl.int64) * s_token
             else:
-                o_k, m_k = find_keys(page_row, i_k, i_k < k_len, k_start, num_pages, s_page, s_token, MODE, PAGE_SIZE)
-            p_k = keys + o_k[:, None] + (o_d * s_dim)[None, :]
-            s = tl.dot(tl.load(p_k, mask=m_k[:, None] & m_d[None, :], other=0.0), b_q.T)
-            best = tl.maximum(best, tl.where(i_k[:, None] <= i_last[None, :], s, float("-inf")))
+                if MODE == 2:
+                    i_page = tl.load(page_row + page_number(i_k, PAGE_SIZE), mask=m_k, other=-1)
+                m_load = m_k & exists(i_page, num_pages)  # keys that are nowhere are zeros
+                o_k = i_page.to(tl.int64) * s_page + (i_k % PAGE_SIZE).to(tl.int64) * s_token
+            b_k = tl.load(keys + o_k[:, None] + (o_d * s_dim)[None, :], mask=m_load[:, None] & m_d[None, :], other=0.0)
+            best = tl.maximum(best, tl.where(m_k[:, None], tl.dot(b_k, b_q), float("-inf")))
             words = words ^ lowest
-        m = tl.max(best.reshape(UNITS * SUB, SLOTS // (UNITS * SUB), ROWS), 1)
-        tl.store(p_s[None, :] + o_b[:, None], m, mask=flags != 0)
+        tl.store(scores + i_row * num_blocks + rank, tl.max(best.reshape(UNITS, WORDS * 16), 1), mask=m_b)
+        rank += shares * UNITS
+        ids = tl.load(open_blocks + i_row * num_blocks + rank, mask=rank < count, other=0)
+
+
+FEW = tl.constexpr(2)
+"""Open blocks a thread, as a rule."""
+
+
+@triton.jit
+def write_chosen(
+    p_ids, p_scores, count, p_out, num_blocks, FREE: tl.constexpr, REPS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Writes the FREE best of a row's `count` open blocks, at most REPS * COLS; returns how many they are."""
+    rank = tl.arange(0, REPS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    ids = tl.load(p_ids + rank, mask=rank < num_blocks, other=0)  # without waiting for `count`
+    x = tl.load(p_scores + rank, mask=rank < num_blocks, other=0.0)
+    words, n_free = best_of(tl.where(rank < count, x, float("-inf")), REPS, COLS, FREE)
+    chosen = ((words[None, :] >> tl.arange(0, REPS)[:, None]) & 1).reshape(REPS * COLS)
+    tl.store(p_out + tl.cumsum(chosen, 0) - 1, ids.reshape(REPS * COLS), mask=chosen != 0)
+    return n_free
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def choose_kernel(
+    open_blocks, scores, rescored, visible, out, num_blocks,
+    HEADS: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
+    REPS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (total_q * heads). The usual selection, of open blocks alone; as a rule they are fewer than `FEW` times columns."""
+    FREE: tl.constexpr = TOPK - INIT - LOCAL
+    i_row = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    seen = tl.minimum(tl.load(visible + i_row // HEADS), num_blocks)
+    count = tl.load(rescored + i_row)
+    n_init = tl.minimum(seen, INIT)
+    i_local = tl.maximum(seen - LOCAL, n_init)
+    p_ids, p_scores = open_blocks + i_row.to(tl.int64) * num_blocks, scores + i_row.to(tl.int64) * num_blocks
+    p_out = out + i_row.to(tl.int64) * TOPK
+    if count <= FEW * COLS:
+        n_free = write_chosen(p_ids, p_scores, count, p_out + n_init, num_blocks, FREE, FEW, COLS)
+    else:
+        n_free = write_chosen(p_ids, p_scores, count, p_out + n_init, num_blocks, FREE, REPS, COLS)
+    write_forced(p_out, seen, n_init, i_local, n_free, TOPK, TOPK_PAD)
 
 
 @dataclass(frozen=True)
@@ -289,12 +267,17 @@ class RescoreConfig:
     num_stages: int
     resident: int
 
+    def shares(self, rows: int, num_blocks: int, tile: Tile, device: Device) -> int:
+        """Programs of a row, of so many in all: a quarter more than are resident, as those without a block end at once."""
+        turns = ceil_div(tile.count(num_blocks) * tile.tile, 16 * SLOTS.value)
+        return min(max(self.resident * device.num_sms * 5 // (4 * rows), 1), turns)
 
-def rescore_config(device: Device, rows: int, dim: int, indirect: bool) -> RescoreConfig:
-    """rows: of a product. indirect: the page of each key is looked up, one stage ahead."""
+
+def rescore_config(device: Device, dim: int, indirect: bool) -> RescoreConfig:
+    """indirect: the page of each key is looked up, one stage ahead."""
     width = 2 * next_power_of_two(dim)
     for resident, buffers in ((4, 3), (3, 3), (2, 3), (2, 2), (1, 2), (1, 1)):
-        if resident * (buffers * SLOTS.value * width + rows * width + 2048) <= device.shared_bytes:
+        if resident * ((buffers * SLOTS.value + 16) * width + 2048) <= device.shared_bytes:
             break
     asynchronous = device.arch in (90, 100)  # the product reads the buffers itself, so it holds one
     return RescoreConfig(max(buffers - asynchronous, 1) * (1 + indirect) + 1, resident)
@@ -354,26 +337,25 @@ def launch_certified(
     total_q, heads, topk = out.shape
     num_blocks = ceil_div(lengths.max_seqlen_k, block_size)
     bounds, visible = workspace.bounds_of(total_q, heads, num_blocks), workspace.visible[:total_q]
-    open_words, free = workspace.open_words_of(total_q * heads, num_blocks), topk - init_blocks - local_blocks
+    ids, scores, rescored, candidates = workspace.open_blocks, workspace.scores, workspace.rescored, workspace.candidates
     pdl = index_q.device.type == "cuda" and facts(index_q.device).arch >= 90
-    candidates = workspace.candidates
     launch_bounds(index_q, keys.coarse, page_table, lengths, block_size, bounds, candidates, visible, pdl=pdl)
-    settle(bounds, visible, open_words, workspace.rescored, free, init_blocks, local_blocks, pdl)
-    rescore(index_q, keys.exact, page_table, lengths, block_size, open_words, candidates, bounds[0], pdl)
-    launch_topk(bounds[0], visible, init_blocks, local_blocks, out, pdl)
+    settle(bounds, visible, ids, rescored, topk - init_blocks - local_blocks, init_blocks, local_blocks, pdl)
+    rescore(index_q, keys.exact, page_table, lengths, block_size, num_blocks, ids, rescored, candidates, scores, pdl)
+    choose(ids, scores, rescored, visible, num_blocks, init_blocks, local_blocks, out, pdl)
 
 
 def settle(
     bounds: Tensor,
     visible: Tensor,
-    open_words: Tensor,
+    open_blocks: Tensor,
     rescored: Tensor,
     free: int,
     init_blocks: int,
     local_blocks: int,
     pdl: bool,
 ) -> None:
-    """Launches `settle_kernel`. bounds: ``[2, heads, total_q, num_blocks]``, last stride 1."""
+    """Launches `settle_kernel`. bounds: ``[2, heads, total_q, num_blocks]``, last stride 1; the others as in `Workspace`."""
     _, heads, total_q, num_blocks = bounds.shape
     warps = num_warps(num_blocks)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
@@ -382,7 +364,7 @@ def settle(
         (total_q * heads,),
         bounds,
         visible,
-        open_words,
+        open_blocks,
         rescored,
         *bounds.stride()[:3],
         num_blocks,
@@ -405,37 +387,38 @@ def rescore(
     page_table: Tensor | None,
     lengths: Lengths,
     block_size: int,
-    open_words: Tensor,
+    num_blocks: int,
+    open_blocks: Tensor,
+    rescored: Tensor,
     candidates: Tensor,
     scores: Tensor,
     pdl: bool,
     chosen: RescoreConfig | None = None,
 ) -> None:
-    """Launches `rescore_kernel`. exact: a pool with a page table, or packed keys. candidates: as `launch_bounds` leaves them.
-    scores: ``[heads, total_q, num_blocks]``; those of open blocks are written."""
+    """Launches `rescore_kernel`. exact: a pool with a page table, or packed keys. candidates: as `launch_bounds` leaves them;
+    the others as in `Workspace`."""
     _, heads, dim = index_q.shape
     device, tile = facts(index_q.device), Tile.of(block_size)
     source = KeySource.of_pool(exact, page_table, tile, device)
-    group, num_blocks, walks = heads // source.heads, scores.shape[2], lengths.batch * source.heads
+    group, walks = heads // source.heads, lengths.batch * source.heads
     rows = lengths.max_seqlen_q * group
-    product_rows, words = max(16, next_power_of_two(rows)), Words.of(rows, tile)
-    chosen = chosen or rescore_config(device, product_rows, dim, source.mode == PAGES)
-    turns = ceil_div(tile.count(num_blocks) * tile.tile, 16 * SLOTS.value)
+    words = Words.of(rows, tile)
+    chosen = chosen or rescore_config(device, dim, source.mode == PAGES)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     launch_kernel(
         rescore_kernel,
-        (min(max(chosen.resident * device.num_sms // walks, 1), turns), walks),
+        (rows, walks, chosen.shares(rows * walks, num_blocks, tile, device)),
         index_q,
         source.pool,
         source.page_table,
         *lengths.tensors,
-        open_words,
+        open_blocks,
+        rescored,
         candidates.view(words.dtype),
         scores,
         *index_q.stride(),
         *source.strides,
         source.table_stride,
-        *scores.stride()[:2],
         num_blocks,
         source.num_pages,
         source.capacity,
@@ -444,10 +427,8 @@ def rescore(
         GROUP=group,
         DIM=dim,
         DIM_PAD=next_power_of_two(dim),
-        ROWS=product_rows,
         BOUND_ROWS=words.rows,
         ROW_TILES=words.row_tiles,
-        COLS=open_words.shape[1],
         MODE=source.mode,
         PAGE_SIZE=source.page_size,
         STAGES=chosen.num_stages,
@@ -458,33 +439,71 @@ def rescore(
     )
 
 
+def choose(
+    open_blocks: Tensor,
+    scores: Tensor,
+    rescored: Tensor,
+    visible: Tensor,
+    num_blocks: int,
+    init_blocks: int,
+    local_blocks: int,
+    out: Tensor,
+    pdl: bool,
+) -> None:
+    """Launches `choose_kernel`. out: as of `launch_certified`; the others as in `Workspace`."""
+    total_q, heads, topk = out.shape
+    warps = num_warps(num_blocks)
+    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    launch_kernel(
+        choose_kernel,
+        (total_q * heads,),
+        open_blocks,
+        scores,
+        rescored,
+        visible,
+        out,
+        num_blocks,
+        HEADS=heads,
+        TOPK=topk,
+        TOPK_PAD=next_power_of_two(topk),
+        INIT=init_blocks,
+        LOCAL=local_blocks,
+        REPS=max(next_power_of_two(num_blocks) // (32 * warps), 1),
+        COLS=32 * warps,
+        PDL=pdl,
+        num_warps=warps,
+        **options,
+    )
+
+
 def compile_variants(arch: int) -> Iterator[Variant]:
     """Rows from 64 to 8192 blocks; pages and packed keys, odd dims and blocks."""
     device = COMPILE_TARGETS[arch]
-    settled = {"bounds": "*fp32"} | dict.fromkeys(("visible", "open_words", "rescored"), "*i32")
-    settled |= dict.fromkeys(("s_side", "s_h", "s_t", "num_blocks"), "i32")
+    integers = dict.fromkeys(("visible", "open_blocks", "rescored", "out"), "*i32")
+    types = integers | {"bounds": "*fp32", "scores": "*fp32"} | dict.fromkeys(("s_side", "s_h", "s_t", "num_blocks"), "i32")
     for num_blocks, free, early in ((64, 7, True), (1024, 15, True), (8192, 15, False)):
         warps = num_warps(num_blocks)
         constants = {"HEADS": 4, "FREE": free, "INIT": 0, "LOCAL": 1, "REPS": num_blocks // warps // 32, "COLS": warps * 32}
-        constants |= {"EARLY": early, "PDL": device.has_tma}
-        yield Variant(f"settle {free} of {num_blocks}", settle_kernel, settled, constants, warps)
-    for rows, dim, block_size, mode, columns in (
-        (4, 128, 128, PAGE, 32),
-        (64, 128, 128, FLAT, 512),
-        (16, 64, 32, PAGES, 64),
-        (8, 80, 256, PAGE, 32),
-        (64, 256, 64, PAGE, 64),
-        (4, 64, 20, PAGES, 32),
+        constants |= {"EARLY": early, "PDL": device.has_tma, "TOPK": free + 1, "TOPK_PAD": free + 1}
+        for name, kernel in (("settle", settle_kernel), ("choose", choose_kernel)):
+            names = kernel.arg_names
+            taken = {n: t for n, t in types.items() if n in names}, {n: c for n, c in constants.items() if n in names}
+            yield Variant(f"{name} {free} of {num_blocks}", kernel, *taken, warps, may_spill=16)
+    for rows, dim, block_size, mode in (
+        (4, 128, 128, PAGE),
+        (64, 128, 128, FLAT),
+        (16, 64, 32, PAGES),
+        (8, 80, 256, PAGE),
+        (64, 256, 64, PAGE),
+        (4, 64, 20, PAGES),
     ):
         tile = Tile.of(block_size)
         operands, words = Operands("bf16", "plain", dim, tile, mode, False), Words.of(rows, tile)
         types, constants = operands.arguments(device)
-        types |= dict.fromkeys(("open_words", "seq_lens"), "*i32") | {"scores": "*fp32"}
-        types |= {"candidates": words.type} | dict.fromkeys(("s_sh", "s_st", *LENGTHS), "i32")
-        chosen = rescore_config(device, max(16, rows), dim, mode == PAGES)
-        constants |= {"ROWS": max(16, rows), "BOUND_ROWS": words.rows, "ROW_TILES": words.row_tiles, "COLS": columns}
-        constants |= {"STAGES": chosen.num_stages, "PDL": device.has_tma}
-        constants |= operands.absent_lengths
+        types |= integers | {"seq_lens": "*i32", "scores": "*fp32", "candidates": words.type} | dict.fromkeys(LENGTHS, "i32")
+        chosen = rescore_config(device, dim, mode == PAGES)
+        constants |= {"BOUND_ROWS": words.rows, "ROW_TILES": words.row_tiles, "STAGES": chosen.num_stages}
+        constants |= {"PDL": device.has_tma} | operands.absent_lengths
         names = rescore_kernel.arg_names
         types = {n: t for n, t in types.items() if n in names and n not in constants}
         constants = {n: c for n, c in constants.items() if n in names}

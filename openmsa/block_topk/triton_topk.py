@@ -202,6 +202,16 @@ def as_bitmap(words, COLS: tl.constexpr):
     return words
 
 
+@triton.jit
+def write_forced(p_out, seen, n_init, i_local, n_free, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr):
+    """Writes what stands around the n_free ids of a row that sees `seen` blocks: forced blocks below n_init and from i_local
+    on, and -1 past the last."""
+    o_k = tl.arange(0, TOPK_PAD)
+    after = o_k - n_init - n_free
+    ids = tl.where(o_k < n_init, o_k, tl.where(after < seen - i_local, i_local + after, -1))
+    tl.store(p_out + o_k, ids, mask=(o_k < TOPK) & ((o_k < n_init) | (after >= 0)))
+
+
 @triton.jit(do_not_specialize=["num_blocks", "s_h", "s_t"])
 def topk_kernel(
     scores,
@@ -255,10 +265,7 @@ def topk_kernel(
             tl.store(p_ids, 32 * tl.arange(0, COLS) + bit_of(lowest), mask=words != 0)
             words = words ^ lowest
             p_ids += 1
-    o_k = tl.arange(0, TOPK_PAD)
-    after = o_k - n_init - n_free  # ids of forced blocks at the end
-    ids = tl.where(o_k < n_init, o_k, tl.where(after < seen - i_local, i_local + after, -1))
-    tl.store(p_out + o_k, ids, mask=(o_k < TOPK) & ((o_k < n_init) | (after >= 0)))
+    write_forced(p_out, seen, n_init, i_local, n_free, TOPK, TOPK_PAD)
 
 
 def refuse(scores: Tensor) -> str | None:

@@ -91,34 +91,13 @@ def possible_maxima(upper, least, KEYS: tl.constexpr):
 
 
 @triton.jit
-def either(x, y):
-    """Bits of one or the other."""
-    return x | y
-
-
-@triton.jit
-def open_candidates(candidates, i_t, flags, ROW_TILES: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr):
-    """Keys of tiles i_t [units, PARTS] that can have the best score of their block (`possible_maxima`) for a row to which their
-    unit is open (flags: [units, rows]), as bits of words of 16 neighbouring keys: [units, PARTS, TILE / 16]. candidates: of
-    the first tile."""
-    UNITS: tl.constexpr = flags.shape[0]
-    TURNS: tl.constexpr = flags.shape[1] // (4 * ROW_TILES)
+def candidate_words(candidates, i_tile, i_16, m_unit, i_four, ROW_TILES: tl.constexpr, TILE: tl.constexpr):
+    """Keys that can have the best score of their block for a row (`possible_maxima`), as bits of words of 16 neighbours: words
+    i_16 of tiles i_tile, [units, words], where m_unit [units]; 0 elsewhere. candidates: of the first tile, the row's tile of
+    rows and the row among four; i_four: these among the fours of the tile of rows."""
     WARPS: tl.constexpr = min(TILE // 16, 4)
-    LOOPS: tl.constexpr = TILE // (16 * WARPS)
-    o_c = tl.arange(0, TURNS)[None, None, :, None]
-    kept = tl.sum(flags.reshape(UNITS, ROW_TILES, TURNS, 4) * (15 << (4 * o_c)), 2)[:, None, :, None, None, :]
-    o_w = tl.arange(0, WARPS)[:, None, None] * 32 + tl.arange(0, 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    o_w = (tl.arange(0, ROW_TILES) * (WARPS * 32))[None, None, :, None, None, None] + o_w[None, None, None, :, :, :]
-    p_w = candidates + i_t.to(tl.int64)[:, :, None, None, None, None] * (ROW_TILES * WARPS * 32) + o_w
-    held = tl.load(p_w, mask=kept != 0, other=0).to(tl.int32) & kept
-    held = tl.reduce(tl.reduce(held, 5, either), 2, either)  # [units, PARTS, WARPS, 8]
-    if TURNS > 4:
-        held |= held >> 16
-    if TURNS > 2:
-        held |= held >> 8
-    if TURNS > 1:
-        held |= held >> 4
-    o_j, o_l = tl.arange(0, LOOPS)[:, None, None] * 2, tl.arange(0, 8)[None, None, :]
-    held = held[:, :, None, :, :]
-    words = (((held >> o_j) & 1) << o_l) | (((held >> (o_j + 1)) & 1) << (8 + o_l))
-    return tl.sum(words, 4).reshape(UNITS, PARTS, TILE // 16)
+    o_l = tl.arange(0, 8)[None, None, :]
+    o_w = i_tile.to(tl.int64) * (ROW_TILES * WARPS * 32) + i_16 % WARPS * 32
+    held = tl.load(candidates + o_w[:, :, None] + o_l * 4, mask=m_unit[:, None, None], other=0).to(tl.int32)
+    held = held >> (4 * i_four + i_16 // WARPS * 2)[:, :, None]
+    return tl.sum(((held & 1) << o_l) | ((held >> 1 & 1) << (o_l + 8)), 2)

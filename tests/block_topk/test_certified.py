@@ -297,6 +297,7 @@ def test_bounds_come_first_only_where_they_can_pay():
     assert certifies(**sizes)
     assert not certifies(**sizes | {"rows": 65})
     assert not certifies(**sizes | {"num_blocks": 15})
+    assert not certifies(**sizes | {"num_blocks": 8193})
     assert not certifies(**sizes | {"free": 0})
     assert not certifies(**sizes | {"all_rows": 1 << 15})
     assert certifies(**sizes | {"all_rows": 1 << 12, "walks": 1 << 10})

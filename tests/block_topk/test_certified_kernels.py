@@ -236,12 +236,6 @@ def test_keys_without_a_score():
     assert bool((upper[..., 3] == INF).all())
 
 
-def bits(words, num_blocks):
-    """Flags of blocks from words whose bit r stands for block r * columns + c: [rows, num_blocks]."""
-    flags = (words[:, None, :] >> torch.arange(32)[None, :, None]) & 1
-    return flags.flatten(1)[:, :num_blocks].bool()
-
-
 ROWS = (((20, 3), (300, 150), 3, 1, 64, 128, 64), ((12,), (260,), 4, 2, 32, 20, 0))  # as SHAPES: of 60 and of 24 rows
 
 
@@ -287,13 +281,22 @@ def test_keys_with_the_best_score_are_kept(shape, kind):
     assert kind != "random" or kept < 0.25 * possible
 
 
+def listed(ids, counts, num_blocks):
+    """Flags [heads, total_q, num_blocks] of ascending lists of ids, whose first `counts` [total_q, heads] count."""
+    ids = ids.view(*counts.shape, num_blocks).transpose(0, 1)
+    held = torch.arange(num_blocks) < counts.t()[..., None]
+    assert bool((ids.diff(dim=-1)[held[..., 1:]] > 0).all())
+    return torch.zeros(ids.shape, dtype=torch.int32).scatter_add(-1, ids.clamp(max=num_blocks - 1).long(), held.int()) > 0
+
+
 @pytest.mark.parametrize(
     ("shape", "opened"),
     [*itertools.product(SHAPES, ("least", "some", "all", "one sequence")), *((shape, "some") for shape in ROWS)],
 )
 def test_open_blocks_are_rescored_and_no_others(shape, opened):
-    """Whatever is open, in one part and in more parts than units, and the count is that of the blocks; the same whether only
-    keys that can be a block's best are read, or all."""
+    """Whatever is open, with a program for all of a row and with more than they are; the same whether only keys that can be a
+    block's best are read, or all. The best of them are selected."""
+    from openmsa.block_topk import reference
     from openmsa.block_topk import triton_certified as kernels
 
     q_lens, k_lens, heads, key_heads, dim, block_size, page_size = shape
@@ -307,18 +310,18 @@ def test_open_blocks_are_rescored_and_no_others(shape, opened):
     if opened == "one sequence":
         last = torch.arange(len(index_q)) < len(index_q) - q_lens[-1]
         upper[:, last] = lower[:, last]
-    bounds = torch.stack((lower, upper))
-    rescored = torch.full((len(index_q), heads), -7, dtype=torch.int32)
-    words = torch.full((len(index_q) * heads, 32), -1, dtype=torch.int32)
-    kernels.settle(bounds, visible, words, rescored, 2, 0, 1, False)
-    assert bool((bounds[0] == -INF).all())
-    is_open = bits(words, num_blocks).view(len(index_q), heads, -1).transpose(0, 1)
-    assert torch.equal(is_open.sum(-1).t().int(), rescored)
-    counts = (visible[:, None] - 1).clamp(min=0).expand(-1, heads).int()
-    if opened == "least":
-        assert torch.equal(rescored, counts.clamp(max=2))
-    elif opened == "all":
-        assert torch.equal(rescored, counts)
+    free = (torch.arange(num_blocks) < visible[:, None] - 1).expand_as(lower)
+    highest = lower.masked_fill(~free, -INF).topk(3, -1).values
+    at_least, at_most = free & (upper >= highest[..., 1:2]), free & (upper > highest[..., 2:])
+    counts = (visible[:, None] - 1).clamp(min=0).expand(-1, heads).int().contiguous()
+
+    rescored, ids = torch.full_like(counts, -7), torch.full((counts.numel() * num_blocks,), 1 << 30, dtype=torch.int32)
+    kernels.settle(torch.stack((lower, upper)), visible, ids, rescored, 2, 0, 1, False)
+    is_open = listed(ids, rescored, num_blocks)
+    assert bool((at_least <= is_open).all() & (is_open <= at_most).all())
+    if opened in ("least", "all"):
+        assert torch.equal(rescored, counts.clamp(max=2) if opened == "least" else counts)
+
     best = block_maxima(index_q, index_k, seqs, block_size).float()
     keys = paged(index_k, k_lens, page_size) if page_size else index_k
     coarse = Int8.quantize(keys.keys if page_size else index_k)
@@ -326,16 +329,42 @@ def test_open_blocks_are_rescored_and_no_others(shape, opened):
     if page_size:
         coarse, unknown = (PagedIndexKeys(x, keys.page_table, keys.seq_lens) for x in (coarse, unknown))
     candidates, every = (bounds_and_candidates(index_q, x, seqs, block_size)[3] for x in (coarse, unknown))
+    held = torch.arange(num_blocks) < rescored[..., None]
     results = []
-    for resident, some in ((1, candidates), (100, candidates), (100, every)):
-        scores = bounds[0].clone()
-        chosen = kernels.RescoreConfig(3, resident)
-        kernels.rescore(index_q, *taken(keys, seqs), block_size, words, some, scores, False, chosen)
-        torch.testing.assert_close(scores[is_open], best[is_open], rtol=1e-3, atol=1e-3)
-        assert bool((scores[~is_open] == -INF).all())
-        results.append(scores)
+    for resident, some in ((0, candidates), (100, candidates), (100, every)):
+        scores = torch.full(held.shape, NAN)
+        arguments = (*taken(keys, seqs), block_size, num_blocks, ids, rescored, some, scores, False)
+        kernels.rescore(index_q, *arguments, kernels.RescoreConfig(3, resident))
+        expected = best.transpose(0, 1).gather(-1, ids.view_as(held).clamp(max=num_blocks - 1).long())
+        torch.testing.assert_close(scores[held], expected[held], rtol=1e-3, atol=1e-3)
+        assert bool(scores[~held].isnan().all())
+        results.append(scores[held])
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+    blocks = torch.full((len(index_q), heads, 3), -7, dtype=torch.int32)
+    kernels.choose(ids, scores, rescored, visible, num_blocks, 0, 1, blocks, False)
+    exact = torch.full(held.shape, -INF)
+    exact.transpose(0, 1)[is_open] = scores.transpose(0, 1)[held.transpose(0, 1)]
+    assert torch.equal(blocks, reference.select_from_scores(exact.transpose(0, 1), 3, visible, 0, 1))
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 63, 64, 65, 190])
+def test_the_best_open_blocks_are_chosen(count):
+    """Few and many, with ties and with scores of -inf; forced blocks around them."""
+    from openmsa.block_topk import reference
+    from openmsa.block_topk import triton_certified as kernels
+
+    num_blocks, heads, seen = 200, 3, torch.tensor([196, 200], dtype=torch.int32)
+    ids = torch.stack([torch.randperm(190)[:count].sort().values + 2 for _ in range(2 * heads)]).view(2, heads, count).int()
+    scores = torch.randint(-3, 4, (2, heads, count)).float()
+    scores[scores == -3] = -INF
+    held_ids, held = torch.full((2, heads, num_blocks), 1 << 30, dtype=torch.int32), torch.full((2, heads, num_blocks), NAN)
+    held_ids[..., :count], held[..., :count] = ids, scores
+    blocks, counts = torch.full((2, heads, 16), -7, dtype=torch.int32), torch.full((2, heads), count, dtype=torch.int32)
+    kernels.choose(held_ids, held, counts, seen, num_blocks, 2, 3, blocks, False)
+    exact = torch.full((2, heads, num_blocks), -INF).scatter(-1, ids.long(), scores).transpose(0, 1)
+    assert torch.equal(blocks, reference.select_from_scores(exact, 16, seen, 2, 3))
 
 
 def test_equal_scores_open_every_block():
@@ -358,15 +387,17 @@ def test_configurations():
     tile = Tile.of(128)
     for device in COMPILE_TARGETS.values():
         for dim in (16, 64, 128, 256):
-            chosen = rescore_config(device, 16, dim, indirect=False)
+            chosen = rescore_config(device, dim, indirect=False)
             buffers = chosen.num_stages - (device.arch not in (90, 100))
             assert chosen.resident * (buffers * 64 + 16) * 2 * dim <= device.shared_bytes
             for rows, held in ((1, 4), (4, 4), (5, 8), (64, 32)):
                 assert bounds_config(device, rows, dim, tile, indirect=True, tma=device.has_tma).rows == held
-    assert rescore_config(COMPILE_TARGETS[90], 16, 128, indirect=False) == RescoreConfig(3, 4)
-    assert rescore_config(COMPILE_TARGETS[90], 16, 128, indirect=True) == RescoreConfig(5, 4)
-    assert rescore_config(COMPILE_TARGETS[80], 64, 128, indirect=False) == RescoreConfig(4, 2)
-    assert rescore_config(COMPILE_TARGETS[120], 16, 256, indirect=False) == RescoreConfig(3, 1)
+    hopper = COMPILE_TARGETS[90]
+    assert rescore_config(hopper, 128, indirect=False) == RescoreConfig(3, 4)
+    assert rescore_config(hopper, 128, indirect=True) == RescoreConfig(5, 4)
+    assert rescore_config(COMPILE_TARGETS[120], 256, indirect=False) == RescoreConfig(3, 1)
+    assert [RescoreConfig(3, 4).shares(rows, 1024, tile, hopper) for rows in (1, 4, 128, 1 << 12)] == [128, 128, 5, 1]
+    assert RescoreConfig(3, 4).shares(4, 10, tile, hopper) == 2
 
 
 def test_words_of_candidates():
