@@ -28,19 +28,6 @@ def draw(counter, programs):
 
 
 @triton.jit
-def fetch_ahead(p, mask):
-    """Asks for the lines of memory at these addresses, which then come from the L2 cache; nothing is read."""
-    tl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0;}",
-        "=r,l,r",
-        [p, mask.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _word(value, tag):
     return (tag.to(tl.int64) << 32) | (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
 

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from openmsa.index_branch.triton_tiles import fetch_pages
 from openmsa.kv_cache import E4M3, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
 from openmsa.runtime import devices
@@ -285,6 +286,8 @@ def sparse_decode_kernel(
     if PAGE:
         p_table = page_table + i_b.to(tl.int64) * stride_tb
     o_u = tl.arange(0, TILES)
+    if PDL and PAGE:  # index keys have driven the page table out of the cache
+        fetch_pages(p_table, stride_tp, capacity // PAGE)
     if PDL:  # only `blocks` comes from the kernel in front
         if FORMAT != 0:
             b_qs, b_row = query_parts(parts, WALKS)
