@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 
 from openmsa.decode.triton_words import put
+from openmsa.index_branch.triton_fetch import fetch_ahead
 from openmsa.index_branch.triton_products import block_maxima
-from openmsa.index_branch.triton_tiles import fetch_ahead, load_rows, tile_start
+from openmsa.index_branch.triton_tiles import load_rows, tile_start
 
 
 @triton.jit

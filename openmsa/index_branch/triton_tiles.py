@@ -247,24 +247,3 @@ def hold_rows(b_q, DIM_PAD: tl.constexpr):
         return same
     else:
         return tl.where(same == b_q, same, b_q)
-
-
-@triton.jit
-def fetch_ahead(p, mask):
-    """Asks for the lines of memory at these addresses, which then come from the L2 cache; nothing is read."""
-    tl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0;}",
-        "=r,l,r",
-        [p, mask.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def fetch_pages(page_row, s_page, num_pages):
-    """`fetch_ahead` of a row of a page table with so many entries, s_page apart."""
-    o_line = tl.arange(0, 128) * 32  # entries of 4 bytes; a line has 128
-    for i in range(0, num_pages, 4096):
-        fetch_ahead(page_row + (i + o_line) * s_page, i + o_line < num_pages)

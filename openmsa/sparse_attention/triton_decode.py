@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.index_branch.triton_tiles import fetch_pages
+from openmsa.index_branch.triton_fetch import fetch_pages
 from openmsa.kv_cache import E4M3, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
 from openmsa.runtime import devices
