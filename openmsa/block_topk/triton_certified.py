@@ -6,8 +6,8 @@ block's, which is its best key's. A key whose upper bound is below the best lowe
 the others, some six of a block as a rule, are kept as bits. Of a row that has k places to give, a block stays open whose upper
 bound reaches the k-th best lower one. Of open blocks the keys kept are read exactly, by the arithmetic of the scoring kernel,
 and the usual top-k ends it, so the bits of the scores that decide are those of the uncertified selection: every key that has
-the best score of its block is among those kept, whatever else is. With more rows than one tile nearly every block is open to
-some row: then the exact selection is the faster way and is what runs, every visible block counted as rescored.
+the best score of its block is among those kept, whatever else is. Where `certifies` says no (many rows, which share the reading
+of exact keys; very long ones) the exact selection is what runs, every visible block counted as rescored.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from openmsa.types import Layout
 MAX_ROWS = 64
 """(query, head) rows a sequence has for a key head."""
 MAX_BLOCKS = 8192
-"""Of a row, which one program holds."""
+"""Of a row, both bounds of which one program holds in registers: half as many as of scores alone."""
 
 
 def certifies(rows: int, num_blocks: int, free: int, all_rows: int, walks: int, block_size: int) -> bool:
@@ -218,7 +218,7 @@ def rescore_kernel(
 
 
 FEW = tl.constexpr(2)
-"""Open blocks a thread, as a rule."""
+"""Open blocks a thread holds as a rule; where they are more, it holds the whole row."""
 
 
 @triton.jit
@@ -268,7 +268,7 @@ class RescoreConfig:
     resident: int
 
     def shares(self, rows: int, num_blocks: int, tile: Tile, device: Device) -> int:
-        """Programs of a row, of so many in all: a quarter more than are resident, as those without a block end at once."""
+        """Programs of a row of so many in the grid: a quarter more than are resident, as those without a block end at once."""
         turns = ceil_div(tile.count(num_blocks) * tile.tile, 16 * SLOTS.value)
         return min(max(self.resident * device.num_sms * 5 // (4 * rows), 1), turns)
 

@@ -93,8 +93,8 @@ def possible_maxima(upper, least, KEYS: tl.constexpr):
 @triton.jit
 def candidate_words(candidates, i_tile, i_16, m_unit, i_four, ROW_TILES: tl.constexpr, TILE: tl.constexpr):
     """Keys that can have the best score of their block for a row (`possible_maxima`), as bits of words of 16 neighbours: words
-    i_16 of tiles i_tile, [units, words], where m_unit [units]; 0 elsewhere. candidates: of the first tile, the row's tile of
-    rows and the row among four; i_four: these among the fours of the tile of rows."""
+    i_16 of tiles i_tile, [units, words], where m_unit [units]; 0 elsewhere. candidates: those of the first tile and the row's
+    tile of rows, from word row % 4 on; i_four: (row in its tile) // 4."""
     WARPS: tl.constexpr = min(TILE // 16, 4)
     o_l = tl.arange(0, 8)[None, None, :]
     o_w = i_tile.to(tl.int64) * (ROW_TILES * WARPS * 32) + i_16 % WARPS * 32

@@ -22,7 +22,7 @@ def fetch_ahead(p, mask):
 
 @triton.jit
 def fetch_pages(page_row, s_page, num_pages):
-    """`fetch_ahead` of a row of a page table with so many entries, s_page apart."""
-    o_line = tl.arange(0, 128) * 32  # lines of 128 bytes
+    """`fetch_ahead` of the first entries of a row of a page table, s_page apart: every line of 128 bytes where that is 1."""
+    o_line = tl.arange(0, 128) * 32
     for i in range(0, num_pages, 4096):
         fetch_ahead(page_row + (i + o_line) * s_page, i + o_line < num_pages)

@@ -287,7 +287,7 @@ def sparse_decode_kernel(
         p_table = page_table + i_b.to(tl.int64) * stride_tb
     o_u = tl.arange(0, TILES)
     if PDL and PAGE:  # index keys have driven the page table out of the cache
-        fetch_pages(p_table, stride_tp, capacity // PAGE)
+        fetch_pages(p_table, stride_tp, tl.cdiv(tl.maximum(n_k, 0), PAGE))
     if PDL:  # only `blocks` comes from the kernel in front
         if FORMAT != 0:
             b_qs, b_row = query_parts(parts, WALKS)
