@@ -26,14 +26,15 @@ from openmsa.block_scores import exact_keys
 from openmsa.block_topk import triton_select
 from openmsa.block_topk.triton_topk import (
     EARLY_ROWS,
-    as_bitmap,
     as_words,
     best_of,
     bit_of,
     goal_reached,
-    num_warps,
     popcount,
+    row_constants,
+    selection_constants,
     write_forced,
+    write_ids,
 )
 from openmsa.index_branch.triton_bounds import launch_bounds
 from openmsa.index_branch.triton_candidates import Words, candidate_words
@@ -132,15 +133,9 @@ def settle_kernel(
     bar, count, _ = goal_reached(low, REPS, COLS, FREE)
     if count < FREE:
         bar = float("-inf")
-    words = as_bitmap(as_words(tl.where((high >= bar) & (high > float("-inf")), 1.0, 0.0), REPS, COLS), COLS)
-    number = popcount(words)
-    tl.store(rescored + i_row, tl.sum(number, 0))
-    p_ids = open_blocks + i_row.to(tl.int64) * num_blocks + (tl.cumsum(number, 0) - number)
-    for _ in range(tl.max(number, 0)):
-        lowest = words & -words
-        tl.store(p_ids, 32 * tl.arange(0, COLS) + bit_of(lowest), mask=words != 0)
-        words = words ^ lowest
-        p_ids += 1
+    words = as_words(tl.where((high >= bar) & (high > float("-inf")), 1.0, 0.0), REPS, COLS)
+    tl.store(rescored + i_row, tl.sum(popcount(words), 0))
+    write_ids(open_blocks + i_row.to(tl.int64) * num_blocks, words, COLS)
 
 
 LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys"]
@@ -357,7 +352,6 @@ def settle(
 ) -> None:
     """Launches `settle_kernel`. bounds: ``[2, heads, total_q, num_blocks]``, last stride 1; the others as in `Workspace`."""
     _, heads, total_q, num_blocks = bounds.shape
-    warps = num_warps(num_blocks)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     launch_kernel(
         settle_kernel,
@@ -372,11 +366,9 @@ def settle(
         FREE=free,
         INIT=init_blocks,
         LOCAL=local_blocks,
-        REPS=max(next_power_of_two(num_blocks) // (32 * warps), 1),
-        COLS=32 * warps,
         EARLY=total_q * heads <= EARLY_ROWS,
         PDL=pdl,
-        num_warps=warps,
+        **row_constants(num_blocks),
         **options,
     )
 
@@ -451,8 +443,7 @@ def choose(
     pdl: bool,
 ) -> None:
     """Launches `choose_kernel`. out: as of `launch_certified`; the others as in `Workspace`."""
-    total_q, heads, topk = out.shape
-    warps = num_warps(num_blocks)
+    total_q, heads, _ = out.shape
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     launch_kernel(
         choose_kernel,
@@ -463,15 +454,8 @@ def choose(
         visible,
         out,
         num_blocks,
-        HEADS=heads,
-        TOPK=topk,
-        TOPK_PAD=next_power_of_two(topk),
-        INIT=init_blocks,
-        LOCAL=local_blocks,
-        REPS=max(next_power_of_two(num_blocks) // (32 * warps), 1),
-        COLS=32 * warps,
         PDL=pdl,
-        num_warps=warps,
+        **selection_constants(out, num_blocks, init_blocks, local_blocks),
         **options,
     )
 
@@ -482,13 +466,13 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     integers = dict.fromkeys(("visible", "open_blocks", "rescored", "out"), "*i32")
     types = integers | {"bounds": "*fp32", "scores": "*fp32"} | dict.fromkeys(("s_side", "s_h", "s_t", "num_blocks"), "i32")
     for num_blocks, free, early in ((64, 7, True), (1024, 15, True), (8192, 15, False)):
-        warps = num_warps(num_blocks)
-        constants = {"HEADS": 4, "FREE": free, "INIT": 0, "LOCAL": 1, "REPS": num_blocks // warps // 32, "COLS": warps * 32}
-        constants |= {"EARLY": early, "PDL": device.has_tma, "TOPK": free + 1, "TOPK_PAD": free + 1}
+        constants = selection_constants(torch.empty(1, 4, free + 1, device="meta"), num_blocks, 0, 1)
+        constants |= {"FREE": free, "EARLY": early, "PDL": device.has_tma}
+        warps = constants.pop("num_warps")
         for name, kernel in (("settle", settle_kernel), ("choose", choose_kernel)):
             names = kernel.arg_names
             taken = {n: t for n, t in types.items() if n in names}, {n: c for n, c in constants.items() if n in names}
-            yield Variant(f"{name} {free} of {num_blocks}", kernel, *taken, warps, may_spill=16)
+            yield Variant(f"{name} {free} of {num_blocks}", kernel, *taken, warps)
     for rows, dim, block_size, mode in (
         (4, 128, 128, PAGE),
         (64, 128, 128, FLAT),

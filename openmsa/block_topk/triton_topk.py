@@ -203,6 +203,19 @@ def as_bitmap(words, COLS: tl.constexpr):
 
 
 @triton.jit
+def write_ids(p_out, words, COLS: tl.constexpr):
+    """Writes the ids whose bits are set in words [COLS], bit r of word c for id r * COLS + c, in ascending order."""
+    words = as_bitmap(words, COLS)
+    number = popcount(words)
+    p_ids = p_out + (tl.cumsum(number, 0) - number)
+    for _ in range(tl.max(number, 0)):
+        lowest = words & -words
+        tl.store(p_ids, 32 * tl.arange(0, COLS) + bit_of(lowest), mask=words != 0)
+        words = words ^ lowest
+        p_ids += 1
+
+
+@triton.jit
 def write_forced(p_out, seen, n_init, i_local, n_free, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr):
     """Writes what stands around the n_free ids of a row that sees `seen` blocks: forced blocks below n_init and from i_local
     on, and -1 past the last."""
@@ -257,14 +270,7 @@ def topk_kernel(
         else:
             x = tl.load(p_s, mask=m_free, other=float("-inf"))
         words, n_free = best_of(x.to(tl.float32), REPS, COLS, FREE)
-        words = as_bitmap(words, COLS)
-        number = popcount(words)
-        p_ids = p_out + (n_init + tl.cumsum(number, 0) - number)
-        for _ in range(tl.max(number, 0)):
-            lowest = words & -words
-            tl.store(p_ids, 32 * tl.arange(0, COLS) + bit_of(lowest), mask=words != 0)
-            words = words ^ lowest
-            p_ids += 1
+        write_ids(p_out + n_init, words, COLS)
     write_forced(p_out, seen, n_init, i_local, n_free, TOPK, TOPK_PAD)
 
 
@@ -282,6 +288,19 @@ def select_from_scores(scores: Tensor, topk: int, visible_blocks: Tensor, init_b
     return out
 
 
+def row_constants(num_blocks: int) -> dict[str, int]:
+    """The constexprs of a kernel whose programs hold a row of so many blocks each, and its number of warps."""
+    warps = num_warps(num_blocks)
+    return {"REPS": max(next_power_of_two(num_blocks) // (32 * warps), 1), "COLS": 32 * warps, "num_warps": warps}
+
+
+def selection_constants(out: Tensor, num_blocks: int, init_blocks: int, local_blocks: int) -> dict[str, int]:
+    """The same, of one that writes the selection of rows to ``out[total_q, heads, topk]``."""
+    _, heads, topk = out.shape
+    chosen = {"HEADS": heads, "TOPK": topk, "TOPK_PAD": next_power_of_two(topk), "INIT": init_blocks, "LOCAL": local_blocks}
+    return chosen | row_constants(num_blocks)
+
+
 def launch_topk(
     scores: Tensor,
     visible: Tensor,
@@ -289,14 +308,10 @@ def launch_topk(
     local_blocks: int,
     out: Tensor,
     pdl: bool = False,
-    warps: int | None = None,
 ) -> None:
     """scores: ``[heads, total_q, num_blocks]``, any strides, at most `MAX_BLOCKS` blocks. out: int32 ``[total_q, heads,
     topk]``, contiguous. pdl: wait for the kernel before inside this one, so that the two launches overlap."""
     heads, total_q, num_blocks = scores.shape
-    topk = out.shape[2]
-    warps = warps or num_warps(num_blocks)
-    columns = 32 * warps
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     launch_kernel(
         topk_kernel,
@@ -306,16 +321,9 @@ def launch_topk(
         out,
         *scores.stride(),
         num_blocks,
-        HEADS=heads,
-        TOPK=topk,
-        TOPK_PAD=next_power_of_two(topk),
-        INIT=init_blocks,
-        LOCAL=local_blocks,
-        REPS=max(next_power_of_two(num_blocks) // columns, 1),
-        COLS=columns,
         EARLY=total_q * heads <= EARLY_ROWS,
         PDL=pdl,
-        num_warps=warps,
+        **selection_constants(out, num_blocks, init_blocks, local_blocks),
         **options,
     )
 
@@ -324,8 +332,10 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     """Rows from 64 to 16384 blocks."""
     arguments = dict.fromkeys(("s_h", "s_t", "num_blocks"), "i32") | {"scores": "*fp32", "visible": "*i32", "out": "*i32"}
     for num_blocks, rows, topk in ((64, 4, 8), (1024, 65536, 16), (1024, 4, 16), (8192, 32768, 16), (16384, 4, 64)):
-        warps = num_warps(num_blocks)
-        constexprs = {"s_b": 1, "HEADS": 4, "TOPK": topk, "TOPK_PAD": topk, "INIT": 0, "LOCAL": 1}
-        constexprs |= {"REPS": num_blocks // warps // 32, "COLS": warps * 32, "EARLY": rows == 4}
+        constexprs = selection_constants(torch.empty(1, 4, topk, device="meta"), num_blocks, 0, 1) | {
+            "s_b": 1,
+            "EARLY": rows == 4,
+        }
+        warps = constexprs.pop("num_warps")
         constexprs |= {"PDL": rows == 4 and arch >= 90}
         yield Variant(f"topk {topk} of {num_blocks} x {rows}", topk_kernel, arguments, constexprs, warps)
