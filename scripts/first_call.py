@@ -6,6 +6,7 @@
 
 One process an operation and kind of cache. Its clock starts when torch is imported, the CUDA context exists and the inputs lie
 on the device: what counts is the import of openmsa's kernels and of triton, and the call itself up to the end of its work.
+Later processes find Python's bytecode, which installers write, and which some images and PYTHONDONTWRITEBYTECODE leave out.
 Prints a table and exits with 1 where a call misses its limits: 5 seconds a kernel when everything must be compiled, and 0.3
 seconds a kernel from the cache. Most operations are one kernel; sparse prefill is six.
 """
@@ -119,8 +120,9 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def launch(name: str, cache: Path, kind: str) -> dict[str, Any]:
-    """`measure` in a new process."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
+    """`measure` in a new process. Bytecode goes beside the caches."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPYCACHEPREFIX": str(cache.parent / "bytecode")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, __file__, "--child", name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     found = [line for line in done.stdout.splitlines() if line.startswith(REPORT)]
