@@ -129,12 +129,15 @@ def test_forced_blocks_and_shared_selection(device, form):
         ((330,), 128, {}, False),
         ((200, 330), PAGE, {"init_blocks": 2, "local_blocks": 2}, False),
         ((330,), PAGE, {"topk": 13}, False),
+        ((200, 330), PAGE, {"new_tokens": 8}, True),
+        ((200, 330), PAGE, {"new_tokens": 9}, False),
     ],
-    ids=["bounds first", "one launch", "no free place", "a place for each block"],
+    ids=["bounds first", "one launch", "no free place", "a place for each block", "16 rows", "18 rows"],
 )
 def test_when_bounds_of_certified_keys_come_first(device, k_lens, page, forced, bounded):
     """Either way the results are those of the exact keys, bit for bit."""
-    p = problem([1] * len(k_lens), k_lens, kv_heads=2, group=4, head_dim=64, index_dim=32, dtype=torch.bfloat16)
+    tokens = forced.get("new_tokens", 1)
+    p = problem([tokens] * len(k_lens), k_lens, kv_heads=2, group=4, head_dim=64, index_dim=32, dtype=torch.bfloat16)
     plan = plan_of(p, device, page_size=page, **forced)
     results, used = [], []
     for form in FORMS:

@@ -37,7 +37,7 @@ from openmsa.block_topk.triton_topk import (
     write_ids,
 )
 from openmsa.index_branch.triton_bounds import launch_bounds
-from openmsa.index_branch.triton_candidates import Words, candidate_words
+from openmsa.index_branch.triton_candidates import MAX_ROWS, Words, candidate_words
 from openmsa.index_branch.triton_launch import score_rows
 from openmsa.index_branch.triton_sources import KeySource
 from openmsa.index_branch.triton_tiles import (
@@ -59,8 +59,6 @@ from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
-MAX_ROWS = 64
-"""(query, head) rows a sequence has for a key head."""
 MAX_BLOCKS = 8192
 """Of a row, both bounds of which one program holds in registers: half as many as of scores alone."""
 
@@ -148,11 +146,11 @@ def rescore_kernel(
     q, keys, page_table, cu_q, cu_k, seq_lens, q_offset, open_blocks, rescored, candidates, scores,
     s_qt, s_qh, s_qd, s_page, s_head, s_token, s_dim, s_table, num_blocks, num_pages, capacity, max_keys,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, BOUND_ROWS: tl.constexpr,
-    ROW_TILES: tl.constexpr, MODE: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, MODE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows of a sequence and key head, batch * key heads, shares): the shares of a row take turns at its open blocks, as
-    many at a time as have `SLOTS` words of keys. BOUND_ROWS, ROW_TILES: `Words` of candidates."""
+    many at a time as have `SLOTS` words of keys."""
     WORDS: tl.constexpr = TILE * PARTS // (16 * SUB)  # of a block
     UNITS: tl.constexpr = SLOTS // WORDS
     i_r, i_share, shares = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
@@ -172,8 +170,7 @@ def rescore_kernel(
         page_row += i_s.to(tl.int64) * s_table
     keys += i_kh.to(tl.int64) * s_head
     WARPS: tl.constexpr = min(TILE // 16, 4)
-    candidates += tl.program_id(1).to(tl.int64) * (tl.cdiv(num_blocks, SUB) * (PARTS * ROW_TILES * WARPS * 32))
-    candidates += i_r // BOUND_ROWS * (WARPS * 32) + i_r % 4
+    candidates += tl.program_id(1).to(tl.int64) * (tl.cdiv(num_blocks, SUB) * (PARTS * WARPS * 32)) + i_r % 4
     o_w = tl.arange(0, WORDS)[None, :]
     rank = i_share * UNITS + tl.arange(0, UNITS)
     if PDL:
@@ -186,7 +183,7 @@ def rescore_kernel(
         i_b = tl.where(m_b, ids, 0)
         i_16 = (i_b % SUB * WORDS)[:, None] + o_w % (TILE // 16)  # words in a tile
         i_tile = (i_b // SUB * PARTS)[:, None] + o_w // (TILE // 16)
-        words = candidate_words(candidates, i_tile, i_16, m_b, i_r % BOUND_ROWS // 4, ROW_TILES, TILE).reshape(SLOTS)
+        words = candidate_words(candidates, i_tile, i_16, m_b, i_r // 4, TILE).reshape(SLOTS)
         i_16 = (tile_start(i_tile, BLOCK, KEYS, SUB, PARTS) + i_16 * 16).reshape(SLOTS)
         if MODE == 1:  # a tile lies in one page
             i_page = tl.load(page_row + page_number(i_16, PAGE_SIZE), mask=i_16 < k_len, other=-1)
@@ -394,7 +391,6 @@ def rescore(
     source = KeySource.of_pool(exact, page_table, tile, device)
     group, walks = heads // source.heads, lengths.batch * source.heads
     rows = lengths.max_seqlen_q * group
-    words = Words.of(rows, tile)
     chosen = chosen or rescore_config(device, dim, source.mode == PAGES)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     launch_kernel(
@@ -406,7 +402,7 @@ def rescore(
         *lengths.tensors,
         open_blocks,
         rescored,
-        candidates.view(words.dtype),
+        candidates.view(Words.of(rows, tile).dtype),
         scores,
         *index_q.stride(),
         *source.strides,
@@ -419,8 +415,6 @@ def rescore(
         GROUP=group,
         DIM=dim,
         DIM_PAD=next_power_of_two(dim),
-        BOUND_ROWS=words.rows,
-        ROW_TILES=words.row_tiles,
         MODE=source.mode,
         PAGE_SIZE=source.page_size,
         STAGES=chosen.num_stages,
@@ -475,10 +469,10 @@ def compile_variants(arch: int) -> Iterator[Variant]:
             yield Variant(f"{name} {free} of {num_blocks}", kernel, *taken, warps)
     for rows, dim, block_size, mode in (
         (4, 128, 128, PAGE),
-        (64, 128, 128, FLAT),
+        (16, 128, 128, FLAT),
         (16, 64, 32, PAGES),
         (8, 80, 256, PAGE),
-        (64, 256, 64, PAGE),
+        (16, 256, 64, PAGE),
         (4, 64, 20, PAGES),
     ):
         tile = Tile.of(block_size)
@@ -486,7 +480,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
         types, constants = operands.arguments(device)
         types |= integers | {"seq_lens": "*i32", "scores": "*fp32", "candidates": words.type} | dict.fromkeys(LENGTHS, "i32")
         chosen = rescore_config(device, dim, mode == PAGES)
-        constants |= {"BOUND_ROWS": words.rows, "ROW_TILES": words.row_tiles, "STAGES": chosen.num_stages}
+        constants["STAGES"] = chosen.num_stages
         constants |= {"PDL": device.has_tma} | operands.absent_lengths
         names = rescore_kernel.arg_names
         types = {n: t for n, t in types.items() if n in names and n not in constants}

@@ -102,16 +102,15 @@ def bounds_kernel(
     TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr,
     TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, row tiles, batch * key heads). errors: None where scales are words (`Int8.words`). bounds: lower ones, then
+    """Grid (splits, batch * key heads). errors: None where scales are words (`Int8.words`). bounds: lower ones, then
     upper ones. candidates: see `Words`. PDL: let the kernel behind this one be launched while this one runs."""
     if PDL:
         gdc_launch_dependents()
-    i_split, i_m = tl.program_id(0), tl.program_id(1)
-    i_s, i_h = tl.program_id(2) // KEY_HEADS, tl.program_id(2) % KEY_HEADS
+    i_split, i_s, i_h = tl.program_id(0), tl.program_id(1) // KEY_HEADS, tl.program_id(1) % KEY_HEADS
     q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys)
-    if i_m * ROWS >= q_len * GROUP:
+    if q_len <= 0:
         return
-    o_r, m_row, i_last, seen_by_all, seen_by_any = rows_of(i_m, q_len, k_len, offset, GROUP, ROWS)
+    o_r, m_row, i_last, seen_by_all, seen_by_any = rows_of(0, q_len, k_len, offset, GROUP, ROWS)
     store_visible(visible, q_start, o_r, m_row, i_last, i_split + i_h == 0, GROUP, BLOCK)
     first, _, i_full, i_end = tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, BLOCK, SUB, PARTS)
     page_row = page_table
@@ -124,7 +123,7 @@ def bounds_kernel(
     b_grain = (b_norm * (SUM + 2.0**-21) + b_rest) * (LARGEST * 1048576.0)
 
     o_c = tl.arange(0, 2 * ROWS)  # columns: a lower and an upper bound of each row
-    o_r = i_m * ROWS + o_c // 2
+    o_r = o_c // 2
     m_c = o_r < q_len * GROUP
     i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)
     p_b = bounds + (o_c % 2).to(tl.int64) * s_side + (i_h * GROUP + o_r % GROUP).to(tl.int64) * s_sh
@@ -132,9 +131,7 @@ def bounds_kernel(
     s_sb = tl.full([], 1, tl.int64)
     best = tl.full([2 * ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
     WORDS: tl.constexpr = min(2 * TILE, 128)
-    s_w = tl.num_programs(1) * WORDS  # from tile to tile
-    p_w = candidates + (tl.program_id(2).to(tl.int64) * (tl.cdiv(num_blocks, SUB) * PARTS * s_w) + i_m * WORDS)
-    p_w += tl.arange(0, WORDS)
+    p_w = candidates + tl.program_id(1).to(tl.int64) * (tl.cdiv(num_blocks, SUB) * PARTS * WORDS) + tl.arange(0, WORDS)
     for i_t in tl.range(first, i_full, num_stages=STAGES):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
         m, words = bound_tile(
@@ -146,7 +143,7 @@ def bounds_kernel(
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
             best = m
         store_maxima(p_b, m, None, i_t, num_blocks, s_sb, m_c, SUB, PARTS)
-        tl.store(p_w + i_t * s_w, words.to(candidates.dtype.element_ty), eviction_policy="evict_last")
+        tl.store(p_w + i_t * WORDS, words.to(candidates.dtype.element_ty), eviction_policy="evict_last")
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
         i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
         m, words = bound_tile(
@@ -158,7 +155,7 @@ def bounds_kernel(
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
             best = m
         store_maxima(p_b, m, None, i_t, num_blocks, s_sb, m_c, SUB, PARTS)
-        tl.store(p_w + i_t * s_w, words.to(candidates.dtype.element_ty), eviction_policy="evict_last")
+        tl.store(p_w + i_t * WORDS, words.to(candidates.dtype.element_ty), eviction_policy="evict_last")
 
 
 def bounds_config(device: Device, rows: int, dim: int, tile: Tile, indirect: bool, tma: bool) -> Config:
@@ -190,7 +187,7 @@ def launch_bounds(
               block has no score, +inf in the second where the arithmetic bounds nothing (there even if no key is seen);
               undefined for blocks that a query does not see.
     candidates:  int8 ``[batch * key heads * Words.bytes]`` or more: receives which keys can have the best score of their
-              block; for a row also keys that it does not see. Undefined for tiles that no row of a tile of rows sees.
+              block; for a row also keys that it does not see. Undefined for tiles that no row sees.
     visible:  int32 ``[total_q]``: receives how many blocks each query sees.
     pdl:      the next launch waits for this one inside its kernel."""
     device, tile = facts(index_q.device), Tile.of(block_size)
@@ -199,15 +196,15 @@ def launch_bounds(
     group = heads // source.heads
     rows = lengths.max_seqlen_q * group
     chosen = chosen or bounds_config(device, rows, dim, tile, source.mode != FLAT, source.tma)
-    row_tiles, num_blocks = ceil_div(rows, chosen.rows), bounds.shape[3]
+    num_blocks = bounds.shape[3]
     blocks = -(-num_blocks // tile.sub)
-    num_splits = splits(row_tiles * lengths.batch * source.heads, blocks, chosen.resident * device.num_sms, 1)
+    num_splits = splits(lengths.batch * source.heads, blocks, chosen.resident * device.num_sms, 1)
     blocks_a_split = ceil_div(blocks, num_splits)
     scales = source.scales
     constants: dict[str, Any] = {"MODE": source.mode, "TMA": source.tma, "PAGE_SIZE": source.page_size} | tile.constexprs()
     launch_kernel(
         bounds_kernel,
-        (-(-blocks // blocks_a_split), row_tiles, lengths.batch * source.heads),
+        (-(-blocks // blocks_a_split), lengths.batch * source.heads),
         index_q,
         source.keys,
         scales.scale,

@@ -162,7 +162,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     for query, rows, dim, block_size, mode, tma in (
         ("bf16", 4, 128, 128, PAGE, True),
         ("fp16", 8, 128, 128, FLAT, True),
-        ("bf16", 64, 128, 128, PAGE, True),
+        ("bf16", 16, 128, 128, PAGE, True),
         ("bf16", 16, 64, 32, PAGES, False),
         ("bf16", 4, 80, 256, PAGE, True),
         ("bf16", 4, 256, 48, PAGES, False),
