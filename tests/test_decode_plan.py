@@ -24,7 +24,9 @@ FORMS = ["plain", "certified"]
 
 @pytest.fixture(params=HOW)
 def device(request, monkeypatch):
-    """ "kernels": the GPU's path on CPU tensors, in the interpreter."""
+    """ "kernels": the GPU's path on CPU tensors, in the interpreter. There bounds of few certified keys come first too."""
+    if request.param != "stages":
+        monkeypatch.setattr("openmsa.decode.kernels.BOUNDS_PAY", 0)
     if request.param == "kernels":
         monkeypatch.setattr(decode, "uses_kernels", lambda device: True)
     return "cuda" if request.param == "cuda" else "cpu"
@@ -120,6 +122,23 @@ def test_forced_blocks_and_shared_selection(device, form):
     forced = {"init_blocks": 1, "local_blocks": 2}
     plan = plan_of(p, device, new_tokens=2, index_heads=1, **forced)
     check(plan, p, plan.run(p.q.to(device), kv, p.index_q.to(device), keys), **forced)
+
+
+def test_bounds_of_few_keys_do_not_come_first(device, monkeypatch):
+    """A plan that may see many holds memory for them, and a run on few leaves it alone."""
+    if device == "cpu" and not decode.uses_kernels(torch.device("cpu")):
+        pytest.skip("stages have no such choice")
+    p = step((300, 200))
+    kv, keys = caches(p, device, "certified")
+    held = 2 * keys.page_table.shape[1] * PAGE * 32 * 2  # bytes of exact keys of both page tables
+    for limit, max_batch, memory, first in ((held - 1, 2, True, True), (held, 2, False, False), (held, 4, True, False)):
+        monkeypatch.setattr("openmsa.decode.kernels.BOUNDS_PAY", limit)
+        plan = plan_of(p, device, max_batch=max_batch, max_pages=keys.page_table.shape[1])
+        poison(plan)
+        check(plan, p, plan.run(p.q.to(device), kv, p.index_q.to(device), keys))
+        workspace = plan._kernels.certified
+        assert (workspace is not None) == memory
+        assert (workspace is not None and bool((workspace.rescored >= 0).any())) == first
 
 
 @pytest.mark.parametrize(

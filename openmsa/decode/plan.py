@@ -37,11 +37,11 @@ class DecodePlan:
                       `select_blocks` and `sparse_attention`, with their own memory, for programs that serve both.
 
     `CertifiedKeys` with exact keys of `dtype` give the selection of these, bit for bit: int8 keys come first, then of open
-    blocks the exact ones that can be the best (five launches). Exact keys alone are read where one launch serves the run, where
-    topk - init_blocks - local_blocks is 0 or at least the blocks of `max_pages`, where these are more than 8,192, where
-    new_tokens * index_heads / index_key_heads is more than 16, and where bounds and what they find would take more than 256 MiB
-    for `max_batch`; every other plan on a GPU holds memory for them. Index queries must be plain beside them on a GPU. On one
-    sequence of 128K they take longer than plain keys, on eight they take less (H200).
+    blocks the exact ones that can be the best (five launches). Exact keys alone are read where that is as fast: where those of
+    a run's page tables are at most 64 MiB (256K keys of dim 128), where one launch serves the run, or where new_tokens *
+    index_heads / index_key_heads is more than 16; and where topk - init_blocks - local_blocks is 0 or at least the blocks of
+    `max_pages`, where these are more than 8,192, and where bounds and what they find would take more than 256 MiB for
+    `max_batch`. Other plans on a GPU hold memory for bounds. Index queries must be plain beside `CertifiedKeys` on a GPU.
 
     On a GPU a run neither allocates nor waits for the device, and lengths and page tables are read when the kernels run:
     capture it in a CUDA graph and update ``seq_lens`` and ``page_table`` in place between replays. No memory is shared
