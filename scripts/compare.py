@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: MIT
 """Benchmark rows of several checkouts side by side on one machine, whose processes take turns.
 
-    python3 scripts/compare.py OLD NEW --match 'gpu-decode-b32-128k/decode_plan*' [--rounds 3] [--samples 15]
+    PYTHONPATH=. python3 scripts/compare.py OLD NEW --match 'gpu-decode-b32-128k/decode_plan*' [--rounds 3] [--samples 15]
 
 OLD, NEW, ...: folders that hold `openmsa`. Rows are named as for `openmsa bench --match`; on a GPU they run in CUDA graphs on
-a cold L2 cache. Prints the median of each, its quartiles, and how many times as long it takes as in the first checkout.
+a cold L2 cache. Prints the median of each, its quartiles, and how many times as long it takes as in the first checkout
+that has the row.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+from openmsa.testing.timing import quartiles
 
 Samples = dict[str, list[float]]
 REPORT = "samples: "
@@ -68,8 +70,7 @@ def table(trees: list[str], found: list[Samples]) -> str:
             if row not in samples:
                 lines.append(f"{row:44} {tree:20} {'absent':>10}")
                 continue
-            seconds = samples[row] * (1 + (len(samples[row]) == 1))
-            low, median, high = (1e6 * x for x in statistics.quantiles(seconds, n=4, method="inclusive"))
+            low, median, high = (1e6 * seconds for seconds in quartiles(samples[row]))
             first = first or median
             lines.append(f"{row:44} {tree:20} {median:10.1f} {low:9.1f} {high:9.1f} {median / first:7.3f}")
     return "\n".join(lines)

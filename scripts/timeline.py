@@ -46,7 +46,7 @@ def observe(run: Callable[[], Any], clock: ColdCudaClock) -> list[Span]:
         for _ in range(3):
             clock(run)
     events = (e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA)
-    return last_run((Span(e.name, e.time_range.start, e.time_range.end) for e in events), "reduce_kernel")
+    return last_run((Span(e.name, e.time_range.start, e.time_range.end) for e in events), "reduce")
 
 
 def table(title: str, spans: list[Span]) -> str:
@@ -69,6 +69,9 @@ def main() -> int:
     for workload, names in chosen("cuda", options.rows):
         context = Context(Inputs(workload, device), "auto", Path(".peers"), clock)
         for name in names:
+            if reason := ROWS[name].absent(context):
+                print(f"{workload.name}/{name}: {reason}")
+                continue
             with torch.no_grad():
                 run = captured(ROWS[name].build(context))
             settle(clock)

@@ -29,6 +29,7 @@ from openmsa.block_topk.triton_topk import (
     as_words,
     best_of,
     bit_of,
+    free_range,
     goal_reached,
     popcount,
     row_constants,
@@ -37,7 +38,7 @@ from openmsa.block_topk.triton_topk import (
     write_ids,
 )
 from openmsa.index_branch.triton_bounds import launch_bounds
-from openmsa.index_branch.triton_candidates import MAX_ROWS, Words, candidate_words
+from openmsa.index_branch.triton_candidates import Words, candidate_words
 from openmsa.index_branch.triton_launch import score_rows
 from openmsa.index_branch.triton_sources import KeySource
 from openmsa.index_branch.triton_tiles import (
@@ -59,6 +60,9 @@ from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
+MAX_ROWS = 16
+"""(query, head) rows a sequence has for a key head. A plan of eight sequences of 128K takes 94 us with bounds first and 106
+without them where rows are 16, 153 and 138 where they are 32 (H200)."""
 MAX_BLOCKS = 8192
 """Of a row, both bounds of which one program holds in registers: half as many as of scores alone."""
 
@@ -120,8 +124,7 @@ def settle_kernel(
         gdc_wait()
         gdc_launch_dependents()
     seen = tl.minimum(tl.load(visible + i_t), num_blocks)
-    n_init = tl.minimum(seen, INIT)
-    i_local = tl.maximum(seen - LOCAL, n_init)
+    n_init, i_local = free_range(seen, INIT, LOCAL)
     o_b = tl.arange(0, REPS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     m_free = (o_b >= n_init) & (o_b < i_local)
     m_load = o_b < num_blocks if EARLY else m_free
@@ -241,8 +244,7 @@ def choose_kernel(
         gdc_launch_dependents()
     seen = tl.minimum(tl.load(visible + i_row // HEADS), num_blocks)
     count = tl.load(rescored + i_row)
-    n_init = tl.minimum(seen, INIT)
-    i_local = tl.maximum(seen - LOCAL, n_init)
+    n_init, i_local = free_range(seen, INIT, LOCAL)
     p_ids, p_scores = open_blocks + i_row.to(tl.int64) * num_blocks, scores + i_row.to(tl.int64) * num_blocks
     p_out = out + i_row.to(tl.int64) * TOPK
     if count <= FEW * COLS:
@@ -437,7 +439,7 @@ def choose(
     pdl: bool,
 ) -> None:
     """Launches `choose_kernel`. out: as of `launch_certified`; the others as in `Workspace`."""
-    total_q, heads, _ = out.shape
+    total_q, heads, topk = out.shape
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     launch_kernel(
         choose_kernel,
@@ -449,7 +451,7 @@ def choose(
         out,
         num_blocks,
         PDL=pdl,
-        **selection_constants(out, num_blocks, init_blocks, local_blocks),
+        **selection_constants(heads, topk, num_blocks, init_blocks, local_blocks),
         **options,
     )
 
@@ -460,7 +462,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     integers = dict.fromkeys(("visible", "open_blocks", "rescored", "out"), "*i32")
     types = integers | {"bounds": "*fp32", "scores": "*fp32"} | dict.fromkeys(("s_side", "s_h", "s_t", "num_blocks"), "i32")
     for num_blocks, free, early in ((64, 7, True), (1024, 15, True), (8192, 15, False)):
-        constants = selection_constants(torch.empty(1, 4, free + 1, device="meta"), num_blocks, 0, 1)
+        constants = selection_constants(4, free + 1, num_blocks, 0, 1)
         constants |= {"FREE": free, "EARLY": early, "PDL": device.has_tma}
         warps = constants.pop("num_warps")
         for name, kernel in (("settle", settle_kernel), ("choose", choose_kernel)):

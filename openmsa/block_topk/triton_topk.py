@@ -203,6 +203,13 @@ def as_bitmap(words, COLS: tl.constexpr):
 
 
 @triton.jit
+def free_range(seen, INIT: tl.constexpr, LOCAL: tl.constexpr):
+    """Of a row that sees `seen` blocks, the first that is not forced and the first of those forced behind."""
+    n_init = tl.minimum(seen, INIT)
+    return n_init, tl.maximum(seen - LOCAL, n_init)
+
+
+@triton.jit
 def write_ids(p_out, words, COLS: tl.constexpr):
     """Writes the ids whose bits are set in words [COLS], bit r of word c for id r * COLS + c, in ascending order."""
     words = as_bitmap(words, COLS)
@@ -255,8 +262,7 @@ def topk_kernel(
         gdc_wait()
         gdc_launch_dependents()
     seen = tl.minimum(tl.load(visible + i_t), num_blocks)
-    n_init = tl.minimum(seen, INIT)
-    i_local = tl.maximum(seen - LOCAL, n_init)
+    n_init, i_local = free_range(seen, INIT, LOCAL)
     p_out = out + i_row.to(tl.int64) * TOPK
     n_free = 0
     if FREE > 0:
@@ -294,9 +300,8 @@ def row_constants(num_blocks: int) -> dict[str, int]:
     return {"REPS": max(next_power_of_two(num_blocks) // (32 * warps), 1), "COLS": 32 * warps, "num_warps": warps}
 
 
-def selection_constants(out: Tensor, num_blocks: int, init_blocks: int, local_blocks: int) -> dict[str, int]:
-    """The same, of one that writes the selection of rows to ``out[total_q, heads, topk]``."""
-    _, heads, topk = out.shape
+def selection_constants(heads: int, topk: int, num_blocks: int, init_blocks: int, local_blocks: int) -> dict[str, int]:
+    """The same, of one that writes the selection of rows to ``[total_q, heads, topk]``."""
     chosen = {"HEADS": heads, "TOPK": topk, "TOPK_PAD": next_power_of_two(topk), "INIT": init_blocks, "LOCAL": local_blocks}
     return chosen | row_constants(num_blocks)
 
@@ -323,7 +328,7 @@ def launch_topk(
         num_blocks,
         EARLY=total_q * heads <= EARLY_ROWS,
         PDL=pdl,
-        **selection_constants(out, num_blocks, init_blocks, local_blocks),
+        **selection_constants(heads, out.shape[2], num_blocks, init_blocks, local_blocks),
         **options,
     )
 
@@ -332,10 +337,7 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     """Rows from 64 to 16384 blocks."""
     arguments = dict.fromkeys(("s_h", "s_t", "num_blocks"), "i32") | {"scores": "*fp32", "visible": "*i32", "out": "*i32"}
     for num_blocks, rows, topk in ((64, 4, 8), (1024, 65536, 16), (1024, 4, 16), (8192, 32768, 16), (16384, 4, 64)):
-        constexprs = selection_constants(torch.empty(1, 4, topk, device="meta"), num_blocks, 0, 1) | {
-            "s_b": 1,
-            "EARLY": rows == 4,
-        }
+        constexprs = selection_constants(4, topk, num_blocks, 0, 1)
         warps = constexprs.pop("num_warps")
-        constexprs |= {"PDL": rows == 4 and arch >= 90}
+        constexprs |= {"s_b": 1, "EARLY": rows == 4, "PDL": rows == 4 and arch >= 90}
         yield Variant(f"topk {topk} of {num_blocks} x {rows}", topk_kernel, arguments, constexprs, warps)

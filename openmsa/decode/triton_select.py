@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openmsa.block_topk.triton_topk import next_id, ordered, popcount
+from openmsa.block_topk.triton_topk import free_range, next_id, ordered, popcount
 from openmsa.decode.triton_words import absent, any_of, look, value_of
 
 LANES = tl.constexpr(32)
@@ -123,8 +123,7 @@ def _best(xs, REPS: tl.constexpr, GOAL: tl.constexpr):
 def select(words, seen, REPS: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr):
     """The blocks selected from the words of a row that sees `seen` blocks: REPS int32 whose bit l stands for r * LANES + l."""
     FREE: tl.constexpr = TOPK - INIT - LOCAL
-    n_init = tl.minimum(seen, INIT)
-    i_local = tl.maximum(seen - LOCAL, n_init)
+    n_init, i_local = free_range(seen, INIT, LOCAL)
     o_l = tl.arange(0, LANES)
     flags = tl.zeros([LANES], tl.int32)
     if FREE > 0:

@@ -197,14 +197,14 @@ def launch_bounds(
     rows = lengths.max_seqlen_q * group
     chosen = chosen or bounds_config(device, rows, dim, tile, source.mode != FLAT, source.tma)
     num_blocks = bounds.shape[3]
-    blocks = -(-num_blocks // tile.sub)
+    blocks = ceil_div(num_blocks, tile.sub)
     num_splits = splits(lengths.batch * source.heads, blocks, chosen.resident * device.num_sms, 1)
     blocks_a_split = ceil_div(blocks, num_splits)
     scales = source.scales
     constants: dict[str, Any] = {"MODE": source.mode, "TMA": source.tma, "PAGE_SIZE": source.page_size} | tile.constexprs()
     launch_kernel(
         bounds_kernel,
-        (-(-blocks // blocks_a_split), lengths.batch * source.heads),
+        (ceil_div(blocks, blocks_a_split), lengths.batch * source.heads),
         index_q,
         source.keys,
         scales.scale,

@@ -17,15 +17,11 @@ import triton.language as tl
 from openmsa.index_branch.triton_tiles import Tile
 from openmsa.runtime.integers import next_power_of_two
 
-MAX_ROWS = 16
-"""(query, head) rows a sequence has for a key head. A plan of eight sequences of 128K takes 94 us with bounds first and 106
-without them where rows are 16, 153 and 138 where they are 32 (H200)."""
-
 
 @dataclass(frozen=True)
 class Words:
-    """How `possible_maxima` lies in memory: for each sequence and key head and each tile `number` words of `dtype`. rows: that
-    a product with keys has, at least those of a sequence."""
+    """How `possible_maxima` lies in memory: for each sequence and key head and each tile `number` words of `dtype`, which has a
+    bit for each of `rows`, those of a product with keys: at least the sequence's, at most 16."""
 
     rows: int
     number: int
@@ -35,7 +31,7 @@ class Words:
     def of(cls, rows: int, tile: Tile) -> Words:
         """rows: the most a sequence has for a key head."""
         held = max(4, next_power_of_two(rows))
-        return cls(held, min(2 * tile.tile, 128), torch.int16 if held == MAX_ROWS else torch.int8)
+        return cls(held, min(2 * tile.tile, 128), torch.int16 if held > 8 else torch.int8)
 
     @property
     def type(self) -> str:
