@@ -55,7 +55,8 @@ def caches(p, device, form="plain", page=PAGE, seed=0):
 def poison(plan):
     """What a run may not read before it writes it."""
     if hasattr(plan, "_kernels"):
-        for x in (plan._kernels.scores, *_tensors(plan._kernels.certified)):
+        second = plan._kernels.second
+        for x in (plan._kernels.scores, *_tensors(plan._kernels.certified), *_tensors(second and second.bounds)):
             x.fill_(torch.nan if x.is_floating_point() else -1)
 
 
@@ -171,6 +172,71 @@ def test_when_bounds_of_certified_keys_come_first(device, k_lens, page, forced, 
     assert used == [False, bounded and hasattr(plan, "_kernels")]
 
 
+@pytest.mark.parametrize(
+    ("k_lens", "new_tokens", "kv_format"),
+    [((200, 7, 330, 64), 1, "plain"), ((96, 0, 310), 2, "plain"), ((120, 350), 1, "plain"), ((310, 330, 200, 90), 3, "e4m3")],
+)
+def test_two_parts_select_and_attend_as_one(device, monkeypatch, k_lens, new_tokens, kv_format):
+    if device == "cpu" and not decode.uses_kernels(torch.device("cpu")):
+        pytest.skip("stages are one part")
+    from openmsa.block_topk import triton_certified
+
+    p = step(k_lens, new_tokens, torch.bfloat16)
+    results, bounded = [], []
+    monkeypatch.setattr(triton_certified, "bound", counted(triton_certified.bound, bounded))
+    monkeypatch.setattr("openmsa.decode.two_parts.Side.capturing", lambda self: True)
+    for parts in (False, True):
+        monkeypatch.setattr("openmsa.decode.kernels.Kernels._pays", lambda self, batch, _, parts=parts: parts and batch > 1)
+        kv, keys = caches(p, device, "certified")
+        if kv_format == "e4m3":
+            kv.k, kv.v = (E4M3.quantize(x) for x in (kv.k, kv.v))
+        plan = plan_of(p, device, new_tokens=new_tokens)
+        assert (plan._kernels.second is not None) == parts
+        for _ in range(2):
+            poison(plan)
+            out = plan.run(p.q.to(device), kv, p.index_q.to(device), keys)
+            if kv_format == "plain":
+                check(plan, p, out)
+        results.append([x.clone() for x in (plan.blocks, out, plan.lse)])
+        assert len(bounded) == (4 if parts else 2)
+        bounded.clear()
+    one, two = results
+    assert_equal("blocks", two[0], one[0])
+    for name, a, b in zip(("out", "lse"), one[1:], two[1:], strict=True):  # parts may be split otherwise
+        torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-2, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_only_graphs_are_made_of_two_parts(device, monkeypatch):
+    """The first run outside of one loads their kernels, too."""
+    if device == "cpu" and not decode.uses_kernels(torch.device("cpu")):
+        pytest.skip("stages are one part")
+    from openmsa.block_topk import triton_certified
+
+    p, bounded, results = step((200, 7, 330, 64)), [], []
+    monkeypatch.setattr(triton_certified, "bound", counted(triton_certified.bound, bounded))
+    monkeypatch.setattr("openmsa.decode.kernels.Kernels._pays", lambda self, batch, _: batch > 1)
+    monkeypatch.setattr("openmsa.decode.two_parts.InTurn.capturing", lambda self: False)
+    kv, keys = caches(p, device, "certified")
+    plan = plan_of(p, device)
+    for calls in (3, 1, 1):
+        poison(plan)
+        out = plan.run(p.q.to(device), kv, p.index_q.to(device), keys)
+        check(plan, p, out)
+        results.append([x.clone() for x in (plan.blocks, out, plan.lse)])
+        assert len(bounded) == calls
+        bounded.clear()
+    for a, b in zip(results[0], results[1], strict=True):
+        assert_equal("again", b, a)
+
+
+def counted(function, calls):
+    def call(*arguments, **options):
+        calls.append(function)
+        return function(*arguments, **options)
+
+    return call
+
+
 def test_plans_share_no_memory(device):
     p = step((64, 40))
     plans = [plan_of(p, device) for _ in range(2)]
@@ -255,9 +321,12 @@ def test_calls_that_do_not_fit_the_plan_are_refused():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("form", FORMS)
-def test_a_captured_graph_reads_lengths_when_replayed(form):
+@pytest.mark.parametrize(("form", "parts"), [("plain", False), ("certified", False), ("certified", True)])
+def test_a_captured_graph_reads_lengths_when_replayed(form, parts, monkeypatch):
     """Two plans on two streams, each in a graph; lengths change in place; nothing is allocated in between."""
+    if parts:
+        monkeypatch.setattr("openmsa.decode.kernels.BOUNDS_PAY", 0)
+        monkeypatch.setattr("openmsa.decode.kernels.Kernels._pays", lambda self, batch, _: batch > 1)
     p = step((128, 256, 31, 200), dtype=torch.bfloat16)
     runs = []
     for seed in (0, 1):

@@ -328,15 +328,50 @@ def launch_certified(
 ) -> None:
     """The four kernels. keys: a pool with a page table, or packed. out: int32 ``[total_q, heads, topk]``, contiguous.
     Allocates nothing; reads lengths on the device."""
+    bound(index_q, keys, page_table, lengths, block_size, workspace)
+    select_bounded(index_q, keys, page_table, lengths, block_size, init_blocks, local_blocks, workspace, out)
+
+
+def bound(
+    index_q: Tensor,
+    keys: CertifiedKeys,
+    page_table: Tensor | None,
+    lengths: Lengths,
+    block_size: int,
+    workspace: Workspace,
+    follows: bool = False,
+) -> None:
+    """The first kernel of `launch_certified`. follows: as of `launch_bounds`."""
+    total_q, heads, _ = index_q.shape
+    bounds = workspace.bounds_of(total_q, heads, ceil_div(lengths.max_seqlen_k, block_size))
+    buffers = bounds, workspace.candidates, workspace.visible[:total_q]
+    launch_bounds(index_q, keys.coarse, page_table, lengths, block_size, *buffers, pdl=_early(index_q), follows=follows)
+
+
+def select_bounded(
+    index_q: Tensor,
+    keys: CertifiedKeys,
+    page_table: Tensor | None,
+    lengths: Lengths,
+    block_size: int,
+    init_blocks: int,
+    local_blocks: int,
+    workspace: Workspace,
+    out: Tensor,
+) -> None:
+    """The other three, with what `bound` left in the workspace."""
     total_q, heads, topk = out.shape
-    num_blocks = ceil_div(lengths.max_seqlen_k, block_size)
+    num_blocks, pdl = ceil_div(lengths.max_seqlen_k, block_size), _early(index_q)
     bounds, visible = workspace.bounds_of(total_q, heads, num_blocks), workspace.visible[:total_q]
     ids, scores, rescored, candidates = workspace.open_blocks, workspace.scores, workspace.rescored, workspace.candidates
-    pdl = index_q.device.type == "cuda" and facts(index_q.device).arch >= 90
-    launch_bounds(index_q, keys.coarse, page_table, lengths, block_size, bounds, candidates, visible, pdl=pdl)
     settle(bounds, visible, ids, rescored, topk - init_blocks - local_blocks, init_blocks, local_blocks, pdl)
     rescore(index_q, keys.exact, page_table, lengths, block_size, num_blocks, ids, rescored, candidates, scores, pdl)
     choose(ids, scores, rescored, visible, num_blocks, init_blocks, local_blocks, out, pdl)
+
+
+def _early(index_q: Tensor) -> bool:
+    """Whether kernels start before the one in front has ended, and wait for it inside."""
+    return index_q.device.type == "cuda" and facts(index_q.device).arch >= 90
 
 
 def settle(

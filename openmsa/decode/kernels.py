@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""A plan's kernels and their buffers: one launch a layer for few sequences, three for many, five with certified index keys."""
+"""A plan's kernels and their buffers: one launch a layer for few sequences, three for many, five with certified index keys, or
+in a CUDA graph ten in two parts."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from openmsa.block_scores import exact_keys
 from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_decode import decode_select, decode_select_workspace
 from openmsa.block_topk.triton_topk import MAX_BLOCKS
-from openmsa.decode import triton_launch
+from openmsa.decode import triton_launch, two_parts
 from openmsa.decode.triton_launch import Sizes
 from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE
+from openmsa.decode.two_parts import Buffers, InTurn, Part, Side
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.runtime import devices
@@ -44,19 +46,30 @@ class Kernels:
 
     def _allocate(self, max_batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         sizes, tokens = self.sizes, max_batch * self.sizes.new_tokens
-        rows, parts = triton_decode.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)
-        heads = sizes.num_kv_heads * parts
-        plain = self.attend["plain"]  # stored rows are split as plain ones
-        splits = [(i + 1) * sizes.new_tokens * c.splits for i, c in enumerate(plain) if c.splits > 1]
-        most = max(splits, default=0)
-        self.partials = triton_decode.Workspace.allocate(tokens * heads, most * heads, rows, sizes.head_dim, dtype, device)
+        self.partials = self._partials(max_batch, dtype, device)
         self.certified = _certified(max_batch, capacity, sizes, device)
+        self.second: Buffers | None = None
+        if self.certified is not None and any(self._pays(batch + 1, capacity) for batch in range(max_batch)):
+            most = max_batch - two_parts.first_part(max_batch)
+            self.second = Buffers(_bounds(most, sizes, device), self._partials(most, dtype, device))
+            self.loaded: set[tuple[int, str, int]] = set()
+            self.side: Side | InTurn = InTurn() if self.interpreted else Side(device)
         scores = decode_select_workspace(tokens, sizes.index_heads, capacity, sizes.block_size)
         self.scores = torch.empty(scores, dtype=torch.float32, device=device)
         self.cu_seqlens_q = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * sizes.new_tokens
         small = {(i + 1) * sizes.new_tokens: c for i, c in enumerate(self.one_launch) if c}
         split = max((n * c.attend.splits for n, c in small.items() if c.merging), default=0)
         self.words = triton_launch.Workspace.allocate(max(small), split, sizes, device) if small else None
+
+    def _partials(self, max_batch: int, dtype: torch.dtype, device: torch.device) -> triton_decode.Workspace:
+        """Of attention to steps of up to so many sequences."""
+        sizes = self.sizes
+        rows, parts = triton_decode.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)
+        heads = sizes.num_kv_heads * parts
+        plain = self.attend["plain"][:max_batch]  # stored rows are split as plain ones
+        splits = [(i + 1) * sizes.new_tokens * c.splits for i, c in enumerate(plain) if c.splits > 1]
+        programs, most = max_batch * sizes.new_tokens * heads, max(splits, default=0) * heads
+        return triton_decode.Workspace.allocate(programs, most, rows, sizes.head_dim, dtype, device)
 
     def refuse(self, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys) -> str | None:
         """Why the kernels cannot read these formats, or None."""
@@ -101,8 +114,18 @@ class Kernels:
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        sizes = self.sizes
-        pays = _exact_bytes(kv.batch, index_keys.capacity, sizes) > BOUNDS_PAY
+        sizes, config = self.sizes, self.attend[kv.format][kv.batch - 1]
+        certified = self.certified if _exact_bytes(kv.batch, index_keys.capacity, sizes) > BOUNDS_PAY else None
+        plain = isinstance(q, Tensor) and isinstance(index_q, Tensor) and index_keys.format == "certified"
+        if plain and certified is not None and self.second is not None and self._pays(kv.batch, index_keys.capacity):
+            capturing, like = self.side.capturing(), (kv.batch, kv.format, index_keys.capacity)
+            if capturing or like not in self.loaded:  # a graph must find its kernels loaded
+                rows, buffers = self.cu_seqlens_q, Buffers(certified, self.partials)
+                whole = Part(q, kv, index_q, index_keys, rows, softmax_scale, blocks, out, lse, sizes, buffers)
+                two_parts.run(whole, self.second, self.attend[kv.format], self.side, self.pdl)
+                self.loaded.add(like)
+            if capturing:
+                return
         decode_select(
             *(index_q, index_keys.keys, index_keys.page_table, index_keys.seq_lens, self.cu_seqlens_q[: kv.batch + 1]),
             max_seqlen_q=sizes.new_tokens,
@@ -112,13 +135,18 @@ class Kernels:
             init_blocks=sizes.init_blocks,
             local_blocks=sizes.local_blocks,
             workspace=self.scores,
-            certified=self.certified if pays else None,
+            certified=certified,
             out=blocks,
         )
         triton_decode.launch(
-            *(self.attend[kv.format][kv.batch - 1], self.partials, q, kv, None, blocks, kv.seq_lens, sizes.new_tokens),
-            *(sizes.block_size, softmax_scale, out, lse, self.pdl),
+            *(config, self.partials, q, kv, None, blocks, kv.seq_lens, sizes.new_tokens, sizes.block_size),
+            *(softmax_scale, out, lse, self.pdl),
         )
+
+    def _pays(self, batch: int, capacity: int) -> bool:
+        """Whether certified keys of so many sequences, of `capacity` keys each, are served in two parts."""
+        unsplit = self.attend["plain"][batch - 1].splits == 1
+        return batch > 1 and unsplit and _exact_bytes(batch, capacity, self.sizes) >= two_parts.LEAST_BYTES
 
 
 def _exact_bytes(batch: int, capacity: int, sizes: Sizes) -> int:
@@ -128,13 +156,17 @@ def _exact_bytes(batch: int, capacity: int, sizes: Sizes) -> int:
 
 def _certified(max_batch: int, capacity: int, sizes: Sizes, device: torch.device) -> triton_certified.Workspace | None:
     """For steps of up to so many sequences; None where bounds never come first."""
-    tokens, heads, key_heads = max_batch * sizes.new_tokens, sizes.index_heads, sizes.index_key_heads
-    free = sizes.topk - sizes.init_blocks - sizes.local_blocks
-    rows, walks, blocks = sizes.new_tokens * heads // key_heads, max_batch * key_heads, (sizes.num_blocks, sizes.block_size)
-    can = triton_certified.certifies(rows, sizes.num_blocks, free, tokens * heads, walks, sizes.block_size)
-    if not can or _exact_bytes(max_batch, capacity, sizes) <= BOUNDS_PAY:
-        return None
-    return triton_certified.Workspace.allocate(tokens, heads, rows, walks, *blocks, device)
+    rows, walks = sizes.new_tokens * sizes.index_heads // sizes.index_key_heads, max_batch * sizes.index_key_heads
+    free, all_rows = sizes.topk - sizes.init_blocks - sizes.local_blocks, max_batch * sizes.new_tokens * sizes.index_heads
+    can = triton_certified.certifies(rows, sizes.num_blocks, free, all_rows, walks, sizes.block_size)
+    return _bounds(max_batch, sizes, device) if can and _exact_bytes(max_batch, capacity, sizes) > BOUNDS_PAY else None
+
+
+def _bounds(max_batch: int, sizes: Sizes, device: torch.device) -> triton_certified.Workspace:
+    """For steps of up to so many sequences."""
+    heads, key_heads, new = sizes.index_heads, sizes.index_key_heads, sizes.new_tokens
+    walks, blocks = (new * heads // key_heads, max_batch * key_heads), (sizes.num_blocks, sizes.block_size)
+    return triton_certified.Workspace.allocate(max_batch * new, heads, *walks, *blocks, device)
 
 
 def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> triton_decode.Config:

@@ -37,7 +37,9 @@ class DecodePlan:
                       `select_blocks` and `sparse_attention`, with their own memory, for programs that serve both.
 
     `CertifiedKeys` with exact keys of `dtype` give the selection of these, bit for bit: int8 keys come first, then of open
-    blocks the exact ones that can be the best (five launches). Exact keys alone are read where that is as fast: where those of
+    blocks the exact ones that can be the best: five launches, or in a CUDA graph, from 1 GiB of exact keys on and where
+    attention fills the GPU, ten on two streams, where outputs may be rounded otherwise (capture after a run of as many
+    sequences, which loads what the graph needs). Exact keys alone are read where that is as fast: where those of
     a run's page tables are at most 64 MiB (256K keys of dim 128), where one launch serves the run, or where new_tokens *
     index_heads / index_key_heads is more than 16; and where topk - init_blocks - local_blocks is 0 or at least the blocks of
     `max_pages`, where these are more than 8,192, and where bounds and what they find would take more than 256 MiB for

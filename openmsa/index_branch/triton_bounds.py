@@ -178,6 +178,7 @@ def launch_bounds(
     visible: Tensor,
     chosen: Config | None = None,
     pdl: bool = False,
+    follows: bool = False,
 ) -> None:
     """Writes bounds of the scores that the keys before quantisation have, computed by any of the scoring kernels or exactly.
 
@@ -201,6 +202,7 @@ def launch_bounds(
     num_splits = splits(lengths.batch * source.heads, blocks, chosen.resident * device.num_sms, 1)
     blocks_a_split = ceil_div(blocks, num_splits)
     scales = source.scales
+    options: dict[str, Any] = {"launch_pdl": True} if pdl and follows else {}
     constants: dict[str, Any] = {"MODE": source.mode, "TMA": source.tma, "PAGE_SIZE": source.page_size} | tile.constexprs()
     launch_kernel(
         bounds_kernel,
@@ -234,4 +236,5 @@ def launch_bounds(
         PDL=pdl,
         num_warps=chosen.num_warps,
         **constants,
+        **options,
     )

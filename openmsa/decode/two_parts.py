@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: MIT
+"""A step with certified index keys in two parts, on two streams.
+
+The kernels between bounds and attention wait for latency, some 15 microseconds in which memory idles. So bounds of the first
+three quarters of the sequences are read first; while those of the others are, the first part's blocks are chosen and attended
+to. That is for CUDA graphs: twice as many launches would keep the host of an eager caller busy for longer than the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from openmsa.block_topk import triton_certified
+from openmsa.decode.triton_launch import Sizes
+from openmsa.index_branch.triton_tiles import Lengths
+from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV
+from openmsa.sparse_attention import triton_decode
+
+LEAST_BYTES = 1 << 30
+"""Of exact index keys, for which two parts pay where attention fills the GPU without being split. Measured on an H200,
+sequences x keys, time over that in one part: 32 x 128K 0.96; 64 x 64K, 64 x 128K and 128 x 32K 0.97; fewer bytes 32 x 64K 1.03,
+32 x 32K 1.05; attention split 16 x 128K 1.03, 8 x 512K and 4 x 1M 1.02."""
+
+
+def first_part(batch: int) -> int:
+    """How many of so many sequences are the first part. Of 32, 24 are best; 22 and 26 cost 2 % more."""
+    return batch * 3 // 4
+
+
+class Buffers(NamedTuple):
+    """Of one part at a time."""
+
+    bounds: triton_certified.Workspace
+    partials: triton_decode.Workspace
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sequences of a layer's step, their tensors, and what serves them."""
+
+    q: Tensor
+    kv: PagedKV
+    index_q: Tensor
+    index_keys: PagedIndexKeys
+    cu_seqlens_q: Tensor
+    softmax_scale: float
+    blocks: Tensor
+    out: Tensor
+    lse: Tensor
+    sizes: Sizes
+    buffers: Buffers
+
+    def of(self, first: int, last: int, buffers: Buffers) -> Part:
+        """The same of sequences `first` up to `last` alone."""
+        kv, keys, new = self.kv, self.index_keys, self.sizes.new_tokens
+        rows = slice(first * new, last * new)
+        return Part(
+            q=self.q[rows],
+            kv=PagedKV(kv.k, kv.v, kv.page_table[first:last], kv.seq_lens[first:last]),
+            index_q=self.index_q[rows],
+            index_keys=PagedIndexKeys(keys.keys, keys.page_table[first:last], keys.seq_lens[first:last]),
+            cu_seqlens_q=self.cu_seqlens_q[: last - first + 1],
+            softmax_scale=self.softmax_scale,
+            blocks=self.blocks[rows],
+            out=self.out[rows],
+            lse=self.lse[rows],
+            sizes=self.sizes,
+            buffers=buffers,
+        )
+
+    def bound(self, follows: bool = False) -> None:
+        """Bounds of scores. follows: as of `launch_bounds`."""
+        triton_certified.bound(*self._keys, self.buffers.bounds, follows)
+
+    def finish(self, config: triton_decode.Config, pdl: bool) -> None:
+        """Selection and attention."""
+        sizes = self.sizes
+        triton_certified.select_bounded(*self._keys, sizes.init_blocks, sizes.local_blocks, self.buffers.bounds, self.blocks)
+        triton_decode.launch(
+            *(config, self.buffers.partials, self.q, self.kv, None, self.blocks, self.kv.seq_lens, sizes.new_tokens),
+            *(sizes.block_size, self.softmax_scale, self.out, self.lse, pdl),
+        )
+
+    @property
+    def _keys(self) -> tuple[Tensor, CertifiedKeys, Tensor, Lengths, int]:
+        keys = self.index_keys
+        assert isinstance(keys.keys, CertifiedKeys)
+        lengths = Lengths(self.cu_seqlens_q, None, keys.seq_lens, None, self.sizes.new_tokens, keys.capacity)
+        return self.index_q, keys.keys, keys.page_table, lengths, self.sizes.block_size
+
+
+class Side:
+    """A stream beside the caller's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.ready, self.done = torch.cuda.Event(), torch.cuda.Event()
+
+    def capturing(self) -> bool:
+        """Whether the caller is making a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def mark(self) -> None:
+        """What runs `beside` follows all that was launched up to here."""
+        self.ready.record(torch.cuda.current_stream(self.stream.device))
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(self.ready)
+            yield
+            self.done.record(self.stream)
+
+    def join(self) -> None:
+        """What is launched from here on follows what ran `beside`."""
+        torch.cuda.current_stream(self.stream.device).wait_event(self.done)
+
+
+class InTurn:
+    """In the place of `Side` in the interpreter."""
+
+    def capturing(self) -> bool:
+        return True
+
+    def mark(self) -> None:
+        pass
+
+    def beside(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    join = mark
+
+
+def run(whole: Part, second: Buffers, configs: list[triton_decode.Config], side: Side | InTurn, pdl: bool) -> None:
+    """One layer. second: buffers of the second part; the first takes those of `whole`. configs: of attention to 1, 2, ...
+    sequences."""
+    batch = whole.kv.batch
+    most = first_part(batch)
+    parts = whole.of(0, most, whole.buffers), whole.of(most, batch, second)
+    parts[0].bound()
+    side.mark()
+    parts[1].bound(follows=True)
+    with side.beside():
+        parts[0].finish(configs[most - 1], pdl)
+    parts[1].finish(configs[batch - most - 1], pdl)
+    side.join()
