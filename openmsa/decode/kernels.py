@@ -116,15 +116,13 @@ class Kernels:
     ) -> None:
         sizes, config = self.sizes, self.attend[kv.format][kv.batch - 1]
         certified = self.certified if _exact_bytes(kv.batch, index_keys.capacity, sizes) > BOUNDS_PAY else None
-        plain = isinstance(q, Tensor) and isinstance(index_q, Tensor) and index_keys.format == "certified"
-        if plain and certified is not None and self.second is not None and self._pays(kv.batch, index_keys.capacity):
-            capturing, like = self.side.capturing(), (kv.batch, kv.format, index_keys.capacity)
-            if capturing or like not in self.loaded:  # a graph must find its kernels loaded
-                rows, buffers = self.cu_seqlens_q, Buffers(certified, self.partials)
-                whole = Part(q, kv, index_q, index_keys, rows, softmax_scale, blocks, out, lse, sizes, buffers)
-                two_parts.run(whole, self.second, self.attend[kv.format], self.side, self.pdl)
-                self.loaded.add(like)
-            if capturing:
+        if (
+            (certified is not None and self.second is not None and self._pays(kv.batch, index_keys.capacity))
+            and (index_keys.format == "certified" and isinstance(q, Tensor) and isinstance(index_q, Tensor))
+        ):  # fmt: skip
+            rows, buffers = self.cu_seqlens_q, Buffers(certified, self.partials)
+            whole = Part(q, kv, index_q, index_keys, rows, softmax_scale, blocks, out, lse, sizes, buffers)
+            if self._served_in_parts(whole, self.second):
                 return
         decode_select(
             *(index_q, index_keys.keys, index_keys.page_table, index_keys.seq_lens, self.cu_seqlens_q[: kv.batch + 1]),
@@ -142,6 +140,14 @@ class Kernels:
             *(config, self.partials, q, kv, None, blocks, kv.seq_lens, sizes.new_tokens, sizes.block_size),
             *(softmax_scale, out, lse, self.pdl),
         )
+
+    def _served_in_parts(self, whole: Part, second: Buffers) -> bool:
+        """Whether a CUDA graph is being made, of two parts. The first of like runs outside of one loads their kernels for it."""
+        capturing, like = self.side.capturing(), (whole.kv.batch, whole.kv.format, whole.index_keys.capacity)
+        if capturing or like not in self.loaded:
+            two_parts.run(whole, second, self.attend[whole.kv.format], self.side, self.pdl)
+            self.loaded.add(like)
+        return capturing
 
     def _pays(self, batch: int, capacity: int) -> bool:
         """Whether certified keys of so many sequences, of `capacity` keys each, are served in two parts."""
