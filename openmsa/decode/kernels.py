@@ -142,7 +142,7 @@ class Kernels:
         )
 
     def _served_in_parts(self, whole: Part, second: Buffers) -> bool:
-        """Whether a CUDA graph is being made, of two parts. The first of like runs outside of one loads their kernels for it."""
+        """Whether a CUDA graph is being made, of two parts. Outside, the first of like runs loads their kernels for it."""
         capturing, like = self.side.capturing(), (whole.kv.batch, whole.kv.format, whole.index_keys.capacity)
         if capturing or like not in self.loaded:
             two_parts.run(whole, second, self.attend[whole.kv.format], self.side, self.pdl)
