@@ -2,6 +2,7 @@
 """Decode plans: the same results as the stages, over steps updated in place, through the stages and through the kernels."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,8 +56,8 @@ def caches(p, device, form="plain", page=PAGE, seed=0):
 def poison(plan):
     """What a run may not read before it writes it."""
     if hasattr(plan, "_kernels"):
-        second = plan._kernels.second
-        for x in (plan._kernels.scores, *_tensors(plan._kernels.certified), *_tensors(second and second.bounds)):
+        parts = plan._kernels.parts
+        for x in (plan._kernels.scores, *_tensors(plan._kernels.certified), *_tensors(parts and parts.second.bounds)):
             x.fill_(torch.nan if x.is_floating_point() else -1)
 
 
@@ -172,55 +173,96 @@ def test_when_bounds_of_certified_keys_come_first(device, k_lens, page, forced, 
     assert used == [False, bounded and hasattr(plan, "_kernels")]
 
 
-@pytest.mark.parametrize(
-    ("k_lens", "new_tokens", "kv_format"),
-    [((200, 7, 330, 64), 1, "plain"), ((96, 0, 310), 2, "plain"), ((120, 350), 1, "plain"), ((310, 330, 200, 90), 3, "e4m3")],
-)
-def test_two_parts_select_and_attend_as_one(device, monkeypatch, k_lens, new_tokens, kv_format):
+LEAST_BYTES = "openmsa.decode.two_parts.LEAST_BYTES"
+NEVER = 1 << 62
+PARTS = {  # k_lens, new tokens, format of keys and values, changes of the plan
+    "odd": ((200, 7, 330, 64), 1, "plain", {"max_batch": 5}),
+    "one empty": ((96, 0, 310), 2, "plain", {}),
+    "one each": ((120, 350), 1, "plain", {}),
+    "e4m3": ((310, 330, 200, 90), 3, "e4m3", {}),
+    "shared selection": ((300, 260, 31, 90, 8), 2, "plain", {"max_batch": 6, "index_heads": 1}),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_two_parts_select_and_attend_as_one(device, monkeypatch, case):
     if device == "cpu" and not decode.uses_kernels(torch.device("cpu")):
         pytest.skip("stages are one part")
     from openmsa.block_topk import triton_certified
 
-    p = step(k_lens, new_tokens, torch.bfloat16)
+    k_lens, new_tokens, kv_format, changes = PARTS[case]
+    p = step(k_lens, new_tokens, torch.bfloat16, index_heads=changes.get("index_heads", 2))
     results, bounded = [], []
     monkeypatch.setattr(triton_certified, "bound", counted(triton_certified.bound, bounded))
-    monkeypatch.setattr("openmsa.decode.two_parts.Side.capturing", lambda self: True)
-    for parts in (False, True):
-        monkeypatch.setattr("openmsa.decode.kernels.Kernels._pays", lambda self, batch, _, parts=parts: parts and batch > 1)
+    monkeypatch.setattr("openmsa.decode.two_parts.Side.serves", lambda self: True)
+    for least, parts in ((NEVER, 1), (0, 2)):
+        monkeypatch.setattr(LEAST_BYTES, least)
         kv, keys = caches(p, device, "certified")
         if kv_format == "e4m3":
             kv.k, kv.v = (E4M3.quantize(x) for x in (kv.k, kv.v))
-        plan = plan_of(p, device, new_tokens=new_tokens)
-        assert (plan._kernels.second is not None) == parts
+        plan = plan_of(p, device, new_tokens=new_tokens, **changes)
         for _ in range(2):
             poison(plan)
             out = plan.run(p.q.to(device), kv, p.index_q.to(device), keys)
             if kv_format == "plain":
                 check(plan, p, out)
         results.append([x.clone() for x in (plan.blocks, out, plan.lse)])
-        assert len(bounded) == (4 if parts else 2)
+        assert len(bounded) == 2 * parts
         bounded.clear()
-    one, two = results
-    assert_equal("blocks", two[0], one[0])
-    for name, a, b in zip(("out", "lse"), one[1:], two[1:], strict=True):  # parts may be split otherwise
-        torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-2, msg=lambda text, name=name: f"{name}: {text}")
+    same = {config.splits for config in plan._kernels.attend[kv_format][: len(k_lens)]} == {1}
+    for name, one, two in zip(("blocks", "out", "lse"), *results, strict=True):
+        if same or name == "blocks":
+            assert_equal(name, two, one)
+        else:
+            torch.testing.assert_close(two, one, rtol=2e-2, atol=2e-2)
 
 
-def test_only_graphs_are_made_of_two_parts(device, monkeypatch):
-    """The first run outside of one loads their kernels, too."""
+def test_parts_may_be_split(device, monkeypatch):
+    """Attention to the whole step is one program a row, that to either part two; counters are 0 again behind each run."""
+    if device == "cpu" and not decode.uses_kernels(torch.device("cpu")):
+        pytest.skip("stages are one part")
+    from openmsa.decode import kernels
+
+    def attend(batch, sizes, facts, form):
+        config = whole(batch, sizes, facts, form)
+        splits = 1 if batch == 4 else 2
+        return replace(config, splits=splits, tiles=config.tiles * config.splits // splits)
+
+    whole = kernels._attend
+    monkeypatch.setattr(kernels, "_attend", attend)
+    monkeypatch.setattr(LEAST_BYTES, 0)
+    monkeypatch.setattr("openmsa.decode.two_parts.Side.serves", lambda self: True)
+    p = step((200, 7, 330, 64), 2)
+    kv, keys = caches(p, device, "certified")
+    plan = plan_of(p, device, new_tokens=2)
+    partials = [plan._kernels.partials, plan._kernels.parts.second.partials]
+    for _ in range(2):
+        poison(plan)
+        for x in partials:
+            x.part.fill_(torch.nan), x.part_lse.fill_(torch.nan)
+        check(plan, p, plan.run(p.q.to(device), kv, p.index_q.to(device), keys))
+        for x in partials:
+            assert x.arrived.numel()
+            assert not x.arrived.any()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_only_graphs_are_made_of_two_parts(device, monkeypatch, in_place):
+    """The first run outside of one loads their kernels, too, and results stay what they are, queries' memory given for them."""
     if device == "cpu" and not decode.uses_kernels(torch.device("cpu")):
         pytest.skip("stages are one part")
     from openmsa.block_topk import triton_certified
 
     p, bounded, results = step((200, 7, 330, 64)), [], []
     monkeypatch.setattr(triton_certified, "bound", counted(triton_certified.bound, bounded))
-    monkeypatch.setattr("openmsa.decode.kernels.Kernels._pays", lambda self, batch, _: batch > 1)
-    monkeypatch.setattr("openmsa.decode.two_parts.InTurn.capturing", lambda self: False)
+    monkeypatch.setattr(LEAST_BYTES, 0)
+    monkeypatch.setattr("openmsa.decode.two_parts.InTurn.serves", lambda self: False)
     kv, keys = caches(p, device, "certified")
     plan = plan_of(p, device)
     for calls in (3, 1, 1):
         poison(plan)
-        out = plan.run(p.q.to(device), kv, p.index_q.to(device), keys)
+        q = p.q.to(device).clone()
+        out = plan.run(q, kv, p.index_q.to(device), keys, out=q if in_place else None)
         check(plan, p, out)
         results.append([x.clone() for x in (plan.blocks, out, plan.lse)])
         assert len(bounded) == calls
@@ -237,12 +279,21 @@ def counted(function, calls):
     return call
 
 
-def test_plans_share_no_memory(device):
+def test_plans_share_no_memory(device, monkeypatch):
+    monkeypatch.setattr(LEAST_BYTES, 0)
     p = step((64, 40))
     plans = [plan_of(p, device) for _ in range(2)]
     buffers = [{x.untyped_storage().data_ptr() for x in _tensors(plan) if x.untyped_storage().nbytes()} for plan in plans]
     assert buffers[0]
     assert not buffers[0] & buffers[1]
+    kernels = getattr(plans[0], "_kernels", None)
+    if kernels is not None:  # nor do the two parts of a step
+        first, second = (
+            {x.untyped_storage().data_ptr() for y in part for x in _tensors(y) if x.numel()}
+            for part in ((kernels.certified, kernels.partials), (kernels.parts.second,))
+        )
+        assert second
+        assert not first & second
 
 
 def _tensors(value):
@@ -324,9 +375,12 @@ def test_calls_that_do_not_fit_the_plan_are_refused():
 @pytest.mark.parametrize(("form", "parts"), [("plain", False), ("certified", False), ("certified", True)])
 def test_a_captured_graph_reads_lengths_when_replayed(form, parts, monkeypatch):
     """Two plans on two streams, each in a graph; lengths change in place; nothing is allocated in between."""
-    if parts:
-        monkeypatch.setattr("openmsa.decode.kernels.BOUNDS_PAY", 0)
-        monkeypatch.setattr("openmsa.decode.kernels.Kernels._pays", lambda self, batch, _: batch > 1)
+    from openmsa.block_topk import triton_certified
+
+    bounded = []
+    monkeypatch.setattr("openmsa.decode.kernels.BOUNDS_PAY", 0)
+    monkeypatch.setattr(LEAST_BYTES, 0 if parts else NEVER)
+    monkeypatch.setattr(triton_certified, "bound", counted(triton_certified.bound, bounded))
     p = step((128, 256, 31, 200), dtype=torch.bfloat16)
     runs = []
     for seed in (0, 1):
@@ -337,8 +391,10 @@ def test_a_captured_graph_reads_lengths_when_replayed(form, parts, monkeypatch):
             plan.run(q, kv, index_q, keys)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
+        bounded.clear()
         with torch.cuda.graph(graph, stream=stream):
             out = plan.run(q, kv, index_q, keys)
+        assert len(bounded) == (2 if parts else form == "certified")
         runs.append((plan, graph, stream, kv, keys, (q, index_q), out))  # a graph does not keep its inputs
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()

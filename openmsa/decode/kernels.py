@@ -14,7 +14,7 @@ from openmsa.block_topk.triton_topk import MAX_BLOCKS
 from openmsa.decode import triton_launch, two_parts
 from openmsa.decode.triton_launch import Sizes
 from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE
-from openmsa.decode.two_parts import Buffers, InTurn, Part, Side
+from openmsa.decode.two_parts import Buffers, InTurn, Part, Side, TwoParts
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.runtime import devices
@@ -48,12 +48,11 @@ class Kernels:
         sizes, tokens = self.sizes, max_batch * self.sizes.new_tokens
         self.partials = self._partials(max_batch, dtype, device)
         self.certified = _certified(max_batch, capacity, sizes, device)
-        self.second: Buffers | None = None
-        if self.certified is not None and any(self._pays(batch + 1, capacity) for batch in range(max_batch)):
-            most = max_batch - two_parts.first_part(max_batch)
-            self.second = Buffers(_bounds(most, sizes, device), self._partials(most, dtype, device))
-            self.loaded: set[tuple[int, str, int]] = set()
-            self.side: Side | InTurn = InTurn() if self.interpreted else Side(device)
+        self.parts: TwoParts | None = None
+        if self.certified is not None and any(self._pays(batch, capacity) for batch in range(2, max_batch + 1)):
+            rest = max_batch - two_parts.first_part(max_batch)
+            second = Buffers(_bounds(rest, sizes, device), self._partials(rest, dtype, device))
+            self.parts = TwoParts(second, self.attend, InTurn() if self.interpreted else Side(device), self.pdl)
         scores = decode_select_workspace(tokens, sizes.index_heads, capacity, sizes.block_size)
         self.scores = torch.empty(scores, dtype=torch.float32, device=device)
         self.cu_seqlens_q = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * sizes.new_tokens
@@ -92,7 +91,7 @@ class Kernels:
         config = self.one_launch[kv.batch - 1]
         plain = kv.format == "plain" and index_keys.format in ("plain", "certified")
         if config is None or self.words is None or not (plain and isinstance(q, Tensor) and isinstance(index_q, Tensor)):
-            self._three_launches(q, kv, index_q, index_keys, softmax_scale, blocks, out, lse)
+            self._stages(q, kv, index_q, index_keys, softmax_scale, blocks, out, lse)
             return
         exact = exact_keys(index_keys)
         assert isinstance(exact, PagedIndexKeys)
@@ -103,7 +102,7 @@ class Kernels:
                 kind=kind.value,
             )
 
-    def _three_launches(
+    def _stages(
         self,
         q: Tensor | E4M3,
         kv: PagedKV,
@@ -116,14 +115,13 @@ class Kernels:
     ) -> None:
         sizes, config = self.sizes, self.attend[kv.format][kv.batch - 1]
         certified = self.certified if _exact_bytes(kv.batch, index_keys.capacity, sizes) > BOUNDS_PAY else None
-        if (
-            (certified is not None and self.second is not None and self._pays(kv.batch, index_keys.capacity))
-            and (index_keys.format == "certified" and isinstance(q, Tensor) and isinstance(index_q, Tensor))
-        ):  # fmt: skip
-            rows, buffers = self.cu_seqlens_q, Buffers(certified, self.partials)
-            whole = Part(q, kv, index_q, index_keys, rows, softmax_scale, blocks, out, lse, sizes, buffers)
-            if self._served_in_parts(whole, self.second):
-                return
+        if certified is not None and self.parts is not None and self._pays(kv.batch, index_keys.capacity):
+            due = index_keys.format == "certified" and self.parts.due(kv, index_keys)
+            if due and isinstance(q, Tensor) and isinstance(index_q, Tensor):
+                starts, buffers = self.cu_seqlens_q[: kv.batch + 1], Buffers(certified, self.partials)
+                whole = Part(q, kv, index_q, index_keys, starts, softmax_scale, blocks, out, lse, sizes, buffers)
+                if self.parts.serve(whole):
+                    return
         decode_select(
             *(index_q, index_keys.keys, index_keys.page_table, index_keys.seq_lens, self.cu_seqlens_q[: kv.batch + 1]),
             max_seqlen_q=sizes.new_tokens,
@@ -140,14 +138,6 @@ class Kernels:
             *(config, self.partials, q, kv, None, blocks, kv.seq_lens, sizes.new_tokens, sizes.block_size),
             *(softmax_scale, out, lse, self.pdl),
         )
-
-    def _served_in_parts(self, whole: Part, second: Buffers) -> bool:
-        """Whether a CUDA graph is being made, of two parts. Outside, the first of like runs loads their kernels for it."""
-        capturing, like = self.side.capturing(), (whole.kv.batch, whole.kv.format, whole.index_keys.capacity)
-        if capturing or like not in self.loaded:
-            two_parts.run(whole, second, self.attend[whole.kv.format], self.side, self.pdl)
-            self.loaded.add(like)
-        return capturing
 
     def _pays(self, batch: int, capacity: int) -> bool:
         """Whether certified keys of so many sequences, of `capacity` keys each, are served in two parts."""

@@ -37,13 +37,16 @@ class DecodePlan:
                       `select_blocks` and `sparse_attention`, with their own memory, for programs that serve both.
 
     `CertifiedKeys` with exact keys of `dtype` give the selection of these, bit for bit: int8 keys come first, then of open
-    blocks the exact ones that can be the best: five launches, or in a CUDA graph, from 1 GiB of exact keys on and where
-    attention fills the GPU, ten on two streams, where outputs may be rounded otherwise (capture after a run of as many
-    sequences, which loads what the graph needs). Exact keys alone are read where that is as fast: where those of
+    blocks the exact ones that can be the best (five launches). Exact keys alone are read where that is as fast: where those of
     a run's page tables are at most 64 MiB (256K keys of dim 128), where one launch serves the run, or where new_tokens *
     index_heads / index_key_heads is more than 16; and where topk - init_blocks - local_blocks is 0 or at least the blocks of
     `max_pages`, where these are more than 8,192, and where bounds and what they find would take more than 256 MiB for
     `max_batch`. Other plans on a GPU hold memory for bounds. Index queries must be plain beside `CertifiedKeys` on a GPU.
+
+    In a CUDA graph, with plain queries, a run whose page tables have room for 1 GiB of exact certified keys or more, and whose
+    attention fills the GPU without being split, serves its sequences in two parts, ten launches on two streams: the same
+    selection sooner, outputs rounded as attention to so many sequences rounds them. Such plans hold up to half as much memory
+    again. Capture after a run of as many sequences, with the same formats and page tables, which loads the kernels.
 
     On a GPU a run neither allocates nor waits for the device, and lengths and page tables are read when the kernels run:
     capture it in a CUDA graph and update ``seq_lens`` and ``page_table`` in place between replays. No memory is shared

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,11 +19,13 @@ from openmsa.block_topk import triton_certified
 from openmsa.decode.triton_launch import Sizes
 from openmsa.index_branch.triton_tiles import Lengths
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV
+from openmsa.runtime import devices
+from openmsa.runtime.integers import next_power_of_two
 from openmsa.sparse_attention import triton_decode
 
 LEAST_BYTES = 1 << 30
-"""Of exact index keys, for which two parts pay where attention fills the GPU without being split. Measured on an H200,
-sequences x keys, time over that in one part: 32 x 128K 0.96; 64 x 64K, 64 x 128K and 128 x 32K 0.97; fewer bytes 32 x 64K 1.03,
+"""Of exact index keys, for which two parts pay where attention to the step is not split. Measured on an H200, sequences x keys,
+time over that in one part: 32 x 128K 0.96; 64 x 64K, 64 x 128K and 128 x 32K 0.96 to 0.98; fewer bytes 32 x 64K 1.03,
 32 x 32K 1.05; attention split 16 x 128K 1.03, 8 x 512K and 4 x 1M 1.02."""
 
 
@@ -33,7 +34,8 @@ def first_part(batch: int) -> int:
     return batch * 3 // 4
 
 
-class Buffers(NamedTuple):
+@dataclass(frozen=True)
+class Buffers:
     """Of one part at a time."""
 
     bounds: triton_certified.Workspace
@@ -76,19 +78,21 @@ class Part:
 
     def bound(self, follows: bool = False) -> None:
         """Bounds of scores. follows: as of `launch_bounds`."""
-        triton_certified.bound(*self._keys, self.buffers.bounds, follows)
+        triton_certified.bound(*self._index_branch(), self.buffers.bounds, follows)
 
     def finish(self, config: triton_decode.Config, pdl: bool) -> None:
         """Selection and attention."""
-        sizes = self.sizes
-        triton_certified.select_bounded(*self._keys, sizes.init_blocks, sizes.local_blocks, self.buffers.bounds, self.blocks)
+        sizes, workspace = self.sizes, self.buffers.bounds
+        triton_certified.select_bounded(
+            *self._index_branch(), sizes.init_blocks, sizes.local_blocks, workspace, self.blocks
+        )  # fmt: skip
         triton_decode.launch(
             *(config, self.buffers.partials, self.q, self.kv, None, self.blocks, self.kv.seq_lens, sizes.new_tokens),
             *(sizes.block_size, self.softmax_scale, self.out, self.lse, pdl),
         )
 
-    @property
-    def _keys(self) -> tuple[Tensor, CertifiedKeys, Tensor, Lengths, int]:
+    def _index_branch(self) -> tuple[Tensor, CertifiedKeys, Tensor, Lengths, int]:
+        """Queries, pool, page table, lengths and block size."""
         keys = self.index_keys
         assert isinstance(keys.keys, CertifiedKeys)
         lengths = Lengths(self.cu_seqlens_q, None, keys.seq_lens, None, self.sizes.new_tokens, keys.capacity)
@@ -96,15 +100,16 @@ class Part:
 
 
 class Side:
-    """A stream beside the caller's."""
+    """A stream beside the caller's. Its kernels go first, where both have some to start: attention of the first part, whose
+    bounds are done, before bounds of the second."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.ready, self.done = torch.cuda.Event(), torch.cuda.Event()
 
-    def capturing(self) -> bool:
+    def serves(self) -> bool:
         """Whether the caller is making a CUDA graph."""
-        return torch.cuda.is_current_stream_capturing()
+        return devices.capturing(self.stream.device)
 
     def mark(self) -> None:
         """What runs `beside` follows all that was launched up to here."""
@@ -114,8 +119,10 @@ class Side:
     def beside(self) -> Iterator[None]:
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(self.ready)
-            yield
-            self.done.record(self.stream)
+            try:
+                yield
+            finally:
+                self.done.record(self.stream)
 
     def join(self) -> None:
         """What is launched from here on follows what ran `beside`."""
@@ -125,7 +132,7 @@ class Side:
 class InTurn:
     """In the place of `Side` in the interpreter."""
 
-    def capturing(self) -> bool:
+    def serves(self) -> bool:
         return True
 
     def mark(self) -> None:
@@ -137,16 +144,45 @@ class InTurn:
     join = mark
 
 
-def run(whole: Part, second: Buffers, configs: list[triton_decode.Config], side: Side | InTurn, pdl: bool) -> None:
-    """One layer. second: buffers of the second part; the first takes those of `whole`. configs: of attention to 1, 2, ...
-    sequences."""
-    batch = whole.kv.batch
-    most = first_part(batch)
-    parts = whole.of(0, most, whole.buffers), whole.of(most, batch, second)
-    parts[0].bound()
-    side.mark()
-    parts[1].bound(follows=True)
-    with side.beside():
-        parts[0].finish(configs[most - 1], pdl)
-    parts[1].finish(configs[batch - most - 1], pdl)
-    side.join()
+class TwoParts:
+    """What serves steps in two parts. second: buffers for the last quarter of the largest step; the first part has those of the
+    whole step. attend: how attention is cut, by format of keys and values, for 1, 2, ... sequences."""
+
+    def __init__(self, second: Buffers, attend: dict[str, list[triton_decode.Config]], side: Side | InTurn, pdl: bool) -> None:
+        self.second, self.attend, self.side, self.pdl = second, attend, side, pdl
+        self._loaded: set[tuple[int, str, int]] = set()
+
+    def due(self, kv: PagedKV, index_keys: PagedIndexKeys) -> bool:
+        """Whether a step on such caches has to go through `serve`."""
+        return _like(kv, index_keys) not in self._loaded or self.side.serves()
+
+    def serve(self, whole: Part) -> bool:
+        """Runs a layer's step in a CUDA graph. Returns False outside of one, where nothing is changed but the plan's own
+        memory: the first of like steps there loads their kernels, which a graph must find."""
+        if self.side.serves():
+            self._run(whole)
+            return True
+        out = whole.out  # may be the queries' memory, which the step that counts still has to read
+        scratch = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+        self._run(replace(whole, out=scratch))
+        self._loaded.add(_like(whole.kv, whole.index_keys))
+        return False
+
+    def _run(self, whole: Part) -> None:
+        batch, configs = whole.kv.batch, self.attend[whole.kv.format]
+        cut = first_part(batch)
+        first, second = whole.of(0, cut, whole.buffers), whole.of(cut, batch, self.second)
+        first.bound()
+        self.side.mark()
+        second.bound(follows=True)
+        try:
+            with self.side.beside():
+                first.finish(configs[cut - 1], self.pdl)
+            second.finish(configs[batch - cut - 1], self.pdl)
+        finally:
+            self.side.join()
+
+
+def _like(kv: PagedKV, index_keys: PagedIndexKeys) -> tuple[int, str, int]:
+    """What tells apart the kernels that steps of a plan take."""
+    return kv.batch, kv.format, next_power_of_two(index_keys.capacity)

@@ -190,7 +190,10 @@ def launch_bounds(
     candidates:  int8 ``[batch * key heads * Words.bytes]`` or more: receives which keys can have the best score of their
               block; for a row also keys that it does not see. Undefined for tiles that no row sees.
     visible:  int32 ``[total_q]``: receives how many blocks each query sees.
-    pdl:      the next launch waits for this one inside its kernel."""
+    pdl:      the next launch waits for this one inside its kernel.
+    follows:  with `pdl`: programs start where those of the launch in front, of this kernel and without `follows`, leave room.
+              They never wait for it: the two must write to different memory, and the end of this one is not the end of
+              that one."""
     device, tile = facts(index_q.device), Tile.of(block_size)
     source = KeySource.of_pool(index_k, page_table, tile, device, packed=False)
     _, heads, dim = index_q.shape
