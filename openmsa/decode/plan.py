@@ -43,9 +43,9 @@ class DecodePlan:
     `max_pages`, where these are more than 8,192, and where bounds and what they find would take more than 256 MiB for
     `max_batch`. Other plans on a GPU hold memory for bounds. Index queries must be plain beside `CertifiedKeys` on a GPU.
 
-    In a CUDA graph, with plain queries, a run whose page tables have room for 1 GiB of exact certified keys, and whose attention
-    fills the GPU unsplit, serves its sequences in two parts, ten launches on two streams: the same selection, outputs rounded as
-    for fewer sequences, up to half as much memory again. Capture after a like run, which loads the kernels.
+    In a CUDA graph, with plain queries, a run whose page tables have room for 1 GiB of exact certified keys, and whose
+    attention fills the GPU unsplit, serves its sequences in two parts, ten launches on two streams: the same selection, outputs
+    rounded as for fewer sequences, up to half as much memory again. Capture after a like run, which loads the kernels.
 
     On a GPU a run neither allocates nor waits for the device, and lengths and page tables are read when the kernels run:
     capture it in a CUDA graph and update ``seq_lens`` and ``page_table`` in place between replays. No memory is shared
