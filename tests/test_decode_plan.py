@@ -188,12 +188,12 @@ PARTS = {  # k_lens, new tokens, format of keys and values, changes of the plan
 def test_two_parts_select_and_attend_as_one(device, monkeypatch, case):
     if device == "cpu" and not decode.uses_kernels(torch.device("cpu")):
         pytest.skip("stages are one part")
-    from openmsa.block_topk import triton_certified
+    from openmsa.block_topk.triton_certified import Selection
 
     k_lens, new_tokens, kv_format, changes = PARTS[case]
     p = step(k_lens, new_tokens, torch.bfloat16, index_heads=changes.get("index_heads", 2))
     results, bounded = [], []
-    monkeypatch.setattr(triton_certified, "bound", counted(triton_certified.bound, bounded))
+    monkeypatch.setattr(Selection, "bound", counted(Selection.bound, bounded))
     monkeypatch.setattr("openmsa.decode.two_parts.Side.serves", lambda self: True)
     for least, parts in ((NEVER, 1), (0, 2)):
         monkeypatch.setattr(LEAST_BYTES, least)
@@ -251,10 +251,10 @@ def test_only_graphs_are_made_of_two_parts(device, monkeypatch, in_place):
     """The first run outside of one loads their kernels, too, and results stay what they are, queries' memory given for them."""
     if device == "cpu" and not decode.uses_kernels(torch.device("cpu")):
         pytest.skip("stages are one part")
-    from openmsa.block_topk import triton_certified
+    from openmsa.block_topk.triton_certified import Selection
 
     p, bounded, results = step((200, 7, 330, 64)), [], []
-    monkeypatch.setattr(triton_certified, "bound", counted(triton_certified.bound, bounded))
+    monkeypatch.setattr(Selection, "bound", counted(Selection.bound, bounded))
     monkeypatch.setattr(LEAST_BYTES, 0)
     monkeypatch.setattr("openmsa.decode.two_parts.InTurn.serves", lambda self: False)
     kv, keys = caches(p, device, "certified")
@@ -375,12 +375,12 @@ def test_calls_that_do_not_fit_the_plan_are_refused():
 @pytest.mark.parametrize(("form", "parts"), [("plain", False), ("certified", False), ("certified", True)])
 def test_a_captured_graph_reads_lengths_when_replayed(form, parts, monkeypatch):
     """Two plans on two streams, each in a graph; lengths change in place; nothing is allocated in between."""
-    from openmsa.block_topk import triton_certified
+    from openmsa.block_topk.triton_certified import Selection
 
     bounded = []
     monkeypatch.setattr("openmsa.decode.kernels.BOUNDS_PAY", 0)
     monkeypatch.setattr(LEAST_BYTES, 0 if parts else NEVER)
-    monkeypatch.setattr(triton_certified, "bound", counted(triton_certified.bound, bounded))
+    monkeypatch.setattr(Selection, "bound", counted(Selection.bound, bounded))
     p = step((128, 256, 31, 200), dtype=torch.bfloat16)
     runs = []
     for seed in (0, 1):

@@ -54,7 +54,7 @@ from openmsa.index_branch.triton_tiles import (
 )
 from openmsa.index_branch.triton_variants import Operands
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
-from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts
+from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts, has_pdl
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
@@ -311,67 +311,50 @@ def select_blocks(
     workspace = Workspace.allocate(total_q, heads, rows, walks, num_blocks, block_size, index_q.device)
     blocks = torch.empty(total_q, heads, topk, dtype=torch.int32, device=index_q.device)
     page_table = index_k.page_table if isinstance(index_k, PagedIndexKeys) else None
-    launch_certified(index_q, pool, page_table, Lengths.of(seqs), block_size, init_blocks, local_blocks, workspace, blocks)
+    selection = Selection(index_q, pool, page_table, Lengths.of(seqs), block_size, workspace)
+    selection.run(init_blocks, local_blocks, blocks)
     return blocks, workspace.rescored.view(total_q, heads)
 
 
-def launch_certified(
-    index_q: Tensor,
-    keys: CertifiedKeys,
-    page_table: Tensor | None,
-    lengths: Lengths,
-    block_size: int,
-    init_blocks: int,
-    local_blocks: int,
-    workspace: Workspace,
-    out: Tensor,
-) -> None:
-    """The four kernels. keys: a pool with a page table, or packed. out: int32 ``[total_q, heads, topk]``, contiguous.
-    Allocates nothing; reads lengths on the device."""
-    bound(index_q, keys, page_table, lengths, block_size, workspace)
-    select_bounded(index_q, keys, page_table, lengths, block_size, init_blocks, local_blocks, workspace, out)
+@dataclass(frozen=True)
+class Selection:
+    """What the four kernels take; they allocate nothing and read lengths on the device. keys: a pool with a page table, or
+    packed."""
 
+    index_q: Tensor
+    keys: CertifiedKeys
+    page_table: Tensor | None
+    lengths: Lengths
+    block_size: int
+    workspace: Workspace
 
-def bound(
-    index_q: Tensor,
-    keys: CertifiedKeys,
-    page_table: Tensor | None,
-    lengths: Lengths,
-    block_size: int,
-    workspace: Workspace,
-    follows: bool = False,
-) -> None:
-    """The first kernel of `launch_certified`. follows: as of `launch_bounds`."""
-    total_q, heads, _ = index_q.shape
-    bounds = workspace.bounds_of(total_q, heads, ceil_div(lengths.max_seqlen_k, block_size))
-    buffers = bounds, workspace.candidates, workspace.visible[:total_q]
-    launch_bounds(index_q, keys.coarse, page_table, lengths, block_size, *buffers, pdl=_early(index_q), follows=follows)
+    def run(self, init_blocks: int, local_blocks: int, out: Tensor) -> None:
+        """out: int32 ``[total_q, heads, topk]``, contiguous."""
+        self.bound()
+        self.select(init_blocks, local_blocks, out)
 
+    def bound(self, follows: bool = False) -> None:
+        """The first kernel. follows: as of `launch_bounds`."""
+        total_q, heads, _ = self.index_q.shape
+        bounds, keys = self.workspace.bounds_of(total_q, heads, self._num_blocks), (self.keys.coarse, self.page_table)
+        buffers = bounds, self.workspace.candidates, self.workspace.visible[:total_q]
+        pdl = has_pdl(self.index_q.device)
+        launch_bounds(self.index_q, *keys, self.lengths, self.block_size, *buffers, pdl=pdl, follows=follows)
 
-def select_bounded(
-    index_q: Tensor,
-    keys: CertifiedKeys,
-    page_table: Tensor | None,
-    lengths: Lengths,
-    block_size: int,
-    init_blocks: int,
-    local_blocks: int,
-    workspace: Workspace,
-    out: Tensor,
-) -> None:
-    """The other three, with what `bound` left in the workspace."""
-    total_q, heads, topk = out.shape
-    num_blocks, pdl = ceil_div(lengths.max_seqlen_k, block_size), _early(index_q)
-    bounds, visible = workspace.bounds_of(total_q, heads, num_blocks), workspace.visible[:total_q]
-    ids, scores, rescored, candidates = workspace.open_blocks, workspace.scores, workspace.rescored, workspace.candidates
-    settle(bounds, visible, ids, rescored, topk - init_blocks - local_blocks, init_blocks, local_blocks, pdl)
-    rescore(index_q, keys.exact, page_table, lengths, block_size, num_blocks, ids, rescored, candidates, scores, pdl)
-    choose(ids, scores, rescored, visible, num_blocks, init_blocks, local_blocks, out, pdl)
+    def select(self, init_blocks: int, local_blocks: int, out: Tensor) -> None:
+        """The other three, with what `bound` left in the workspace. out: as of `run`."""
+        total_q, heads, topk = out.shape
+        num_blocks, held, pdl = self._num_blocks, self.workspace, has_pdl(self.index_q.device)
+        bounds, visible = held.bounds_of(total_q, heads, num_blocks), held.visible[:total_q]
+        ids, scores, rescored, candidates = held.open_blocks, held.scores, held.rescored, held.candidates
+        settle(bounds, visible, ids, rescored, topk - init_blocks - local_blocks, init_blocks, local_blocks, pdl)
+        keys = self.keys.exact, self.page_table, self.lengths, self.block_size, num_blocks
+        rescore(self.index_q, *keys, ids, rescored, candidates, scores, pdl)
+        choose(ids, scores, rescored, visible, num_blocks, init_blocks, local_blocks, out, pdl)
 
-
-def _early(index_q: Tensor) -> bool:
-    """Whether kernels start before the one in front has ended, and wait for it inside."""
-    return index_q.device.type == "cuda" and facts(index_q.device).arch >= 90
+    @property
+    def _num_blocks(self) -> int:
+        return ceil_div(self.lengths.max_seqlen_k, self.block_size)
 
 
 def settle(
@@ -473,7 +456,7 @@ def choose(
     out: Tensor,
     pdl: bool,
 ) -> None:
-    """Launches `choose_kernel`. out: as of `launch_certified`; the others as in `Workspace`."""
+    """Launches `choose_kernel`. out: as of `Selection.run`; the others as in `Workspace`."""
     total_q, heads, topk = out.shape
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     launch_kernel(

@@ -6,13 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.block_topk.triton_certified import Workspace, launch_certified
+from openmsa.block_topk.triton_certified import Selection, Workspace
 from openmsa.block_topk.triton_topk import launch_topk
 from openmsa.index_branch.triton_launch import launch
 from openmsa.index_branch.triton_sources import KeySource
 from openmsa.index_branch.triton_tiles import Lengths, Tile
 from openmsa.kv_cache import CertifiedKeys, Stored
-from openmsa.runtime.devices import facts
+from openmsa.runtime.devices import facts, has_pdl
 
 
 def decode_select_workspace(total_q: int, index_heads: int, max_seqlen_k: int, block_size: int) -> int:
@@ -61,7 +61,7 @@ def decode_select(
     lengths = Lengths(cu_seqlens_q, None, seq_lens, None, max_seqlen_q, max_seqlen_k)
     if certified is not None and isinstance(keys, CertifiedKeys):
         assert isinstance(index_q, Tensor)
-        launch_certified(index_q, keys, page_table, lengths, block_size, init_blocks, local_blocks, certified, out)
+        Selection(index_q, keys, page_table, lengths, block_size, certified).run(init_blocks, local_blocks, out)
         return
     held = total_q * heads * num_blocks
     scores = workspace[:held].view(total_q, heads, num_blocks).transpose(0, 1)
@@ -69,6 +69,6 @@ def decode_select(
     device = facts(index_q.device)
     tile = Tile.of(block_size)
     source = KeySource.of_pool(keys, page_table, tile, device)
-    pdl = index_q.device.type == "cuda" and device.arch >= 90
+    pdl = has_pdl(index_q.device)
     launch(index_q, source, tile, lengths, scores, visible, device, pdl=pdl)
     launch_topk(scores, visible, init_blocks, local_blocks, out, pdl=pdl)

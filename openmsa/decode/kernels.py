@@ -28,7 +28,8 @@ x keys, time with bounds over time without: 8 x 8K 1.19, 1 x 128K 1.17; of so ma
 
 
 class Kernels:
-    """Allocates for up to `max_batch` sequences; a run allocates nothing and never waits for the device."""
+    """Allocates for up to `max_batch` sequences; a run never waits for the device and allocates nothing, but outside of a graph
+    for what `TwoParts.serve` loads."""
 
     def __init__(self, sizes: Sizes, max_batch: int, max_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         if sizes.num_blocks > MAX_BLOCKS:
@@ -39,7 +40,7 @@ class Kernels:
         self.one_launch = [triton_launch.configure(batch, sizes, facts) for batch in range(1, max_batch + 1)]
         self.attend = {form: [_attend(b + 1, sizes, facts, form) for b in range(max_batch)] for form in FORMATS}
         self.interpreted = device.type != "cuda"
-        self.pdl = facts.arch >= 90 and not self.interpreted
+        self.pdl = devices.has_pdl(device)
         self._allocate(max_batch, max_pages * sizes.page_size, dtype, device)
         if not self.interpreted:
             torch.cuda.current_stream(device).synchronize()  # the counters are written before any stream runs the plan
@@ -52,7 +53,7 @@ class Kernels:
         if self.certified is not None and any(self._pays(batch, capacity) for batch in range(2, max_batch + 1)):
             rest = max_batch - two_parts.first_part(max_batch)
             second = Buffers(_bounds(rest, sizes, device), self._partials(rest, dtype, device))
-            self.parts = TwoParts(second, self.attend, InTurn() if self.interpreted else Side(device), self.pdl)
+            self.parts = TwoParts(second, self.attend, InTurn() if self.interpreted else Side(device))
         scores = decode_select_workspace(tokens, sizes.index_heads, capacity, sizes.block_size)
         self.scores = torch.empty(scores, dtype=torch.float32, device=device)
         self.cu_seqlens_q = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * sizes.new_tokens

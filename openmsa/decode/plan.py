@@ -45,7 +45,7 @@ class DecodePlan:
 
     In a CUDA graph, with plain queries, a run whose page tables have room for 1 GiB of exact certified keys, and whose
     attention fills the GPU unsplit, serves its sequences in two parts, ten launches on two streams: the same selection, outputs
-    rounded as for fewer sequences, up to half as much memory again. Capture after a like run, which loads the kernels.
+    rounded as for fewer sequences, up to half as much memory again. Capture after a like run: it loads kernels, and allocates.
 
     On a GPU a run neither allocates nor waits for the device, and lengths and page tables are read when the kernels run:
     capture it in a CUDA graph and update ``seq_lens`` and ``page_table`` in place between replays. No memory is shared

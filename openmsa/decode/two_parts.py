@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from openmsa.block_topk import triton_certified
+from openmsa.block_topk.triton_certified import Selection, Workspace
 from openmsa.decode.triton_launch import Sizes
 from openmsa.index_branch.triton_tiles import Lengths
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV
@@ -38,7 +38,7 @@ def first_part(batch: int) -> int:
 class Buffers:
     """Of one part at a time."""
 
-    bounds: triton_certified.Workspace
+    bounds: Workspace
     partials: triton_decode.Workspace
 
 
@@ -76,27 +76,21 @@ class Part:
             buffers=buffers,
         )
 
-    def bound(self, follows: bool = False) -> None:
-        """Bounds of scores. follows: as of `launch_bounds`."""
-        triton_certified.bound(*self._index_branch(), self.buffers.bounds, follows)
+    @property
+    def selection(self) -> Selection:
+        keys = self.index_keys
+        assert isinstance(keys.keys, CertifiedKeys)
+        lengths = Lengths(self.cu_seqlens_q, None, keys.seq_lens, None, self.sizes.new_tokens, keys.capacity)
+        return Selection(self.index_q, keys.keys, keys.page_table, lengths, self.sizes.block_size, self.buffers.bounds)
 
-    def finish(self, config: triton_decode.Config, pdl: bool) -> None:
-        """Selection and attention."""
-        sizes, workspace = self.sizes, self.buffers.bounds
-        triton_certified.select_bounded(
-            *self._index_branch(), sizes.init_blocks, sizes.local_blocks, workspace, self.blocks
-        )  # fmt: skip
+    def finish(self, config: triton_decode.Config) -> None:
+        """Selection with the bounds that are there, and attention."""
+        sizes, pdl = self.sizes, devices.has_pdl(self.q.device)
+        self.selection.select(sizes.init_blocks, sizes.local_blocks, self.blocks)
         triton_decode.launch(
             *(config, self.buffers.partials, self.q, self.kv, None, self.blocks, self.kv.seq_lens, sizes.new_tokens),
             *(sizes.block_size, self.softmax_scale, self.out, self.lse, pdl),
         )
-
-    def _index_branch(self) -> tuple[Tensor, CertifiedKeys, Tensor, Lengths, int]:
-        """Queries, pool, page table, lengths and block size."""
-        keys = self.index_keys
-        assert isinstance(keys.keys, CertifiedKeys)
-        lengths = Lengths(self.cu_seqlens_q, None, keys.seq_lens, None, self.sizes.new_tokens, keys.capacity)
-        return self.index_q, keys.keys, keys.page_table, lengths, self.sizes.block_size
 
 
 class Side:
@@ -130,7 +124,7 @@ class Side:
 
 
 class InTurn:
-    """In the place of `Side` in the interpreter."""
+    """In the place of `Side` in the interpreter, where every step is served, as if for a graph."""
 
     def serves(self) -> bool:
         return True
@@ -148,8 +142,8 @@ class TwoParts:
     """What serves steps in two parts. second: buffers for the last quarter of the largest step; the first part has those of the
     whole step. attend: how attention is cut, by format of keys and values, for 1, 2, ... sequences."""
 
-    def __init__(self, second: Buffers, attend: dict[str, list[triton_decode.Config]], side: Side | InTurn, pdl: bool) -> None:
-        self.second, self.attend, self.side, self.pdl = second, attend, side, pdl
+    def __init__(self, second: Buffers, attend: dict[str, list[triton_decode.Config]], side: Side | InTurn) -> None:
+        self.second, self.attend, self.side = second, attend, side
         self._loaded: set[tuple[int, str, int]] = set()
 
     def due(self, kv: PagedKV, index_keys: PagedIndexKeys) -> bool:
@@ -172,13 +166,13 @@ class TwoParts:
         batch, configs = whole.kv.batch, self.attend[whole.kv.format]
         cut = first_part(batch)
         first, second = whole.of(0, cut, whole.buffers), whole.of(cut, batch, self.second)
-        first.bound()
+        first.selection.bound()
         self.side.mark()
-        second.bound(follows=True)
+        second.selection.bound(follows=True)
         try:
             with self.side.beside():
-                first.finish(configs[cut - 1], self.pdl)
-            second.finish(configs[batch - cut - 1], self.pdl)
+                first.finish(configs[cut - 1])
+            second.finish(configs[batch - cut - 1])
         finally:
             self.side.join()
 

@@ -42,6 +42,11 @@ def facts(device: torch.device) -> Device:
     return _read(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def has_pdl(device: torch.device) -> bool:
+    """Whether a kernel may start before the one in front has ended and wait for it inside (programmatic dependent launch)."""
+    return device.type == "cuda" and facts(device).arch >= 90
+
+
 def resolved(name: str, device: torch.device | str) -> torch.device:
     """A CPU, or a CUDA device of this machine with its index, as the device of a tensor has it."""
     try:

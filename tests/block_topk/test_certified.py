@@ -285,7 +285,7 @@ def test_nothing_is_read_before_it_is_written(shape, device):
             x.view(torch.uint8).random_(0, 256)
         blocks = torch.full_like(exact, -7)
         keys = CertifiedKeys.quantize(index_k)
-        triton_certified.launch_certified(index_q, keys, None, Lengths.of(lengths), block_size, 0, 1, workspace, blocks)
+        triton_certified.Selection(index_q, keys, None, Lengths.of(lengths), block_size, workspace).run(0, 1, blocks)
         assert torch.equal(blocks, exact)
 
 
