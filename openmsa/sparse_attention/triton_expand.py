@@ -3,8 +3,9 @@
 
 KV-outer converts a block once for hundreds of queries, a union tile for a handful: there the conversion costs more than the
 bytes that it saves. So where many queries are to come and some tile stays together, all keys are converted once for the union
-kernel, which costs a few percent of the call; KV-outer reads the codes. Codes times group scales are exact in 16 bits; the
-float32 factors stay outside, as in the kernels that read codes.
+kernel, which costs a few percent of the call. KV-outer reads the codes, and so does Hopper's own union kernel, which takes E4M3
+keys (gluon_sm90_union.py). Codes times group scales are exact in 16 bits; the float32 factors stay outside, as in the kernels
+that read codes.
 """
 
 from __future__ import annotations

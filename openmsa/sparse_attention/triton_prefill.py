@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
@@ -92,33 +93,49 @@ def sparse_attention(
         return (out, lse) if return_lse else out
     num_buckets = -(-keys.total // block_size) + seqs.batch - 1
     readers = q.shape[0] * blocks.shape[2] / num_buckets
-    copies = None  # of stored keys, for the union kernel: KV-outer reads them as they are
-    if path == "auto" and expands(keys, queries.data.dtype, readers, workspace_bytes):
+    tiles = (q.shape[2], q.shape[1] // keys.heads, block_size, device.arch // 10)
+    tuned = config is None and path in ("auto", "union") and _has_tuned(queries, keys, prefill_config(*tiles), block_size)
+    copies = None  # of stored keys, for Triton's union kernel: Hopper's own and KV-outer read them as they are
+    if path == "auto" and not tuned and expands(keys, queries.data.dtype, readers, workspace_bytes):
         copies = copies_of(keys, queries.data.dtype)
-    stored = keys.stored is not None and copies is None
+    stored = keys.stored is not None and not tuned and copies is None
     if path == "auto" and stored and not keys.k.dtype == queries.data.dtype == torch.float8_e4m3fn:
         path = "outer"  # which converts a block once; the union kernel loses more by converting than it gains
     if config is None:
-        bytes_ = 2 if keys.stored else keys.k.element_size()
-        config = prefill_config(q.shape[2], q.shape[1] // keys.heads, block_size, device.arch // 10, bytes_, stored)
+        config = prefill_config(*tiles, 2 if keys.stored else keys.k.element_size(), stored)
     # Masked logits are -inf times the scale and must stay -inf: a scale of 0 becomes one too small to matter.
     scale, negative = max(abs(softmax_scale) * math.log2(math.e), 1e-37), softmax_scale < 0
     shape = (*q.shape, blocks.shape[2], block_size, num_buckets)
     plan = _Plan.of(shape, seqs, keys, config, path, plain, partial_dtype or out.dtype, workspace_bytes)
-    lists = _build_lists(blocks, seqs, copies or keys, plan, config, copies is not None)
+    lists = _build_lists(blocks, seqs, copies or keys, plan, config, tuned or copies is not None)
     if copies is not None:
         expand(keys, copies, seqs, lists["has_union"])
     arguments = (queries, seqs, plan, config, lists, out, lse, scale, negative)
     tma = (None, None)
-    if plan.union_limit >= 0 or plan.rest == FEW:  # which takes no stored keys, so there are no copies
+    if (plan.union_limit >= 0 and not tuned) or plan.rest == FEW:  # which takes no stored keys, so there are no copies
         tma = _descriptors(copies or keys, config, block_size, q.shape[2])
-    if plan.union_limit >= 0:
+    if plan.union_limit >= 0 and tuned:
+        from openmsa.sparse_attention import gluon_sm90_union_launch
+
+        sizes = (plan.group, plan.num_tiles, plan.capacity)
+        gluon_sm90_union_launch.launch(queries, keys, seqs, lists, out, lse, scale, negative, device, config, *sizes)
+    elif plan.union_limit >= 0:
         _union(copies or keys, *arguments, *tma)
     if plan.rest == FEW:
         _few(keys, *arguments, *tma)
     elif plan.rest == KV_OUTER:
         _outer(keys, *arguments)
     return (out, lse) if return_lse else out
+
+
+def _has_tuned(queries: Queries, keys: Keys, config: PrefillConfig, block_size: int) -> bool:
+    """Whether Hopper's own union kernel serves. The interpreter knows no Gluon, and Gluon's names change between versions."""
+    device = facts(keys.k.device)
+    if not keys.k.is_cuda or device.arch != 90 or triton.__version__.split(".")[:2] != ["3", "6"]:
+        return False
+    from openmsa.sparse_attention import gluon_sm90_union_launch
+
+    return gluon_sm90_union_launch.serves(device, queries, keys, config, block_size)
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:

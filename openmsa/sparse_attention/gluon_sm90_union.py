@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: MIT
+"""Union tiles whose keys and values are E4M3 codes, on Hopper, in Gluon: each block is converted once for two tiles.
+
+Triton's union kernel converts a block for 64 rows, which costs more than the bytes that codes save. Here a program serves
+neighbouring tiles of a head in pairs, and three groups of four warps share its work:
+
+    convert     reads the codes of the next block, and writes them as float16 to a ring in shared memory
+    attend 0    multiplies the rows of the first tile with keys and values of the ring
+    attend 1    those of the second
+
+All three walk the two ascending lists of blocks as one: the smaller block is next, and where both lists have it, it is
+converted once for both tiles. Neighbours select alike, so most blocks are. While one group takes the exponentials of its
+weights, the matrix unit multiplies for the other.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from openmsa.sparse_attention import triton_union
+
+BLOCK = gl.constexpr(128)
+"""Keys of a block, and of a tile of the ring."""
+HALF = gl.constexpr(64)
+"""Of its keys, converted at a time."""
+ROWS = gl.constexpr(64)
+"""Of a tile of queries, tokens times heads."""
+NOTHING = gl.constexpr(1 << 30)
+"""In the place of a block behind the end of a list."""
+
+in_range = gluon.jit(triton_union.in_range.fn)
+
+
+@gluon.jit
+def tile_of(i_tile, i_h, tiles, union_sizes, cu_k, num_tiles, num_kv_heads):
+    """Number of a tile's list, the blocks in it (-1: the tile is none of this kernel's), how many of them all its queries see
+    whole; its first token, tokens, sequence, first position, and the last key that any of its queries sees."""
+    here = i_tile < num_tiles
+    i_tile = gl.minimum(i_tile, num_tiles - 1)
+    i_list = i_tile * num_kv_heads + i_h
+    first, tokens = gl.load(tiles + i_tile * 4), gl.load(tiles + i_tile * 4 + 1)
+    i_b, position = gl.load(tiles + i_tile * 4 + 2), gl.load(tiles + i_tile * 4 + 3)
+    size = gl.where(here & (tokens > 0), gl.load(union_sizes + i_list * 2), -1)
+    whole = gl.load(union_sizes + i_list * 2 + 1)
+    k_len = gl.load(cu_k + i_b + 1) - gl.load(cu_k + i_b)
+    last = gl.minimum(position + tokens - 1, k_len - 1)
+    return i_list.to(gl.int64), size, whole, first, tokens, i_b, position, last
+
+
+@gluon.jit
+def entry(p, i, size):
+    """Of a list of `size` entries, or NOTHING."""
+    return gl.load(p + i, mask=i < size, other=NOTHING)
+
+
+@gluon.constexpr_function
+def code_layout(dim):
+    """Of the codes of HALF keys in words of four: 16 neighbours a thread. Eight lanes that write at a time take the even
+    chunks of one row and the odd ones of the next, which the swizzle puts into different banks."""
+    rows = [[1 << i, 0] for i in range(6)]
+    lanes = [[0, 4], [0, 8], rows.pop(0)] + ([[0, 16]] if dim == 128 else [])
+    lanes += [rows.pop(0) for _ in range(5 - len(lanes))]
+    warps = [rows.pop(0) for _ in range(2)]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], *rows], lanes, warps, [], [64, dim // 4])
+
+
+@gluon.jit
+def load_codes(x, place, limit, stride_row, FIRST: gl.constexpr, DIM: gl.constexpr):
+    """Of the HALF keys from FIRST on of the block that is `place` elements behind x; 0 behind its key `limit`."""
+    LAYOUT: gl.constexpr = code_layout(DIM)
+    o_n = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
+    o_d = gl.arange(0, DIM // 4, gl.SliceLayout(0, LAYOUT))
+    x = (x + place + FIRST * stride_row).to(gl.pointer_type(gl.int32), bitcast=True)
+    p_x = x + o_n[:, None] * (stride_row // 4) + o_d[None, :]
+    return gl.load(p_x, mask=(o_n <= limit - FIRST)[:, None], other=0, cache_modifier=".cg")
+
+
+@gluon.jit
+def write_numbers(words, tile, FIRST: gl.constexpr):
+    """The codes as float16 to the rows from FIRST on of a tile of the ring."""
+    low, high = gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=r,=r,r", [words], (gl.int32, gl.int32), True, 1,
+    )  # fmt: skip
+    columns: gl.constexpr = words.shape[1] * 2
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, columns], gl.int32)
+    pairs = tile._reinterpret(gl.int32, [BLOCK, columns], TILE)
+    pairs.slice(FIRST, HALF).store(gl.join(low, high).reshape([HALF, columns]))
+
+
+@gluon.jit
+def next_block(a, a_row, last_a, b, b_row, last_b, same, stride_page, stride_row, PAGE_SIZE: gl.constexpr):
+    """Of the blocks that come next in two lists: whether the first list's is taken, the second's (both only where the tiles are
+    of the same sequence), and any; where what is taken lies, and the last of its keys that a tile sees which takes it (-1 where
+    nothing is left)."""
+    take_a, take_b = a <= b, b < a + same
+    block = gl.minimum(a, b)
+    left = block < NOTHING
+    row = gl.where(left, gl.where(take_a, a_row, b_row), 0)
+    last = gl.maximum(gl.where(take_a, last_a, -1), gl.where(take_b, last_b, -1))
+    if PAGE_SIZE > 0:
+        place = (row // PAGE_SIZE).to(gl.int64) * stride_page + (row % PAGE_SIZE).to(gl.int64) * stride_row
+    else:
+        place = row.to(gl.int64) * stride_row
+    return take_a, take_b, left, place, gl.where(left, last - block * BLOCK, -1)
+
+
+@gluon.jit
+def convert(
+    ring_k, ring_v, full, free, k, v, cu_k, tiles, union_sizes, union_ids, union_rows, num_pairs, num_tiles, num_kv_heads,
+    capacity, stride_page, stride_h, stride_row, PARTS: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The converter's share of a program. Half a tile of codes is on its way while another is written."""
+    t = 0
+    for i_pair in range(gl.program_id(0), num_pairs, gl.num_programs(0)):
+        i_h = i_pair // PARTS % num_kv_heads
+        i_tile = i_pair // PARTS // num_kv_heads * 2
+        list_a, size_a, _, _, _, seq_a, _, last_a = tile_of(i_tile, i_h, tiles, union_sizes, cu_k, num_tiles, num_kv_heads)
+        list_b, size_b, _, _, _, seq_b, _, last_b = tile_of(i_tile + 1, i_h, tiles, union_sizes, cu_k, num_tiles, num_kv_heads)
+        same = (seq_a == seq_b).to(gl.int32)
+        ids_a, ids_b = union_ids + list_a * capacity, union_ids + list_b * capacity
+        rows_a, rows_b = union_rows + list_a * capacity, union_rows + list_b * capacity
+        x_k, x_v = k + i_h.to(gl.int64) * stride_h, v + i_h.to(gl.int64) * stride_h
+        i_a, i_b = 0, 0
+        a, a_row = entry(ids_a, 0, size_a), entry(rows_a, 0, size_a)
+        b, b_row = entry(ids_b, 0, size_b), entry(rows_b, 0, size_b)
+        take_a, take_b, left, place, limit = next_block(
+            a, a_row, last_a, b, b_row, last_b, same, stride_page, stride_row, PAGE_SIZE
+        )
+        k_upper = load_codes(x_k, place, limit, stride_row, 0, DIM)
+        k_lower = load_codes(x_k, place, limit, stride_row, HALF, DIM)
+        while left:
+            i_a += take_a.to(gl.int32)
+            i_b += take_b.to(gl.int32)
+            a, a_row = entry(ids_a, i_a, size_a), entry(rows_a, i_a, size_a)
+            b, b_row = entry(ids_b, i_b, size_b), entry(rows_b, i_b, size_b)
+            v_upper = load_codes(x_v, place, limit, stride_row, 0, DIM)
+            mbarrier.wait(free.index(t % STAGES), t // STAGES & 1 ^ 1)
+            write_numbers(k_upper, ring_k.index(t % STAGES), 0)
+            v_lower = load_codes(x_v, place, limit, stride_row, HALF, DIM)
+            write_numbers(k_lower, ring_k.index(t % STAGES), HALF)
+            take_a, take_b, left, place, limit = next_block(
+                a, a_row, last_a, b, b_row, last_b, same, stride_page, stride_row, PAGE_SIZE
+            )
+            k_upper = load_codes(x_k, place, limit, stride_row, 0, DIM)
+            write_numbers(v_upper, ring_v.index(t % STAGES), 0)
+            k_lower = load_codes(x_k, place, limit, stride_row, HALF, DIM)
+            write_numbers(v_lower, ring_v.index(t % STAGES), HALF)
+            fence_async_shared()
+            gl.thread_barrier()  # every thread has written before one says so
+            mbarrier.arrive(full.index(t % STAGES), count=1)
+            t += 1
+
+
+@gluon.constexpr_function
+def quad_layout():
+    """[ROWS, 4]: what each of the four threads has that hold a row of a product."""
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
+
+
+@gluon.jit
+def thread_maxima(x):
+    """Largest of what a thread holds of each row of a product with 128 columns, [ROWS, 4]; pair by pair, so
+    that few wait for each other."""
+    x = gl.max(x.reshape([ROWS, 16, 4, 2]), 3)
+    x = gl.max(x.reshape([ROWS, 2, 8, 4]), 1)
+    x = gl.max(x.reshape([ROWS, 2, 4, 4]), 1)
+    x = gl.max(x.reshape([ROWS, 2, 2, 4]), 1)
+    return gl.convert_layout(gl.max(x, 1), quad_layout(), assert_trivial=True)
+
+
+@gluon.jit
+def thread_sums(x):
+    """As `thread_maxima`, sums."""
+    x = gl.sum(x.reshape([ROWS, 16, 4, 2]), 3)
+    x = gl.sum(x.reshape([ROWS, 2, 8, 4]), 1)
+    x = gl.sum(x.reshape([ROWS, 2, 4, 4]), 1)
+    x = gl.sum(x.reshape([ROWS, 2, 2, 4]), 1)
+    return gl.convert_layout(gl.sum(x, 1), quad_layout(), assert_trivial=True)
+
+
+@gluon.jit
+def kept(x):
+    """x. ptxas 12.8 gives the registers of the queries, behind their last product in the loop, to the weights, and the next
+    round multiplies those; not so where the queries seem to be computed anew in each round."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.float16, False, 2)
+
+
+@gluon.jit
+def attend(
+    ring_k, ring_v, full, free, q, out, lse, cu_k, tiles, union_sizes, union_ids, union_bits, scale, num_pairs, num_tiles,
+    num_kv_heads, capacity, stride_q_t, stride_q_h, k_factor, stride_kf_h, v_factor, stride_vf_h, SIDE: gl.constexpr,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr, DIM: gl.constexpr, NEGATIVE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The share of the first (SIDE 0) or second tile of each pair."""
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OUTPUTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    QUERIES: gl.constexpr = gl.DotOperandLayout(0, LOGITS, 2)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUTS, 2)
+    MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUTS)
+    QUAD_ROW: gl.constexpr = gl.SliceLayout(1, quad_layout())
+    o_s, o_r = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, gl.SliceLayout(1, MEMORY))
+    o_d = gl.arange(0, DIM, gl.SliceLayout(0, MEMORY))
+    token = o_s // HEADS
+    zero = gl.zeros([ROWS, BLOCK], gl.float32, LOGITS)
+    t = 0
+    for i_pair in range(gl.program_id(0), num_pairs, gl.num_programs(0)):
+        i_part = i_pair % PARTS
+        i_h = i_pair // PARTS % num_kv_heads
+        i_tile = i_pair // PARTS // num_kv_heads * 2
+        i_list, size, whole, first, tokens, i_b, position, _ = tile_of(
+            i_tile + SIDE, i_h, tiles, union_sizes, cu_k, num_tiles, num_kv_heads
+        )
+        i_other, other_size, _, _, _, other_b, _, _ = tile_of(
+            i_tile + 1 - SIDE, i_h, tiles, union_sizes, cu_k, num_tiles, num_kv_heads
+        )
+        same = (i_b == other_b).to(gl.int32)
+        ids, other_ids, p_bits = union_ids + i_list * capacity, union_ids + i_other * capacity, union_bits + i_list * capacity
+
+        head = (i_h * GROUP + i_part * HEADS + o_r % HEADS).to(gl.int64)
+        row = (first + o_r // HEADS).to(gl.int64)
+        m_row = (o_r // HEADS < tokens) & (i_part * HEADS + o_r % HEADS < GROUP) & (size >= 0)
+        p_q = q + (row * stride_q_t + head * stride_q_h)[:, None] + o_d[None, :]
+        b_q = gl.load(p_q, mask=m_row[:, None], other=0.0)
+        x_scale = scale
+        if k_factor is not None:
+            x_scale = gl.maximum(scale * gl.load(k_factor + i_h * stride_kf_h), 1e-37)
+        if q.dtype.element_ty == gl.bfloat16:
+            b_q, x_scale = in_range(b_q, x_scale)
+            x_scale = gl.convert_layout(x_scale, ROW)
+        else:
+            x_scale = gl.zeros([ROWS], gl.float32, ROW) + x_scale
+        if NEGATIVE:
+            b_q = -b_q.to(gl.float32)
+        b_q = gl.convert_layout(b_q.to(gl.float16), QUERIES)
+        k_len = gl.load(cu_k + i_b + 1) - gl.load(cu_k + i_b)
+        last_key = gl.minimum(position + token, k_len - 1)
+
+        acc = gl.zeros([ROWS, DIM], gl.float32, OUTPUTS)
+        m_i = gl.full([ROWS], -1e30, gl.float32, ROW)
+        l_i = gl.zeros([ROWS, 4], gl.float32, quad_layout())
+        i, j = 0, 0
+        mine, theirs, bits = entry(ids, 0, size), entry(other_ids, 0, other_size), entry(p_bits, 0, size)
+        while (mine < NOTHING) | (theirs < NOTHING):
+            take = mine <= theirs if SIDE == 0 else mine < theirs + same
+            they_take = theirs < mine + same if SIDE == 0 else theirs <= mine
+            block, sees_all = mine, i < whole
+            m_member = ((bits >> token) & 1) != 0
+            i += take.to(gl.int32)
+            j += they_take.to(gl.int32)
+            mine, theirs, bits = entry(ids, i, size), entry(other_ids, j, other_size), entry(p_bits, i, size)
+            mbarrier.wait(full.index(t % STAGES), t // STAGES & 1)
+            if take:
+                s = warpgroup_mma(b_q, ring_k.index(t % STAGES).permute((1, 0)), zero, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(0, deps=(s,))
+                if not sees_all:
+                    o_key = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, LOGITS))
+                    s = gl.where(o_key[None, :] <= last_key[:, None], s, -float("inf"))
+                largest = gl.convert_layout(gl.max(thread_maxima(s), 1), ROW, assert_trivial=True)
+                m_new = gl.maximum(m_i, gl.where(m_member, largest, -1e30))
+                # Rows of other queries: an infinite offset makes every weight exactly 0 at no cost an element.
+                offset = gl.where(m_member, m_new * x_scale, float("inf"))
+                p = gl.exp2(s * x_scale[:, None] - offset[:, None])
+                alpha = gl.exp2((m_i - m_new) * x_scale)
+                l_i = l_i * gl.convert_layout(alpha, QUAD_ROW, assert_trivial=True)[:, None] + thread_sums(p)
+                m_i = m_new
+                weights = gl.convert_layout(p.to(gl.float16), WEIGHTS, assert_trivial=True)
+                acc = acc * gl.convert_layout(alpha, OUT_ROW, assert_trivial=True)[:, None]
+                acc = warpgroup_mma(weights, ring_v.index(t % STAGES), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                b_q = kept(b_q)
+            gl.thread_barrier()  # every warp has read before one thread says so
+            mbarrier.arrive(free.index(t % STAGES), count=1)
+            t += 1
+
+        l_i = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
+        m_any = l_i > 0
+        inverse = gl.where(m_any, 1.0 / gl.where(m_any, l_i, 1.0), 0.0)
+        if v_factor is not None:
+            inverse *= gl.load(v_factor + i_h * stride_vf_h)
+        b_out = (acc * gl.convert_layout(inverse, OUT_ROW)[:, None]).to(out.dtype.element_ty)
+        o_out = row * num_kv_heads * GROUP + head
+        gl.store(out + o_out[:, None] * DIM + o_d[None, :], gl.convert_layout(b_out, MEMORY), mask=m_row[:, None])
+        b_lse = (m_i * x_scale + gl.log2(gl.where(m_any, l_i, 1.0))) * 0.6931471805599453
+        b_lse = gl.where(m_any, b_lse, l_i - float("inf"))  # of a NaN query NaN
+        gl.store(lse + o_out, gl.convert_layout(b_lse, gl.SliceLayout(1, MEMORY)), mask=m_row)
+
+
+@gluon.jit(do_not_specialize=["num_tiles", "capacity"])
+def sm90_union_kernel(
+    q, k, v, out, lse, cu_k, tiles, union_sizes, union_ids, union_rows, union_bits, has_union, scale, num_tiles, num_kv_heads,
+    capacity, stride_q_t, stride_q_h, stride_page, stride_h, stride_row, k_factor, stride_kf_h, v_factor, stride_vf_h,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    NEGATIVE: gl.constexpr, STAGES: gl.constexpr, ATTEND_REGISTERS: gl.constexpr, CONVERT_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Grid: as many programs as run at a time; they share the pairs of tiles. Parameters are those of `attend_union`, and
+    has_union: int32 [1], 0: no tile stays together. stride_page, stride_h, stride_row: of K and of V."""
+    num_pairs = (num_tiles + 1) // 2 * num_kv_heads * PARTS * gl.minimum(gl.load(has_union), 1)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], gl.float16)
+    ring_k = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK, DIM], TILE)
+    ring_v = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK, DIM], TILE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    fence_async_shared()
+    gl.thread_barrier()
+    SIDE_0: gl.constexpr = 0
+    SIDE_1: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (attend, (
+                ring_k, ring_v, full, free, q, out, lse, cu_k, tiles, union_sizes, union_ids, union_bits, scale, num_pairs,
+                num_tiles, num_kv_heads, capacity, stride_q_t, stride_q_h, k_factor, stride_kf_h, v_factor, stride_vf_h,
+                SIDE_0, GROUP, HEADS, PARTS, DIM, NEGATIVE, STAGES,
+            )),
+            (attend, (
+                ring_k, ring_v, full, free, q, out, lse, cu_k, tiles, union_sizes, union_ids, union_bits, scale, num_pairs,
+                num_tiles, num_kv_heads, capacity, stride_q_t, stride_q_h, k_factor, stride_kf_h, v_factor, stride_vf_h,
+                SIDE_1, GROUP, HEADS, PARTS, DIM, NEGATIVE, STAGES,
+            )),
+            (convert, (
+                ring_k, ring_v, full, free, k, v, cu_k, tiles, union_sizes, union_ids, union_rows, num_pairs, num_tiles,
+                num_kv_heads, capacity, stride_page, stride_h, stride_row, PARTS, DIM, PAGE_SIZE, STAGES,
+            )),
+        ],
+        [4, 4],
+        [ATTEND_REGISTERS, CONVERT_REGISTERS],
+    )  # fmt: skip

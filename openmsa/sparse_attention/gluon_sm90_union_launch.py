@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: MIT
+"""When and how the Gluon union kernel for Hopper is launched, and its variants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmsa.runtime.devices import Device
+from openmsa.runtime.integers import ceil_div
+from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.variants import Variant
+from openmsa.sparse_attention.gluon_sm90_union import BLOCK, ROWS, sm90_union_kernel
+from openmsa.sparse_attention.triton_config import PrefillConfig
+from openmsa.sparse_attention.triton_keys import PAGES, Keys, Queries
+from openmsa.types import Layout
+
+OPTIONS = {"STAGES": 3, "ATTEND_REGISTERS": 208, "CONVERT_REGISTERS": 96, "num_warps": 4}
+"""Registers of a thread that attends to second tiles, and of one that converts; those of first tiles get what is left of 504.
+Eight less for those that attend cost 8 % where values no longer fit."""
+LONGEST_ROW = 1 << 24
+"""Elements from a key to the next: offsets within a block are of 32 bits."""
+
+
+def serves(device: Device, queries: Queries, keys: Keys, config: PrefillConfig, block_size: int) -> bool:
+    """Whether the kernel serves these: 16-bit queries in tiles of 64 rows; blocks of 128 keys, packed or whole in pages; E4M3
+    keys and values, laid out alike, a key's codes together, without factors or with those of tensors or heads."""
+    k, v, dim = keys.k, keys.v, queries.data.shape[2]
+    rows = config.union_tokens * config.heads
+    if device.arch != 90 or block_size != BLOCK or rows != ROWS or dim not in (64, 128) or not keys.by_row:
+        return False
+    if queries.data.dtype not in (torch.bfloat16, torch.float16) or k.dtype != torch.float8_e4m3fn:
+        return False
+    modes = keys.scale_modes()
+    if PAGES in (modes["K_SCALE"], modes["V_SCALE"]) or queries.data.stride(2) != 1:
+        return False
+    strides = keys.strides(k)
+    whole = all(n % 16 == 0 for n in (k.data_ptr(), v.data_ptr(), *strides[:3]))
+    return whole and k.stride() == v.stride() and strides[3] == 1 and strides[2] < LONGEST_ROW
+
+
+def launch(
+    queries: Queries,
+    keys: Keys,
+    seqs: Layout,
+    lists: Mapping[str, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    negative: bool,
+    device: Device,
+    config: PrefillConfig,
+    group: int,
+    num_tiles: int,
+    capacity: int,
+) -> None:
+    """Attention of the tiles that stay together. lists: of `tile_lists`, `has_union` among them. negative: the scale's sign."""
+    parts = ceil_div(group, config.heads)
+    (k_factor, _, k_stride), (v_factor, _, v_stride) = (keys.scales_of(which)[:3] for which in (0, 1))
+    launch_kernel(
+        sm90_union_kernel,
+        (min(ceil_div(num_tiles, 2) * keys.heads * parts, device.num_sms),),
+        queries.data,
+        keys.k,
+        keys.v,
+        out,
+        lse,
+        seqs.cu_seqlens_k,
+        *(lists[name] for name in ("tiles", "union_sizes", "union_ids", "union_rows", "union_bits", "has_union")),
+        scale,
+        num_tiles,
+        keys.heads,
+        capacity,
+        *queries.data.stride()[:2],
+        *keys.strides(keys.k)[:3],
+        k_factor,
+        k_stride,
+        v_factor,
+        v_stride,
+        GROUP=group,
+        HEADS=config.heads,
+        PARTS=parts,
+        DIM=queries.data.shape[2],
+        PAGE_SIZE=keys.page_size,
+        NEGATIVE=negative,
+        **OPTIONS,
+    )
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """Packed keys and pages, both head dims, with and without factors."""
+    if arch != 90:
+        return
+    for q, dim, page, factors in (
+        ("bf16", 128, 0, True),
+        ("bf16", 128, 128, True),
+        ("fp16", 128, 0, False),
+        ("bf16", 64, 256, False),
+    ):
+        types = {"q": f"*{q}", "out": f"*{q}", "k": "*fp8e4nv", "v": "*fp8e4nv", "lse": "*fp32", "scale": "fp32"}
+        types |= dict.fromkeys(("cu_k", "tiles", "union_sizes", "union_ids", "union_rows", "union_bits", "has_union"), "*i32")
+        types |= dict.fromkeys(("num_tiles", "num_kv_heads", "capacity"), "i32")
+        types |= dict.fromkeys(("stride_q_t", "stride_q_h", "stride_page", "stride_h", "stride_row"), "i32:16")
+        constants: dict[str, Any] = {"GROUP": 16, "HEADS": 16, "PARTS": 1, "DIM": dim, "PAGE_SIZE": page}
+        constants |= {"NEGATIVE": not factors} | {name: OPTIONS[name] for name in OPTIONS if name != "num_warps"}
+        for x in "kv":
+            types |= {f"{x}_factor": "*fp32", f"stride_{x}f_h": "i32"} if factors else {}
+            constants |= {} if factors else {f"{x}_factor": None, f"stride_{x}f_h": 0}
+        name = f"union {q} e4m3 d{dim} p{page}"  # four values wait for the loops, in front of them
+        yield Variant(name, sm90_union_kernel, types, constants, OPTIONS["num_warps"], wgmma=True, may_spill=16)
