@@ -30,7 +30,7 @@ ROWS = gl.constexpr(64)
 NOTHING = gl.constexpr(1 << 30)
 """In the place of a block behind the end of a list."""
 
-in_range = gluon.jit(triton_union.in_range.fn)
+in_range = gluon.jit(triton_union.in_range.fn)  # the same source, in Gluon
 
 
 @gluon.jit
@@ -68,7 +68,8 @@ def code_layout(dim):
 
 @gluon.jit
 def load_codes(x, place, limit, stride_row, FIRST: gl.constexpr, DIM: gl.constexpr):
-    """Of the HALF keys from FIRST on of the block that is `place` elements behind x; 0 behind its key `limit`."""
+    """Of the HALF keys from FIRST on of the block that is `place` elements behind x; 0 behind its key `limit`, which may lie
+    behind the block; -1: nothing is read."""
     LAYOUT: gl.constexpr = code_layout(DIM)
     o_n = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
     o_d = gl.arange(0, DIM // 4, gl.SliceLayout(0, LAYOUT))
@@ -97,9 +98,9 @@ def write_numbers(words, tile, FIRST: gl.constexpr):
 
 @gluon.jit
 def next_block(a, a_row, last_a, b, b_row, last_b, same, stride_page, stride_row, PAGE_SIZE: gl.constexpr):
-    """Of the blocks that come next in two lists: whether the first list's is taken, the second's (both only where the tiles are
-    of the same sequence), and any; where what is taken lies, and the last of its keys that a tile sees which takes it (-1 where
-    nothing is left)."""
+    """Of the blocks that come next in two lists the smaller: whether it is the first list's, the second's (both where they are
+    equal and the tiles of the same sequence), and whether there is one; where it lies; and up to which of its keys it is read,
+    -1 where there is none. last_a, last_b: positions of the last keys that the tiles see."""
     take_a, take_b = a <= b, b < a + same
     block = gl.minimum(a, b)
     left = block < NOTHING
@@ -306,7 +307,7 @@ def sm90_union_kernel(
     NEGATIVE: gl.constexpr, STAGES: gl.constexpr, ATTEND_REGISTERS: gl.constexpr, CONVERT_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many programs as run at a time; they share the pairs of tiles. Parameters are those of `attend_union`, and
-    has_union: int32 [1], 0: no tile stays together. stride_page, stride_h, stride_row: of K and of V."""
+    has_union: int32 [1], 0: no tile stays together, not even an empty one. stride_page, stride_h, stride_row: of K and of V."""
     num_pairs = (num_tiles + 1) // 2 * num_kv_heads * PARTS * gl.minimum(gl.load(has_union), 1)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], gl.float16)
     ring_k = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK, DIM], TILE)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from openmsa.runtime.devices import Device
-from openmsa.runtime.integers import ceil_div
+from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention.gluon_sm90_union import BLOCK, ROWS, sm90_union_kernel
-from openmsa.sparse_attention.triton_config import PrefillConfig
+from openmsa.sparse_attention.triton_config import MAX_HEADS, PrefillConfig
 from openmsa.sparse_attention.triton_keys import PAGES, Keys, Queries
 from openmsa.types import Layout
 
@@ -37,9 +37,15 @@ def serves(device: Device, queries: Queries, keys: Keys, config: PrefillConfig, 
     modes = keys.scale_modes()
     if PAGES in (modes["K_SCALE"], modes["V_SCALE"]) or queries.data.stride(2) != 1:
         return False
-    strides = keys.strides(k)
-    whole = all(n % 16 == 0 for n in (k.data_ptr(), v.data_ptr(), *strides[:3]))
-    return whole and k.stride() == v.stride() and strides[3] == 1 and strides[2] < LONGEST_ROW
+    strides = _strides(keys, k)
+    whole = all(n % 16 == 0 for n in (k.data_ptr(), v.data_ptr(), *strides))
+    return whole and strides == _strides(keys, v) and k.stride(-1) == v.stride(-1) == 1 and strides[2] < LONGEST_ROW
+
+
+def _strides(keys: Keys, x: Tensor) -> tuple[int, ...]:
+    """Of page, head and row; 16 where there is one, whose stride is never used."""
+    sizes = x.shape[:3] if keys.page_size else (1, x.shape[1], x.shape[0])
+    return tuple(16 if size == 1 else stride for size, stride in zip(sizes, keys.strides(x)[:3], strict=True))
 
 
 def launch(
@@ -75,7 +81,7 @@ def launch(
         keys.heads,
         capacity,
         *queries.data.stride()[:2],
-        *keys.strides(keys.k)[:3],
+        *_strides(keys, keys.k),
         k_factor,
         k_stride,
         v_factor,
@@ -91,23 +97,27 @@ def launch(
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
-    """Packed keys and pages, both head dims, with and without factors."""
+    """Packed keys and pages, both head dims, with and without factors, groups in parts and between powers of two."""
     if arch != 90:
         return
-    for q, dim, page, factors in (
-        ("bf16", 128, 0, True),
-        ("bf16", 128, 128, True),
-        ("fp16", 128, 0, False),
-        ("bf16", 64, 256, False),
+    for q, dim, group, page, factors, may_spill in (
+        ("bf16", 128, 16, 0, True, 16),  # four values are spilled in front of the loops
+        ("bf16", 128, 16, 128, True, 16),
+        ("fp16", 128, 16, 0, False, 16),
+        ("bf16", 64, 16, 256, False, 0),
+        ("bf16", 128, 3, 0, True, 80),  # in the loop over pairs of tiles, not in those over blocks
+        ("bf16", 128, 100, 0, True, 88),
     ):
+        heads = min(next_power_of_two(group), MAX_HEADS)
         types = {"q": f"*{q}", "out": f"*{q}", "k": "*fp8e4nv", "v": "*fp8e4nv", "lse": "*fp32", "scale": "fp32"}
         types |= dict.fromkeys(("cu_k", "tiles", "union_sizes", "union_ids", "union_rows", "union_bits", "has_union"), "*i32")
         types |= dict.fromkeys(("num_tiles", "num_kv_heads", "capacity"), "i32")
         types |= dict.fromkeys(("stride_q_t", "stride_q_h", "stride_page", "stride_h", "stride_row"), "i32:16")
-        constants: dict[str, Any] = {"GROUP": 16, "HEADS": 16, "PARTS": 1, "DIM": dim, "PAGE_SIZE": page}
-        constants |= {"NEGATIVE": not factors} | {name: OPTIONS[name] for name in OPTIONS if name != "num_warps"}
+        constants: dict[str, Any] = {"GROUP": group, "HEADS": heads, "PARTS": ceil_div(group, heads), "DIM": dim}
+        constants |= {"PAGE_SIZE": page, "NEGATIVE": q == "fp16"}
+        constants |= {name: OPTIONS[name] for name in OPTIONS if name != "num_warps"}
         for x in "kv":
             types |= {f"{x}_factor": "*fp32", f"stride_{x}f_h": "i32"} if factors else {}
             constants |= {} if factors else {f"{x}_factor": None, f"stride_{x}f_h": 0}
-        name = f"union {q} e4m3 d{dim} p{page}"  # four values wait for the loops, in front of them
-        yield Variant(name, sm90_union_kernel, types, constants, OPTIONS["num_warps"], wgmma=True, may_spill=16)
+        name = f"union {q} e4m3 d{dim} g{group} p{page}"
+        yield Variant(name, sm90_union_kernel, types, constants, OPTIONS["num_warps"], wgmma=True, may_spill=may_spill)

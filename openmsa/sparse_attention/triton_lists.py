@@ -63,7 +63,7 @@ def tile_lists(
     union_ids,  # int32 [num_tiles, kv_heads, capacity], written: block ids, ascending
     union_rows,  # the same shape: first key row of the block in k, where blocks do not cross pages
     union_bits,  # the same shape: bit i: token i of the tile selected it
-    has_union,  # int32 [1], zero: 1 where some tile stays together, written; or None
+    has_union,  # int32 [1], zero: 1 where some tile stays together, be it empty, written; or None
     counts,  # int32 [chunks, kv_heads, num_buckets], zero: queries a block, written
     partly,  # the same shape, zero: not 0 where some query does not see all of it; FEW: then the most keys one sees; written
     ranks,  # KV_OUTER: int32 [total_q, kv_heads, TOPK], written: place in the block's list, -1: nothing to read
@@ -137,7 +137,7 @@ def tile_lists(
     tl.store(union_sizes + o_list * 2 + 1, whole)
     if is_union:
         if has_union is not None:  # thousands of programs would write to one address
-            tl.store(has_union, 1, mask=(size > 0) & (tl.load(has_union) == 0))
+            tl.store(has_union, 1, mask=(tokens > 0) & (tl.load(has_union) == 0))
         o_entry = o_list * capacity + place
         tl.store(union_ids + o_entry, ids, mask=m_end)
         tl.store(union_bits + o_entry, bits, mask=m_end)

@@ -23,6 +23,7 @@ from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention import triton_lists
 from openmsa.sparse_attention.triton_config import (
+    FEW_READERS,
     PrefillConfig,
     few_queries,
     few_union_limit,
@@ -72,11 +73,11 @@ def sparse_attention(
                       tensors only); "auto": each where it is faster.
     partial_dtype:    of KV-outer's partial outputs; None: the output's.
     workspace_bytes:  bound on the partial outputs held at a time (lists and lse add a few percent), at least one tile's; and on
-                      the copies of stored keys as 16-bit numbers ("auto", many queries).
+                      the copies of stored keys as 16-bit numbers ("auto", many queries; E4M3 keys on Hopper need none).
     config:           None: `prefill_config`.
 
-    A key that a query does not read gets weight 0 but may be multiplied by it: K and V rows at positions that some query of the
-    same sequence reads must be finite. All others may hold NaN.
+    A key that a query does not read gets weight 0 but may be multiplied by it: of a block that some query of a sequence reads,
+    K and V rows up to the position of the sequence's last query must be finite. All others may hold NaN.
     """
     if path not in PATHS:
         raise ValueError(f"path must be one of {PATHS}, got {path!r}")
@@ -106,7 +107,7 @@ def sparse_attention(
     # Masked logits are -inf times the scale and must stay -inf: a scale of 0 becomes one too small to matter.
     scale, negative = max(abs(softmax_scale) * math.log2(math.e), 1e-37), softmax_scale < 0
     shape = (*q.shape, blocks.shape[2], block_size, num_buckets)
-    plan = _Plan.of(shape, seqs, keys, config, path, plain, partial_dtype or out.dtype, workspace_bytes)
+    plan = _Plan.of(shape, seqs, keys, config, path, plain, partial_dtype or out.dtype, workspace_bytes, tuned)
     lists = _build_lists(blocks, seqs, copies or keys, plan, config, tuned or copies is not None)
     if copies is not None:
         expand(keys, copies, seqs, lists["has_union"])
@@ -176,8 +177,9 @@ class _Plan(NamedTuple):
         plain: bool,
         partial_dtype: torch.dtype,
         workspace_bytes: int,
+        tuned: bool,
     ) -> _Plan:
-        """shape: of the queries; topk, block size, buckets."""
+        """shape: of the queries; topk, block size, buckets. tuned: whether union tiles go to Hopper's own kernel."""
         total_q, num_q_heads, head_dim, topk, block_size, num_buckets = shape
         tokens = config.union_tokens
         group = num_q_heads // keys.heads
@@ -192,7 +194,8 @@ class _Plan(NamedTuple):
         chunk_tiles = -(-num_tiles // num_chunks)
         chunk_entries = chunk_tiles * tokens * topk
         # Not of the chunk: but for the form for few queries, the workspace must not change which kernel serves a tile.
-        limit = few_union_limit(config, topk, readers) if few else union_limit(config, topk, readers)
+        alike = few or (tuned and readers <= FEW_READERS)  # too few programs for tiles whose unions are wide
+        limit = (few_union_limit if alike else union_limit)(config, topk, readers)
         limit = {"union": most, "outer": 0, "few": -1}.get(path, limit)
         return cls(
             group=group,

@@ -67,6 +67,8 @@ def test_which_layouts_it_serves():
     assert served(q, part(slice(1, 257), slice(1, 3), slice(16, 144)), v)
     assert not served(q, part(first, second, slice(8, 136)), v)  # not 16 codes at a time
     assert not served(q, k, e4m3(256, 2, 128))  # of other strides
+    one = part(first, slice(1, 2), slice(0, 128))
+    assert served(torch.randn(8, 16, 128).half(), one, E4M3(one.data.unfold(1, 1, 1)[..., 0], one.scale))
 
     table, lens = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([256], dtype=torch.int32)
     for page_size, per, expected in ((128, "head", True), (256, "tensor", True), (64, "head", False), (128, "page", False)):
@@ -189,6 +191,37 @@ def test_graph_and_repetition():
         q_in.copy_(q.roll(turn, 0))
         graph.replay()
         assert_equal("out", out, sparse_attention(q.roll(turn, 0), k, v, blocks, seqs).cpu())
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("path", ["union", "auto"])
+@pytest.mark.parametrize("selected", ["nothing", "nothing yet", "more than stays together"])
+def test_tiles_that_read_nothing(selected, path, launches, monkeypatch):
+    """They are this kernel's, also where no other tile is."""
+    p = problem((44, 7), (1500, 130), kv_heads=2, group=16, head_dim=128, dtype=torch.bfloat16, offsets=(
+        (-44, -9) if selected == "nothing yet" else None
+    ))  # fmt: skip
+    blocks = random_blocks(p, 9, BLOCK, 2)
+    if selected == "nothing":
+        blocks[:] = -1
+    blocks[8:16] = -1
+    monkeypatch.setattr(triton_prefill, "union_limit", lambda *_: 1)
+    checked, expected = stored_case(p, blocks, BLOCK, "e4m3 tensor", torch.bfloat16, 0, torch.bfloat16)
+    check(run(checked, path=path), expected)
+    assert len(launches) == 1
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_few_queries_go_elsewhere(launches):
+    """Up to one that reads a block there are too few tiles for a GPU, which must walk their blocks one by one."""
+    p = problem((20,), (9000,), kv_heads=2, group=16, head_dim=128, dtype=torch.bfloat16)
+    checked, expected = stored_case(p, selection(p, 3, 4), BLOCK, "e4m3 head", torch.bfloat16, 0, torch.bfloat16)
+    check(run(checked), expected)
+    assert not launches
+    check(run(checked, path="union"), expected)
+    assert len(launches) == 1
 
 
 @pytest.mark.gpu
