@@ -25,6 +25,8 @@ BLOCK = gl.constexpr(128)
 """Keys of a block, and of a tile of the ring."""
 HALF = gl.constexpr(64)
 """Of its keys, converted at a time."""
+DIM = gl.constexpr(128)
+"""Of heads."""
 ROWS = gl.constexpr(64)
 """Of a tile of queries, tokens times heads."""
 NOTHING = gl.constexpr(1 << 30)
@@ -56,21 +58,18 @@ def entry(p, i, size):
 
 
 @gluon.constexpr_function
-def code_layout(dim):
-    """Of the codes of HALF keys in words of four: 16 neighbours a thread. Eight lanes that write at a time take the even
-    chunks of one row and the odd ones of the next, which the swizzle puts into different banks."""
-    rows = [[1 << i, 0] for i in range(6)]
-    lanes = [[0, 4], [0, 8], rows.pop(0)] + ([[0, 16]] if dim == 128 else [])
-    lanes += [rows.pop(0) for _ in range(5 - len(lanes))]
-    warps = [rows.pop(0) for _ in range(2)]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], *rows], lanes, warps, [], [64, dim // 4])
+def code_layout():
+    """Of the codes of HALF keys in words of four, [64, 32]: 16 neighbours a thread. Eight lanes that write at a time take the
+    even chunks of one row and the odd ones of the next, which the swizzle puts into different banks."""
+    lanes = [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [16, 0], [32, 0]], lanes, [[4, 0], [8, 0]], [], [64, 32])
 
 
 @gluon.jit
-def load_codes(x, place, limit, stride_row, FIRST: gl.constexpr, DIM: gl.constexpr):
+def load_codes(x, place, limit, stride_row, FIRST: gl.constexpr):
     """Of the HALF keys from FIRST on of the block that is `place` elements behind x; 0 behind its key `limit`, which may lie
     behind the block; -1: nothing is read."""
-    LAYOUT: gl.constexpr = code_layout(DIM)
+    LAYOUT: gl.constexpr = code_layout()
     o_n = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
     o_d = gl.arange(0, DIM // 4, gl.SliceLayout(0, LAYOUT))
     x = (x + place + FIRST * stride_row).to(gl.pointer_type(gl.int32), bitcast=True)
@@ -116,8 +115,7 @@ def next_block(a, a_row, last_a, b, b_row, last_b, same, stride_page, stride_row
 @gluon.jit
 def convert(
     ring_k, ring_v, full, free, k, v, cu_k, tiles, union_sizes, union_ids, union_rows, num_pairs, num_tiles, num_kv_heads,
-    capacity, stride_page, stride_h, stride_row, PARTS: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
+    capacity, stride_page, stride_h, stride_row, PARTS: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The converter's share of a program. Half a tile of codes is on its way while another is written."""
     t = 0
@@ -136,24 +134,24 @@ def convert(
         take_a, take_b, left, place, limit = next_block(
             a, a_row, last_a, b, b_row, last_b, same, stride_page, stride_row, PAGE_SIZE
         )
-        k_upper = load_codes(x_k, place, limit, stride_row, 0, DIM)
-        k_lower = load_codes(x_k, place, limit, stride_row, HALF, DIM)
+        k_upper = load_codes(x_k, place, limit, stride_row, 0)
+        k_lower = load_codes(x_k, place, limit, stride_row, HALF)
         while left:
             i_a += take_a.to(gl.int32)
             i_b += take_b.to(gl.int32)
             a, a_row = entry(ids_a, i_a, size_a), entry(rows_a, i_a, size_a)
             b, b_row = entry(ids_b, i_b, size_b), entry(rows_b, i_b, size_b)
-            v_upper = load_codes(x_v, place, limit, stride_row, 0, DIM)
+            v_upper = load_codes(x_v, place, limit, stride_row, 0)
             mbarrier.wait(free.index(t % STAGES), t // STAGES & 1 ^ 1)
             write_numbers(k_upper, ring_k.index(t % STAGES), 0)
-            v_lower = load_codes(x_v, place, limit, stride_row, HALF, DIM)
+            v_lower = load_codes(x_v, place, limit, stride_row, HALF)
             write_numbers(k_lower, ring_k.index(t % STAGES), HALF)
             take_a, take_b, left, place, limit = next_block(
                 a, a_row, last_a, b, b_row, last_b, same, stride_page, stride_row, PAGE_SIZE
             )
-            k_upper = load_codes(x_k, place, limit, stride_row, 0, DIM)
+            k_upper = load_codes(x_k, place, limit, stride_row, 0)
             write_numbers(v_upper, ring_v.index(t % STAGES), 0)
-            k_lower = load_codes(x_k, place, limit, stride_row, HALF, DIM)
+            k_lower = load_codes(x_k, place, limit, stride_row, HALF)
             write_numbers(v_lower, ring_v.index(t % STAGES), HALF)
             fence_async_shared()
             gl.thread_barrier()  # every thread has written before one says so
@@ -200,15 +198,14 @@ def kept(x):
 def attend(
     ring_k, ring_v, full, free, q, out, lse, cu_k, tiles, union_sizes, union_ids, union_bits, scale, num_pairs, num_tiles,
     num_kv_heads, capacity, stride_q_t, stride_q_h, k_factor, stride_kf_h, v_factor, stride_vf_h, SIDE: gl.constexpr,
-    GROUP: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr, DIM: gl.constexpr, NEGATIVE: gl.constexpr,
-    STAGES: gl.constexpr,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr, NEGATIVE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The share of the first (SIDE 0) or second tile of each pair."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUTPUTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     QUERIES: gl.constexpr = gl.DotOperandLayout(0, LOGITS, 2)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUTS, 2)
-    MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUTS)
     QUAD_ROW: gl.constexpr = gl.SliceLayout(1, quad_layout())
@@ -303,7 +300,7 @@ def attend(
 def sm90_union_kernel(
     q, k, v, out, lse, cu_k, tiles, union_sizes, union_ids, union_rows, union_bits, has_union, scale, num_tiles, num_kv_heads,
     capacity, stride_q_t, stride_q_h, stride_page, stride_h, stride_row, k_factor, stride_kf_h, v_factor, stride_vf_h,
-    GROUP: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr, PAGE_SIZE: gl.constexpr,
     NEGATIVE: gl.constexpr, STAGES: gl.constexpr, ATTEND_REGISTERS: gl.constexpr, CONVERT_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many programs as run at a time; they share the pairs of tiles. Parameters are those of `attend_union`, and
@@ -326,16 +323,16 @@ def sm90_union_kernel(
             (attend, (
                 ring_k, ring_v, full, free, q, out, lse, cu_k, tiles, union_sizes, union_ids, union_bits, scale, num_pairs,
                 num_tiles, num_kv_heads, capacity, stride_q_t, stride_q_h, k_factor, stride_kf_h, v_factor, stride_vf_h,
-                SIDE_0, GROUP, HEADS, PARTS, DIM, NEGATIVE, STAGES,
+                SIDE_0, GROUP, HEADS, PARTS, NEGATIVE, STAGES,
             )),
             (attend, (
                 ring_k, ring_v, full, free, q, out, lse, cu_k, tiles, union_sizes, union_ids, union_bits, scale, num_pairs,
                 num_tiles, num_kv_heads, capacity, stride_q_t, stride_q_h, k_factor, stride_kf_h, v_factor, stride_vf_h,
-                SIDE_1, GROUP, HEADS, PARTS, DIM, NEGATIVE, STAGES,
+                SIDE_1, GROUP, HEADS, PARTS, NEGATIVE, STAGES,
             )),
             (convert, (
                 ring_k, ring_v, full, free, k, v, cu_k, tiles, union_sizes, union_ids, union_rows, num_pairs, num_tiles,
-                num_kv_heads, capacity, stride_page, stride_h, stride_row, PARTS, DIM, PAGE_SIZE, STAGES,
+                num_kv_heads, capacity, stride_page, stride_h, stride_row, PARTS, PAGE_SIZE, STAGES,
             )),
         ],
         [4, 4],
