@@ -168,8 +168,8 @@ def quad_layout():
 
 @gluon.jit
 def thread_maxima(x):
-    """Largest of what a thread holds of each row of a product with 128 columns, [ROWS, 4]; pair by pair, so
-    that few wait for each other."""
+    """Largest of what a thread holds of each row of a product with 128 columns, [ROWS, 4]; pair by pair, so that few
+    instructions wait for each other."""
     x = gl.max(x.reshape([ROWS, 16, 4, 2]), 3)
     x = gl.max(x.reshape([ROWS, 2, 8, 4]), 1)
     x = gl.max(x.reshape([ROWS, 2, 4, 4]), 1)
