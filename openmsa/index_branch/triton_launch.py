@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from openmsa.index_branch.triton_config import Config, Kind, config, splits
@@ -19,7 +18,7 @@ from openmsa.index_branch.triton_tiles import FLAT, Lengths, Tile
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.integers import ceil_div
-from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.launch import launch_kernel, runs_hopper_kernels
 from openmsa.types import Layout
 
 SECTOR = 8
@@ -151,9 +150,8 @@ def launch(
 def _tuned(
     queries: QuerySource, source: KeySource, tile: Tile, rows: int, scores: Tensor, device: Device, pdl: bool
 ) -> Callable[..., None] | None:
-    """The launch of Hopper's own kernel where one serves, else None: the interpreter knows no Gluon, and Gluon's names change
-    from version to version."""
-    if not scores.is_cuda or device.arch != 90 or triton.__version__.split(".")[:2] != ["3", "6"]:
+    """The launch of Hopper's own kernel where one serves, else None."""
+    if not runs_hopper_kernels(scores.device):
         return None
     from openmsa.index_branch import gluon_sm90_lane_launch, gluon_sm90_launch
 

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
@@ -22,6 +23,8 @@ from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from openmsa.runtime.devices import facts
 
 MOST_VARIANTS = 4096
 MOST_DESCRIPTORS = 256
@@ -49,10 +52,20 @@ def why_not_remembered(kernel: Any) -> str | None:
     """Why Triton chooses at every launch of `kernel`, a sentence; None where variants are remembered."""
     if not isinstance(kernel, JITFunction):
         return "the kernel runs in Triton's interpreter"
-    if triton.__version__.split(".")[:2] != ["3", "6"]:
+    if not _is_triton_3_6():
         return f"variants are remembered with triton 3.6, got {triton.__version__}"
     backend = driver.active.get_current_target().backend
     return None if backend == "cuda" else f"variants are remembered on CUDA, got {backend}"
+
+
+def runs_hopper_kernels(device: torch.device) -> bool:
+    """Whether kernels written for Hopper in Gluon run there: the interpreter knows no Gluon, and Gluon's names change between
+    versions."""
+    return device.type == "cuda" and facts(device).arch == 90 and _is_triton_3_6()
+
+
+def _is_triton_3_6() -> bool:
+    return triton.__version__.split(".")[:2] == ["3", "6"]
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> None:

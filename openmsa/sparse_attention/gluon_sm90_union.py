@@ -167,24 +167,14 @@ def quad_layout():
 
 
 @gluon.jit
-def thread_maxima(x):
-    """Largest of what a thread holds of each row of a product with 128 columns, [ROWS, 4]; pair by pair, so that few
-    instructions wait for each other."""
-    x = gl.max(x.reshape([ROWS, 16, 4, 2]), 3)
-    x = gl.max(x.reshape([ROWS, 2, 8, 4]), 1)
-    x = gl.max(x.reshape([ROWS, 2, 4, 4]), 1)
-    x = gl.max(x.reshape([ROWS, 2, 2, 4]), 1)
-    return gl.convert_layout(gl.max(x, 1), quad_layout(), assert_trivial=True)
-
-
-@gluon.jit
-def thread_sums(x):
-    """As `thread_maxima`, sums."""
-    x = gl.sum(x.reshape([ROWS, 16, 4, 2]), 3)
-    x = gl.sum(x.reshape([ROWS, 2, 8, 4]), 1)
-    x = gl.sum(x.reshape([ROWS, 2, 4, 4]), 1)
-    x = gl.sum(x.reshape([ROWS, 2, 2, 4]), 1)
-    return gl.convert_layout(gl.sum(x, 1), quad_layout(), assert_trivial=True)
+def in_threads(x, REDUCE: gl.constexpr):
+    """What a thread holds of each row of a product with 128 columns, reduced: [ROWS, 4]. Pair by pair, so that few instructions
+    wait for each other. REDUCE: gl.max or gl.sum."""
+    x = REDUCE(x.reshape([ROWS, 16, 4, 2]), 3)
+    x = REDUCE(x.reshape([ROWS, 2, 8, 4]), 1)
+    x = REDUCE(x.reshape([ROWS, 2, 4, 4]), 1)
+    x = REDUCE(x.reshape([ROWS, 2, 2, 4]), 1)
+    return gl.convert_layout(REDUCE(x, 1), quad_layout(), assert_trivial=True)
 
 
 @gluon.jit
@@ -266,13 +256,13 @@ def attend(
                 if not sees_all:
                     o_key = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, LOGITS))
                     s = gl.where(o_key[None, :] <= last_key[:, None], s, -float("inf"))
-                largest = gl.convert_layout(gl.max(thread_maxima(s), 1), ROW, assert_trivial=True)
+                largest = gl.convert_layout(gl.max(in_threads(s, gl.max), 1), ROW, assert_trivial=True)
                 m_new = gl.maximum(m_i, gl.where(m_member, largest, -1e30))
                 # Rows of other queries: an infinite offset makes every weight exactly 0 at no cost an element.
                 offset = gl.where(m_member, m_new * x_scale, float("inf"))
                 p = gl.exp2(s * x_scale[:, None] - offset[:, None])
                 alpha = gl.exp2((m_i - m_new) * x_scale)
-                l_i = l_i * gl.convert_layout(alpha, QUAD_ROW, assert_trivial=True)[:, None] + thread_sums(p)
+                l_i = l_i * gl.convert_layout(alpha, QUAD_ROW, assert_trivial=True)[:, None] + in_threads(p, gl.sum)
                 m_i = m_new
                 weights = gl.convert_layout(p.to(gl.float16), WEIGHTS, assert_trivial=True)
                 acc = acc * gl.convert_layout(alpha, OUT_ROW, assert_trivial=True)[:, None]

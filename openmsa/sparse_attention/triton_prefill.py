@@ -8,18 +8,17 @@ bounds and arguments. See triton_lists.py, triton_union.py and triton_outer.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
 from openmsa.runtime.devices import facts
 from openmsa.runtime.integers import next_power_of_two
-from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.launch import launch_kernel, runs_hopper_kernels
 from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention import triton_lists
 from openmsa.sparse_attention.triton_config import (
@@ -95,11 +94,13 @@ def sparse_attention(
     num_buckets = -(-keys.total // block_size) + seqs.batch - 1
     readers = q.shape[0] * blocks.shape[2] / num_buckets
     tiles = (q.shape[2], q.shape[1] // keys.heads, block_size, device.arch // 10)
-    tuned = config is None and path in ("auto", "union") and _has_tuned(queries, keys, prefill_config(*tiles), block_size)
+    tuned = None
+    if config is None and path in ("auto", "union"):
+        tuned = _tuned(queries, keys, prefill_config(*tiles), block_size)
     copies = None  # of stored keys, for Triton's union kernel: Hopper's own and KV-outer read them as they are
-    if path == "auto" and not tuned and expands(keys, queries.data.dtype, readers, workspace_bytes):
+    if path == "auto" and tuned is None and expands(keys, queries.data.dtype, readers, workspace_bytes):
         copies = copies_of(keys, queries.data.dtype)
-    stored = keys.stored is not None and not tuned and copies is None
+    stored = keys.stored is not None and tuned is None and copies is None
     if path == "auto" and stored and not keys.k.dtype == queries.data.dtype == torch.float8_e4m3fn:
         path = "outer"  # which converts a block once; the union kernel loses more by converting than it gains
     if config is None:
@@ -107,19 +108,17 @@ def sparse_attention(
     # Masked logits are -inf times the scale and must stay -inf: a scale of 0 becomes one too small to matter.
     scale, negative = max(abs(softmax_scale) * math.log2(math.e), 1e-37), softmax_scale < 0
     shape = (*q.shape, blocks.shape[2], block_size, num_buckets)
-    plan = _Plan.of(shape, seqs, keys, config, path, plain, partial_dtype or out.dtype, workspace_bytes, tuned)
-    lists = _build_lists(blocks, seqs, copies or keys, plan, config, tuned or copies is not None)
+    plan = _Plan.of(shape, seqs, keys, config, path, plain, partial_dtype or out.dtype, workspace_bytes, tuned is not None)
+    lists = _build_lists(blocks, seqs, copies or keys, plan, config, tuned is not None or copies is not None)
     if copies is not None:
         expand(keys, copies, seqs, lists["has_union"])
     arguments = (queries, seqs, plan, config, lists, out, lse, scale, negative)
     tma = (None, None)
-    if (plan.union_limit >= 0 and not tuned) or plan.rest == FEW:  # which takes no stored keys, so there are no copies
+    if (plan.union_limit >= 0 and tuned is None) or plan.rest == FEW:  # which takes no stored keys, so there are no copies
         tma = _descriptors(copies or keys, config, block_size, q.shape[2])
-    if plan.union_limit >= 0 and tuned:
-        from openmsa.sparse_attention import gluon_sm90_union_launch
-
+    if plan.union_limit >= 0 and tuned is not None:
         sizes = (plan.group, plan.num_tiles, plan.capacity)
-        gluon_sm90_union_launch.launch(queries, keys, seqs, lists, out, lse, scale, negative, device, config, *sizes)
+        tuned(queries, keys, seqs, lists, out, lse, scale, negative, device, config, *sizes)
     elif plan.union_limit >= 0:
         _union(copies or keys, *arguments, *tma)
     if plan.rest == FEW:
@@ -129,14 +128,14 @@ def sparse_attention(
     return (out, lse) if return_lse else out
 
 
-def _has_tuned(queries: Queries, keys: Keys, config: PrefillConfig, block_size: int) -> bool:
-    """Whether Hopper's own union kernel serves. The interpreter knows no Gluon, and Gluon's names change between versions."""
-    device = facts(keys.k.device)
-    if not keys.k.is_cuda or device.arch != 90 or triton.__version__.split(".")[:2] != ["3", "6"]:
-        return False
+def _tuned(queries: Queries, keys: Keys, config: PrefillConfig, block_size: int) -> Callable[..., None] | None:
+    """The launch of Hopper's own union kernel where it serves, else None. Plain keys never ask for its module."""
+    if keys.stored is None or not runs_hopper_kernels(keys.k.device):
+        return None
     from openmsa.sparse_attention import gluon_sm90_union_launch
 
-    return gluon_sm90_union_launch.serves(device, queries, keys, config, block_size)
+    serves = gluon_sm90_union_launch.serves(facts(keys.k.device), queries, keys, config, block_size)
+    return gluon_sm90_union_launch.launch if serves else None
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
@@ -194,8 +193,8 @@ class _Plan(NamedTuple):
         chunk_tiles = -(-num_tiles // num_chunks)
         chunk_entries = chunk_tiles * tokens * topk
         # Not of the chunk: but for the form for few queries, the workspace must not change which kernel serves a tile.
-        alike = few or (tuned and readers <= FEW_READERS)  # too few programs for tiles whose unions are wide
-        limit = (few_union_limit if alike else union_limit)(config, topk, readers)
+        scarce = few or (tuned and readers <= FEW_READERS)  # Hopper's kernel walks a wide union in too few programs
+        limit = (few_union_limit if scarce else union_limit)(config, topk, readers)
         limit = {"union": most, "outer": 0, "few": -1}.get(path, limit)
         return cls(
             group=group,

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Hopper's own union kernel for E4M3 keys: when it is chosen, and on such a GPU its results against the truth."""
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,6 +85,29 @@ def test_it_fits():
     first = 504 - second - converter  # what Triton leaves to the first four warps
     assert min(first, second) >= 200
     assert 128 * (first + second + converter) <= 65536
+
+
+def test_what_it_is_given(monkeypatch):
+    """Without a GPU: another kernel in its place finds all that it needs, and plain keys never come here."""
+    p = problem((21, 5), (300, 200), kv_heads=1, group=16, head_dim=128, dtype=torch.float16)
+    checked, expected = stored_case(p, random_blocks(p, 2, BLOCK, 1), BLOCK, "e4m3 head", torch.float16, 0, torch.float16)
+    given, signature = [], inspect.signature(gluon_sm90_union_launch.launch)
+
+    def launch(*arguments):
+        x = SimpleNamespace(**signature.bind(*arguments).arguments)
+        given.append(x)
+        plan = SimpleNamespace(num_tiles=x.num_tiles, capacity=x.capacity, group=x.group, parts=1, block_size=BLOCK)
+        rest = (x.queries, x.seqs, plan, x.config, x.lists, x.out, x.lse, x.scale, x.negative, None, None)
+        triton_prefill._union(x.keys, *rest)
+
+    monkeypatch.setattr(triton_prefill, "runs_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(gluon_sm90_union_launch, "launch", launch)
+    for path in ("union", "auto"):
+        check(run(checked, path=path), expected)
+    assert [x.lists["has_union"].item() for x in given] == [1, 1]
+    plain = {name: checked[name].dequantize(torch.float16) for name in "kv"}
+    run(checked | plain)
+    assert len(given) == 2
 
 
 @pytest.fixture
