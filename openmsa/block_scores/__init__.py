@@ -100,7 +100,7 @@ STAGE = Stage(
     "block_scores",
     _check,
     (
-        Implementation("triton", "openmsa.block_scores.triton_scores:block_scores", _refuse_triton),
+        Implementation("triton", "openmsa.block_scores.triton_route:block_scores", _refuse_triton),
         Implementation(
             "cpu",
             "openmsa.block_scores.cpu:block_scores",

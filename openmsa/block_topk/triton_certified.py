@@ -23,7 +23,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.block_scores import exact_keys
+from openmsa.block_scores.triton_route import score_rows
 from openmsa.block_topk import triton_select
+from openmsa.block_topk.triton_bounds import Words, candidate_words, launch_bounds
 from openmsa.block_topk.triton_topk import (
     EARLY_ROWS,
     as_words,
@@ -37,23 +39,10 @@ from openmsa.block_topk.triton_topk import (
     write_forced,
     write_ids,
 )
-from openmsa.index_branch.triton_bounds import launch_bounds
-from openmsa.index_branch.triton_candidates import Words, candidate_words
-from openmsa.index_branch.triton_launch import score_rows
-from openmsa.index_branch.triton_sources import KeySource
-from openmsa.index_branch.triton_tiles import (
-    FLAT,
-    PAGE,
-    PAGES,
-    Lengths,
-    Tile,
-    exists,
-    page_number,
-    sequence_bounds,
-    tile_start,
-)
-from openmsa.index_branch.triton_variants import Operands
+from openmsa.block_topk.triton_variants import Operands
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
+from openmsa.primitives.rows import FLAT, PAGE, PAGES, KeySource, Tile, exists, page_number, tile_start
+from openmsa.primitives.scoring import Lengths, sequence_bounds
 from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts, has_pdl
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel

@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from openmsa.block_scores.triton_route import launch
 from openmsa.block_topk.triton_certified import Selection, Workspace
 from openmsa.block_topk.triton_topk import launch_topk
-from openmsa.index_branch.triton_launch import launch
-from openmsa.index_branch.triton_sources import KeySource
-from openmsa.index_branch.triton_tiles import Lengths, Tile
 from openmsa.kv_cache import CertifiedKeys, Stored
+from openmsa.primitives.rows import KeySource, Tile
+from openmsa.primitives.scoring import Lengths
 from openmsa.runtime.devices import facts, has_pdl
 
 

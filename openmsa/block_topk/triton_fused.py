@@ -19,15 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openmsa.index_branch.triton_config import Kind, tall_rows, walk
-from openmsa.index_branch.triton_formats import padded
-from openmsa.index_branch.triton_launch import kind_of
-from openmsa.index_branch.triton_products import score_tile
-from openmsa.index_branch.triton_queries import grouped_parts, query_numbers, query_parts, row_factors
-from openmsa.index_branch.triton_sources import KeySource, QuerySource
-from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile, hold_rows, load_rows, sequence_bounds, tile_start
-from openmsa.index_branch.triton_variants import Operands, variant
+from openmsa.block_topk.triton_variants import Operands, variant
 from openmsa.kv_cache import PagedIndexKeys, Stored
+from openmsa.primitives.codes import padded
+from openmsa.primitives.queries import QuerySource, grouped_parts, hold_rows, load_rows, query_numbers, query_parts, row_factors
+from openmsa.primitives.rows import FLAT, PAGE, PAGES, KeySource, Tile, tile_start
+from openmsa.primitives.scoring import score_tile, sequence_bounds
+from openmsa.primitives.walks import Kind, kind_of, tall_rows, walk
 from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts
 from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from openmsa.block_scores.triton_route import launch_scores, score_rows
 from openmsa.block_topk.triton_fused import MAX_FREE, launch_fused
 from openmsa.block_topk.triton_topk import MAX_BLOCKS, launch_topk
-from openmsa.index_branch.triton_launch import launch_scores, score_rows
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.kv_cache.stored import format_of
 from openmsa.runtime.devices import Device, facts

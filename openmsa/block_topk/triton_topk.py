@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.index_branch.triton_codes import ASM
+from openmsa.primitives.codes import ASM
 from openmsa.runtime.integers import next_power_of_two
 from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant

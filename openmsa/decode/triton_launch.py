@@ -11,8 +11,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from openmsa.decode.triton_layer import EVERY, layer_kernel
 from openmsa.decode.triton_select import LANES
-from openmsa.index_branch.triton_tiles import Tile
 from openmsa.kv_cache import PagedIndexKeys, PagedKV
+from openmsa.primitives.rows import Tile
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import ceil_div, next_power_of_two

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 
 from openmsa.decode.triton_words import put
-from openmsa.index_branch.triton_fetch import fetch_ahead
-from openmsa.index_branch.triton_products import block_maxima
-from openmsa.index_branch.triton_tiles import load_rows, tile_start
+from openmsa.primitives.queries import load_rows
+from openmsa.primitives.rows import tile_start
+from openmsa.primitives.scoring import block_maxima
+from openmsa.primitives.waiting import fetch_ahead
 
 
 @triton.jit

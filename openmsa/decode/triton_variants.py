@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from openmsa.decode.triton_launch import Config, Sizes, configure, constants
 from openmsa.decode.triton_layer import EVERY, layer_kernel
-from openmsa.index_branch.triton_tiles import Tile
+from openmsa.primitives.rows import Tile
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.runtime.integers import next_power_of_two
 from openmsa.runtime.variants import Variant

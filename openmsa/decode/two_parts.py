@@ -17,8 +17,8 @@ from torch import Tensor
 
 from openmsa.block_topk.triton_certified import Selection, Workspace
 from openmsa.decode.triton_launch import Sizes
-from openmsa.index_branch.triton_tiles import Lengths
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV
+from openmsa.primitives.scoring import Lengths
 from openmsa.runtime import devices
 from openmsa.runtime.integers import next_power_of_two
 from openmsa.sparse_attention import triton_decode

@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.index_branch.triton_fetch import fetch_pages
 from openmsa.kv_cache import E4M3, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
+from openmsa.primitives.waiting import fetch_pages
 from openmsa.runtime import devices
 from openmsa.runtime.devices import COMPILE_TARGETS, Device
 from openmsa.runtime.integers import ceil_div, next_power_of_two

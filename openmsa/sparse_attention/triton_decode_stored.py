@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openmsa.index_branch.triton_codes import e2m1_parts
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
 from openmsa.kv_cache.stored import in_items
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS, e4m3
+from openmsa.primitives.codes import e2m1_parts
 from openmsa.runtime.integers import next_power_of_two
 from openmsa.sparse_attention.triton_decode_apart import in_order, joined, key_columns, per_walk, tile_keys
 from openmsa.sparse_attention.triton_decode_tiles import pick

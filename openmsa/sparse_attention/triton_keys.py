@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from openmsa.index_branch.triton_codes import e4m3_numbers
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS, NVFP4, e2m1_pair, e4m3
+from openmsa.primitives.codes import e4m3_numbers
 from openmsa.types import Layout
 
 UNSCALED, WHOLE, PAGES = 0, 1, 2  # K_SCALE and V_SCALE: no factor; one for the tensor or a head; one for a page

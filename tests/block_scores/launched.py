@@ -3,7 +3,7 @@
 
 import torch
 
-from openmsa.index_branch.triton_launch import launch_scores, score_rows
+from openmsa.block_scores.triton_route import launch_scores, score_rows
 from openmsa.testing.compare import assert_equal
 
 BLOCK = 128

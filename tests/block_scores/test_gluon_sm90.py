@@ -10,11 +10,10 @@ pytest.importorskip("triton")
 import triton.language as tl
 
 from openmsa import E4M3, PagedIndexKeys
-from openmsa.block_scores import reference
-from openmsa.index_branch import gluon_sm90_launch
-from openmsa.index_branch.gluon_sm90_launch import CONFIG, serves
-from openmsa.index_branch.triton_config import Kind
-from openmsa.index_branch.triton_tiles import Tile
+from openmsa.block_scores import gluon_sm90_scores, reference
+from openmsa.block_scores.gluon_sm90_scores import CONFIG, serves
+from openmsa.primitives.rows import Tile
+from openmsa.primitives.walks import Kind
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem
@@ -93,12 +92,12 @@ def test_on_the_device(name, visible, monkeypatch):
         return launched_scores(index_q, index_k, lengths, visible)
 
     launched = []
-    launch = gluon_sm90_launch.launch
-    monkeypatch.setattr(gluon_sm90_launch, "launch", lambda *args: (launched.append(1), launch(*args)))
+    launch = gluon_sm90_scores.launch
+    monkeypatch.setattr(gluon_sm90_scores, "launch", lambda *args: (launched.append(1), launch(*args)))
     tuned = run()
     assert launched
     assert_equal("repeated", run(), tuned.cpu())
-    monkeypatch.setattr(gluon_sm90_launch, "serves", lambda *args: False)
+    monkeypatch.setattr(gluon_sm90_scores, "serves", lambda *args: False)
     assert_equal("Triton's", run(), tuned.cpu())
     truth = reference.block_scores(index_q.dequantize(torch.float64), index_k, lengths, 128)
     pages = () if page_size is None else (index_k.page_table, index_k.seq_lens)

@@ -8,12 +8,10 @@ import torch
 pytest.importorskip("triton")
 
 from openmsa import E4M3, NVFP4, PagedIndexKeys
-from openmsa.block_scores import reference
-from openmsa.index_branch import gluon_sm90_lane_launch
-from openmsa.index_branch.gluon_sm90_lane_launch import CONFIG, RING, cut, serves
-from openmsa.index_branch.gluon_sm90_lanes import SHARE
-from openmsa.index_branch.triton_sources import KeySource, QuerySource
-from openmsa.index_branch.triton_tiles import Tile
+from openmsa.block_scores import gluon_sm90_lanes, reference
+from openmsa.block_scores.gluon_sm90_lanes import CONFIG, RING, SHARE, cut, serves
+from openmsa.primitives.queries import QuerySource
+from openmsa.primitives.rows import KeySource, Tile
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem
@@ -100,8 +98,8 @@ def test_on_the_device(name, visible, monkeypatch):
         return launched_scores(index_q, index_k, lengths, visible)
 
     launched = []
-    launch = gluon_sm90_lane_launch.launch
-    monkeypatch.setattr(gluon_sm90_lane_launch, "launch", lambda *args, **more: (launched.append(1), launch(*args, **more)))
+    launch = gluon_sm90_lanes.launch
+    monkeypatch.setattr(gluon_sm90_lanes, "launch", lambda *args, **more: (launched.append(1), launch(*args, **more)))
     tuned = run()
     assert launched
     assert_equal("repeated", run(), tuned.cpu())
@@ -110,7 +108,7 @@ def test_on_the_device(name, visible, monkeypatch):
         index_k.page_table.copy_(table)
         with monkeypatch.context() as other:
             got = run()
-            other.setattr(gluon_sm90_lane_launch, "serves", lambda *args: False)
+            other.setattr(gluon_sm90_lanes, "serves", lambda *args: False)
             assert_equal("Triton's", run(), got.cpu())
     index_k.page_table.copy_(absent)
     exact = index_q.dequantize(torch.float64) if query == "e4m3" else index_q.double()

@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 import triton.language as tl
 
 from openmsa import E4M3, MXFP4, NVFP4, Int8, PagedIndexKeys
-from openmsa.block_scores import reference, triton_scores
-from openmsa.index_branch.triton_config import Kind, config, splits
-from openmsa.index_branch.triton_launch import launch_scores
-from openmsa.index_branch.triton_sources import KeySource
-from openmsa.index_branch.triton_tiles import Tile
+from openmsa.block_scores import reference, triton_route
+from openmsa.block_scores.triton_config import config
+from openmsa.block_scores.triton_route import launch_scores
+from openmsa.primitives.rows import KeySource, Tile
+from openmsa.primitives.walks import Kind, splits
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, strided
@@ -50,7 +50,7 @@ def test_against_the_reference(name):
     p, lengths, block = make(name)
     truth = reference.block_scores(p.index_q.double(), p.index_k.double(), lengths, block)
     honest = reference.block_scores(p.index_q, p.index_k, lengths, block)
-    assert_close("scores", triton_scores.block_scores(p.index_q, p.index_k, lengths, block), honest, truth)
+    assert_close("scores", triton_route.block_scores(p.index_q, p.index_k, lengths, block), honest, truth)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,14 +61,14 @@ def test_pages(name, pages):
     _, cache = paged(p, size, interleaved=pages == "small")
     lengths = cache.layout(p.seqs, p.index_q.shape[0], DEVICE)
     expected = reference.block_scores(p.index_q, cache, lengths, block)
-    assert_equal("scores", triton_scores.block_scores(p.index_q, cache, lengths, block), expected)
+    assert_equal("scores", triton_route.block_scores(p.index_q, cache, lengths, block), expected)
 
 
 def test_strides_and_offsets():
     p = problem((5, 9), (150, 33), kv_heads=2, index_dim=32, dtype=FP16, offsets=(-2, 100), integer_index=True).to(DEVICE)
     lengths = layout(p.seqs, 14, 183, DEVICE)
     expected = reference.block_scores(p.index_q, p.index_k, lengths, 64)
-    result = triton_scores.block_scores(strided(p.index_q), strided(p.index_k, 2), lengths, 64)
+    result = triton_route.block_scores(strided(p.index_q), strided(p.index_k, 2), lengths, 64)
     assert_equal("scores", result, expected)
 
 
@@ -77,7 +77,7 @@ def test_nan_and_infinity():
     p.index_k[5], p.index_k[128:256], p.index_q[3, 1, 7] = torch.nan, torch.nan, torch.inf
     p.index_k[300, 0, 7] = torch.inf
     expected = reference.block_scores(p.index_q, p.index_k, lengths, block)
-    assert_equal("scores", triton_scores.block_scores(p.index_q, p.index_k, lengths, block), expected)
+    assert_equal("scores", triton_route.block_scores(p.index_q, p.index_k, lengths, block), expected)
 
 
 def test_pages_that_do_not_exist_are_not_read():
@@ -86,7 +86,7 @@ def test_pages_that_do_not_exist_are_not_read():
         p.index_k[:384].view(3, 1, 128, 128), torch.tensor([[2, -1, 7, 0]]).int().to(DEVICE), p.index_q.new_zeros(1).int()
     )
     lengths = layout(p.seqs, 40, 450, DEVICE)
-    scores = triton_scores.block_scores(p.index_q, cache, lengths, 128)
+    scores = triton_route.block_scores(p.index_q, cache, lengths, 128)
     assert scores.shape == (4, 40, 4)
     assert bool((scores[:, :, 1:3] == 0).all())  # what they hold is undefined, but it is no memory of others
 
@@ -148,7 +148,7 @@ def test_formats(query, keys, name, storage):
         pages = () if storage == "flat" else (index_k.page_table, index_k.seq_lens)
         factors = codes_of(index_q), codes_of(index_k if storage == "flat" else index_k.keys, *pages)
         honest = oracle.honest_scores(p, block, *factors, num_blocks=truth.shape[2])
-    assert_close("scores", triton_scores.block_scores(index_q, index_k, lengths, block), honest, truth)
+    assert_close("scores", triton_route.block_scores(index_q, index_k, lengths, block), honest, truth)
 
 
 def test_configurations_fit():
@@ -205,7 +205,7 @@ def test_mxfp4_scales_past_float16(dim, exponent):
     one = layout(None, 2, 64, torch.device("cpu"))
     want = reference.block_scores(q.double(), keys, one, 32)
     keys = MXFP4(*(x.to(DEVICE) for x in (keys.data, keys.scale)))
-    got = triton_scores.block_scores(q.to(DEVICE), keys, layout(None, 2, 64, DEVICE), 32)
+    got = triton_route.block_scores(q.to(DEVICE), keys, layout(None, 2, 64, DEVICE), 32)
     assert_close("scores", got.cpu(), want.float(), want)
 
 
@@ -229,7 +229,7 @@ def test_few_rows_of_fp4(query, keys, dim):
     exact = index_q.dequantize(torch.float64) if query == "e4m3" else index_q.double()
     truth = reference.block_scores(exact, index_k, lengths, 128)
     honest = reference.block_scores(index_q, index_k, lengths, 128)
-    scores = triton_scores.block_scores(index_q, index_k, lengths, 128)
+    scores = triton_route.block_scores(index_q, index_k, lengths, 128)
     for token in range(sum(q_lens)):
         for head in range(4):
             assert_close(f"scores of {token}, {head}", scores[head, token], honest[head, token], truth[head, token])
@@ -272,7 +272,7 @@ def test_few_rows_of_large_queries(rows):
     index_k, lengths = NVFP4.quantize(p.index_k), layout(p.seqs, 1, 256, DEVICE)
     truth = reference.block_scores(p.index_q.double(), index_k, lengths, 128)
     honest = reference.block_scores(p.index_q, index_k, lengths, 128)
-    assert_close("scores", triton_scores.block_scores(p.index_q, index_k, lengths, 128), honest, truth)
+    assert_close("scores", triton_route.block_scores(p.index_q, index_k, lengths, 128), honest, truth)
 
 
 @pytest.mark.parametrize("step", [32, 2**25 // 64, 2**24 - 32, 2**24])

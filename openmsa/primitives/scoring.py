@@ -1,15 +1,92 @@
 # SPDX-License-Identifier: MIT
 # ruff: noqa: RET505 (kernels return from branches on constants)
-"""Scores of one tile of keys of any format: loads, products, scales, and the maxima of its blocks."""
+"""Scores of index queries with a tile of index keys, and the maxima of its blocks: the rows that a program serves, the tiles
+that it walks, their products, and how maxima are written."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from openmsa.index_branch.triton_codes import e2m1_parts, e4m3_numbers, int8_parts
-from openmsa.index_branch.triton_formats import fp4_unit, group_numbers, load_group_scales, load_scales
-from openmsa.index_branch.triton_tiles import load_keys
+from openmsa.primitives.codes import e2m1_parts, e4m3_numbers, fp4_unit, group_numbers, int8_parts
+from openmsa.primitives.rows import load_group_scales, load_keys, load_scales
+from openmsa.types import Layout
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of the sequences of a batch: int32 tensors that kernels read when they run (`sequence_bounds`), and bounds of them."""
+
+    cu_seqlens_q: Tensor  # [batch + 1]
+    cu_seqlens_k: Tensor | None  # [batch + 1]; None: seq_lens
+    seq_lens: Tensor | None  # [batch]
+    q_offset: Tensor | None  # [batch], positions of first queries; None: the queries are the last of the keys
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @classmethod
+    def of(cls, seqs: Layout) -> Lengths:
+        return cls(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset, seqs.max_seqlen_q, seqs.max_seqlen_k)
+
+    @property
+    def batch(self) -> int:
+        return self.cu_seqlens_q.numel() - 1
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """As kernels take them."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.seq_lens, self.q_offset
+
+
+@triton.jit
+def sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys):
+    """Of sequence i_s: first query, number of queries, first key, number of keys, position of its first query."""
+    q_start = tl.load(cu_q + i_s)
+    q_len = tl.load(cu_q + i_s + 1) - q_start
+    if cu_k is None:
+        k_start = 0
+        k_len = tl.load(seq_lens + i_s)
+    else:
+        k_start = tl.load(cu_k + i_s)
+        k_len = tl.load(cu_k + i_s + 1) - k_start
+    offset = k_len - q_len if q_offset is None else tl.load(q_offset + i_s)
+    return q_start, q_len, k_start, tl.minimum(k_len, tl.minimum(capacity, max_keys)), offset
+
+
+@triton.jit
+def rows_of(i_m, q_len, k_len, offset, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Of (query, head) rows i_m * ROWS to (i_m + 1) * ROWS of a sequence, the first below q_len * GROUP: their numbers, which
+    exist, and the last key that each sees, [ROWS] each; how many keys all of them see, and how many any of them."""
+    o_r = i_m * ROWS + tl.arange(0, ROWS)
+    i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)
+    seen_by_all = tl.maximum(tl.minimum(offset + i_m * ROWS // GROUP, k_len - 1) + 1, 0)
+    last_token = tl.minimum((i_m * ROWS + ROWS - 1) // GROUP, q_len - 1)
+    seen_by_any = tl.maximum(tl.minimum(offset + last_token, k_len - 1) + 1, 0)
+    return o_r, o_r < q_len * GROUP, i_last, seen_by_all, seen_by_any
+
+
+@triton.jit
+def store_visible(visible, q_start, o_r, m_row, i_last, chosen, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """How many blocks each query of `rows_of` sees, by the one program that is chosen."""
+    p_v = visible + q_start + o_r // GROUP
+    tl.store(p_v, tl.maximum(i_last + BLOCK, 0) // BLOCK, mask=m_row & (o_r % GROUP == 0) & chosen)
+
+
+@triton.jit
+def tiles_of(
+    i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any,
+    BLOCK: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Of a split: its first tile, the first one behind it, the first that not all rows see whole, and the first that none
+    sees."""
+    first = i_split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tl.cdiv(num_blocks, SUB) * PARTS)
+    i_full = tl.minimum(seen_by_all // (BLOCK * SUB) * PARTS, last)
+    i_end = tl.minimum(tl.cdiv(seen_by_any, BLOCK * SUB) * PARTS, last)
+    return first, last, i_full, i_end
 
 
 @triton.jit
@@ -131,3 +208,26 @@ def score_tile(
     if GROUPED:
         m *= 256.0  # see `raised`
     return m
+
+
+@triton.jit
+def scored(m, b_f):
+    """Maxima [rows, blocks] as scores: times the factor of each row (None: 1), and NaN as -inf."""
+    m = m if b_f is None else m * b_f[:, None]
+    return tl.where(m > float("-inf"), m, float("-inf"))
+
+
+@triton.jit
+def store_maxima(p_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB: tl.constexpr, PARTS: tl.constexpr):
+    """p_s: address of block 0 of each row; b_f: factor of each row or None; i_t: the key tile; s_sb: int64. NaN as -inf. The
+    cache keeps what is written until its sector is full, however many keys stream through it."""
+    if SUB == 1:
+        m = m if b_f is None else m * b_f
+        m = tl.where(m > float("-inf"), m, float("-inf"))
+        tl.store(p_s + (i_t // PARTS) * s_sb, m, mask=m_row, eviction_policy="evict_last")
+    else:
+        o_b = i_t * SUB + tl.arange(0, SUB)
+        tl.store(p_s[:, None] + (o_b * s_sb)[None, :], scored(m, b_f), mask=m_row[:, None] & (o_b < num_blocks)[None, :])
+
+
+RUNTIME_LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys", "tiles_per_split"]

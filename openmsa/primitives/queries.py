@@ -1,13 +1,68 @@
 # SPDX-License-Identifier: MIT
 # ruff: noqa: RET505 (kernels return from branches on constants)
-"""Index queries inside the scoring kernels: numbers, the parts that products with packed keys take, and their scales."""
+"""Rows of queries: how they are stored, and how a kernel makes of them the factors of products with keys of any format."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from openmsa.index_branch.triton_codes import e4m3_numbers
+from openmsa.kv_cache import E4M3, Stored
+from openmsa.primitives import codes
+from openmsa.primitives.codes import e4m3_numbers
+from openmsa.primitives.rows import TYPES, KeySource
+from openmsa.runtime.devices import Device
+
+
+class QuerySource(NamedTuple):
+    """Index queries as a kernel reads them, and of which type both factors of a product are."""
+
+    rows: Tensor
+    scale: Tensor | None
+    scale_stride: int
+    product: Any  # a Triton dtype
+
+    @classmethod
+    def of(cls, index_q: Tensor | Stored, source: KeySource, device: Device) -> QuerySource:
+        """e4m3 times e4m3 on the matrix unit where it knows them; every other pair in 16 bits, in which both are exact."""
+        scale, stride = None, 0
+        if isinstance(index_q, E4M3):
+            scale, stride = index_q.scale, index_q.scale_strides[1]
+            rows = index_q.data
+            if source.format == codes.E4M3:
+                dtype = torch.float8_e4m3fn if device.arch >= 90 else torch.float16
+            else:
+                dtype = source.dtype if source.format == codes.PLAIN else torch.bfloat16
+            rows = rows.view(torch.uint8) if device.arch < 90 else rows
+            return cls(rows, scale, stride, TYPES[dtype])
+        assert isinstance(index_q, Tensor)
+        return cls(index_q, scale, stride, TYPES[index_q.dtype])
+
+
+@triton.jit
+def load_rows(q, i_row, q_len, i_h, s_token, s_head, s_dim, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Index queries of rows i_row (query i_row // GROUP, head i_h + i_row % GROUP), [rows, DIM_PAD], zero past q_len."""
+    o_d = tl.arange(0, DIM_PAD)
+    p_q = q + (i_row // GROUP).to(tl.int64) * s_token + (i_h + i_row % GROUP) * s_head
+    m_q = (i_row // GROUP < q_len)[:, None] & (o_d < DIM)[None, :]
+    return tl.load(p_q[:, None] + (o_d * s_dim)[None, :], mask=m_q, other=0.0)
+
+
+@triton.jit
+def hold_rows(b_q, DIM_PAD: tl.constexpr):
+    """The same rows, in the layout of a product: Hopper's matrix unit then takes them from registers instead of reading them
+    from shared memory again for every tile, whose bandwidth is what limits the walk. The product with the identity is exact
+    where rows are finite (NaN spreads over its row, whose products are NaN anyway) and only serves to set the layout."""
+    o_d = tl.arange(0, DIM_PAD)
+    same = tl.dot(b_q, (o_d[:, None] == o_d[None, :]).to(tl.float32).to(b_q.dtype)).to(b_q.dtype)
+    if b_q.dtype.primitive_bitwidth == 8:
+        return same
+    else:
+        return tl.where(same == b_q, same, b_q)
 
 
 @triton.jit

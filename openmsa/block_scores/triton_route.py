@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Launches of the scoring kernel. Its variants: `triton_variants`."""
+"""`block_scores` on the GPU: which of the scoring kernels serves a call, and its launch."""
 
 from __future__ import annotations
 
@@ -7,19 +7,34 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from openmsa.index_branch.triton_config import Config, Kind, config, splits
-from openmsa.index_branch.triton_formats import NO_SCALE, padded
-from openmsa.index_branch.triton_lanes import lane_kernel
-from openmsa.index_branch.triton_scores import score_kernel
-from openmsa.index_branch.triton_sources import KeySource, QuerySource
-from openmsa.index_branch.triton_tiles import FLAT, Lengths, Tile
+from openmsa.block_scores.triton_config import config
+from openmsa.block_scores.triton_lanes import lane_kernel
+from openmsa.block_scores.triton_score_kernel import score_kernel
 from openmsa.kv_cache import PagedIndexKeys, Stored
+from openmsa.primitives.codes import NO_SCALE, padded
+from openmsa.primitives.queries import QuerySource
+from openmsa.primitives.rows import KeySource, Tile
+from openmsa.primitives.scoring import Lengths
+from openmsa.primitives.walks import Config, kind_of, splits
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel, runs_hopper_kernels
 from openmsa.types import Layout
+
+
+def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndexKeys, seqs: Layout, block_size: int) -> Tensor:
+    """See `openmsa.block_scores.block_scores`."""
+    total_q, heads, _ = index_q.shape
+    num_blocks = seqs.num_blocks(block_size)
+    stored = torch.empty(heads, total_q, score_rows(num_blocks), dtype=torch.float32, device=index_q.device)
+    scores = stored[..., :num_blocks]
+    if scores.numel():
+        launch_scores(index_q, index_k, seqs, block_size, scores, None)
+    return scores
+
 
 SECTOR = 8
 """Scores that the scoring kernel writes at a time where it can."""
@@ -47,11 +62,6 @@ def launch_scores(
     tile = Tile.of(block_size)
     source = KeySource.of(index_k, tile, device)
     launch(index_q, source, tile, Lengths.of(seqs), scores, visible, device, chosen, pdl)
-
-
-def kind_of(source: KeySource, queries: QuerySource, dim: int, tile: Tile) -> Kind:
-    """What the configuration depends on."""
-    return Kind.of(dim, tile.tile, source.format, queries.product, source.mode != FLAT, source.tma, source.lanes)
 
 
 def launch(
@@ -153,14 +163,14 @@ def _tuned(
     """The launch of Hopper's own kernel where one serves, else None."""
     if not runs_hopper_kernels(scores.device):
         return None
-    from openmsa.index_branch import gluon_sm90_lane_launch, gluon_sm90_launch
+    from openmsa.block_scores import gluon_sm90_lanes, gluon_sm90_scores
 
-    if gluon_sm90_lane_launch.serves(device, source, queries, tile, rows):
-        return partial(gluon_sm90_lane_launch.launch, pdl=pdl)
+    if gluon_sm90_lanes.serves(device, source, queries, tile, rows):
+        return partial(gluon_sm90_lanes.launch, pdl=pdl)
     kind = kind_of(source, queries, queries.rows.shape[2], tile)
     plain = source.scales.where == NO_SCALE and queries.rows.stride(2) == 1 and _in_sectors(scores) and not pdl
     group = queries.rows.shape[1] // source.heads
-    return gluon_sm90_launch.launch if plain and gluon_sm90_launch.serves(device, kind, tile, rows, group) else None
+    return gluon_sm90_scores.launch if plain and gluon_sm90_scores.serves(device, kind, tile, rows, group) else None
 
 
 def _in_sectors(scores: Tensor) -> bool:

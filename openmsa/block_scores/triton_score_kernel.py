@@ -13,40 +13,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from openmsa.index_branch.triton_products import score_tile
-from openmsa.index_branch.triton_queries import grouped_parts, query_numbers, query_parts, row_factors, spread_rows
-from openmsa.index_branch.triton_tiles import (
-    hold_rows,
-    load_rows,
+from openmsa.primitives.queries import grouped_parts, hold_rows, load_rows, query_numbers, query_parts, row_factors, spread_rows
+from openmsa.primitives.rows import tile_start
+from openmsa.primitives.scoring import (
+    RUNTIME_LENGTHS,
     rows_of,
+    score_tile,
+    scored,
     sequence_bounds,
+    store_maxima,
     store_visible,
-    tile_start,
     tiles_of,
 )
-
-
-@triton.jit
-def scored(m, b_f):
-    """Maxima [rows, blocks] as scores: times the factor of each row (None: 1), and NaN as -inf."""
-    m = m if b_f is None else m * b_f[:, None]
-    return tl.where(m > float("-inf"), m, float("-inf"))
-
-
-@triton.jit
-def store_maxima(p_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB: tl.constexpr, PARTS: tl.constexpr):
-    """p_s: address of block 0 of each row; b_f: factor of each row or None; i_t: the key tile; s_sb: int64. NaN as -inf. The
-    cache keeps what is written until its sector is full, however many keys stream through it."""
-    if SUB == 1:
-        m = m if b_f is None else m * b_f
-        m = tl.where(m > float("-inf"), m, float("-inf"))
-        tl.store(p_s + (i_t // PARTS) * s_sb, m, mask=m_row, eviction_policy="evict_last")
-    else:
-        o_b = i_t * SUB + tl.arange(0, SUB)
-        tl.store(p_s[:, None] + (o_b * s_sb)[None, :], scored(m, b_f), mask=m_row[:, None] & (o_b < num_blocks)[None, :])
-
-
-RUNTIME_LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys", "tiles_per_split"]
 
 
 @triton.jit(do_not_specialize=RUNTIME_LENGTHS)

@@ -9,17 +9,18 @@ from typing import Any
 
 import triton.language as tl
 
-from openmsa.index_branch import triton_formats as formats
-from openmsa.index_branch.triton_bounds import bounds_config, bounds_kernel
-from openmsa.index_branch.triton_candidates import Words
-from openmsa.index_branch.triton_config import Config, Kind, config
-from openmsa.index_branch.triton_lanes import lane_kernel
-from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, score_kernel
-from openmsa.index_branch.triton_tiles import FLAT, PAGE, PAGES, Tile
+from openmsa.block_scores.triton_config import config
+from openmsa.block_scores.triton_lanes import lane_kernel
+from openmsa.block_scores.triton_score_kernel import score_kernel
+from openmsa.block_topk.triton_bounds import Words, bounds_config, bounds_kernel
+from openmsa.primitives import codes
+from openmsa.primitives.rows import FLAT, PAGE, PAGES, Tile
+from openmsa.primitives.scoring import RUNTIME_LENGTHS
+from openmsa.primitives.walks import Config, Kind
 from openmsa.runtime.devices import COMPILE_TARGETS, Device
 from openmsa.runtime.variants import Variant
 
-_FORMATS = {"plain": formats.PLAIN, "e4m3": formats.E4M3, "int8": formats.INT8, "nvfp4": formats.NVFP4, "mxfp4": formats.MXFP4}
+_FORMATS = {"plain": codes.PLAIN, "e4m3": codes.E4M3, "int8": codes.INT8, "nvfp4": codes.NVFP4, "mxfp4": codes.MXFP4}
 _TYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "e4m3": tl.float8e4nv}
 
 
@@ -49,7 +50,7 @@ class Operands:
         """As `QuerySource.of` chooses it."""
         if self.query != "e4m3":
             return _TYPES[self.query]
-        if self.format == formats.E4M3:
+        if self.format == codes.E4M3:
             return tl.float8e4nv if device.arch >= 90 else tl.float16
         return tl.bfloat16
 
@@ -60,7 +61,7 @@ class Operands:
     @property
     def lanes(self) -> bool:
         """As `KeySource.of_pool` finds it."""
-        return (self.format, self.dim, self.tile.tile, self.tile.sub) == (formats.NVFP4, 128, 128, 1) and self.mode != PAGES
+        return (self.format, self.dim, self.tile.tile, self.tile.sub) == (codes.NVFP4, 128, 128, 1) and self.mode != PAGES
 
     @property
     def absent_lengths(self) -> dict[str, Any]:
@@ -70,17 +71,17 @@ class Operands:
     @property
     def scales(self) -> str:
         """Type of the scales as `Scales.of` takes them."""
-        if self.format < formats.NVFP4:
-            return "*bf16" if "apart" in self.keys else "*i32" if self.format == formats.INT8 else "*fp32"
+        if self.format < codes.NVFP4:
+            return "*bf16" if "apart" in self.keys else "*i32" if self.format == codes.INT8 else "*fp32"
         return "*u8" if self.dim != 128 else "*i64" if self.keys == "nvfp4" else "*i32"
 
     def arguments(self, device: Device) -> tuple[dict[str, str], dict[str, Any]]:
         """Types of the run-time arguments and values of the constexprs that both kernels take."""
         e4m3 = "fp8e4nv" if device.arch >= 90 else "u8"
-        element = {formats.PLAIN: "bf16" if self.query == "e4m3" else self.query, formats.E4M3: e4m3}
+        element = {codes.PLAIN: "bf16" if self.query == "e4m3" else self.query, codes.E4M3: e4m3}
         stored = element.get(self.format, "i16")
-        split = {formats.INT8: 2, formats.NVFP4: 4, formats.MXFP4: 4}.get(self.format, 1)
-        box = f"[1, 1, {self.tile.tile}, {formats.padded(self.dim, self.format) // split}]"
+        split = {codes.INT8: 2, codes.NVFP4: 4, codes.MXFP4: 4}.get(self.format, 1)
+        box = f"[1, 1, {self.tile.tile}, {codes.padded(self.dim, self.format) // split}]"
         types = {"q": "*" + (e4m3 if self.query == "e4m3" else self.query)}
         types["keys"] = f"tensordesc<{stored}{box}>" if self.tma else f"*{stored}"
         types |= dict.fromkeys(("page_table", "cu_q", "cu_k", "q_offset"), "*i32")
@@ -93,21 +94,21 @@ class Operands:
         }
         constants: dict[str, Any] = {"s_qd": 1, "s_dim": 1, "s_gg": 1, "KEY_HEADS": 1, "GROUP": 4, "DIM": self.dim}
         constants |= self.tile.constexprs() | {
-            "DIM_PAD": formats.padded(self.dim, self.format),
+            "DIM_PAD": codes.padded(self.dim, self.format),
             "MODE": self.mode,
             "TMA": self.tma,
         }
-        constants |= {"FORMAT": self.format, "SCALE": formats.NO_SCALE, "SWIZZLED": "128x4" in self.keys, "SPLIT": split}
+        constants |= {"FORMAT": self.format, "SCALE": codes.NO_SCALE, "SWIZZLED": "128x4" in self.keys, "SPLIT": split}
         constants["NATIVE"] = device.arch >= 90
         constants |= {"PRODUCT": self.product(device), "PAGE_SIZE": {FLAT: 1, PAGE: self.tile.span, PAGES: 16}[self.mode]}
         absent = ["page_table", "q_offset"] if self.mode == FLAT else []
         absent += [] if self.query == "e4m3" else ["q_scale"]
-        absent += [] if self.format == formats.NVFP4 or "head" in self.keys else ["k_factor"]
-        if self.format == formats.INT8:
-            constants["SCALE"] = formats.KEY_SCALE
+        absent += [] if self.format == codes.NVFP4 or "head" in self.keys else ["k_factor"]
+        if self.format == codes.INT8:
+            constants["SCALE"] = codes.KEY_SCALE
         elif "page" in self.keys:
-            constants["SCALE"] = formats.TILE_SCALE if self.mode == PAGE else formats.KEY_SCALE
-        elif self.format < formats.NVFP4:
+            constants["SCALE"] = codes.TILE_SCALE if self.mode == PAGE else codes.KEY_SCALE
+        elif self.format < codes.NVFP4:
             absent.append("scales")
         return types, constants | dict.fromkeys(absent)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Tiles, warps and stages of the scoring kernel, and the cut of its context: pure functions."""
+"""How a program walks tiles of index keys: what its configuration depends on, how many tiles are on their way at a time,
+and into how many splits a context is cut."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from openmsa.index_branch import triton_formats as formats
+from openmsa.primitives import codes
+from openmsa.primitives.queries import QuerySource
+from openmsa.primitives.rows import FLAT, KeySource, Tile
 from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import next_power_of_two
 
@@ -34,11 +37,11 @@ class Kind(NamedTuple):
     @functools.lru_cache(256)
     def of(cls, dim: int, tile: int, format: int, product: Any, indirect: bool, tma: bool, lanes: bool = False) -> Kind:
         """format: of the codes; product: the Triton dtype of factors."""
-        padded, fp4 = next_power_of_two(dim), format >= formats.NVFP4
-        key_bytes = padded // 2 if fp4 else padded * (2 if format == formats.PLAIN else 1)
+        padded, fp4 = next_power_of_two(dim), format >= codes.NVFP4
+        key_bytes = padded // 2 if fp4 else padded * (2 if format == codes.PLAIN else 1)
         factor_bytes = padded * product.primitive_bitwidth // 8
-        groups = next_power_of_two(dim // (16 if format == formats.NVFP4 else 32)) if fp4 else 0
-        must_group = format == formats.MXFP4 and product == tl.float16
+        groups = next_power_of_two(dim // (16 if format == codes.NVFP4 else 32)) if fp4 else 0
+        must_group = format == codes.MXFP4 and product == tl.float16
         return cls(dim, tile, key_bytes, factor_bytes, key_bytes != factor_bytes, groups, must_group, indirect, tma, lanes)
 
     @property
@@ -63,42 +66,6 @@ class Config:
     grouped: bool = False
     max_registers: int | None = None
     lanes: int = 0
-
-
-@functools.lru_cache(256)
-def config(device: Device, rows: int, kind: Kind) -> Config:
-    """rows: the most a sequence has for a key head.
-
-    Many rows on Hopper: 128 rows of one warpgroup, held in registers, and two programs a multiprocessor, one multiplying while
-    the other takes maxima. Shared memory then moves 94 bytes a clock of its 128; with 64 rows there (160) it was the limit.
-    Few rows: keys are the left factor, and one that is converted first never leaves its registers."""
-    if kind.lanes and rows <= 4:
-        return lane_config(device, kind)
-    swap, hold, grouped = rows <= 64 or kind.must_group, False, kind.must_group
-    if kind.groups and rows <= 8 and kind.groups * max(4, next_power_of_two(rows)) >= 16:
-        rows, grouped = max(4, next_power_of_two(rows)), True
-    elif device.arch == 90 and kind.converted and not kind.groups and rows <= 8:
-        rows = max(4, next_power_of_two(rows))  # spread over 16 columns
-    elif swap:
-        rows = min(max(16, next_power_of_two(rows)), 16 if grouped else 64)
-    else:
-        rows, hold = tall_rows(device, kind)
-    row_bytes = 0 if hold else kind.factor_bytes * max(16, rows * max(1, kind.groups * grouped))
-    stages, resident = walk(device, row_bytes, kind, swap)
-    if device.arch == 90 and kind.tma and swap and kind.converted and rows <= 16:
-        return Config(rows, swap, hold, 4, stages, 4, grouped, 128)  # as many as the conversions need to hide their latency
-    if device.arch == 90 and kind.tma and not swap and kind.narrow and rows == 128:
-        return Config(rows, swap, hold, 4, 2 * (1 + kind.indirect) + 1, 3, grouped, 168)  # a third hides the others' maxima
-    return Config(rows, swap, hold, 4, stages, resident, grouped)
-
-
-def lane_config(device: Device, kind: Kind) -> Config:
-    """Of the kernel of `triton_lanes`: two buffers of 64 keys, and as many programs of one warp as registers (of a quarter of a
-    multiprocessor: four of 128) and shared memory hold. Beside the buffers are queries, page ids and what the system takes."""
-    chunk, buffers = 64, 2
-    scales = kind.dim // 16
-    resident = min(16, device.shared_bytes // (buffers * chunk * (kind.key_bytes + scales) + 3584))
-    return Config(4, True, False, 1, buffers * (1 + kind.indirect) + 1, resident, max_registers=128, lanes=chunk)
 
 
 def tall_rows(device: Device, kind: Kind) -> tuple[int, bool]:
@@ -135,3 +102,8 @@ def splits(programs: int, tiles: int, slots: int, least: int, step: int = 1) -> 
     cost = {n: -(-programs * n // slots) * (-(-tiles // (n * step)) * step + 2) for n in range(1, most + 1)}
     best = min(cost.values())
     return max(n for n, c in cost.items() if c <= 1.03 * best)
+
+
+def kind_of(source: KeySource, queries: QuerySource, dim: int, tile: Tile) -> Kind:
+    """What the configuration depends on."""
+    return Kind.of(dim, tile.tile, source.format, queries.product, source.mode != FLAT, source.tma, source.lanes)

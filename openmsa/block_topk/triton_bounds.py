@@ -1,52 +1,114 @@
 # SPDX-License-Identifier: MIT
-"""Bounds of block scores from int8 keys, in integers: keys go from shared memory to the matrix unit as they are stored.
+"""Which keys can have the best score of their block, found from bounds of their scores: one bit for each key and row.
 
-A query q becomes integers n = 128 * high + low of 15 bits with one unit, a power of two: q = unit * n + rest. Both parts are
-int8. High and low parts are neighbouring columns of one product with the codes c of a key, so a thread has both sums, and
-128 * high + low of them is n . c exactly: at most 2**14 * 2**7 * 256 in magnitude, which int32 holds. The score of the exact
-key k, whose int8 form is scale * c, then lies about unit * scale * (n . c), no further away than the sum of
-
-    |q| * error                        for k itself (Cauchy-Schwarz),
-    |rest| * scale * |c|               for the query (the same),
-    SUM * |q| * (error + scale * |c|)  for the rounding of the sum that the exact kernels compute,
-    6 * 2**-24 * |q| * scale * |c|     for three roundings here, |n| * unit being at most 2 * |q|,
-
-with |c| at most 127 * sqrt(dim). bf16 and fp16 queries lose only what their small elements have below `unit`: `rest` has less
-than a thousandth of their norm, most often a fiftieth of that.
+A key with the best exact score has an upper bound that is not below it, nor so below any lower bound of its block. All such
+keys are found, ties and zeros of either sign too, and others with them. The bits lie as the threads of a product hold them, so
+that writing costs a comparison a bit and one store a tile; they are sorted out where they are read, for few blocks.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from openmsa.index_branch import triton_formats as formats
-from openmsa.index_branch.triton_candidates import Words, grouped_maxima, possible_maxima
-from openmsa.index_branch.triton_config import Config, Kind, splits, walk
-from openmsa.index_branch.triton_formats import key_errors, key_scales, load_of_keys
-from openmsa.index_branch.triton_queries import fixed_point
-from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, store_maxima
-from openmsa.index_branch.triton_sources import KeySource
-from openmsa.index_branch.triton_tiles import (
-    FLAT,
-    Lengths,
-    Tile,
-    load_keys,
-    load_rows,
-    rows_of,
-    sequence_bounds,
-    store_visible,
-    tile_start,
-    tiles_of,
-)
 from openmsa.kv_cache import Int8
+from openmsa.primitives import codes
+from openmsa.primitives.queries import fixed_point, load_rows
+from openmsa.primitives.rows import FLAT, KeySource, Tile, key_errors, key_scales, load_keys, load_of_keys, tile_start
+from openmsa.primitives.scoring import RUNTIME_LENGTHS, Lengths, rows_of, sequence_bounds, store_maxima, store_visible, tiles_of
+from openmsa.primitives.walks import Config, Kind, splits, walk
 from openmsa.runtime.devices import Device, facts
-from openmsa.runtime.integers import ceil_div
+from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
+
+
+@dataclass(frozen=True)
+class Words:
+    """How `possible_maxima` lies in memory: for each sequence and key head and each tile `number` words of `dtype`, which has a
+    bit for each of `rows`, those of a product with keys: at least the sequence's, at most 16."""
+
+    rows: int
+    number: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, rows: int, tile: Tile) -> Words:
+        """rows: the most a sequence has for a key head."""
+        held = max(4, next_power_of_two(rows))
+        return cls(held, min(2 * tile.tile, 128), torch.int16 if held > 8 else torch.int8)
+
+    @property
+    def type(self) -> str:
+        """Of a pointer to them, as Triton writes it."""
+        return f"*i{8 * self.dtype.itemsize}"
+
+    def bytes(self, tile: Tile, num_blocks: int) -> int:
+        """Of a sequence and key head."""
+        return tile.count(num_blocks) * self.number * self.dtype.itemsize
+
+
+@triton.jit
+def grouped_maxima(
+    s, i_k, i_last, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Maxima of the blocks of a tile, as `block_maxima` of s [TILE, rows]; and of groups of keys that a warp holds, which wait
+    for no other warp: [groups, rows], group g having every `groups`-th 16 neighbours from the g-th on, all of one block."""
+    WARPS: tl.constexpr = min(TILE // 16, 4)
+    LOOPS: tl.constexpr = TILE // (16 * WARPS)
+    ROWS: tl.constexpr = s.shape[1]
+    if MASKED or KEYS < TILE:
+        o_k = tl.arange(0, TILE)[:, None]
+        s = tl.where((o_k < KEYS) & (i_k + o_k <= i_last[None, :]), s, float("-inf"))
+    s = s.reshape(LOOPS, WARPS, 16, ROWS)
+    if SUB == 1:
+        best = tl.max(tl.max(s, 0), 1)
+        m = tl.max(best, 0)
+    else:
+        best = tl.max(s, 2).reshape(LOOPS * WARPS, ROWS)
+        m = tl.max(best.reshape(SUB, LOOPS * WARPS // SUB, ROWS), 1).T
+    return m, best
+
+
+@triton.jit
+def possible_maxima(upper, least, KEYS: tl.constexpr):
+    """Which of a tile's keys can have their block's best score for a row: upper [keys, rows] is not below least [groups, rows],
+    the best lower bound of their group, whose NaN bounds nothing. A group has every `groups`-th 16 neighbours. Words [keys / 16
+    up to 4, 8, 4] laid flat: bit 4 * c + 2 * j + i of word (w, l, r) is that of key 64 * j + 16 * w + 8 * i + l and row
+    4 * c + r: what one thread holds of the product."""
+    TILE: tl.constexpr = upper.shape[0]
+    ROWS: tl.constexpr = upper.shape[1]
+    WARPS: tl.constexpr = min(TILE // 16, 4)
+    LOOPS: tl.constexpr = TILE // (16 * WARPS)
+    GROUPS: tl.constexpr = least.shape[0]
+    least = tl.broadcast_to(least[None, :, None, :], [TILE // (16 * GROUPS), GROUPS, 16, ROWS]).reshape(TILE, ROWS)
+    can = ~(upper < least)
+    if KEYS < TILE:
+        can = can & (tl.arange(0, TILE) < KEYS)[:, None]
+    can = can.reshape(LOOPS, WARPS, 2, 8, ROWS // 4, 4)
+    o_j = tl.arange(0, LOOPS)[:, None, None, None, None, None]
+    o_i = tl.arange(0, 2)[None, None, :, None, None, None]
+    o_c = tl.arange(0, ROWS // 4)[None, None, None, None, :, None]
+    bits = tl.where(can, 1 << (4 * o_c + 2 * o_j + o_i), 0)
+    return tl.sum(tl.sum(tl.sum(bits, 4), 2), 0).reshape(WARPS * 32)
+
+
+@triton.jit
+def candidate_words(candidates, i_tile, i_16, m_unit, i_four, TILE: tl.constexpr):
+    """Keys that can have the best score of their block for a row (`possible_maxima`), as bits of words of 16 neighbours: words
+    i_16 of tiles i_tile, [units, words], where m_unit [units]; 0 elsewhere. candidates: those of the first tile, from word
+    row % 4 on; i_four: row // 4."""
+    WARPS: tl.constexpr = min(TILE // 16, 4)
+    o_l = tl.arange(0, 8)[None, None, :]
+    o_w = i_tile.to(tl.int64) * (WARPS * 32) + i_16 % WARPS * 32
+    held = tl.load(candidates + o_w[:, :, None] + o_l * 4, mask=m_unit[:, None, None], other=0).to(tl.int32)
+    held = held >> (4 * i_four + i_16 // WARPS * 2)[:, :, None]
+    return tl.sum(((held & 1) << o_l) | ((held >> 1 & 1) << (o_l + 8)), 2)
 
 
 @triton.jit
@@ -161,7 +223,7 @@ def bounds_kernel(
 def bounds_config(device: Device, rows: int, dim: int, tile: Tile, indirect: bool, tma: bool) -> Config:
     """rows: the most a sequence has for a key head. indirect: keys in pages."""
     rows = Words.of(rows, tile).rows
-    width = formats.padded(dim, formats.INT8)
+    width = codes.padded(dim, codes.INT8)
     kind = Kind(dim, tile.tile, width, width, False, 0, False, indirect, tma)
     stages, resident = walk(device, max(16, 2 * rows) * width, kind, swap=True)
     return Config(rows, True, False, 4, stages, resident)
@@ -233,7 +295,7 @@ def launch_bounds(
         KEY_HEADS=source.heads,
         GROUP=group,
         DIM=dim,
-        DIM_PAD=formats.padded(dim, formats.INT8),
+        DIM_PAD=codes.padded(dim, codes.INT8),
         ROWS=chosen.rows,
         STAGES=chosen.num_stages,
         PDL=pdl,

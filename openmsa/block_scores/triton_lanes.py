@@ -14,25 +14,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from openmsa.index_branch.triton_codes import ASM, e2m1_parts, e4m3_bytes
-from openmsa.index_branch.triton_products import unspread
-from openmsa.index_branch.triton_queries import float16_rows, query_numbers, row_factors, spread_rows
-from openmsa.index_branch.triton_scores import RUNTIME_LENGTHS, store_maxima
-from openmsa.index_branch.triton_tiles import (
-    exists,
-    load_rows,
-    page_number,
-    row_in_page,
+from openmsa.primitives.codes import ASM, e2m1_parts, e4m3_bytes
+from openmsa.primitives.queries import float16_rows, load_rows, query_numbers, row_factors, spread_rows
+from openmsa.primitives.rows import exists, page_number, row_in_page, tile_start
+from openmsa.primitives.scoring import (
+    RUNTIME_LENGTHS,
     rows_of,
     sequence_bounds,
+    store_maxima,
     store_visible,
-    tile_start,
     tiles_of,
+    unspread,
 )
 
 STEP = tl.constexpr(32)
 """Keys that a warp multiplies at a time."""
-
 # Eight e2m1 codes of a word and two equal float16 factors as four words of float16, the lowest nibbles first.
 SCALED = tl.constexpr("""{ .reg .b32 a, b, c, sign; mov.b32 sign, 0x80808080;
 shl.b32 a, $4, 4; shl.b32 b, $4, 1; lop3.b32 a, a, b, sign, 0xE4; and.b32 c, a, 0x8E008E00; mul.rn.f16x2 $2, c, $5;

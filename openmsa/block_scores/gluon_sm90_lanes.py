@@ -10,13 +10,28 @@ because keys and their scales are contiguous in a page. A program reads the ids 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from openmsa.index_branch import triton_lanes, triton_queries, triton_scores, triton_tiles
-from openmsa.index_branch.gluon_sm90_scores import row_factors, sequence_bounds
+from openmsa.block_scores import triton_lanes
+from openmsa.block_scores.gluon_sm90_scores import row_factors, sequence_bounds
+from openmsa.primitives import queries, rows, scoring
+from openmsa.primitives.queries import QuerySource
+from openmsa.primitives.rows import PAGE, KeySource, Tile
+from openmsa.primitives.scoring import Lengths
+from openmsa.primitives.walks import splits
+from openmsa.runtime.devices import Device
+from openmsa.runtime.integers import ceil_div
+from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.variants import Variant
 
 BLOCK = gl.constexpr(128)
 """Keys of a block, and of a tile."""
@@ -24,7 +39,6 @@ SHARE = gl.constexpr(32)
 """Tiles of a program at most: as many as a warp has lanes."""
 STEP = gl.constexpr(32)
 """Keys that are multiplied at a time."""
-
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 4))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, 4))
@@ -40,11 +54,10 @@ CODES = gl.constexpr(
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0]))
 COPIED_SCALES = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-
-exists = gluon.jit(triton_tiles.exists.fn)
+exists = gluon.jit(rows.exists.fn)
 scale_pairs = gluon.jit(triton_lanes.scale_pairs.fn)
 scaled_codes = gluon.jit(triton_lanes.scaled_codes.fn)
-power_of_two = gluon.jit(triton_queries.power_of_two.fn)
+power_of_two = gluon.jit(queries.power_of_two.fn)
 
 
 @gluon.jit
@@ -105,7 +118,7 @@ def send(p_k, p_g, there, ring, ring_scales, J: gl.constexpr, SWIZZLED: gl.const
     async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=triton_scores.RUNTIME_LENGTHS)
+@gluon.jit(do_not_specialize=scoring.RUNTIME_LENGTHS)
 def sm90_lane_kernel(
     q, q_scale, keys, scales, k_factor, page_table, cu_q, cu_k, seq_lens, q_offset, scores, visible,
     s_qt, s_qh, s_qs, s_page, s_head, s_gp, s_gh, s_kf, s_table, s_sh, s_st, s_sb,
@@ -172,7 +185,7 @@ def sm90_lane_kernel(
                 if i_t >= i_full:
                     s = gl.where((i_t * BLOCK + (j * SLOT + i * STEP) + o_k)[:, None] <= i_last[None, :], s, float("-inf"))
                 best = gl.maximum(best, s)
-        m = gl.max(best, 0) * 256.0 * b_f  # see `triton_queries.raised`
+        m = gl.max(best, 0) * 256.0 * b_f  # see `openmsa.primitives.queries.raised`
         m = gl.where(m > float("-inf"), m, float("-inf"))
         gl.store(p_s + i_t.to(gl.int64) * s_sb, m, mask=m_row, eviction_policy="evict_last")
     async_copy.wait_group(0)
@@ -180,3 +193,119 @@ def sm90_lane_kernel(
         unseen = gl.full([4], float("-inf"), gl.float32, gl.SliceLayout(0, ROW))
         for i_b in range(gl.maximum(first, i_end), last):
             gl.store(p_s + i_b.to(gl.int64) * s_sb, unseen, mask=m_row)
+
+
+RING = BLOCK.value * (64 + 8)  # bytes of a program's ring: codes and scales
+
+
+@dataclass(frozen=True)
+class Config:
+    """slot: keys that are copied at a time; max_registers: of a thread; resident: programs that a multiprocessor holds; share:
+    tiles of a program at most."""
+
+    slot: int
+    max_registers: int
+    resident: int
+    share: int
+
+
+CONFIG = Config(slot=32, max_registers=128, resident=16, share=8)
+"""Registers are counted by quarters of a multiprocessor, which holds four warps of 128. Measured: twice as many programs as are
+resident, which do not start at once, are faster than one round of longer ones, and than five warps of 96."""
+
+
+def serves(device: Device, source: KeySource, queries: QuerySource, tile: Tile, rows: int) -> bool:
+    """Whether the kernel serves so many rows a sequence and key head: what `triton_lanes` reads, in pages of whole blocks of
+    128, keys and scales contiguous in a page, at addresses that 16 bytes are copied from."""
+    if device.arch != 90 or not source.lanes or rows > 4 or source.mode != PAGE or tile.block != BLOCK.value:
+        return False
+    page, head, key, item = source.strides
+    words, (page_words, head_words, key_words) = source.scales.words()
+    close = (key, item, key_words) == (32, 1, 1 if source.scales.swizzled else 2) and queries.rows.stride(2) == 1
+    even = all(stride % 16 == 0 for stride in (page, head, page_words, head_words))
+    return close and even and source.pool.data_ptr() % 16 == 0 and words.data_ptr() % 16 == 0
+
+
+def cut(programs: int, tiles: int, num_sms: int) -> int:
+    """Tiles of a program, where so many walk so many tiles each if they are not cut."""
+    parts = splits(programs, tiles, CONFIG.resident * num_sms, 1)
+    return min(ceil_div(tiles, parts), CONFIG.share)
+
+
+def launch(
+    queries: QuerySource,
+    source: KeySource,
+    lengths: Lengths,
+    scores: Tensor,
+    visible: Tensor | None,
+    device: Device,
+    pdl: bool = False,
+) -> None:
+    """As `triton_route.launch`."""
+    num_blocks = scores.shape[2]
+    programs = lengths.batch * source.heads
+    share = cut(programs, num_blocks, device.num_sms)
+    words, (page_words, head_words, _) = source.scales.words()
+    row = 2 if source.scales.swizzled else 1  # words are counted in rows there
+    launch_kernel(
+        sm90_lane_kernel,
+        (ceil_div(num_blocks, share), programs),
+        queries.rows,
+        queries.scale,
+        source.pool,
+        words,
+        source.scales.factor,
+        source.page_table,
+        *lengths.tensors,
+        scores,
+        visible,
+        *queries.rows.stride()[:2],
+        queries.scale_stride,
+        *source.strides[:2],
+        page_words * row,
+        head_words * row,
+        source.scales.factor_stride,
+        source.table_stride,
+        *scores.stride(),
+        num_blocks,
+        source.num_pages,
+        source.capacity,
+        lengths.max_seqlen_k,
+        share,
+        KEY_HEADS=source.heads,
+        GROUP=queries.rows.shape[1] // source.heads,
+        PAGE_SIZE=source.page_size,
+        SWIZZLED=source.scales.swizzled,
+        PRODUCT_TYPE=queries.product,
+        FILL=visible is None,
+        PDL=pdl,
+        SLOT=CONFIG.slot,
+        num_warps=1,
+        maxnreg=CONFIG.max_registers,
+    )
+
+
+def compile_variants(arch: int) -> Iterator[Variant]:
+    """Plain and stored queries, both layouts of scales, pages of one block and of two."""
+    if arch != 90:
+        return
+    for name, swizzled, page_size, fill in (
+        ("bf16", False, 128, False),
+        ("bf16", True, 128, False),
+        ("fp16", False, 256, True),
+        ("fp8e4nv", False, 128, False),
+    ):
+        types = {"q": f"*{name}", "keys": "*i16", "scales": "*i32", "k_factor": "*fp32", "scores": "*fp32"}
+        types |= dict.fromkeys(("page_table", "cu_q", "seq_lens"), "*i32")
+        types |= dict.fromkeys(("s_qt", "s_qh", "s_page", "s_head", "s_gp", "s_gh", "s_table"), "i32:16")
+        types |= dict.fromkeys(("s_qs", "s_kf", "s_sh", "s_st"), "i32")
+        types |= dict.fromkeys(("num_blocks", "num_pages", "capacity", "max_keys", "tiles_per_split"), "i32")
+        product = tl.float16 if name == "fp16" else tl.bfloat16
+        constants: dict[str, Any] = {"KEY_HEADS": 1, "GROUP": 4, "PAGE_SIZE": page_size, "SWIZZLED": swizzled}
+        constants |= {"PRODUCT_TYPE": product, "FILL": fill, "PDL": not fill, "SLOT": CONFIG.slot, "s_sb": 1}
+        constants |= {"cu_k": None, "q_offset": None}
+        stored = {"q_scale": "*fp32"} if name == "fp8e4nv" else {}
+        types |= stored | ({} if fill else {"visible": "*i32"})
+        constants |= {x: None for x in ("q_scale", "visible") if x not in types}
+        label = f"{name} x nvfp4{' 128x4' if swizzled else ''} pages of {page_size}"
+        yield Variant(label, sm90_lane_kernel, types, constants, 1, dot=True, maxnreg=CONFIG.max_registers)

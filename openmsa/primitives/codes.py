@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: MIT
 # ruff: noqa: RET505, SIM300 (kernels return from branches on constants)
-"""Codes as numbers inside the kernels, every conversion exact and several codes at a time where instructions allow it."""
+"""Stored codes as factors of products inside kernels: every conversion is exact, and takes several codes at a time where an
+instruction does.
+
+`openmsa.kv_cache.triton_numbers` holds the same numbers in arithmetic that any GPU has; these are the forms that are fast.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ import os
 import triton
 import triton.language as tl
 
+from openmsa.runtime.integers import next_power_of_two
+
 ASM = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 """Whether instructions are written out; the interpreter knows only the plain ones."""
-
 # A word holds two halves of 16 bits; a line moves the sign of one e2m1 code of each half to bit 15 and its magnitude to where
 # exponent and mantissa of a small number are: times 2**-126 as bf16, times 2**-14 as fp16. As bf16 both lie so far apart that
 # one product shifts them.
@@ -108,3 +113,43 @@ def e4m3_numbers(b_x, PRODUCT: tl.constexpr):
         return b_x.to(tl.float16).to(tl.float32).to(tl.bfloat16)
     else:
         return b_x.to(PRODUCT)
+
+
+PLAIN, E4M3, INT8, NVFP4, MXFP4 = 0, 1, 2, 3, 4
+NO_SCALE, TILE_SCALE, KEY_SCALE = 0, 1, 2
+
+
+def padded(dim: int, format: int) -> int:
+    """Elements of a tile's row: a power of two, and what the matrix unit and loads take at least."""
+    return max(next_power_of_two(dim), 16 if format == PLAIN else 32)
+
+
+@triton.jit
+def group_numbers(b_g, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes of the scales of groups, bytes or words, as float32 [TILE, groups]. NATIVE: from sm_90 on, which converts e4m3."""
+    if b_g.dtype == tl.int32 and NATIVE and ASM:
+        CODE: tl.constexpr = E4M3_WORD if FORMAT == 3 else E8M0_WORD
+        FP32: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
+        x = tl.inline_asm_elementwise(CODE, "=f,=f,=f,=f,r", [b_g], dtype=FP32, is_pure=True, pack=1)
+        return tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])).reshape(b_g.shape[0], 4 * b_g.shape[1])
+    if b_g.dtype == tl.int32:
+        b_g = ((b_g[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF).reshape(b_g.shape[0], 4 * b_g.shape[1])
+        b_g = b_g.to(tl.uint8)
+    if FORMAT == 3 and NATIVE:
+        return b_g.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif FORMAT == 3:
+        return e4m3_bytes(b_g)
+    else:
+        return e8m0_bytes(b_g)
+
+
+@triton.jit
+def fp4_unit(b_k, b_g, FORMAT: tl.constexpr, PRODUCT: tl.constexpr, NATIVE: tl.constexpr):
+    """For items [TILE, width] and codes of group scales [TILE, groups]: two factors, exact in PRODUCT, that make bare e2m1
+    numbers of `e2m1_parts` those of the keys, a number and [TILE, width]."""
+    TILE: tl.constexpr = b_k.shape[0]
+    WIDTH: tl.constexpr = b_k.shape[1]
+    unit = tl.full([], 8.507059173023462e37 if PRODUCT == tl.bfloat16 else 16384.0, tl.float32).to(PRODUCT)
+    b_s = group_numbers(b_g, FORMAT, NATIVE).to(PRODUCT)
+    GROUPS: tl.constexpr = b_s.shape[1]
+    return unit, tl.broadcast_to(b_s[:, :, None], [TILE, GROUPS, WIDTH // GROUPS]).reshape(TILE, WIDTH)
