@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The operands of kernels, a tuple each: a launch passes tensors with their strides, and the kernel reads the fields by name.
 
-A field that holds None or the integer 1 is a constant of the compiled kernel, and an integer that is a multiple of 16 is compiled
-as one. A number that differs from call to call, such as a length, is therefore never a field: it is a parameter of its own that
-the kernel does not specialise on. A TMA descriptor is a parameter of its own too, since Triton expands it only there. Strides count
-elements of their tensor.
+A field that holds None or the integer 1 is a constant of the compiled kernel, and an integer that is a multiple of 16 is
+compiled as one. A number that differs from call to call, such as a length, is therefore never a field: it is a parameter of its
+own that the kernel does not specialise on. A TMA descriptor is a parameter of its own too, since Triton expands it only there.
+Strides count elements of their tensor.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Output(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What scoring writes: float32 maxima ``[index_heads, total_q, blocks]``, and int32 ``[total_q]``, how many blocks each query
-    sees; visible is None where scores of blocks that a query does not see are written as -inf instead."""
+    """What scoring writes: float32 maxima ``[index_heads, total_q, blocks]``, and int32 ``[total_q]``, how many blocks each
+    query sees; visible is None where scores of blocks that a query does not see are written as -inf instead."""
 
     maxima: Tensor
     s_head: int
