@@ -5,7 +5,7 @@ For every launch, ``kernel[grid](...)`` works out anew which compiled variant se
 long as the launch itself. Here variants are remembered, under all that Triton's choice depends on: the device, the types of the
 arguments; of tensors the dtype, and whether the address is a multiple of 16; of integers whether they are 1 or multiples of 16,
 and their width; of TMA descriptors what is compiled in; every constexpr and option. What is not remembered yet Triton chooses,
-compiles and launches.
+compiles and launches. A tuple of arguments counts as its elements do, each with a type of its own.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
     """``kernel[grid](*arguments, **constants)``.
 
     arguments:  the parameters of the kernel that are no constexprs, all of them, in order. Tensors lie on the current device.
-    constants:  constexprs and options, such as num_warps.
+                A NamedTuple is one parameter, whose fields the kernel reads by name: tensors, numbers, bools, None or tuples of
+                these. Triton takes TMA descriptors outside of tuples alone, and specialises every integer inside of one.
+    constants:  constexprs and options, such as num_warps. A constexpr may be a NamedTuple of numbers.
 
     Where anyone wants to hear of launches (hooks of a profiler, debug mode), they go through Triton.
     """
@@ -88,7 +90,7 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
         _launch_first(key, kernel, grid, arguments, constants)
         return
     for place, layout in variant.descriptors:
-        values[place : place + 1] = _encoded(variant, place, layout, values[place])
+        values = (*values[:place], *_encoded(variant, place, layout, values[place]), *values[place + 1 :])
     variant.launch(
         *(*grid, 1, 1)[:3],
         driver.active.get_current_stream(device),
@@ -114,9 +116,9 @@ def _observed(kernel: JITFunction[Any]) -> bool:
 
 
 @functools.cache
-def _reader(types: tuple[type, ...]) -> Callable[..., tuple[tuple[Any, ...], list[Any]]]:
+def _reader(types: tuple[type, ...], inside: bool = False) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
     """A function of arguments of these types that returns what the choice of a variant depends on, and what is launched with:
-    addresses in the place of tensors. Written out for its arguments, as it runs at every launch."""
+    addresses in the place of tensors. Written out for its arguments, as it runs at every launch. inside: of a tuple."""
     names = [f"a{i}" for i in range(len(types))]
     lines, chosen_by, values = [], [], list(names)
     for i, (name, kind) in enumerate(zip(names, types, strict=True)):
@@ -126,14 +128,20 @@ def _reader(types: tuple[type, ...]) -> Callable[..., tuple[tuple[Any, ...], lis
             chosen_by += [f"{name}.dtype", f"p{i} & 15 == 0"]
         elif kind is int:
             chosen_by.append(f"{name} if {name} < 2 else ({name} & 15 == 0, {name} >> 31)")
-        elif kind.__name__ == "TensorDescriptor":
+        elif issubclass(kind, tuple):
+            values[i] = f"p{i}"
+            lines += [f"    t{i} = tuple(map(type, {name}))", f"    c{i}, p{i} = reader(t{i}, True)(*{name})"]
+            chosen_by += [f"t{i}", f"c{i}"]
+        elif kind.__name__ == "TensorDescriptor" and not inside:
             chosen_by.append(f"compiled_in({name})")
         elif kind not in (float, bool, type(None)):  # of which the type says all
-            raise TypeError(f"argument {i} must be a tensor, a TMA descriptor, an int, a float, a bool or None, got {kind}")
-    lines += [f"    return ({', '.join([*chosen_by, ''])}), [{', '.join(values)}]"]
-    space: dict[str, Any] = {"compiled_in": _compiled_in}
+            numbers = "an int, a float, a bool, None or a tuple"
+            known = f"a tensor, {numbers}" if inside else f"a tensor, a TMA descriptor, {numbers}"
+            raise TypeError(f"{'element' if inside else 'argument'} {i}{' of a tuple' * inside} must be {known}, got {kind}")
+    lines += [f"    return ({', '.join([*chosen_by, ''])}), ({', '.join([*values, ''])})"]
+    space: dict[str, Any] = {"compiled_in": _compiled_in, "reader": _reader}
     exec("\n".join([f"def read({', '.join(names)}):", *lines]), space)
-    read: Callable[..., tuple[tuple[Any, ...], list[Any]]] = space["read"]
+    read: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]] = space["read"]
     return read
 
 
@@ -163,7 +171,7 @@ def _launch_first(key: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple
     if why_not_remembered(kernel) is not None or not isinstance(compiled, CompiledKernel):
         return
     launcher = compiled.run
-    places = [i for i, argument in enumerate(arguments) if hasattr(argument, "block_shape")]
+    places = [i for i, argument in enumerate(arguments) if type(argument).__name__ == "TensorDescriptor"]
     layouts = getattr(compiled.metadata, "tensordesc_meta", None) or [None] * len(places)
     if launcher.global_scratch_size or launcher.profile_scratch_size or None in layouts:
         return  # memory or arguments that Triton makes at every launch

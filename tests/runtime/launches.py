@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +21,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import wrap_handle_tensordesc
 from triton.compiler import CompiledKernel
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -83,7 +85,49 @@ def described(p, d, a, e, b, A: tl.constexpr):
     pass
 
 
-KERNELS = [plain, described]
+class Pages(NamedTuple):
+    """An argument inside of an argument."""
+
+    table: Any
+    stride: int
+
+
+class Rows(NamedTuple):
+    """An argument of several."""
+
+    pool: Any
+    scales: Any
+    pages: Pages | None
+    stride: int
+    last: bool | None
+    scale: float
+
+
+class Keys(NamedTuple):
+    """Fields of the types that `Pages` has."""
+
+    pool: Any
+    stride: int
+
+
+class Cut(NamedTuple):
+    """A constexpr of several."""
+
+    tile: int
+    whole: bool
+
+
+@triton.jit(do_not_specialize=["n"])
+def bundled(rows, p, d, keys, n, A: tl.constexpr):
+    pass
+
+
+@gluon.jit
+def bundled_gluon(rows, keys, a, A: gl.constexpr, B: gl.constexpr):
+    pass
+
+
+KERNELS = [plain, described, bundled, bundled_gluon]
 MEMORY = torch.zeros(4096, dtype=torch.uint8)
 INTEGERS = (0, 1, 2, 15, 16, 17, 48, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**40, 2**63 - 16, 2**63, 2**64 - 16, 2**64 - 1)
 INTEGERS += (-1, -16, -17, -(2**31), -(2**31) - 1, -(2**31) - 16, -(2**63))
@@ -116,32 +160,59 @@ def flag() -> bool | None:
     return random.choice((True, False, None))
 
 
+def pages() -> Pages:
+    return Pages(tensor(), integer())
+
+
+def rows() -> Rows:
+    return Rows(tensor(), tensor(), random.choice((None, pages())), integer(), flag(), scale())
+
+
+def keys() -> Pages | Keys | Rows:
+    return random.choice((pages, rows, lambda: Keys(*pages())))()
+
+
 MAKERS = {
     plain: (tensor, tensor, tensor, integer, integer, integer, integer, scale, flag),
     described: (tensor, descriptor, integer, descriptor, integer),
+    bundled: (rows, tensor, descriptor, keys, integer),
+    bundled_gluon: (rows, keys, integer),
 }
 OPTIONS = ({}, {"launch_pdl": True}, {"num_stages": 3}, {"num_warps": 2})
 
 
 def options_of(kernel: Any) -> dict[str, Any]:
-    options = {"A": random.choice((1, 2, None, True, tl.float16, tl.bfloat16)), **random.choice(OPTIONS)}
-    return options | ({"B": random.choice((0, 16))} if kernel is plain else {})
+    options = {
+        "A": random.choice((1, 2, None, True, tl.float16, tl.bfloat16, Cut(16, True), Cut(16, False))),
+        **random.choice(OPTIONS),
+    }
+    return options | ({"B": random.choice((0, 16))} if kernel in (plain, bundled_gluon) else {})
 
 
 def calls() -> Iterator[tuple[Any, tuple[int, ...], list[Any], dict[str, Any]]]:
-    """Each is an earlier one, but for an argument or two or the options."""
+    """Each is an earlier one, but for an argument or two, or a field of one, or the options."""
     earlier = [(kernel, [make() for make in MAKERS[kernel]], options_of(kernel)) for kernel in KERNELS for _ in range(4)]
     while True:
         kernel, arguments, options = random.choice(earlier)
         arguments = list(arguments)
         for i in random.sample(range(len(arguments)), random.randrange(3)):
-            arguments[i] = MAKERS[kernel][i]()
+            fresh, old = MAKERS[kernel][i](), arguments[i]
+            if type(fresh) is type(old) is Rows:
+                name = random.choice(Rows._fields)
+                fresh = old._replace(**{name: getattr(fresh, name)})
+            arguments[i] = fresh
         options = options if random.random() < 0.8 else options_of(kernel)
         yield kernel, tuple(random.randint(1, 9) for _ in range(random.randint(1, 3))), arguments, options
 
 
 def addresses(values: tuple[Any, ...]) -> list[Any]:
-    return [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values]
+    """What the launcher reads; of tuples it reads the elements."""
+    return [addresses(x) if isinstance(x, tuple) else x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values]
+
+
+def flat(values: Any) -> Iterator[Any]:
+    for x in values:
+        yield from flat(x) if isinstance(x, tuple) else (x,)
 
 
 def compare(trials: int) -> int:
@@ -153,8 +224,9 @@ def compare(trials: int) -> int:
         expected = CALLS.pop()
         known = len(launch._variants)
         launch_kernel(kernel, grid, *arguments, **options)
-        direct += len(launch._variants) == known
-        found = CALLS.pop()
+        remembered, found = len(launch._variants) == known, CALLS.pop()
+        direct += remembered
+        assert not remembered or not any(isinstance(x, torch.Tensor) for x in flat(found)), found
         first = len(arguments) + sum(isinstance(x, TensorDescriptor) for x in arguments) * 4
         assert not CALLS
         # Grid, stream, function, how to launch; no scratch; warps. Then hooks, of which Triton passes empty chains.
@@ -169,10 +241,10 @@ def main() -> None:
     JITFunction._do_compile = compiled
     driver.set_active(Driver())
     assert launch.why_not_remembered(plain) is None
-    direct = compare(6000)
+    direct = compare(12000)
     variants = {d: sum(len(kernel.device_caches[d][0]) for kernel in KERNELS) for d in (0, 1)}
-    print(f"direct {direct} of 6000, variants {variants}")
-    assert direct > 1000
+    print(f"direct {direct} of 12000, variants {variants}")
+    assert direct > 2000
     launch.MOST_VARIANTS = launch.MOST_DESCRIPTORS = 3
     compare(500)
     assert len(launch._variants) <= 3
@@ -184,7 +256,11 @@ def main() -> None:
     triton.knobs.runtime.launch_enter_hook.remove(heard)
     refuses((1,) * 10, "plain must be given every run-time argument by position and every constexpr by name")
     refuses((1,) * 8, "plain must be given every run-time argument by position and every constexpr by name")
-    refuses(("text",) * 9, "argument 0 must be a tensor, a TMA descriptor, an int, a float, a bool or None")
+    refuses(("text",) * 9, "argument 0 must be a tensor, a TMA descriptor, an int, a float, a bool, None or a tuple, got .*str")
+    refuses(
+        (Pages("text", 1),) * 9, "element 0 of a tuple must be a tensor, an int, a float, a bool, None or a tuple, got .*str"
+    )
+    refuses((Pages(descriptor(), 1),) * 9, "element 0 of a tuple must be a tensor, an int, .*, got .*TensorDescriptor")
 
 
 def refuses(arguments: tuple[Any, ...], why: str) -> None:
