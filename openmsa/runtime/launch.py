@@ -72,8 +72,8 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
     """``kernel[grid](*arguments, **constants)``.
 
     arguments:  the parameters of the kernel that are no constexprs, all of them, in order. Tensors lie on the current device.
-                A NamedTuple is one parameter, whose fields the kernel reads by name: tensors, numbers, bools, None or tuples of
-                these. Triton takes TMA descriptors outside of tuples alone, and specialises every integer inside of one.
+                A NamedTuple is one parameter, whose fields the kernel reads by name: tensors, numbers, bools, None or
+                NamedTuples of these. Triton takes TMA descriptors outside of tuples alone, and specialises every integer inside of one.
     constants:  constexprs and options, such as num_warps. A constexpr may be a NamedTuple of numbers.
 
     Where anyone wants to hear of launches (hooks of a profiler, debug mode), they go through Triton.
@@ -128,14 +128,17 @@ def _reader(types: tuple[type, ...], inside: bool = False) -> Callable[..., tupl
             chosen_by += [f"{name}.dtype", f"p{i} & 15 == 0"]
         elif kind is int:
             chosen_by.append(f"{name} if {name} < 2 else ({name} & 15 == 0, {name} >> 31)")
-        elif issubclass(kind, tuple):
+        elif fields := getattr(kind, "_fields", None):
             values[i] = f"p{i}"
-            lines += [f"    t{i} = tuple(map(type, {name}))", f"    c{i}, p{i} = reader(t{i}, True)(*{name})"]
+            elements = [f"{name}_{j}" for j in range(len(fields))]
+            lines.append(f"    {', '.join([*elements, ''])} = {name}")
+            lines.append(f"    t{i} = ({', '.join([*(f'type({element})' for element in elements), ''])})")
+            lines.append(f"    c{i}, p{i} = reader(t{i}, True)({', '.join(elements)})")
             chosen_by += [f"t{i}", f"c{i}"]
         elif kind.__name__ == "TensorDescriptor" and not inside:
             chosen_by.append(f"compiled_in({name})")
         elif kind not in (float, bool, type(None)):  # of which the type says all
-            numbers = "an int, a float, a bool, None or a tuple"
+            numbers = "an int, a float, a bool, None or a NamedTuple"
             known = f"a tensor, {numbers}" if inside else f"a tensor, a TMA descriptor, {numbers}"
             raise TypeError(f"{'element' if inside else 'argument'} {i}{' of a tuple' * inside} must be {known}, got {kind}")
     lines += [f"    return ({', '.join([*chosen_by, ''])}), ({', '.join([*values, ''])})"]

@@ -256,9 +256,12 @@ def main() -> None:
     triton.knobs.runtime.launch_enter_hook.remove(heard)
     refuses((1,) * 10, "plain must be given every run-time argument by position and every constexpr by name")
     refuses((1,) * 8, "plain must be given every run-time argument by position and every constexpr by name")
-    refuses(("text",) * 9, "argument 0 must be a tensor, a TMA descriptor, an int, a float, a bool, None or a tuple, got .*str")
     refuses(
-        (Pages("text", 1),) * 9, "element 0 of a tuple must be a tensor, an int, a float, a bool, None or a tuple, got .*str"
+        ("text",) * 9, "argument 0 must be a tensor, a TMA descriptor, an int, a float, a bool, None or a NamedTuple, got .*str"
+    )
+    refuses(
+        (Pages("text", 1),) * 9,
+        "element 0 of a tuple must be a tensor, an int, a float, a bool, None or a NamedTuple, got .*str",
     )
     refuses((Pages(descriptor(), 1),) * 9, "element 0 of a tuple must be a tensor, an int, .*, got .*TensorDescriptor")
 
