@@ -73,7 +73,8 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
 
     arguments:  the parameters of the kernel that are no constexprs, all of them, in order. Tensors lie on the current device.
                 A NamedTuple is one parameter, whose fields the kernel reads by name: tensors, numbers, bools, None or
-                NamedTuples of these. Triton takes TMA descriptors outside of tuples alone, and specialises every integer inside of one.
+                NamedTuples of these. Triton takes TMA descriptors as parameters of their own alone, and specialises every
+                integer of a NamedTuple.
     constants:  constexprs and options, such as num_warps. A constexpr may be a NamedTuple of numbers.
 
     Where anyone wants to hear of launches (hooks of a profiler, debug mode), they go through Triton.
