@@ -13,7 +13,9 @@ from fmha_sm100 import rows
 from fmha_sm100.operands import Rows, scaled, write_out
 from openmsa import E4M3, PagedIndexKeys, PagedKV, sparse_attention
 from openmsa.block_scores import STAGE as SCORING
+from openmsa.block_scores import check_scoring
 from openmsa.dense_attention import STAGE as DENSE
+from openmsa.dense_attention import check_dense
 from openmsa.types import Layout, Sequences
 
 SCORES_AT_ONCE = 1 << 27  # scores of the queries that are taken at a time, so that scratch stays small beside the result
@@ -62,13 +64,14 @@ def score(call: Call) -> None:
         return
     k, _, seqs = call.keys(tiles * block_size)
     keys = PagedIndexKeys(k.k, k.page_table, k.seq_lens) if isinstance(k, PagedKV) else k
-    arguments = SCORING.check(call.q, keys, seqs, block_size=block_size)
-    layout, total_q = arguments["seqs"], call.q.shape[0]
+    scoring = check_scoring(call.q, keys, seqs, block_size, False)
+    layout, total_q = scoring.seqs, call.q.shape[0]
     step = max(1, SCORES_AT_ONCE // max(layout.num_blocks(block_size) * call.q.shape[1], 1))
     for start in range(0, total_q, step):
         own = slice(start, min(start + step, total_q))
-        part = {} if step >= total_q else {"index_q": call.q[own], "seqs": layout.query_chunk(own.start, own.stop)}
-        scores = SCORING.run("auto", arguments | part)
+        if step < total_q:
+            scoring = scoring._replace(index_q=call.q[own], seqs=layout.query_chunk(own.start, own.stop))
+        scores = SCORING.run("auto", scoring)
         write_scores(call, scores, layout, own)
 
 
@@ -92,21 +95,12 @@ def attend_densely(call: Call) -> tuple[Tensor | None, Tensor | None]:
     """out and lse over all visible keys; the max scores are written where they are wanted."""
     scaled_v, factor = scaled(call.v, call.out_scale)
     k, v, seqs = replace(call, v=scaled_v).keys(None)
-    arguments = DENSE.check(
-        call.q,
-        k,
-        v,
-        seqs,
-        softmax_scale=call.softmax_scale,
-        block_size=call.plan["block_size"],
-        return_out=call.wants_out,
-        return_lse=call.wants_lse,
-        return_max_score=call.max_score is not None,
-    )
-    results = DENSE.run("auto", arguments)
+    wanted = (call.wants_out, call.wants_lse, call.max_score is not None)
+    dense = check_dense(call.q, k, v, seqs, True, call.softmax_scale, call.plan["block_size"], *wanted, False)
+    results = DENSE.run("auto", dense)
     found = list(results) if isinstance(results, tuple) else [results]
     if call.max_score is not None:
-        write_scores(call, found.pop(), arguments["seqs"], slice(0, call.q.shape[0]))
+        write_scores(call, found.pop(), dense.seqs, slice(0, call.q.shape[0]))
     lse = write_out(call.lse, found.pop()) if call.wants_lse else None
     return (write_out(call.out, found[0], factor) if call.wants_out else None), lse
 

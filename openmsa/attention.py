@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
-from openmsa.block_topk.certified import STAGE as CERTIFIED
-from openmsa.block_topk.certified import check_certified
-from openmsa.inputs import check_qkv
+from openmsa.block_topk.call import Call as SelectionCall
+from openmsa.block_topk.call import check_selection
+from openmsa.inputs import Inputs, check_qkv
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
 from openmsa.runtime import checks
+from openmsa.runtime.dispatch import Stage
 from openmsa.sparse_attention import STAGE as ATTENTION
+from openmsa.sparse_attention import Call as AttentionCall
 from openmsa.types import Sequences
 
 QUERY_CHUNK = 16384  # queries whose selection (and, on a GPU, partial results) are held at a time
@@ -52,7 +55,7 @@ def msa_attention(
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, algorithm 1 without the loss.
     """
-    selection, attention, chunk = check_path(
+    selection, inputs, chunk = check_path(
         q,
         k,
         v,
@@ -69,27 +72,35 @@ def msa_attention(
         return_lse=return_lse,
         check=check,
     )
-    for stage in (CERTIFIED if certified else SELECTION, ATTENTION):  # before the first of them runs
-        stage.check_name(impl)
+    stage = CERTIFIED if certified else SELECTION
+    for used in (stage, ATTENTION):  # before the first of them runs
+        used.check_name(impl)
     total_q, heads, head_dim = q.shape
     if total_q <= chunk:  # nothing to put together
-        blocks = _selected(impl, certified, selection | {"seqs": attention["seqs"]})
-        out, lse = ATTENTION.run(impl, attention | {"blocks": blocks})
+        blocks = selected(stage, impl, selection)
+        out, lse = ATTENTION.run(impl, attention_call(inputs, blocks, block_size))
         return (out, lse) if return_lse else out
     out = torch.empty((total_q, heads, head_dim), dtype=out_dtype(q), device=q.device)
     lse = torch.empty((total_q, heads), dtype=wide_dtype(q), device=q.device)
     for start in range(0, total_q, chunk):
         rows = slice(start, min(start + chunk, total_q))
-        seqs_of_rows = attention["seqs"].query_chunk(rows.start, rows.stop)
-        blocks = _selected(impl, certified, selection | {"index_q": index_q[rows], "seqs": seqs_of_rows})
-        result = ATTENTION.run(impl, attention | {"q": q[rows], "blocks": blocks, "seqs": seqs_of_rows})
-        out[rows], lse[rows] = result
+        seqs_of_rows = inputs.seqs.query_chunk(rows.start, rows.stop)
+        blocks = selected(stage, impl, selection._replace(index_q=index_q[rows], seqs=seqs_of_rows))
+        part = inputs._replace(q=q[rows], seqs=seqs_of_rows)
+        out[rows], lse[rows] = ATTENTION.run(impl, attention_call(part, blocks, block_size))
     return (out, lse) if return_lse else out
 
 
-def _selected(impl: str, certified: bool, selection: dict[str, Any]) -> Tensor:
-    blocks: Tensor = CERTIFIED.run(impl, selection)[0] if certified else SELECTION.run(impl, selection)
+def selected(stage: Stage[SelectionCall], impl: str, call: SelectionCall) -> Tensor:
+    """The blocks of a checked selection: a certified one also says how many blocks it scored exactly."""
+    result = stage.run(impl, call)
+    blocks: Tensor = result[0] if stage is CERTIFIED else result
     return blocks
+
+
+def attention_call(inputs: Inputs, blocks: Tensor, block_size: int) -> AttentionCall:
+    """The call of `sparse_attention` for checked inputs and the blocks selected for them, with lse."""
+    return AttentionCall(inputs.q, inputs.k, inputs.v, blocks, inputs.seqs, block_size, inputs.softmax_scale, True)
 
 
 def check_path(
@@ -98,33 +109,29 @@ def check_path(
     v: Tensor | Stored | None,
     index_q: Tensor | Stored,
     index_k: Tensor | Stored | PagedIndexKeys,
-    topk: int = 16,
-    seqs: Sequences | None = None,
+    topk: int,
+    seqs: Sequences | None,
     *,
-    block_size: int = 128,
-    init_blocks: int = 0,
-    local_blocks: int = 1,
-    softmax_scale: float | None = None,
-    query_chunk: int | None = None,
-    certified: bool = False,
-    return_lse: bool = False,
-    check: bool = False,
-) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """The checked arguments of `msa_attention`: of the selection, of the attention (less its blocks), and the query chunk."""
-    for name, value in (("certified", certified), ("return_lse", return_lse)):
-        checks.flag(name, value)
+    block_size: int,
+    init_blocks: int,
+    local_blocks: int,
+    softmax_scale: float | None,
+    query_chunk: int | None,
+    certified: bool,
+    return_lse: bool,
+    check: bool,
+) -> tuple[SelectionCall, Inputs, int]:
+    """Checks the arguments of `msa_attention` and returns the selection, what attention reads, and the query chunk. Both share
+    the lengths that attention's caches and sequences say."""
+    checks.flag("return_lse", return_lse)
     chunk = QUERY_CHUNK if query_chunk is None else checks.integer("query_chunk", query_chunk, 1)
-    selection = SELECTION.check(
-        index_q, index_k, topk, seqs, block_size=block_size, init_blocks=init_blocks, local_blocks=local_blocks, check=check
-    )
-    if certified:
-        selection = check_certified(selection, index_k)
-    known = selection["seqs"] if not check and _same_lengths(q, k, index_q, index_k, seqs) else None
-    attention = check_qkv(q, k, v, seqs, softmax_scale, check, known) | {"block_size": block_size, "return_lse": True}
+    selection = check_selection(index_q, index_k, topk, seqs, block_size, init_blocks, local_blocks, certified, None, check)
+    known = selection.seqs if not check and _same_lengths(q, k, index_q, index_k, seqs) else None
+    inputs = check_qkv(q, k, v, seqs, softmax_scale, check, known)
     _check_agreement(q, k, index_q, index_k)
     if check or q.device.type == "cpu":
-        _check_same_keys(selection["seqs"].k_lens(), attention["seqs"].k_lens())
-    return selection, attention, chunk
+        _check_same_keys(selection.seqs.k_lens(), inputs.seqs.k_lens())
+    return selection._replace(seqs=inputs.seqs), inputs, chunk
 
 
 def _same_lengths(q: Any, k: Any, index_q: Any, index_k: Any, seqs: Sequences | None) -> bool:

@@ -3,24 +3,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from openmsa.attention import check_path, msa_attention
+from openmsa.attention import attention_call, check_path, msa_attention
 from openmsa.block_scores import STAGE as SCORES
 from openmsa.block_scores import block_scores
-from openmsa.block_topk import SCORES_STAGE, check_selection, select_blocks, select_blocks_from_scores
+from openmsa.block_topk import CERTIFIED_STAGE, SCORES_STAGE, select_blocks, select_blocks_from_scores
 from openmsa.block_topk import STAGE as SELECTION
-from openmsa.block_topk.certified import STAGE as CERTIFIED
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import dense_attention
 from openmsa.runtime.dispatch import Explanation, Stage
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention import sparse_attention
 
-STAGES: dict[Callable[..., Any], Stage] = {
+STAGES: dict[Callable[..., Any], Stage[Any]] = {
     block_scores: SCORES,
     select_blocks: SELECTION,
     select_blocks_from_scores: SCORES_STAGE,
@@ -45,16 +45,18 @@ def explain(function: Callable[..., Any], *args: Any, impl: str = "auto", **kwar
     of them. Raises what the call itself would raise on bad arguments, and ValueError for any other function.
     """
     if function is msa_attention:
-        selection, attention, _ = check_path(*args, **kwargs)
-        index_q = selection["index_q"]
-        blocks = torch.empty((*index_q.shape[:2], selection["topk"]), dtype=torch.int32, device=index_q.device)
-        chooser = CERTIFIED if kwargs.get("certified") else SELECTION
-        return PathExplanation((chooser.explain(impl, selection), SPARSE.explain(impl, attention | {"blocks": blocks})))
-    if function is select_blocks:
-        stage, arguments = check_selection(*args, **kwargs)
-        return stage.explain(impl, arguments)
+        bound = inspect.signature(msa_attention).bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = {name: value for name, value in bound.arguments.items() if name != "impl"}
+        selection, inputs, _ = check_path(**arguments)
+        index_q = selection.index_q
+        blocks = torch.empty((*index_q.shape[:2], selection.topk), dtype=torch.int32, device=index_q.device)
+        chooser = CERTIFIED_STAGE if arguments["certified"] else SELECTION
+        attention = attention_call(inputs, blocks, selection.block_size)
+        return PathExplanation((chooser.explain(impl, selection), SPARSE.explain(impl, attention)))
     if not callable(function) or function not in STAGES:
         names = ", ".join(f.__name__ for f in (*STAGES, msa_attention))
         raise ValueError(f"function must be one of {names}, got {function!r}")
     stage = STAGES[function]
-    return stage.explain(impl, stage.check(*args, **kwargs))
+    call = stage.check(*args, **kwargs)
+    return (CERTIFIED_STAGE if stage is SELECTION and kwargs.get("certified") else stage).explain(impl, call)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,6 +11,16 @@ from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.stored import KEY_FORMATS, QUERY_FORMATS, check_alike, check_rows, check_values, kind_of
 from openmsa.runtime import checks
 from openmsa.types import Layout, Sequences, layout
+
+
+class Inputs(NamedTuple):
+    """What every attention reads, checked: v is None where k is a `PagedKV`."""
+
+    q: Tensor | Stored
+    k: Tensor | Stored | PagedKV
+    v: Tensor | Stored | None
+    seqs: Layout
+    softmax_scale: float
 
 
 def check_qkv(
@@ -21,9 +31,11 @@ def check_qkv(
     softmax_scale: float | None,
     check: bool,
     known: Layout | None = None,
-) -> dict[str, Any]:
-    """Checked ``{q, k, v, seqs, softmax_scale}``: shapes, head counts, dtypes, formats, devices and lengths; values when
-    `check`. known: what `seqs` was found to mean for as many queries and keys on the device of q; None: not known yet."""
+) -> Inputs:
+    """Checks shapes, head counts, dtypes, formats, devices and lengths, and the values when `check`.
+
+    known: what `seqs` was found to mean for as many queries and keys on the device of q; None where that is still to be found.
+    """
     checks.flag("check", check)
     check_rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)
     head_dim = q.shape[2]
@@ -45,7 +57,7 @@ def check_qkv(
         for name, value in ({"q": q} | values).items():
             check_values(name, value)
     scale = head_dim**-0.5 if softmax_scale is None else checks.scale("softmax_scale", softmax_scale)
-    return {"q": q, "k": k, "v": v, "seqs": packed, "softmax_scale": scale}
+    return Inputs(q, k, v, packed, scale)
 
 
 def _check_packed(q: Tensor | Stored, k: Tensor | Stored, v: Tensor | Stored | None) -> None:

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, Stored
 from openmsa.kv_cache.stored import INDEX_FORMATS, QUERY_FORMATS, check_alike, check_rows, check_values
 from openmsa.runtime import checks, refusals
-from openmsa.runtime.dispatch import Implementation, Stage
-from openmsa.types import Sequences, layout
+from openmsa.runtime.dispatch import Implementation, Stage, never
+from openmsa.types import Layout, Sequences, layout
 
 
 def block_scores(
@@ -44,17 +44,26 @@ def block_scores(
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, equations 5 to 7 (without the scale, which does not change the order).
     """
-    return STAGE.run(impl, _check(index_q, index_k, seqs, block_size=block_size, check=check))
+    return STAGE.run(impl, check_scoring(index_q, index_k, seqs, block_size, check))
 
 
-def _check(
+class Call(NamedTuple):
+    """The checked arguments of `block_scores`."""
+
+    index_q: Tensor | Stored
+    index_k: Tensor | Stored | PagedIndexKeys
+    seqs: Layout
+    block_size: int
+
+
+def check_scoring(
     index_q: Tensor | Stored,
     index_k: Tensor | Stored | PagedIndexKeys,
-    seqs: Sequences | None = None,
-    *,
-    block_size: int = 128,
-    check: bool = False,
-) -> dict[str, Any]:
+    seqs: Sequences | None,
+    block_size: int,
+    check: bool,
+) -> Call:
+    """Checks the arguments of `block_scores`; of `CertifiedKeys` the exact keys are taken."""
     checks.flag("check", check)
     check_rows("index_q", index_q, "[total_q, index_heads, index_dim]", QUERY_FORMATS)
     checks.head_dim("index_dim", index_q.shape[2])
@@ -75,7 +84,7 @@ def _check(
     if check:
         check_values("index_q", index_q)
         check_values("index_k", index_k.gather(packed.k_lens())[0] if isinstance(index_k, PagedIndexKeys) else index_k)
-    return {"index_q": index_q, "index_k": index_k, "seqs": packed, "block_size": block_size}
+    return Call(index_q, index_k, packed, block_size)
 
 
 def exact_keys(index_k: Tensor | Stored | PagedIndexKeys) -> Tensor | Stored | PagedIndexKeys:
@@ -91,26 +100,26 @@ TRITON_READS = {"index_q": ("plain", "e4m3"), "index_k": ("plain", "e4m3", "int8
 """The formats that the scoring kernel takes: a new one is named here."""
 
 
-def _refuse_triton(index_q: Any, index_k: Any, **_: Any) -> str | None:
-    reason = refusals.unless_reads(TRITON_READS, index_q=index_q, index_k=index_k)
-    return reason or refusals.unless_cuda_inference(index_q, index_k)
+def _refuse_triton(call: Call) -> str | None:
+    reason = refusals.unless_reads(TRITON_READS, index_q=call.index_q, index_k=call.index_k)
+    return reason or refusals.unless_cuda_inference(call.index_q, call.index_k)
 
 
 STAGE = Stage(
-    "block_scores",
-    _check,
+    block_scores,
+    check_scoring,
     (
         Implementation("triton", "openmsa.block_scores.triton_route:block_scores", _refuse_triton),
         Implementation(
             "cpu",
             "openmsa.block_scores.cpu:block_scores",
-            lambda index_q, index_k, **_: refusals.unless_cpu_inference(index_q, index_k),
+            lambda call: refusals.unless_cpu_inference(call.index_q, call.index_k),
         ),
         Implementation(
             "reference",
             "openmsa.block_scores.reference:block_scores",
-            lambda **_: None,
-            lambda index_q, **_: refusals.on_gpu_by_name_only(index_q),
+            never,
+            lambda call: refusals.on_gpu_by_name_only(call.index_q),
         ),
     ),
 )

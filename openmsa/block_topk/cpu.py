@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
+from openmsa.block_scores import Call as ScoringCall
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.types import Layout
@@ -33,8 +34,8 @@ def select_blocks(
     blocks = torch.full((total_q, heads, topk), -1, dtype=torch.int32)
     for start in range(0, total_q, chunk):
         rows = slice(start, min(start + chunk, total_q))
-        part = {"index_q": index_q[rows].detach(), "index_k": index_k, "seqs": seqs.query_chunk(rows.start, rows.stop)}
-        scores = SCORING.run("cpu", part | {"block_size": block_size})  # [heads, rows, num_blocks]
+        part = ScoringCall(index_q[rows].detach(), index_k, seqs.query_chunk(rows.start, rows.stop), block_size)
+        scores = SCORING.run("cpu", part)  # [heads, rows, num_blocks]
         blocks[rows] = select_from_scores(scores, topk, visible_blocks[rows], init_blocks, local_blocks)
     return blocks
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
+from openmsa.block_scores import Call as ScoringCall
 from openmsa.block_scores import exact_keys
 from openmsa.block_topk.cpu import select_from_scores
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
@@ -69,8 +70,8 @@ def select_blocks(
 def _scored_whole(
     index_q: Tensor | Stored, index_k: CertifiedKeys | PagedIndexKeys, seqs: Layout, token: slice, block_size: int
 ) -> Tensor:
-    arguments = {"index_q": index_q[token], "index_k": exact_keys(index_k), "seqs": seqs.query_chunk(token.start, token.stop)}
-    scores: Tensor = SCORING.run("cpu", arguments | {"block_size": block_size})
+    seqs_of_token = seqs.query_chunk(token.start, token.stop)
+    scores: Tensor = SCORING.run("cpu", ScoringCall(index_q[token], exact_keys(index_k), seqs_of_token, block_size))
     return scores
 
 

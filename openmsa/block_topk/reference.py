@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
+from openmsa.block_scores import Call as ScoringCall
 from openmsa.block_scores import exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, Stored
 from openmsa.types import Layout
@@ -43,13 +42,21 @@ def select_blocks(
 ) -> Tensor:
     """See `openmsa.block_topk.select_blocks`."""
     with torch.no_grad():
-        scores = SCORING.run("reference", {"index_q": index_q, "index_k": index_k, "seqs": seqs, "block_size": block_size})
+        scores = SCORING.run("reference", ScoringCall(index_q, index_k, seqs, block_size))
     visible_blocks = seqs.visible_blocks(index_q.shape[0], block_size)
     return select_from_scores(scores, topk, visible_blocks, init_blocks, local_blocks)
 
 
-def select_certified(index_q: Tensor, index_k: CertifiedKeys | PagedIndexKeys, **selection: Any) -> tuple[Tensor, Tensor]:
-    """See `openmsa.block_topk.select_blocks`: the selection by the exact keys, every visible block of which is scored."""
-    blocks = select_blocks(index_q, exact_keys(index_k), **selection)
-    visible = selection["seqs"].visible_blocks(index_q.shape[0], selection["block_size"])
+def select_certified(
+    index_q: Tensor,
+    index_k: CertifiedKeys | PagedIndexKeys,
+    seqs: Layout,
+    block_size: int,
+    topk: int,
+    init_blocks: int,
+    local_blocks: int,
+) -> tuple[Tensor, Tensor]:
+    """See `openmsa.block_topk.select_blocks` with ``certified=True``: every visible block counts as scored exactly."""
+    blocks = select_blocks(index_q, exact_keys(index_k), seqs, block_size, topk, init_blocks, local_blocks)
+    visible = seqs.visible_blocks(index_q.shape[0], block_size)
     return blocks, visible[:, None].expand(-1, index_q.shape[1])

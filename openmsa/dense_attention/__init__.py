@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.runtime import checks, refusals
-from openmsa.runtime.dispatch import Implementation, Stage
-from openmsa.types import Sequences
+from openmsa.runtime.dispatch import Implementation, Stage, never
+from openmsa.types import Layout, Sequences
 
 
 def dense_attention(
@@ -45,43 +45,46 @@ def dense_attention(
 
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     """
-    arguments = _check(
-        q,
-        k,
-        v,
-        seqs,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        block_size=block_size,
-        return_out=return_out,
-        return_lse=return_lse,
-        return_max_score=return_max_score,
-        check=check,
-    )
-    return STAGE.run(impl, arguments)
+    wanted = (return_out, return_lse, return_max_score)
+    return STAGE.run(impl, check_dense(q, k, v, seqs, causal, softmax_scale, block_size, *wanted, check))
 
 
-def _check(
+class Call(NamedTuple):
+    """The checked arguments of `dense_attention`."""
+
+    q: Tensor | Stored
+    k: Tensor | Stored | PagedKV
+    v: Tensor | Stored | None
+    seqs: Layout
+    causal: bool
+    softmax_scale: float
+    block_size: int
+    return_out: bool
+    return_lse: bool
+    return_max_score: bool
+
+
+def check_dense(
     q: Tensor | Stored,
     k: Tensor | Stored | PagedKV,
-    v: Tensor | Stored | None = None,
-    seqs: Sequences | None = None,
-    *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    block_size: int = 128,
-    return_out: bool = True,
-    return_lse: bool = False,
-    return_max_score: bool = False,
-    check: bool = False,
-) -> dict[str, Any]:
+    v: Tensor | Stored | None,
+    seqs: Sequences | None,
+    causal: bool,
+    softmax_scale: float | None,
+    block_size: int,
+    return_out: bool,
+    return_lse: bool,
+    return_max_score: bool,
+    check: bool,
+) -> Call:
+    """Checks the arguments of `dense_attention`."""
     checks.integer("block_size", block_size, 16, 256)
     checks.flag("causal", causal)
     wanted = {"return_out": return_out, "return_lse": return_lse, "return_max_score": return_max_score}
     if not any([checks.flag(name, value) for name, value in wanted.items()]):
         raise ValueError("return_out, return_lse or return_max_score must be True, got False for all three")
-    arguments = check_qkv(q, k, v, seqs, softmax_scale, check)
-    return arguments | {"causal": causal, "block_size": block_size} | wanted
+    inputs = check_qkv(q, k, v, seqs, softmax_scale, check)
+    return Call(*inputs[:4], causal, inputs.softmax_scale, block_size, return_out, return_lse, return_max_score)
 
 
 def chosen_results(out: Tensor | None, lse: Tensor | None, max_score: Tensor | None) -> Tensor | tuple[Tensor, ...]:
@@ -94,23 +97,23 @@ TRITON_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "nvfp4")}
 """The formats that the kernel takes (v has that of k): a new one is named here."""
 
 
-def _refuse_triton(q: Any, k: Any, v: Any, **_: Any) -> str | None:
-    return refusals.unless_reads(TRITON_READS, q=q, k=k) or refusals.unless_cuda_inference(q, k, v)
+def _refuse_triton(call: Call) -> str | None:
+    return refusals.unless_reads(TRITON_READS, q=call.q, k=call.k) or refusals.unless_cuda_inference(*call[:3])
 
 
 STAGE = Stage(
-    "dense_attention",
-    _check,
+    dense_attention,
+    check_dense,
     (
         Implementation("triton", "openmsa.dense_attention.triton_forward:dense_attention", _refuse_triton),
         Implementation(
-            "cpu", "openmsa.dense_attention.cpu:dense_attention", lambda q, k, v, **_: refusals.unless_cpu_inference(q, k, v)
+            "cpu", "openmsa.dense_attention.cpu:dense_attention", lambda call: refusals.unless_cpu_inference(*call[:3])
         ),
         Implementation(
             "reference",
             "openmsa.dense_attention.reference:dense_attention",
-            lambda **_: None,
-            lambda q, **_: refusals.on_gpu_by_name_only(q),
+            never,
+            lambda call: refusals.on_gpu_by_name_only(call.q),
         ),
     ),
 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
+from openmsa.block_scores import Call as ScoringCall
 from openmsa.dense_attention import chosen_results
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import Rows
@@ -39,8 +40,7 @@ def dense_attention(
         out, lse = _attend(q, k, v, seqs, softmax_scale)
     if return_max_score:
         keys = PagedIndexKeys(k.k, k.page_table, k.seq_lens) if isinstance(k, PagedKV) else k
-        arguments = {"index_q": q, "index_k": keys, "seqs": seqs, "block_size": block_size}
-        max_score = SCORING.run("cpu", arguments)
+        max_score = SCORING.run("cpu", ScoringCall(q, keys, seqs, block_size))
     return chosen_results(out if return_out else None, lse if return_lse else None, max_score)
 
 

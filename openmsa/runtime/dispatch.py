@@ -5,34 +5,38 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar, get_type_hints
 
 from openmsa.runtime import compiler_key
 
-Refusal = Callable[..., "str | None"]
+CallT = TypeVar("CallT", bound="tuple[Any, ...]")
+"""The checked call of a stage, a named tuple: its fields are the parameters of every implementation, in order."""
 
 
-def _never(**arguments: Any) -> None:
-    return None
+def never(call: Any) -> None:
+    """Refuses no call."""
+    return
 
 
 @dataclass(frozen=True)
-class Implementation:
+class Implementation(Generic[CallT]):
     """One way to run a stage: a row of the stage's table.
 
     name:     what ``impl=`` calls it.
-    path:     ``"package.module:function"``, imported when first used.
-    refuse:   called with the stage's checked arguments; returns None when it can serve them, else the reason, a sentence.
-    reserve:  called the same way; a reason why ``impl="auto"`` passes it over although it could run, or None.
+    path:     ``"package.module:function"``, imported when first used; the function takes the fields of a call in order.
+    refuse:   takes a checked call and returns None when this implementation can serve it, else the reason, a sentence.
+    reserve:  takes a checked call and returns why ``impl="auto"`` passes this implementation over although it could run, or
+              None.
     """
 
     name: str
     path: str
-    refuse: Refusal
-    reserve: Refusal = _never
+    refuse: Callable[[CallT], str | None]
+    reserve: Callable[[CallT], str | None] = never
 
     def load(self) -> Callable[..., Any]:
         """The function itself."""
@@ -42,7 +46,7 @@ class Implementation:
 
 @functools.cache
 def _imported(path: str) -> tuple[ModuleType, str]:
-    """The module of a row, and the name of its function there."""
+    """Imports the module of a row and returns it with the name of the row's function."""
     module, _, function = path.partition(":")
     if ".triton_" in module:
         compiler_key.remember()
@@ -63,15 +67,33 @@ class Explanation:
         return "\n".join(lines)
 
 
-class Stage:
-    """A public operation: its name, its table in order of preference, and the function that checks its arguments.
+class Stage(Generic[CallT]):
+    """A public operation: the public function, the function that checks its arguments, and the table of its implementations in
+    order of preference.
 
-    ``check(*args, **kwargs)`` takes what the public function takes (less ``impl``) and returns the checked keyword
-    arguments that every implementation and every ``refuse`` is called with.
+    ``check_call`` takes each argument of the public function but ``impl``, none left out, and returns the checked call.
     """
 
-    def __init__(self, name: str, check: Callable[..., dict[str, Any]], table: tuple[Implementation, ...]) -> None:
-        self.name, self.check, self.table = name, check, table
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        check_call: Callable[..., CallT],
+        table: tuple[Implementation[CallT], ...],
+        name: str | None = None,
+    ) -> None:
+        self.name, self.check_call, self.table = name or function.__name__, check_call, table
+        self.signature = inspect.signature(function)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of the fields of a checked call."""
+        return get_type_hints(self.check_call)["return"]._fields
+
+    def check(self, *args: Any, **kwargs: Any) -> CallT:
+        """The checked call of the public function with these arguments and, for those left out, its defaults."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return self.check_call(**{name: value for name, value in bound.arguments.items() if name != "impl"})
 
     def check_name(self, impl: str) -> None:
         """`impl` must be "auto" or stand in the table."""
@@ -79,16 +101,16 @@ class Stage:
         if impl != "auto" and impl not in names:
             raise ValueError(f"impl must be 'auto' or one of {names} for {self.name}, got {impl!r}")
 
-    def explain(self, impl: str, arguments: Mapping[str, Any]) -> Explanation:
-        """What `run` would choose for these checked arguments, and why."""
+    def explain(self, impl: str, call: CallT) -> Explanation:
+        """What `run` would choose for this checked call, and why."""
         self.check_name(impl)
         chosen, reasons = None, {}
         for row in self.table:
             if impl not in ("auto", row.name):
                 reasons[row.name] = f"not asked for: impl={impl!r}"
-            elif (reason := row.refuse(**arguments)) is not None:
+            elif (reason := row.refuse(call)) is not None:
                 reasons[row.name] = reason
-            elif impl == "auto" and (reason := row.reserve(**arguments)) is not None:
+            elif impl == "auto" and (reason := row.reserve(call)) is not None:
                 reasons[row.name] = reason
             elif chosen is not None:
                 reasons[row.name] = f"could run, but {chosen!r} stands before it in the table"
@@ -96,11 +118,11 @@ class Stage:
                 chosen, reasons[row.name] = row.name, "chosen"
         return Explanation(self.name, chosen, reasons)
 
-    def run(self, impl: str, arguments: Mapping[str, Any]) -> Any:
+    def run(self, impl: str, call: CallT) -> Any:
         """Calls the first implementation that can serve; NotImplementedError lists every refusal when none can."""
         for row in self.table:
-            asked = impl in ("auto", row.name) and row.refuse(**arguments) is None
-            if asked and (impl != "auto" or row.reserve(**arguments) is None):
-                return row.load()(**arguments)
-        explanation = self.explain(impl, arguments)
+            asked = impl in ("auto", row.name) and row.refuse(call) is None
+            if asked and (impl != "auto" or row.reserve(call) is None):
+                return row.load()(*call)
+        explanation = self.explain(impl, call)
         raise NotImplementedError(f"impl={impl!r} cannot serve this call of {self.name}:\n{explanation}")

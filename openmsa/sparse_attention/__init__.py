@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.runtime import checks, refusals
-from openmsa.runtime.dispatch import Implementation, Stage
+from openmsa.runtime.dispatch import Implementation, Stage, never
 from openmsa.types import Layout, Sequences
 
 
@@ -50,27 +50,37 @@ def sparse_attention(
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, equation 8.
     """
-    arguments = _check(
-        q, k, v, blocks, seqs, block_size=block_size, softmax_scale=softmax_scale, return_lse=return_lse, check=check
-    )
-    return STAGE.run(impl, arguments)
+    return STAGE.run(impl, check_sparse(q, k, v, blocks, seqs, block_size, softmax_scale, return_lse, check))
 
 
-def _check(
+class Call(NamedTuple):
+    """The checked arguments of `sparse_attention`."""
+
+    q: Tensor | Stored
+    k: Tensor | Stored | PagedKV
+    v: Tensor | Stored | None
+    blocks: Tensor
+    seqs: Layout
+    block_size: int
+    softmax_scale: float
+    return_lse: bool
+
+
+def check_sparse(
     q: Tensor | Stored,
     k: Tensor | Stored | PagedKV,
     v: Tensor | Stored | None,
     blocks: Tensor,
-    seqs: Sequences | None = None,
-    *,
-    block_size: int = 128,
-    softmax_scale: float | None = None,
-    return_lse: bool = False,
-    check: bool = False,
-) -> dict[str, Any]:
+    seqs: Sequences | None,
+    block_size: int,
+    softmax_scale: float | None,
+    return_lse: bool,
+    check: bool,
+) -> Call:
+    """Checks the arguments of `sparse_attention`."""
     checks.integer("block_size", block_size, 16, 256)
     checks.flag("return_lse", return_lse)
-    arguments = check_qkv(q, k, v, seqs, softmax_scale, check)
+    inputs = check_qkv(q, k, v, seqs, softmax_scale, check)
     num_kv_heads = k.num_heads if isinstance(k, PagedKV) else k.shape[1]
     checks.tensor("blocks", blocks, "[total_q, num_kv_heads, topk]", (torch.int32,))
     checks.alike("blocks", blocks, "q", q, dtype=False)
@@ -79,8 +89,8 @@ def _check(
         raise ValueError(f"blocks.shape[1] must be num_kv_heads ({num_kv_heads}) or 1, got {blocks.shape[1]}")
     checks.integer("blocks.shape[2] (topk)", blocks.shape[2], 1, 64)
     if check:
-        _check_ids(blocks, arguments["seqs"].num_blocks(block_size))
-    return arguments | {"blocks": blocks, "block_size": block_size, "return_lse": return_lse}
+        _check_ids(blocks, inputs.seqs.num_blocks(block_size))
+    return Call(*inputs[:3], blocks, inputs.seqs, block_size, inputs.softmax_scale, return_lse)
 
 
 def _check_ids(blocks: Tensor, num_blocks: int) -> None:
@@ -97,34 +107,35 @@ def _check_ids(blocks: Tensor, num_blocks: int) -> None:
 DECODE_QUERIES = 16  # queries a sequence up to which the decode kernel is preferred
 
 
-def _many_queries(seqs: Layout, **_: Any) -> str | None:
-    if seqs.longest_q <= DECODE_QUERIES:
+def _many_queries(call: Call) -> str | None:
+    if call.seqs.longest_q <= DECODE_QUERIES:
         return None
-    return f"it is meant for at most {DECODE_QUERIES} queries a sequence, got up to {seqs.longest_q}"
+    return f"it is meant for at most {DECODE_QUERIES} queries a sequence, got up to {call.seqs.longest_q}"
 
 
 DECODE_READS = PREFILL_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "nvfp4")}
 """The formats that the kernels take (v has that of k): a new one is named here."""
 
 
-def _cannot_decode(q: Any, k: Any, v: Any, block_size: int, **_: Any) -> str | None:
-    reason = refusals.unless_reads(DECODE_READS, q=q, k=k) or refusals.unless_cuda_inference(q, k, v)
+def _cannot_decode(call: Call) -> str | None:
+    reason = refusals.unless_reads(DECODE_READS, q=call.q, k=call.k) or refusals.unless_cuda_inference(*call[:3])
     if reason is None:
         from openmsa.sparse_attention import triton_decode
 
-        reason = triton_decode.refuse(q, k, v, block_size)
+        reason = triton_decode.refuse(*call[:3], call.block_size)
     return reason
 
 
-def _cannot_prefill(q: Any, k: Any, v: Any, blocks: Tensor, **_: Any) -> str | None:
-    if blocks.numel() >= 2**31:
-        return f"it numbers the selected blocks with int32 and blocks has {blocks.numel()} of them; split the queries"
-    return refusals.unless_reads(PREFILL_READS, q=q, k=k) or refusals.unless_cuda_inference(q, k, v)
+def _cannot_prefill(call: Call) -> str | None:
+    entries = call.blocks.numel()
+    if entries >= 2**31:
+        return f"it numbers the selected blocks with int32 and blocks has {entries} of them; split the queries"
+    return refusals.unless_reads(PREFILL_READS, q=call.q, k=call.k) or refusals.unless_cuda_inference(*call[:3])
 
 
 STAGE = Stage(
-    "sparse_attention",
-    _check,
+    sparse_attention,
+    check_sparse,
     (
         Implementation(
             "triton_decode",
@@ -134,13 +145,13 @@ STAGE = Stage(
         ),
         Implementation("triton_prefill", "openmsa.sparse_attention.triton_prefill:sparse_attention", _cannot_prefill),
         Implementation(
-            "cpu", "openmsa.sparse_attention.cpu:sparse_attention", lambda q, k, v, **_: refusals.unless_cpu_inference(q, k, v)
+            "cpu", "openmsa.sparse_attention.cpu:sparse_attention", lambda call: refusals.unless_cpu_inference(*call[:3])
         ),
         Implementation(
             "reference",
             "openmsa.sparse_attention.reference:sparse_attention",
-            lambda **_: None,
-            lambda q, **_: refusals.on_gpu_by_name_only(q),
+            never,
+            lambda call: refusals.on_gpu_by_name_only(call.q),
         ),
     ),
 )

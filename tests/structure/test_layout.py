@@ -82,15 +82,19 @@ def test_every_kernel_file_stands_in_a_table(stage):
 
 
 def test_dispatch_rows_exist():
-    """Every row of every table names a function that its module defines (checked without importing kernels)."""
-    from openmsa.explain import CERTIFIED
+    """Every row of every table names a function that its module defines and that takes the fields of the stage's call in order
+    (checked without importing kernels)."""
+    from openmsa.block_topk import CERTIFIED_STAGE
     from openmsa.explain import STAGES as TABLES
 
-    for stage in (*TABLES.values(), CERTIFIED):
+    for stage in (*TABLES.values(), CERTIFIED_STAGE):
         for row in stage.table:
             module, _, function = row.path.partition(":")
             tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
-            assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, row.path
+            found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+            assert function in found, row.path
+            parameters = [argument.arg for argument in found[function].args.args]
+            assert parameters[: len(stage.fields)] == list(stage.fields), row.path
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.parent.name == "runtime"], ids=name)
@@ -107,7 +111,7 @@ def test_stages_reach_each_other_through_public_names(path):
             hidden = re.match(rf"openmsa\.{other}\.(\w+)", module)
             public = (
                 hidden is None
-                or hidden[1] in ("STAGE", "SCORES_STAGE")
+                or hidden[1] in ("STAGE", "SCORES_STAGE", "CERTIFIED_STAGE", "Call")
                 or not (ROOT / "openmsa" / other / f"{hidden[1]}.py").exists()
             )
             assert public, f"{name(path)} imports {module}"
