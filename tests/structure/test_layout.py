@@ -2,6 +2,7 @@
 """The house as CONTRIBUTING.md describes it: where files stand, how long they are, what they import."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -11,32 +12,81 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("block_scores", "block_topk", "sparse_attention", "dense_attention")
+ROOMS = (
+    "runtime",
+    "types",
+    "kv_cache",
+    "inputs primitives",
+    "block_scores",
+    "block_topk sparse_attention dense_attention",
+    "decode",
+    "attention",
+    "explain",
+    "openmsa",  # the package itself: its public names
+    "testing",
+    "bench integrations fmha_sm100",
+    "demo",
+    "cli",
+    "__main__",
+)
+"""The folders and files of the packages from the ground up: a room imports from the rooms before its own."""
 SOURCES = sorted(p for folder in ("openmsa", "fmha_sm100") for p in (ROOT / folder).rglob("*.py"))
+MODULES = {str(p.relative_to(ROOT)).removesuffix(".py").removesuffix("/__init__").replace("/", "."): p for p in SOURCES}
 EVERY_PYTHON_FILE = sorted(
     p
     for folder in ("openmsa", "fmha_sm100", "tests", "benchmarks", "scripts", "examples")
     for p in (ROOT / folder).rglob("*.py")
 )
+KERNEL_HEADER = "# mypy: allow-untyped-defs"
+MOST_PARAMETERS = 24
+"""Of a function that a kernel language compiles."""
+MOST_POSITIONAL = 14
+"""Positional arguments of a call of the host; a starred one counts once."""
 
 
 def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def imports(path: Path) -> set[str]:
-    """Every module named by an import statement of the file, at any depth."""
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imports(tree: ast.AST, at_once: bool = False) -> set[str]:
+    """Every module that import statements of the tree name; at_once: only of those that run when the module is imported."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    nodes = list(ast.walk(tree))
+    if at_once:
+        inside = {id(x) for node in nodes if isinstance(node, ast.FunctionDef | ast.Lambda) for x in ast.walk(node)}
+        checking = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+        inside |= {id(x) for node in checking for x in ast.walk(node)}
+        nodes = [node for node in nodes if id(node) not in inside]
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name(path)}: relative import"
-            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+            assert node.level == 0, "imports are absolute"
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {part if part in MODULES else str(node.module) for part in parts}
     return found
 
 
+def is_jit(node: ast.AST) -> bool:
+    """Whether a kernel language compiles the function."""
+    return isinstance(node, ast.FunctionDef) and any(
+        re.match(r"(triton|gluon)\.(jit|constexpr_function)", ast.unparse(x)) for x in node.decorator_list
+    )
+
+
 def is_kernel(path: Path) -> bool:
-    return path.parent.name in STAGES and path.name not in ("__init__.py", "reference.py")
+    """A kernel file is one that holds a function of a kernel language."""
+    return any(is_jit(node) for node in parsed(path).body)
+
+
+def room(module: str) -> str:
+    package, _, rest = module.partition(".")
+    return package if package == "fmha_sm100" or not rest else rest.split(".")[0]
 
 
 @pytest.mark.parametrize("path", EVERY_PYTHON_FILE, ids=name)
@@ -54,6 +104,29 @@ def test_no_file_is_a_drawer(path):
 def test_files_stay_readable(path):
     limit = 600 if is_kernel(path) else 120 if path.name == "reference.py" else 250
     assert len(path.read_text().splitlines()) <= limit
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_kernel_files_say_so(path):
+    """Device functions have no annotations, which only the header of a kernel file allows; host functions in it have them."""
+    assert (KERNEL_HEADER in path.read_text().splitlines()[:4]) == is_kernel(path)
+    for node in ast.walk(parsed(path)) if is_kernel(path) else ():
+        if isinstance(node, ast.FunctionDef) and not is_jit(node):
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            bare = [x.arg for x in given if x.annotation is None and x.arg not in ("self", "cls")]
+            assert not bare, f"{node.name}: {bare}"
+            assert node.returns is not None, node.name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_signatures_stay_readable(path):
+    for node in ast.walk(parsed(path)):
+        if is_jit(node):
+            assert len(node.args.args) <= MOST_PARAMETERS, f"{node.name} takes {len(node.args.args)} parameters"
+    device = {id(x) for node in parsed(path).body if is_jit(node) for x in ast.walk(node)}
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Call) and id(node) not in device:
+            assert len(node.args) <= MOST_POSITIONAL, f"line {node.lineno} passes {len(node.args)} arguments by position"
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -97,25 +170,40 @@ def test_dispatch_rows_exist():
             assert parameters[: len(stage.fields)] == list(stage.fields), row.path
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.parent.name == "runtime"], ids=name)
-def test_runtime_knows_no_attention(path):
-    assert not [m for m in imports(path) if m.startswith("openmsa.") and not m.startswith("openmsa.runtime")]
+@pytest.mark.parametrize("module", MODULES)
+def test_rooms_import_downwards(module):
+    floors = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
+    here = room(module)
+    for other in {m for m in imports(parsed(MODULES[module])) if m.split(".")[0] in ("openmsa", "fmha_sm100")}:
+        there = room(other)
+        assert there == here or floors[there] < floors[here], f"{module} imports {other}"
+
+
+def test_no_import_runs_in_a_circle():
+    """Among imports that run when a module is imported."""
+    ahead = {module: imports(parsed(path), at_once=True) & set(MODULES) - {module} for module, path in MODULES.items()}
+    done: set[str] = set()
+
+    def walk(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join((*way[way.index(module) :], module))
+        if module not in done:
+            for other in ahead[module]:
+                # A module runs the packages above it first; a package that only names its modules is not asked for.
+                walk(other, (*way, module))
+            done.add(module)
+
+    for module in MODULES:
+        walk(module, ())
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.parent.name in STAGES], ids=name)
-def test_stages_reach_each_other_through_public_names(path):
+def test_stages_reach_each_other_through_contracts_and_routes(path):
     stage = path.parent.name
-    for module in imports(path):
-        assert not module.startswith(("openmsa.integrations", "openmsa.cli", "openmsa.attention"))
+    for module in imports(parsed(path)):
         for other in set(STAGES) - {stage}:
             hidden = re.match(rf"openmsa\.{other}\.(\w+)", module)
-            public = (
-                hidden is None
-                or hidden[1] in ("STAGE", "SCORES_STAGE", "CERTIFIED_STAGE", "Call")
-                or not (ROOT / "openmsa" / other / f"{hidden[1]}.py").exists()
-            )
-            assert public, f"{name(path)} imports {module}"
-        if is_kernel(path):
+            assert hidden is None or hidden[1] in ("triton_route", "call"), f"{name(path)} imports {module}"
+        if path.name not in ("__init__.py", "reference.py"):
             assert module != f"openmsa.{stage}.reference", f"{name(path)} leans on the reference"
 
 

@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Counts what a reader opens to follow one call from the public function to the last kernel. Needs no GPU.
+
+    python scripts/reading.py [--files]
+
+The host code runs on tensors without a GPU while its launches are recorded: every file of the packages in which a function runs
+is a file that a reader opens, and so is every file in which a kernel, or a device function that a kernel names, is written. Device
+functions count by name, so their files are an upper bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
+
+import torch
+from triton.runtime.jit import JITCallable
+
+from openmsa import DecodePlan, PagedIndexKeys, PagedKV, msa_attention
+from openmsa.runtime.recording import Launch, recording
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = (ROOT / "openmsa", ROOT / "fmha_sm100")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one call takes to read. files: in the order in which a reader meets them; functions: host and device together."""
+
+    files: tuple[Path, ...]
+    functions: int
+    launches: int
+
+    @property
+    def lines(self) -> int:
+        """Of all files."""
+        return sum(len(path.read_text().splitlines()) for path in self.files)
+
+
+def read(call: Callable[[], Any], launches: list[Launch]) -> Reading:
+    """Runs a call whose launches are recorded in `launches`, once to import what it needs and once to count what it opens."""
+    call()
+    functions: dict[tuple[str, str, int], None] = {}
+    start = len(launches)
+
+    def seen(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name != "<module>":
+            functions.setdefault((code.co_filename, code.co_qualname, code.co_firstlineno))
+
+    sys.setprofile(seen)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    host = [key for key in functions if _ours(Path(key[0])) and not key[0].endswith("recording.py")]
+    device = {function: None for launch in launches[start:] for function in _device_functions(launch.kernel)}
+    files = [Path(name) for name, _, _ in host] + [Path(function.fn.__code__.co_filename) for function in device]
+    return Reading(tuple(dict.fromkeys(files)), len(host) + len(device), len(launches) - start)
+
+
+def _ours(path: Path) -> bool:
+    return any(package in path.parents for package in PACKAGES)
+
+
+def _device_functions(kernel: JITCallable) -> Iterator[JITCallable]:
+    """The kernel and every device function that it names, or that one of these names, outside of Triton."""
+    found, open_ = {kernel: None}, [kernel]
+    while open_:
+        function = open_.pop()
+        names = function.fn.__globals__
+        for name in _names(function.fn.__code__):
+            value = names.get(name)
+            if isinstance(value, JITCallable) and value not in found and _ours(Path(value.fn.__code__.co_filename)):
+                found[value] = None
+                open_.append(value)
+    yield from found
+
+
+def _names(code: Any) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if hasattr(constant, "co_names"):
+            yield from _names(constant)
+
+
+def tensors(total_q: int, total_k: int) -> dict[str, Any]:
+    """bf16 tensors of MiniMax-M3's layout: 64 query heads, 4 KV heads, 4 index heads with one index key head."""
+    gpu = {"dtype": torch.bfloat16, "device": "cuda"}
+    return {
+        "q": torch.empty(total_q, 64, 128, **gpu),
+        "k": torch.empty(total_k, 4, 128, **gpu),
+        "v": torch.empty(total_k, 4, 128, **gpu),
+        "index_q": torch.empty(total_q, 4, 128, **gpu),
+        "index_k": torch.empty(total_k, 1, 128, **gpu),
+    }
+
+
+def prefill(length: int) -> Callable[[], Any]:
+    """`msa_attention` of one packed sequence."""
+    given = tensors(length, length)
+    return lambda: msa_attention(**given, topk=16)
+
+
+def decode(batch: int, length: int) -> Callable[[], Any]:
+    """A step of a `DecodePlan` over pages of 128 keys, its plan already made."""
+    pages = length // 128
+    given = tensors(batch, batch * length)
+    table = torch.empty(batch, pages, dtype=torch.int32, device="cuda")
+    lens = torch.empty(batch, dtype=torch.int32, device="cuda")
+    k, v, index_k = (given[name].view(batch * pages, -1, 128, 128) for name in ("k", "v", "index_k"))
+    kv, index_keys = PagedKV(k, v, table, lens), PagedIndexKeys(index_k, table, lens)
+    sizes = {"num_q_heads": 64, "num_kv_heads": 4, "head_dim": 128, "page_size": 128, "max_pages": pages}
+    plan = DecodePlan(max_batch=batch, **sizes)
+    return lambda: plan.run(given["q"], kv, given["index_q"], index_keys)
+
+
+CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
+    "prefill of 8K": lambda: prefill(8192),
+    "decode of 1 sequence": lambda: decode(1, 32768),
+    "decode of 32 sequences": lambda: decode(32, 32768),
+}
+
+
+def readings() -> dict[str, Reading]:
+    """What each of `CALLS` takes to read."""
+    found = {}
+    for name, prepare in CALLS.items():
+        with recording(90) as launches:
+            call = prepare()
+            found[name] = read(call, launches)
+    return found
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", action="store_true", help="also name the files")
+    options = parser.parse_args()
+    print(f"{'call':24}{'files':>7}{'lines':>7}{'functions':>11}{'launches':>10}")
+    for name, found in readings().items():
+        print(f"{name:24}{len(found.files):7}{found.lines:7}{found.functions:11}{found.launches:10}")
+        for path in found.files if options.files else ():
+            print(f"    {len(path.read_text().splitlines()):5} {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
