@@ -11,22 +11,26 @@ WHOLE = ("decode_plan", "msa_attention", "msa_attention/paged")  # what was meas
 MODES = ("graph", "eager")
 PEER = "sdpa"
 ROOM = 1.17  # a value and the next one above it, so that both can be read
+MOST_LINES = 3
+KINDS = ("prefill", "decode", "chunk")  # of lines with as many points, those of an earlier kind are drawn
 
 
 def series(records: list[Record]) -> dict[str, list[tuple[int, float]]]:
-    """(context, times faster than dense) by line of the plot: one line for each kind of call and batch. Of several records of
-    the same point the last counts."""
+    """(context, times faster than dense) by line of the plot, one for each kind of call and batch: the `MOST_LINES` with most
+    points. Of several records of the same point the last counts."""
     found: dict[tuple[str, int], dict[tuple[int, int], dict[int, float]]] = {}
     for r in records:
         if r["row"] in WHOLE and r["error"] is None and PEER in r["times_faster_than"]:
             rank = WHOLE.index(r["row"]), MODES.index(r["mode"])
             points = found.setdefault(_line(r), {}).setdefault(rank, {})
             points[r["shape"]["context"]] = r["times_faster_than"][PEER]
+    best = {line: min(choices, key=lambda choice: (-len(choices[choice]), choice)) for line, choices in found.items()}
+    order = sorted(found, key=lambda line: (-len(found[line][best[line]]), KINDS.index(line[0]), -line[1]))
     lines = {}
-    for line, choices in sorted(found.items()):
-        row, mode = min(choices, key=lambda choice: (-len(choices[choice]), choice))
+    for line in sorted(order[:MOST_LINES]):
+        row, mode = best[line]
         graph = ", CUDA graph" if MODES[mode] == "graph" else ""
-        lines[f"{_label(*line)} ({WHOLE[row]}{graph})"] = sorted(choices[row, mode].items())
+        lines[f"{_label(*line)} ({WHOLE[row]}{graph})"] = sorted(found[line][row, mode].items())
     return lines
 
 
