@@ -13,9 +13,9 @@ from fmha_sm100 import rows
 from fmha_sm100.operands import Rows, scaled, write_out
 from openmsa import E4M3, PagedIndexKeys, PagedKV, sparse_attention
 from openmsa.block_scores import STAGE as SCORING
-from openmsa.block_scores import check_scoring
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import check_dense
+from openmsa.inputs import check_scoring
 from openmsa.types import Layout, Sequences
 
 SCORES_AT_ONCE = 1 << 27  # scores of the queries that are taken at a time, so that scratch stays small beside the result

@@ -10,15 +10,13 @@ from torch import Tensor
 
 from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
-from openmsa.block_topk.call import Call as SelectionCall
-from openmsa.block_topk.call import check_selection
-from openmsa.inputs import Inputs, check_qkv
+from openmsa.inputs import AttentionInputs, SelectionCall, check_qkv, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
 from openmsa.runtime import checks
 from openmsa.runtime.dispatch import Stage
 from openmsa.sparse_attention import STAGE as ATTENTION
-from openmsa.sparse_attention import Call as AttentionCall
+from openmsa.sparse_attention import SparseCall
 from openmsa.types import Sequences
 
 QUERY_CHUNK = 16384  # queries whose selection (and, on a GPU, partial results) are held at a time
@@ -98,9 +96,9 @@ def selected(stage: Stage[SelectionCall], impl: str, call: SelectionCall) -> Ten
     return blocks
 
 
-def attention_call(inputs: Inputs, blocks: Tensor, block_size: int) -> AttentionCall:
+def attention_call(inputs: AttentionInputs, blocks: Tensor, block_size: int) -> SparseCall:
     """The call of `sparse_attention` for checked inputs and the blocks selected for them, with lse."""
-    return AttentionCall(inputs.q, inputs.k, inputs.v, blocks, inputs.seqs, block_size, inputs.softmax_scale, True)
+    return SparseCall(inputs.q, inputs.k, inputs.v, blocks, inputs.seqs, block_size, inputs.softmax_scale, True)
 
 
 def check_path(
@@ -120,7 +118,7 @@ def check_path(
     certified: bool,
     return_lse: bool,
     check: bool,
-) -> tuple[SelectionCall, Inputs, int]:
+) -> tuple[SelectionCall, AttentionInputs, int]:
     """Checks the arguments of `msa_attention` and returns the selection, what attention reads, and the query chunk. Both share
     the lengths that attention's caches and sequences say."""
     checks.flag("return_lse", return_lse)

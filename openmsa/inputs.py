@@ -1,19 +1,177 @@
 # SPDX-License-Identifier: MIT
-"""The checks that sparse and dense attention share."""
+"""What the operations are called with, checked: of scoring, of selection, and what sparse and dense attention share."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from openmsa.kv_cache import PagedKV, Stored
-from openmsa.kv_cache.stored import KEY_FORMATS, QUERY_FORMATS, check_alike, check_rows, check_values, kind_of
+from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV, Stored
+from openmsa.kv_cache.stored import INDEX_FORMATS, KEY_FORMATS, QUERY_FORMATS, check_alike, check_rows, check_values, kind_of
 from openmsa.runtime import checks
 from openmsa.types import Layout, Sequences, layout
 
 
-class Inputs(NamedTuple):
+class ScoringCall(NamedTuple):
+    """The checked arguments of `block_scores`."""
+
+    index_q: Tensor | Stored
+    index_k: Tensor | Stored | PagedIndexKeys
+    seqs: Layout
+    block_size: int
+
+
+def check_scoring(
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
+    seqs: Sequences | None,
+    block_size: int,
+    check: bool,
+) -> ScoringCall:
+    """Checks the arguments of `block_scores`; of `CertifiedKeys` the exact keys are taken."""
+    checks.flag("check", check)
+    check_rows("index_q", index_q, "[total_q, index_heads, index_dim]", QUERY_FORMATS)
+    checks.head_dim("index_dim", index_q.shape[2])
+    checks.integer("block_size", block_size, 16, 256)
+    index_k = exact_keys(index_k)
+    if isinstance(index_k, PagedIndexKeys):
+        key_heads, keys = index_k.num_heads, index_k.keys
+        check_alike("index_k.keys", keys, "index_q", index_q)
+        checks.size("index_k.keys", keys, 3, index_q.shape[2], "index_dim of index_q")
+        packed = index_k.layout(seqs, index_q.shape[0], index_q.device, check)
+    else:
+        check_rows("index_k", index_k, "[total_k, index_key_heads, index_dim]", INDEX_FORMATS)
+        key_heads = index_k.shape[1]
+        check_alike("index_k", index_k, "index_q", index_q)
+        checks.size("index_k", index_k, 2, index_q.shape[2], "index_dim of index_q")
+        packed = layout(seqs, index_q.shape[0], index_k.shape[0], index_q.device, check=check)
+    checks.divides("index_key_heads", key_heads, "index_heads", index_q.shape[1])
+    if check:
+        check_values("index_q", index_q)
+        check_values("index_k", index_k.gather(packed.k_lens())[0] if isinstance(index_k, PagedIndexKeys) else index_k)
+    return ScoringCall(index_q, index_k, packed, block_size)
+
+
+def exact_keys(index_k: Tensor | Stored | PagedIndexKeys) -> Tensor | Stored | PagedIndexKeys:
+    """The keys that scores are computed from: of `CertifiedKeys` the exact ones."""
+    if isinstance(index_k, CertifiedKeys):
+        return index_k.exact
+    if isinstance(index_k, PagedIndexKeys) and isinstance(index_k.keys, CertifiedKeys):
+        return PagedIndexKeys(index_k.keys.exact, index_k.page_table, index_k.seq_lens)
+    return index_k
+
+
+class SelectionCall(NamedTuple):
+    """The checked arguments of `select_blocks`. In a certified selection, index_k are the certified keys whole."""
+
+    index_q: Tensor | Stored
+    index_k: Tensor | Stored | PagedIndexKeys
+    seqs: Layout
+    block_size: int
+    topk: int
+    init_blocks: int
+    local_blocks: int
+
+
+class TopkCall(NamedTuple):
+    """The checked arguments of `select_blocks_from_scores`; visible_blocks is int32 ``[total_q]``."""
+
+    scores: Tensor
+    topk: int
+    visible_blocks: Tensor
+    init_blocks: int
+    local_blocks: int
+
+
+def check_selection(
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
+    topk: int,
+    seqs: Sequences | None,
+    block_size: int,
+    init_blocks: int,
+    local_blocks: int,
+    certified: bool,
+    rescored: Tensor | None,
+    check: bool,
+) -> SelectionCall:
+    """Checks the arguments of `select_blocks`."""
+    checks.flag("certified", certified)
+    _check_counts(topk, block_size, init_blocks, local_blocks)
+    scoring = check_scoring(index_q, index_k, seqs, block_size, check)
+    call = SelectionCall(*scoring, topk, init_blocks, local_blocks)
+    if certified:
+        _check_certified(call, index_k, rescored)
+        return call._replace(index_k=index_k)
+    if rescored is not None:
+        raise ValueError(f"rescored must be None unless certified is True, got {type(rescored).__name__}")
+    return call
+
+
+def _check_certified(call: SelectionCall, index_k: Tensor | Stored | PagedIndexKeys, rescored: Tensor | None) -> None:
+    keys = index_k.keys if isinstance(index_k, PagedIndexKeys) else index_k
+    if not isinstance(keys, CertifiedKeys):
+        got = type(keys).__name__
+        raise ValueError(f"index_k must be CertifiedKeys (or pages of them) for certified=True, got {got}")
+    if rescored is not None:
+        checks.tensor("rescored", rescored, "[total_q, index_heads]", (torch.int32,))
+        checks.alike("rescored", rescored, "index_q", call.index_q, dtype=False)
+        for dimension, what in enumerate(("total_q", "index_heads")):
+            checks.size("rescored", rescored, dimension, call.index_q.shape[dimension], f"{what} of index_q")
+
+
+def _check_counts(topk: int, block_size: int, init_blocks: int, local_blocks: int) -> None:
+    checks.integer("topk", topk, 1, 64)
+    checks.integer("block_size", block_size, 16, 256)
+    checks.integer("init_blocks", init_blocks, 0)
+    checks.integer("local_blocks", local_blocks, 0)
+    if init_blocks + local_blocks > topk:
+        raise ValueError(f"init_blocks + local_blocks must be at most topk ({topk}), got {init_blocks} + {local_blocks}")
+
+
+def check_scores(
+    scores: Tensor,
+    topk: int,
+    seqs: Sequences | None,
+    block_size: int,
+    init_blocks: int,
+    local_blocks: int,
+    visible_blocks: Tensor | None,
+) -> TopkCall:
+    """Checks the arguments of `select_blocks_from_scores`."""
+    _check_counts(topk, block_size, init_blocks, local_blocks)
+    checks.tensor("scores", scores, "[index_heads, total_q, num_blocks]")
+    _, total_q, num_blocks = scores.shape
+    if visible_blocks is None:
+        lengths = _lengths_of_scores(scores, seqs, block_size)
+        visible_blocks = lengths.visible_blocks(total_q, block_size)
+    elif seqs is not None:
+        raise ValueError("seqs must be None when visible_blocks is given, got both")
+    else:
+        checks.tensor("visible_blocks", visible_blocks, "[total_q]", (torch.int32,))
+        checks.size("visible_blocks", visible_blocks, 0, total_q, "one entry a query")
+        checks.alike("visible_blocks", visible_blocks, "scores", scores, dtype=False)
+        visible_blocks = visible_blocks.clamp(0, num_blocks)
+    return TopkCall(scores, topk, visible_blocks, init_blocks, local_blocks)
+
+
+def _lengths_of_scores(scores: Tensor, seqs: Sequences | None, block_size: int) -> Layout:
+    _, total_q, num_blocks = scores.shape
+    if seqs is not None and isinstance(seqs, Sequences) and seqs.cu_seqlens_k is not None:
+        total_k = None  # any number of keys: their lengths are given
+    else:
+        total_k = num_blocks * block_size
+    lengths = layout(seqs, total_q, total_k, scores.device)
+    if lengths.num_blocks(block_size) > num_blocks:
+        raise ValueError(
+            f"scores.shape[2] must cover the longest sequence ({lengths.num_blocks(block_size)} blocks), got {num_blocks}"
+        )
+    return lengths
+
+
+class AttentionInputs(NamedTuple):
     """What every attention reads, checked: v is None where k is a `PagedKV`."""
 
     q: Tensor | Stored
@@ -31,7 +189,7 @@ def check_qkv(
     softmax_scale: float | None,
     check: bool,
     known: Layout | None = None,
-) -> Inputs:
+) -> AttentionInputs:
     """Checks shapes, head counts, dtypes, formats, devices and lengths, and the values when `check`.
 
     known: what `seqs` was found to mean for as many queries and keys on the device of q; None where that is still to be found.
@@ -57,7 +215,7 @@ def check_qkv(
         for name, value in ({"q": q} | values).items():
             check_values(name, value)
     scale = head_dim**-0.5 if softmax_scale is None else checks.scale("softmax_scale", softmax_scale)
-    return Inputs(q, k, v, packed, scale)
+    return AttentionInputs(q, k, v, packed, scale)
 
 
 def _check_packed(q: Tensor | Stored, k: Tensor | Stored, v: Tensor | Stored | None) -> None:

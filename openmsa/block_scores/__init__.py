@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
-from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, Stored
-from openmsa.kv_cache.stored import INDEX_FORMATS, QUERY_FORMATS, check_alike, check_rows, check_values
-from openmsa.runtime import checks, refusals
+from openmsa.inputs import ScoringCall, check_scoring
+from openmsa.kv_cache import PagedIndexKeys, Stored
+from openmsa.runtime import refusals
 from openmsa.runtime.dispatch import Implementation, Stage, never
-from openmsa.types import Layout, Sequences, layout
+from openmsa.types import Sequences
 
 
 def block_scores(
@@ -47,60 +45,11 @@ def block_scores(
     return STAGE.run(impl, check_scoring(index_q, index_k, seqs, block_size, check))
 
 
-class Call(NamedTuple):
-    """The checked arguments of `block_scores`."""
-
-    index_q: Tensor | Stored
-    index_k: Tensor | Stored | PagedIndexKeys
-    seqs: Layout
-    block_size: int
-
-
-def check_scoring(
-    index_q: Tensor | Stored,
-    index_k: Tensor | Stored | PagedIndexKeys,
-    seqs: Sequences | None,
-    block_size: int,
-    check: bool,
-) -> Call:
-    """Checks the arguments of `block_scores`; of `CertifiedKeys` the exact keys are taken."""
-    checks.flag("check", check)
-    check_rows("index_q", index_q, "[total_q, index_heads, index_dim]", QUERY_FORMATS)
-    checks.head_dim("index_dim", index_q.shape[2])
-    checks.integer("block_size", block_size, 16, 256)
-    index_k = exact_keys(index_k)
-    if isinstance(index_k, PagedIndexKeys):
-        key_heads, keys = index_k.num_heads, index_k.keys
-        check_alike("index_k.keys", keys, "index_q", index_q)
-        checks.size("index_k.keys", keys, 3, index_q.shape[2], "index_dim of index_q")
-        packed = index_k.layout(seqs, index_q.shape[0], index_q.device, check)
-    else:
-        check_rows("index_k", index_k, "[total_k, index_key_heads, index_dim]", INDEX_FORMATS)
-        key_heads = index_k.shape[1]
-        check_alike("index_k", index_k, "index_q", index_q)
-        checks.size("index_k", index_k, 2, index_q.shape[2], "index_dim of index_q")
-        packed = layout(seqs, index_q.shape[0], index_k.shape[0], index_q.device, check=check)
-    checks.divides("index_key_heads", key_heads, "index_heads", index_q.shape[1])
-    if check:
-        check_values("index_q", index_q)
-        check_values("index_k", index_k.gather(packed.k_lens())[0] if isinstance(index_k, PagedIndexKeys) else index_k)
-    return Call(index_q, index_k, packed, block_size)
-
-
-def exact_keys(index_k: Tensor | Stored | PagedIndexKeys) -> Tensor | Stored | PagedIndexKeys:
-    """The keys that scores are computed from: of `CertifiedKeys` the exact ones."""
-    if isinstance(index_k, CertifiedKeys):
-        return index_k.exact
-    if isinstance(index_k, PagedIndexKeys) and isinstance(index_k.keys, CertifiedKeys):
-        return PagedIndexKeys(index_k.keys.exact, index_k.page_table, index_k.seq_lens)
-    return index_k
-
-
 TRITON_READS = {"index_q": ("plain", "e4m3"), "index_k": ("plain", "e4m3", "int8", "nvfp4", "mxfp4")}
 """The formats that the scoring kernel takes: a new one is named here."""
 
 
-def _refuse_triton(call: Call) -> str | None:
+def _refuse_triton(call: ScoringCall) -> str | None:
     reason = refusals.unless_reads(TRITON_READS, index_q=call.index_q, index_k=call.index_k)
     return reason or refusals.unless_cuda_inference(call.index_q, call.index_k)
 

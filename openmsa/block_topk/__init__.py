@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.block_topk.call import Call, ScoresCall, check_scores, check_selection
+from openmsa.inputs import SelectionCall, TopkCall, check_scores, check_selection
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime import refusals
 from openmsa.runtime.dispatch import Implementation, Stage, never
@@ -83,7 +83,7 @@ TRITON_READS = {"index_q": ("plain", "e4m3"), "index_k": ("plain", "e4m3", "int8
 """The formats that the selection's kernels take: a new one is named here."""
 
 
-def _refuse_triton(call: Call) -> str | None:
+def _refuse_triton(call: SelectionCall) -> str | None:
     reason = refusals.unless_reads(TRITON_READS, index_q=call.index_q, index_k=call.index_k)
     reason = reason or refusals.unless_cuda_inference(call.index_q, call.index_k)
     if reason is None:
@@ -93,7 +93,7 @@ def _refuse_triton(call: Call) -> str | None:
     return reason
 
 
-def _refuse_triton_certified(call: Call) -> str | None:
+def _refuse_triton_certified(call: SelectionCall) -> str | None:
     reads = {"index_q": ("plain",), "index_k": ("certified",)}
     reason = refusals.unless_reads(reads, index_q=call.index_q, index_k=call.index_k)
     reason = reason or refusals.unless_cuda_inference(call.index_q, call.index_k)
@@ -104,7 +104,7 @@ def _refuse_triton_certified(call: Call) -> str | None:
     return reason
 
 
-def _refuse_triton_scores(call: ScoresCall) -> str | None:
+def _refuse_triton_scores(call: TopkCall) -> str | None:
     reason = refusals.unless_cuda_inference(call.scores.detach(), dtypes=(torch.float32, torch.float16, torch.bfloat16))
     if reason is None:
         from openmsa.block_topk import triton_topk
@@ -113,11 +113,11 @@ def _refuse_triton_scores(call: ScoresCall) -> str | None:
     return reason
 
 
-def _unless_cpu(call: Call) -> str | None:
+def _unless_cpu(call: SelectionCall) -> str | None:
     return refusals.unless_cpu_inference(call.index_q, call.index_k)
 
 
-def _by_name_only(call: Call) -> str | None:
+def _by_name_only(call: SelectionCall) -> str | None:
     return refusals.on_gpu_by_name_only(call.index_q)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
-from openmsa.block_scores import Call as ScoringCall
+from openmsa.inputs import ScoringCall
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.types import Layout

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
-from openmsa.block_scores import Call as ScoringCall
-from openmsa.block_scores import exact_keys
 from openmsa.block_topk.cpu import select_from_scores
+from openmsa.inputs import ScoringCall, exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
 from openmsa.kv_cache.rows import Rows
 from openmsa.kv_cache.stored import Stored, dequantized, wide_dtype

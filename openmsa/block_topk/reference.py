@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
-from openmsa.block_scores import Call as ScoringCall
-from openmsa.block_scores import exact_keys
+from openmsa.inputs import ScoringCall, exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, Stored
 from openmsa.types import Layout
 

@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.block_scores import exact_keys
 from openmsa.block_scores.triton_route import score_rows
 from openmsa.block_topk import triton_select
 from openmsa.block_topk.triton_bounds import Words, candidate_words, launch_bounds
@@ -40,6 +39,7 @@ from openmsa.block_topk.triton_topk import (
     write_ids,
 )
 from openmsa.block_topk.triton_variants import Operands
+from openmsa.inputs import exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
 from openmsa.primitives.rows import FLAT, PAGE, PAGES, KeySource, Tile, exists, page_number, tile_start
 from openmsa.primitives.scoring import Lengths, sequence_bounds

@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.block_scores import exact_keys
 from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_decode import decode_select, decode_select_workspace
 from openmsa.block_topk.triton_topk import MAX_BLOCKS
@@ -15,6 +14,7 @@ from openmsa.decode import triton_launch, two_parts
 from openmsa.decode.triton_launch import Sizes
 from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE
 from openmsa.decode.two_parts import Buffers, InTurn, Part, Side, TwoParts
+from openmsa.inputs import exact_keys
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.runtime import devices

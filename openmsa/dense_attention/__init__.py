@@ -49,7 +49,7 @@ def dense_attention(
     return STAGE.run(impl, check_dense(q, k, v, seqs, causal, softmax_scale, block_size, *wanted, check))
 
 
-class Call(NamedTuple):
+class DenseCall(NamedTuple):
     """The checked arguments of `dense_attention`."""
 
     q: Tensor | Stored
@@ -76,7 +76,7 @@ def check_dense(
     return_lse: bool,
     return_max_score: bool,
     check: bool,
-) -> Call:
+) -> DenseCall:
     """Checks the arguments of `dense_attention`."""
     checks.integer("block_size", block_size, 16, 256)
     checks.flag("causal", causal)
@@ -84,7 +84,7 @@ def check_dense(
     if not any([checks.flag(name, value) for name, value in wanted.items()]):
         raise ValueError("return_out, return_lse or return_max_score must be True, got False for all three")
     inputs = check_qkv(q, k, v, seqs, softmax_scale, check)
-    return Call(*inputs[:4], causal, inputs.softmax_scale, block_size, return_out, return_lse, return_max_score)
+    return DenseCall(*inputs[:4], causal, inputs.softmax_scale, block_size, return_out, return_lse, return_max_score)
 
 
 def chosen_results(out: Tensor | None, lse: Tensor | None, max_score: Tensor | None) -> Tensor | tuple[Tensor, ...]:
@@ -97,7 +97,7 @@ TRITON_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "nvfp4")}
 """The formats that the kernel takes (v has that of k): a new one is named here."""
 
 
-def _refuse_triton(call: Call) -> str | None:
+def _refuse_triton(call: DenseCall) -> str | None:
     return refusals.unless_reads(TRITON_READS, q=call.q, k=call.k) or refusals.unless_cuda_inference(*call[:3])
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
-from openmsa.block_scores import Call as ScoringCall
 from openmsa.dense_attention import chosen_results
+from openmsa.inputs import ScoringCall
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import Rows
 from openmsa.kv_cache.stored import out_dtype, rows_of, wide_dtype

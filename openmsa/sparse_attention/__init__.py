@@ -53,7 +53,7 @@ def sparse_attention(
     return STAGE.run(impl, check_sparse(q, k, v, blocks, seqs, block_size, softmax_scale, return_lse, check))
 
 
-class Call(NamedTuple):
+class SparseCall(NamedTuple):
     """The checked arguments of `sparse_attention`."""
 
     q: Tensor | Stored
@@ -76,7 +76,7 @@ def check_sparse(
     softmax_scale: float | None,
     return_lse: bool,
     check: bool,
-) -> Call:
+) -> SparseCall:
     """Checks the arguments of `sparse_attention`."""
     checks.integer("block_size", block_size, 16, 256)
     checks.flag("return_lse", return_lse)
@@ -90,7 +90,7 @@ def check_sparse(
     checks.integer("blocks.shape[2] (topk)", blocks.shape[2], 1, 64)
     if check:
         _check_ids(blocks, inputs.seqs.num_blocks(block_size))
-    return Call(*inputs[:3], blocks, inputs.seqs, block_size, inputs.softmax_scale, return_lse)
+    return SparseCall(*inputs[:3], blocks, inputs.seqs, block_size, inputs.softmax_scale, return_lse)
 
 
 def _check_ids(blocks: Tensor, num_blocks: int) -> None:
@@ -107,7 +107,7 @@ def _check_ids(blocks: Tensor, num_blocks: int) -> None:
 DECODE_QUERIES = 16  # queries a sequence up to which the decode kernel is preferred
 
 
-def _many_queries(call: Call) -> str | None:
+def _many_queries(call: SparseCall) -> str | None:
     if call.seqs.longest_q <= DECODE_QUERIES:
         return None
     return f"it is meant for at most {DECODE_QUERIES} queries a sequence, got up to {call.seqs.longest_q}"
@@ -117,7 +117,7 @@ DECODE_READS = PREFILL_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "
 """The formats that the kernels take (v has that of k): a new one is named here."""
 
 
-def _cannot_decode(call: Call) -> str | None:
+def _cannot_decode(call: SparseCall) -> str | None:
     reason = refusals.unless_reads(DECODE_READS, q=call.q, k=call.k) or refusals.unless_cuda_inference(*call[:3])
     if reason is None:
         from openmsa.sparse_attention import triton_decode
@@ -126,7 +126,7 @@ def _cannot_decode(call: Call) -> str | None:
     return reason
 
 
-def _cannot_prefill(call: Call) -> str | None:
+def _cannot_prefill(call: SparseCall) -> str | None:
     entries = call.blocks.numel()
     if entries >= 2**31:
         return f"it numbers the selected blocks with int32 and blocks has {entries} of them; split the queries"
