@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: MIT
-"""`fmha_sm100`: dense attention, max scores and attention over selected blocks of a planned batch, over `openmsa`."""
+"""`fmha_sm100` computes dense attention, max scores and attention over selected blocks of a planned batch, over `openmsa`;
+`sparse_topk_select` takes the selection from the max scores."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fmha_sm100 import launch, values
-from fmha_sm100.arguments import check_plan, operand_rows, score_buffer
-from fmha_sm100.launch import Call
+from fmha_sm100 import call_checks
+from fmha_sm100.call import Call
 from fmha_sm100.operands import FP8, Scale, check_out, flags
 from fmha_sm100.plan import _fmha_sm100_plan, fmha_sm100_plan
-from fmha_sm100.rows import offsets, on_device
-from fmha_sm100.topk import sparse_topk_select
-from openmsa import E4M3
+from fmha_sm100.plan_rows import Plan, offsets, on_device
+from openmsa import E4M3, select_blocks_from_scores
+from openmsa.kv_cache.stored import wide_dtype
 from openmsa.runtime import checks
 
 __all__ = ["_fmha_sm100", "_fmha_sm100_plan", "fmha_sm100", "fmha_sm100_plan", "sparse_topk_select"]
@@ -30,6 +30,10 @@ PLAN_KEYS = (
     "max_qo_len",
     "row_index",
 )
+"""Entries by which a dict is known to be a plan."""
+
+LAYOUTS = {"HKT": (0, 2, 1), "THK": (1, 0, 2)}
+"""The dimensions heads, queries and tiles in a max-score tensor of each layout."""
 
 
 def fmha_sm100(
@@ -44,13 +48,13 @@ def fmha_sm100(
     max_score: Tensor | None = None,
     **kwargs: Any,
 ) -> Results:
-    """Attention and max scores of a batch planned by `fmha_sm100_plan`.
+    """Computes attention and max scores of a batch that `fmha_sm100_plan` described.
 
     q:                 ``[total_q, num_qo_heads, head_dim]``, bfloat16 or float8_e4m3fn, float16 too and on a CPU any float.
     k, v:              packed ``[total_kv, num_kv_heads, head_dim]``, or pools ``[num_pages, num_kv_heads, page_size,
                        head_dim]``; any strides: halves of one cache, permuted views. v may be None for scores alone. uint8:
                        the K and V slots of vLLM's NVFP4 cache (`fmha_sm100.nvfp4_kv`), k_scale and v_scale its global scales.
-    plan_info:         of `fmha_sm100_plan`. Its tensors are read on the device when the launch runs.
+    plan_info:         what `fmha_sm100_plan` returned. Its tensors are read on the device when the launch runs.
     kv_indices:        int32, for pools: the page table, flat, request b (or row, see the plan) starting at
                        ``kv_page_indptr[b]``; or ``[batch or rows, max_pages]``.
     kv_block_indexes:  int32 ``[total_q, heads, kv_block_num]`` with num_kv_heads, num_qo_heads or 1 heads: pages within the
@@ -107,35 +111,35 @@ def _fmha_sm100(
     return_lse: bool = False,
     lse: Tensor | None = None,
 ) -> Results:
-    """`fmha_sm100` for the dict of `_fmha_sm100_plan`."""
+    """Does what `fmha_sm100` does, for the dict that `_fmha_sm100_plan` returns."""
     if not isinstance(plan_info, dict) or any(key not in plan_info for key in PLAN_KEYS):
         raise TypeError(f"plan_info must be what _fmha_sm100_plan returned, got {type(plan_info).__name__}")
     flags(output_maxscore=output_maxscore, output_o=output_o, check_input_valid=check_input_valid, return_lse=return_lse)
     if v is None and not output_o and not return_lse and lse is None:
         v = k
-    q_rows, k_rows, v_rows, factor, v_factor = operand_rows(q, k, v, q_scale, k_scale, v_scale)  # type: ignore[arg-type]
-    check_plan(q, k, plan_info, kv_indices, kv_block_indexes, q_offset_override)
-    scores = score_buffer(q, plan_info, kv_block_indexes, max_score, output_maxscore, output_o)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows = call_checks.operands(q, k, v, q_scale, k_scale, v_scale)  # type: ignore[arg-type]
+    plan = cast(Plan, plan_info)
+    call_checks.check_plan(q, k, plan, kv_indices, kv_block_indexes, q_offset_override)
+    scores = call_checks.score_buffer(q, plan, kv_block_indexes, max_score, output_maxscore, output_o)
     out_dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
     if out is not None:
         check_out("out", out, tuple(q.shape), out_dtype, q.device)
     if lse is not None:
-        check_out("lse", lse, tuple(q.shape[:2]), wide, q.device)
-    if scores is not None and any(isinstance(x, E4M3) and x.scale is not None for x in (q_rows, k_rows)):
+        check_out("lse", lse, tuple(q.shape[:2]), wide_dtype(q), q.device)
+    if scores is not None and any(isinstance(x, E4M3) and x.scale is not None for x in (rows.q, rows.k)):
         raise ValueError("q_scale and k_scale must be numbers where max scores are asked for (those are raw), got a tensor")
     scale = q.shape[2] ** -0.5 if sm_scale is None else checks.scale("sm_scale", sm_scale)
-    plan = on_device(plan_info, q.device)
+    plan = on_device(plan, q.device)
     call = Call(
-        q=q_rows,
-        k=k_rows,
-        v=v_rows,
+        q=rows.q,
+        k=rows.k,
+        v=rows.v,
         plan=plan,
         offset=offsets(plan, q_offset_override),
         kv_indices=kv_indices,
         blocks=kv_block_indexes,
-        softmax_scale=scale * factor,
-        out_scale=v_factor * (1.0 if o_scale is None else checks.scale("o_scale", o_scale)),
+        softmax_scale=scale * rows.logit_factor,
+        out_scale=rows.out_factor * (1.0 if o_scale is None else checks.scale("o_scale", o_scale)),
         out=out if output_o else None,
         lse=lse,
         max_score=scores,
@@ -143,24 +147,78 @@ def _fmha_sm100(
         wants_lse=return_lse or lse is not None,
     )
     if check_input_valid:
-        values.check(call)
+        call_checks.check_values(call)
     elif q.device.type == "cpu":
-        values.check_keys(call)
-    found = _run(call, out_dtype)
+        call_checks.check_key_values(call)
+    found, found_lse = call.run(out_dtype)
     if scores is None:
         max_score = None
     elif max_score is None:
         max_score = scores.transpose(1, 2)  # [num_qo_heads, max_k_tiles, total_q]
-    return (found[0], max_score, found[1]) if call.wants_lse else (found[0], max_score)
+    return (found, max_score, found_lse) if call.wants_lse else (found, max_score)
 
 
-def _run(call: Call, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """out and lse."""
-    if call.q.numel() == 0 or call.k.numel() == 0:
-        return launch.nothing(call, dtype)
-    if call.blocks is not None:
-        return launch.attend_blocks(call)
-    if call.wants_out or call.wants_lse:
-        return launch.attend_densely(call)
-    launch.score(call)
-    return None, None
+def sparse_topk_select(
+    max_score: Tensor,
+    topk: int,
+    num_valid_pages: int | Tensor | None = None,
+    output: Tensor | None = None,
+    force_begin_blocks: int = 0,
+    force_end_blocks: int = 0,
+    max_score_layout: str = "HKT",
+) -> Tensor:
+    """Selects the `topk` tiles of the highest score for each query and head.
+
+    max_score:        float32 ``[heads, max_k_tiles, total_q]`` ("HKT") or ``[total_q, heads, max_k_tiles]`` ("THK"); any
+                      strides.
+    topk:             1 to 64.
+    num_valid_pages:  leading tiles that may be selected: an int for all queries, int32 or int64 ``[total_q]``, or None: all.
+    output:           int32 ``[total_q, heads, topk]`` to write into, any strides.
+    force_begin_blocks, force_end_blocks:  so many first and last of the valid tiles are always selected, within topk.
+
+    Returns int32 ``[total_q, heads, topk]``, `output` if given: tile numbers, ascending, then -1. Equal scores: the lower
+    number wins. A tile whose score is -inf or NaN is selected only where it is forced, so that no query of a mixed batch is
+    given a tile that it cannot see.
+
+    The same as the public function: names, order, defaults, shapes, order of the result, forced tiles. Better: topk from 1 to
+    64; both layouts with any strides; num_valid_pages for each query; ties decided; no workspace; any device.
+    """
+    checks.tensor("max_score", max_score, "[heads, max_k_tiles, total_q]", (torch.float32,))
+    checks.integer("topk", topk, 1, 64)
+    if max_score_layout not in LAYOUTS:
+        raise ValueError(f"max_score_layout must be 'HKT' or 'THK', got {max_score_layout!r}")
+    scores = max_score.permute(LAYOUTS[max_score_layout])  # [heads, total_q, max_k_tiles]
+    heads, total_q, tiles = scores.shape
+    for name, count in (("force_begin_blocks", force_begin_blocks), ("force_end_blocks", force_end_blocks)):
+        checks.integer(name, count, 0)
+    if force_begin_blocks + force_end_blocks > topk:
+        raise ValueError(
+            f"force_begin_blocks + force_end_blocks must be at most topk ({topk}), "
+            f"got {force_begin_blocks} + {force_end_blocks}"
+        )
+    if output is not None:
+        check_out("output", output, (total_q, heads, topk), torch.int32, max_score.device)
+    visible = _valid(num_valid_pages, total_q, tiles, max_score.device)
+    if tiles == 0:
+        blocks = torch.full((total_q, heads, topk), -1, dtype=torch.int32, device=max_score.device)
+    else:
+        blocks = select_blocks_from_scores(
+            scores,
+            topk,
+            init_blocks=force_begin_blocks,
+            local_blocks=force_end_blocks,
+            visible_blocks=visible,
+        )
+    return blocks if output is None else output.copy_(blocks)
+
+
+def _valid(value: Any, total_q: int, tiles: int, device: torch.device) -> Tensor:
+    """Returns int32 ``[total_q]``, how many leading tiles each query may select."""
+    if isinstance(value, Tensor):
+        checks.tensor("num_valid_pages", value, "[total_q]", (torch.int32, torch.int64))
+        checks.size("num_valid_pages", value, 0, total_q, "one entry a query")
+        if value.device != device:
+            raise ValueError(f"num_valid_pages must be on the device of max_score ({device}), got {value.device}")
+        return value.clamp(0, tiles).to(torch.int32)
+    count = tiles if value is None else min(checks.integer("num_valid_pages", value, 0), tiles)
+    return torch.full((total_q,), count, dtype=torch.int32, device=device)

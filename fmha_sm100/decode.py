@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Paged decode under the public names: dense, and sparse with a selection."""
+"""Paged decode under the public names, dense or over a selection: in one call, or planned once and run once a layer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmha_sm100 import operands
-from fmha_sm100.operands import Scale
+from fmha_sm100.operands import QUERIES, Lengths, Operands, Scale, check_operands, check_out, flags, write_out
+from fmha_sm100.schedules import DecodeAttentionSchedule, SplitRules, decode_schedule
 from openmsa import dense_attention, sparse_attention
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
 from openmsa.runtime import checks
@@ -38,7 +38,7 @@ def sparse_decode_atten_func(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest `seqlen_q` tokens of each sequence over its paged keys.
+    """Computes attention of the newest `seqlen_q` tokens of each sequence over its paged keys.
 
     q:            ``[batch * seqlen_q, num_q_heads, head_dim]``, the tokens of a sequence next to each other; any float dtype or
                   float8_e4m3fn; any strides.
@@ -51,7 +51,8 @@ def sparse_decode_atten_func(
     causal:       token i of a sequence sees the keys up to ``seqused_k - seqlen_q + i``; False: all of them.
     q_scale, k_scale, v_scale:  as in `sparse_atten_func`.
     out, lse:     buffers for the results; lse is written with `return_softmax_lse`.
-    schedule, O_partial, LSE_partial:  accepted; our kernels split their own work and hold their own partial results.
+    schedule, O_partial, LSE_partial:  accepted and not needed: the kernels split their own work and hold their own partial
+                  results.
 
     Returns out in q's dtype (bfloat16 for e4m3), and with `return_softmax_lse` lse float32 ``[batch * seqlen_q, num_q_heads]``,
     natural logarithm. A token with nothing to read gives 0 and -inf.
@@ -59,45 +60,35 @@ def sparse_decode_atten_func(
     The same as the public function: names, order, shapes, results. Better: `q2k_indices` is honoured (the public function
     refuses it); any device, dtype, group size, head dim and page size; scales; `causal=False`; lengths below seqlen_q.
     """
-    operands.check_operands(q, k, v, "head_dim", True, operands.QUERIES)
-    operands.flags(causal=causal, return_softmax_lse=return_softmax_lse)
+    check_operands(q, k, v, "head_dim", True, QUERIES)
+    flags(causal=causal, return_softmax_lse=return_softmax_lse)
     checks.integer("seqlen_q", seqlen_q, 1)
     checks.integer("max_seqlen_k", max_seqlen_k, 0)
     checks.integer("blk_kv", blk_kv, 16, 256)
     checks.tensor("page_table", page_table, "[batch, max_pages]", (torch.int32,))
     batch = page_table.shape[0]
     checks.size("q", q, 0, batch * seqlen_q, f"batch {batch} of page_table times seqlen_q {seqlen_q}")
-    query, q_factor = operands.stored("q", q, q_scale)
-    keys, k_factor = operands.stored("k", k, k_scale)
-    stored_v, v_factor = operands.stored("v", v, v_scale)
-    values, out_factor = operands.scaled(stored_v, v_factor)
+    rows = Operands.of(q, k, v, q_scale, k_scale, v_scale).scaled()
     if out is not None:
-        operands.check_out("out", out, tuple(q.shape), out_dtype(query), q.device)
+        check_out("out", out, tuple(q.shape), out_dtype(rows.q), q.device)
     if lse is not None:
-        operands.check_out("lse", lse, tuple(q.shape[:2]), wide_dtype(query), q.device)
+        check_out("lse", lse, tuple(q.shape[:2]), wide_dtype(rows.q), q.device)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.scale("softmax_scale", softmax_scale)
-    scale *= q_factor * k_factor
     cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
-    cache = operands.paged(keys, values, page_table, seqused_k, cu_q, seqlen_q, max_seqlen_k, causal)
+    cache = Lengths(cu_q, seqlen_q, max_seqlen_k, causal).over_pages(rows.k, rows.v, page_table, seqused_k)
+    options = {"block_size": blk_kv, "softmax_scale": scale * rows.logit_factor, "return_lse": return_softmax_lse}
     if q2k_indices is None:
-        result: Any = dense_attention(
-            query, cache.k, None, cache.seqs, softmax_scale=scale, block_size=blk_kv, return_lse=return_softmax_lse
-        )
+        result: Any = dense_attention(rows.q, cache.k, None, cache.seqs, **options)
     else:
         blocks = token_major(q2k_indices, q.shape[0], k.shape[1])
-        result = sparse_attention(
-            *(query, cache.k, None, blocks, cache.seqs),
-            block_size=blk_kv,
-            softmax_scale=scale,
-            return_lse=return_softmax_lse,
-        )
+        result = sparse_attention(rows.q, cache.k, None, blocks, cache.seqs, **options)
     if not return_softmax_lse:
-        return operands.write_out(out, result, out_factor)
-    return operands.write_out(out, result[0], out_factor), operands.write_out(lse, result[1])
+        return write_out(out, result, rows.out_factor)
+    return write_out(out, result[0], rows.out_factor), write_out(lse, result[1])
 
 
 def token_major(q2k_indices: Tensor, total_q: int, num_kv_heads: int) -> Tensor:
-    """A selection in either order of its first two dimensions as ``[total_q, num_kv_heads, topk]``, a view."""
+    """Returns a selection, in either order of its first two dimensions, as a view ``[total_q, num_kv_heads, topk]``."""
     checks.tensor("q2k_indices", q2k_indices, "[num_kv_heads, total_q, topk]", (torch.int32,))
     checks.integer("q2k_indices.shape[2] (topk)", q2k_indices.shape[2], 1, 64)
     if tuple(q2k_indices.shape[:2]) == (num_kv_heads, total_q):
@@ -108,3 +99,152 @@ def token_major(q2k_indices: Tensor, total_q: int, num_kv_heads: int) -> Tensor:
             f"exchanged, got {tuple(q2k_indices.shape)}"
         )
     return q2k_indices
+
+
+class SparseDecodePagedAttentionWrapper:
+    """Does what `sparse_decode_atten_func` does in two steps: `plan` once a step or once for many, `run` once a layer.
+
+    blk_kv is the keys of a block of the selection; causal is as in `sparse_decode_atten_func`.
+
+    The plan keeps the tensors it was given, and `run` reads them when its kernels run: lengths, page table and selection may be
+    updated in place between runs, also between replays of a captured run. `run` reads nothing on the host.
+
+    The same as the public class: names, order, defaults, results, schedule attributes. Better: a selection is honoured; no
+    limit on the batch; lengths below seqlen_q and any remainder of a page; planning does not wait for the GPU. The attributes
+    of the schedule (`split_kv`, `cta_tile_q`, `request_indices`, ... of `DecodeAttentionSchedule`) follow the public rules and
+    are made when first read, from the lengths of that moment (a host sync); the kernels split their own work.
+    """
+
+    def __init__(self, *, blk_kv: int = 128, causal: bool = True) -> None:
+        self.blk_kv = checks.integer("blk_kv", blk_kv, 16, 256)
+        flags(causal=causal)
+        self.causal = bool(causal)
+        self.page_table: Tensor | None = None
+        self.seqused_k: Tensor | None = None
+        self.q2k_indices: Tensor | None = None
+        self.seqlen_q = self.max_seqlen_k = 0
+        self.num_qo_heads: int | None = None
+        self.num_kv_heads: int | None = None
+        self.head_dim: int | None = None
+        self._rules = SplitRules()
+        self._schedule: DecodeAttentionSchedule | None = None
+
+    def plan(
+        self,
+        *,
+        page_table: Tensor,
+        seqused_k: Tensor,
+        seqlen_q: int,
+        max_seqlen_k: int,
+        q2k_indices: Tensor | None = None,
+        num_qo_heads: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = 128,
+        enable_cuda_graph: bool = False,
+        max_grid_size: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+    ) -> SparseDecodePagedAttentionWrapper:
+        """Takes the lengths, as `sparse_decode_atten_func` does, and returns itself. `run` must be called with num_qo_heads and
+        num_kv_heads where they are given, and with head_dim where it is not 128, the default, which allows any.
+        enable_cuda_graph, max_grid_size, fixed_split_size (pages) and disable_split_kv shape the schedule's attributes only."""
+        checks.tensor("page_table", page_table, "[batch, max_pages]", (torch.int32,))
+        checks.tensor("seqused_k", seqused_k, "[batch]", (torch.int32, torch.int64))
+        checks.size("seqused_k", seqused_k, 0, page_table.shape[0], "the batch of page_table")
+        checks.alike("seqused_k", seqused_k, "page_table", page_table, dtype=False)
+        flags(enable_cuda_graph=enable_cuda_graph, disable_split_kv=disable_split_kv)
+        checks.integer("seqlen_q", seqlen_q, 1)
+        checks.integer("max_seqlen_k", max_seqlen_k, 0)
+        for name, count in (("num_qo_heads", num_qo_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+            if count is not None:
+                checks.integer(name, count, 1)
+        if num_qo_heads is not None and num_kv_heads is not None:
+            checks.divides("num_kv_heads", num_kv_heads, "num_qo_heads", num_qo_heads)
+        for name, size in (("max_grid_size", max_grid_size), ("fixed_split_size", fixed_split_size)):
+            if size is not None:
+                checks.integer(name, size, 1)
+        if q2k_indices is not None:
+            checks.tensor("q2k_indices", q2k_indices, "[num_kv_heads, batch * seqlen_q, topk]", (torch.int32,))
+        self.page_table, self.seqused_k, self.q2k_indices = page_table, seqused_k, q2k_indices
+        self.seqlen_q, self.max_seqlen_k = seqlen_q, max_seqlen_k
+        self.num_qo_heads, self.num_kv_heads, self.head_dim = num_qo_heads, num_kv_heads, head_dim
+        self._rules = SplitRules(enable_cuda_graph, max_grid_size, fixed_split_size, disable_split_kv)
+        self._schedule = None
+        return self
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        softmax_scale: float | None = None,
+        return_softmax_lse: bool = False,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attends for one layer; arguments and results are as in `sparse_decode_atten_func`."""
+        page_table, seqused_k = self._planned()
+        if isinstance(q, Tensor) and q.dim() == 3 and isinstance(k, Tensor) and k.dim() == 4:
+            self._check_heads(q.shape[1], k.shape[1], q.shape[2])
+        return sparse_decode_atten_func(
+            *(q, k, v, self.q2k_indices),
+            page_table=page_table,
+            seqused_k=seqused_k,
+            seqlen_q=self.seqlen_q,
+            max_seqlen_k=self.max_seqlen_k,
+            blk_kv=self.blk_kv,
+            causal=self.causal,
+            softmax_scale=softmax_scale,
+            return_softmax_lse=return_softmax_lse,
+            out=out,
+            lse=lse,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+
+    @property
+    def batch(self) -> int:
+        """Returns the number of sequences of the plan."""
+        return self._planned()[0].shape[0]
+
+    @property
+    def is_sparse(self) -> bool:
+        """Says whether the plan has a selection."""
+        return self.q2k_indices is not None
+
+    @property
+    def schedule(self) -> DecodeAttentionSchedule:
+        """Returns the public kernels' split of this plan's work, for which the lengths are read on the host the first time."""
+        _, seqused_k = self._planned()
+        if self._schedule is None:
+            heads, kv_heads = self.num_qo_heads, self.num_kv_heads
+            group = heads // kv_heads if heads and kv_heads and heads % kv_heads == 0 else 1
+            self._schedule = decode_schedule(
+                seqused_k, self.blk_kv, self.seqlen_q, group, kv_heads or 1, self.max_seqlen_k, self._rules
+            )
+        return self._schedule
+
+    def _planned(self) -> tuple[Tensor, Tensor]:
+        """Returns the page table and the lengths of the plan."""
+        if self.page_table is None or self.seqused_k is None:
+            raise RuntimeError("plan() must be called before run() and before the schedule is read")
+        return self.page_table, self.seqused_k
+
+    def _check_heads(self, num_qo_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        """Checks that the operands of a run have the heads and the head dim that were planned."""
+        planned_dim = None if self.head_dim == 128 else self.head_dim
+        planned = (("num_qo_heads", self.num_qo_heads), ("num_kv_heads", self.num_kv_heads), ("head_dim", planned_dim))
+        for (name, expected), count in zip(planned, (num_qo_heads, num_kv_heads, head_dim), strict=True):
+            if expected is not None and count != expected:
+                raise ValueError(f"{name} must be {expected}, as planned, got {count}")
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the schedule."""
+        if name in DecodeAttentionSchedule.__dataclass_fields__:
+            return getattr(self.schedule, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")

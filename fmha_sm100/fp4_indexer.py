@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Block scores from FP4 index queries and paged FP4 index keys, under the public names, over `openmsa.block_scores`.
 
-Scales come in two layouts. "public": beside their rows. "preordered_mma": 128x4 tiles (see `openmsa.NVFP4`) as a contiguous
-tensor ``[L, ceil(mn / 128), ceil(groups / 4), 32, 4, 4]`` indexed by (matrix, row // 128, group // 4, row % 32,
-row % 128 // 32, group % 4); a matrix is one head of the queries (mn = total_q) or one head of a page of the keys (mn =
-page_size).
+Scales come in two layouts. In "public" they lie beside their rows. In "preordered_mma" they lie in 128x4 tiles (see
+`openmsa.NVFP4`), a contiguous tensor ``[L, ceil(mn / 128), ceil(groups / 4), 32, 4, 4]`` indexed by (matrix, row // 128,
+group // 4, row % 32, row % 128 // 32, group % 4); a matrix is one head of the queries (mn = total_q) or one head of a page of
+the keys (mn = page_size).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fmha_sm100 import operands
-from fmha_sm100.k2q_rows import checked_starts, given_longest
+from fmha_sm100.nvfp4_kv import to_tiles
+from fmha_sm100.operands import checked_starts, given_longest
 from openmsa import MXFP4, NVFP4, PagedIndexKeys, Sequences, block_scores
 from openmsa.kv_cache import mxfp4, nvfp4
 from openmsa.runtime import checks
@@ -28,8 +29,10 @@ Shape6 = tuple[int, int, int, int, int, int]
 
 @dataclass(frozen=True)
 class _Format:
-    group: int
-    dtype: torch.dtype  # of scales; uint8 is taken as their bytes
+    """What tells the two FP4 formats apart."""
+
+    group: int  # the elements that share a scale
+    dtype: torch.dtype  # the dtype of scales, whose bytes may also come as uint8
 
 
 _FORMATS = {
@@ -55,7 +58,7 @@ def fp4_indexer_block_scores(
     qo_offset: Tensor | int | None = None,
     scale_layout: str = "preordered_mma",
 ) -> Tensor:
-    """Maximum raw dot product of each index query with the visible keys of each block of 128.
+    """Computes the maximum raw dot product of each index query with the visible keys of each block of 128.
 
     q_fp4:            ``[total_q, num_q_heads, dim // 2]``, two E2M1 codes a byte, low nibble first (uint8, int8 or
                       float4_e2m1fn_x2); any strides.
@@ -114,63 +117,57 @@ def fp4_indexer_block_scores(
 
 
 def fp4_indexer_mma_scale_shape(mn: int, l: int, *, fp4_format: str) -> Shape6:  # noqa: E741 (the public name)
-    """The scales as the matrix unit names them: ``(32, 4, ceil(mn / 128), 4, ceil(groups / 4), l)``, for dim 128."""
+    """Returns the shape ``(32, 4, ceil(mn / 128), 4, ceil(groups / 4), l)`` that the matrix unit sees, for dim 128."""
     matrices, tiles, columns, *_ = fp4_indexer_mma_scale_storage_shape(mn, l, fp4_format=fp4_format)
     return 32, 4, tiles, 4, columns, matrices
 
 
 def fp4_indexer_mma_scale_stride(mn: int, l: int, *, fp4_format: str) -> Shape6:  # noqa: E741
-    """Strides, in elements, of `fp4_indexer_mma_scale_shape` in the storage."""
+    """Returns the strides, in elements, that the dimensions of `fp4_indexer_mma_scale_shape` have in the storage."""
     matrix, tile, column, low, high, one = fp4_indexer_mma_scale_storage_stride(mn, l, fp4_format=fp4_format)
     return low, high, tile, one, column, matrix
 
 
 def fp4_indexer_mma_scale_storage_shape(mn: int, l: int, *, fp4_format: str) -> Shape6:  # noqa: E741
-    """``(l, ceil(mn / 128), ceil(groups / 4), 32, 4, 4)``, for dim 128."""
+    """Returns the shape in which the scales are stored: ``(l, ceil(mn / 128), ceil(groups / 4), 32, 4, 4)``, for dim 128."""
     checks.integer("mn", mn, 0)
     checks.integer("l", l, 0)
     return _storage_shape(mn, l, 128 // _spec(fp4_format).group)
 
 
 def fp4_indexer_mma_scale_storage_stride(mn: int, l: int, *, fp4_format: str) -> Shape6:  # noqa: E741
-    """Of contiguous storage."""
+    """Returns the strides, in elements, of contiguous storage of `fp4_indexer_mma_scale_storage_shape`."""
     _, tiles, columns, *_ = fp4_indexer_mma_scale_storage_shape(mn, l, fp4_format=fp4_format)
     return 512 * tiles * columns, 512 * columns, 512, 16, 4, 1
 
 
 def fp4_indexer_reorder_scales_for_mma_cute(q_scale: Tensor, k_scale: Tensor, *, fp4_format: str) -> tuple[Tensor, Tensor]:
-    """Scales of the layout "public" in that of "preordered_mma"; zeros in the padding. PyTorch operations, any device."""
+    """Lays scales in the layout "public" out as "preordered_mma", with zeros in the padding; runs on any device."""
     spec = _spec(fp4_format)
     for name, scale, shape in (
         ("q_scale", q_scale, "[total_q, num_q_heads, groups]"),
         ("k_scale", k_scale, "[num_pages, num_k_heads, page_size, groups]"),
     ):
         checks.tensor(name, scale, shape, (torch.uint8, spec.dtype))
-    q = _to_tiles(q_scale.view(torch.uint8).transpose(0, 1))
-    k = _to_tiles(k_scale.view(torch.uint8).flatten(0, 1))
+    q = to_tiles(q_scale.view(torch.uint8).transpose(0, 1))
+    k = to_tiles(k_scale.view(torch.uint8).flatten(0, 1))
     return q.view(q_scale.dtype), k.view(k_scale.dtype)
 
 
 def _spec(fp4_format: str) -> _Format:
+    """Returns the format of that public name."""
     if fp4_format not in _FORMATS:
         raise ValueError(f"fp4_format must be one of {', '.join(_FORMATS)}, got {fp4_format!r}")
     return _FORMATS[fp4_format]
 
 
 def _storage_shape(rows: int, matrices: int, groups: int) -> Shape6:
+    """Returns the shape of scales in the layout "preordered_mma"."""
     return matrices, -(-rows // 128), -(-groups // 4), 32, 4, 4
 
 
-def _to_tiles(scale: Tensor) -> Tensor:
-    """uint8 ``[matrices, rows, groups]`` as the storage of the matrix unit."""
-    matrices, rows, groups = scale.shape
-    _, tiles, columns, *_ = _storage_shape(rows, matrices, groups)
-    padded = torch.nn.functional.pad(scale, (0, columns * 4 - groups, 0, tiles * 128 - rows))
-    return padded.reshape(matrices, tiles, 4, 32, columns, 4).permute(0, 1, 4, 3, 2, 5).contiguous()
-
-
 def _from_tiles(name: str, scale: Tensor, rows: int, matrices: int, groups: int) -> Tensor:
-    """The storage of the matrix unit as uint8 ``[matrices, rows, groups]``, a copy."""
+    """Returns a copy, uint8 ``[matrices, rows, groups]``, of scales in the layout "preordered_mma"."""
     shape = _storage_shape(rows, matrices, groups)
     if tuple(scale.shape) != shape:
         raise ValueError(f"{name} must have shape {shape} with scale_layout='preordered_mma', got {tuple(scale.shape)}")
@@ -179,6 +176,7 @@ def _from_tiles(name: str, scale: Tensor, rows: int, matrices: int, groups: int)
 
 
 def _beside(name: str, scale: Tensor, data: Tensor, groups: int) -> Tensor:
+    """Checks the shape of scales in the layout "public", which lie beside the rows of `data`, and returns them."""
     expected = (*data.shape[:-1], groups)
     if tuple(scale.shape) != expected:
         raise ValueError(f"{name} must have shape {expected} with scale_layout='public', got {tuple(scale.shape)}")
@@ -186,6 +184,7 @@ def _beside(name: str, scale: Tensor, data: Tensor, groups: int) -> Tensor:
 
 
 def _queries(data: Tensor, scale: Tensor, spec: _Format, layout: str) -> Tensor:
+    """Returns the numbers of the queries, ``[total_q, num_q_heads, dim]`` in bfloat16, or float32 on a CPU."""
     groups = data.shape[2] * 2 // spec.group
     if layout == "public":
         rows = _beside("q_scale", scale, data, groups)
@@ -196,13 +195,14 @@ def _queries(data: Tensor, scale: Tensor, spec: _Format, layout: str) -> Tensor:
 
 
 def _keys(data: Tensor, scale: Tensor, spec: _Format, layout: str) -> NVFP4 | MXFP4:
+    """Returns the pool of keys in the format of `openmsa`, with tiled scales as they are where it takes those."""
     pages, heads, page_size, half = data.shape
     groups = half * 2 // spec.group
     codes = data.view(torch.uint8)
     if layout == "public":
         rows = _beside("k_scale", scale, data, groups)
         return NVFP4(codes, rows) if spec.group == nvfp4.GROUP else MXFP4(codes, rows)
-    if scale.dim() == 7:  # pages with a stride of their own
+    if scale.dim() == 7:  # the pages have a stride of their own
         scale = scale.flatten(0, 1)
     shape = _storage_shape(page_size, pages * heads, groups)
     if spec.group == nvfp4.GROUP and page_size % 128 == 0 and tuple(scale.shape) == shape and scale.is_contiguous():
@@ -212,7 +212,7 @@ def _keys(data: Tensor, scale: Tensor, spec: _Format, layout: str) -> NVFP4 | MX
 
 
 def _page_table(kv_indices: Tensor, cu_page_offsets: Tensor, cu_k: Tensor, width: int, k_fp4: Tensor) -> Tensor:
-    """int32 [batch, width]: the physical pages of each sequence; -1 behind the last."""
+    """Returns int32 ``[batch, width]``, the physical pages of each sequence and -1 behind the last."""
     checks.tensor("cu_page_offsets", cu_page_offsets, "[batch + 1]", (torch.int32, torch.int64))
     checks.size("cu_page_offsets", cu_page_offsets, 0, cu_k.numel(), "batch + 1, as cu_seqlens_q")
     pages = (cu_k.diff() + k_fp4.shape[2] - 1) // k_fp4.shape[2]
@@ -238,6 +238,7 @@ def _page_table(kv_indices: Tensor, cu_page_offsets: Tensor, cu_k: Tensor, width
 
 
 def _offset(qo_offset: Tensor | int | None, causal: bool, cu_k: Tensor) -> Tensor | None:
+    """Returns ``[batch]``, the position of each sequence's first query; None where the queries are the last of their keys."""
     if not causal:
         return cu_k.diff()
     if qo_offset is None:

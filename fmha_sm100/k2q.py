@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""A selection turned around, from query -> key blocks to key block -> queries: `build_k2q_csr` and its schedule.
+"""Turns a selection around, from the key blocks of each query to the queries of each key block: `build_k2q_csr`, its builder
+object, its form for checks, and the same for dense batches.
 
-Everything runs on the device of its inputs as PyTorch operations: nothing is read on the host of a GPU, sizes follow from
+`build_k2q_csr` runs on the device of its inputs as PyTorch operations. On a GPU nothing is read on the host, sizes follow from
 shapes and arguments, and the result does not depend on timing, so that building can be captured in a CUDA graph and repeats
-bit for bit. The cost is one stable sort of ``topk * total_q`` int32 keys a KV head and a few passes over as many elements.
+bit for bit. It costs one stable sort of ``topk * total_q`` int32 keys a KV head and a few passes over as many elements.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fmha_sm100.k2q_rows import NOTHING, Rows, checked_starts, longest
-from fmha_sm100.k2q_schedule import SparseAttentionSchedule
-from fmha_sm100.k2q_selection import remember
-from fmha_sm100.k2q_sort import by_heads, sort_heads
-from fmha_sm100.operands import flags
+from fmha_sm100.k2q_rows import NOTHING, Rows, by_heads, remember, sort_heads
+from fmha_sm100.operands import checked_starts, flags, longest
+from fmha_sm100.schedules import SparseAttentionSchedule
 from openmsa.runtime import checks
 
-MAX_PACKED_QUERY = 1 << 24  # `qsplit_indices` has 24 bits for the query
+MAX_PACKED_QUERY = 1 << 24
+"""The field `qsplit_indices` of a schedule has 24 bits for the number of a query."""
 
 
 def build_k2q_csr(
@@ -34,7 +34,7 @@ def build_k2q_csr(
     qhead_per_kv: int = 1,
     return_schedule: bool = False,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, SparseAttentionSchedule]:
-    """The queries of every key block, in compressed rows.
+    """Lists the queries that read each key block, in compressed rows (CSR).
 
     q2k_indices:    int32 ``[num_kv_heads, total_q, topk]``, block ids counted from the start of the query's sequence, in any
                     order; -1 and every id that names no block is skipped wherever it stands.
@@ -47,8 +47,7 @@ def build_k2q_csr(
 
     Returns k2q_row_ptr int32 ``[num_kv_heads, total_rows + 1]`` and k2q_q_indices int32 ``[num_kv_heads, total_q * topk]``:
     the queries, counted from the start of their sequence, that read each row's block, ascending; -1 behind the last. Row order
-    is level by level (`k2q_rows`). With `return_schedule` also a `SparseAttentionSchedule`,
-    made when it is first read.
+    is level by level (`k2q_rows`). With `return_schedule` also a `SparseAttentionSchedule`, made when it is first read.
 
     The same as the public function: names, order, shapes, row order, values, two or three results. Better: runs on any
     device; topk from 1 to 64 and blocks of 16 to 256 keys; strided `q2k_indices`; -1 anywhere; the order of items and, with
@@ -84,7 +83,7 @@ def build_k2q_csr(
 
 
 def _num_rows(rows: Rows, total_rows: int | None, total_k: int, max_k: int | None, block_size: int) -> int:
-    """How many rows the result has, found on the host."""
+    """Returns how many rows the result has, found on the host."""
     if total_rows is not None:
         checks.integer("total_rows", total_rows, 0)
     if rows.blocks.device.type == "cpu":
@@ -103,9 +102,10 @@ def _num_rows(rows: Rows, total_rows: int | None, total_k: int, max_k: int | Non
 def _build(
     q2k: Tensor, rows: Rows, num_rows: int, group: int, block_size: int, schedule: bool
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, SparseAttentionSchedule]:
+    """Builds what `build_k2q_csr` returns from checked arguments."""
     q2k = q2k if rows.batch else q2k[:, :0]
     sequence, query = rows.of_tokens(q2k.shape[1])
-    row = rows.of_blocks(sequence, q2k)  # of each entry, [heads, total_q, topk]
+    row = rows.of_blocks(sequence, q2k)  # [heads, total_q, topk], the row of each entry
     row_ptr, q_indices = by_heads(lambda part: _compressed(part, query, rows.batch == 1, num_rows), row)
     blocks = row if rows.batch == 1 else torch.where(row == NOTHING, row, q2k)
     (ascending,) = by_heads(lambda part: (part.sort(dim=2).values,), blocks)
@@ -116,16 +116,19 @@ def _build(
 
 
 def _compressed(row: Tensor, query: Tensor, one_sequence: bool, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Row pointers and queries of some heads."""
+    """Returns the row pointers ``[heads, num_rows + 1]`` and the queries ``[heads, total_q * topk]`` of some heads.
+
+    row: int32 ``[heads, total_q, topk]``, of each entry. query: int32 ``[total_q]``, the number of each token within its
+    sequence."""
     ordered, entry = sort_heads(row.flatten(1), num_rows)
     boundaries = torch.arange(num_rows + 1, device=row.device, dtype=ordered.dtype).expand(row.shape[0], -1).contiguous()
     row_ptr = torch.searchsorted(ordered, boundaries, out_int32=True)
-    entry.floor_divide_(row.shape[2])  # its token
+    entry.floor_divide_(row.shape[2])  # from here on the token of each entry
     return row_ptr, torch.where(ordered < num_rows, entry.int() if one_sequence else query[entry], -1)
 
 
 class SparseK2qCsrBuilderSm100:
-    """`build_k2q_csr` as an object without state, under the public name; it runs on any device."""
+    """Calls `build_k2q_csr`, as an object without state under the public name; it runs on any device."""
 
     def __call__(
         self,
@@ -153,3 +156,64 @@ class SparseK2qCsrBuilderSm100:
             qhead_per_kv=qhead_per_kv,
             return_schedule=return_schedule,
         )
+
+
+def build_k2q_csr_torch_reference(
+    q2k_indices: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, kv_block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Does what `build_k2q_csr` does with lengths that it reads from the tensors, for checks: total_rows is exact on every
+    device (a host sync on a GPU), and an id past the blocks of its sequence raises ValueError instead of being skipped."""
+    cu_q, cu_k = (x.cpu() if isinstance(x, Tensor) else x for x in (cu_seqlens_q, cu_seqlens_k))
+    ids = q2k_indices.cpu() if isinstance(q2k_indices, Tensor) else q2k_indices
+    result = build_k2q_csr(ids, cu_q, cu_k, kv_block_size, total_k=int(cu_k[-1]))
+    blocks = (cu_k.diff() + kv_block_size - 1) // kv_block_size
+    held = blocks.repeat_interleave(cu_q.diff())  # [total_q]
+    bad = (ids >= held[None, :, None]).nonzero()
+    if bad.numel():
+        head, token, slot = bad[0].tolist()
+        raise ValueError(
+            f"q2k_indices must name one of the {int(held[token])} blocks of its sequence or be negative, "
+            f"got {int(ids[head, token, slot])} at head {head}, query {token}"
+        )
+    row_ptr, q_indices = (x.to(q2k_indices.device) for x in result[:2])
+    return row_ptr, q_indices
+
+
+def q2k_to_k2q(q2k_indices: Tensor, num_kv_blocks: int) -> tuple[Tensor, Tensor]:
+    """Lists which queries read each block, for a batch of sequences of equal lengths.
+
+    q2k_indices: int32 ``[batch, num_kv_heads, q_len, topk]``, -1 where nothing is read. Returns int32 ``[batch, num_kv_heads,
+    num_kv_blocks, q_len]``, ascending queries and -1 behind them, and their counts int32 ``[batch, num_kv_heads,
+    num_kv_blocks]``. An id named twice by a query counts once.
+    """
+    checks.tensor("q2k_indices", q2k_indices, "[batch, num_kv_heads, q_len, topk]", (torch.int32,))
+    checks.integer("num_kv_blocks", num_kv_blocks, 0)
+    ids = q2k_indices.long()
+    ids = torch.where((ids < 0) | (ids >= num_kv_blocks), num_kv_blocks, ids)
+    reads = torch.zeros(*ids.shape[:3], num_kv_blocks + 1, dtype=torch.bool, device=ids.device).scatter_(3, ids, True)
+    reads = reads[..., :num_kv_blocks].transpose(2, 3)  # [batch, heads, blocks, q_len]
+    return _packed(reads, reads.shape[3]), reads.sum(3, dtype=torch.int32)
+
+
+def k2q_to_q2k(k2q_indices: Tensor, k2q_counts: Tensor, Sq: int, topK: int) -> Tensor:
+    """Lists which blocks each query reads, given what `q2k_to_k2q` returns: int32 ``[batch, num_kv_heads, Sq, topK]``,
+    ascending, -1 behind. k2q_counts says how many queries of each block count; a query keeps the first `topK` of its blocks."""
+    checks.tensor("k2q_indices", k2q_indices, "[batch, num_kv_heads, num_kv_blocks, q_len]", (torch.int32,))
+    checks.tensor("k2q_counts", k2q_counts, "[batch, num_kv_heads, num_kv_blocks]", (torch.int32, torch.int64))
+    checks.integer("Sq", Sq, 0)
+    checks.integer("topK", topK, 1)
+    queries = k2q_indices.long()
+    place = torch.arange(queries.shape[3], device=queries.device)
+    held = (queries >= 0) & (queries < Sq) & (place < k2q_counts[..., None])
+    queries = torch.where(held, queries, Sq)
+    reads = torch.zeros(*queries.shape[:3], Sq + 1, dtype=torch.bool, device=queries.device).scatter_(3, queries, True)
+    return _packed(reads[..., :Sq].transpose(2, 3), topK)
+
+
+def _packed(reads: Tensor, width: int) -> Tensor:
+    """Returns the places of the True entries along the last dimension, ascending and -1 behind: int32 ``[..., width]``."""
+    size = reads.shape[-1]
+    number = torch.arange(size, device=reads.device, dtype=torch.int32)
+    ids = torch.where(reads, number, size).sort(dim=-1).values[..., :width]
+    ids = torch.where(ids == size, -1, ids).to(torch.int32)
+    return torch.nn.functional.pad(ids, (0, width - ids.shape[-1]), value=-1)

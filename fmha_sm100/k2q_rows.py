@@ -1,52 +1,65 @@
 # SPDX-License-Identifier: MIT
-"""How the CSR form of a selection numbers its rows: level by level.
+"""The rows of the CSR form of a selection: their numbers, the sort that fills them, and the way back to the selection.
 
-A row is one key block of one sequence. Block 0 of every sequence comes first, in the order of the batch, then block 1 of every
-sequence that has one, and so on.
+A row is one key block of one sequence. Rows are numbered level by level: block 0 of every sequence comes first, in the order
+of the batch, then block 1 of every sequence that has one, and so on.
+
+Attention wants the blocks of a query, and callers hand over the queries of a block. `build_k2q_csr` therefore leaves the
+selection with the ``k2q_q_indices`` that it returns, in an attribute that lives and dies with that tensor, and no sort is
+needed. The attribute counts only while neither CSR tensor was written to (their version counters say so) and building and
+attending are both or neither captured in a CUDA graph. For everything else (copies, views, CSR tensors from elsewhere,
+overwritten buffers) one more stable sort on the device rebuilds the selection. Both give the same ids in the same order:
+ascending.
 """
 
 from __future__ import annotations
 
-import operator
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from openmsa.runtime import checks
-from openmsa.types import starts
+from openmsa.runtime import devices
 
 NOTHING = 2**31 - 1
-"""A row, or a block, that does not exist; every block id past the visible ones is skipped."""
+"""This number stands for a row or a block that does not exist; attention skips every block id past the visible ones."""
+
+LARGE = 1 << 24
+"""Heads with more entries than this together are sorted one at a time."""
+
+ATTRIBUTE = "_openmsa_selection"
+"""The name of the attribute that holds the selection of a CSR tensor."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The numbering for one batch. Nothing here reads the device."""
+    """Numbers the rows of one batch. Nothing here is read on the host."""
 
     cu_seqlens_q: Tensor  # int32 [batch + 1]
-    blocks: Tensor  # int32 [batch], blocks of each sequence
+    blocks: Tensor  # int32 [batch], the blocks of each sequence
     levels: int  # a bound on the blocks of one sequence
 
     @classmethod
     def of(cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_size: int, levels: int) -> Rows:
-        """From checked lengths."""
+        """Makes the numbering from checked lengths, int32 ``[batch + 1]`` both."""
         return cls(cu_seqlens_q, (cu_seqlens_k.diff() + block_size - 1) // block_size, levels)
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """Returns the number of sequences."""
         return self.blocks.numel()
 
     def _table(self) -> Tensor:
-        """int32 [levels, batch]: how many rows come up to and with this one."""
+        """Returns int32 ``[levels, batch]``, how many rows come up to and with the one of each level and sequence."""
         level = torch.arange(self.levels, device=self.blocks.device, dtype=torch.int32)
         return (level[:, None] < self.blocks).flatten().cumsum(0, dtype=torch.int32).view(self.levels, self.batch)
 
     def of_blocks(self, sequence: Tensor, block: Tensor) -> Tensor:
-        """Rows, int32 ``[..., total_q, topk]``, of the blocks of each token (sequence: int64 ``[total_q]``); NOTHING where
-        there is no such block."""
+        """Returns the rows of blocks, int32 of the shape of `block`; NOTHING where there is no such block.
+
+        block: int32 ``[..., total_q, topk]``, block ids within the sequence of each token. sequence: int64 ``[total_q]``."""
         if not self.levels:
             return torch.full_like(block, NOTHING)
         limit = self.blocks.clamp(max=self.levels)
@@ -58,7 +71,7 @@ class Rows:
         return torch.where(held, row - 1, NOTHING)
 
     def of_rows(self, total_rows: int) -> tuple[Tensor, Tensor]:
-        """The sequence and the block, int64 [total_rows], of each row; 0 for rows past the last."""
+        """Returns the sequence and the block of each row, int64 ``[total_rows]`` both; 0 for rows past the last."""
         device = self.blocks.device
         if self.batch == 1:
             block = torch.arange(total_rows, device=device)
@@ -66,12 +79,12 @@ class Rows:
         table = self._table()
         level = torch.arange(self.levels, device=device)[:, None]
         row = torch.where((level < self.blocks) & (table <= total_rows), table - 1, total_rows).long()  # [levels, batch]
-        place = torch.zeros(total_rows + 1, dtype=torch.int64, device=device)  # the last one takes what has no row
+        place = torch.zeros(total_rows + 1, dtype=torch.int64, device=device)  # the last entry takes blocks that have no row
         place.scatter_(0, row.flatten(), torch.arange(row.numel(), device=device))
         return place[:-1] % max(self.batch, 1), place[:-1] // max(self.batch, 1)
 
     def of_tokens(self, total_q: int) -> tuple[Tensor, Tensor]:
-        """For each query token its sequence, int64 [total_q], and its number within it, int32 [total_q]."""
+        """Returns the sequence of each query token, int64 ``[total_q]``, and its number within that, int32 ``[total_q]``."""
         token = torch.arange(total_q, device=self.blocks.device, dtype=torch.int32)
         if self.batch == 1:
             return torch.zeros_like(token, dtype=torch.int64), token
@@ -79,41 +92,85 @@ class Rows:
         return sequence, token - self.cu_seqlens_q[sequence]
 
 
-def checked_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Both as int32 [batch + 1]. On a CPU the values are read too; on a GPU they are not."""
-    readable = device.type == "cpu"
-    cu_q = starts("cu_seqlens_q", cu_seqlens_q, device, total_q, "the number of queries" if readable else "")
-    cu_k = starts("cu_seqlens_k", cu_seqlens_k, device, None, "the number of keys" if readable else "")
-    if cu_q.numel() != cu_k.numel():
-        raise ValueError(
-            f"cu_seqlens_k must have as many entries as cu_seqlens_q (batch + 1 = {cu_q.numel()}), got {cu_k.numel()}"
-        )
-    return cu_q, cu_k
+def sort_heads(value: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Sorts each head of int32 ``[heads, entries]``, with equal values in their order. Returns the values, where `most` stands
+    for those above it, and the entry that each came from, int64.
+
+    All heads are sorted together in one sort, where PyTorch would sort segments in two, by keys of two bytes where those are
+    enough, as a radix sort takes its time by the byte."""
+    heads, entries = value.shape
+    width = most + 1
+    kind = torch.int16 if heads * width <= 2**15 else torch.int32 if heads * width <= 2**31 else torch.int64
+    base = (torch.arange(heads, device=value.device)[:, None] * width).to(kind)
+    key, entry = (value.clamp(max=most).to(kind) + base).flatten().sort(stable=True)
+    return key.view(heads, entries) - base, entry.remainder_(max(entries, 1)).view(heads, entries)
 
 
-def length(name: str, value: Any) -> int:
-    """An int at least 0; integers of other libraries and tensors of one integer are taken too."""
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {type(value).__name__} ({value!r})") from None
-    return checks.integer(name, value, 0)
+def by_heads(function: Callable[..., tuple[Tensor, ...]], *heads: Tensor) -> tuple[Tensor, ...]:
+    """Returns ``function(*heads)`` of tensors ``[heads, ...]``. Where they are large it is called for one head at a time, as a
+    sort holds int64 numbers of all its entries."""
+    if heads[0].shape[0] < 2 or heads[0].numel() <= LARGE:
+        return function(*heads)
+    parts = [function(*(x[h : h + 1] for x in heads)) for h in range(heads[0].shape[0])]
+    return tuple(torch.cat(results) for results in zip(*parts, strict=True))
 
 
-def longest(name: str, bound: int | None, cu_seqlens: Tensor) -> int | None:
-    """`bound` as an int; on a CPU it must reach the longest sequence, which stands in for None."""
-    if bound is not None:
-        bound = length(name, bound)
-    if cu_seqlens.device.type != "cpu":
-        return bound
-    most = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
-    if bound is not None and bound < most:
-        raise ValueError(f"{name} must be at least the longest sequence ({most}), got {bound}")
-    return most if bound is None else bound
+@dataclass(frozen=True)
+class _Remembered:
+    """A selection that lies with its CSR tensors, and when it may be used in place of them."""
+
+    blocks: Tensor  # int32 [total_q, num_kv_heads, topk]
+    row_ptr: weakref.ref[Tensor]  # the other CSR tensor
+    versions: tuple[int, int]  # the version counters of both CSR tensors
+    capturing: bool  # whether a CUDA graph captured the building
+    block_size: int
 
 
-def given_longest(name: str, bound: int, cu_seqlens: Tensor) -> int:
-    """`longest` where the bound is required."""
-    found = longest(name, length(name, bound), cu_seqlens)
-    assert found is not None
-    return found
+def remember(row_ptr: Tensor, q_indices: Tensor, blocks: Tensor, block_size: int) -> None:
+    """Leaves a selection with its CSR tensors: int32 ``[num_kv_heads, total_q, topk]``, ascending, NOTHING at the end."""
+    versions, capturing = (row_ptr._version, q_indices._version), devices.capturing(row_ptr.device)
+    known = _Remembered(blocks.transpose(0, 1), weakref.ref(row_ptr), versions, capturing, block_size)
+    setattr(q_indices, ATTRIBUTE, known)
+
+
+def selection(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows: Callable[[], Rows], block_size: int) -> Tensor:
+    """Returns int32 ``[total_q, num_kv_heads, topk]``, the blocks of each query, ascending and NOTHING behind the last. `rows`
+    is called where the CSR tensors have to be read."""
+    known = getattr(q_indices, ATTRIBUTE, None)
+    if known is not None and known.row_ptr() is row_ptr and known.blocks.shape[::2] == (total_q, topk):
+        if known.block_size != block_size:
+            raise ValueError(
+                f"blk_kv must be the block size that the CSR was built with ({known.block_size}), got {block_size}"
+            )
+        written = row_ptr.is_inference() or q_indices.is_inference() or known.versions != (row_ptr._version, q_indices._version)
+        if not written and known.capturing == devices.capturing(row_ptr.device):
+            return known.blocks
+    with torch.no_grad():
+        return rebuilt(row_ptr, q_indices, topk, total_q, rows())
+
+
+def rebuilt(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows: Rows) -> Tensor:
+    """Returns the `selection` that the CSR tensors hold. Entries that name no query of the row's sequence are skipped."""
+    num_rows = row_ptr.shape[1] - 1
+    if not num_rows or not q_indices.numel() or not rows.batch:
+        shape = total_q, q_indices.shape[0], topk
+        return torch.full(shape, NOTHING, dtype=torch.int32, device=q_indices.device)
+    sequence, block = rows.of_rows(num_rows)
+    start, length = rows.cu_seqlens_q[sequence], rows.cu_seqlens_q.diff()[sequence]  # the queries of each row's sequence
+
+    def of_heads(row_ptr: Tensor, q_indices: Tensor) -> tuple[Tensor]:
+        heads = q_indices.shape[0]
+        entry = torch.arange(q_indices.shape[1], device=q_indices.device, dtype=torch.int32).expand(heads, -1).contiguous()
+        row = torch.searchsorted(row_ptr[:, 1:].contiguous(), entry, right=True, out_int32=True)
+        held = row < num_rows
+        row = row.clamp_(max=num_rows - 1)
+        held &= (q_indices >= 0) & (q_indices < length[row])
+        token = torch.where(held, start[row] + q_indices, total_q)
+        token, order = sort_heads(token, total_q)  # the blocks of a token ascend as the rows do
+        slot = entry - torch.searchsorted(token, token, out_int32=True)
+        place = torch.where((token < total_q) & (slot < topk), token.long() * topk + slot, total_q * topk)
+        blocks = torch.full((heads, total_q * topk + 1), NOTHING, dtype=torch.int32, device=row.device)
+        blocks.scatter_(1, place, block.int()[row].gather(1, order))  # the last entry takes what is skipped
+        return (blocks[:, :-1].view(heads, total_q, topk),)
+
+    return by_heads(of_heads, row_ptr, q_indices)[0].transpose(0, 1)

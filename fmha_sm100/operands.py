@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""The arguments of the sparse functions as `openmsa` takes them: formats, scales, caches, lengths and output buffers."""
+"""The arguments of the public functions as `openmsa` takes them: formats and scales, caches and lengths, output buffers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import operator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from openmsa import E4M3, NVFP4, PagedKV, Sequences
 from openmsa.runtime import checks
+from openmsa.types import starts
 
 FP8 = torch.float8_e4m3fn
 QUERIES = (*checks.FLOATS, FP8)
@@ -21,8 +22,31 @@ Scale = float | Tensor | None
 Rows = Tensor | E4M3 | NVFP4
 
 
+class Operands(NamedTuple):
+    """Queries, keys and values in the formats of `openmsa`, with the factors that their formats do not hold."""
+
+    q: Tensor | E4M3  # [total_q, num_q_heads, head_dim]
+    k: Rows  # [total_k, num_kv_heads, head_dim], or a pool [num_pages, num_kv_heads, page_size, head_dim]
+    v: Rows  # the shape of k
+    logit_factor: float  # multiplies the products of q and k, on top of the softmax scale
+    out_factor: float | Tensor  # multiplies the output
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, q_scale: Scale, k_scale: Scale, v_scale: Scale) -> Operands:
+        """Makes operands of tensors in a float dtype or float8_e4m3fn; scales are as in `stored`."""
+        query, q_factor = stored("q", q, q_scale)
+        keys, k_factor = stored("k", k, k_scale)
+        values, v_factor = stored("v", v, v_scale)
+        return cls(query, keys, values, q_factor * k_factor, v_factor)
+
+    def scaled(self, output_scale: Scale = None) -> Operands:
+        """Moves what multiplies the output, `output_scale` included, into the scale of v where that has one."""
+        v, out_factor = scaled(self.v, times(self.out_factor, output_scale))
+        return Operands(self.q, self.k, v, self.logit_factor, out_factor)
+
+
 def check_operands(q: Tensor, k: Tensor, v: Tensor, dim: str, pages: bool, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Shapes and dtypes of the three; k and v alike. dim: what their last dimension is."""
+    """Checks the shapes and dtypes of the three. `dim` names the last dimension of k and v, "head_dim" or "head_dim // 2"."""
     checks.tensor("q", q, "[total_q, num_q_heads, head_dim]", QUERIES)
     shape = f"[num_pages, num_kv_heads, page_size, {dim}]" if pages else f"[total_k, num_kv_heads, {dim}]"
     for name, x in (("k", k), ("v", v)):
@@ -36,19 +60,19 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor, dim: str, pages: bool, dtype
     checks.divides("num_kv_heads", k.shape[1], "num_q_heads", q.shape[1])
 
 
-def times(factor: float, scale: Scale) -> float | Tensor:
-    """`factor` times `scale` (None: 1)."""
+def times(factor: float | Tensor, scale: Scale) -> float | Tensor:
+    """Returns `factor` times the output scale, of which None stands for 1."""
     if scale is None:
         return factor
     if not isinstance(scale, Tensor):
         return factor * checks.scale("output_scale", scale)
-    return scale if factor == 1 else scale * factor
+    return scale if isinstance(factor, float) and factor == 1 else scale * factor
 
 
 def stored(name: str, x: Tensor, scale: Scale) -> tuple[Tensor | E4M3, float]:
-    """`x` as openmsa takes it, and the factor that remains to be applied to it.
+    """Returns `x` in its format and the factor that remains to be applied to it.
 
-    scale: a number; or, for e4m3, float32 of one element, ``[heads]`` or a pool's ``[num_pages, heads or 1]``."""
+    scale is a number, or, for float8_e4m3fn, float32 of one element, ``[heads]`` or a pool's ``[num_pages, heads or 1]``."""
     factor = 1.0 if scale is None or isinstance(scale, Tensor) else checks.scale(f"{name}_scale", scale)
     if x.dtype == FP8:
         return E4M3(x, scale if isinstance(scale, Tensor) else None), factor
@@ -58,7 +82,7 @@ def stored(name: str, x: Tensor, scale: Scale) -> tuple[Tensor | E4M3, float]:
 
 
 def scaled(v: Rows, factor: float | Tensor) -> tuple[Rows, float | Tensor]:
-    """`v` with the factor in its scale where it has one, and what remains for the output."""
+    """Returns `v` with the factor in its scale where it has one, and the factor that remains for the output."""
     if isinstance(factor, Tensor):
         if factor.numel() != 1 or factor.dtype != torch.float32:
             raise ValueError(f"output_scale must be one float32 number, got {factor.dtype} {tuple(factor.shape)}")
@@ -76,28 +100,49 @@ def scaled(v: Rows, factor: float | Tensor) -> tuple[Rows, float | Tensor]:
     return NVFP4(v.data, v.scale, factor if v.global_scale is None else v.global_scale * factor, v.layout), 1.0
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Keys and values with the lengths of the batch."""
+class Keys(NamedTuple):
+    """Keys and values with the lengths of the batch; v is None where k is a cache that holds both."""
 
     k: Rows | PagedKV
     v: Rows | None
     seqs: Sequences
 
 
-def flat(k: Rows, v: Rows, cu_q: Tensor, cu_k: Tensor, max_q: int | None, max_k: int | None, causal: bool) -> Keys:
-    """Packed keys ``[total_k, num_kv_heads, head_dim]``. There may be more of them than cu_seqlens_k counts."""
-    if cu_k.device.type == "cpu":
-        total = int(cu_k[-1])
-        if total > k.shape[0]:
-            raise ValueError(f"cu_seqlens_k must not end past the keys of k ({k.shape[0]}), got {total}")
-        k, v = first(k, total), first(v, total)
-    offset = None if causal else cu_k.diff()
-    return Keys(k, v, Sequences(cu_q, cu_k, max_q, max_k, offset))
+class Lengths(NamedTuple):
+    """The checked lengths of a batch and whether its queries see the keys behind them."""
+
+    cu_q: Tensor  # int32 [batch + 1]
+    max_q: int | None
+    max_k: int | None
+    causal: bool
+
+    def over_packed(self, k: Rows, v: Rows, cu_k: Tensor) -> Keys:
+        """Joins keys ``[total_k, num_kv_heads, head_dim]``, of which there may be more than cu_k, int32 ``[batch + 1]``,
+        counts."""
+        if cu_k.device.type == "cpu":
+            total = int(cu_k[-1])
+            if total > k.shape[0]:
+                raise ValueError(f"cu_seqlens_k must not end past the keys of k ({k.shape[0]}), got {total}")
+            k, v = _first(k, total), _first(v, total)
+        return Keys(k, v, Sequences(self.cu_q, cu_k, self.max_q, self.max_k, None if self.causal else cu_k.diff()))
+
+    def over_pages(self, k: Rows, v: Rows, page_table: Tensor, seq_lens: Tensor) -> Keys:
+        """Joins pools ``[num_pages, num_kv_heads, page_size, head_dim]``, their table ``[batch, max_pages]`` and the keys of
+        each sequence, ``[batch]``."""
+        batch, because = self.cu_q.numel() - 1, "the batch of cu_seqlens_q"
+        checks.tensor("page_table", page_table, "[batch, max_pages]", (torch.int32,))
+        checks.size("page_table", page_table, 0, batch, because)
+        checks.tensor("seqused_k", seq_lens, "[batch]", (torch.int32, torch.int64))
+        checks.size("seqused_k", seq_lens, 0, batch, because)
+        if seq_lens.device.type == "cpu":
+            checks.in_range("seqused_k", seq_lens, 0, page_table.shape[1] * k.shape[2] + 1)
+        seq_lens = seq_lens.to(torch.int32).contiguous()
+        cache = PagedKV(k, v, page_table if page_table.stride(1) == 1 else page_table.contiguous(), seq_lens)
+        return Keys(cache, None, Sequences(self.cu_q, None, self.max_q, self.max_k, None if self.causal else seq_lens))
 
 
-def first(rows: Rows, total: int) -> Rows:
-    """The first `total` packed rows, a view."""
+def _first(rows: Rows, total: int) -> Rows:
+    """Returns the first `total` packed rows, a view."""
     if rows.shape[0] == total:
         return rows
     if isinstance(rows, NVFP4):
@@ -106,31 +151,48 @@ def first(rows: Rows, total: int) -> Rows:
     return rows[:total]
 
 
-def paged(
-    k: Rows,
-    v: Rows,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_q: Tensor,
-    max_q: int | None,
-    max_k: int | None,
-    causal: bool,
-) -> Keys:
-    """Pools ``[num_pages, num_kv_heads, page_size, head_dim]``."""
-    checks.tensor("page_table", page_table, "[batch, max_pages]", (torch.int32,))
-    checks.size("page_table", page_table, 0, cu_q.numel() - 1, "the batch of cu_seqlens_q")
-    checks.tensor("seqused_k", seq_lens, "[batch]", (torch.int32, torch.int64))
-    checks.size("seqused_k", seq_lens, 0, cu_q.numel() - 1, "the batch of cu_seqlens_q")
-    if seq_lens.device.type == "cpu":
-        checks.in_range("seqused_k", seq_lens, 0, page_table.shape[1] * k.shape[2] + 1)
-    seq_lens = seq_lens.to(torch.int32).contiguous()
-    offset = None if causal else seq_lens
-    cache = PagedKV(k, v, page_table if page_table.stride(1) == 1 else page_table.contiguous(), seq_lens)
-    return Keys(cache, None, Sequences(cu_q, None, max_q, max_k, offset))
+def checked_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns both as int32 ``[batch + 1]``. Their values are checked on a CPU; on a GPU they are not read."""
+    readable = device.type == "cpu"
+    cu_q = starts("cu_seqlens_q", cu_seqlens_q, device, total_q, "the number of queries" if readable else "")
+    cu_k = starts("cu_seqlens_k", cu_seqlens_k, device, None, "the number of keys" if readable else "")
+    if cu_q.numel() != cu_k.numel():
+        raise ValueError(
+            f"cu_seqlens_k must have as many entries as cu_seqlens_q (batch + 1 = {cu_q.numel()}), got {cu_k.numel()}"
+        )
+    return cu_q, cu_k
+
+
+def length(name: str, value: Any) -> int:
+    """Returns an int that is at least 0; integers of other libraries and tensors of one integer are taken too."""
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} ({value!r})") from None
+    return checks.integer(name, value, 0)
+
+
+def longest(name: str, bound: int | None, cu_seqlens: Tensor) -> int | None:
+    """Returns `bound` as an int. On a CPU it must reach the longest sequence, whose length stands in for None."""
+    if bound is not None:
+        bound = length(name, bound)
+    if cu_seqlens.device.type != "cpu":
+        return bound
+    most = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
+    if bound is not None and bound < most:
+        raise ValueError(f"{name} must be at least the longest sequence ({most}), got {bound}")
+    return most if bound is None else bound
+
+
+def given_longest(name: str, bound: int, cu_seqlens: Tensor) -> int:
+    """Does what `longest` does where the bound is required."""
+    found = longest(name, length(name, bound), cu_seqlens)
+    assert found is not None
+    return found
 
 
 def write_out(out: Tensor | None, result: Tensor, factor: float | Tensor = 1.0) -> Tensor:
-    """`result` times `factor`, in the caller's buffer where there is one."""
+    """Returns `result` times `factor`, in the caller's buffer where there is one."""
     if out is None:
         if isinstance(factor, float) and factor == 1:
             return result
@@ -141,7 +203,7 @@ def write_out(out: Tensor | None, result: Tensor, factor: float | Tensor = 1.0) 
 
 
 def check_out(name: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """A buffer of the caller must be what the function would return; any strides."""
+    """Checks that the caller's buffer, with any strides, is like the tensor that the function would return."""
     if not isinstance(out, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor or None, got {type(out).__name__}")
     if tuple(out.shape) != tuple(shape):
@@ -153,13 +215,13 @@ def check_out(name: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, d
 
 
 def flags(**given: Any) -> None:
-    """Each must be a bool: Python's, NumPy's, 0 or 1."""
+    """Checks that each value is a bool: Python's or NumPy's, 0 or 1."""
     for name, value in given.items():
         if type(value).__name__ not in ("bool", "bool_") and not (isinstance(value, int) and value in (0, 1)):
             raise TypeError(f"{name} must be a bool, got {type(value).__name__} ({value!r})")
 
 
 def chosen(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """`value` must be one of `allowed`."""
+    """Checks that `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value}")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""`fmha_sm100_plan`: lengths, offsets and page positions of a batch as tensors that the caller may overwrite between launches.
+"""`fmha_sm100_plan` describes a batch by its lengths, offsets and page positions, tensors that callers may overwrite.
 
-A plan is the dict of `_fmha_sm100_plan`. Launches read its tensors on the device, when they run, and take no number from the
-lengths seen while planning: sizes follow from shapes, from ``max_k_tiles`` and from the page table that the launch is given.
+A plan is the dict that `_fmha_sm100_plan` returns. Launches read its tensors on the device, when they run, and take no number
+from the lengths seen while planning: sizes follow from shapes, from ``max_k_tiles`` and from the page table that the launch is
+given.
 """
 
 from __future__ import annotations
@@ -15,10 +16,17 @@ from torch import Tensor
 from fmha_sm100.operands import flags
 from openmsa.runtime import checks
 
-TILE = 128  # tokens of a max-score tile in the public package
-DECODE_QUERIES = 32  # sparse plans of at most so many queries a request have a row for each query token
-EVERYTHING = 1 << 30  # an offset from which every key is visible: causal=False
+TILE = 128
+"""A max-score tile has so many keys in the public package."""
+
+DECODE_QUERIES = 32
+"""A sparse plan of at most so many queries a request has a row for each query token."""
+
+EVERYTHING = 1 << 30
+"""From a query at this position every key is visible, which is what ``causal=False`` asks for."""
+
 MODES = ("auto", "prefill", "decode")
+"""The values of `sparse_kernel_mode`."""
 
 
 def fmha_sm100_plan(
@@ -35,8 +43,9 @@ def fmha_sm100_plan(
 
     qo_segment_lens, kv_segment_lens:  int32 or int64 ``[batch]``, queries and keys of each request; CPU tensors are the usual
                    form (on a GPU they are read once, which syncs).
-    num_qo_heads, num_kv_heads:  of the launches; num_kv_heads -1: not checked.
-    qo_offset:     None: ``kv - qo``; an int; or ``[batch]``. Query i of a request sees key j iff ``i + qo_offset >= j``.
+    num_qo_heads, num_kv_heads:  heads of the launches; num_kv_heads -1 is not checked.
+    qo_offset:     None, which stands for ``kv - qo``; an int; or ``[batch]``. Query i of a request sees key j iff ``i +
+                   qo_offset >= j``.
     split_prefill_decode:  taken and not needed: batches may mix short and long requests in any order.
     options:       see `_fmha_sm100_plan`.
 
@@ -77,20 +86,21 @@ def _fmha_sm100_plan(
     kv_dtype: str | None = None,
     block_scale_shift: int = 3,
 ) -> dict[str, Any]:
-    """The plan itself, a dict.
+    """Returns the plan itself, a dict.
 
-    page_size:        tokens a page, 16 to 256; -1: keys are packed.
+    page_size:        keys of a page, 16 to 256; -1 where keys are packed.
     output_maxscore:  whether launches may return max scores.
-    kv_block_num:     blocks that each query selects, 1 to 64; -1: dense.
-    causal:           False: every query sees all keys of its request.
+    kv_block_num:     blocks that each query selects, 1 to 64; -1 for dense attention.
+    causal:           False lets every query see all keys of its request.
     sparse_kernel_mode:  "decode" plans a row for each query token, "prefill" a row for each request, "auto" decides by the
                       longest request (32 queries).
-    device:           of the plan's tensors. None: that of the lengths; for CPU lengths the current GPU if this process uses one
-                      already, else the CPU. A launch follows its queries: a plan that lies elsewhere is copied for it.
-    block_size:       tokens of a max-score tile (ours); 128 as in the public package. Selections count pages: where pages are
-                      smaller, score them with ``block_size=page_size``.
-    max_kv_len:       a promise (ours) that no request ever has more keys in launches of this plan, which makes their scratch
-                      smaller. None: a request may fill the page table.
+    device:           where the plan's tensors lie. None takes the device of the lengths; for CPU lengths the current GPU if
+                      this process uses one already, else the CPU. A launch runs where its queries lie, and a plan that lies
+                      elsewhere is copied for it.
+    block_size:       keys of a max-score tile (an addition); 128 as in the public package. Selections count pages: where pages
+                      are smaller, score them with ``block_size=page_size``.
+    max_kv_len:       a promise (an addition) that no request ever has more keys in launches of this plan, which makes their
+                      scratch smaller. With None a request may fill the page table.
     num_kv_splits, usable_SM_count, use_fp8_kvcache, stream, decode_backend, prefill_backend, kv_dtype, block_scale_shift: taken
                       and not needed: kernels choose their splits and follow the types of the tensors.
 
@@ -145,11 +155,11 @@ UNUSED = (
     *("packed_work_range", "packed_work_info", "kv_tile_begin_indices", "kv_tile_end_indices", "kv_split_indices"),
     *("workspace_o", "workspace_lse", "num_kv_splits_per_row", "cute_workspace_buffer"),
 )
-"""Workspaces of the public kernels, None here as they are there when a plan has no use for them."""
+"""The keys of the public kernels' workspaces, which are None here as they are there when a plan has no use for them."""
 
 
 def _lengths(name: str, value: Any, batch: int | None) -> Tensor:
-    """int64 ``[batch]`` on the CPU."""
+    """Checks lengths and returns them as int64 ``[batch]`` on the CPU."""
     checks.tensor(name, value, "[batch]", (torch.int32, torch.int64))
     if batch is not None:
         checks.size(name, value, 0, batch, "the batch of qo_segment_lens")
@@ -161,6 +171,7 @@ def _lengths(name: str, value: Any, batch: int | None) -> Tensor:
 def _check_numbers(
     num_qo_heads: int, num_kv_heads: int, page_size: int, kv_block_num: int, block_size: int, max_kv_len: int | None
 ) -> None:
+    """Checks the heads and sizes that a plan is made for."""
     checks.integer("num_qo_heads", num_qo_heads, 1)
     if num_kv_heads != -1:
         checks.integer("num_kv_heads", num_kv_heads, 1)
@@ -175,7 +186,7 @@ def _check_numbers(
 
 
 def _offsets(qo_offset: int | Tensor | None, qo: Tensor, kv: Tensor, causal: bool) -> Tensor:
-    """int64 ``[batch]``."""
+    """Returns int64 ``[batch]``, the position of each request's first query."""
     if isinstance(qo_offset, Tensor):
         checks.tensor("qo_offset", qo_offset, "[batch]", (torch.int32, torch.int64))
         checks.size("qo_offset", qo_offset, 0, qo.numel(), "the batch of qo_segment_lens")
@@ -189,7 +200,7 @@ def _offsets(qo_offset: int | Tensor | None, qo: Tensor, kv: Tensor, causal: boo
 
 
 def _rows(qo: Tensor, kv: Tensor, offset: Tensor, page_size: int, causal: bool, by_token: bool) -> dict[str, Tensor]:
-    """The plan's tensors, on the CPU. Where rows are not requests, also the request of each row and its place in that."""
+    """Makes the plan's tensors on the CPU, with the request of each row and its place in that where rows are query tokens."""
     first_page = _starts((kv + page_size - 1) // page_size) if page_size > 0 else None  # [batch + 1]
     tensors = {}
     if by_token and bool((qo != 1).any()):
@@ -208,11 +219,12 @@ def _rows(qo: Tensor, kv: Tensor, offset: Tensor, page_size: int, causal: bool, 
 
 
 def _starts(lens: Tensor) -> Tensor:
+    """Returns where each of packed sequences of these lengths starts and where the last one ends, ``[batch + 1]``."""
     return torch.nn.functional.pad(lens.cumsum(0), (1, 0))
 
 
 def _place(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor | None]:
-    """On the device with one copy, each tensor at an aligned place of one allocation that this plan owns."""
+    """Copies the tensors to the device in one copy, each to an aligned place of one allocation that this plan owns."""
     sizes = [-(-x.numel() // 32) * 32 for x in tensors.values()]
     staged = torch.zeros(sum(sizes), dtype=torch.int32)
     for piece, x in zip(staged.split(sizes), tensors.values(), strict=True):
@@ -223,6 +235,7 @@ def _place(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor
 
 
 def _device(device: torch.device | str | int | None, *lengths: Tensor) -> torch.device:
+    """Returns the device of a plan for the argument `device` and the lengths."""
     if device is not None:
         try:
             return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Sparse attention under the public names, over `openmsa`: `build_k2q_csr`, `sparse_atten_func` and their relatives."""
+"""Every public name around sparse attention, and the two functions that attend over a selection in CSR form:
+`sparse_atten_func` and `sparse_atten_nvfp4_kv_func`."""
 
 from __future__ import annotations
 
@@ -9,10 +10,8 @@ import torch
 from torch import Tensor
 
 from fmha_sm100 import operands
-from fmha_sm100.attend import Options, Result, attend
-from fmha_sm100.decode import sparse_decode_atten_func
-from fmha_sm100.decode_schedule import DecodeAttentionSchedule
-from fmha_sm100.decode_wrapper import SparseDecodePagedAttentionWrapper
+from fmha_sm100.csr_attention import Options, Result, attend
+from fmha_sm100.decode import SparseDecodePagedAttentionWrapper, sparse_decode_atten_func
 from fmha_sm100.fp4_indexer import (
     fp4_indexer_block_scores,
     fp4_indexer_mma_scale_shape,
@@ -21,11 +20,14 @@ from fmha_sm100.fp4_indexer import (
     fp4_indexer_mma_scale_stride,
     fp4_indexer_reorder_scales_for_mma_cute,
 )
-from fmha_sm100.k2q import SparseK2qCsrBuilderSm100, build_k2q_csr
-from fmha_sm100.k2q_reference import build_k2q_csr_torch_reference, k2q_to_q2k, q2k_to_k2q
-from fmha_sm100.k2q_rows import length
-from fmha_sm100.k2q_schedule import SparseAttentionSchedule
-from fmha_sm100.nvfp4 import (
+from fmha_sm100.k2q import (
+    SparseK2qCsrBuilderSm100,
+    build_k2q_csr,
+    build_k2q_csr_torch_reference,
+    k2q_to_q2k,
+    q2k_to_k2q,
+)
+from fmha_sm100.nvfp4_kv import (
     Nvfp4QuantizedTensor,
     dequantize_nvfp4_128x4_to_bf16,
     nvfp4_global_scale_from_amax,
@@ -35,7 +37,8 @@ from fmha_sm100.nvfp4 import (
     quantize_kv_bf16_to_nvfp4_128x4,
     swizzle_nvfp4_scale_to_128x4,
 )
-from fmha_sm100.operands import Scale, check_operands
+from fmha_sm100.operands import Operands, Scale, check_operands, length
+from fmha_sm100.schedules import DecodeAttentionSchedule, SparseAttentionSchedule
 from openmsa.runtime import checks
 
 __all__ = [
@@ -98,7 +101,7 @@ def sparse_atten_func(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> Result:
-    """Softmax attention of every query over the blocks that `build_k2q_csr` turned around.
+    """Computes softmax attention of every query over its selected blocks, given in the form of `build_k2q_csr`.
 
     q:               ``[total_q, num_q_heads, head_dim]``, bfloat16, float16, float32, float64 or float8_e4m3fn; any strides.
     k, v:            ``[total_k, num_kv_heads, head_dim]`` (total_k may exceed the keys in use) or, with `page_table`, pools
@@ -114,9 +117,9 @@ def sparse_atten_func(
     q_scale, k_scale, v_scale, output_scale:  numbers, or float32 tensors on the device: one element; for e4m3 operands also
                      ``[heads]`` and, with pages, ``[num_pages, heads or 1]``. The first three belong to their operand, the
                      last one multiplies the output.
-    schedule, partial_dtype, usable_SM_count, qk_dtype, pv_dtype, enable_fp16_softmax:  accepted; all but the last checked. Our
-                     kernels plan their own work, and products, weights and partial results are never less precise than the
-                     operands' dtypes ask for.
+    schedule, partial_dtype, usable_SM_count, qk_dtype, pv_dtype, enable_fp16_softmax:  accepted and not needed; all but the
+                     last are checked. The kernels plan their own work, and products, weights and partial results are never
+                     less precise than the operands' dtypes ask for.
 
     Returns out ``[total_q, num_q_heads, head_dim]`` in q's dtype (bfloat16 for e4m3 queries) | (out, lse) | (out, lse,
     temperature lse); lse float32 ``[total_q, num_q_heads]``, natural logarithm. A query with nothing to read: 0 and -inf.
@@ -151,11 +154,7 @@ def sparse_atten_func(
         usable_SM_count=usable_SM_count,
         out=out,
     )
-    query, q_factor = operands.stored("q", q, q_scale)
-    keys, k_factor = operands.stored("k", k, k_scale)
-    stored_v, v_factor = operands.stored("v", v, v_scale)
-    values, out_factor = operands.scaled(stored_v, operands.times(v_factor, output_scale))
-    return attend(query, keys, values, options, q_factor * k_factor, out_factor)
+    return attend(Operands.of(q, k, v, q_scale, k_scale, v_scale).scaled(output_scale), options)
 
 
 def sparse_atten_nvfp4_kv_func(
@@ -191,7 +190,7 @@ def sparse_atten_nvfp4_kv_func(
     q_scale: Scale = None,
     kv_layout: str = "legacy",
 ) -> Result:
-    """`sparse_atten_func` with K and V in NVFP4.
+    """Computes what `sparse_atten_func` computes, with K and V in NVFP4.
 
     k, v:          uint8 ``[total_k, num_kv_heads, head_dim // 2]`` or, with `page_table`, pools ``[num_pages, num_kv_heads,
                    page_size, head_dim // 2]``, two E2M1 codes a byte, low nibble first; any strides.
@@ -238,5 +237,4 @@ def sparse_atten_nvfp4_kv_func(
         checks.tensor("page_table", page_table, "[batch, max_pages]", (torch.int32,))
         pages = page_table[:, : -(-length("max_seqlen_k", max_seqlen_k) // max(k.shape[2], 1))]
     values = nvfp4_operand("v", v, v_scale_128x4, v_global_scale, kv_layout, pages)
-    scaled, out_factor = operands.scaled(values, operands.times(1.0, output_scale))
-    return attend(query, keys, scaled, options, q_factor, out_factor)
+    return attend(Operands(query, keys, values, q_factor, 1.0).scaled(output_scale), options)

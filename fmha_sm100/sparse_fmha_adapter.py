@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`sparse_fmha_plan` and `sparse_fmha`: attention over selected pages, planned by requests; names of the public adapter."""
+"""`sparse_fmha_plan` and `sparse_fmha`, the names of the public adapter: attention over selected pages, planned by requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sparse_fmha_plan(
     device: torch.device | str | int | None = None,
     max_kv_len: int | None = None,
 ) -> dict[str, Any]:
-    """The plan of `sparse_fmha`: `_fmha_sm100_plan` with ``sparse_kernel_mode="prefill"``, a row for each request.
+    """Plans `sparse_fmha` as `_fmha_sm100_plan` does with ``sparse_kernel_mode="prefill"``, with a row for each request.
 
     The same as the public function: names, order, defaults, a dict with "MM-SA-Nv". Better: kv_block_num from 1 to 64, page
     sizes from 16 to 256, ``causal=False``. output_maxscore must be False, as there.
@@ -80,8 +80,8 @@ def sparse_fmha(
     return_lse: bool = False,
     lse: Tensor | None = None,
 ) -> Results:
-    """`fmha_sm100` over selected pages, for the dict of `sparse_fmha_plan`; returns ``(out, None)``, with `return_lse` or `lse`
-    a third item.
+    """Does what `fmha_sm100` does over selected pages, for the dict of `sparse_fmha_plan`. Returns ``(out, None)``, with
+    `return_lse` or `lse` a third item.
 
     The same as the public function: names, order, defaults. Better: every scale is honoured, `out` is really used, nothing is
     read on the host, and where kv_block_indexes has num_qo_heads heads each keeps its own selection.
@@ -89,23 +89,15 @@ def sparse_fmha(
     if kv_block_indexes is None:
         raise ValueError("kv_block_indexes must be given, got None")
     return _fmha_sm100(
-        q,
-        k,
-        v,
-        plan_info,
-        kv_indices,
-        kv_block_indexes,
-        q_offset_override,
-        out,
-        max_score,
-        sm_scale,
-        q_scale,
-        k_scale,
-        v_scale,
-        o_scale,
-        output_maxscore,
-        output_o,
-        check_input_valid,
+        *(q, k, v, plan_info, kv_indices, kv_block_indexes, q_offset_override, out, max_score),
+        sm_scale=sm_scale,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        o_scale=o_scale,
+        output_maxscore=output_maxscore,
+        output_o=output_o,
+        check_input_valid=check_input_valid,
         return_lse=return_lse,
         lse=lse,
     )

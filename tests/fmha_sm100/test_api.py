@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from fmha_sm100 import launch
+from fmha_sm100 import call
 from fmha_sm100.api import _fmha_sm100, _fmha_sm100_plan, fmha_sm100, fmha_sm100_plan
 from fmha_sm100.sparse_fmha_adapter import sparse_fmha, sparse_fmha_plan
 from openmsa.testing.inputs import strided
@@ -136,7 +136,7 @@ def test_scores_are_taken_some_queries_at_a_time(device, monkeypatch):
     here = p.to(device)
     plan = _fmha_sm100_plan(*lengths(p), 2, 1, torch.tensor(p.offsets), output_maxscore=True, device=device)
     _, whole = _fmha_sm100(here.index_q, here.index_k, None, plan, output_o=False)
-    monkeypatch.setattr(launch, "SCORES_AT_ONCE", 60)
+    monkeypatch.setattr(call, "SCORES_AT_ONCE", 60)
     _, pieces = _fmha_sm100(here.index_q, here.index_k, None, plan, output_o=False)
     assert_scores("max_score", pieces.transpose(1, 2), p)
     assert_scores("max_score", whole.transpose(1, 2), p)
@@ -283,7 +283,7 @@ def test_one_long_sequence(monkeypatch, fixed):
     if fixed:
         rows = torch.arange(len(p.q_lens)).repeat_interleave(torch.tensor(p.q_lens))
         plan[3]["kv_page_indptr"][:-1].copy_(rows * width)
-    monkeypatch.setattr(launch, "reads_one_long_sequence", lambda call: True)
+    monkeypatch.setattr(call, "reads_one_long_sequence", lambda call: True)
     options = {"kv_indices": table, "kv_block_indexes": blocks, "return_lse": True}
     out, _, lse = fmha_sm100(p.q, k, v, plan, **options)
     assert_results((out, lse), truth(p, blocks, 16))

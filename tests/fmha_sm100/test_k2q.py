@@ -4,10 +4,8 @@
 import pytest
 import torch
 
-from fmha_sm100 import k2q_sort
-from fmha_sm100.k2q_rows import NOTHING, Rows
-from fmha_sm100.k2q_selection import rebuilt, selection
-from fmha_sm100.k2q_sort import sort_heads
+from fmha_sm100 import k2q_rows
+from fmha_sm100.k2q_rows import NOTHING, Rows, rebuilt, selection, sort_heads
 from fmha_sm100.sparse import (
     SparseK2qCsrBuilderSm100,
     build_k2q_csr,
@@ -164,7 +162,7 @@ def test_many_entries_are_sorted_a_head_at_a_time(monkeypatch):
     expected = [*csr(p, blocks, BLOCK), csr(p, blocks, BLOCK, return_schedule=True)[2].qsplit_indices]
     rows = Rows.of(p.seqs.cu_seqlens_q, p.seqs.cu_seqlens_k, BLOCK, 25)
     selected = selection(*expected[:2], 4, 9, not_needed, BLOCK)
-    monkeypatch.setattr(k2q_sort, "LARGE", 5)
+    monkeypatch.setattr(k2q_rows, "LARGE", 5)
     *parts, schedule = csr(p, blocks, BLOCK, return_schedule=True)
     for name, a, b in zip(("row_ptr", "queries", "qsplit"), [*parts, schedule.qsplit_indices], expected, strict=True):
         assert_equal(name, a, b)

@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fmha_sm100 import launch, rows
+from fmha_sm100 import call, plan_rows
 from fmha_sm100.api import fmha_sm100, fmha_sm100_plan
 from openmsa.testing.compare import assert_equal
 from tests.contract import CUDA
@@ -23,7 +23,7 @@ def both(monkeypatch):
     def run(function, *args):
         found = []
         for kernels in (False, True):
-            monkeypatch.setattr(rows, "uses_kernels", lambda tensor, kernels=kernels: kernels)
+            monkeypatch.setattr(plan_rows, "uses_kernels", lambda tensor, kernels=kernels: kernels)
             found.append(function(*args))
         return found
 
@@ -38,8 +38,8 @@ def test_page_tables(both, fixed):
     plan["kv_page_indptr"][-2] = table.numel() - 1
     plan["kv_page_indptr"][1] = -3
     for wide in (table, table.new_full((table.numel(), 2), 9).select(1, 1).copy_(table)):
-        assert_equal("page_table", *both(rows.page_table, plan, wide, 16, None))
-        assert_equal("page_table", *both(rows.page_table, plan, wide, 16, 5))
+        assert_equal("page_table", *both(plan_rows.page_table, plan, wide, 16, None))
+        assert_equal("page_table", *both(plan_rows.page_table, plan, wide, 16, 5))
 
 
 def test_one_long_sequence(both):
@@ -48,7 +48,7 @@ def test_one_long_sequence(both):
     plan = fmha_sm100_plan(*lengths(p), 4, page_size=16, kv_block_num=3, device=DEVICE)[3]
     plan["kv_page_indptr"][2], plan["kv_page_indptr"][3], plan["qo_offset"][0] = -1, 1000, -2
     for ids in (blocks, blocks.transpose(1, 2).contiguous().transpose(1, 2), blocks[:, :1].expand(-1, 3, -1)):
-        found = both(rows.one_long_sequence, plan, plan["qo_offset"], ids, 37, 16)
+        found = both(plan_rows.one_long_sequence, plan, plan["qo_offset"], ids, 37, 16)
         for name, torch_one, triton_one in zip(("blocks", "keys", "position"), *found, strict=True):
             assert_equal(name, triton_one, torch_one)
 
@@ -58,8 +58,8 @@ def test_scores(monkeypatch, layout):
     p = batch("mixed", torch.float32 if DEVICE == "cpu" else torch.bfloat16)
     here = p.to(DEVICE)
     plan = fmha_sm100_plan(*lengths(p), 2, output_maxscore=True, device=DEVICE, block_size=16)
-    monkeypatch.setattr(rows, "uses_kernels", lambda tensor: True)
-    monkeypatch.setattr(launch, "SCORES_AT_ONCE", 900)
+    monkeypatch.setattr(plan_rows, "uses_kernels", lambda tensor: True)
+    monkeypatch.setattr(call, "SCORES_AT_ONCE", 900)
     total, tiles = len(p.q), plan[3]["max_k_tiles"]
     scores = torch.full((2, tiles, total) if layout == "HKT" else (total, 2, tiles), 5.0, device=DEVICE)
     fmha_sm100(here.index_q, here.index_k, None, plan, max_score=scores, output_o=False)
@@ -72,8 +72,8 @@ def test_a_decode_step(monkeypatch):
     p = batch("short", torch.float32 if DEVICE == "cpu" else torch.bfloat16)
     here, blocks = p.to(DEVICE), selection(p, 16)
     k, v, _, table, _ = pages(here, 16)
-    monkeypatch.setattr(rows, "uses_kernels", lambda tensor: True)
-    monkeypatch.setattr(launch, "reads_one_long_sequence", lambda call: True)
+    monkeypatch.setattr(plan_rows, "uses_kernels", lambda tensor: True)
+    monkeypatch.setattr(call, "reads_one_long_sequence", lambda call: True)
     plan = fmha_sm100_plan(*lengths(p), 4, page_size=16, kv_block_num=3, device=DEVICE)
     out, _, lse = fmha_sm100(*(here.q, k, v, plan), kv_indices=table, kv_block_indexes=blocks.to(DEVICE), return_lse=True)
     assert_results((out, lse), truth(p, blocks, 16))

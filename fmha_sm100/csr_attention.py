@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""What `sparse_atten_func` and its NVFP4 relative share: checks, the selection, attention, and the forms of the result."""
+"""Attention over a selection in the CSR form of `build_k2q_csr`: what `sparse_atten_func` and `sparse_atten_nvfp4_kv_func`
+share, from the checks of their arguments to the forms of their result."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fmha_sm100 import operands
-from fmha_sm100.k2q_rows import Rows, checked_starts, given_longest
-from fmha_sm100.k2q_schedule import SparseAttentionSchedule
-from fmha_sm100.k2q_selection import selection
+from fmha_sm100.k2q_rows import Rows, selection
+from fmha_sm100.operands import Lengths, Operands
+from fmha_sm100.schedules import SparseAttentionSchedule
 from openmsa import E4M3, sparse_attention
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
 from openmsa.runtime import checks
@@ -23,7 +24,7 @@ Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of a call that do not depend on the formats of its operands."""
+    """The arguments of a call that do not depend on the formats of its operands; see `sparse_atten_func`."""
 
     k2q_row_ptr: Tensor
     k2q_q_indices: Tensor
@@ -46,7 +47,7 @@ class Options:
     out: Tensor | None
 
     def check(self, q: Tensor, num_kv_heads: int) -> None:
-        """Everything but the lengths."""
+        """Checks everything but the lengths; `q` holds the queries, or their codes."""
         operands.flags(
             causal=self.causal,
             return_softmax_lse=self.return_softmax_lse,
@@ -80,6 +81,7 @@ class Options:
         self._check_schedule(q.shape[0], num_kv_heads)
 
     def _check_schedule(self, total_q: int, num_kv_heads: int) -> None:
+        """Checks that a schedule, which nothing here reads, is one and was made for these queries and heads."""
         if self.schedule is None:
             return
         if not hasattr(self.schedule, "scheduler_metadata"):
@@ -90,29 +92,23 @@ class Options:
                 raise ValueError(f"schedule must be of this call's queries and heads {(total_q, num_kv_heads)}, got {shape}")
 
 
-def attend(
-    q: Tensor | E4M3,
-    k: operands.Rows,
-    v: operands.Rows,
-    options: Options,
-    logit_factor: float,
-    out_factor: float | Tensor,
-) -> Result:
-    """The call itself. logit_factor: on top of the softmax scale. out_factor: on the output."""
-    rows = q.data if isinstance(q, E4M3) else q
-    options.check(rows, k.shape[1])
+def attend(given: Operands, options: Options) -> Result:
+    """Computes attention over the selection that `options` names and returns what `sparse_atten_func` returns."""
+    q, k, v = given.q, given.k, given.v
+    options.check(q.data if isinstance(q, E4M3) else q, k.shape[1])
     total_q, heads, head_dim = q.shape
     if options.out is not None:
         operands.check_out("out", options.out, (total_q, heads, head_dim), out_dtype(q), q.device)
     scale = head_dim**-0.5 if options.softmax_scale is None else checks.scale("softmax_scale", options.softmax_scale)
-    cu_q, cu_k = checked_starts(options.cu_seqlens_q, options.cu_seqlens_k, total_q, q.device)
-    max_q = given_longest("max_seqlen_q", options.max_seqlen_q, cu_q)
-    max_k = given_longest("max_seqlen_k", options.max_seqlen_k, cu_k)
+    cu_q, cu_k = operands.checked_starts(options.cu_seqlens_q, options.cu_seqlens_k, total_q, q.device)
+    max_q = operands.given_longest("max_seqlen_q", options.max_seqlen_q, cu_q)
+    max_k = operands.given_longest("max_seqlen_k", options.max_seqlen_k, cu_k)
+    lengths = Lengths(cu_q, max_q, max_k, options.causal)
     if options.page_table is None:
-        keys = operands.flat(k, v, cu_q, cu_k, max_q, max_k, options.causal)
+        keys = lengths.over_packed(k, v, cu_k)
     else:
         lens = cu_k.diff() if options.seqused_k is None else options.seqused_k
-        keys = operands.paged(k, v, options.page_table, lens, cu_q, max_q, max_k, options.causal)
+        keys = lengths.over_pages(k, v, options.page_table, lens)
     levels = -(-max_k // options.blk_kv)
     blocks = selection(
         *(options.k2q_row_ptr, options.k2q_q_indices, options.topK, total_q),
@@ -121,10 +117,11 @@ def attend(
     )
 
     def run(softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """Returns the output and the lse, which is empty where nobody asks for it."""
         result = sparse_attention(
             *(q, keys.k, keys.v, blocks, keys.seqs),
             block_size=options.blk_kv,
-            softmax_scale=softmax_scale * logit_factor,
+            softmax_scale=softmax_scale * given.logit_factor,
             return_lse=options.return_softmax_lse,
         )
         if isinstance(result, Tensor):
@@ -132,7 +129,7 @@ def attend(
         return result
 
     result, lse = run(scale)
-    result = operands.write_out(options.out, result, out_factor)
+    result = operands.write_out(options.out, result, given.out_factor)
     if not options.return_softmax_lse:
         return result
     if not options.return_temperature_lse:

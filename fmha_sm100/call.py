@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The three things `fmha_sm100` does with a checked call: scores alone, dense attention, attention over selected blocks."""
+"""A checked call of `fmha_sm100` and the three things it may be: scores alone, dense attention, attention over blocks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmha_sm100 import rows
+from fmha_sm100 import plan_rows
 from fmha_sm100.operands import Rows, scaled, write_out
+from fmha_sm100.plan_rows import Plan
 from openmsa import E4M3, PagedIndexKeys, PagedKV, sparse_attention
 from openmsa.block_scores import STAGE as SCORING
 from openmsa.dense_attention import STAGE as DENSE
@@ -18,50 +19,62 @@ from openmsa.dense_attention import check_dense
 from openmsa.inputs import check_scoring
 from openmsa.types import Layout, Sequences
 
-SCORES_AT_ONCE = 1 << 27  # scores of the queries that are taken at a time, so that scratch stays small beside the result
+SCORES_AT_ONCE = 1 << 27
+"""Queries are scored in chunks of at most so many scores, so that scratch memory stays small beside the result."""
+
 INT32 = 2**31
 
 
 @dataclass(frozen=True)
 class Call:
-    """Checked arguments, the plan's tensors on the device of the queries."""
+    """The checked arguments of one call, with the plan's tensors on the device of the queries."""
 
-    q: Tensor | E4M3
-    k: Rows
-    v: Rows
-    plan: dict[str, Any]
-    offset: Tensor  # int32 [rows]
-    kv_indices: Tensor | None
-    blocks: Tensor | None
+    q: Tensor | E4M3  # [total_q, num_qo_heads, head_dim]
+    k: Rows  # [total_kv, num_kv_heads, head_dim], or a pool [num_pages, num_kv_heads, page_size, head_dim]
+    v: Rows  # the shape of k
+    plan: Plan
+    offset: Tensor  # int32 [rows], the position of each row's first query
+    kv_indices: Tensor | None  # int32, the page table; None: the keys are packed
+    blocks: Tensor | None  # int32 [total_q, heads, topk]; None: every visible key is read
     softmax_scale: float
     out_scale: float
-    out: Tensor | None
-    lse: Tensor | None
-    max_score: Tensor | None  # as a view [num_qo_heads, total_q, max_k_tiles]
+    out: Tensor | None  # the caller's buffer for the output; None: a new one
+    lse: Tensor | None  # the caller's buffer for the lse; None: a new one
+    max_score: Tensor | None  # float32 [num_qo_heads, total_q, max_k_tiles], a view of the buffer; None: not asked for
     wants_out: bool
     wants_lse: bool
 
     @property
     def page_size(self) -> int:
+        """The keys of a page of the pools."""
         return self.k.shape[2]
 
     def keys(self, max_keys: int | None) -> tuple[Rows | PagedKV, Rows | None, Sequences]:
-        """Keys, values and lengths as the stages take them. max_keys: a bound on the keys of a request."""
+        """Returns keys, values and lengths as the stages take them. max_keys is a bound on the keys of a request, or None."""
         bounds = [n for n in (max_keys, self.plan["max_kv_len"]) if n is not None]
         if self.kv_indices is None:
             total = self.k.shape[0]
-            return self.k, self.v, rows.packed(self.plan, self.offset, total, min([total, *bounds]))
+            return self.k, self.v, plan_rows.packed(self.plan, self.offset, total, min([total, *bounds]))
         pages = -(-min(bounds) // self.page_size) if bounds else None
-        table = rows.page_table(self.plan, self.kv_indices, self.page_size, pages)
-        return PagedKV(self.k, self.v, table, self.plan["kv_segment_lens"]), None, rows.paged(self.plan, self.offset)
+        table = plan_rows.page_table(self.plan, self.kv_indices, self.page_size, pages)
+        return PagedKV(self.k, self.v, table, self.plan["kv_segment_lens"]), None, plan_rows.paged(self.plan, self.offset)
+
+    def run(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Computes what the call asks for. Returns out, of `dtype` where it is new, and lse; None what is not asked for."""
+        if self.q.numel() == 0 or self.k.numel() == 0:
+            return nothing(self, dtype)
+        if self.blocks is not None:
+            return attend_blocks(self, self.blocks)
+        if self.wants_out or self.wants_lse:
+            return attend_densely(self)
+        score(self)
+        return None, None
 
 
 def score(call: Call) -> None:
-    """Writes the max scores of the tiles that each query sees, some queries at a time."""
+    """Writes the max scores of the tiles that each query sees, a chunk of the queries at a time."""
     assert call.max_score is not None
     tiles, block_size = call.max_score.shape[2], call.plan["block_size"]
-    if call.q.numel() == 0 or call.k.numel() == 0:
-        return
     k, _, seqs = call.keys(tiles * block_size)
     keys = PagedIndexKeys(k.k, k.page_table, k.seq_lens) if isinstance(k, PagedKV) else k
     scoring = check_scoring(call.q, keys, seqs, block_size, False)
@@ -76,11 +89,12 @@ def score(call: Call) -> None:
 
 
 def write_scores(call: Call, scores: Tensor, layout: Layout, own: slice) -> None:
-    """scores: ``[num_qo_heads, queries, tiles]`` of the queries `own`: the tiles that each sees go into the result."""
+    """Copies into the caller's buffer the scores ``[num_qo_heads, queries, tiles]`` of the queries in the slice `own`, only
+    those of tiles that the query sees."""
     assert call.max_score is not None
     block_size, tiles = call.plan["block_size"], min(call.max_score.shape[2], scores.shape[2])
     scores = scores[..., :tiles]
-    if rows.uses_kernels(scores):
+    if plan_rows.uses_kernels(scores):
         from fmha_sm100 import triton_rows
 
         lengths = (call.plan["qo_segment_offsets"], call.plan["kv_segment_lens"], call.offset)
@@ -92,7 +106,7 @@ def write_scores(call: Call, scores: Tensor, layout: Layout, own: slice) -> None
 
 
 def attend_densely(call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """out and lse over all visible keys; the max scores are written where they are wanted."""
+    """Returns out and lse over all visible keys, and writes the max scores where they are asked for."""
     scaled_v, factor = scaled(call.v, call.out_scale)
     k, v, seqs = replace(call, v=scaled_v).keys(None)
     wanted = (call.wants_out, call.wants_lse, call.max_score is not None)
@@ -105,37 +119,37 @@ def attend_densely(call: Call) -> tuple[Tensor | None, Tensor | None]:
     return (write_out(call.out, found[0], factor) if call.wants_out else None), lse
 
 
-def attend_blocks(call: Call) -> tuple[Tensor, Tensor | None]:
-    """out and lse over the selected blocks. A selection for each query head takes one launch a head of a group."""
+def attend_blocks(call: Call, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns out and lse over the selected blocks, int32 ``[total_q, heads, topk]``.
+
+    The kernels read one selection for all query heads of a KV head. Where each query head has a selection of its own, the
+    first members of all groups attend in one launch, the second members in the next, and so on.
+    """
     v, factor = scaled(call.v, call.out_scale)
     call = replace(call, v=v)
-    assert call.blocks is not None
-    blocks, kv_heads = call.blocks, call.k.shape[1]
+    kv_heads = call.k.shape[1]
     group = call.q.shape[1] // kv_heads
     if blocks.shape[1] in (1, kv_heads) or blocks.stride(1) == 0:
-        blocks = blocks if blocks.shape[1] in (1, kv_heads) else blocks[:, :kv_heads]
-        out, lse = _attend(replace(call, blocks=blocks))
+        out, lse = _attend(call, blocks if blocks.shape[1] in (1, kv_heads) else blocks[:, :kv_heads])
     else:
         parts = []
         for member in range(group):
             own = slice(member, None, group)  # this member of every group
             q = E4M3(call.q.data[:, own], call.q.scale) if isinstance(call.q, E4M3) else call.q[:, own]
-            parts.append(_attend(replace(call, q=q, blocks=blocks[:, own])))
+            parts.append(_attend(replace(call, q=q), blocks[:, own]))
         out, lse = (torch.stack(x, 2).flatten(1, 2) for x in zip(*parts, strict=True))  # [total_q, kv_heads * group, ...]
     return write_out(call.out, out, factor), write_out(call.lse, lse) if call.wants_lse else None
 
 
-def _attend(call: Call) -> tuple[Tensor, Tensor]:
-    assert call.blocks is not None
-    blocks, block_size = call.blocks, call.plan["block_size"]
-    if call.kv_indices is not None:
-        block_size = call.page_size
+def _attend(call: Call, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns out and lse in new tensors, with a selection ``[total_q, num_kv_heads or 1, topk]``."""
+    block_size = call.plan["block_size"] if call.kv_indices is None else call.page_size
     if reads_one_long_sequence(call):
         assert call.kv_indices is not None
         flat = call.kv_indices
-        blocks, keys, position = rows.one_long_sequence(call.plan, call.offset, blocks, flat.numel(), block_size)
+        blocks, keys, position = plan_rows.one_long_sequence(call.plan, call.offset, blocks, flat.numel(), block_size)
         k: Any = PagedKV(call.k, call.v, flat.expand(keys.numel(), -1), keys)
-        v, seqs = None, rows.paged(call.plan, position)
+        v, seqs = None, plan_rows.paged(call.plan, position)
     else:
         k, v, seqs = call.keys(None)
     options = {"block_size": block_size, "softmax_scale": call.softmax_scale, "return_lse": True}
@@ -144,7 +158,7 @@ def _attend(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def reads_one_long_sequence(call: Call) -> bool:
-    """Whether to read a flat page table as it is: on a GPU, where a table of rows x pages would cost memory and time."""
+    """Says whether to read a flat page table as it is: on a GPU, where a table of rows x pages would cost memory and time."""
     if call.kv_indices is None or call.q.device.type == "cpu" or call.plan["max_qo_len"] != 1:
         return False
     one_a_row = call.plan["kv_segment_lens"].numel() == call.q.shape[0]
@@ -152,7 +166,7 @@ def reads_one_long_sequence(call: Call) -> bool:
 
 
 def nothing(call: Call, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """What a call without queries or without keys returns: zeros and -inf."""
+    """Returns zeros for out and -inf for lse, the results of a call without queries or without keys."""
     out = lse = None
     if call.wants_out:
         out = torch.zeros(call.q.shape, dtype=dtype, device=call.q.device) if call.out is None else call.out.zero_()
