@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""What stands around a launch on a GPU, one kernel each: a page table cut from the flat one, selections moved into one long
-sequence, and scores written where the caller wants them. `rows` and `launch` do the same in PyTorch."""
+"""Three kernels around a launch on a GPU: one cuts a page table from the flat one, one moves selections into one long
+sequence, and one writes scores where the caller wants them. `plan_rows` and `call` do the same in PyTorch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openmsa.primitives.operands import Scores
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 
-COLUMNS = 256  # pages of a program
-TOKENS, TILES = 32, 64  # scores of a program
+COLUMNS = 256
+"""A program of `cut_kernel` copies so many pages."""
+
+TOKENS, TILES = 32, 64
+"""A program of `write_kernel` copies the scores of so many query tokens and tiles."""
 
 
 @triton.jit(do_not_specialize=["total", "width"])
 def cut_kernel(flat, first, table, s_flat, total, width, COLUMNS: tl.constexpr):
-    """Grid (rows, ceil(width / COLUMNS)): ``table[row, j] = flat[first[row] + j]``, -1 outside the flat table."""
+    """Writes ``table[row, j] = flat[first[row] + j]``, and -1 for entries outside the flat table.
+
+    The grid is (rows, ceil(width / COLUMNS)). All tensors are int32; `table` is contiguous ``[rows, width]``.
+    """
     i_row = tl.program_id(0)
     o_c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     o_at = tl.load(first + i_row) + o_c
@@ -48,7 +55,11 @@ def shift_kernel(
     ENTRIES: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Grid (rows): see `fmha_sm100.rows.one_long_sequence`. ENTRIES: HEADS * TOPK, rounded up to a power of two."""
+    """Computes `fmha_sm100.plan_rows.one_long_sequence`, a row a program of the grid (rows).
+
+    All tensors are int32. `blocks` ``[rows, HEADS, TOPK]`` has any strides, and `shifted` of that shape is contiguous. ENTRIES
+    is HEADS * TOPK rounded up to a power of two, and PAGE the keys of a page.
+    """
     i_row = tl.program_id(0)
     i_first = tl.load(first + i_row)
     n_seen = tl.maximum(tl.minimum(tl.load(lens + i_row), tl.load(offset + i_row) + 1), 0)
@@ -71,12 +82,6 @@ def write_kernel(
     starts,
     lens,
     offset,
-    s_sh,
-    s_st,
-    s_sb,
-    s_th,
-    s_tt,
-    s_tb,
     start,
     count,
     tiles,
@@ -86,13 +91,18 @@ def write_kernel(
     TOKENS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Grid (ceil(count / TOKENS), ceil(tiles / TILES), heads): scores ``[heads, count, tiles]`` of the tokens from `start` on
-    into target ``[heads, total_q, tiles]``, where a token sees a key of the tile. steps: of the search for its row."""
+    """Copies the scores of tiles in which a query token sees a key, of the `count` tokens from the packed token `start` on.
+
+    The grid is (ceil(count / TOKENS), ceil(tiles / TILES), heads). `scores` and `target` are `Scores` of ``[heads, count,
+    tiles]`` and ``[heads, total_q, tiles]``. Each token belongs to one of `rows` rows, found by a binary search of `steps`
+    steps; the int32 tensors starts ``[rows + 1]``, lens and offset ``[rows]`` hold the rows' first tokens, their keys and the
+    positions of their first tokens. BLOCK is the keys of a tile.
+    """
     o_t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     i_h = tl.program_id(2).to(tl.int64)
     m_t = o_t < count
     i_t = start + o_t
-    low = tl.zeros([TOKENS], tl.int32)  # the last row whose first token is not behind this one
+    low = tl.zeros([TOKENS], tl.int32)  # becomes the last row whose first token is not behind this one
     high = tl.zeros([TOKENS], tl.int32) + rows
     for _ in tl.range(0, steps):
         middle = (low + high) // 2
@@ -101,16 +111,18 @@ def write_kernel(
         low = tl.where(behind, low, middle)
     i_last = tl.load(offset + low, mask=m_t, other=0) + i_t - tl.load(starts + low, mask=m_t, other=0)
     i_last = tl.minimum(i_last, tl.load(lens + low, mask=m_t, other=0) - 1)
-    n_seen = tl.maximum(i_last + BLOCK, 0) // BLOCK  # [TOKENS] tiles
+    n_seen = tl.maximum(i_last + BLOCK, 0) // BLOCK  # [TOKENS], the tiles that each token sees
     o_b = tl.program_id(1) * TILES + tl.arange(0, TILES)
     mask = m_t[:, None] & (o_b[None, :] < tiles) & (o_b[None, :] < n_seen[:, None])
-    p_s = scores + i_h * s_sh + o_t.to(tl.int64)[:, None] * s_st + o_b.to(tl.int64)[None, :] * s_sb
-    p_t = target + i_h * s_th + i_t.to(tl.int64)[:, None] * s_tt + o_b.to(tl.int64)[None, :] * s_tb
+    o_b64 = o_b.to(tl.int64)[None, :]
+    p_s = scores.maxima + i_h * scores.s_head + o_t.to(tl.int64)[:, None] * scores.s_token + o_b64 * scores.s_block
+    p_t = target.maxima + i_h * target.s_head + i_t.to(tl.int64)[:, None] * target.s_token + o_b64 * target.s_block
     tl.store(p_t, tl.load(p_s, mask=mask, other=0.0).to(tl.float32), mask=mask)
 
 
 def cut(flat: Tensor, first: Tensor, width: int) -> Tensor:
-    """int32 ``[rows, width]`` from the flat page table and the place of each row's first page, int32 ``[rows]``."""
+    """Returns the page table int32 ``[rows, width]``, cut from the flat one at the place of each row's first page, int32
+    ``[rows]``."""
     table = torch.empty((first.numel(), width), dtype=torch.int32, device=flat.device)
     if table.numel():
         launch_kernel(
@@ -131,7 +143,7 @@ def cut(flat: Tensor, first: Tensor, width: int) -> Tensor:
 def shift(
     blocks: Tensor, first: Tensor, lens: Tensor, offset: Tensor, num_pages: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `fmha_sm100.rows.one_long_sequence`."""
+    """Returns what `fmha_sm100.plan_rows.one_long_sequence` describes; `first` holds where each row's pages start."""
     rows, heads, topk = blocks.shape
     shifted = torch.empty((rows, heads, topk), dtype=torch.int32, device=blocks.device)
     keys, position = torch.empty((2, rows), dtype=torch.int32, device=blocks.device)
@@ -150,7 +162,8 @@ def shift(
 
 
 def write(scores: Tensor, target: Tensor, start: int, starts: Tensor, lens: Tensor, offset: Tensor, block_size: int) -> None:
-    """scores: ``[heads, count, tiles]`` of tokens from `start` on; target: ``[heads, total_q, tiles or more]``, any strides."""
+    """Copies scores ``[heads, count, tiles]`` of the tokens from `start` on into target ``[heads, total_q, tiles or more]``,
+    both of any strides, where a token sees a key of the tile; starts, lens and offset are as in `write_kernel`."""
     heads, count, tiles = scores.shape
     grid = (ceil_div(count, TOKENS), ceil_div(tiles, TILES), heads)
     if 0 in grid:
@@ -159,20 +172,9 @@ def write(scores: Tensor, target: Tensor, start: int, starts: Tensor, lens: Tens
     launch_kernel(
         write_kernel,
         grid,
-        *(
-            scores,
-            target,
-            starts,
-            lens,
-            offset,
-            *scores.stride(),
-            *target.stride(),
-            start,
-            count,
-            tiles,
-            rows,
-            rows.bit_length(),
-        ),
+        Scores(scores, *scores.stride()),
+        Scores(target, *target.stride()),
+        *(starts, lens, offset, start, count, tiles, rows, rows.bit_length()),
         BLOCK=block_size,
         TOKENS=TOKENS,
         TILES=TILES,
@@ -180,7 +182,7 @@ def write(scores: Tensor, target: Tensor, start: int, starts: Tensor, lens: Tens
 
 
 def compile_variants(arch: int) -> Iterator[Variant]:
-    """Decode of four KV heads; scores in both layouts."""
+    """Declares the variants for decode of four KV heads and for scores in both layouts."""
     del arch
     pointers: dict[str, Any] = dict.fromkeys(("flat", "first", "table"), "*i32")
     numbers = dict.fromkeys(("total", "width"), "i32")
@@ -189,8 +191,9 @@ def compile_variants(arch: int) -> Iterator[Variant]:
     numbers = dict.fromkeys(("s_row", "s_head", "num_pages"), "i32")
     sizes = {"s_slot": 1, "HEADS": 4, "TOPK": 16, "ENTRIES": 64, "PAGE": 128}
     yield Variant("shift", shift_kernel, pointers | numbers, sizes, 1)
-    pointers = dict.fromkeys(("scores", "target"), "*fp32") | dict.fromkeys(("starts", "lens", "offset"), "*i32")
-    numbers = dict.fromkeys(("s_sh", "s_st", "s_th", "start", "count", "tiles", "rows", "steps"), "i32")
-    sizes = {"s_sb": 1, "BLOCK": 128, "TOKENS": TOKENS, "TILES": TILES}
-    yield Variant("write THK", write_kernel, pointers | numbers | {"s_tt": "i32"}, sizes | {"s_tb": 1}, 4)
-    yield Variant("write HKT", write_kernel, pointers | numbers | {"s_tb": "i32"}, sizes | {"s_tt": 1}, 4)
+    pointers = dict.fromkeys(("starts", "lens", "offset"), "*i32")
+    numbers = dict.fromkeys(("start", "count", "tiles", "rows", "steps"), "i32")
+    sizes = {"BLOCK": 128, "TOKENS": TOKENS, "TILES": TILES}
+    for layout, strides in (("THK", ("i32", 1)), ("HKT", (1, "i32"))):
+        tensors: Any = {"scores": Scores("*fp32", "i32", "i32", 1), "target": Scores("*fp32", "i32", *strides)}  # type: ignore
+        yield Variant(f"write {layout}", write_kernel, tensors | pointers | numbers, sizes, 4)

@@ -64,8 +64,7 @@ def compile_variant(variant: Variant, arch: int) -> triton.compiler.CompiledKern
     source_type = ASTSource
     if type(variant.fn).__module__.startswith("triton.experimental.gluon"):
         from triton.experimental.gluon._runtime import GluonASTSource as source_type
-    constexprs = {(variant.fn.arg_names.index(name),): value for name, value in variant.constexprs.items()}
-    source = source_type(variant.fn, variant.signature(), constexprs, variant.attributes())
+    source = source_type(variant.fn, variant.signature(), variant.constants(), variant.attributes())
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     if variant.maxnreg is not None:
         options["maxnreg"] = variant.maxnreg
