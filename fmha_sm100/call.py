@@ -37,7 +37,7 @@ class Call:
     kv_indices: Tensor | None  # int32, the page table; None: the keys are packed
     blocks: Tensor | None  # int32 [total_q, heads, topk]; None: every visible key is read
     softmax_scale: float
-    out_scale: float
+    out_scale: float | Tensor
     out: Tensor | None  # the caller's buffer for the output; None: a new one
     lse: Tensor | None  # the caller's buffer for the lse; None: a new one
     max_score: Tensor | None  # float32 [num_qo_heads, total_q, max_k_tiles], a view of the buffer; None: not asked for
@@ -152,9 +152,11 @@ def _attend(call: Call, blocks: Tensor) -> tuple[Tensor, Tensor]:
         v, seqs = None, plan_rows.paged(call.plan, position)
     else:
         k, v, seqs = call.keys(None)
-    options = {"block_size": block_size, "softmax_scale": call.softmax_scale, "return_lse": True}
-    out, lse = sparse_attention(call.q, k, v, blocks, seqs, **options)
-    return out, lse
+    result = sparse_attention(
+        *(call.q, k, v, blocks, seqs), block_size=block_size, softmax_scale=call.softmax_scale, return_lse=True
+    )
+    assert isinstance(result, tuple)  # with return_lse
+    return result
 
 
 def reads_one_long_sequence(call: Call) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fmha_sm100.call import Call
 from fmha_sm100.nvfp4_kv import nvfp4_head_slot_views, nvfp4_operand
 from fmha_sm100.operands import FP8, Operands, Scale, check_operands, stored
-from fmha_sm100.plan_rows import Plan
+from fmha_sm100.plan_rows import Plan, first_pages
 from openmsa.kv_cache.stored import check_values as check_finite
 from openmsa.runtime import checks
 
@@ -191,11 +191,14 @@ def _check_pages(call: Call, lens: Tensor) -> None:
     counts = (lens.long() + call.page_size - 1) // call.page_size  # [rows], the pages of each row
     if table.dim() == 2:
         request = call.plan["row_request"]
-        by_row = request is None or table.shape[0] != call.plan["batch_size"]
-        first = (torch.arange(lens.numel()) if by_row else request.cpu().long()) * table.shape[1]
+        if request is not None and table.shape[0] == call.plan["batch_size"]:
+            line = request.cpu().long()  # [rows], the line of the table for each row
+        else:
+            line = torch.arange(lens.numel())
+        first = line * table.shape[1]
         _none("kv_segment_lens", counts > table.shape[1], lens, f"at most what {table.shape[1]} pages hold")
     else:
-        first = call.plan["kv_page_indptr"].cpu()[:-1].long()
+        first = first_pages(call.plan).cpu().long()
         _none("kv_page_indptr", (first < 0) & (counts > 0), first, "at least 0")
     flat = table.reshape(-1)
     past = first + counts > flat.numel()

@@ -73,10 +73,10 @@ def sparse_decode_atten_func(
         check_out("out", out, tuple(q.shape), out_dtype(rows.q), q.device)
     if lse is not None:
         check_out("lse", lse, tuple(q.shape[:2]), wide_dtype(rows.q), q.device)
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else checks.scale("softmax_scale", softmax_scale)
+    scale = rows.logit_factor * (q.shape[2] ** -0.5 if softmax_scale is None else checks.scale("softmax_scale", softmax_scale))
     cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
     cache = Lengths(cu_q, seqlen_q, max_seqlen_k, causal).over_pages(rows.k, rows.v, page_table, seqused_k)
-    options = {"block_size": blk_kv, "softmax_scale": scale * rows.logit_factor, "return_lse": return_softmax_lse}
+    options: dict[str, Any] = {"block_size": blk_kv, "softmax_scale": scale, "return_lse": return_softmax_lse}
     if q2k_indices is None:
         result: Any = dense_attention(rows.q, cache.k, None, cache.seqs, **options)
     else:

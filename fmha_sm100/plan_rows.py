@@ -117,7 +117,7 @@ def page_table(plan: Plan, kv_indices: Tensor, page_size: int, max_pages: int | 
         if request is not None and kv_indices.shape[0] == plan["batch_size"]:
             return kv_indices.index_select(0, request)
         return kv_indices if kv_indices.stride(1) == 1 else kv_indices.contiguous()
-    first, flat = _first_pages(plan), kv_indices
+    first, flat = first_pages(plan), kv_indices
     width = flat.numel() if max_pages is None else min(flat.numel(), max_pages)
     if flat.device.type == "cpu" and first.numel():  # lengths may be read here
         width = min(width, -(-int(plan["kv_segment_lens"].max()) // page_size))
@@ -143,7 +143,7 @@ def one_long_sequence(
     within the flat table, -1 where the token sees none of the page's keys; int32 ``[rows]``, the keys of the flat table up to
     the token's last one (0: none); and int32 ``[rows]``, the token's position in the long sequence.
     """
-    first = _first_pages(plan)
+    first = first_pages(plan)
     if uses_kernels(blocks):
         from fmha_sm100 import triton_rows
 
@@ -156,7 +156,7 @@ def one_long_sequence(
     return shifted, keys, keys - 1
 
 
-def _first_pages(plan: Plan) -> Tensor:
+def first_pages(plan: Plan) -> Tensor:
     """Returns int32 ``[rows]``, where each row's pages start in the flat page table of a paged plan."""
     ends = plan["kv_page_indptr"]
     assert ends is not None
