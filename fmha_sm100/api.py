@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ def _fmha_sm100(
     if v is None and not output_o and not return_lse and lse is None:
         v = k
     rows = call_checks.operands(q, k, v, q_scale, k_scale, v_scale)  # type: ignore[arg-type]
-    plan = cast(Plan, plan_info)
+    plan: Plan = plan_info  # type: ignore[assignment]
     call_checks.check_plan(q, k, plan, kv_indices, kv_block_indexes, q_offset_override)
     scores = call_checks.score_buffer(q, plan, kv_block_indexes, max_score, output_maxscore, output_o)
     out_dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype

@@ -15,7 +15,7 @@ from fmha_sm100 import operands
 from fmha_sm100.k2q_rows import Rows, selection
 from fmha_sm100.operands import Lengths, Operands
 from fmha_sm100.schedules import SparseAttentionSchedule
-from openmsa import E4M3, sparse_attention
+from openmsa import E4M3, PagedKV, sparse_attention
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
 from openmsa.runtime import checks
 
@@ -94,7 +94,7 @@ class Options:
 
 def attend(given: Operands, options: Options) -> Result:
     """Computes attention over the selection that `options` names and returns what `sparse_atten_func` returns."""
-    q, k, v = given.q, given.k, given.v
+    q, k = given.q, given.k
     options.check(q.data if isinstance(q, E4M3) else q, k.shape[1])
     total_q, heads, head_dim = q.shape
     if options.out is not None:
@@ -103,12 +103,17 @@ def attend(given: Operands, options: Options) -> Result:
     cu_q, cu_k = operands.checked_starts(options.cu_seqlens_q, options.cu_seqlens_k, total_q, q.device)
     max_q = operands.given_longest("max_seqlen_q", options.max_seqlen_q, cu_q)
     max_k = operands.given_longest("max_seqlen_k", options.max_seqlen_k, cu_k)
+    keys: operands.Rows | PagedKV
+    values: operands.Rows | None
     lengths = Lengths(cu_q, max_q, max_k, options.causal)
     if options.page_table is None:
-        keys = lengths.over_packed(k, v, cu_k)
+        keys, values, seqs = lengths.over_packed(k, given.v, cu_k)
     else:
+        checks.tensor("page_table", options.page_table, "[batch, max_pages]", (torch.int32,))
+        checks.size("page_table", options.page_table, 0, cu_q.numel() - 1, "the batch of cu_seqlens_q")
         lens = cu_k.diff() if options.seqused_k is None else options.seqused_k
-        keys = lengths.over_pages(k, v, options.page_table, lens)
+        keys, seqs = lengths.over_pages(k, given.v, options.page_table, lens)
+        values = None
     levels = -(-max_k // options.blk_kv)
     blocks = selection(
         *(options.k2q_row_ptr, options.k2q_q_indices, options.topK, total_q),
@@ -119,7 +124,7 @@ def attend(given: Operands, options: Options) -> Result:
     def run(softmax_scale: float) -> tuple[Tensor, Tensor]:
         """Returns the output and the lse, which is empty where nobody asks for it."""
         result = sparse_attention(
-            *(q, keys.k, keys.v, blocks, keys.seqs),
+            *(q, keys, values, blocks, seqs),
             block_size=options.blk_kv,
             softmax_scale=softmax_scale * given.logit_factor,
             return_lse=options.return_softmax_lse,

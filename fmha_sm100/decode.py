@@ -75,13 +75,13 @@ def sparse_decode_atten_func(
         check_out("lse", lse, tuple(q.shape[:2]), wide_dtype(rows.q), q.device)
     scale = rows.logit_factor * (q.shape[2] ** -0.5 if softmax_scale is None else checks.scale("softmax_scale", softmax_scale))
     cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
-    cache = Lengths(cu_q, seqlen_q, max_seqlen_k, causal).over_pages(rows.k, rows.v, page_table, seqused_k)
+    cache, seqs = Lengths(cu_q, seqlen_q, max_seqlen_k, causal).over_pages(rows.k, rows.v, page_table, seqused_k)
     options: dict[str, Any] = {"block_size": blk_kv, "softmax_scale": scale, "return_lse": return_softmax_lse}
     if q2k_indices is None:
-        result: Any = dense_attention(rows.q, cache.k, None, cache.seqs, **options)
+        result: Any = dense_attention(rows.q, cache, None, seqs, **options)
     else:
         blocks = token_major(q2k_indices, q.shape[0], k.shape[1])
-        result = sparse_attention(rows.q, cache.k, None, blocks, cache.seqs, **options)
+        result = sparse_attention(rows.q, cache, None, blocks, seqs, **options)
     if not return_softmax_lse:
         return write_out(out, result, rows.out_factor)
     return write_out(out, result[0], rows.out_factor), write_out(lse, result[1])

@@ -41,6 +41,8 @@ class Operands(NamedTuple):
 
     def scaled(self, output_scale: Scale = None) -> Operands:
         """Moves what multiplies the output, `output_scale` included, into the scale of v where that has one."""
+        if output_scale is None and isinstance(self.out_factor, float) and self.out_factor == 1:
+            return self
         v, out_factor = scaled(self.v, times(self.out_factor, output_scale))
         return Operands(self.q, self.k, v, self.logit_factor, out_factor)
 
@@ -100,14 +102,6 @@ def scaled(v: Rows, factor: float | Tensor) -> tuple[Rows, float | Tensor]:
     return NVFP4(v.data, v.scale, factor if v.global_scale is None else v.global_scale * factor, v.layout), 1.0
 
 
-class Keys(NamedTuple):
-    """Keys and values with the lengths of the batch; v is None where k is a cache that holds both."""
-
-    k: Rows | PagedKV
-    v: Rows | None
-    seqs: Sequences
-
-
 class Lengths(NamedTuple):
     """The checked lengths of a batch and whether its queries see the keys behind them."""
 
@@ -116,29 +110,26 @@ class Lengths(NamedTuple):
     max_k: int | None
     causal: bool
 
-    def over_packed(self, k: Rows, v: Rows, cu_k: Tensor) -> Keys:
-        """Joins keys ``[total_k, num_kv_heads, head_dim]``, of which there may be more than cu_k, int32 ``[batch + 1]``,
-        counts."""
+    def over_packed(self, k: Rows, v: Rows, cu_k: Tensor) -> tuple[Rows, Rows, Sequences]:
+        """Returns keys and values ``[total_k, num_kv_heads, head_dim]``, of which there may be more than cu_k, int32 ``[batch +
+        1]``, counts, and the lengths as the stages take them."""
         if cu_k.device.type == "cpu":
             total = int(cu_k[-1])
             if total > k.shape[0]:
                 raise ValueError(f"cu_seqlens_k must not end past the keys of k ({k.shape[0]}), got {total}")
             k, v = _first(k, total), _first(v, total)
-        return Keys(k, v, Sequences(self.cu_q, cu_k, self.max_q, self.max_k, None if self.causal else cu_k.diff()))
+        return k, v, Sequences(self.cu_q, cu_k, self.max_q, self.max_k, None if self.causal else cu_k.diff())
 
-    def over_pages(self, k: Rows, v: Rows, page_table: Tensor, seq_lens: Tensor) -> Keys:
-        """Joins pools ``[num_pages, num_kv_heads, page_size, head_dim]``, their table ``[batch, max_pages]`` and the keys of
-        each sequence, ``[batch]``."""
-        batch, because = self.cu_q.numel() - 1, "the batch of cu_seqlens_q"
-        checks.tensor("page_table", page_table, "[batch, max_pages]", (torch.int32,))
-        checks.size("page_table", page_table, 0, batch, because)
+    def over_pages(self, k: Rows, v: Rows, page_table: Tensor, seq_lens: Tensor) -> tuple[PagedKV, Sequences]:
+        """Returns the cache of pools ``[num_pages, num_kv_heads, page_size, head_dim]``, their checked table ``[batch,
+        max_pages]`` and the keys of each sequence, ``[batch]``, and the lengths as the stages take them."""
         checks.tensor("seqused_k", seq_lens, "[batch]", (torch.int32, torch.int64))
-        checks.size("seqused_k", seq_lens, 0, batch, because)
+        checks.size("seqused_k", seq_lens, 0, self.cu_q.numel() - 1, "the batch of cu_seqlens_q")
         if seq_lens.device.type == "cpu":
             checks.in_range("seqused_k", seq_lens, 0, page_table.shape[1] * k.shape[2] + 1)
         seq_lens = seq_lens.to(torch.int32).contiguous()
         cache = PagedKV(k, v, page_table if page_table.stride(1) == 1 else page_table.contiguous(), seq_lens)
-        return Keys(cache, None, Sequences(self.cu_q, None, self.max_q, self.max_k, None if self.causal else seq_lens))
+        return cache, Sequences(self.cu_q, None, self.max_q, self.max_k, None if self.causal else seq_lens)
 
 
 def _first(rows: Rows, total: int) -> Rows:
@@ -186,7 +177,7 @@ def longest(name: str, bound: int | None, cu_seqlens: Tensor) -> int | None:
 
 def given_longest(name: str, bound: int, cu_seqlens: Tensor) -> int:
     """Does what `longest` does where the bound is required."""
-    found = longest(name, length(name, bound), cu_seqlens)
+    found = length(name, bound) if bound is None else longest(name, bound, cu_seqlens)
     assert found is not None
     return found
 
