@@ -77,7 +77,7 @@ def score(call: Call) -> None:
     tiles, block_size = call.max_score.shape[2], call.plan["block_size"]
     k, _, seqs = call.keys(tiles * block_size)
     keys = PagedIndexKeys(k.k, k.page_table, k.seq_lens) if isinstance(k, PagedKV) else k
-    scoring = check_scoring(call.q, keys, seqs, block_size, False)
+    scoring = check_scoring(call.q, keys, seqs, block_size, check=False)
     layout, total_q = scoring.seqs, call.q.shape[0]
     step = max(1, SCORES_AT_ONCE // max(layout.num_blocks(block_size) * call.q.shape[1], 1))
     for start in range(0, total_q, step):
@@ -109,8 +109,16 @@ def attend_densely(call: Call) -> tuple[Tensor | None, Tensor | None]:
     """Returns out and lse over all visible keys, and writes the max scores where they are asked for."""
     scaled_v, factor = scaled(call.v, call.out_scale)
     k, v, seqs = replace(call, v=scaled_v).keys(None)
-    wanted = (call.wants_out, call.wants_lse, call.max_score is not None)
-    dense = check_dense(call.q, k, v, seqs, True, call.softmax_scale, call.plan["block_size"], *wanted, False)
+    dense = check_dense(
+        *(call.q, k, v, seqs),
+        causal=True,
+        softmax_scale=call.softmax_scale,
+        block_size=call.plan["block_size"],
+        return_out=call.wants_out,
+        return_lse=call.wants_lse,
+        return_max_score=call.max_score is not None,
+        check=False,
+    )
     results = DENSE.run("auto", dense)
     found = list(results) if isinstance(results, tuple) else [results]
     if call.max_score is not None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Three kernels around a launch on a GPU: one cuts a page table from the flat one, one moves selections into one long
 sequence, and one writes scores where the caller wants them. `plan_rows` and `call` do the same in PyTorch."""
 
