@@ -173,8 +173,8 @@ def write(scores: Tensor, target: Tensor, start: int, starts: Tensor, lens: Tens
     launch_kernel(
         write_kernel,
         grid,
-        Scores(scores, *scores.stride()),
-        Scores(target, *target.stride()),
+        Scores(scores, scores.stride(0), scores.stride(1), scores.stride(2)),
+        Scores(target, target.stride(0), target.stride(1), target.stride(2)),
         *(starts, lens, offset, start, count, tiles, rows, rows.bit_length()),
         BLOCK=block_size,
         TOKENS=TOKENS,
