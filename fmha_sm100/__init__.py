@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The surface of the public `fmha_sm100` package over `openmsa`, for every device.
+"""This package offers the names of the public `fmha_sm100` package over `openmsa`, for every device.
 
 Code written for that package runs unchanged: `fmha_sm100_plan` and `fmha_sm100` (dense attention, max scores, attention over
 selected pages), `sparse_topk_select`, and what `fmha_sm100.sparse` holds. Names are loaded when first used; importing this
@@ -39,4 +39,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Lists the public names beside those that are loaded."""
     return sorted([*globals(), *_HOME])

@@ -30,10 +30,10 @@ PLAN_KEYS = (
     "max_qo_len",
     "row_index",
 )
-"""Entries by which a dict is known to be a plan."""
+"""A dict with these entries counts as a plan."""
 
 LAYOUTS = {"HKT": (0, 2, 1), "THK": (1, 0, 2)}
-"""The dimensions heads, queries and tiles in a max-score tensor of each layout."""
+"""For each layout, this says where heads, queries and tiles stand among the dimensions of a max-score tensor."""
 
 
 def fmha_sm100(
@@ -63,14 +63,14 @@ def fmha_sm100(
     out:               where to write, ``[total_q, num_qo_heads, head_dim]``, any strides.
     max_score:         where to write scores, float32 ``[num_qo_heads, max_k_tiles, total_q]`` or ``[total_q, num_qo_heads,
                        max_k_tiles]``, any strides. Only tiles that a query sees are written: fill it with -inf once.
-    sm_scale:          None: ``head_dim ** -0.5``.
-    q_scale, k_scale, v_scale, o_scale:  numbers, None: 1. The logits are ``q . k * sm_scale * q_scale * k_scale``, out is
-                       multiplied by ``v_scale * o_scale``. With float8 keys k_scale and v_scale may be float32 tensors of one
+    sm_scale:          the softmax scale; None stands for ``head_dim ** -0.5``.
+    q_scale, k_scale, v_scale, o_scale:  numbers; None stands for 1. The logits are ``q . k * sm_scale * q_scale * k_scale``, and
+                       out is multiplied by ``v_scale * o_scale``. With float8 keys k_scale and v_scale may be float32 tensors of one
                        element, read on the device (then without max scores).
     output_maxscore, output_o:  which results to compute.
-    check_input_valid: also read the values (lengths, page and block ids, NaN in q) and raise ValueError naming a bad one; on
-                       a CPU lengths and pages are always checked.
-    return_lse, lse:   (ours) also return float32 ``[total_q, num_qo_heads]``, the natural logarithm of the softmax
+    check_input_valid: whether to read the values too (lengths, page and block ids, NaN in q) and raise ValueError naming a
+                       bad one; on a CPU lengths and pages are always checked.
+    return_lse, lse:   (an addition) also return float32 ``[total_q, num_qo_heads]``, the natural logarithm of the softmax
                        denominator, in the given buffer or a new one.
 
     Returns ``(out or None, max_score or None)``, with `return_lse` or `lse` a third item. out has q's dtype, bfloat16 for
@@ -78,11 +78,12 @@ def fmha_sm100(
     visible key, without any scale; -inf elsewhere in a new buffer. Without ``max_k_tiles`` in the plan, and with
     kv_block_indexes, it is None. A query with nothing to read gives 0 and lse -inf.
 
-    The same as the public function: names, order, defaults, shapes, results. Better: any device; requests in any order; page
-    sizes 16 to 256; head dims 16 to 256; every scale honoured on every path; `out` and `max_score` really used, in mixed
-    batches too; LSE; no NaN rows; selections in any order, and really one a query head where they have num_qo_heads; launches
-    can be captured in a CUDA graph, wait for nothing and share nothing. What cannot be computed raises instead of being
-    dropped: ``output_o=False`` or `max_score` with a plan without max scores. Wrong arguments raise ValueError or TypeError.
+    Names, order, defaults, shapes and results are those of the public function. Beyond it, this one runs on any device and
+    takes requests in any order, pages of 16 to 256 keys and head dims from 16 to 256. It honours every scale on every path,
+    writes into `out` and `max_score` in mixed batches too, returns the lse, gives no NaN rows, and takes selections in any
+    order, a separate one for each query head where they have num_qo_heads. Launches can be captured in a CUDA graph, wait for
+    nothing and share nothing. What cannot be computed (``output_o=False`` or `max_score` with a plan without max scores)
+    raises instead of being dropped. Wrong arguments raise ValueError or TypeError.
     """
     if not isinstance(plan_info, tuple) or len(plan_info) != 5 or not isinstance(plan_info[3], dict) or plan_info[0]:
         raise TypeError(f"plan_info must be what fmha_sm100_plan returned, got {type(plan_info).__name__}")
@@ -180,8 +181,9 @@ def sparse_topk_select(
     number wins. A tile whose score is -inf or NaN is selected only where it is forced, so that no query of a mixed batch is
     given a tile that it cannot see.
 
-    The same as the public function: names, order, defaults, shapes, order of the result, forced tiles. Better: topk from 1 to
-    64; both layouts with any strides; num_valid_pages for each query; ties decided; no workspace; any device.
+    Names, order, defaults, shapes, the order of the result and forced tiles are those of the public function. Beyond it, this
+    one takes topk from 1 to 64, both layouts with any strides and num_valid_pages for each query, decides ties, needs no
+    workspace and runs on any device.
     """
     checks.tensor("max_score", max_score, "[heads, max_k_tiles, total_q]", (torch.float32,))
     checks.integer("topk", topk, 1, 64)

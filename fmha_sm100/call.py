@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A checked call of `fmha_sm100` and the three things it may be: scores alone, dense attention, attention over blocks."""
+"""A checked call of `fmha_sm100` is one of three things: scores alone, dense attention, or attention over selected blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INT32 = 2**31
 
 @dataclass(frozen=True)
 class Call:
-    """The checked arguments of one call, with the plan's tensors on the device of the queries."""
+    """This holds the checked arguments of one call, with the plan's tensors on the device of the queries."""
 
     q: Tensor | E4M3  # [total_q, num_qo_heads, head_dim]
     k: Rows  # [total_kv, num_kv_heads, head_dim], or a pool [num_pages, num_kv_heads, page_size, head_dim]
@@ -46,7 +46,7 @@ class Call:
 
     @property
     def page_size(self) -> int:
-        """The keys of a page of the pools."""
+        """Returns the keys of a page of the pools."""
         return self.k.shape[2]
 
     def keys(self, max_keys: int | None) -> tuple[Rows | PagedKV, Rows | None, Sequences]:

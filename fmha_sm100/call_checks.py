@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks of a call of `fmha_sm100`: its operands, how they fit the plan, and on request the values in its tensors."""
+"""Checks a call of `fmha_sm100`: its operands, how they fit the plan, and on request the values in its tensors."""
 
 from __future__ import annotations
 

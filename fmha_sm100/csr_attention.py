@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Attention over a selection in the CSR form of `build_k2q_csr`: what `sparse_atten_func` and `sparse_atten_nvfp4_kv_func`
-share, from the checks of their arguments to the forms of their result."""
+"""Computes attention over a selection in the CSR form of `build_k2q_csr`. `sparse_atten_func` and `sparse_atten_nvfp4_kv_func`
+share all of it, from the checks of their arguments to the forms of their result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of a call that do not depend on the formats of its operands; see `sparse_atten_func`."""
+    """This holds the arguments that do not depend on the formats of the operands; `sparse_atten_func` describes them."""
 
     k2q_row_ptr: Tensor
     k2q_q_indices: Tensor

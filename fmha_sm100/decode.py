@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Paged decode under the public names, dense or over a selection: in one call, or planned once and run once a layer."""
+"""Paged decode under the public names, dense or over a selection, is one call, or is planned once and run once a layer."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def sparse_decode_atten_func(
     Returns out in q's dtype (bfloat16 for e4m3), and with `return_softmax_lse` lse float32 ``[batch * seqlen_q, num_q_heads]``,
     natural logarithm. A token with nothing to read gives 0 and -inf.
 
-    The same as the public function: names, order, shapes, results. Better: `q2k_indices` is honoured (the public function
-    refuses it); any device, dtype, group size, head dim and page size; scales; `causal=False`; lengths below seqlen_q.
+    Names, order, shapes and results are those of the public function. Beyond it, this one honours `q2k_indices` (the public one
+    refuses it) and takes any device, dtype, group size, head dim and page size, scales, `causal=False` and short lengths.
     """
     check_operands(q, k, v, "head_dim", True, QUERIES)
     flags(causal=causal, return_softmax_lse=return_softmax_lse)
@@ -109,9 +109,9 @@ class SparseDecodePagedAttentionWrapper:
     The plan keeps the tensors it was given, and `run` reads them when its kernels run: lengths, page table and selection may be
     updated in place between runs, also between replays of a captured run. `run` reads nothing on the host.
 
-    The same as the public class: names, order, defaults, results, schedule attributes. Better: a selection is honoured; no
-    limit on the batch; lengths below seqlen_q and any remainder of a page; planning does not wait for the GPU. The attributes
-    of the schedule (`split_kv`, `cta_tile_q`, `request_indices`, ... of `DecodeAttentionSchedule`) follow the public rules and
+    Names, order, defaults, results and schedule attributes are those of the public class. Beyond it, this one honours a
+    selection, takes any batch, any length and any remainder of a page, and plans without waiting for the GPU. The attributes of
+    the schedule (`split_kv`, `cta_tile_q`, `request_indices`, ... of `DecodeAttentionSchedule`) follow the public rules and
     are made when first read, from the lengths of that moment (a host sync); the kernels split their own work.
     """
 

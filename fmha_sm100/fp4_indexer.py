@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Block scores from FP4 index queries and paged FP4 index keys, under the public names, over `openmsa.block_scores`.
+"""Computes block scores from FP4 index queries and paged FP4 index keys, under the public names, over `openmsa.block_scores`.
 
 Scales come in two layouts. In "public" they lie beside their rows. In "preordered_mma" they lie in 128x4 tiles (see
 `openmsa.NVFP4`), a contiguous tensor ``[L, ceil(mn / 128), ceil(groups / 4), 32, 4, 4]`` indexed by (matrix, row // 128,
@@ -29,7 +29,7 @@ Shape6 = tuple[int, int, int, int, int, int]
 
 @dataclass(frozen=True)
 class _Format:
-    """What tells the two FP4 formats apart."""
+    """This tells the two FP4 formats apart."""
 
     group: int  # the elements that share a scale
     dtype: torch.dtype  # the dtype of scales, whose bytes may also come as uint8
@@ -77,9 +77,9 @@ def fp4_indexer_block_scores(
     Returns float32 ``[num_q_heads, ceil(max_seqlen_k / 128), total_q]``; not scaled, no global scale; -inf where a block
     holds no visible key; NaN products count as -inf.
 
-    The same as the public function: names, order, defaults, layouts, result. Better: any device, strides and head counts; dims
-    that are multiples of the group up to 256; other page sizes. Queries are read as bfloat16, which holds their numbers
-    exactly (float32 on a CPU); keys stay packed. With "preordered_mma", MXFP4 key scales are copied into rows on each call.
+    Names, order, defaults, layouts and result are those of the public function. Beyond it, this one takes any device, strides,
+    head counts and page sizes, and dims that are multiples of the group up to 256. Queries are read as bfloat16 (float32 on a
+    CPU), which holds their numbers exactly. Keys stay packed; MXFP4 key scales in "preordered_mma" are copied on each call.
     """
     spec = _spec(fp4_format)
     operands.chosen("scale_layout", scale_layout, LAYOUTS)

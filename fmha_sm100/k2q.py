@@ -41,17 +41,18 @@ def build_k2q_csr(
     cu_seqlens_q, cu_seqlens_k:  int32 or int64 ``[batch + 1]``.
     total_k:        keys of the batch; 0 where the caller does not know it (a paged cache). Required, as in the public package.
     max_seqlen_k, max_seqlen_q:  the longest sequences or bounds on them; both required with `return_schedule`.
-    total_rows:     sum over the sequences of their blocks. None: on a CPU exactly that; on a GPU, where the lengths are not
-                    read, exact for one sequence or when all have max_seqlen_k keys, else a bound (rows behind the last hold
-                    nothing).
+    total_rows:     the blocks of all sequences. None stands on a CPU for exactly that; on a GPU, where the lengths are not
+                    read, for a number that is exact for one sequence or when all have max_seqlen_k keys, and else a bound (rows
+                    behind the last hold nothing).
 
     Returns k2q_row_ptr int32 ``[num_kv_heads, total_rows + 1]`` and k2q_q_indices int32 ``[num_kv_heads, total_q * topk]``:
     the queries, counted from the start of their sequence, that read each row's block, ascending; -1 behind the last. Row order
     is level by level (`k2q_rows`). With `return_schedule` also a `SparseAttentionSchedule`, made when it is first read.
 
-    The same as the public function: names, order, shapes, row order, values, two or three results. Better: runs on any
-    device; topk from 1 to 64 and blocks of 16 to 256 keys; strided `q2k_indices`; -1 anywhere; the order of items and, with
-    it, every bit of the result is fixed; wrong arguments raise ValueError or TypeError naming argument, rule and value.
+    Names, order, shapes, row order, values and the two or three results are those of the public function. Beyond it, this one
+    runs on any device and takes topk from 1 to 64, blocks of 16 to 256 keys, strided `q2k_indices` and -1 anywhere. The order
+    of items and, with it, every bit of the result is fixed. Wrong arguments raise ValueError or TypeError naming argument,
+    rule and value.
     """
     checks.tensor("q2k_indices", q2k_indices, "[num_kv_heads, total_q, topk]", (torch.int32,))
     _, total_q, topk = q2k_indices.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The rows of the CSR form of a selection: their numbers, the sort that fills them, and the way back to the selection.
+"""Numbers the rows of the CSR form of a selection, sorts queries into them, and finds the way back to the selection.
 
 A row is one key block of one sequence. Rows are numbered level by level: block 0 of every sequence comes first, in the order
 of the batch, then block 1 of every sequence that has one, and so on.
@@ -30,7 +30,7 @@ LARGE = 1 << 24
 """Heads with more entries than this together are sorted one at a time."""
 
 ATTRIBUTE = "_openmsa_selection"
-"""The name of the attribute that holds the selection of a CSR tensor."""
+"""An attribute of this name holds the selection of a CSR tensor."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def by_heads(function: Callable[..., tuple[Tensor, ...]], *heads: Tensor) -> tup
 
 @dataclass(frozen=True)
 class _Remembered:
-    """A selection that lies with its CSR tensors, and when it may be used in place of them."""
+    """This holds a selection that lies with its CSR tensors, and says when it may be used in place of them."""
 
     blocks: Tensor  # int32 [total_q, num_kv_heads, topk]
     row_ptr: weakref.ref[Tensor]  # the other CSR tensor

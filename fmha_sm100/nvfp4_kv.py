@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""K and V in NVFP4 under the public names, over `openmsa.NVFP4`: quantising, dequantising, and the layouts in which callers
-hold codes and scales, the pages of vLLM's cache among them.
+"""Quantises and dequantises K and V in NVFP4 under the public names, over `openmsa.NVFP4`, and reads the layouts in which
+callers hold codes and scales, the pages of vLLM's cache among them.
 
 The public quantiser needs another library and rows in multiples of 16. This one needs PyTorch alone, takes any number of rows,
 runs on any device, and defines NaN, infinities and zeros (see `openmsa.NVFP4`). Rows are all leading dimensions in C order.
@@ -18,13 +18,13 @@ from openmsa.kv_cache import e4m3, nvfp4
 from openmsa.runtime import checks
 
 LAYOUTS = ("legacy", "linear", "vllm")
-"""The layouts of scales that `sparse_atten_nvfp4_kv_func` takes and describes."""
+"""`sparse_atten_nvfp4_kv_func` takes and describes these layouts of scales."""
 
 QUAD = 4
 """In vLLM's cache the V scales of so many neighbouring tokens lie next to each other."""
 
 CODES = (torch.uint8, torch.float8_e4m3fn)
-"""The dtypes in which E4M3 codes may come."""
+"""E4M3 codes may come in these dtypes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,8 +198,8 @@ def nvfp4_head_slot_views(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor,
     16]``: a head's codes of all tokens of the page, then its scales. The views are, in this order: K's codes ``[num_pages,
     num_kv_heads, page_size, dim // 2]``, K's scales ``[..., dim // 16]``, V's codes, V's scales.
 
-    The same as the public function for pages of 128 and dim 128. Better: other page sizes and dims; any strides of pages and
-    heads (a slot itself must be contiguous); no demand on how K and V slots lie to each other.
+    For pages of 128 and dim 128 this is what the public function does. Beyond it, this one takes other page sizes and dims and
+    any strides of pages and heads (a slot itself must be contiguous), however K and V slots lie to each other.
     """
     for name, slots in (("k", k), ("v", v)):
         if not isinstance(slots, Tensor) or slots.dtype != torch.uint8:

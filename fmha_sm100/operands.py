@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The arguments of the public functions as `openmsa` takes them: formats and scales, caches and lengths, output buffers."""
+"""Turns arguments of the public functions into what `openmsa` takes: formats and scales, caches and lengths, and buffers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Rows = Tensor | E4M3 | NVFP4
 
 
 class Operands(NamedTuple):
-    """Queries, keys and values in the formats of `openmsa`, with the factors that their formats do not hold."""
+    """This holds queries, keys and values in the formats of `openmsa`, with the factors that the formats do not hold."""
 
     q: Tensor | E4M3  # [total_q, num_q_heads, head_dim]
     k: Rows  # [total_k, num_kv_heads, head_dim], or a pool [num_pages, num_kv_heads, page_size, head_dim]
@@ -103,11 +103,11 @@ def scaled(v: Rows, factor: float | Tensor) -> tuple[Rows, float | Tensor]:
 
 
 class Lengths(NamedTuple):
-    """The checked lengths of a batch and whether its queries see the keys behind them."""
+    """This holds the checked lengths of a batch, and whether each query sees only the keys up to its own position."""
 
     cu_q: Tensor  # int32 [batch + 1]
-    max_q: int | None
-    max_k: int | None
+    max_q: int | None  # a bound on the queries of a sequence
+    max_k: int | None  # a bound on the keys of a sequence
     causal: bool
 
     def over_packed(self, k: Rows, v: Rows, cu_k: Tensor) -> tuple[Rows, Rows, Sequences]:

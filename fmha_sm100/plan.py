@@ -26,7 +26,7 @@ EVERYTHING = 1 << 30
 """From a query at this position every key is visible, which is what ``causal=False`` asks for."""
 
 MODES = ("auto", "prefill", "decode")
-"""The values of `sparse_kernel_mode`."""
+"""`sparse_kernel_mode` is one of these."""
 
 
 def fmha_sm100_plan(
@@ -51,10 +51,10 @@ def fmha_sm100_plan(
 
     Returns ``(False, 0, batch, plan, None)``, to be passed to `fmha_sm100`; ``plan`` is the dict of `_fmha_sm100_plan`.
 
-    The same as the public function: names, order, defaults, the five-tuple with the dict at index 3, its keys and shapes, and
-    that a sparse plan of short requests has one row for each query token. Better: nothing is launched and nothing is shared
-    between plans; the order of requests is free; ``causal=False`` is truly so whatever lengths are written later; wrong
-    arguments raise ValueError or TypeError.
+    Names, order, defaults, the five-tuple with the dict at index 3, its keys and shapes are those of the public function, and
+    a sparse plan of short requests has one row for each query token, as there. Beyond it, this one launches nothing, shares
+    nothing between plans and takes requests in any order; ``causal=False`` is truly so whatever lengths are written later.
+    Wrong arguments raise ValueError or TypeError.
     """
     flags(split_prefill_decode=split_prefill_decode)
     batch = _lengths("qo_segment_lens", qo_segment_lens, None).numel()
@@ -155,7 +155,7 @@ UNUSED = (
     *("packed_work_range", "packed_work_info", "kv_tile_begin_indices", "kv_tile_end_indices", "kv_split_indices"),
     *("workspace_o", "workspace_lse", "num_kv_splits_per_row", "cute_workspace_buffer"),
 )
-"""The keys of the public kernels' workspaces, which are None here as they are there when a plan has no use for them."""
+"""A plan holds the public kernels' workspaces under these keys; all are None here, as they are there where it needs none."""
 
 
 def _lengths(name: str, value: Any, batch: int | None) -> Tensor:

@@ -17,7 +17,7 @@ from openmsa.types import Sequences
 
 
 class Plan(TypedDict):
-    """What a launch reads of the dict that `fmha_sm100.plan` makes; the dict has further entries that only callers read.
+    """This types what a launch reads of the dict that `fmha_sm100.plan` makes; its other entries only callers read.
 
     All tensors are int32 and have one entry a row, or one more where they hold starts (``[rows + 1]``).
     """
@@ -45,7 +45,7 @@ TENSORS = (
     *("qo_segment_offsets", "kv_segment_lens", "kv_segment_offsets", "kv_page_indptr", "qo_offset"),
     *("row_request", "row_index"),
 )
-"""The names of the tensors in a `Plan`."""
+"""The tensors of a `Plan` have these names."""
 
 
 def uses_kernels(tensor: Tensor) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How the public kernels split their work: the schedules of attention over a CSR and of paged decode.
+"""Computes how the public kernels split their work: the schedules of attention over a CSR and of paged decode.
 
 The numbers are exact, for callers that read them (a backward pass, for example). The kernels here split their own work and
 read none of them.
@@ -149,7 +149,7 @@ class DecodeAttentionSchedule:
 
 
 class SplitRules(NamedTuple):
-    """What a caller may say about the split of decode; see `SparseDecodePagedAttentionWrapper.plan`."""
+    """This holds what a caller may say about the split of decode; `SparseDecodePagedAttentionWrapper.plan` takes it."""
 
     enable_cuda_graph: bool = False  # pads the lists of items to the grid
     max_grid_size: int | None = None  # the items to aim at; None: two for each multiprocessor

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Every public name around sparse attention, and the two functions that attend over a selection in CSR form:
-`sparse_atten_func` and `sparse_atten_nvfp4_kv_func`."""
+"""This module has every public name around sparse attention, and defines the two functions that attend over a selection in CSR
+form: `sparse_atten_func` and `sparse_atten_nvfp4_kv_func`."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ def sparse_atten_func(
     Returns out ``[total_q, num_q_heads, head_dim]`` in q's dtype (bfloat16 for e4m3 queries) | (out, lse) | (out, lse,
     temperature lse); lse float32 ``[total_q, num_q_heads]``, natural logarithm. A query with nothing to read: 0 and -inf.
 
-    The same as the public function: names, order, defaults, shapes, return forms, bottom-right causal. Better: any device,
-    strides, page size, block size (16 to 256), group size and head dim (multiples of 16 to 256); topK from 1 to
-    64; scales for every format; `out`; `causal=False` with pages; no ``[topK, total_q, heads, dim]`` memory; gradients where
-    `openmsa.sparse_attention` has them; every misuse raises ValueError, TypeError or NotImplementedError before any launch.
-    On a GPU nothing is read on the host: the call can be captured in a CUDA graph.
+    Names, order, defaults, shapes, return forms and bottom-right causal masks are those of the public function. Beyond it,
+    this one takes any device, strides, page size, block size (16 to 256), group size and head dim (multiples of 16 to 256),
+    topK from 1 to 64, scales for every format, `out`, and `causal=False` with pages. It needs no ``[topK, total_q, heads,
+    dim]`` memory and gives gradients where `openmsa.sparse_attention` does. Every misuse raises ValueError, TypeError or
+    NotImplementedError before any launch. On a GPU nothing is read on the host: the call can be captured in a CUDA graph.
     """
     check_operands(q, k, v, "head_dim", page_table is not None, operands.QUERIES)
     operands.chosen("qk_dtype", qk_dtype, operands.PRODUCTS)
@@ -205,8 +205,8 @@ def sparse_atten_nvfp4_kv_func(
 
     number = e2m1 * scale * global scale. All else as in `sparse_atten_func`; q_scale is the queries' own.
 
-    The same as the public function: names, order, layouts, result. Better: what `sparse_atten_func` adds, both global scales
-    in every result, `kv_layout` "linear".
+    Names, order, layouts and result are those of the public function. Beyond it, this one takes what `sparse_atten_func` adds
+    and `kv_layout` "linear", and applies both global scales in every result.
     """
     check_operands(q, k, v, "head_dim // 2", page_table is not None, (torch.uint8,))
     options = Options(

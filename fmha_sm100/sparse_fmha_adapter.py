@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`sparse_fmha_plan` and `sparse_fmha`, the names of the public adapter: attention over selected pages, planned by requests."""
+"""Attends over selected pages, planned by requests, under the names of the public adapter: `sparse_fmha_plan`, `sparse_fmha`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def sparse_fmha_plan(
 ) -> dict[str, Any]:
     """Plans `sparse_fmha` as `_fmha_sm100_plan` does with ``sparse_kernel_mode="prefill"``, with a row for each request.
 
-    The same as the public function: names, order, defaults, a dict with "MM-SA-Nv". Better: kv_block_num from 1 to 64, page
-    sizes from 16 to 256, ``causal=False``. output_maxscore must be False, as there.
+    Names, order, defaults and the dict with "MM-SA-Nv" are those of the public function. Beyond it, this one takes kv_block_num
+    from 1 to 64, page sizes from 16 to 256 and ``causal=False``. output_maxscore must be False, as there.
     """
     if output_maxscore:
         raise ValueError("output_maxscore must be False: attention over selected blocks gives no max scores, got True")
@@ -83,8 +83,8 @@ def sparse_fmha(
     """Does what `fmha_sm100` does over selected pages, for the dict of `sparse_fmha_plan`. Returns ``(out, None)``, with
     `return_lse` or `lse` a third item.
 
-    The same as the public function: names, order, defaults. Better: every scale is honoured, `out` is really used, nothing is
-    read on the host, and where kv_block_indexes has num_qo_heads heads each keeps its own selection.
+    Names, order and defaults are those of the public function. Beyond it, this one honours every scale, writes into `out`,
+    reads nothing on the host, and gives each query head its own selection where kv_block_indexes has num_qo_heads heads.
     """
     if kv_block_indexes is None:
         raise ValueError("kv_block_indexes must be given, got None")
