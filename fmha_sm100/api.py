@@ -64,9 +64,9 @@ def fmha_sm100(
     max_score:         where to write scores, float32 ``[num_qo_heads, max_k_tiles, total_q]`` or ``[total_q, num_qo_heads,
                        max_k_tiles]``, any strides. Only tiles that a query sees are written: fill it with -inf once.
     sm_scale:          the softmax scale; None stands for ``head_dim ** -0.5``.
-    q_scale, k_scale, v_scale, o_scale:  numbers; None stands for 1. The logits are ``q . k * sm_scale * q_scale * k_scale``, and
-                       out is multiplied by ``v_scale * o_scale``. With float8 keys k_scale and v_scale may be float32 tensors of one
-                       element, read on the device (then without max scores).
+    q_scale, k_scale, v_scale, o_scale:  numbers; None stands for 1. The logits are ``q . k * sm_scale * q_scale * k_scale``,
+                       and out is multiplied by ``v_scale * o_scale``. With float8 keys k_scale and v_scale may be float32
+                       tensors of one element, read on the device (then without max scores).
     output_maxscore, output_o:  which results to compute.
     check_input_valid: whether to read the values too (lengths, page and block ids, NaN in q) and raise ValueError naming a
                        bad one; on a CPU lengths and pages are always checked.

@@ -124,7 +124,7 @@ def _compressed(row: Tensor, query: Tensor, one_sequence: bool, num_rows: int) -
     ordered, entry = sort_heads(row.flatten(1), num_rows)
     boundaries = torch.arange(num_rows + 1, device=row.device, dtype=ordered.dtype).expand(row.shape[0], -1).contiguous()
     row_ptr = torch.searchsorted(ordered, boundaries, out_int32=True)
-    entry.floor_divide_(row.shape[2])  # from here on the token of each entry
+    entry.floor_divide_(row.shape[2])  # entries become their tokens
     return row_ptr, torch.where(ordered < num_rows, entry.int() if one_sequence else query[entry], -1)
 
 

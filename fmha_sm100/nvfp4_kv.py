@@ -174,7 +174,7 @@ def _global_scale(name: str, scale: Tensor | float | None, data: Tensor) -> Tens
     """Returns a global scale as a float32 tensor of no dimensions on the device of `data`; None stands for 1."""
     if scale is None:
         return None
-    if not isinstance(scale, Tensor):  # filled on the device: no copy from the host
+    if not isinstance(scale, Tensor):  # a number is filled in on the device, without a copy from the host
         return torch.full((), checks.scale(name, scale), dtype=torch.float32, device=data.device)
     if scale.dtype != torch.float32 or scale.numel() != 1:
         raise ValueError(f"{name} must be one float32 number, got {scale.dtype} {tuple(scale.shape)}")

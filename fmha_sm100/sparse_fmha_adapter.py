@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Attends over selected pages, planned by requests, under the names of the public adapter: `sparse_fmha_plan`, `sparse_fmha`."""
+"""Attends over selected pages, planned by requests, under the public names `sparse_fmha_plan` and `sparse_fmha`."""
 
 from __future__ import annotations
 

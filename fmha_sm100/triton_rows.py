@@ -103,7 +103,7 @@ def write_kernel(
     i_h = tl.program_id(2).to(tl.int64)
     m_t = o_t < count
     i_t = start + o_t
-    low = tl.zeros([TOKENS], tl.int32)  # becomes the last row whose first token is not behind this one
+    low = tl.zeros([TOKENS], tl.int32)  # ends as the last row whose first token is not behind this one
     high = tl.zeros([TOKENS], tl.int32) + rows
     for _ in tl.range(0, steps):
         middle = (low + high) // 2
