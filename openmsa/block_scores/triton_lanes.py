@@ -168,7 +168,7 @@ def lane_kernel(
     # 2. Rows of queries become factors, in the order of `lane_keys`.
     p_q = q.data + q_start.to(tl.int64) * q.s_token
     b_q = load_rows(p_q, o_r, q_len, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, 128, 128)
-    b_q, b_f = lane_queries(query_numbers(b_q, PRODUCT.type))
+    b_q, b_f = lane_queries(query_numbers(b_q, PRODUCT.dtype))
     b_x = row_factors(q, keys, tl.where(m_row, o_r, 0), i_h, FORM, GROUP)
     if b_x is not None:
         b_f *= b_x

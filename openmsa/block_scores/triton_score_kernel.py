@@ -63,7 +63,7 @@ def score_kernel(
     b_q = load_rows(
         p_q, o_r, q_len, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, PRODUCT.dim, PRODUCT.dim_pad
     )  # fmt: skip
-    b_q = query_numbers(b_q, PRODUCT.type)
+    b_q = query_numbers(b_q, PRODUCT.dtype)
     if PRODUCT.swap and not PRODUCT.grouped and ROWS < 16:
         b_q = spread_rows(b_q, 16)
     b_f = row_factors(q, keys, tl.where(m_row, o_r, 0), i_h, FORM, GROUP)

@@ -134,7 +134,7 @@ def fused_kernel(
     b_q = load_rows(
         p_q, o_r, q_len, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, PRODUCT.dim, PRODUCT.dim_pad
     )  # fmt: skip
-    b_q = query_numbers(b_q, PRODUCT.type)
+    b_q = query_numbers(b_q, PRODUCT.dtype)
     o_f = i_m * ROWS + o_own
     b_f = row_factors(q, keys, tl.where(o_f < q_len * GROUP, o_f, 0), i_h, FORM, GROUP)
     if PRODUCT.grouped:

@@ -46,14 +46,14 @@ class Lengths:
 class Product(NamedTuple):
     """How rows of queries are multiplied with a tile of keys: a constant of the scoring kernels.
 
-    type:     the Triton dtype of both factors.
+    dtype:    the Triton dtype of both factors.
     dim:      elements of a row, and `dim_pad` to how many they are padded.
     rows:     (query, head) rows.
     swap:     keys are the left factor, not rows.
     grouped:  scales of groups multiply sums over groups, not elements.
     """
 
-    type: Any
+    dtype: Any
     dim: int
     dim_pad: int
     rows: int
@@ -173,7 +173,7 @@ def score_tile(
     FORMAT: tl.constexpr = FORM.format
     TILE: tl.constexpr = CUT.tile
     SWAP: tl.constexpr = PRODUCT.swap
-    TYPE: tl.constexpr = PRODUCT.type
+    TYPE: tl.constexpr = PRODUCT.dtype
     ROWS: tl.constexpr = i_last.shape[0]
     CUT_OFF: tl.constexpr = BOUNDED or CUT.keys < TILE  # some key of the tile may not exist
     # 1. Codes of the keys and their scales are loaded.
