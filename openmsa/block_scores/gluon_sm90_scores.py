@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Block scores of many e4m3 queries with e4m3 keys on Hopper, in Gluon.
 
 A program holds two tiles of (query, head) rows in the registers from which the matrix unit reads them, and keys come through a
@@ -43,6 +44,7 @@ from openmsa.runtime.launch import launch_kernel
 BLOCK = gl.constexpr(128)
 """Keys of a block, and of a tile."""
 sequence_bounds = gluon.jit(scoring.sequence_bounds.fn)
+scored = gluon.jit(scoring.scored.fn)
 
 
 @gluon.constexpr_function
@@ -108,13 +110,6 @@ def block_maxima(p_0, p_1, p_2, p_3, EXCHANGED: gl.constexpr, FOUR: gl.constexpr
     """Of four tiles' `thread_maxima` the blocks' maxima, [rows, 4], a block a thread."""
     parts = gl.join(gl.join(p_0, p_2), gl.join(p_1, p_3)).reshape([p_0.shape[0], 4, 4])
     return gl.convert_layout(gl.max(gl.convert_layout(parts, EXCHANGED), 1), FOUR, assert_trivial=True)
-
-
-@gluon.jit
-def scored(held, b_f):
-    """Maxima as scores: times the factor of each row (None: 1), and NaN as -inf."""
-    held = held if b_f is None else held * b_f[:, None]
-    return gl.where(held > float("-inf"), held, float("-inf"))
 
 
 @gluon.jit

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 # ruff: noqa: RET505 (kernels return from branches on constants)
 """Scores of NVFP4 keys of 128 elements for up to four rows: one warp a program, no exchange between threads until a block ends.
 
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from openmsa.kv_cache.triton_numbers import swizzled_word
 from openmsa.primitives.codes import ASM, e2m1_parts, e4m3_bytes
 from openmsa.primitives.queries import float16_rows, load_rows, query_numbers, row_factors, spread_rows
 from openmsa.primitives.rows import exists, page_number, row_in_page, tile_start
@@ -22,6 +24,7 @@ from openmsa.primitives.scoring import (
     rows_of,
     sequence_bounds,
     store_maxima,
+    store_unseen,
     store_visible,
     tiles_of,
     unspread,
@@ -107,7 +110,7 @@ def lane_loads(keys, p_k, o_g, i_n, m_k, SWIZZLED: tl.constexpr):
     o_n, o_p = tl.arange(0, STEP)[:, None], tl.arange(0, 2)[None, :]
     if SWIZZLED:
         o_row = o_g + i_n * s_row + o_n * s_row
-        p_g = scales + ((o_row // 128 * 2 + o_p) * 128 + o_row % 32 * 4 + o_row % 128 // 32)
+        p_g = scales + swizzled_word(o_row, o_p, 2)
     else:
         p_g = (scales + (o_g + i_n * s_row)) + (o_n * s_row + o_p)
     p_k = (p_k + i_n * keys.s_row) + (o_n * keys.s_row + tl.arange(0, 32)[None, :] * keys.s_dim)
@@ -202,9 +205,4 @@ def lane_kernel(
         store_maxima(scores.maxima + o_s, m, b_f, i_t, num_blocks, s_block, m_row, 1, CUT.parts)
     # 5. Blocks that no row sees.
     if FILL:
-        unseen = tl.full([ROWS, 16], float("-inf"), tl.float32)
-        stop = last // CUT.parts
-        for i_b in range(tl.maximum(first, i_end) // CUT.parts, stop, 16):
-            o_b = i_b + tl.arange(0, 16)
-            m_s = m_row[:, None] & (o_b < stop)[None, :]
-            tl.store(scores.maxima + o_s[:, None] + (o_b * s_block)[None, :], unseen, mask=m_s)
+        store_unseen(scores.maxima + o_s, first, last, i_end, num_blocks, s_block, m_row, CUT)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Block scores on the GPU: a program holds one tile of (query, head) rows and walks the keys.
 
 The walk has no mask as long as every key is visible to every row of the tile; only the diagonal has one. Keys come through the
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from openmsa.primitives.queries import grouped_parts, hold_rows, load_rows, query_numbers, query_parts, row_factors, spread_rows
+from openmsa.primitives.queries import query_factors, row_factors
 from openmsa.primitives.rows import tile_start
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,
@@ -22,6 +23,7 @@ from openmsa.primitives.scoring import (
     scored,
     sequence_bounds,
     store_maxima,
+    store_unseen,
     store_visible,
     tiles_of,
 )
@@ -59,22 +61,11 @@ def score_kernel(
     i_token = (q_start + o_r // GROUP).to(tl.int64)
     o_s = (i_h * GROUP + o_r % GROUP).to(tl.int64) * scores.s_head + i_token * scores.s_token
     # 2. Rows of queries become factors.
-    p_q = q.data + q_start.to(tl.int64) * q.s_token
-    b_q = load_rows(
-        p_q, o_r, q_len, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, PRODUCT.dim, PRODUCT.dim_pad
-    )  # fmt: skip
-    b_q = query_numbers(b_q, PRODUCT.dtype)
-    if PRODUCT.swap and not PRODUCT.grouped and ROWS < 16:
-        b_q = spread_rows(b_q, 16)
+    b_q = query_factors(q, q_start, q_len, o_r, i_h, GROUP, FORM, PRODUCT, HOLD)
     b_f = row_factors(q, keys, tl.where(m_row, o_r, 0), i_h, FORM, GROUP)
     if PRODUCT.grouped:
-        GROUPS: tl.constexpr = triton.next_power_of_2(PRODUCT.dim // (16 if FORM.format == 3 else 32))
-        b_q, b_up = grouped_parts(b_q, GROUPS, FORM.split)
+        b_q, b_up = b_q
         b_f = b_up if b_f is None else b_f * b_up
-    elif FORM.format >= 2:
-        b_q = query_parts(b_q, FORM.split)
-    if HOLD:
-        b_q = hold_rows(b_q, PRODUCT.dim_pad)
 
     # 3. Tiles that all rows see whole, without a mask over keys.
     if COLLECT:
@@ -113,9 +104,4 @@ def score_kernel(
         store_maxima(scores.maxima + o_s, m, b_f, i_t, num_blocks, s_block, m_row, CUT.sub, CUT.parts)
     # 5. Blocks that no row sees.
     if FILL:
-        unseen = tl.full([ROWS, 16], float("-inf"), tl.float32)
-        stop = tl.minimum(last // CUT.parts * CUT.sub, num_blocks)
-        for i_b in range(tl.maximum(first, i_end) // CUT.parts * CUT.sub, stop, 16):
-            o_b = i_b + tl.arange(0, 16)
-            m_s = m_row[:, None] & (o_b < stop)[None, :]
-            tl.store(scores.maxima + o_s[:, None] + (o_b * s_block)[None, :], unseen, mask=m_s)
+        store_unseen(scores.maxima + o_s, first, last, i_end, num_blocks, s_block, m_row, CUT)

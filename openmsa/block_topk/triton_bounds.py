@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Which keys can have the best score of their block, found from bounds of their scores: one bit for each key and row.
 
 A key with the best exact score has an upper bound that is not below it, nor so below any lower bound of its block. All such

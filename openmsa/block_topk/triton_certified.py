@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """`select_blocks(certified=True)` on the GPU, for decode and a few queries a sequence: four kernels.
 
 Int8 keys give a lower and an upper bound of every key's score (rounding of all the arithmetic included), and so of every

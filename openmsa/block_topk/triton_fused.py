@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 # ruff: noqa: RUF005 (kernels know no unpacking)
 """Scores and selects in one kernel: the scores of a tile never leave the multiprocessor.
 
@@ -17,16 +18,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.primitives.codes import padded
-from openmsa.primitives.queries import (
-    grouped_parts,
-    hold_rows,
-    load_rows,
-    product_type,
-    query_numbers,
-    query_parts,
-    query_rows,
-    row_factors,
-)
+from openmsa.primitives.queries import product_type, query_factors, query_rows, row_factors
 from openmsa.primitives.rows import KeyTiles, Tile, tile_start
 from openmsa.primitives.scoring import Lengths, Product, score_tile, sequence_bounds
 from openmsa.primitives.walks import Config, Kind, kind_of, tall_rows, walk
@@ -130,21 +122,13 @@ def fused_kernel(
     if PAGING.mode != 0:
         page_row += i_s.to(tl.int64) * table.s_sequence
     # 2. Rows of queries become factors.
-    p_q = q.data + q_start.to(tl.int64) * q.s_token
-    b_q = load_rows(
-        p_q, o_r, q_len, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, PRODUCT.dim, PRODUCT.dim_pad
-    )  # fmt: skip
-    b_q = query_numbers(b_q, PRODUCT.dtype)
     o_f = i_m * ROWS + o_own
+    b_q = query_factors(q, q_start, q_len, o_r, i_h, GROUP, FORM, PRODUCT, HOLD)
     b_f = row_factors(q, keys, tl.where(o_f < q_len * GROUP, o_f, 0), i_h, FORM, GROUP)
     if PRODUCT.grouped:
-        GROUPS: tl.constexpr = triton.next_power_of_2(PRODUCT.dim // (16 if FORM.format == 3 else 32))
-        b_q, b_up = grouped_parts(b_q, GROUPS, FORM.split)
+        b_q, b_up = b_q
         b_f = b_up if b_f is None else b_f * b_up
-    elif FORM.format >= 2:
-        b_q = query_parts(b_q, FORM.split)
-    if HOLD:
-        b_q = hold_rows(b_q, PRODUCT.dim_pad)
+
     # 3. Tiles that all rows see whole, without a mask over keys.
     values, ids = empty_list(ROWS, SLOTS)
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far

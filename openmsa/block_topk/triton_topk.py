@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Exact top-k of given scores on the GPU: one program a row, which it holds in registers.
 
 The k-th largest score is found by bisection: count the scores at or above a threshold, halve the interval. The interval starts

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 # ruff: noqa: RET505 (kernels return from branches on constants)
 """Rows of queries: how they are stored, and how a kernel makes of them the factors of products with keys of any format."""
 
@@ -162,6 +163,29 @@ def row_factors(q, keys, i_row, i_h, FORM: tl.constexpr, GROUP: tl.constexpr):
         if FORM.factor == 1:
             b_f *= tl.load(keys.factor + i_h * keys.s_factor_head)
     return b_f
+
+
+@triton.jit
+def query_factors(
+    q, q_start, q_len, o_r, i_h, GROUP: tl.constexpr, FORM: tl.constexpr, PRODUCT: tl.constexpr, HOLD: tl.constexpr
+):  # fmt: skip
+    """Rows o_r of a sequence's queries as factors of products with keys, a tuple of parts where the keys' items hold several
+    elements. Where products are grouped, those and what multiplies their scores in the end (`grouped_parts`)."""
+    p_q = q.data + q_start.to(tl.int64) * q.s_token
+    b_q = load_rows(
+        p_q, o_r, q_len, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, PRODUCT.dim, PRODUCT.dim_pad
+    )  # fmt: skip
+    b_q = query_numbers(b_q, PRODUCT.dtype)
+    if PRODUCT.grouped:
+        GROUPS: tl.constexpr = triton.next_power_of_2(PRODUCT.dim // (16 if FORM.format == 3 else 32))
+        return grouped_parts(b_q, GROUPS, FORM.split)
+    if PRODUCT.swap and PRODUCT.rows < 16:
+        b_q = spread_rows(b_q, 16)
+    if FORM.format >= 2:
+        b_q = query_parts(b_q, FORM.split)
+    if HOLD:
+        b_q = hold_rows(b_q, PRODUCT.dim_pad)
+    return b_q
 
 
 @triton.jit

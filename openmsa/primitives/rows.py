@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 # ruff: noqa: RET505 (kernels return from branches on constants)
 """Rows of keys: where they and their scales lie (packed, in pages, in a format), how they are cut into tiles, and how a kernel
 reads a tile.
@@ -27,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from openmsa.kv_cache import E4M3, MXFP4, NVFP4, CertifiedKeys, Int8, PagedIndexKeys, Stored
 from openmsa.kv_cache.stored import in_items
+from openmsa.kv_cache.triton_numbers import swizzled_byte, swizzled_word
 from openmsa.primitives import codes
 from openmsa.primitives.operands import KeyRows, PageTable
 from openmsa.runtime.devices import Device
@@ -370,19 +372,12 @@ def load_group_scales(
     elif scales.dtype.element_ty == tl.int32:
         WORDS: tl.constexpr = GROUPS // 4
         o_w = tl.arange(0, WORDS)[None, :]
-        if SWIZZLED:
-            p_w = scales + (o_s // 128 * WORDS + o_w) * 128 + o_s % 32 * 4 + o_s % 128 // 32
-        else:
-            p_w = scales + o_s + o_w * keys.s_scales_group
+        p_w = scales + swizzled_word(o_s, o_w, WORDS) if SWIZZLED else scales + o_s + o_w * keys.s_scales_group
         return tl.load(p_w, mask=m_k[:, None] & (o_w < WORDS), other=0)
     else:
         GROUPS_PAD: tl.constexpr = triton.next_power_of_2(GROUPS)
         o_g = tl.arange(0, GROUPS_PAD)[None, :]
-        if SWIZZLED:
-            i_tile = o_s // 128 * ((GROUPS + 3) // 4) + o_g // 4
-            p_s = scales + i_tile * 512 + o_s % 32 * 16 + o_s % 128 // 32 * 4 + o_g % 4
-        else:
-            p_s = scales + o_s + o_g * keys.s_scales_group
+        p_s = scales + swizzled_byte(o_s, o_g, GROUPS) if SWIZZLED else scales + o_s + o_g * keys.s_scales_group
         return tl.load(p_s, mask=m_k[:, None] & (o_g < GROUPS), other=0)
 
 

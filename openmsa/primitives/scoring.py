@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 # ruff: noqa: RET505 (kernels return from branches on constants)
 """Scores of index queries with a tile of index keys, and the maxima of its blocks: the rows that a program serves, the tiles
 that it walks, their products, and how maxima are written."""
@@ -247,6 +248,16 @@ def store_maxima(p_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB: tl.constexpr, P
     else:
         o_b = i_t * SUB + tl.arange(0, SUB)
         tl.store(p_s[:, None] + (o_b * s_sb)[None, :], scored(m, b_f), mask=m_row[:, None] & (o_b < num_blocks)[None, :])
+
+
+@triton.jit
+def store_unseen(p_s, first, last, i_end, num_blocks, s_block, m_row, CUT: tl.constexpr):
+    """Writes -inf as the scores of a split's blocks behind tile i_end. p_s: address of block 0 of each row."""
+    unseen = tl.full([p_s.shape[0], 16], float("-inf"), tl.float32)
+    stop = last // CUT.parts if CUT.sub == 1 else tl.minimum(last // CUT.parts * CUT.sub, num_blocks)
+    for i_b in range(tl.maximum(first, i_end) // CUT.parts * CUT.sub, stop, 16):
+        o_b = i_b + tl.arange(0, 16)
+        tl.store(p_s[:, None] + (o_b * s_block)[None, :], unseen, mask=m_row[:, None] & (o_b < stop)[None, :])
 
 
 RUNTIME_LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys", "tiles_per_split"]
