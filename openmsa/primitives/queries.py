@@ -23,9 +23,11 @@ def query_rows(index_q: Tensor | Stored, native: bool) -> QueryRows:
     """Queries ``[total_q, heads, dim]`` as kernels take them. native: whether the GPU knows e4m3; else its codes are bytes."""
     if isinstance(index_q, E4M3):
         data = index_q.data if native else index_q.data.view(torch.uint8)
-        return QueryRows(data, *data.stride(), index_q.scale, index_q.scale_strides[1])
+        s_token, s_head, s_dim = data.stride()
+        return QueryRows(data, s_token, s_head, s_dim, index_q.scale, index_q.scale_strides[1])
     assert isinstance(index_q, Tensor)
-    return QueryRows(index_q, *index_q.stride())
+    s_token, s_head, s_dim = index_q.stride()
+    return QueryRows(index_q, s_token, s_head, s_dim)
 
 
 def product_type(index_q: Tensor | Stored, keys: KeyView) -> Any:

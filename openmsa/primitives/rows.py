@@ -95,7 +95,8 @@ class KeyView(NamedTuple):
         else:
             pool, table = data, PageTable(page_table, *page_table.stride())
         num_pages, heads, size, _ = pool.shape
-        rows = KeyRows(pool, *pool.stride(), *scales.operands)
+        s_page, s_head, s_row, s_dim = pool.stride()
+        rows = KeyRows(pool, s_page, s_head, s_row, s_dim, *scales.operands)
         if page_table is None:
             return cls(rows, form, table, dim, heads, num_pages, 0, size)
         return cls(rows, form, table, dim, heads, num_pages, size, page_table.shape[1] * size)
@@ -146,13 +147,14 @@ def pool_of(rows: Tensor) -> Tensor:
 
 def key_strides(numbers: Tensor) -> tuple[int, int, int]:
     """Strides from page to page, head to head and key to key of ``[pages, heads, page_size]`` or packed ``[total, heads]``."""
-    return numbers.stride() if numbers.dim() == 3 else (0, numbers.stride(1), numbers.stride(0))  # type: ignore[return-value]
+    strides = numbers.stride()
+    return strides if len(strides) == 3 else (0, strides[1], strides[0])
 
 
 def _group_strides(scale: Tensor) -> tuple[int, int, int, int]:
     """`key_strides` of scales of groups, and their stride from group to group."""
     strides = scale.stride()
-    return strides if len(strides) == 4 else (0, strides[1], strides[0], strides[2])  # type: ignore[return-value]
+    return strides if len(strides) == 4 else (0, strides[1], strides[0], strides[2])
 
 
 def _row_numbers(shape: torch.Size) -> tuple[int, int, int, int]:
@@ -218,7 +220,7 @@ class Tile(NamedTuple):
         """Keys of the whole blocks that a tile belongs to."""
         return self.block * self.sub
 
-    def count(self, num_blocks: int) -> int:  # type: ignore[override]
+    def count(self, num_blocks: int) -> int:
         """Tiles that cover so many blocks."""
         return -(-num_blocks // self.sub) * self.parts
 
