@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Scores of paged NVFP4 keys of 128 elements for up to four rows on Hopper, in Gluon: the kernel of `triton_lanes` with its
 copies placed by hand.
 
@@ -10,12 +11,9 @@ because keys and their scales are contiguous in a page. A program reads the ids 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -24,14 +22,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from openmsa.block_scores import triton_lanes
 from openmsa.block_scores.gluon_sm90_scores import row_factors, sequence_bounds
 from openmsa.primitives import queries, rows, scoring
-from openmsa.primitives.queries import QuerySource
-from openmsa.primitives.rows import PAGE, KeySource, Tile
+from openmsa.primitives.operands import QueryRows, Scores
+from openmsa.primitives.rows import PAGE, KeyTiles, Tile
 from openmsa.primitives.scoring import Lengths
-from openmsa.primitives.walks import splits
+from openmsa.primitives.walks import in_words, splits
 from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 
 BLOCK = gl.constexpr(128)
 """Keys of a block, and of a tile."""
@@ -70,14 +67,15 @@ def lane_keys(b_k, b_g):
 
 
 @gluon.jit
-def lane_queries(p_q, q_len, i_h, s_qt, s_qh, GROUP: gl.constexpr, PRODUCT_TYPE: gl.constexpr):
-    """As `triton_lanes.lane_queries`, the four rows at p_q in every second of eight columns."""
+def lane_queries(q, q_start, q_len, i_h, GROUP: gl.constexpr, PRODUCT_TYPE: gl.constexpr):
+    """As `triton_lanes.lane_queries`, the four rows from query q_start on in every second of eight columns."""
     o_e = gl.arange(0, 128, gl.SliceLayout(1, RIGHT))
     o_e = (o_e & 12) * 8 + (o_e & 16) + (o_e & 3) * 4 + (o_e & 32) // 16 + o_e // 64
     o_c = gl.arange(0, 8, gl.SliceLayout(0, RIGHT))
     o_r = o_c // 2
     m_q = (o_c % 2 == 0) & (o_r // GROUP < q_len)
-    p_q += (o_r // GROUP).to(gl.int64) * s_qt + (i_h * GROUP + o_r % GROUP) * s_qh
+    p_q = q.data + q_start.to(gl.int64) * q.s_token
+    p_q += (o_r // GROUP).to(gl.int64) * q.s_token + (i_h * GROUP + o_r % GROUP) * q.s_head
     b_q = gl.load(p_q[None, :] + o_e[:, None], mask=m_q[None, :], other=0.0).to(PRODUCT_TYPE)
     if b_q.dtype == gl.bfloat16:
         largest = gl.max(gl.abs(b_q.to(gl.float32)), 0)
@@ -92,13 +90,13 @@ def lane_queries(p_q, q_len, i_h, s_qt, s_qh, GROUP: gl.constexpr, PRODUCT_TYPE:
 
 
 @gluon.jit
-def tile_place(keys, scales, pages, i, i_row, there, num_pages, s_page, s_gp):
-    """Addresses of a tile's keys and scales, which starts with row i_row of the page that lane i has, and whether there is such
-    a page and a tile."""
+def tile_place(keys, p_keys, p_scales, pages, i, i_row, there, num_pages):
+    """Addresses of the keys and scales of a tile, which starts with row i_row of the page that lane i has, and whether there is
+    such a page and a tile. p_keys, p_scales: where those of the head start."""
     i_page = gl.sum(gl.gather(pages, gl.full([1], i, gl.int32, pages.type.layout), 0), 0)
     there = there & exists(i_page, num_pages)
     i_page = gl.where(there, i_page, 0).to(gl.int64)
-    return keys + (i_page * s_page + i_row * 32), scales + (i_page * s_gp + i_row * 2), there
+    return p_keys + (i_page * keys.s_page + i_row * 32), p_scales + (i_page * keys.s_scales_page + i_row * 2), there
 
 
 @gluon.jit
@@ -120,14 +118,13 @@ def send(p_k, p_g, there, ring, ring_scales, J: gl.constexpr, SWIZZLED: gl.const
 
 @gluon.jit(do_not_specialize=scoring.RUNTIME_LENGTHS)
 def sm90_lane_kernel(
-    q, q_scale, keys, scales, k_factor, page_table, cu_q, cu_k, seq_lens, q_offset, scores, visible,
-    s_qt, s_qh, s_qs, s_page, s_head, s_gp, s_gh, s_kf, s_table, s_sh, s_st, s_sb,
-    num_blocks, num_pages, capacity, max_keys, tiles_per_split,
-    KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, SWIZZLED: gl.constexpr,
-    PRODUCT_TYPE: gl.constexpr, FILL: gl.constexpr, PDL: gl.constexpr, SLOT: gl.constexpr,
+    q, keys, table, bounds, scores, num_blocks, num_pages, capacity, max_keys, tiles_per_split,
+    KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, FORM: gl.constexpr, PAGE_SIZE: gl.constexpr, PRODUCT_TYPE: gl.constexpr,
+    FILL: gl.constexpr, PDL: gl.constexpr, SLOT: gl.constexpr,
 ):  # fmt: skip
     """Grid (splits, batch * key heads). tiles_per_split: at most `SHARE`. SLOT: keys that are copied at a time. A key is 32
-    words of 16 bits, its scales two of 32, and neighbours lie side by side; s_gp, s_gh: in words."""
+    words of 16 bits, its scales two of 32, and neighbours lie side by side; strides of scales from page to page and head to
+    head count words in both layouts."""
     if PDL:
         gdc_launch_dependents()
     SLOTS: gl.constexpr = BLOCK // SLOT
@@ -137,8 +134,8 @@ def sm90_lane_kernel(
     last = gl.minimum(first + tiles_per_split, num_blocks)
     o_key = (first + gl.arange(0, SHARE, LANE)) * BLOCK
     m_page = (o_key < last * BLOCK) & (o_key < capacity)
-    pages = gl.load(page_table + i_s.to(gl.int64) * s_table + o_key // PAGE_SIZE, mask=m_page, other=-1)
-    q_start, q_len, _, k_len, offset = sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys)
+    pages = gl.load(table.ids + i_s.to(gl.int64) * table.s_sequence + o_key // PAGE_SIZE, mask=m_page, other=-1)
+    q_start, q_len, _, k_len, offset = sequence_bounds(bounds, i_s, capacity, max_keys)
     o_r = gl.arange(0, 4, gl.SliceLayout(0, ROW))
     m_row = o_r < q_len * GROUP
     i_last = gl.minimum(offset + o_r // GROUP, k_len - 1)
@@ -149,27 +146,27 @@ def sm90_lane_kernel(
     ring = gl.allocate_shared_memory(gl.int16, [SLOTS, SLOT, 32], FLAT)
     ring_words = gl.allocate_shared_memory(gl.int32, [SLOTS, SLOT, 2], FLAT)
     ring_scales = ring_words._reinterpret(gl.int16, [SLOTS, SLOT, 4], FLAT)
-    keys += i_h.to(gl.int64) * s_head
-    scales += i_h.to(gl.int64) * s_gh
-    p_k, p_g, there = tile_place(
-        keys, scales, pages, 0, first * BLOCK % PAGE_SIZE, first < i_end, num_pages, s_page, s_gp
-    )  # fmt: skip
+    p_keys = keys.data + i_h.to(gl.int64) * keys.s_head
+    p_scales = keys.scales + i_h.to(gl.int64) * keys.s_scales_head
+    p_k, p_g, there = tile_place(keys, p_keys, p_scales, pages, 0, first * BLOCK % PAGE_SIZE, first < i_end, num_pages)
     for j in gl.static_range(SLOTS):
-        send(p_k, p_g, there, ring, ring_words, j, SWIZZLED)
+        send(p_k, p_g, there, ring, ring_words, j, FORM.swizzled)
 
-    if visible is not None:
+    if scores.visible is not None:
         sees = gl.maximum(i_last + BLOCK, 0) // BLOCK
-        gl.store(visible + q_start + o_r // GROUP, sees, mask=m_row & (o_r % GROUP == 0) & (i_split + i_h == 0))
-    b_q, b_f = lane_queries(q + q_start.to(gl.int64) * s_qt, q_len, i_h, s_qt, s_qh, GROUP, PRODUCT_TYPE)
-    if q_scale is not None or k_factor is not None:
-        b_f *= row_factors(q_scale, k_factor, o_r, i_h, s_qs, s_kf, GROUP)
-    p_s = scores + ((i_h * GROUP + o_r % GROUP).to(gl.int64) * s_sh + (q_start + o_r // GROUP).to(gl.int64) * s_st)
+        gl.store(scores.visible + q_start + o_r // GROUP, sees, mask=m_row & (o_r % GROUP == 0) & (i_split + i_h == 0))
+    b_q, b_f = lane_queries(q, q_start, q_len, i_h, GROUP, PRODUCT_TYPE)
+    b_x = row_factors(q, keys, o_r, i_h, FORM, GROUP)
+    if b_x is not None:
+        b_f *= b_x
+    o_s = (i_h * GROUP + o_r % GROUP).to(gl.int64) * scores.s_head
+    p_s = scores.maxima + (o_s + (q_start + o_r // GROUP).to(gl.int64) * scores.s_token)
     o_k = gl.arange(0, STEP, gl.SliceLayout(1, ROW))
     nothing = gl.zeros([STEP, 8], gl.float32, PRODUCT)
     for i_t in range(first, i_end):
         i_next = i_t + 1
         p_k, p_g, there = tile_place(
-            keys, scales, pages, i_next - first, i_next * BLOCK % PAGE_SIZE, i_next < i_end, num_pages, s_page, s_gp
+            keys, p_keys, p_scales, pages, i_next - first, i_next * BLOCK % PAGE_SIZE, i_next < i_end, num_pages
         )  # fmt: skip
         best = gl.full([STEP, 4], float("-inf"), gl.float32, ROW)
         for j in gl.static_range(SLOTS):
@@ -178,7 +175,7 @@ def sm90_lane_kernel(
             for i in gl.static_range(SLOT // STEP):
                 codes += (ring.index(j).slice(i * STEP, STEP, 0).load(CODES),)
                 groups += (ring_scales.index(j).slice(i * STEP, STEP, 0).load(ROW),)
-            send(p_k, p_g, there, ring, ring_words, j, SWIZZLED)
+            send(p_k, p_g, there, ring, ring_words, j, FORM.swizzled)
             for i in gl.static_range(SLOT // STEP):
                 s = mma_v2(lane_keys(codes[i], groups[i]), b_q, nothing)
                 s = gl.convert_layout(s.reshape([STEP, 4, 2]).split()[0], ROW, assert_trivial=True)
@@ -187,12 +184,12 @@ def sm90_lane_kernel(
                 best = gl.maximum(best, s)
         m = gl.max(best, 0) * 256.0 * b_f  # see `openmsa.primitives.queries.raised`
         m = gl.where(m > float("-inf"), m, float("-inf"))
-        gl.store(p_s + i_t.to(gl.int64) * s_sb, m, mask=m_row, eviction_policy="evict_last")
+        gl.store(p_s + i_t.to(gl.int64) * scores.s_block, m, mask=m_row, eviction_policy="evict_last")
     async_copy.wait_group(0)
     if FILL:
         unseen = gl.full([4], float("-inf"), gl.float32, gl.SliceLayout(0, ROW))
         for i_b in range(gl.maximum(first, i_end), last):
-            gl.store(p_s + i_b.to(gl.int64) * s_sb, unseen, mask=m_row)
+            gl.store(p_s + i_b.to(gl.int64) * scores.s_block, unseen, mask=m_row)
 
 
 RING = BLOCK.value * (64 + 8)  # bytes of a program's ring: codes and scales
@@ -214,16 +211,17 @@ CONFIG = Config(slot=32, max_registers=128, resident=16, share=8)
 resident, which do not start at once, are faster than one round of longer ones, and than five warps of 96."""
 
 
-def serves(device: Device, source: KeySource, queries: QuerySource, tile: Tile, rows: int) -> bool:
-    """Whether the kernel serves so many rows a sequence and key head: what `triton_lanes` reads, in pages of whole blocks of
-    128, keys and scales contiguous in a page, at addresses that 16 bytes are copied from."""
-    if device.arch != 90 or not source.lanes or rows > 4 or source.mode != PAGE or tile.block != BLOCK.value:
+def serves(device: Device, keys: KeyTiles, queries: QueryRows, tile: Tile, rows: int, lanes: bool) -> bool:
+    """Whether the kernel serves so many rows a sequence and key head: keys that `triton_lanes` reads (lanes), in pages of whole
+    blocks of 128, keys and scales contiguous in a page, at addresses that 16 bytes are copied from."""
+    if device.arch != 90 or not lanes or rows > 4 or keys.paging.mode != PAGE or tile.block != BLOCK.value:
         return False
-    page, head, key, item = source.strides
-    words, (page_words, head_words, key_words) = source.scales.words()
-    close = (key, item, key_words) == (32, 1, 1 if source.scales.swizzled else 2) and queries.rows.stride(2) == 1
-    even = all(stride % 16 == 0 for stride in (page, head, page_words, head_words))
-    return close and even and source.pool.data_ptr() % 16 == 0 and words.data_ptr() % 16 == 0
+    own = in_words(keys.view.rows, keys.view.form)
+    row = 1 if keys.view.form.swizzled else 2
+    close = (own.s_row, own.s_dim, own.s_scales_row) == (32, 1, row) and queries.s_dim == 1
+    even = all(stride % 16 == 0 for stride in (own.s_page, own.s_head, own.s_scales_page, own.s_scales_head))
+    assert own.scales is not None
+    return close and even and own.data.data_ptr() % 16 == 0 and own.scales.data_ptr() % 16 == 0
 
 
 def cut(programs: int, tiles: int, num_sms: int) -> int:
@@ -233,79 +231,42 @@ def cut(programs: int, tiles: int, num_sms: int) -> int:
 
 
 def launch(
-    queries: QuerySource,
-    source: KeySource,
+    queries: QueryRows,
+    keys: KeyTiles,
+    product: Any,
     lengths: Lengths,
-    scores: Tensor,
-    visible: Tensor | None,
+    scores: Scores,
     device: Device,
     pdl: bool = False,
 ) -> None:
-    """As `triton_route.launch`."""
-    num_blocks = scores.shape[2]
-    programs = lengths.batch * source.heads
+    """As `triton_route.launch`. product: the Triton dtype of factors elsewhere, through which queries come here too."""
+    view, num_blocks = keys.view, scores.maxima.shape[2]
+    programs = lengths.batch * view.heads
     share = cut(programs, num_blocks, device.num_sms)
-    words, (page_words, head_words, _) = source.scales.words()
-    row = 2 if source.scales.swizzled else 1  # words are counted in rows there
+    rows = in_words(view.rows, view.form)
+    if view.form.swizzled:  # whose strides count rows of two words
+        rows = rows._replace(s_scales_page=2 * rows.s_scales_page, s_scales_head=2 * rows.s_scales_head)
     launch_kernel(
         sm90_lane_kernel,
         (ceil_div(num_blocks, share), programs),
-        queries.rows,
-        queries.scale,
-        source.pool,
-        words,
-        source.scales.factor,
-        source.page_table,
-        *lengths.tensors,
+        queries,
+        rows,
+        view.table,
+        lengths.bounds,
         scores,
-        visible,
-        *queries.rows.stride()[:2],
-        queries.scale_stride,
-        *source.strides[:2],
-        page_words * row,
-        head_words * row,
-        source.scales.factor_stride,
-        source.table_stride,
-        *scores.stride(),
         num_blocks,
-        source.num_pages,
-        source.capacity,
+        view.num_pages,
+        view.capacity,
         lengths.max_seqlen_k,
         share,
-        KEY_HEADS=source.heads,
-        GROUP=queries.rows.shape[1] // source.heads,
-        PAGE_SIZE=source.page_size,
-        SWIZZLED=source.scales.swizzled,
-        PRODUCT_TYPE=queries.product,
-        FILL=visible is None,
+        KEY_HEADS=view.heads,
+        GROUP=queries.data.shape[1] // view.heads,
+        FORM=view.form,
+        PAGE_SIZE=view.page_size,
+        PRODUCT_TYPE=product,
+        FILL=scores.visible is None,
         PDL=pdl,
         SLOT=CONFIG.slot,
         num_warps=1,
         maxnreg=CONFIG.max_registers,
     )
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Plain and stored queries, both layouts of scales, pages of one block and of two."""
-    if arch != 90:
-        return
-    for name, swizzled, page_size, fill in (
-        ("bf16", False, 128, False),
-        ("bf16", True, 128, False),
-        ("fp16", False, 256, True),
-        ("fp8e4nv", False, 128, False),
-    ):
-        types = {"q": f"*{name}", "keys": "*i16", "scales": "*i32", "k_factor": "*fp32", "scores": "*fp32"}
-        types |= dict.fromkeys(("page_table", "cu_q", "seq_lens"), "*i32")
-        types |= dict.fromkeys(("s_qt", "s_qh", "s_page", "s_head", "s_gp", "s_gh", "s_table"), "i32:16")
-        types |= dict.fromkeys(("s_qs", "s_kf", "s_sh", "s_st"), "i32")
-        types |= dict.fromkeys(("num_blocks", "num_pages", "capacity", "max_keys", "tiles_per_split"), "i32")
-        product = tl.float16 if name == "fp16" else tl.bfloat16
-        constants: dict[str, Any] = {"KEY_HEADS": 1, "GROUP": 4, "PAGE_SIZE": page_size, "SWIZZLED": swizzled}
-        constants |= {"PRODUCT_TYPE": product, "FILL": fill, "PDL": not fill, "SLOT": CONFIG.slot, "s_sb": 1}
-        constants |= {"cu_k": None, "q_offset": None}
-        stored = {"q_scale": "*fp32"} if name == "fp8e4nv" else {}
-        types |= stored | ({} if fill else {"visible": "*i32"})
-        constants |= {x: None for x in ("q_scale", "visible") if x not in types}
-        label = f"{name} x nvfp4{' 128x4' if swizzled else ''} pages of {page_size}"
-        yield Variant(label, sm90_lane_kernel, types, constants, 1, dot=True, maxnreg=CONFIG.max_registers)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Block scores of many e4m3 queries with e4m3 keys on Hopper, in Gluon.
 
 A program holds two tiles of (query, head) rows in the registers from which the matrix unit reads them, and keys come through a
@@ -17,11 +18,9 @@ exchanged between the threads of a row once in four tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -34,18 +33,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openmsa.primitives import scoring
-from openmsa.primitives.queries import QuerySource
-from openmsa.primitives.rows import FLAT, PAGE, KeySource, Tile
+from openmsa.primitives.operands import QueryRows, Scores
+from openmsa.primitives.rows import KeyTiles, Tile
 from openmsa.primitives.scoring import Lengths
 from openmsa.primitives.walks import Kind, splits
-from openmsa.runtime.devices import COMPILE_TARGETS, Device
+from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 
 BLOCK = gl.constexpr(128)
 """Keys of a block, and of a tile."""
 sequence_bounds = gluon.jit(scoring.sequence_bounds.fn)
+scored = gluon.jit(scoring.scored.fn)
 
 
 @gluon.constexpr_function
@@ -61,23 +60,24 @@ def four_blocks(num_warps, dims):
 
 
 @gluon.jit
-def load_rows(
-    q, i_row, q_len, i_h, s_qt, s_qh, GROUP: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Rows i_row to i_row + ROWS (query i_row // GROUP, head i_h + i_row % GROUP) as left factors, zero past q_len."""
+def load_rows(q, q_start, i_row, q_len, i_h, GROUP: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Rows i_row to i_row + ROWS (query q_start + i_row // GROUP, head i_h + i_row % GROUP) as left factors, zero past
+    q_len."""
     o_r = i_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     o_d = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
-    p_q = q + (o_r // GROUP).to(gl.int64) * s_qt + (i_h + o_r % GROUP) * s_qh
+    p_q = q.data + q_start.to(gl.int64) * q.s_token
+    p_q = p_q + (o_r // GROUP).to(gl.int64) * q.s_token + (i_h + o_r % GROUP) * q.s_head
     return gl.load(p_q[:, None] + o_d[None, :], mask=(o_r // GROUP < q_len)[:, None], other=0.0)
 
 
 @gluon.jit
-def tile_place(page_row, i_t, here, k_start, MODE: gl.constexpr, PAGE_SIZE: gl.constexpr):
+def tile_place(page_row, i_t, here, k_start, PAGING: gl.constexpr):
     """Page of key tile i_t, and its first row there. here: whether there is such a tile."""
-    if MODE == 0:
+    if PAGING.mode == 0:
         i_page, i_key = 0, k_start + i_t * BLOCK
     else:
-        i_page, i_key = gl.load(page_row + i_t * BLOCK // PAGE_SIZE, mask=here, other=-1), i_t * BLOCK % PAGE_SIZE
+        i_page = gl.load(page_row + i_t * BLOCK // PAGING.page_size, mask=here, other=-1)
+        i_key = i_t * BLOCK % PAGING.page_size
     return i_page, i_key
 
 
@@ -113,29 +113,21 @@ def block_maxima(p_0, p_1, p_2, p_3, EXCHANGED: gl.constexpr, FOUR: gl.constexpr
 
 
 @gluon.jit
-def scored(held, b_f):
-    """Maxima as scores: times the factor of each row (None: 1), and NaN as -inf."""
-    held = held if b_f is None else held * b_f[:, None]
-    return gl.where(held > float("-inf"), held, float("-inf"))
-
-
-@gluon.jit
-def row_factors(q_scale, k_factor, o_r, i_h, s_qs, s_kf, GROUP: gl.constexpr):
+def row_factors(q, keys, o_r, i_h, FORM: gl.constexpr, GROUP: gl.constexpr):
     """What scales of tensors and heads multiply each row of scores by, None if neither has one."""
     b_f = None
-    if q_scale is not None:
-        b_f = gl.load(q_scale + (i_h * GROUP + o_r % GROUP) * s_qs)
-    if k_factor is not None:
-        factor = gl.load(k_factor + i_h * s_kf)
+    if q.factor is not None:
+        b_f = gl.load(q.factor + (i_h * GROUP + o_r % GROUP) * q.s_factor_head)
+    if FORM.factor == 1:
+        factor = gl.load(keys.factor + i_h * keys.s_factor_head)
         b_f = gl.full(o_r.shape, 1.0, gl.float32, o_r.type.layout) * factor if b_f is None else b_f * factor
     return b_f
 
 
 @gluon.jit(do_not_specialize=["num_blocks", "capacity", "max_keys", "blocks_per_split"])
 def sm90_score_kernel(
-    q, q_scale, keys, k_factor, page_table, cu_q, cu_k, seq_lens, q_offset, scores, visible,
-    s_qt, s_qh, s_qs, s_kf, s_table, s_sh, s_st, num_blocks, capacity, max_keys, blocks_per_split,
-    KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, MODE: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    q, keys, tma_keys, table, bounds, scores, num_blocks, capacity, max_keys, blocks_per_split,
+    KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, FORM: gl.constexpr, PAGING: gl.constexpr,
     FILL: gl.constexpr,
 ):  # fmt: skip
     """Grid (splits, row tiles of 32 rows a warp, batch * key heads); late rows, which see most keys, start first.
@@ -150,7 +142,7 @@ def sm90_score_kernel(
     i_split = gl.program_id(0)
     i_m = gl.num_programs(1) - 1 - gl.program_id(1)
     i_s, i_h = gl.program_id(2) // KEY_HEADS, gl.program_id(2) % KEY_HEADS
-    q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys)
+    q_start, q_len, k_start, k_len, offset = sequence_bounds(bounds, i_s, capacity, max_keys)
     i_row = i_m * 2 * HALF
     if i_row >= q_len * GROUP:
         return
@@ -162,43 +154,43 @@ def sm90_score_kernel(
     last = gl.minimum(first + blocks_per_split, num_blocks)
     i_full = seen_by_all // BLOCK
     i_end = gl.minimum(gl.cdiv(seen_by_any, BLOCK), last)
-    page_row = page_table
-    if MODE != 0:
-        page_row += i_s.to(gl.int64) * s_table
+    page_row = table.ids
+    if PAGING.mode != 0:
+        page_row += i_s.to(gl.int64) * table.s_sequence
 
     o_top = i_row + gl.arange(0, HALF, ROW)
     o_low = o_top + HALF
     m_top, m_low = o_top < q_len * GROUP, o_low < q_len * GROUP
-    if visible is not None:
+    if scores.visible is not None:
         for half in gl.static_range(2):
             o_r = o_top + half * HALF
             sees = gl.maximum(gl.minimum(offset + o_r // GROUP, k_len - 1) + BLOCK, 0) // BLOCK
             m_v = (o_r < q_len * GROUP) & (o_r % GROUP == 0) & (i_split + i_h == 0)
-            gl.store(visible + q_start + o_r // GROUP, sees, mask=m_v)
-    b_f = row_factors(q_scale, k_factor, o_top, i_h, s_qs, s_kf, GROUP)
+            gl.store(scores.visible + q_start + o_r // GROUP, sees, mask=m_v)
+    b_f = row_factors(q, keys, o_top, i_h, FORM, GROUP)
     o_4 = gl.arange(0, 4, gl.SliceLayout(0, FOUR))
-    p_top = (i_h * GROUP + o_top % GROUP).to(gl.int64) * s_sh + (q_start + o_top // GROUP).to(gl.int64) * s_st
-    p_top = scores + gl.multiple_of(p_top, 4)[:, None] + o_4[None, :]
-    p_low = p_top + gl.multiple_of(HALF // GROUP * s_st.to(gl.int64), 4)
+    p_top = (i_h * GROUP + o_top % GROUP).to(gl.int64) * scores.s_head
+    p_top += (q_start + o_top // GROUP).to(gl.int64) * scores.s_token
+    p_top = scores.maxima + gl.multiple_of(p_top, 4)[:, None] + o_4[None, :]
+    p_low = p_top + gl.multiple_of(HALF // GROUP * scores.s_token.to(gl.int64), 4)
 
     if first < i_end:
         tiles, full = (), ()
         for i in gl.static_range(4):  # apart, so that the compiler sees that what is copied to one is not read from another
-            tiles += (gl.allocate_shared_memory(gl.float8e4nv, [1, 1, BLOCK, DIM], keys.layout),)
+            tiles += (gl.allocate_shared_memory(gl.float8e4nv, [1, 1, BLOCK, DIM], tma_keys.layout),)
             full += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
             mbarrier.init(full[i], count=1)
         fence_async_shared()
         gl.thread_barrier()
         for i in gl.static_range(3):
-            mbarrier.expect(full[i], keys.block_type.nbytes, pred=first + i < i_end)
+            mbarrier.expect(full[i], tma_keys.block_type.nbytes, pred=first + i < i_end)
         gl.thread_barrier()
         for i in gl.static_range(3):
             here = first + i < i_end
-            i_page, i_key = tile_place(page_row, first + i, here, k_start, MODE, PAGE_SIZE)
-            tma.async_copy_global_to_shared(keys, [i_page, i_h, i_key, 0], full[i], tiles[i], pred=here)
-        q += q_start.to(gl.int64) * s_qt
-        q_top = load_rows(q, i_row, q_len, i_h * GROUP, s_qt, s_qh, GROUP, DIM, HALF, LEFT)
-        q_low = load_rows(q, i_row + HALF, q_len, i_h * GROUP, s_qt, s_qh, GROUP, DIM, HALF, LEFT)
+            i_page, i_key = tile_place(page_row, first + i, here, k_start, PAGING)
+            tma.async_copy_global_to_shared(tma_keys, [i_page, i_h, i_key, 0], full[i], tiles[i], pred=here)
+        q_top = load_rows(q, q_start, i_row, q_len, i_h * GROUP, GROUP, DIM, HALF, LEFT)
+        q_low = load_rows(q, q_start, i_row + HALF, q_len, i_h * GROUP, GROUP, DIM, HALF, LEFT)
 
         # The compiler knows a product that crosses the end of the loop only if it is the one that all wait for.
         mbarrier.wait(full[0], 0)
@@ -219,7 +211,7 @@ def sm90_score_kernel(
                 for i in gl.static_range(4):
                     i_t = i_4 + i
                     here = i_t + 3 < i_end
-                    i_page, i_key = tile_place(page_row, i_t + 3, here, k_start, MODE, PAGE_SIZE)
+                    i_page, i_key = tile_place(page_row, i_t + 3, here, k_start, PAGING)
                     if i == 3:
                         phase = phase ^ 1
                     if EDGE:
@@ -229,13 +221,13 @@ def sm90_score_kernel(
                     if not EDGE:
                         mbarrier.wait(full[(i + 1) % 4], phase)
                     tops += (thread_maxima(s_top, i_t, last_top, EDGE, PRODUCT),)
-                    mbarrier.expect(full[(i + 3) % 4], keys.block_type.nbytes, pred=here)
+                    mbarrier.expect(full[(i + 3) % 4], tma_keys.block_type.nbytes, pred=here)
                     top = multiply(q_top, tiles[(i + 1) % 4], s_top, never, DIM)
                     s_low = warpgroup_mma_wait(1, deps=(low,))
                     lows += (thread_maxima(s_low, i_t, last_low, EDGE, PRODUCT),)
                     gl.thread_barrier()  # every warp has waited for the products of tile i_t - 1
                     tma.async_copy_global_to_shared(
-                        keys, [i_page, i_h, i_key, 0], full[(i + 3) % 4], tiles[(i + 3) % 4], pred=here
+                        tma_keys, [i_page, i_h, i_key, 0], full[(i + 3) % 4], tiles[(i + 3) % 4], pred=here
                     )
                 m_4 = (i_4 + o_4 < i_end)[None, :]
                 m_1 = m_top[:, None] & m_4 if EDGE else m_top[:, None]
@@ -281,82 +273,34 @@ CONFIG = Config(num_warps=4, resident=2)
 """Two programs of 128 rows a multiprocessor: what one cannot overlap with its own products, the other's fill."""
 
 
-def launch(
-    queries: QuerySource,
-    source: KeySource,
-    lengths: Lengths,
-    scores: Tensor,
-    visible: Tensor | None,
-    device: Device,
-) -> None:
-    """As `triton_route.launch`. scores: rows that can be written in sectors."""
-    _, heads, dim = queries.rows.shape
-    group = heads // source.heads
+def launch(queries: QueryRows, keys: KeyTiles, product: Any, lengths: Lengths, scores: Scores, device: Device) -> None:
+    """As `triton_route.launch`; product is e4m3. scores: rows that can be written in sectors."""
+    view, pool = keys.view, keys.tma
+    assert pool is not None
+    group = queries.data.shape[1] // view.heads
     row_tiles = ceil_div(lengths.max_seqlen_q * group, CONFIG.rows)
-    num_blocks = scores.shape[2]
-    parts = splits(row_tiles * lengths.batch * source.heads, num_blocks, CONFIG.resident * device.num_sms, SECTOR, SECTOR)
+    num_blocks = scores.maxima.shape[2]
+    parts = splits(row_tiles * lengths.batch * view.heads, num_blocks, CONFIG.resident * device.num_sms, SECTOR, SECTOR)
     blocks_per_split = ceil_div(num_blocks, parts * SECTOR) * SECTOR
-    pool = source.keys
     layout = gl.NVMMASharedLayout.get_default_for(pool.block_shape, gl.float8e4nv)
     launch_kernel(
         sm90_score_kernel,
-        (ceil_div(num_blocks, blocks_per_split), row_tiles, lengths.batch * source.heads),
-        queries.rows,
-        queries.scale,
+        (ceil_div(num_blocks, blocks_per_split), row_tiles, lengths.batch * view.heads),
+        queries,
+        view.rows,
         TensorDescriptor(pool.base, pool.shape, pool.strides, pool.block_shape, layout),
-        source.scales.factor,
-        source.page_table,
-        *lengths.tensors,
+        view.table,
+        lengths.bounds,
         scores,
-        visible,
-        *queries.rows.stride()[:2],
-        queries.scale_stride,
-        source.scales.factor_stride,
-        source.table_stride,
-        *scores.stride()[:2],
         num_blocks,
-        source.capacity,
+        view.capacity,
         lengths.max_seqlen_k,
         blocks_per_split,
-        KEY_HEADS=source.heads,
+        KEY_HEADS=view.heads,
         GROUP=group,
-        DIM=dim,
-        MODE=source.mode,
-        PAGE_SIZE=source.page_size,
-        FILL=visible is None,
+        DIM=view.dim,
+        FORM=view.form,
+        PAGING=keys.paging,
+        FILL=scores.visible is None,
         num_warps=CONFIG.num_warps,
     )
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Packed keys and pages, with and without scales."""
-    if arch != 90:
-        return
-    for name, dim, mode, fill in (
-        ("flat", 128, FLAT, True),
-        ("flat", 64, FLAT, False),
-        ("page", 128, PAGE, False),
-        ("page", 64, PAGE, True),
-    ):
-        kind = Kind.of(dim, 128, 1, gl.float8e4nv, mode != FLAT, True)
-        assert serves(COMPILE_TARGETS[arch], kind, Tile.of(128), 65536, 4)
-        yield _variant(f"e4m3 x e4m3 d{dim} {name}", dim, mode, fill)
-
-
-def _variant(name: str, dim: int, mode: int, fill: bool) -> Variant:
-    layout = gl.NVMMASharedLayout.get_default_for([1, 1, 128, dim], gl.float8e4nv)
-    types = {
-        "q": "*fp8e4nv",
-        "q_scale": "*fp32",
-        "keys": f"tensordesc<fp8e4nv[1, 1, 128, {dim}],{layout!r}>",
-        "scores": "*fp32",
-    }
-    types |= dict.fromkeys(("page_table", "cu_q", "cu_k", "q_offset", "visible"), "*i32") | {"k_factor": "*fp32"}
-    types |= dict.fromkeys(("s_qt", "s_qh", "s_table"), "i32:16")
-    types |= dict.fromkeys(("s_qs", "s_kf", "s_sh", "s_st", "num_blocks", "capacity", "max_keys", "blocks_per_split"), "i32")
-    constants: dict[str, Any] = {"KEY_HEADS": 1, "GROUP": 4, "DIM": dim, "MODE": mode, "PAGE_SIZE": 128 if mode else 1}
-    constants |= {"FILL": fill, "seq_lens": None}
-    constants |= ({"visible": None} if fill else {}) | ({"page_table": None, "k_factor": None} if mode == FLAT else {})
-    types = {argument: kind for argument, kind in types.items() if argument not in constants}
-    may_spill = 0 if mode == FLAT else 160  # where rows see tiles in part: the last few of a walk
-    return Variant(name, sm90_score_kernel, types, constants, CONFIG.num_warps, wgmma=True, may_spill=may_spill)

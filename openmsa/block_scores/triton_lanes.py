@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 # ruff: noqa: RET505 (kernels return from branches on constants)
 """Scores of NVFP4 keys of 128 elements for up to four rows: one warp a program, no exchange between threads until a block ends.
 
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from openmsa.kv_cache.triton_numbers import swizzled_word
 from openmsa.primitives.codes import ASM, e2m1_parts, e4m3_bytes
 from openmsa.primitives.queries import float16_rows, load_rows, query_numbers, row_factors, spread_rows
 from openmsa.primitives.rows import exists, page_number, row_in_page, tile_start
@@ -22,6 +24,7 @@ from openmsa.primitives.scoring import (
     rows_of,
     sequence_bounds,
     store_maxima,
+    store_unseen,
     store_visible,
     tiles_of,
     unspread,
@@ -83,35 +86,34 @@ def lane_queries(b_q):
 
 
 @triton.jit
-def lane_tile(
-    keys, page_row, i_h, i_k, k_start, num_pages, s_page, s_head, s_token, s_gp, s_gh, s_gt,
-    MODE: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Of the tile that starts with key i_k: address of its first key, where its scales start, in the strides' unit, and whether
-    it exists."""
+def lane_tile(keys, page_row, i_h, i_k, k_start, num_pages, PAGING: tl.constexpr, TILE: tl.constexpr):
+    """Where the tile that starts with key i_k lies: the address of its first key, where its scales start, in the strides' unit,
+    and whether it exists."""
     zero = tl.full([], 0, tl.int64)
     i_page, there, o_row = zero, zero == 0, zero + k_start + i_k
-    if MODE != 0:
+    if PAGING.mode != 0:
         i_k = tl.full([], 0, tl.int32) + i_k
-        i_page = tl.load(page_row + page_number(i_k, PAGE_SIZE))
+        i_page = tl.load(page_row + page_number(i_k, PAGING.page_size))
         there = exists(i_page, num_pages)
         i_page = tl.where(there, i_page, 0).to(tl.int64)
-        o_row = zero + row_in_page(i_k, PAGE_SIZE, TILE)
-    p_k = keys + i_page * s_page + o_row * s_token + i_h.to(tl.int64) * s_head
-    return p_k, i_page * s_gp + o_row * s_gt + i_h.to(tl.int64) * s_gh, there
+        o_row = zero + row_in_page(i_k, PAGING.page_size, TILE)
+    p_k = keys.data + i_page * keys.s_page + o_row * keys.s_row + i_h.to(tl.int64) * keys.s_head
+    o_g = i_page * keys.s_scales_page + o_row * keys.s_scales_row + i_h.to(tl.int64) * keys.s_scales_head
+    return p_k, o_g, there
 
 
 @triton.jit
-def lane_loads(p_k, scales, o_g, i_n, m_k, s_token, s_dim, s_gt, SWIZZLED: tl.constexpr):
+def lane_loads(keys, p_k, o_g, i_n, m_k, SWIZZLED: tl.constexpr):
     """Codes int16 [STEP, 32] and scales, two an int16, [STEP, 4] of keys i_n and following of a tile, where m_k. Words with
     two pairs are read: asynchronous copies move four bytes and more."""
+    scales, s_row = keys.scales, keys.s_scales_row
     o_n, o_p = tl.arange(0, STEP)[:, None], tl.arange(0, 2)[None, :]
     if SWIZZLED:
-        o_row = o_g + i_n * s_gt + o_n * s_gt
-        p_g = scales + ((o_row // 128 * 2 + o_p) * 128 + o_row % 32 * 4 + o_row % 128 // 32)
+        o_row = o_g + i_n * s_row + o_n * s_row
+        p_g = scales + swizzled_word(o_row, o_p, 2)
     else:
-        p_g = (scales + (o_g + i_n * s_gt)) + (o_n * s_gt + o_p)
-    p_k = (p_k + i_n * s_token) + (o_n * s_token + tl.arange(0, 32)[None, :] * s_dim)
+        p_g = (scales + (o_g + i_n * s_row)) + (o_n * s_row + o_p)
+    p_k = (p_k + i_n * keys.s_row) + (o_n * keys.s_row + tl.arange(0, 32)[None, :] * keys.s_dim)
     b_k, b_g = tl.load(p_k, mask=m_k, other=0), tl.load(p_g, mask=m_k, other=0)
     b_g = tl.broadcast_to(b_g[:, :, None], [STEP, 2, 2]) >> (tl.arange(0, 2) * 16)[None, None, :]
     return b_k, b_g.to(tl.int16).reshape(STEP, 4)
@@ -125,89 +127,82 @@ def lane_products(b_k, b_g, b_q, ROWS: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def lane_maxima_masked(
-    b_q, keys, scales, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-    s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt,
-    MODE: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, SWIZZLED: tl.constexpr, NATIVE: tl.constexpr,
+    b_q, keys, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+    FORM: tl.constexpr, PAGING: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Best product of each row with the keys of a tile that exist and that it sees, times 2**8, [rows]."""
     ROWS: tl.constexpr = i_last.shape[0]
-    p_k, o_g, there = lane_tile(
-        keys, page_row, i_h, i_k, k_start, num_pages, s_page, s_head, s_token, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE
-    )
+    p_k, o_g, there = lane_tile(keys, page_row, i_h, i_k, k_start, num_pages, PAGING, TILE)
     best = tl.full([STEP, ROWS], float("-inf"), tl.float32)
     for i_n in tl.range(0, TILE, STEP, num_stages=1):
         o_k = i_k + i_n + tl.arange(0, STEP)
-        b_k, b_g = lane_loads(p_k, scales, o_g, i_n, ((o_k < k_len) & there)[:, None], s_token, s_dim, s_gt, SWIZZLED)
-        s = lane_products(b_k, b_g, b_q, ROWS, NATIVE)
+        b_k, b_g = lane_loads(keys, p_k, o_g, i_n, ((o_k < k_len) & there)[:, None], FORM.swizzled)
+        s = lane_products(b_k, b_g, b_q, ROWS, FORM.native)
         best = tl.maximum(best, tl.where(o_k[:, None] <= i_last[None, :], s, float("-inf")))
     return tl.max(best, 0) * 256.0
 
 
 @triton.jit(do_not_specialize=RUNTIME_LENGTHS)
 def lane_kernel(
-    q, q_scale, keys, scales, k_factor, page_table, cu_q, cu_k, seq_lens, q_offset, scores, visible,
-    s_qt, s_qh, s_qd, s_qs, s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_kf, s_table, s_sh, s_st, s_sb,
-    num_blocks, num_pages, capacity, max_keys, tiles_per_split,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
-    PARTS: tl.constexpr, SWIZZLED: tl.constexpr, NATIVE: tl.constexpr, PRODUCT: tl.constexpr, ROWS: tl.constexpr,
-    MODE: tl.constexpr, PAGE_SIZE: tl.constexpr, FILL: tl.constexpr, PDL: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    q, keys, table, bounds, scores, num_blocks, num_pages, capacity, max_keys, tiles_per_split,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr,
+    PRODUCT: tl.constexpr, FILL: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, row tiles, batch * key heads), as of `score_kernel`. CHUNK: keys that are copied at a time."""
+    """Grid (splits, row tiles, batch * key heads), and FILL and PDL, as of `score_kernel`. keys: with scales in words of four.
+    CHUNK: keys that are copied at a time."""
     if PDL:
         gdc_launch_dependents()
+    ROWS: tl.constexpr = PRODUCT.rows
+    # 1. Which rows, keys and tiles are this program's.
     i_split, i_m = tl.program_id(0), tl.program_id(1)
     i_s, i_h = tl.program_id(2) // KEY_HEADS, tl.program_id(2) % KEY_HEADS
-    q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys)
+    q_start, q_len, k_start, k_len, offset = sequence_bounds(bounds, i_s, capacity, max_keys)
     if i_m * ROWS >= q_len * GROUP:
         return
     o_r, m_row, i_last, seen_by_all, seen_by_any = rows_of(i_m, q_len, k_len, offset, GROUP, ROWS)
-    if visible is not None:
-        store_visible(visible, q_start, o_r, m_row, i_last, i_split + i_h == 0, GROUP, BLOCK)
-    first, last, i_full, i_end = tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, BLOCK, 1, PARTS)
-    page_row = page_table
-    if MODE != 0:
-        page_row += i_s.to(tl.int64) * s_table
-    s_sb = tl.full([], 0, tl.int64) + s_sb
-    o_s = (i_h * GROUP + o_r % GROUP).to(tl.int64) * s_sh + (q_start + o_r // GROUP).to(tl.int64) * s_st
-    b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, 128, 128)
-    b_q, b_f = lane_queries(query_numbers(b_q, PRODUCT))
-    if q_scale is not None or k_factor is not None:
-        b_f *= row_factors(q_scale, k_factor, tl.where(m_row, o_r, 0), i_h, s_qs, s_kf, GROUP)
+    if scores.visible is not None:
+        store_visible(scores.visible, q_start, o_r, m_row, i_last, i_split + i_h == 0, GROUP, CUT.block)
+    first, last, i_full, i_end = tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, CUT)
+    page_row = table.ids
+    if PAGING.mode != 0:
+        page_row += i_s.to(tl.int64) * table.s_sequence
+    s_block = tl.full([], 0, tl.int64) + scores.s_block
+    o_s = (i_h * GROUP + o_r % GROUP).to(tl.int64) * scores.s_head + (q_start + o_r // GROUP).to(tl.int64) * scores.s_token
+    # 2. Rows of queries become factors, in the order of `lane_keys`.
+    p_q = q.data + q_start.to(tl.int64) * q.s_token
+    b_q = load_rows(p_q, o_r, q_len, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, 128, 128)
+    b_q, b_f = lane_queries(query_numbers(b_q, PRODUCT.dtype))
+    b_x = row_factors(q, keys, tl.where(m_row, o_r, 0), i_h, FORM, GROUP)
+    if b_x is not None:
+        b_f *= b_x
 
+    # 3. Tiles that all rows see whole, a chunk at a time.
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
-    CHUNKS: tl.constexpr = TILE // CHUNK
+    CHUNKS: tl.constexpr = CUT.tile // CHUNK
     b_m = tl.full([STEP, ROWS], float("-inf"), tl.float32)  # of the chunks of a tile so far
     for i in tl.range(first * CHUNKS, i_full * CHUNKS, num_stages=STAGES):
         i_t = i // CHUNKS
-        p_k, o_g, there = lane_tile(
-            keys, page_row, i_h, tile_start(i_t, BLOCK, KEYS, 1, PARTS), k_start, num_pages,
-            s_page, s_head, s_token, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE,
-        )  # fmt: skip
+        i_k = tile_start(i_t, CUT.block, CUT.keys, 1, CUT.parts)
+        p_k, o_g, there = lane_tile(keys, page_row, i_h, i_k, k_start, num_pages, PAGING, CUT.tile)
         for i_n in tl.static_range(0, CHUNK, STEP):
             i_n += i % CHUNKS * CHUNK
-            b_k, b_g = lane_loads(p_k, scales, o_g, i_n, there, s_token, s_dim, s_gt, SWIZZLED)
-            b_m = tl.maximum(b_m, lane_products(b_k, b_g, b_q, ROWS, NATIVE))
+            b_k, b_g = lane_loads(keys, p_k, o_g, i_n, there, FORM.swizzled)
+            b_m = tl.maximum(b_m, lane_products(b_k, b_g, b_q, ROWS, FORM.native))
         if CHUNKS == 1 or i % CHUNKS == CHUNKS - 1:
             m = tl.max(b_m, 0) * 256.0
-            if PARTS == 2:
+            if CUT.parts == 2:
                 m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
                 best = m
-            store_maxima(scores + o_s, m, b_f, i_t, num_blocks, s_sb, m_row, 1, PARTS)
+            store_maxima(scores.maxima + o_s, m, b_f, i_t, num_blocks, s_block, m_row, 1, CUT.parts)
             b_m = tl.full([STEP, ROWS], float("-inf"), tl.float32)
+    # 4. Tiles at the end of the keys, with a mask.
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
-        m = lane_maxima_masked(
-            b_q, keys, scales, page_row, i_h, tile_start(i_t, BLOCK, KEYS, 1, PARTS), i_last, k_start, k_len, num_pages,
-            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, SWIZZLED, NATIVE,
-        )  # fmt: skip
-        if PARTS == 2:
+        i_k = tile_start(i_t, CUT.block, CUT.keys, 1, CUT.parts)
+        m = lane_maxima_masked(b_q, keys, page_row, i_h, i_k, i_last, k_start, k_len, num_pages, FORM, PAGING, CUT.tile)
+        if CUT.parts == 2:
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
             best = m
-        store_maxima(scores + o_s, m, b_f, i_t, num_blocks, s_sb, m_row, 1, PARTS)
+        store_maxima(scores.maxima + o_s, m, b_f, i_t, num_blocks, s_block, m_row, 1, CUT.parts)
+    # 5. Blocks that no row sees.
     if FILL:
-        unseen = tl.full([ROWS, 16], float("-inf"), tl.float32)
-        stop = last // PARTS
-        for i_b in range(tl.maximum(first, i_end) // PARTS, stop, 16):
-            o_b = i_b + tl.arange(0, 16)
-            m_s = m_row[:, None] & (o_b < stop)[None, :]
-            tl.store(scores + o_s[:, None] + (o_b * s_sb)[None, :], unseen, mask=m_s)
+        store_unseen(scores.maxima + o_s, first, last, i_end, num_blocks, s_block, m_row, CUT)

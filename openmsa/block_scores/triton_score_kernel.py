@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Block scores on the GPU: a program holds one tile of (query, head) rows and walks the keys.
 
 The walk has no mask as long as every key is visible to every row of the tile; only the diagonal has one. Keys come through the
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from openmsa.primitives.queries import grouped_parts, hold_rows, load_rows, query_numbers, query_parts, row_factors, spread_rows
+from openmsa.primitives.queries import query_factors, row_factors
 from openmsa.primitives.rows import tile_start
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,
@@ -22,6 +23,7 @@ from openmsa.primitives.scoring import (
     scored,
     sequence_bounds,
     store_maxima,
+    store_unseen,
     store_visible,
     tiles_of,
 )
@@ -29,96 +31,77 @@ from openmsa.primitives.scoring import (
 
 @triton.jit(do_not_specialize=RUNTIME_LENGTHS)
 def score_kernel(
-    q, q_scale, keys, scales, k_factor, page_table, cu_q, cu_k, seq_lens, q_offset, scores, visible,
-    s_qt, s_qh, s_qd, s_qs, s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg, s_kf, s_table, s_sh, s_st, s_sb,
-    num_blocks, num_pages, capacity, max_keys, tiles_per_split,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr,
-    SWIZZLED: tl.constexpr, NATIVE: tl.constexpr, PRODUCT: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr,
-    ROWS: tl.constexpr, SWAP: tl.constexpr, HOLD: tl.constexpr, MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    FILL: tl.constexpr, COLLECT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    q, keys, tma, table, bounds, scores, num_blocks, num_pages, capacity, max_keys, tiles_per_split,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr,
+    PRODUCT: tl.constexpr, HOLD: tl.constexpr, FILL: tl.constexpr, COLLECT: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, row tiles, batch * key heads); late rows, which see most keys, start first.
-    COLLECT: rows of scores are written eight blocks, a sector, at a time. PDL: let the kernel behind this one be launched while
-    this one runs."""
+    HOLD: rows stay in registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are
+    written eight blocks, a sector, at a time. PDL: let the kernel behind this one be launched while this one runs."""
     if PDL:
         gdc_launch_dependents()
+    ROWS: tl.constexpr = PRODUCT.rows
+    # 1. Which rows, keys and tiles are this program's.
     i_split = tl.program_id(0)
     i_m = tl.num_programs(1) - 1 - tl.program_id(1)
     i_s, i_h = tl.program_id(2) // KEY_HEADS, tl.program_id(2) % KEY_HEADS
-    q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys)
+    q_start, q_len, k_start, k_len, offset = sequence_bounds(bounds, i_s, capacity, max_keys)
     if i_m * ROWS >= q_len * GROUP:
         return
 
     o_r, m_row, i_last, seen_by_all, seen_by_any = rows_of(i_m, q_len, k_len, offset, GROUP, ROWS)
-    if visible is not None:
-        store_visible(visible, q_start, o_r, m_row, i_last, i_split + i_h == 0, GROUP, BLOCK)
-    first, last, i_full, i_end = tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, BLOCK, SUB, PARTS)
-    page_row = page_table
-    if MODE != 0:
-        page_row += i_s.to(tl.int64) * s_table
-    s_sb = tl.full([], 0, tl.int64) + s_sb
+    if scores.visible is not None:
+        store_visible(scores.visible, q_start, o_r, m_row, i_last, i_split + i_h == 0, GROUP, CUT.block)
+    first, last, i_full, i_end = tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, CUT)
+    page_row = table.ids
+    if PAGING.mode != 0:
+        page_row += i_s.to(tl.int64) * table.s_sequence
+    s_block = tl.full([], 0, tl.int64) + scores.s_block
     i_token = (q_start + o_r // GROUP).to(tl.int64)
-    o_s = (i_h * GROUP + o_r % GROUP).to(tl.int64) * s_sh + i_token * s_st
-    b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
-    b_q = query_numbers(b_q, PRODUCT)
-    if SWAP and not GROUPED and ROWS < 16:
-        b_q = spread_rows(b_q, 16)
-    b_f = None
-    if q_scale is not None or k_factor is not None:
-        b_f = row_factors(q_scale, k_factor, tl.where(m_row, o_r, 0), i_h, s_qs, s_kf, GROUP)
-    if GROUPED:
-        GROUPS: tl.constexpr = triton.next_power_of_2(DIM // (16 if FORMAT == 3 else 32))
-        b_q, b_up = grouped_parts(b_q, GROUPS, SPLIT)
+    o_s = (i_h * GROUP + o_r % GROUP).to(tl.int64) * scores.s_head + i_token * scores.s_token
+    # 2. Rows of queries become factors.
+    b_q = query_factors(q, q_start, q_len, o_r, i_h, GROUP, FORM, PRODUCT, HOLD)
+    b_f = row_factors(q, keys, tl.where(m_row, o_r, 0), i_h, FORM, GROUP)
+    if PRODUCT.grouped:
+        b_q, b_up = b_q
         b_f = b_up if b_f is None else b_f * b_up
-    elif FORMAT >= 2:
-        b_q = query_parts(b_q, SPLIT)
 
-    if HOLD:
-        b_q = hold_rows(b_q, DIM_PAD)
+    # 3. Tiles that all rows see whole, without a mask over keys.
     if COLLECT:
         o_8 = tl.arange(0, 8)
-        p_8 = scores + tl.multiple_of(o_s, 4)[:, None] + o_8[None, :]
+        p_8 = scores.maxima + tl.multiple_of(o_s, 4)[:, None] + o_8[None, :]
         held = tl.full([ROWS, 8], float("-inf"), tl.float32)
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
     for i_t in tl.range(first, i_full, num_stages=STAGES):
-        i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
+        i_k = tile_start(i_t, CUT.block, CUT.keys, CUT.sub, CUT.parts)
         m = score_tile(
-            b_q, keys, scales, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
-            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, GROUPED, SWAP,
-            False, False,
+            b_q, keys, tma, page_row, i_h, i_k, i_last, k_start, k_len, num_pages, FORM, PAGING, CUT, PRODUCT, False, False
         )  # fmt: skip
         if COLLECT:
             held = tl.where(o_8[None, :] == i_t % 8, m[:, None], held)
             if i_t % 8 == 7:
                 tl.store(p_8 + i_t // 8 * 8, scored(held, b_f), mask=m_row[:, None])
         else:
-            if PARTS == 2:
+            if CUT.parts == 2:
                 m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
                 best = m
-            store_maxima(scores + o_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB, PARTS)
+            store_maxima(scores.maxima + o_s, m, b_f, i_t, num_blocks, s_block, m_row, CUT.sub, CUT.parts)
     if COLLECT:  # what is left of the last eight
         o_held = i_full // 8 * 8 + o_8
         tl.store(
             p_8 + i_full // 8 * 8, scored(held, b_f), mask=m_row[:, None] & ((o_held >= first) & (o_held < i_full))[None, :]
         )
+    # 4. Tiles on the diagonal and at the end of the keys, with a mask.
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
-        i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
+        i_k = tile_start(i_t, CUT.block, CUT.keys, CUT.sub, CUT.parts)
         m = score_tile(
-            b_q, keys, scales, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
-            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, GROUPED, SWAP,
-            True, True,
+            b_q, keys, tma, page_row, i_h, i_k, i_last, k_start, k_len, num_pages, FORM, PAGING, CUT, PRODUCT, True, True
         )  # fmt: skip
-        if PARTS == 2:
+        if CUT.parts == 2:
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
             best = m
-        store_maxima(scores + o_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB, PARTS)
+        store_maxima(scores.maxima + o_s, m, b_f, i_t, num_blocks, s_block, m_row, CUT.sub, CUT.parts)
+    # 5. Blocks that no row sees.
     if FILL:
-        unseen = tl.full([ROWS, 16], float("-inf"), tl.float32)
-        stop = tl.minimum(last // PARTS * SUB, num_blocks)
-        for i_b in range(tl.maximum(first, i_end) // PARTS * SUB, stop, 16):
-            o_b = i_b + tl.arange(0, 16)
-            m_s = m_row[:, None] & (o_b < stop)[None, :]
-            tl.store(scores + o_s[:, None] + (o_b * s_sb)[None, :], unseen, mask=m_s)
+        store_unseen(scores.maxima + o_s, first, last, i_end, num_blocks, s_block, m_row, CUT)

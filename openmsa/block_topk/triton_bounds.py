@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Which keys can have the best score of their block, found from bounds of their scores: one bit for each key and row.
 
 A key with the best exact score has an upper bound that is not below it, nor so below any lower bound of its block. All such
@@ -9,7 +10,7 @@ that writing costs a comparison a bit and one store a tile; they are sorted out 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,8 +20,18 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.kv_cache import Int8
 from openmsa.primitives import codes
+from openmsa.primitives.operands import QueryRows, Scores
 from openmsa.primitives.queries import fixed_point, load_rows
-from openmsa.primitives.rows import FLAT, KeySource, Tile, key_errors, key_scales, load_keys, load_of_keys, tile_start
+from openmsa.primitives.rows import (
+    KeyTiles,
+    Tile,
+    key_errors,
+    key_scales,
+    key_strides,
+    load_keys,
+    load_of_keys,
+    tile_start,
+)
 from openmsa.primitives.scoring import RUNTIME_LENGTHS, Lengths, rows_of, sequence_bounds, store_maxima, store_visible, tiles_of
 from openmsa.primitives.walks import Config, Kind, splits, walk
 from openmsa.runtime.devices import Device, facts
@@ -43,13 +54,8 @@ class Words:
         held = max(4, next_power_of_two(rows))
         return cls(held, min(2 * tile.tile, 128), torch.int16 if held > 8 else torch.int8)
 
-    @property
-    def type(self) -> str:
-        """Of a pointer to them, as Triton writes it."""
-        return f"*i{8 * self.dtype.itemsize}"
-
     def bytes(self, tile: Tile, num_blocks: int) -> int:
-        """Of a sequence and key head."""
+        """Bytes of the words of a sequence and key head."""
         return tile.count(num_blocks) * self.number * self.dtype.itemsize
 
 
@@ -111,31 +117,40 @@ def candidate_words(candidates, i_tile, i_16, m_unit, i_four, TILE: tl.constexpr
     return tl.sum(((held & 1) << o_l) | ((held >> 1 & 1) << (o_l + 8)), 2)
 
 
+class KeyErrors(NamedTuple):
+    """Errors of int8 keys that lie apart from their scales, as kernels take them; data is None where words hold both."""
+
+    data: Tensor | None
+    s_page: int = 0
+    s_head: int = 0
+    s_row: int = 0
+
+
 @triton.jit
 def bound_tile(
-    b_n, b_unit, b_norm, b_grain, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-    s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_ep, s_eh, s_et,
-    MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr,
+    b_n, b_unit, b_norm, b_grain, keys, tma, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Maxima of the blocks of one tile (`grouped_maxima`) of lower (even rows of the result) and upper bounds (odd ones), and
     words of the keys that can have the best score (`possible_maxima`; also of rows that do not see them).
     b_norm, b_grain: what an error and a scale of a key count, the latter times 2**20: where sums could overflow, and infinities
     meet, these products do. MASKED: some key may not exist, some row does not see every key."""
     ROWS: tl.constexpr = b_unit.shape[0]
-    CUT: tl.constexpr = MASKED or KEYS < TILE
+    TILE: tl.constexpr = CUT.tile
+    CUT_OFF: tl.constexpr = MASKED or CUT.keys < TILE
     b_k = load_keys(
-        keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
-        MODE, TMA, PAGE_SIZE, TILE, DIM, DIM_PAD, CUT,
+        keys, tma, page_row, i_h, i_k, k_start, k_len, num_pages, PAGING, TILE, DIM, DIM_PAD, CUT_OFF
     )  # fmt: skip
     b_s = load_of_keys(
-        scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, CUT
+        keys.scales, keys.s_scales_page, keys.s_scales_head, keys.s_scales_row,
+        page_row, i_h, i_k, k_start, k_len, num_pages, PAGING, TILE, CUT_OFF,
     )  # fmt: skip
-    if errors is None:
+    if errors.data is None:
         b_e = key_errors(b_s)
     else:
         b_e = load_of_keys(
-            errors, page_row, i_h, i_k, k_start, k_len, num_pages, s_ep, s_eh, s_et, MODE, PAGE_SIZE, TILE, CUT
+            errors.data, errors.s_page, errors.s_head, errors.s_row,
+            page_row, i_h, i_k, k_start, k_len, num_pages, PAGING, TILE, CUT_OFF,
         ).to(tl.float32)  # fmt: skip
     b_s = key_scales(b_s)
     n = tl.dot(b_k, b_n.T, out_dtype=tl.int32)
@@ -150,35 +165,35 @@ def bound_tile(
     unbounded = tl.where(b_s == b_s, float("inf"), b_s)  # infinities met; a key of NaN has no score
     upper = tl.where(upper == upper, upper, unbounded[:, None])
     both = tl.join(s - radius, upper).reshape(TILE, 2 * ROWS)
-    m, best = grouped_maxima(both, i_k, i_last, TILE, KEYS, SUB, MASKED)
+    m, best = grouped_maxima(both, i_k, i_last, TILE, CUT.keys, CUT.sub, MASKED)
     least, _ = tl.split(best.reshape(best.shape[0], ROWS, 2))
-    return m, possible_maxima(upper, least, KEYS)
+    return m, possible_maxima(upper, least, CUT.keys)
 
 
 @triton.jit(do_not_specialize=["s_side", *RUNTIME_LENGTHS])
 def bounds_kernel(
-    q, keys, scales, errors, page_table, cu_q, cu_k, seq_lens, q_offset, bounds, candidates, visible,
-    s_qt, s_qh, s_qd, s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_ep, s_eh, s_et, s_table, s_side, s_sh, s_st,
-    num_blocks, num_pages, capacity, max_keys, tiles_per_split,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr,
-    TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    q, keys, tma, errors, table, bounds, scores, candidates, s_side, num_blocks, num_pages, capacity, max_keys, tiles_per_split,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGING: tl.constexpr,
+    CUT: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, batch * key heads). errors: None where scales are words (`Int8.words`). bounds: lower ones, then
-    upper ones. candidates: see `Words`. PDL: let the kernel behind this one be launched while this one runs."""
+    """Grid (splits, batch * key heads). scores: where maxima of lower bounds go; those of upper bounds lie s_side behind them.
+    candidates: see `Words`. PDL: let the kernel behind this one be launched while this one runs."""
     if PDL:
         gdc_launch_dependents()
+    # 1. Which rows, keys and tiles are this program's.
     i_split, i_s, i_h = tl.program_id(0), tl.program_id(1) // KEY_HEADS, tl.program_id(1) % KEY_HEADS
-    q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys)
+    q_start, q_len, k_start, k_len, offset = sequence_bounds(bounds, i_s, capacity, max_keys)
     if q_len <= 0:
         return
     o_r, m_row, i_last, seen_by_all, seen_by_any = rows_of(0, q_len, k_len, offset, GROUP, ROWS)
-    store_visible(visible, q_start, o_r, m_row, i_last, i_split + i_h == 0, GROUP, BLOCK)
-    first, _, i_full, i_end = tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, BLOCK, SUB, PARTS)
-    page_row = page_table
-    if MODE != 0:
-        page_row += i_s.to(tl.int64) * s_table
-    b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
+    store_visible(scores.visible, q_start, o_r, m_row, i_last, i_split + i_h == 0, GROUP, CUT.block)
+    first, _, i_full, i_end = tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, CUT)
+    page_row = table.ids
+    if PAGING.mode != 0:
+        page_row += i_s.to(tl.int64) * table.s_sequence
+    # 2. Rows of queries become integers, with what bounds the error of their products.
+    p_q = q.data + q_start.to(tl.int64) * q.s_token
+    b_q = load_rows(p_q, o_r, q_len, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, DIM, DIM_PAD)
     b_n, b_unit, b_norm, b_rest = fixed_point(b_q)
     SUM: tl.constexpr = DIM * 2.0**-22  # rounding of a sum to the sum of magnitudes; the matrix unit may truncate
     LARGEST: tl.constexpr = 127.0 * DIM**0.5  # norm of the codes
@@ -188,35 +203,35 @@ def bounds_kernel(
     o_r = o_c // 2
     m_c = o_r < q_len * GROUP
     i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)
-    p_b = bounds + (o_c % 2).to(tl.int64) * s_side + (i_h * GROUP + o_r % GROUP).to(tl.int64) * s_sh
-    p_b += (q_start + o_r // GROUP).to(tl.int64) * s_st
-    s_sb = tl.full([], 1, tl.int64)
+    p_b = scores.maxima + (o_c % 2).to(tl.int64) * s_side + (i_h * GROUP + o_r % GROUP).to(tl.int64) * scores.s_head
+    p_b += (q_start + o_r // GROUP).to(tl.int64) * scores.s_token
+    s_block = tl.full([], 1, tl.int64)
     best = tl.full([2 * ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
-    WORDS: tl.constexpr = min(2 * TILE, 128)
-    p_w = candidates + tl.program_id(1).to(tl.int64) * (tl.cdiv(num_blocks, SUB) * PARTS * WORDS) + tl.arange(0, WORDS)
+    WORDS: tl.constexpr = min(2 * CUT.tile, 128)
+    p_w = candidates + tl.program_id(1).to(tl.int64) * (tl.cdiv(num_blocks, CUT.sub) * CUT.parts * WORDS)
+    p_w += tl.arange(0, WORDS)
+    # 3. Tiles that all rows see whole, then those at the end of the keys, with a mask.
     for i_t in tl.range(first, i_full, num_stages=STAGES):
-        i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
+        i_k = tile_start(i_t, CUT.block, CUT.keys, CUT.sub, CUT.parts)
         m, words = bound_tile(
-            b_n, b_unit, b_norm, b_grain, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_ep, s_eh, s_et,
-            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, False,
+            b_n, b_unit, b_norm, b_grain, keys, tma, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+            DIM, DIM_PAD, PAGING, CUT, False,
         )  # fmt: skip
-        if PARTS == 2:
+        if CUT.parts == 2:
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
             best = m
-        store_maxima(p_b, m, None, i_t, num_blocks, s_sb, m_c, SUB, PARTS)
+        store_maxima(p_b, m, None, i_t, num_blocks, s_block, m_c, CUT.sub, CUT.parts)
         tl.store(p_w + i_t * WORDS, words.to(candidates.dtype.element_ty), eviction_policy="evict_last")
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
-        i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
+        i_k = tile_start(i_t, CUT.block, CUT.keys, CUT.sub, CUT.parts)
         m, words = bound_tile(
-            b_n, b_unit, b_norm, b_grain, keys, scales, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_ep, s_eh, s_et,
-            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, True,
+            b_n, b_unit, b_norm, b_grain, keys, tma, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+            DIM, DIM_PAD, PAGING, CUT, True,
         )  # fmt: skip
-        if PARTS == 2:
+        if CUT.parts == 2:
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
             best = m
-        store_maxima(p_b, m, None, i_t, num_blocks, s_sb, m_c, SUB, PARTS)
+        store_maxima(p_b, m, None, i_t, num_blocks, s_block, m_c, CUT.sub, CUT.parts)
         tl.store(p_w + i_t * WORDS, words.to(candidates.dtype.element_ty), eviction_policy="evict_last")
 
 
@@ -238,7 +253,6 @@ def launch_bounds(
     bounds: Tensor,
     candidates: Tensor,
     visible: Tensor,
-    chosen: Config | None = None,
     pdl: bool = False,
     follows: bool = False,
 ) -> None:
@@ -257,49 +271,40 @@ def launch_bounds(
               They never wait for it: the two must write to different memory, and the end of this one is not the end of
               that one."""
     device, tile = facts(index_q.device), Tile.of(block_size)
-    source = KeySource.of_pool(index_k, page_table, tile, device, packed=False)
-    _, heads, dim = index_q.shape
-    group = heads // source.heads
-    rows = lengths.max_seqlen_q * group
-    chosen = chosen or bounds_config(device, rows, dim, tile, source.mode != FLAT, source.tma)
+    keys = KeyTiles.of_pool(index_k, page_table, tile, device, items=False)
+    view, key_heads, dim = keys.view, keys.view.heads, index_q.shape[2]
+    beside = view.rows.scales is not index_k.scale  # words hold both
+    errors = KeyErrors(None) if beside else KeyErrors(index_k.error, *key_strides(index_k.error))
+    group = index_q.shape[1] // key_heads
+    rows, walks = lengths.max_seqlen_q * group, lengths.batch * key_heads
+    chosen = bounds_config(device, rows, dim, tile, page_table is not None, keys.tma is not None)
     num_blocks = bounds.shape[3]
     blocks = ceil_div(num_blocks, tile.sub)
-    num_splits = splits(lengths.batch * source.heads, blocks, chosen.resident * device.num_sms, 1)
-    blocks_a_split = ceil_div(blocks, num_splits)
-    scales = source.scales
+    blocks_a_split = ceil_div(blocks, splits(walks, blocks, chosen.resident * device.num_sms, 1))
+    s_side, s_head, s_token, _ = bounds.stride()
+    numbers = (s_side, num_blocks, view.num_pages, view.capacity, lengths.max_seqlen_k, blocks_a_split * tile.parts)
     options: dict[str, Any] = {"launch_pdl": True} if pdl and follows else {}
-    constants: dict[str, Any] = {"MODE": source.mode, "TMA": source.tma, "PAGE_SIZE": source.page_size} | tile.constexprs()
     launch_kernel(
         bounds_kernel,
-        (ceil_div(blocks, blocks_a_split), lengths.batch * source.heads),
-        index_q,
-        source.keys,
-        scales.scale,
-        scales.error,
-        source.page_table,
-        *lengths.tensors,
-        bounds,
+        (ceil_div(blocks, blocks_a_split), walks),
+        QueryRows(index_q, *index_q.stride()),
+        view.rows,
+        keys.tma,
+        errors,
+        view.table,
+        lengths.bounds,
+        Scores(bounds, s_head, s_token, 1, visible),
         candidates.view(Words.of(rows, tile).dtype),
-        visible,
-        *index_q.stride(),
-        *source.strides,
-        *scales.strides[:3],
-        *scales.error_strides,
-        source.table_stride,
-        *bounds.stride()[:3],
-        num_blocks,
-        source.num_pages,
-        source.capacity,
-        lengths.max_seqlen_k,
-        blocks_a_split * tile.parts,
-        KEY_HEADS=source.heads,
+        *numbers,
+        KEY_HEADS=key_heads,
         GROUP=group,
         DIM=dim,
         DIM_PAD=codes.padded(dim, codes.INT8),
+        PAGING=keys.paging,
+        CUT=tile,
         ROWS=chosen.rows,
         STAGES=chosen.num_stages,
         PDL=pdl,
         num_warps=chosen.num_warps,
-        **constants,
         **options,
     )

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """`select_blocks(certified=True)` on the GPU, for decode and a few queries a sequence: four kernels.
 
 Int8 keys give a lower and an upper bound of every key's score (rounding of all the arithmetic included), and so of every
@@ -12,7 +13,6 @@ of exact keys; very long ones) the exact selection is what runs, every visible b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +38,14 @@ from openmsa.block_topk.triton_topk import (
     write_forced,
     write_ids,
 )
-from openmsa.block_topk.triton_variants import Operands
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
-from openmsa.primitives.rows import FLAT, PAGE, PAGES, KeySource, Tile, exists, page_number, tile_start
+from openmsa.primitives.operands import QueryRows
+from openmsa.primitives.rows import PAGES, KeyTiles, Tile, exists, page_number, tile_start
 from openmsa.primitives.scoring import Lengths, sequence_bounds
-from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts, has_pdl
+from openmsa.runtime.devices import Device, facts, has_pdl
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
 MAX_ROWS = 16
@@ -135,19 +134,20 @@ SLOTS = tl.constexpr(64)
 
 @triton.jit(do_not_specialize=LENGTHS)
 def rescore_kernel(
-    q, keys, page_table, cu_q, cu_k, seq_lens, q_offset, open_blocks, rescored, candidates, scores,
-    s_qt, s_qh, s_qd, s_page, s_head, s_token, s_dim, s_table, num_blocks, num_pages, capacity, max_keys,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, MODE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    q, keys, table, bounds, open_blocks, rescored, candidates, scores, num_blocks, num_pages, capacity, max_keys,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGING: tl.constexpr,
+    CUT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows of a sequence and key head, batch * key heads, shares): the shares of a row take turns at its open blocks, as
     many at a time as have `SLOTS` words of keys."""
+    TILE: tl.constexpr = CUT.tile
+    SUB: tl.constexpr = CUT.sub
+    PARTS: tl.constexpr = CUT.parts
     WORDS: tl.constexpr = TILE * PARTS // (16 * SUB)  # of a block
     UNITS: tl.constexpr = SLOTS // WORDS
     i_r, i_share, shares = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     i_s, i_kh = tl.program_id(1) // KEY_HEADS, tl.program_id(1) % KEY_HEADS
-    q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys)
+    q_start, q_len, k_start, k_len, offset = sequence_bounds(bounds, i_s, capacity, max_keys)
     if i_r >= q_len * GROUP:
         return
     i_t, i_h = q_start + i_r // GROUP, i_kh * GROUP + i_r % GROUP
@@ -155,12 +155,12 @@ def rescore_kernel(
     i_last = tl.minimum(offset + i_r // GROUP, k_len - 1)  # last key that the row sees
     o_d = tl.arange(0, DIM_PAD)
     m_d = o_d < DIM
-    b_q = tl.load(q + i_t.to(tl.int64) * s_qt + i_h * s_qh + o_d * s_qd, mask=m_d, other=0.0)
+    b_q = tl.load(q.data + i_t.to(tl.int64) * q.s_token + i_h * q.s_head + o_d * q.s_dim, mask=m_d, other=0.0)
     b_q = tl.broadcast_to(b_q[:, None], [DIM_PAD, 16])  # as many columns as a matrix instruction takes
-    page_row = page_table
-    if MODE != 0:
-        page_row += i_s.to(tl.int64) * s_table
-    keys += i_kh.to(tl.int64) * s_head
+    page_row = table.ids
+    if PAGING.mode != 0:
+        page_row += i_s.to(tl.int64) * table.s_sequence
+    p_k = keys.data + i_kh.to(tl.int64) * keys.s_head
     WARPS: tl.constexpr = min(TILE // 16, 4)
     candidates += tl.program_id(1).to(tl.int64) * (tl.cdiv(num_blocks, SUB) * (PARTS * WARPS * 32)) + i_r % 4
     o_w = tl.arange(0, WORDS)[None, :]
@@ -176,9 +176,9 @@ def rescore_kernel(
         i_16 = (i_b % SUB * WORDS)[:, None] + o_w % (TILE // 16)  # words in a tile
         i_tile = (i_b // SUB * PARTS)[:, None] + o_w // (TILE // 16)
         words = candidate_words(candidates, i_tile, i_16, m_b, i_r // 4, TILE).reshape(SLOTS)
-        i_16 = (tile_start(i_tile, BLOCK, KEYS, SUB, PARTS) + i_16 * 16).reshape(SLOTS)
-        if MODE == 1:  # a tile lies in one page
-            i_page = tl.load(page_row + page_number(i_16, PAGE_SIZE), mask=i_16 < k_len, other=-1)
+        i_16 = (tile_start(i_tile, CUT.block, CUT.keys, SUB, PARTS) + i_16 * 16).reshape(SLOTS)
+        if PAGING.mode == 1:  # a tile lies in one page
+            i_page = tl.load(page_row + page_number(i_16, PAGING.page_size), mask=i_16 < k_len, other=-1)
         words &= (1 << tl.minimum(tl.maximum(i_last + 1 - i_16, 0), 16)) - 1  # keys that the row sees
         best = tl.full([SLOTS, 16], float("-inf"), tl.float32)
         for _j in tl.range(tl.max(popcount(words), 0), num_stages=STAGES):
@@ -186,14 +186,14 @@ def rescore_kernel(
             m_k = words != 0
             i_k = i_16 + tl.where(m_k, bit_of(lowest), 0)
             m_load = m_k
-            if MODE == 0:
-                o_k = (k_start + i_k).to(tl.int64) * s_token
+            if PAGING.mode == 0:
+                o_k = (k_start + i_k).to(tl.int64) * keys.s_row
             else:
-                if MODE == 2:
-                    i_page = tl.load(page_row + page_number(i_k, PAGE_SIZE), mask=m_k, other=-1)
+                if PAGING.mode == 2:
+                    i_page = tl.load(page_row + page_number(i_k, PAGING.page_size), mask=m_k, other=-1)
                 m_load = m_k & exists(i_page, num_pages)  # keys that are nowhere are zeros
-                o_k = i_page.to(tl.int64) * s_page + (i_k % PAGE_SIZE).to(tl.int64) * s_token
-            b_k = tl.load(keys + o_k[:, None] + (o_d * s_dim)[None, :], mask=m_load[:, None] & m_d[None, :], other=0.0)
+                o_k = i_page.to(tl.int64) * keys.s_page + (i_k % PAGING.page_size).to(tl.int64) * keys.s_row
+            b_k = tl.load(p_k + o_k[:, None] + (o_d * keys.s_dim)[None, :], mask=m_load[:, None] & m_d[None, :], other=0.0)
             best = tl.maximum(best, tl.where(m_k[:, None], tl.dot(b_k, b_q), float("-inf")))
             words = words ^ lowest
         tl.store(scores + i_row * num_blocks + rank, tl.max(best.reshape(UNITS, WORDS * 16), 1), mask=m_b)
@@ -391,45 +391,38 @@ def rescore(
     candidates: Tensor,
     scores: Tensor,
     pdl: bool,
-    chosen: RescoreConfig | None = None,
 ) -> None:
     """Launches `rescore_kernel`. exact: a pool with a page table, or packed keys. candidates: as `launch_bounds` leaves them;
     the others as in `Workspace`."""
-    _, heads, dim = index_q.shape
-    device, tile = facts(index_q.device), Tile.of(block_size)
-    source = KeySource.of_pool(exact, page_table, tile, device)
-    group, walks = heads // source.heads, lengths.batch * source.heads
+    dim, device, tile = index_q.shape[2], facts(index_q.device), Tile.of(block_size)
+    keys = KeyTiles.of_pool(exact, page_table, tile, device)
+    view, key_heads = keys.view, keys.view.heads
+    group, walks = index_q.shape[1] // key_heads, lengths.batch * key_heads
     rows = lengths.max_seqlen_q * group
-    chosen = chosen or rescore_config(device, dim, source.mode == PAGES)
+    chosen = rescore_config(device, dim, keys.paging.mode == PAGES)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    numbers = (num_blocks, view.num_pages, view.capacity, lengths.max_seqlen_k)
     launch_kernel(
         rescore_kernel,
         (rows, walks, chosen.shares(rows * walks, num_blocks, tile, device)),
-        index_q,
-        source.pool,
-        source.page_table,
-        *lengths.tensors,
+        QueryRows(index_q, *index_q.stride()),
+        view.rows,
+        view.table,
+        lengths.bounds,
         open_blocks,
         rescored,
         candidates.view(Words.of(rows, tile).dtype),
         scores,
-        *index_q.stride(),
-        *source.strides,
-        source.table_stride,
-        num_blocks,
-        source.num_pages,
-        source.capacity,
-        lengths.max_seqlen_k,
-        KEY_HEADS=source.heads,
+        *numbers,
+        KEY_HEADS=key_heads,
         GROUP=group,
         DIM=dim,
         DIM_PAD=next_power_of_two(dim),
-        MODE=source.mode,
-        PAGE_SIZE=source.page_size,
+        PAGING=keys.paging,
+        CUT=tile,
         STAGES=chosen.num_stages,
         PDL=pdl,
         num_warps=4,
-        **tile.constexprs(),
         **options,
     )
 
@@ -461,38 +454,3 @@ def choose(
         **selection_constants(heads, topk, num_blocks, init_blocks, local_blocks),
         **options,
     )
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Rows from 64 to 8192 blocks; pages and packed keys, odd dims and blocks."""
-    device = COMPILE_TARGETS[arch]
-    integers = dict.fromkeys(("visible", "open_blocks", "rescored", "out"), "*i32")
-    types = integers | {"bounds": "*fp32", "scores": "*fp32"} | dict.fromkeys(("s_side", "s_h", "s_t", "num_blocks"), "i32")
-    for num_blocks, free, early in ((64, 7, True), (1024, 15, True), (8192, 15, False)):
-        constants = selection_constants(4, free + 1, num_blocks, 0, 1)
-        constants |= {"FREE": free, "EARLY": early, "PDL": device.has_tma}
-        warps = constants.pop("num_warps")
-        for name, kernel in (("settle", settle_kernel), ("choose", choose_kernel)):
-            names = kernel.arg_names
-            taken = {n: t for n, t in types.items() if n in names}, {n: c for n, c in constants.items() if n in names}
-            yield Variant(f"{name} {free} of {num_blocks}", kernel, *taken, warps)
-    for rows, dim, block_size, mode in (
-        (4, 128, 128, PAGE),
-        (16, 128, 128, FLAT),
-        (16, 64, 32, PAGES),
-        (8, 80, 256, PAGE),
-        (16, 256, 64, PAGE),
-        (4, 64, 20, PAGES),
-    ):
-        tile = Tile.of(block_size)
-        operands, words = Operands("bf16", "plain", dim, tile, mode, False), Words.of(rows, tile)
-        types, constants = operands.arguments(device)
-        types |= integers | {"seq_lens": "*i32", "scores": "*fp32", "candidates": words.type} | dict.fromkeys(LENGTHS, "i32")
-        chosen = rescore_config(device, dim, mode == PAGES)
-        constants["STAGES"] = chosen.num_stages
-        constants |= {"PDL": device.has_tma} | operands.absent_lengths
-        names = rescore_kernel.arg_names
-        types = {n: t for n, t in types.items() if n in names and n not in constants}
-        constants = {n: c for n, c in constants.items() if n in names}
-        name = f"rescore {operands.name} x {rows}"
-        yield Variant(name, rescore_kernel, types, constants, 4, chosen.num_stages, wgmma=True)

@@ -10,7 +10,7 @@ from openmsa.block_scores.triton_route import launch
 from openmsa.block_topk.triton_certified import Selection, Workspace
 from openmsa.block_topk.triton_topk import launch_topk
 from openmsa.kv_cache import CertifiedKeys, Stored
-from openmsa.primitives.rows import KeySource, Tile
+from openmsa.primitives.rows import KeyTiles, Tile
 from openmsa.primitives.scoring import Lengths
 from openmsa.runtime.devices import facts, has_pdl
 
@@ -68,7 +68,6 @@ def decode_select(
     visible = workspace[held : held + total_q].view(torch.int32)
     device = facts(index_q.device)
     tile = Tile.of(block_size)
-    source = KeySource.of_pool(keys, page_table, tile, device)
     pdl = has_pdl(index_q.device)
-    launch(index_q, source, tile, lengths, scores, visible, device, pdl=pdl)
+    launch(index_q, KeyTiles.of_pool(keys, page_table, tile, device), tile, lengths, scores, visible, device, pdl=pdl)
     launch_topk(scores, visible, init_blocks, local_blocks, out, pdl=pdl)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 # ruff: noqa: RUF005 (kernels know no unpacking)
 """Scores and selects in one kernel: the scores of a tile never leave the multiprocessor.
 
@@ -11,43 +12,23 @@ that a query sees in part, so the walk needs a mask over keys only when it is no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from openmsa.block_topk.triton_variants import Operands, variant
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.primitives.codes import padded
-from openmsa.primitives.queries import QuerySource, grouped_parts, hold_rows, load_rows, query_numbers, query_parts, row_factors
-from openmsa.primitives.rows import FLAT, PAGE, PAGES, KeySource, Tile, tile_start
-from openmsa.primitives.scoring import score_tile, sequence_bounds
-from openmsa.primitives.walks import Kind, kind_of, tall_rows, walk
-from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts
+from openmsa.primitives.queries import product_type, query_factors, query_rows, row_factors
+from openmsa.primitives.rows import KeyTiles, Tile, tile_start
+from openmsa.primitives.scoring import Lengths, Product, score_tile, sequence_bounds
+from openmsa.primitives.walks import Config, Kind, kind_of, tall_rows, walk
+from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
 MAX_FREE = 16  # slots of the list a thread can hold beside the products
 _NONE = tl.constexpr(0x7FFFFFFF)  # larger than any block id
-
-
-@dataclass(frozen=True)
-class Config:
-    """rows: (query, head) rows a program; swap: keys times queries, not queries times keys; hold: rows in registers;
-    resident: programs that a multiprocessor holds at a time; grouped: FP4 scales go to sums over groups."""
-
-    rows: int
-    swap: bool
-    hold: bool
-    num_warps: int
-    num_stages: int
-    resident: int
-    grouped: bool = False
 
 
 def config(device: Device, kind: Kind) -> Config:
@@ -110,20 +91,20 @@ RUNTIME_LENGTHS = ["num_pages", "capacity", "max_keys"]
 
 @triton.jit(do_not_specialize=RUNTIME_LENGTHS)
 def fused_kernel(
-    q, q_scale, keys, scales, k_factor, page_table, cu_q, cu_k, q_offset, out,
-    s_qt, s_qh, s_qd, s_qs, s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg, s_kf, s_table,
-    num_pages, capacity, max_keys,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr,
-    SWIZZLED: tl.constexpr, NATIVE: tl.constexpr, PRODUCT: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr,
-    TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, HOLD: tl.constexpr,
-    MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr,
+    q, keys, tma, table, bounds, out, num_pages, capacity, max_keys,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr,
+    PRODUCT: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, HOLD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, batch * key heads); late rows, which see most keys, start first."""
+    """Grid (row tiles, batch * key heads); late rows, which see most keys, start first. HOLD: rows stay in registers."""
+    ROWS: tl.constexpr = PRODUCT.rows
+    BLOCK: tl.constexpr = CUT.block
+    PARTS: tl.constexpr = CUT.parts
+    # 1. Which rows are this program's, and which tiles they walk: none of blocks that are forced.
     SLOTS: tl.constexpr = TOPK - INIT - LOCAL
     i_m = tl.num_programs(0) - 1 - tl.program_id(0)
     i_s, i_h = tl.program_id(1) // KEY_HEADS, tl.program_id(1) % KEY_HEADS
-    q_start, q_len, k_start, k_len, offset = sequence_bounds(cu_q, cu_k, cu_k, q_offset, i_s, capacity, max_keys)
+    q_start, q_len, k_start, k_len, offset = sequence_bounds(bounds, i_s, capacity, max_keys)
     if i_m * ROWS >= q_len * GROUP:
         return
 
@@ -137,32 +118,24 @@ def fused_kernel(
     o_own = tl.arange(0, ROWS)  # one row a thread: without it the lists would live in the products' layout, four times over
     own_seen = tl.maximum(tl.minimum(offset + (i_m * ROWS + o_own) // GROUP, k_len - 1) + BLOCK, 0) // BLOCK
 
-    page_row = page_table
-    if MODE != 0:
-        page_row += i_s.to(tl.int64) * s_table
-    b_q = load_rows(q + q_start.to(tl.int64) * s_qt, o_r, q_len, i_h * GROUP, s_qt, s_qh, s_qd, GROUP, DIM, DIM_PAD)
-    b_q = query_numbers(b_q, PRODUCT)
+    page_row = table.ids
+    if PAGING.mode != 0:
+        page_row += i_s.to(tl.int64) * table.s_sequence
+    # 2. Rows of queries become factors.
     o_f = i_m * ROWS + o_own
-    b_f = None
-    if q_scale is not None or k_factor is not None:
-        b_f = row_factors(q_scale, k_factor, tl.where(o_f < q_len * GROUP, o_f, 0), i_h, s_qs, s_kf, GROUP)
-    if GROUPED:
-        GROUPS: tl.constexpr = triton.next_power_of_2(DIM // (16 if FORMAT == 3 else 32))
-        b_q, b_up = grouped_parts(b_q, GROUPS, SPLIT)
+    b_q = query_factors(q, q_start, q_len, o_r, i_h, GROUP, FORM, PRODUCT, HOLD)
+    b_f = row_factors(q, keys, tl.where(o_f < q_len * GROUP, o_f, 0), i_h, FORM, GROUP)
+    if PRODUCT.grouped:
+        b_q, b_up = b_q
         b_f = b_up if b_f is None else b_f * b_up
-    elif FORMAT >= 2:
-        b_q = query_parts(b_q, SPLIT)
-    if HOLD:
-        b_q = hold_rows(b_q, DIM_PAD)
+
+    # 3. Tiles that all rows see whole, without a mask over keys.
     values, ids = empty_list(ROWS, SLOTS)
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
     for i_t in tl.range(INIT * PARTS, i_full, num_stages=STAGES):
-        i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
+        i_k = tile_start(i_t, BLOCK, CUT.keys, CUT.sub, PARTS)
         m = score_tile(
-            b_q, keys, scales, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
-            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, GROUPED, SWAP,
-            False, False,
+            b_q, keys, tma, page_row, i_h, i_k, i_last, k_start, k_len, num_pages, FORM, PAGING, CUT, PRODUCT, False, False
         )  # fmt: skip
         m = tl.gather(m, o_own, 0)
         m = m if b_f is None else m * b_f
@@ -171,13 +144,11 @@ def fused_kernel(
             best = tl.where(i_t % 2 == 0, m, float("-inf"))
             m = tl.where(i_t % 2 == 0, float("-inf"), m)
         values, ids = insert(values, ids, m, i_t // PARTS, SLOTS)
+    # 4. Tiles at the end of what rows see.
     for i_t in tl.range(i_full, i_end, num_stages=1):
-        i_k = tile_start(i_t, BLOCK, KEYS, SUB, PARTS)
+        i_k = tile_start(i_t, BLOCK, CUT.keys, CUT.sub, PARTS)
         m = score_tile(
-            b_q, keys, scales, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-            s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
-            MODE, TMA, PAGE_SIZE, TILE, KEYS, SUB, DIM, DIM_PAD, FORMAT, SCALE, SWIZZLED, NATIVE, PRODUCT, GROUPED, SWAP,
-            True, LOCAL == 0,
+            b_q, keys, tma, page_row, i_h, i_k, i_last, k_start, k_len, num_pages, FORM, PAGING, CUT, PRODUCT, True, LOCAL == 0
         )  # fmt: skip
         m = tl.gather(m, o_own, 0)
         m = m if b_f is None else m * b_f
@@ -188,6 +159,7 @@ def fused_kernel(
             m = tl.where(i_t % 2 == 0, float("-inf"), m)
         values, ids = insert(values, ids, m, i_t // PARTS, SLOTS)
 
+    # 5. Forced blocks join, and the ids are written in ascending order.
     o_r = i_m * ROWS + o_own
     for j in tl.static_range(INIT):
         ids = ids + (tl.where(j < own_seen, j, _NONE),)
@@ -205,74 +177,36 @@ def launch_fused(
     init_blocks: int,
     local_blocks: int,
     out: Tensor,
-    chosen: Config | None = None,
 ) -> None:
     """out: int32 ``[total_q, index_heads, topk]``, contiguous; at most `MAX_FREE` and at least one of the k not forced."""
     device = facts(index_q.device)
-    _, heads, dim = index_q.shape
     tile = Tile.of(block_size, single=True)
-    source = KeySource.of(index_k, tile, device)
-    queries = QuerySource.of(index_q, source, device)
-    group = heads // source.heads
-    chosen = chosen or config(device, kind_of(source, queries, dim, tile))
-    constants: dict[str, Any] = source.constexprs() | tile.constexprs()
+    keys = KeyTiles.of(index_k, tile, device)
+    view = keys.view
+    product = product_type(index_q, view)
+    group = index_q.shape[1] // view.heads
+    chosen = config(device, kind_of(keys, product, tile))
+    numbers = (view.num_pages, view.capacity, seqs.max_seqlen_k)
     launch_kernel(
         fused_kernel,
-        (ceil_div(seqs.max_seqlen_q * group, chosen.rows), seqs.batch * source.heads),
-        queries.rows,
-        queries.scale,
-        source.keys,
-        source.scales.scale,
-        source.scales.factor,
-        source.page_table,
-        seqs.cu_seqlens_q,
-        seqs.cu_seqlens_k,
-        seqs.q_offset,
+        (ceil_div(seqs.max_seqlen_q * group, chosen.rows), seqs.batch * view.heads),
+        query_rows(index_q, view.form.native),
+        view.rows,
+        keys.tma,
+        view.table,
+        Lengths.of(seqs).bounds,
         out,
-        *queries.rows.stride(),
-        queries.scale_stride,
-        *source.strides,
-        *source.scales.strides,
-        source.scales.factor_stride,
-        source.table_stride,
-        source.num_pages,
-        source.capacity,
-        seqs.max_seqlen_k,
+        *numbers,
+        KEY_HEADS=view.heads,
         GROUP=group,
-        DIM=dim,
-        DIM_PAD=padded(dim, source.format),
-        PRODUCT=queries.product,
-        GROUPED=chosen.grouped,
+        FORM=view.form,
+        PAGING=keys.paging,
+        CUT=tile,
+        PRODUCT=Product(product, view.dim, padded(view.dim, view.form.format), chosen.rows, chosen.swap, chosen.grouped),
         TOPK=out.shape[2],
         INIT=init_blocks,
         LOCAL=local_blocks,
-        ROWS=chosen.rows,
-        SWAP=chosen.swap,
         HOLD=chosen.hold,
         STAGES=chosen.num_stages,
         num_warps=chosen.num_warps,
-        **constants,
     )
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Every format, flat and paged, forced blocks or none, odd dims and blocks."""
-    device = COMPILE_TARGETS[arch]
-    for query, keys, dim, block_size, mode, tma, topk, init, local in (
-        ("bf16", "plain", 128, 128, FLAT, True, 16, 0, 1),
-        ("bf16", "plain", 128, 128, PAGE, True, 16, 0, 1),
-        ("fp16", "plain", 128, 128, PAGES, False, 16, 1, 1),
-        ("fp16", "plain", 128, 128, FLAT, False, 16, 0, 0),
-        ("bf16", "plain", 64, 64, FLAT, True, 16, 0, 1),
-        ("bf16", "plain", 256, 256, FLAT, True, 16, 0, 1),
-        ("e4m3", "e4m3", 128, 128, FLAT, True, 16, 0, 1),
-        ("e4m3", "e4m3 page", 128, 128, PAGE, True, 16, 0, 1),
-        *(("bf16", keys, 128, 128, PAGE, True, 16, 0, 1) for keys in ("e4m3", "int8", "nvfp4", "nvfp4 128x4", "mxfp4")),
-    ):
-        operands = Operands(query, keys, dim, Tile.of(block_size, single=True), mode, tma and device.has_tma)
-        types, constants = operands.arguments(device)
-        types |= {"out": "*i32"} | dict.fromkeys(RUNTIME_LENGTHS, "i32")
-        constants |= {"TOPK": topk, "INIT": init, "LOCAL": local}
-        slack = {80: 48, 90: 64, 120: 32}.get(device.arch, 0)  # in the last steps only, not in the walk
-        chosen = config(device, operands.kind(device))
-        yield variant(f"fused {operands.name} k{topk} {init}+{local}", fused_kernel, types, constants, chosen, slack)

@@ -51,6 +51,19 @@ def e8m0(codes):
 
 
 @triton.jit
+def swizzled_byte(i_row, i_group, GROUPS: tl.constexpr):
+    """Where the scale of a row's group lies in the 128x4 layout of `openmsa.kv_cache.nvfp4`, in bytes."""
+    i_tile = i_row // 128 * ((GROUPS + 3) // 4) + i_group // 4
+    return i_tile * 512 + i_row % 32 * 16 + i_row % 128 // 32 * 4 + i_group % 4
+
+
+@triton.jit
+def swizzled_word(i_row, i_word, WORDS: tl.constexpr):
+    """Where the scales of four neighbouring groups of a row lie in the 128x4 layout, in words of four. WORDS: of a row."""
+    return (i_row // 128 * WORDS + i_word) * 128 + i_row % 32 * 4 + i_row % 128 // 32
+
+
+@triton.jit
 def magnitude_bits(x):
     """int32 of float32: the order of magnitudes, NaN above 0x7F800000."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

@@ -17,6 +17,7 @@ from openmsa.kv_cache.triton_numbers import (
     magnitude_bits,
     round_even,
     rounded_up,
+    swizzled_byte,
 )
 
 COUNTS = ["total", "heads", "batch", "steps", "each", "num_pages", "max_pages", "page_size"]
@@ -67,8 +68,7 @@ def group_offsets(page, head, row, heads, page_size, o_scale, o_group, s_scale_g
     """Where the scales of groups lie, int64 [rows, groups]: from the row's linear offset, or in the 128x4 layout."""
     if SWIZZLED:
         place = ((page * heads + head) * page_size + row)[:, None]
-        tile = place // 128 * ((GROUPS + 3) // 4) + o_group // 4
-        offsets = tile * 512 + place % 32 * 16 + place % 128 // 32 * 4 + o_group % 4
+        offsets = swizzled_byte(place, o_group, GROUPS)
     else:
         offsets = o_scale[:, None] + o_group * s_scale_g
     return offsets

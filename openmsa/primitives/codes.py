@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 # ruff: noqa: RET505, SIM300 (kernels return from branches on constants)
 """Stored codes as factors of products inside kernels: every conversion is exact, and takes several codes at a time where an
 instruction does.

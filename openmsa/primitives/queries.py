@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 # ruff: noqa: RET505 (kernels return from branches on constants)
 """Rows of queries: how they are stored, and how a kernel makes of them the factors of products with keys of any format."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -14,33 +15,29 @@ from torch import Tensor
 from openmsa.kv_cache import E4M3, Stored
 from openmsa.primitives import codes
 from openmsa.primitives.codes import e4m3_numbers
-from openmsa.primitives.rows import TYPES, KeySource
-from openmsa.runtime.devices import Device
+from openmsa.primitives.operands import QueryRows
+from openmsa.primitives.rows import TYPES, KeyView
 
 
-class QuerySource(NamedTuple):
-    """Index queries as a kernel reads them, and of which type both factors of a product are."""
+def query_rows(index_q: Tensor | Stored, native: bool) -> QueryRows:
+    """Queries ``[total_q, heads, dim]`` as kernels take them. native: whether the GPU knows e4m3; else its codes are bytes."""
+    if isinstance(index_q, E4M3):
+        data = index_q.data if native else index_q.data.view(torch.uint8)
+        s_token, s_head, s_dim = data.stride()
+        return QueryRows(data, s_token, s_head, s_dim, index_q.scale, index_q.scale_strides[1])
+    assert isinstance(index_q, Tensor)
+    s_token, s_head, s_dim = index_q.stride()
+    return QueryRows(index_q, s_token, s_head, s_dim)
 
-    rows: Tensor
-    scale: Tensor | None
-    scale_stride: int
-    product: Any  # a Triton dtype
 
-    @classmethod
-    def of(cls, index_q: Tensor | Stored, source: KeySource, device: Device) -> QuerySource:
-        """e4m3 times e4m3 on the matrix unit where it knows them; every other pair in 16 bits, in which both are exact."""
-        scale, stride = None, 0
-        if isinstance(index_q, E4M3):
-            scale, stride = index_q.scale, index_q.scale_strides[1]
-            rows = index_q.data
-            if source.format == codes.E4M3:
-                dtype = torch.float8_e4m3fn if device.arch >= 90 else torch.float16
-            else:
-                dtype = source.dtype if source.format == codes.PLAIN else torch.bfloat16
-            rows = rows.view(torch.uint8) if device.arch < 90 else rows
-            return cls(rows, scale, stride, TYPES[dtype])
-        assert isinstance(index_q, Tensor)
-        return cls(index_q, scale, stride, TYPES[index_q.dtype])
+def product_type(index_q: Tensor | Stored, keys: KeyView) -> Any:
+    """The Triton dtype of both factors of products of queries and keys: e4m3 on the matrix unit where it knows them, for e4m3
+    times e4m3; every other pair in 16 bits, in which both are exact."""
+    if not isinstance(index_q, E4M3):
+        return TYPES[index_q.dtype]
+    if keys.form.format == codes.E4M3:
+        return tl.float8e4nv if keys.form.native else tl.float16
+    return TYPES[keys.rows.data.dtype] if keys.form.format == codes.PLAIN else tl.bfloat16
 
 
 @triton.jit
@@ -157,14 +154,40 @@ def query_numbers(b_q, PRODUCT: tl.constexpr):
 
 
 @triton.jit
-def row_factors(q_scale, k_factor, i_row, i_h, s_qs, s_kf, GROUP: tl.constexpr):
-    """What scales of tensors and heads multiply each row of scores by: the queries' times the keys', either may be None."""
-    b_f = tl.full(i_row.shape, 1.0, tl.float32)
-    if q_scale is not None:
-        b_f *= tl.load(q_scale + (i_h * GROUP + i_row % GROUP) * s_qs)
-    if k_factor is not None:
-        b_f *= tl.load(k_factor + i_h * s_kf)
+def row_factors(q, keys, i_row, i_h, FORM: tl.constexpr, GROUP: tl.constexpr):
+    """What scales of tensors and heads multiply each row of scores by, the queries' times the keys'; None where there are none.
+    i_h: the key head."""
+    b_f = None
+    if q.factor is not None or FORM.factor == 1:
+        b_f = tl.full(i_row.shape, 1.0, tl.float32)
+        if q.factor is not None:
+            b_f *= tl.load(q.factor + (i_h * GROUP + i_row % GROUP) * q.s_factor_head)
+        if FORM.factor == 1:
+            b_f *= tl.load(keys.factor + i_h * keys.s_factor_head)
     return b_f
+
+
+@triton.jit
+def query_factors(
+    q, q_start, q_len, o_r, i_h, GROUP: tl.constexpr, FORM: tl.constexpr, PRODUCT: tl.constexpr, HOLD: tl.constexpr
+):  # fmt: skip
+    """Rows o_r of a sequence's queries as factors of products with keys, a tuple of parts where the keys' items hold several
+    elements. Where products are grouped, those and what multiplies their scores in the end (`grouped_parts`)."""
+    p_q = q.data + q_start.to(tl.int64) * q.s_token
+    b_q = load_rows(
+        p_q, o_r, q_len, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, PRODUCT.dim, PRODUCT.dim_pad
+    )  # fmt: skip
+    b_q = query_numbers(b_q, PRODUCT.dtype)
+    if PRODUCT.grouped:
+        GROUPS: tl.constexpr = triton.next_power_of_2(PRODUCT.dim // (16 if FORM.format == 3 else 32))
+        return grouped_parts(b_q, GROUPS, FORM.split)
+    if PRODUCT.swap and PRODUCT.rows < 16:
+        b_q = spread_rows(b_q, 16)
+    if FORM.format >= 2:
+        b_q = query_parts(b_q, FORM.split)
+    if HOLD:
+        b_q = hold_rows(b_q, PRODUCT.dim_pad)
+    return b_q
 
 
 @triton.jit

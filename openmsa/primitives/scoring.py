@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 # ruff: noqa: RET505 (kernels return from branches on constants)
 """Scores of index queries with a tile of index keys, and the maxima of its blocks: the rows that a program serves, the tiles
 that it walks, their products, and how maxima are written."""
@@ -6,19 +7,21 @@ that it walks, their products, and how maxima are written."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from openmsa.primitives.codes import e2m1_parts, e4m3_numbers, fp4_unit, group_numbers, int8_parts
+from openmsa.primitives.operands import Bounds
 from openmsa.primitives.rows import load_group_scales, load_keys, load_scales
 from openmsa.types import Layout
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of the sequences of a batch: int32 tensors that kernels read when they run (`sequence_bounds`), and bounds of them."""
+    """Lengths of the sequences of a batch: int32 tensors that kernels read when they run, and numbers that bound them."""
 
     cu_seqlens_q: Tensor  # [batch + 1]
     cu_seqlens_k: Tensor | None  # [batch + 1]; None: seq_lens
@@ -36,30 +39,48 @@ class Lengths:
         return self.cu_seqlens_q.numel() - 1
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """As kernels take them."""
-        return self.cu_seqlens_q, self.cu_seqlens_k, self.seq_lens, self.q_offset
+    def bounds(self) -> Bounds:
+        """The tensors, as kernels take them."""
+        return Bounds(self.cu_seqlens_q, self.cu_seqlens_k, self.seq_lens, self.q_offset)
+
+
+class Product(NamedTuple):
+    """How rows of queries are multiplied with a tile of keys: a constant of the scoring kernels.
+
+    dtype:    the Triton dtype of both factors.
+    dim:      elements of a row, and `dim_pad` to how many they are padded.
+    rows:     (query, head) rows.
+    swap:     keys are the left factor, not rows.
+    grouped:  scales of groups multiply sums over groups, not elements.
+    """
+
+    dtype: Any
+    dim: int
+    dim_pad: int
+    rows: int
+    swap: bool
+    grouped: bool
 
 
 @triton.jit
-def sequence_bounds(cu_q, cu_k, seq_lens, q_offset, i_s, capacity, max_keys):
-    """Of sequence i_s: first query, number of queries, first key, number of keys, position of its first query."""
-    q_start = tl.load(cu_q + i_s)
-    q_len = tl.load(cu_q + i_s + 1) - q_start
-    if cu_k is None:
+def sequence_bounds(bounds, i_s, capacity, max_keys):
+    """First query, number of queries, first key, number of keys and position of the first query of sequence i_s."""
+    q_start = tl.load(bounds.cu_q + i_s)
+    q_len = tl.load(bounds.cu_q + i_s + 1) - q_start
+    if bounds.cu_k is None:
         k_start = 0
-        k_len = tl.load(seq_lens + i_s)
+        k_len = tl.load(bounds.seq_lens + i_s)
     else:
-        k_start = tl.load(cu_k + i_s)
-        k_len = tl.load(cu_k + i_s + 1) - k_start
-    offset = k_len - q_len if q_offset is None else tl.load(q_offset + i_s)
+        k_start = tl.load(bounds.cu_k + i_s)
+        k_len = tl.load(bounds.cu_k + i_s + 1) - k_start
+    offset = k_len - q_len if bounds.q_offset is None else tl.load(bounds.q_offset + i_s)
     return q_start, q_len, k_start, tl.minimum(k_len, tl.minimum(capacity, max_keys)), offset
 
 
 @triton.jit
 def rows_of(i_m, q_len, k_len, offset, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Of (query, head) rows i_m * ROWS to (i_m + 1) * ROWS of a sequence, the first below q_len * GROUP: their numbers, which
-    exist, and the last key that each sees, [ROWS] each; how many keys all of them see, and how many any of them."""
+    """Numbers of the (query, head) rows i_m * ROWS to (i_m + 1) * ROWS of a sequence, which of them exist (the first one does),
+    and the last key that each sees, [ROWS] each; then how many keys all of them see, and how many any of them."""
     o_r = i_m * ROWS + tl.arange(0, ROWS)
     i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)
     seen_by_all = tl.maximum(tl.minimum(offset + i_m * ROWS // GROUP, k_len - 1) + 1, 0)
@@ -76,16 +97,13 @@ def store_visible(visible, q_start, o_r, m_row, i_last, chosen, GROUP: tl.conste
 
 
 @triton.jit
-def tiles_of(
-    i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any,
-    BLOCK: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Of a split: its first tile, the first one behind it, the first that not all rows see whole, and the first that none
+def tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, CUT: tl.constexpr):
+    """The first tile of a split, the first one behind it, the first that not all rows see whole, and the first that none
     sees."""
     first = i_split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tl.cdiv(num_blocks, SUB) * PARTS)
-    i_full = tl.minimum(seen_by_all // (BLOCK * SUB) * PARTS, last)
-    i_end = tl.minimum(tl.cdiv(seen_by_any, BLOCK * SUB) * PARTS, last)
+    last = tl.minimum(first + tiles_per_split, tl.cdiv(num_blocks, CUT.sub) * CUT.parts)
+    i_full = tl.minimum(seen_by_all // (CUT.block * CUT.sub) * CUT.parts, last)
+    i_end = tl.minimum(tl.cdiv(seen_by_any, CUT.block * CUT.sub) * CUT.parts, last)
     return first, last, i_full, i_end
 
 
@@ -147,65 +165,67 @@ def side_by_side(parts):
 
 @triton.jit
 def score_tile(
-    b_q, keys, scales, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-    s_page, s_head, s_token, s_dim, s_gp, s_gh, s_gt, s_gg,
-    MODE: tl.constexpr, TMA: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, FORMAT: tl.constexpr, SCALE: tl.constexpr, SWIZZLED: tl.constexpr,
-    NATIVE: tl.constexpr, PRODUCT: tl.constexpr, GROUPED: tl.constexpr, SWAP: tl.constexpr, BOUNDED: tl.constexpr,
-    MASKED: tl.constexpr,
+    b_q, keys, tma, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+    FORM: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr, PRODUCT: tl.constexpr,
+    BOUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Maxima of the blocks of one tile (`block_maxima`), scales of pages, keys and groups included.
     BOUNDED: some key may not exist; MASKED: some row does not see every key."""
-    PACK: tl.constexpr = DIM_PAD // b_q[0].shape[1] if FORMAT >= 2 else 1  # elements an item of the keys holds
+    FORMAT: tl.constexpr = FORM.format
+    TILE: tl.constexpr = CUT.tile
+    SWAP: tl.constexpr = PRODUCT.swap
+    TYPE: tl.constexpr = PRODUCT.dtype
     ROWS: tl.constexpr = i_last.shape[0]
-    CUT: tl.constexpr = BOUNDED or KEYS < TILE  # some key of the tile may not exist
+    CUT_OFF: tl.constexpr = BOUNDED or CUT.keys < TILE  # some key of the tile may not exist
+    # 1. Codes of the keys and their scales are loaded.
     b_k = load_keys(
-        keys, page_row, i_h, i_k, k_start, k_len, num_pages, s_page, s_head, s_token, s_dim,
-        MODE, TMA, PAGE_SIZE, TILE, DIM // PACK, DIM_PAD // PACK, CUT,
+        keys, tma, page_row, i_h, i_k, k_start, k_len, num_pages,
+        PAGING, TILE, PRODUCT.dim // FORM.split, PRODUCT.dim_pad // FORM.split, CUT_OFF,
     )  # fmt: skip
     b_g = None
     if FORMAT >= 3:
+        GROUPS: tl.constexpr = PRODUCT.dim // (16 if FORMAT == 3 else 32)
         b_g = load_group_scales(
-            scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, s_gg,
-            MODE, PAGE_SIZE, TILE, DIM // (16 if FORMAT == 3 else 32), SWIZZLED, CUT,
+            keys, page_row, i_h, i_k, k_start, k_len, num_pages, PAGING, TILE, GROUPS, FORM.swizzled, CUT_OFF
         )  # fmt: skip
-    b_s = load_scales(
-        scales, page_row, i_h, i_k, k_start, k_len, num_pages, s_gp, s_gh, s_gt, MODE, PAGE_SIZE, TILE, SCALE, CUT
-    )  # fmt: skip
+    b_s = load_scales(keys, page_row, i_h, i_k, k_start, k_len, num_pages, FORM, PAGING, TILE, CUT_OFF)
+    # 2. Keys become factors, and are multiplied with rows of queries.
     if FORMAT == 0:
         s = times(b_q, b_k, None, SWAP)
     elif FORMAT == 1:
-        s = times(b_q, e4m3_numbers(b_k, PRODUCT), None, SWAP)
+        s = times(b_q, e4m3_numbers(b_k, TYPE), None, SWAP)
     elif FORMAT == 2:
         s = None
-        parts = int8_parts(b_k, PRODUCT)
+        parts = int8_parts(b_k, TYPE)
         if SWAP and len(parts) == 2:
             s = times(side_by_side(b_q), side_by_side(parts), None, True)
         else:
             for i in tl.static_range(len(parts)):
                 s = times(b_q[i], parts[i], s, SWAP)
-    elif GROUPED:  # `grouped_parts`
+    elif PRODUCT.grouped:  # `grouped_parts`
         parts = e2m1_parts(b_k, tl.float16)
         s = times(side_by_side(b_q), side_by_side(parts), None, True)
-        b_x = group_numbers(b_g, FORMAT, NATIVE)
-        GROUPS: tl.constexpr = b_x.shape[1]
-        PAIR: tl.constexpr = 2 if GROUPS > 1 else 1
-        s = s.reshape(TILE, GROUPS // PAIR, ROWS, PAIR).permute(0, 2, 1, 3).reshape(TILE, ROWS, GROUPS)
+        b_x = group_numbers(b_g, FORMAT, FORM.native)
+        GROUPS_PAD: tl.constexpr = b_x.shape[1]
+        PAIR: tl.constexpr = 2 if GROUPS_PAD > 1 else 1
+        s = s.reshape(TILE, GROUPS_PAD // PAIR, ROWS, PAIR).permute(0, 2, 1, 3).reshape(TILE, ROWS, GROUPS_PAD)
         s = tl.sum(s * b_x[:, None, :], 2)
     else:
-        parts = e2m1_parts(b_k, PRODUCT)
-        unit, b_x = fp4_unit(b_k, b_g, FORMAT, PRODUCT, NATIVE)
+        parts = e2m1_parts(b_k, TYPE)
+        unit, b_x = fp4_unit(b_k, b_g, FORMAT, TYPE, FORM.native)
         s = None
         for i in tl.static_range(len(parts)):
             s = times(b_q[i], parts[i] * unit * b_x, s, SWAP)
     if SWAP and s.shape[1] > ROWS:
         s = unspread(s, ROWS)
-    if SCALE == 2:
+    # 3. Products become maxima of blocks.
+    PAGE_SCALE: tl.constexpr = FORM.factor == 2 and PAGING.mode == 1  # one of the tile
+    if FORMAT == 2 or (FORM.factor == 2 and PAGING.mode != 1):
         s = s * (b_s[:, None] if SWAP else b_s[None, :])
-    m = block_maxima(s, i_k, i_last, TILE, KEYS, SUB, SWAP, MASKED)
-    if SCALE == 1:
+    m = block_maxima(s, i_k, i_last, TILE, CUT.keys, CUT.sub, SWAP, MASKED)
+    if PAGE_SCALE:
         m = m * b_s
-    if GROUPED:
+    if PRODUCT.grouped:
         m *= 256.0  # see `raised`
     return m
 
@@ -228,6 +248,16 @@ def store_maxima(p_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB: tl.constexpr, P
     else:
         o_b = i_t * SUB + tl.arange(0, SUB)
         tl.store(p_s[:, None] + (o_b * s_sb)[None, :], scored(m, b_f), mask=m_row[:, None] & (o_b < num_blocks)[None, :])
+
+
+@triton.jit
+def store_unseen(p_s, first, last, i_end, num_blocks, s_block, m_row, CUT: tl.constexpr):
+    """Writes -inf as the scores of a split's blocks behind tile i_end. p_s: address of block 0 of each row."""
+    unseen = tl.full([p_s.shape[0], 16], float("-inf"), tl.float32)
+    stop = last // CUT.parts if CUT.sub == 1 else tl.minimum(last // CUT.parts * CUT.sub, num_blocks)
+    for i_b in range(tl.maximum(first, i_end) // CUT.parts * CUT.sub, stop, 16):
+        o_b = i_b + tl.arange(0, 16)
+        tl.store(p_s[:, None] + (o_b * s_block)[None, :], unseen, mask=m_row[:, None] & (o_b < stop)[None, :])
 
 
 RUNTIME_LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys", "tiles_per_split"]

@@ -8,11 +8,12 @@ import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import triton.language as tl
 
 from openmsa.primitives import codes
-from openmsa.primitives.queries import QuerySource
-from openmsa.primitives.rows import FLAT, KeySource, Tile
+from openmsa.primitives.operands import KeyRows
+from openmsa.primitives.rows import FLAT, PAGES, Form, KeyTiles, Tile
 from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import next_power_of_two
 
@@ -104,6 +105,27 @@ def splits(programs: int, tiles: int, slots: int, least: int, step: int = 1) -> 
     return max(n for n, c in cost.items() if c <= 1.03 * best)
 
 
-def kind_of(source: KeySource, queries: QuerySource, dim: int, tile: Tile) -> Kind:
-    """What the configuration depends on."""
-    return Kind.of(dim, tile.tile, source.format, queries.product, source.mode != FLAT, source.tma, source.lanes)
+def kind_of(keys: KeyTiles, product: Any, tile: Tile) -> Kind:
+    """What the configuration depends on. product: the Triton dtype of factors."""
+    view, tma = keys.view, keys.tma is not None
+    return Kind.of(view.dim, tile.tile, view.form.format, product, keys.paging.mode != FLAT, tma, reads_lanes(keys, tile))
+
+
+def reads_lanes(keys: KeyTiles, tile: Tile) -> bool:
+    """Whether `openmsa.block_scores.triton_lanes` can read keys: NVFP4 of 128 elements, whole tiles of one block or a part of
+    one, scales in words, offsets in a tile of 32 bits."""
+    rows, form = keys.view.rows, keys.view.form
+    if form.format != codes.NVFP4 or keys.view.dim != 128 or form.split != 4 or keys.paging.mode == PAGES:
+        return False
+    if (tile.tile, tile.keys, tile.sub) != (128, 128, 1) or rows.scales is None or rows.scales.itemsize < 4:
+        return False
+    return rows.data.numel() > 0 and tile.tile * max(rows.s_row, in_words(rows, form).s_scales_row) < 2**31
+
+
+def in_words(rows: KeyRows, form: Form) -> KeyRows:
+    """The same rows with scales of groups in words of four, int32, where they lie in words of four or eight."""
+    assert rows.scales is not None
+    words = 1 if form.swizzled else rows.scales.itemsize // 4  # strides of the 128x4 layout count rows
+    page, head, row = rows.s_scales_page * words, rows.s_scales_head * words, rows.s_scales_row * words
+    scales = rows.scales.view(torch.int32)
+    return rows._replace(scales=scales, s_scales_page=page, s_scales_head=head, s_scales_row=row)

@@ -9,9 +9,10 @@ pytest.importorskip("triton")
 
 from openmsa import E4M3, NVFP4, PagedIndexKeys
 from openmsa.block_scores import gluon_sm90_lanes, reference
-from openmsa.block_scores.gluon_sm90_lanes import CONFIG, RING, SHARE, cut, serves
-from openmsa.primitives.queries import QuerySource
-from openmsa.primitives.rows import KeySource, Tile
+from openmsa.block_scores.gluon_sm90_lanes import CONFIG, RING, SHARE, cut
+from openmsa.primitives.queries import product_type, query_rows
+from openmsa.primitives.rows import KeyTiles, Tile
+from openmsa.primitives.walks import kind_of
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem
@@ -35,28 +36,30 @@ CASES = {
 }
 
 
-def sources(keys, queries, device=COMPILE_TARGETS[90], block=128, pages=2):
-    """What `serves` takes, of index keys and queries."""
+def serves(keys, queries, rows, device=COMPILE_TARGETS[90], block=128, pages=2):
+    """`gluon_sm90_lanes.serves` of index keys and queries."""
     cache = PagedIndexKeys(keys, torch.zeros(1, pages, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
-    source = KeySource.of(cache, Tile.of(block), device)
-    return device, source, QuerySource.of(queries, source, device), Tile.of(block)
+    tile = Tile.of(block)
+    tiles = KeyTiles.of(cache, tile, device)
+    lanes = kind_of(tiles, product_type(queries, tiles.view), tile).lanes
+    return gluon_sm90_lanes.serves(device, tiles, query_rows(queries, device.arch >= 90), tile, rows, lanes)
 
 
 def test_what_it_serves():
     pool, queries = torch.randn(3, 1, 256, 128).bfloat16(), torch.randn(1, 4, 128).bfloat16()
     keys = NVFP4.quantize(pool)
-    assert all(serves(*sources(keys, queries), rows) for rows in (1, 4))
-    assert not serves(*sources(keys, queries), 5)
-    assert serves(*sources(NVFP4.quantize(pool, layout="128x4"), queries), 4)
-    assert serves(*sources(keys, E4M3.quantize(queries, per="head")), 4)
-    assert not serves(*sources(keys, spread(queries).transpose(1, 2).contiguous().transpose(1, 2)), 4)
-    assert not serves(*sources(spread(keys), queries), 4)
-    assert not serves(*sources(keys, queries, block=256), 4)
-    assert not serves(*sources(keys, queries, block=64), 4)
-    assert not serves(*sources(NVFP4.quantize(pool[..., :64]), queries[..., :64]), 4)
-    assert not serves(*sources(NVFP4.quantize(pool[:, :, :64]), queries), 4)
-    assert not serves(*sources(E4M3.quantize(pool, per="tensor"), queries), 4)
-    assert not any(serves(*sources(keys, queries, device=COMPILE_TARGETS[arch]), 4) for arch in (80, 100, 120))
+    assert all(serves(keys, queries, rows) for rows in (1, 4))
+    assert not serves(keys, queries, 5)
+    assert serves(NVFP4.quantize(pool, layout="128x4"), queries, 4)
+    assert serves(keys, E4M3.quantize(queries, per="head"), 4)
+    assert not serves(keys, spread(queries).transpose(1, 2).contiguous().transpose(1, 2), 4)
+    assert not serves(spread(keys), queries, 4)
+    assert not serves(keys, queries, 4, block=256)
+    assert not serves(keys, queries, 4, block=64)
+    assert not serves(NVFP4.quantize(pool[..., :64]), queries[..., :64], 4)
+    assert not serves(NVFP4.quantize(pool[:, :, :64]), queries, 4)
+    assert not serves(E4M3.quantize(pool, per="tensor"), queries, 4)
+    assert not any(serves(keys, queries, 4, device=COMPILE_TARGETS[arch]) for arch in (80, 100, 120))
 
 
 def test_configuration_fits():

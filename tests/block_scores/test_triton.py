@@ -14,8 +14,8 @@ from openmsa import E4M3, MXFP4, NVFP4, Int8, PagedIndexKeys
 from openmsa.block_scores import reference, triton_route
 from openmsa.block_scores.triton_config import config
 from openmsa.block_scores.triton_route import launch_scores
-from openmsa.primitives.rows import KeySource, Tile
-from openmsa.primitives.walks import Kind, splits
+from openmsa.primitives.rows import KeyTiles, Tile
+from openmsa.primitives.walks import Kind, reads_lanes, splits
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, strided
@@ -281,5 +281,5 @@ def test_lanes_have_offsets_of_32_bits(step):
     data = torch.empty_strided((1, 1, 128, 64), (256 * step, 2, 2 * step, 1), dtype=torch.uint8, device="meta")
     keys = NVFP4(data, torch.empty(1, 1, 128, 8, dtype=torch.uint8, device="meta"))
     table = torch.zeros(1, 1, dtype=torch.int32, device="meta")
-    source = KeySource.of_pool(keys, table, Tile.of(128), COMPILE_TARGETS[80])
-    assert source.lanes == (128 * step < 2**31)
+    tiles = KeyTiles.of_pool(keys, table, Tile.of(128), COMPILE_TARGETS[80])
+    assert reads_lanes(tiles, Tile.of(128)) == (128 * step < 2**31)

@@ -333,7 +333,9 @@ def test_open_blocks_are_rescored_and_no_others(shape, opened):
     for resident, some in ((0, candidates), (100, candidates), (100, every)):
         scores = torch.full(held.shape, NAN)
         arguments = (*taken(keys, seqs), block_size, num_blocks, ids, rescored, some, scores, False)
-        kernels.rescore(index_q, *arguments, kernels.RescoreConfig(3, resident))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "rescore_config", lambda *_, n=resident: kernels.RescoreConfig(3, n))
+            kernels.rescore(index_q, *arguments)
         expected = best.transpose(0, 1).gather(-1, ids.view_as(held).clamp(max=num_blocks - 1).long())
         torch.testing.assert_close(scores[held], expected[held], rtol=1e-3, atol=1e-3)
         assert bool(scores[~held].isnan().all())
