@@ -137,7 +137,8 @@ def narrow_products(ttgir: str) -> list[str]:
     of a row, kWidth to each: Triton 3.6 multiplies some of them twice and others never."""
     layouts = set(re.findall(r"^#(\w+) = #ttg\.nvidia_mma<\{versionMajor = 2,", ttgir, re.MULTILINE))
     sentences = set()
-    for shape, side, layout, width in OPERAND.findall(ttgir):
+    products = "\n".join(line for line in ttgir.splitlines() if "= tt.dot " in line)
+    for shape, side, layout, width in OPERAND.findall(products):
         summed = int(shape.split("x")[-1 if side == "0" else -2])
         if layout in layouts and summed < 4 * int(width):
             sentences.add(f"a product sums {summed} elements, laid out for {4 * int(width)}")
