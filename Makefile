@@ -23,7 +23,8 @@ test: $(INSTALLED) lint types compile-check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 
 # On a machine with a GPU, with the python that holds torch and triton: make test-gpu PYTHON=python3 [OPTIONS='-n 14']
-# The contract suite on CUDA tensors, graphs and streams, and compute-sanitizer over every kernel (tests/gpu).
+# The contract suite on CUDA tensors, graphs and streams, the fuzz (FUZZ_SECONDS=30 a test), and compute-sanitizer over every kernel
+# (tests/gpu).
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(OPTIONS)
 
