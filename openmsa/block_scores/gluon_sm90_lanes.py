@@ -25,7 +25,7 @@ from openmsa.primitives import queries, rows, scoring
 from openmsa.primitives.operands import QueryRows, Scores
 from openmsa.primitives.rows import PAGE, KeyTiles, Tile
 from openmsa.primitives.scoring import Lengths
-from openmsa.primitives.walks import in_words, splits
+from openmsa.primitives.walks import in_words, splits, words_a_stride
 from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel
@@ -216,10 +216,10 @@ def serves(device: Device, keys: KeyTiles, queries: QueryRows, tile: Tile, rows:
     blocks of 128, keys and scales contiguous in a page, at addresses that 16 bytes are copied from."""
     if device.arch != 90 or not lanes or rows > 4 or keys.paging.mode != PAGE or tile.block != BLOCK.value:
         return False
-    own = in_words(keys.view.rows, keys.view.form)
-    row = 1 if keys.view.form.swizzled else 2
-    close = (own.s_row, own.s_dim, own.s_scales_row) == (32, 1, row) and queries.s_dim == 1
-    even = all(stride % 16 == 0 for stride in (own.s_page, own.s_head, own.s_scales_page, own.s_scales_head))
+    own, form = keys.view.rows, keys.view.form
+    words, row = words_a_stride(own, form), 1 if form.swizzled else 2
+    close = (own.s_row, own.s_dim, own.s_scales_row * words) == (32, 1, row) and queries.s_dim == 1
+    even = (own.s_page | own.s_head | own.s_scales_page * words | own.s_scales_head * words) % 16 == 0
     assert own.scales is not None
     return close and even and own.data.data_ptr() % 16 == 0 and own.scales.data_ptr() % 16 == 0
 

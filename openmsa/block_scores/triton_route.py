@@ -78,7 +78,8 @@ def launch(
     group = index_q.shape[1] // heads
     rows = lengths.max_seqlen_q * group
     kind = kind_of(keys, product, tile)
-    written = Scores(scores, *scores.stride(), visible)
+    s_head, s_token, s_block = scores.stride()
+    written = Scores(scores, s_head, s_token, s_block, visible)
     tuned = _tuned(queries, keys, kind, tile, rows, group, written, device, pdl)
     if tuned is not None:
         tuned(queries, keys, product, lengths, written, device)

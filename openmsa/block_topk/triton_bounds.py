@@ -20,8 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.kv_cache import Int8
 from openmsa.primitives import codes
-from openmsa.primitives.operands import QueryRows, Scores
-from openmsa.primitives.queries import fixed_point, load_rows
+from openmsa.primitives.operands import Scores
+from openmsa.primitives.queries import fixed_point, load_rows, query_rows
 from openmsa.primitives.rows import (
     KeyTiles,
     Tile,
@@ -287,7 +287,7 @@ def launch_bounds(
     launch_kernel(
         bounds_kernel,
         (ceil_div(blocks, blocks_a_split), walks),
-        QueryRows(index_q, *index_q.stride()),
+        query_rows(index_q, view.form.native),
         view.rows,
         keys.tma,
         errors,

@@ -40,7 +40,7 @@ from openmsa.block_topk.triton_topk import (
 )
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
-from openmsa.primitives.operands import QueryRows
+from openmsa.primitives.queries import query_rows
 from openmsa.primitives.rows import PAGES, KeyTiles, Tile, exists, page_number, tile_start
 from openmsa.primitives.scoring import Lengths, sequence_bounds
 from openmsa.runtime.devices import Device, facts, has_pdl
@@ -395,7 +395,7 @@ def rescore(
     """Launches `rescore_kernel`. exact: a pool with a page table, or packed keys. candidates: as `launch_bounds` leaves them;
     the others as in `Workspace`."""
     dim, device, tile = index_q.shape[2], facts(index_q.device), Tile.of(block_size)
-    keys = KeyTiles.of_pool(exact, page_table, tile, device)
+    keys = KeyTiles.of_pool(exact, page_table, tile, device, by_address=True)
     view, key_heads = keys.view, keys.view.heads
     group, walks = index_q.shape[1] // key_heads, lengths.batch * key_heads
     rows = lengths.max_seqlen_q * group
@@ -405,7 +405,7 @@ def rescore(
     launch_kernel(
         rescore_kernel,
         (rows, walks, chosen.shares(rows * walks, num_blocks, tile, device)),
-        QueryRows(index_q, *index_q.stride()),
+        query_rows(index_q, view.form.native),
         view.rows,
         view.table,
         lengths.bounds,

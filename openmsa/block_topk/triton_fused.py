@@ -18,9 +18,10 @@ from torch import Tensor
 
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.primitives.codes import padded
+from openmsa.primitives.operands import Bounds
 from openmsa.primitives.queries import product_type, query_factors, query_rows, row_factors
 from openmsa.primitives.rows import KeyTiles, Tile, tile_start
-from openmsa.primitives.scoring import Lengths, Product, score_tile, sequence_bounds
+from openmsa.primitives.scoring import Product, score_tile, sequence_bounds
 from openmsa.primitives.walks import Config, Kind, kind_of, tall_rows, walk
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.integers import ceil_div
@@ -194,7 +195,7 @@ def launch_fused(
         view.rows,
         keys.tma,
         view.table,
-        Lengths.of(seqs).bounds,
+        Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset),
         out,
         *numbers,
         KEY_HEADS=view.heads,

@@ -171,9 +171,10 @@ def tma_strides(pool: Tensor) -> list[int] | None:
     (pages, heads, rows, columns), (s_page, s_head, s_row, s_column) = pool.shape, pool.stride()
     if s_column != 1 or columns * size < 16 or columns > 256 or pages * heads * rows == 0 or pool.data_ptr() % 16:
         return None
-    strides = [16 if pages == 1 else s_page, 16 if heads == 1 else s_head, 16 if rows == 1 else s_row]
-    fits = all(0 < stride * size < 2**40 and stride * size % 16 == 0 for stride in strides)
-    return [*strides, 1] if fits else None
+    s_page, s_head, s_row = 16 if pages == 1 else s_page, 16 if heads == 1 else s_head, 16 if rows == 1 else s_row
+    even = (s_page | s_head | s_row) * size % 16 == 0
+    fits = even and min(s_page, s_head, s_row) > 0 and max(s_page, s_head, s_row) * size < 2**40
+    return [s_page, s_head, s_row, 1] if fits else None
 
 
 def fits_tma(pool: Tensor) -> bool:
@@ -256,16 +257,22 @@ class KeyTiles(NamedTuple):
 
     @classmethod
     def of_pool(
-        cls, keys: Tensor | Stored, page_table: Tensor | None, tile: Tile, device: Device, items: bool = True
+        cls,
+        keys: Tensor | Stored,
+        page_table: Tensor | None,
+        tile: Tile,
+        device: Device,
+        items: bool = True,
+        by_address: bool = False,
     ) -> KeyTiles:
-        """keys, page_table, items: as of `KeyView.of`."""
+        """keys, page_table, items: as of `KeyView.of`. by_address: there is no descriptor, whatever fits."""
         view = KeyView.of(keys, page_table, device.arch >= 90, items)
         if page_table is None:
             paging = PACKED
         else:
             paging = Paging(PAGE if tile.whole and view.page_size % tile.span == 0 else PAGES, view.page_size)
         tma = None
-        if device.has_tma and paging.mode != PAGES:
+        if device.has_tma and paging.mode != PAGES and not by_address:
             tma = tma_tiles(view.rows.data, tile.tile, codes.padded(view.dim, view.form.format) // view.form.split)
         return cls(view, paging, tma)
 

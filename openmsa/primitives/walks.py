@@ -119,13 +119,31 @@ def reads_lanes(keys: KeyTiles, tile: Tile) -> bool:
         return False
     if (tile.tile, tile.keys, tile.sub) != (128, 128, 1) or rows.scales is None or rows.scales.itemsize < 4:
         return False
-    return rows.data.numel() > 0 and tile.tile * max(rows.s_row, in_words(rows, form).s_scales_row) < 2**31
+    return rows.data.numel() > 0 and tile.tile * max(rows.s_row, rows.s_scales_row * words_a_stride(rows, form)) < 2**31
 
 
 def in_words(rows: KeyRows, form: Form) -> KeyRows:
     """The same rows with scales of groups in words of four, int32, where they lie in words of four or eight."""
     assert rows.scales is not None
-    words = 1 if form.swizzled else rows.scales.itemsize // 4  # strides of the 128x4 layout count rows
-    page, head, row = rows.s_scales_page * words, rows.s_scales_head * words, rows.s_scales_row * words
-    scales = rows.scales.view(torch.int32)
-    return rows._replace(scales=scales, s_scales_page=page, s_scales_head=head, s_scales_row=row)
+    words = words_a_stride(rows, form)
+    return KeyRows(
+        rows.data,
+        rows.s_page,
+        rows.s_head,
+        rows.s_row,
+        rows.s_dim,
+        rows.scales.view(torch.int32),
+        rows.s_scales_page * words,
+        rows.s_scales_head * words,
+        rows.s_scales_row * words,
+        rows.s_scales_group,
+        rows.factor,
+        s_factor_page=rows.s_factor_page,
+        s_factor_head=rows.s_factor_head,
+    )
+
+
+def words_a_stride(rows: KeyRows, form: Form) -> int:
+    """Words of four scales that strides of scales count: items of four or eight, or rows in the 128x4 layout."""
+    assert rows.scales is not None
+    return 1 if form.swizzled else rows.scales.itemsize // 4
