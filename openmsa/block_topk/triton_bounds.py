@@ -118,12 +118,12 @@ def candidate_words(candidates, i_tile, i_16, m_unit, i_four, TILE: tl.constexpr
 
 
 class KeyErrors(NamedTuple):
-    """Errors of int8 keys that lie apart from their scales, as kernels take them; data is None where words hold both."""
+    """Errors of int8 keys that lie apart from their scales, as kernels take them; None stands for words that hold both."""
 
-    data: Tensor | None
-    s_page: int = 0
-    s_head: int = 0
-    s_row: int = 0
+    data: Tensor
+    s_page: int
+    s_head: int
+    s_row: int
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def bound_tile(
         keys.scales, keys.s_scales_page, keys.s_scales_head, keys.s_scales_row,
         page_row, i_h, i_k, k_start, k_len, num_pages, PAGING, TILE, CUT_OFF,
     )  # fmt: skip
-    if errors.data is None:
+    if errors is None:
         b_e = key_errors(b_s)
     else:
         b_e = load_of_keys(
@@ -273,8 +273,8 @@ def launch_bounds(
     device, tile = facts(index_q.device), Tile.of(block_size)
     keys = KeyTiles.of_pool(index_k, page_table, tile, device, items=False)
     view, key_heads, dim = keys.view, keys.view.heads, index_q.shape[2]
-    beside = view.rows.scales is not index_k.scale  # words hold both
-    errors = KeyErrors(None) if beside else KeyErrors(index_k.error, *key_strides(index_k.error))
+    apart = view.rows.scales is index_k.scale
+    errors = KeyErrors(index_k.error, *key_strides(index_k.error)) if apart else None
     group = index_q.shape[1] // key_heads
     rows, walks = lengths.max_seqlen_q * group, lengths.batch * key_heads
     chosen = bounds_config(device, rows, dim, tile, page_table is not None, keys.tma is not None)
