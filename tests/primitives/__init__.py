@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Tests of openmsa.runtime."""
+"""Tests of openmsa.primitives."""

@@ -78,7 +78,8 @@ def test_views(store, form, factor, split, table):
     assert (view.num_pages, view.page_size, view.capacity) == ((6, 32, 160) if table is not None else (1, 0, 100))
     assert view.rows.data.shape == (view.num_pages, 2, 32 if table is not None else 100, 64 // split)
     assert view.rows[1:5] == view.rows.data.stride()
-    assert (view.table.ids is table) and view.table.s_sequence == (5 if table is not None else 0)
+    assert view.table.ids is table
+    assert view.table.s_sequence == (5 if table is not None else 0)
 
 
 def test_scales_of_groups_are_read_so_many_at_a_time():
