@@ -36,6 +36,7 @@ from openmsa.runtime.variants import ARCHS, Variant, declared
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 WGMMA = ("HGMMA", "QGMMA", "IGMMA")
+OPERAND = re.compile(r"tensor<([0-9x]+)x\w+, #ttg\.dot_op<\{opIdx = (\d), parent = #(\w+), kWidth = (\d+)\}>>")
 MATRIX = re.compile(r"\b(U?[A-Z0-9]*(?:MMA|TCHMMA|TCQMMA)[A-Z]*)[.\s]")
 TOOLS = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin"
 
@@ -113,7 +114,7 @@ def inspect(arch: int, index: int, sass_to: Path | None) -> Inspection:
     found.shared = kernel.metadata.shared
     found.instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE))
     found.matrix = Counter(MATRIX.findall(sass))
-    found.faults += faults(found, variant)
+    found.faults += faults(found, variant) + narrow_products(kernel.asm["ttgir"])
     return found
 
 
@@ -129,6 +130,18 @@ def faults(found: Inspection, variant: Variant) -> list[str]:
     if (variant.dot or variant.wgmma) and not found.matrix:
         sentences.append("no matrix instruction")
     return sentences
+
+
+def narrow_products(ttgir: str) -> list[str]:
+    """Products of the warps' own matrix instructions that sum fewer elements than the compiler spreads over the four threads
+    of a row, kWidth to each: Triton 3.6 multiplies some of them twice and others never."""
+    layouts = set(re.findall(r"^#(\w+) = #ttg\.nvidia_mma<\{versionMajor = 2,", ttgir, re.MULTILINE))
+    sentences = set()
+    for shape, side, layout, width in OPERAND.findall(ttgir):
+        summed = int(shape.split("x")[-1 if side == "0" else -2])
+        if layout in layouts and summed < 4 * int(width):
+            sentences.add(f"a product sums {summed} elements, laid out for {4 * int(width)}")
+    return sorted(sentences)
 
 
 def show(results: list[Inspection], console: Console) -> None:

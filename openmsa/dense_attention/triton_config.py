@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from openmsa.kv_cache.triton_numbers import FORMAT_IDS, LEAST_SUM
 from openmsa.runtime.devices import Device
+from openmsa.runtime.integers import next_power_of_two
 
 MAX_SPLITS = 64
 MIN_SHARE = 4  # spans of keys that are worth a program
@@ -62,6 +64,11 @@ def configure(
     useful = -(-max_seqlen_k // (MIN_SHARE * config.keys))
     qk8 = key_format == query_format == "e4m3" and device.arch >= 90 and head_dim > 16 and not max_score
     return replace(config, splits=max(1, min(splits, useful, MAX_SPLITS)), qk8=qk8)
+
+
+def padded_dim(head_dim: int, key_format: int) -> int:
+    """Elements of a row of a tile: a power of two, and at least those that a product sums. key_format: of `FORMAT_IDS`."""
+    return max(next_power_of_two(head_dim), LEAST_SUM if key_format == FORMAT_IDS["nvfp4"] else 16)
 
 
 def spans(keys: int, block_size: int | None) -> tuple[int, int]:

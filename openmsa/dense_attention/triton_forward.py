@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from openmsa.dense_attention import chosen_results
-from openmsa.dense_attention.triton_config import Config, configure, spans
+from openmsa.dense_attention.triton_config import Config, configure, padded_dim, spans
 from openmsa.dense_attention.triton_kernel import dense_kernel
 from openmsa.dense_attention.triton_operands import Operand, codes, operand
 from openmsa.dense_attention.triton_variants import dense_variants
 from openmsa.kv_cache import E4M3, PagedKV, Stored
 from openmsa.kv_cache.stored import format_of, out_dtype
 from openmsa.runtime import devices
-from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel
 from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
@@ -132,7 +132,7 @@ def _launch(
         D=head_dim,
         BM=config.rows,
         BN=config.keys,
-        BD=next_power_of_two(head_dim),
+        BD=padded_dim(head_dim, keys.format),
         PAGE=0 if table is None else page_rows,
         SPAN=span,
         NB=blocks_a_tile,

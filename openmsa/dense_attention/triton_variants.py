@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from openmsa.dense_attention.triton_config import Config, configure, spans
+from openmsa.dense_attention.triton_config import Config, configure, padded_dim, spans
 from openmsa.dense_attention.triton_kernel import dense_kernel
 from openmsa.dense_attention.triton_operands import GROUP_WORDS, GROUPS, HEAD_SCALE, NO_SCALE, PAGE_SCALE, SWIZZLED_WORDS
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.runtime.devices import COMPILE_TARGETS
-from openmsa.runtime.integers import next_power_of_two
 from openmsa.runtime.variants import Variant
 
 
@@ -39,6 +38,7 @@ def dense_variants(arch: int) -> Iterator[Variant]:
         ("prefill pages", "bf16", 1, 16384, 131072, 16, 128, 128, None, ("out", "lse"), "e4m3", PAGE_SCALE),
         ("prefill flat", "bf16", 1, 16384, 131072, 16, 128, 0, None, ("out",), "nvfp4", GROUP_WORDS),
         ("prefill d96", "bf16", 1, 16384, 131072, 3, 96, 128, None, ("out",), "nvfp4", GROUPS),
+        ("decode d16", "fp16", 32, 1, 32768, 16, 16, 128, None, ("out",), "nvfp4", GROUPS),
         ("prefill d256", "bf16", 1, 8192, 8192, 8, 256, 0, None, ("out",), "e4m3", HEAD_SCALE),
         ("prefill", "fp8e4nv", 1, 8192, 8192, 16, 128, 0, None, ("out",), "plain", NO_SCALE),
         ("decode pages", "fp8e4nv", 32, 1, 32768, 16, 128, 128, None, ("out", "lse"), "e4m3", HEAD_SCALE),
@@ -101,7 +101,7 @@ def variant(
     arguments |= dict.fromkeys(("tiles", "splits", "num_pages", "num_blocks", "capacity"), "i32")
     constants: dict[str, object] = dict.fromkeys(("stride_qd", "stride_kd", "stride_vd", "stride_tp"), 1)
     constants |= dict.fromkeys(("stride_ksg", "stride_vsg"), 1)
-    padded = next_power_of_two(head_dim)
+    padded = padded_dim(head_dim, FORMAT_IDS[key_format])
     span, blocks_a_tile = spans(config.keys, block_size)
     box = f"tensordesc<{codes}[1, 1, {config.keys}, {padded // (2 if key_format == 'nvfp4' else 1)}]>"
     described = arch >= 90 and span % config.keys == 0 and page_size % config.keys == 0

@@ -17,6 +17,10 @@ E4M3 = tl.constexpr(1)
 INT8 = tl.constexpr(2)
 NVFP4 = tl.constexpr(3)
 MXFP4 = tl.constexpr(4)
+LEAST_SUM = 32
+"""Elements that a product sums at least where an operand is unpacked in registers, two elements a byte (``tl.join``). Of such
+an operand Triton 3.6 gives each of the four threads that share a row eight neighbouring elements; of a row of 16 it then
+multiplies half of the elements twice and the other half never."""
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from openmsa.kv_cache.triton_numbers import LEAST_SUM
 from openmsa.runtime.integers import next_power_of_two
 
 SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10, 12: 99 << 10}  # a program's shared memory, by major capability
@@ -53,22 +54,30 @@ class PrefillConfig:
 
 
 def padded_dim(head_dim: int, keys: torch.dtype) -> int:
-    """Elements of a row of a tile: at least those that a product takes."""
-    return max(next_power_of_two(head_dim), 32 if keys == torch.float8_e4m3fn else 16)
+    """Elements of a row of a tile: at least those that a product takes. uint8: two elements a byte, or E4M3 codes."""
+    least = {torch.float8_e4m3fn: 32, torch.uint8: LEAST_SUM}.get(keys, 16)
+    return max(next_power_of_two(head_dim), least)
 
 
 @functools.lru_cache(256)
 def prefill_config(
-    head_dim: int, group: int, block_size: int, major: int, element_bytes: int = 2, stored: bool = False
+    head_dim: int,
+    group: int,
+    block_size: int,
+    major: int,
+    element_bytes: int = 2,
+    stored: bool = False,
+    four_bits: bool = False,
 ) -> PrefillConfig:
     """Tuned for 16 heads a group, head dim 128 and blocks of 128 on compute capability 9; the rest follows from memory.
 
-    major: of the compute capability. stored: whether keys are in a cache format, whose conversion takes registers.
+    major: of the compute capability. stored: whether keys are in a cache format, whose conversion takes registers. four_bits:
+    whether that format has two elements a byte.
     """
     dim = next_power_of_two(head_dim)
     shared = SHARED_BYTES.get(major, 99 << 10)
     heads = min(next_power_of_two(group), MAX_HEADS)
-    keys = max(16, next_power_of_two(block_size))
+    keys = max(LEAST_SUM if four_bits else 16, next_power_of_two(block_size))
     roomy = shared >= 160 << 10
 
     wide = dim * element_bytes > 256

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
+from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.runtime.devices import facts
 from openmsa.runtime.integers import next_power_of_two
 from openmsa.runtime.launch import launch_kernel, runs_hopper_kernels
@@ -104,7 +105,8 @@ def sparse_attention(
     if path == "auto" and stored and not keys.k.dtype == queries.data.dtype == torch.float8_e4m3fn:
         path = "outer"  # which converts a block once; the union kernel loses more by converting than it gains
     if config is None:
-        config = prefill_config(*tiles, 2 if keys.stored else keys.k.element_size(), stored)
+        four_bits = stored and keys.format == FORMAT_IDS["nvfp4"]
+        config = prefill_config(*tiles, 2 if keys.stored else keys.k.element_size(), stored, four_bits)
     # Masked logits are -inf times the scale and must stay -inf: a scale of 0 becomes one too small to matter.
     scale, negative = max(abs(softmax_scale) * math.log2(math.e), 1e-37), softmax_scale < 0
     shape = (*q.shape, blocks.shape[2], block_size, num_buckets)

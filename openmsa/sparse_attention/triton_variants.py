@@ -108,7 +108,7 @@ def prefill_variants(arch: int) -> Iterator[Variant]:
         ("e4m3", "fp16", plain[:1]),
         ("e4m3", "e4m3", (*plain, (64, 4, 64, 0), (16, 4, 64, 64))),
         ("e4m3 page", "bf16", (plain[1], (64, 4, 64, 16))),
-        ("nvfp4", "bf16", plain[:1]),
+        ("nvfp4", "bf16", (*plain[:1], (16, 1, 16, 0))),
         ("nvfp4 128x4", "e4m3", plain[1:]),
     ):
         for dim, group, block, page in layouts:
@@ -139,7 +139,8 @@ def _of_case(
     keys: str = "",
     expanded: bool = False,
 ) -> Iterator[Variant]:
-    config = prefill_config(dim, group, block, arch // 10, stored=bool(keys) and not expanded)
+    is_stored = bool(keys) and not expanded
+    config = prefill_config(dim, group, block, arch // 10, stored=is_stored, four_bits=is_stored and "nvfp4" in keys)
     stored = _Stored.of(dtype, keys, arch)
     if expanded:
         stored = stored.expanded(dtype)

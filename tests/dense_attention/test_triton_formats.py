@@ -105,6 +105,8 @@ CASES = [  # store, query store, dtype, head_dim, group, kv_heads, block, page_s
     ("nvfp4 without", None, "fp16", 16, 2, 2, 32, 32, False, Config(64, 32, 2, 4, 2)),
     ("nvfp4 128x4", None, "bf16", 96, 2, 2, 48, 0, True, Config(64, 64, 2, 4, 2)),
     ("nvfp4 128x4", None, "bf16", 48, 3, 2, 64, 16, True, None),
+    ("nvfp4", None, "bf16", 16, 2, 2, 32, 0, True, None),  # fewer elements than a product of unpacked ones sums, packed
+    ("nvfp4 128x4", None, "fp16", 16, 16, 1, 64, 64, True, Config(16, 64, 2, 4, 3)),  # and paged
     ("e4m3 head", "e4m3 head", "bf16", 64, 2, 2, 64, 0, True, Config(64, 64, 1, 4, 2, qk8=True)),
     ("e4m3 page", "e4m3 tensor", "bf16", 64, 2, 2, 64, 64, True, None),
     ("nvfp4", "e4m3 head", "bf16", 64, 2, 2, 64, 32, True, None),
@@ -131,6 +133,15 @@ def test_decode(store, page_size, splits):
     """One token a sequence, split over the keys: short and empty sequences leave splits without work."""
     p = problem((1, 1, 1), (700, 3, 0), kv_heads=2, group=16, head_dim=64, dtype=torch.bfloat16, offsets=(699, 2, 0))
     check(p, STORES[store], page_size=page_size, config=Config(16, 128, splits, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("store", "page_size", "dtype"), [("nvfp4", 0, "bf16"), ("nvfp4", 64, "fp16"), ("nvfp4 128x4", 16, "bf16")]
+)
+def test_decode_of_one_group_of_elements(store, page_size, dtype):
+    """head_dim 16, which a tile pads to what a product of unpacked elements sums at least, as the host configures it."""
+    p = problem((1, 1, 2), (300, 3, 65), kv_heads=2, group=4, head_dim=16, dtype=BOTH[dtype])
+    check(p, STORES[store], page_size=page_size)
 
 
 @pytest.mark.parametrize("results", [("out",), ("lse",), ("max_score",)])

@@ -144,6 +144,17 @@ def test_formats(keys, queries, page_size, dtype, major, path, monkeypatch):
     check(run(checked, path=path, config=prefill_config(48, 3, 64, major)), expected)
 
 
+@pytest.mark.parametrize("path", ["union", "outer"])
+@pytest.mark.parametrize("keys", ["nvfp4", "nvfp4 128x4"])
+def test_fewer_elements_than_a_product_sums(keys, path):
+    """head_dim 16, blocks of 16 and one head a group: products of unpacked elements take tiles padded to 32."""
+    p = problem((9, 3), (150, 64), kv_heads=2, group=1, head_dim=16, dtype=torch.bfloat16, offsets=(141, 50))
+    checked, expected = stored_case(p, random_blocks(p, 3, 16, 2), 16, keys, torch.bfloat16, 0, torch.bfloat16)
+    config = prefill_config(16, 1, 16, 9, stored=True, four_bits=True)
+    assert min(config.union_keys, config.outer_keys) == 32
+    check(run(checked, path=path), expected)
+
+
 EXPANDED = {  # keys, queries, page_size, dtype: whether all keys become numbers first
     ("e4m3 tensor", torch.bfloat16, 16, torch.bfloat16): True,
     ("e4m3 head", torch.float16, 0, DTYPE): True,
