@@ -55,6 +55,19 @@ def e8m0(codes):
 
 
 @triton.jit
+def swizzled_word(row, word, WORDS: tl.constexpr):
+    """Where the scales of four groups of a row lie in the 128x4 layout, counted in their int32. WORDS: those of a row."""
+    return (row // 128 * WORDS + word) * 128 + row % 32 * 4 + row % 128 // 32
+
+
+@triton.jit
+def swizzled_byte(row, group, GROUPS: tl.constexpr):
+    """Byte of the scale of a row's group in the 128x4 layout. GROUPS: those of a row."""
+    tile = row // 128 * ((GROUPS + 3) // 4) + group // 4
+    return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4
+
+
+@triton.jit
 def magnitude_bits(x):
     """int32 of float32: the order of magnitudes, NaN above 0x7F800000."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
