@@ -15,8 +15,8 @@ MIN_SHARE = 4  # spans of keys that are worth a program
 LONGEST_WALK = 1 << 16  # keys a program may have to walk where a batch holds sequences of very different lengths
 
 NO_FACTOR, HEAD_FACTOR, PAGE_FACTOR, GROUPS, SWIZZLED, GROUP_WORDS, SWIZZLED_WORDS = range(7)
-"""The forms of what multiplies stored keys or values: nothing, a factor of each head, a factor of each page, or scales of groups
-of elements: linear or in the 128x4 layout, read a byte at a time or, in the last two forms, in words of four groups."""
+"""The forms of what multiplies stored keys or values: nothing, a factor of each head, a factor of each page, or scales of
+groups of elements, linear or in the 128x4 layout, read a byte at a time or, in the last two forms, in words of four groups."""
 
 
 @dataclass(frozen=True)

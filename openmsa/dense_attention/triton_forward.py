@@ -164,22 +164,23 @@ def _launch(
 ) -> None:
     """span: what `spans` gives. Writes the results that are not None."""
     (_, heads, head_dim), (num_pages, num_kv_heads, page_rows, _) = q.shape, keys.pool.shape
-    arch, group = devices.facts(q.device).arch, heads // num_kv_heads
+    device, group = devices.facts(q.device), heads // num_kv_heads
     tiles = ceil_div(seqs.max_seqlen_q * group, config.rows)
     splits = config.splits if out is not None or lse is not None else 1
     page_size = 0 if table is None else page_rows
     cut = Cut(group, config.rows, config.keys, *span, page_size, head_dim, padded_dim(head_dim, keys.format))
     boxes = (None, None)
-    if not (cut.span % cut.keys or page_size % cut.keys) and keys.fits_tma and values.fits_tma:
+    in_one_page = cut.span % cut.keys == 0 and page_size % cut.keys == 0
+    if device.has_tma and in_one_page and keys.fits_tma and values.fits_tma:
         boxes = (keys.box(cut.keys), values.box(cut.keys))
     if isinstance(q, E4M3):
-        rows = codes(q.data, arch >= 90)
+        rows = codes(q.data, device.arch >= 90)
         queries = QueryRows(rows, *rows.stride(), q.scale, q.scale_strides[1])
     else:
         assert isinstance(q, Tensor)
         queries = QueryRows(q, *q.stride())
     staged = None
-    if config.stages_rows(keys.format > 0 or isinstance(q, E4M3), q.dtype == torch.float16, arch):
+    if config.stages_rows(keys.format > 0 or isinstance(q, E4M3), q.dtype == torch.float16, device.arch):
         staged = (torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out).view(torch.int16)
     capacity = page_rows if table is None else table.shape[1] * page_rows * (num_pages > 0)
     launch_kernel(

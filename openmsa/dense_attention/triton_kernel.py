@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 # ruff: noqa: RET505, RUF005 (the compiler drops a branch only where an else stands; kernels know no unpacking)
 """The dense kernel: one tile of (query token, head of the group) rows walks its keys, or its share of them.
 
@@ -414,10 +415,7 @@ def dense_kernel(
     i_m = n_tiles - 1 - i_m
     i_k0 = tl.load(bounds.cu_k + i_b)
     n_k = tl.minimum(tl.load(bounds.cu_k + i_b + 1) - i_k0, capacity)
-    if bounds.q_offset is None:
-        i_position = tl.load(bounds.cu_k + i_b + 1) - i_k0 - n_q  # of the first query
-    else:
-        i_position = tl.load(bounds.q_offset + i_b)
+    i_position = tl.load(bounds.cu_k + i_b + 1) - i_k0 - n_q if bounds.q_offset is None else tl.load(bounds.q_offset + i_b)
     o_r = i_m * BM + tl.arange(0, BM)
     o_t = o_r // CUT.group  # token of the sequence
     o_h = i_h * CUT.group + o_r % CUT.group
