@@ -372,16 +372,14 @@ def merge(partials, i_p, n_s, splits, o_d, CUT: tl.constexpr, OUT: tl.constexpr)
 
 
 @triton.jit
-def store_rows(out, b_acc, b_m, b_z, o_token, o_h, o_d, m_r, CUT: tl.constexpr):
+def store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT: tl.constexpr):
     """The rows of an `Output`, acc / z, and the natural-log lse; 0 and -inf where nothing was read."""
     if out.rows is not None:
         b_out = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
-        o_out = o_token * out.s_token + o_h * out.s_head
         p_out = out.rows + o_out[:, None] + o_d[None, :]
         tl.store(p_out, b_out.to(out.rows.dtype.element_ty), mask=m_r[:, None] & (o_d[None, :] < CUT.dim))
     if out.lse is not None:
-        p_lse = out.lse + (o_token * out.s_lse_token + o_h)
-        tl.store(p_lse, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=m_r)
+        tl.store(out.lse + o_lse, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=m_r)
 
 
 @triton.jit(do_not_specialize=["tiles", "num_pages", "num_blocks", "capacity", "splits"])
@@ -460,8 +458,8 @@ def dense_kernel(
             b_q, b_raw = half_rows(b_q)
         # Only what is loaded goes to the matrix unit through shared memory; computed rows fill registers.
         if staged is not None:
-            o_stage = o_token[:, None] * (tl.num_programs(1) * CUT.group * CUT.dim) + o_h[:, None] * CUT.dim + o_d[None, :]
-            p_stage = staged + o_stage
+            p_stage = staged + o_token[:, None] * (tl.num_programs(1) * CUT.group * CUT.dim)
+            p_stage = p_stage + o_h[:, None] * CUT.dim + o_d[None, :]
             m_stage = m_r[:, None] & (o_d[None, :] < CUT.dim)
             tl.store(p_stage, b_q.to(tl.int16, bitcast=True), mask=m_stage)
             tl.debug_barrier()
@@ -512,6 +510,8 @@ def dense_kernel(
         if FORMS.format != PLAIN:
             b_z *= 1.0 / WHOLE
             b_acc *= b_value * b_unit if FORMS.values == PAGE_FACTOR else b_value
+        o_out = o_token * out.s_token + o_h * out.s_head
+        o_lse = o_token * out.s_lse_token + o_h * out.s_lse_head
         if SPLIT:
             i_p = tl.program_id(0) * tl.num_programs(1) + i_h
             o_p = (i_p * splits + i_s) * BM + tl.arange(0, BM)
@@ -523,7 +523,7 @@ def dense_kernel(
             tl.debug_barrier()  # every thread's partial is written before one thread publishes it
             if tl.atomic_add(partials.arrived + i_p, 1, sem="acq_rel") == n_active - 1:
                 b_acc, b_m, b_z = merge(partials, i_p, n_active, splits, o_d, CUT, OUT)
-                store_rows(out, b_acc, b_m, b_z, o_token, o_h, o_d, m_r, CUT)
+                store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT)
                 tl.store(partials.arrived + i_p, 0)
         else:
-            store_rows(out, b_acc, b_m, b_z, o_token, o_h, o_d, m_r, CUT)
+            store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT)

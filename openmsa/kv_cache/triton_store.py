@@ -139,20 +139,19 @@ def locate(token, m_token, places, batch, steps, each, num_pages, max_pages, pag
     m_place = m_token & (sequence < batch)
     position = tl.load(places.seq_lens + sequence * places.s_lens, mask=m_place, other=0) + token - start
     m_place &= (position >= 0) & (position // page_size < max_pages)
-    o_page = sequence.to(tl.int64) * places.s_sequence + (position // page_size).to(tl.int64) * places.s_page
-    page = tl.load(places.table + o_page, mask=m_place, other=-1)
+    p_page = places.table + sequence.to(tl.int64) * places.s_sequence
+    page = tl.load(p_page + (position // page_size).to(tl.int64) * places.s_page, mask=m_place, other=-1)
     return page, position % page_size, m_place & (page >= 0) & (page < num_pages)
 
 
 @triton.jit
-def group_offsets(scales, page, head, row, heads, page_size, o_group, CUT: tl.constexpr):
-    """Where the scales of groups of a `Beside` lie, int64 [rows, groups]: beside their row, or in the 128x4 layout."""
+def group_offsets(page, head, row, heads, page_size, o_scale, o_group, s_group, CUT: tl.constexpr):
+    """Where the scales of groups lie, int64 [rows, groups]: from o_scale, that of the row's first, or in the 128x4 layout."""
     if CUT.swizzled:
         number = ((page * heads + head) * page_size + row)[:, None]
         offsets = swizzled_byte(number, o_group, CUT.dim // CUT.group)
     else:
-        o_row = page * scales.s_page + head * scales.s_head + row * scales.s_row
-        offsets = o_row[:, None] + o_group * scales.s_group
+        offsets = o_scale[:, None] + o_group * s_group
     return offsets
 
 
@@ -238,8 +237,7 @@ def write_kernel(
     m_row = i_row < total.to(tl.int64) * heads
     if places.table is None:
         page, row = token // page_size, token % page_size
-        o_new = page.to(tl.int64) * new.s_page + row.to(tl.int64) * new.s_row
-        p_new = new.data + o_new + head.to(tl.int64) * new.s_head
+        p_new = new.data + page.to(tl.int64) * new.s_page + row.to(tl.int64) * new.s_row + head.to(tl.int64) * new.s_head
     else:
         p_new = new.data + token.to(tl.int64) * new.s_row + head.to(tl.int64) * new.s_head
         page, row, m_row = locate(token, m_row, places, batch, steps, each, num_pages, max_pages, page_size)
@@ -280,7 +278,8 @@ def write_kernel(
         low = e2m1_code(tl.where(m_some, tl.div_rn(low, unit), 0.0))
         high = e2m1_code(tl.where(m_some, tl.div_rn(high, unit), 0.0))
         tl.store(p_data[:, None, None] + o_pair.to(tl.int64) * pool.s_dim, low | (high << 4), mask=m_new)
-        offsets = group_offsets(scales, page, head, row, heads, page_size, o_group, CUT)
+        o_scale = page * scales.s_page + head * scales.s_head + row * scales.s_row
+        offsets = group_offsets(page, head, row, heads, page_size, o_scale, o_group, scales.s_group, CUT)
         tl.store(scales.data + offsets, code, mask=m_group)
 
 
@@ -309,14 +308,14 @@ def read_kernel(out, pool, total, heads, page_size, CUT: tl.constexpr):
     m_row = i_row < total
     page, head, row = i_row // page_size // heads, i_row // page_size % heads, i_row % page_size
     p_data = pool.data + page * pool.s_page + head * pool.s_head + row * pool.s_row
+    o_scale = page * scales.s_page + head * scales.s_head + row * scales.s_row
     if GROUP == 1:
         o_dim = tl.arange(0, PADDED)
         m_data = m_row[:, None] & (o_dim < CUT.dim)
         codes = tl.load(p_data[:, None] + o_dim.to(tl.int64) * pool.s_dim, mask=m_data, other=0)
         x = e4m3(codes).to(tl.float32) if CUT.format == E4M3 else codes.to(tl.float32)
         if scales.data is not None:
-            p_unit = scales.data + page * scales.s_page + head * scales.s_head + row * scales.s_row
-            unit = tl.load(p_unit, mask=m_row, other=0)
+            unit = tl.load(scales.data + o_scale, mask=m_row, other=0)
             if CUT.format == INT8:
                 unit = (unit.to(tl.int32) << 16).to(tl.float32, bitcast=True)
             x *= unit[:, None]
@@ -328,7 +327,7 @@ def read_kernel(out, pool, total, heads, page_size, CUT: tl.constexpr):
         o_pair = o_group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)  # [NUM, GROUP // 2] bytes of a row
         m_pair = m_row[:, None, None] & (o_pair < CUT.dim // 2)
         codes = tl.load(p_data[:, None, None] + o_pair.to(tl.int64) * pool.s_dim, mask=m_pair, other=0)
-        offsets = group_offsets(scales, page, head, row, heads, page_size, o_group, CUT)
+        offsets = group_offsets(page, head, row, heads, page_size, o_scale, o_group, scales.s_group, CUT)
         units = tl.load(scales.data + offsets, mask=m_group, other=0)
         units = e4m3(units).to(tl.float32) if CUT.format == NVFP4 else e8m0(units)
         low, high = e2m1_pair(codes)
