@@ -70,7 +70,7 @@ def dense_attention(
     max_score = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device) if return_max_score else None
     if config is None:
         sizes = (seqs.batch, seqs.max_seqlen_q, seqs.max_seqlen_k, num_kv_heads, heads // num_kv_heads, head_dim)
-        config = configure(*sizes, facts, *(format_of(x) for x in (stored[0], q)), return_max_score)
+        config = configure(*sizes, facts, format_of(stored[0]), format_of(q), return_max_score)
     if total_q and heads:
         table = k.page_table if isinstance(k, PagedKV) else None
         span = spans(config.keys, block_size if return_max_score else None)
@@ -99,17 +99,16 @@ class Operand(NamedTuple):
         if isinstance(rows, E4M3):
             pool = _pool(codes(rows.data, native))
             form = NO_FACTOR if rows.scale is None else PAGE_FACTOR if rows.scale.dim() == 2 else HEAD_FACTOR
-            page, head = rows.scale_strides
-            keys = KeyRows(pool, *pool.stride(), factor=rows.scale, s_factor_page=page, s_factor_head=head)
+            keys = KeyRows(pool, *_strides(pool), None, 0, 0, 0, 0, rows.scale, *rows.scale_strides)
             return cls(pool, keys, FORMAT_IDS["e4m3"], form)
         if isinstance(rows, NVFP4):
             pool, scales = _pool(rows.data), codes(rows.scale, native)
             form, strides = _groups(rows, scales)
-            keys = KeyRows(pool, *pool.stride(), scales, *strides, rows.global_scale)
+            keys = KeyRows(pool, *_strides(pool), scales, *strides, rows.global_scale)
             return cls(pool, keys, FORMAT_IDS["nvfp4"], form)
         assert isinstance(rows, Tensor)
         pool = _pool(rows)
-        return cls(pool, KeyRows(pool, *pool.stride()), FORMAT_IDS["plain"], NO_FACTOR)
+        return cls(pool, KeyRows(pool, *_strides(pool)), FORMAT_IDS["plain"], NO_FACTOR)
 
     @property
     def fits_tma(self) -> bool:
@@ -130,7 +129,7 @@ def _groups(rows: NVFP4, scales: Tensor) -> tuple[int, tuple[int, int, int, int]
     layout, rows of scales. They are read four at a time where a tile's row holds four and they lie so."""
     words = rows.shape[-1] > 32 and scales.data_ptr() % 4 == 0
     if rows.layout == "linear":
-        page, head, row, group = _pool(scales).stride()
+        page, head, row, group = _strides(_pool(scales))
         if words and rows.groups % 4 == 0 and group == 1 and not (page % 4 or head % 4 or row % 4):
             return GROUP_WORDS, (page // 4, head // 4, row // 4, 1)
         return GROUPS, (page, head, row, group)
@@ -146,6 +145,12 @@ def codes(data: Tensor, native: bool) -> Tensor:
 def _pool(rows: Tensor) -> Tensor:
     """Packed rows [total, heads, columns] as one page [1, heads, total, columns]; a pool as it is."""
     return rows.transpose(0, 1)[None] if rows.dim() == 3 else rows
+
+
+def _strides(pool: Tensor) -> tuple[int, int, int, int]:
+    """Strides from page to page, head to head, row to row and column to column."""
+    page, head, row, column = pool.stride()
+    return page, head, row, column
 
 
 def _launch(
@@ -173,12 +178,6 @@ def _launch(
     in_one_page = cut.span % cut.keys == 0 and page_size % cut.keys == 0
     if device.has_tma and in_one_page and keys.fits_tma and values.fits_tma:
         boxes = (keys.box(cut.keys), values.box(cut.keys))
-    if isinstance(q, E4M3):
-        rows = codes(q.data, device.arch >= 90)
-        queries = QueryRows(rows, *rows.stride(), q.scale, q.scale_strides[1])
-    else:
-        assert isinstance(q, Tensor)
-        queries = QueryRows(q, *q.stride())
     staged = None
     if config.stages_rows(keys.format > 0 or isinstance(q, E4M3), q.dtype == torch.float16, device.arch):
         staged = (torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out).view(torch.int16)
@@ -186,14 +185,14 @@ def _launch(
     launch_kernel(
         dense_kernel,
         (seqs.batch * tiles, num_kv_heads, splits),
-        queries,
+        _queries(q, device.arch >= 90),
         keys.rows,
         values.rows,
         *boxes,
-        PageTable(None) if table is None else PageTable(table, *table.stride()),
+        PageTable(None) if table is None else PageTable(table, table.stride(0), table.stride(1)),
         Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset),
         _output(out, lse),
-        Scores(None, 0, 0, 1) if max_score is None else Scores(max_score, *max_score.stride()),
+        Scores(None, 0, 0, 1) if max_score is None else Scores(max_score, max_score.stride(0), max_score.stride(1), 1),
         staged,
         _partials(splits, seqs.batch * tiles * num_kv_heads, cut, out_dtype(q), q.device),
         softmax_scale * LOG2_E,
@@ -209,9 +208,21 @@ def _launch(
     )
 
 
+def _queries(q: Tensor | Stored, native: bool) -> QueryRows:
+    """native: whether the GPU knows E4M3."""
+    if isinstance(q, E4M3):
+        rows = codes(q.data, native)
+        token, head, dim = rows.stride()
+        return QueryRows(rows, token, head, dim, q.scale, q.scale_strides[1])
+    assert isinstance(q, Tensor)
+    token, head, dim = q.stride()
+    return QueryRows(q, token, head, dim)
+
+
 def _output(out: Tensor | None, lse: Tensor | None) -> Output:
-    rows = (None, 0, 0, 0) if out is None else (out, *out.stride())
-    return Output(*rows) if lse is None else Output(*rows, lse, *lse.stride())
+    """The results that are not None, whose elements and heads lie side by side."""
+    token, head = (0, 0) if out is None else (out.stride(0), out.stride(1))
+    return Output(out, token, head, 1, lse, 0 if lse is None else lse.stride(0), 1)
 
 
 def _partials(splits: int, tiles: int, cut: Cut, dtype: torch.dtype, device: torch.device) -> Partials:

@@ -358,7 +358,7 @@ def append(
         return
     each, page_size = total // batch, 0
     starts = None if cu_seqlens is None else cu_seqlens.contiguous()
-    places = Places(page_table, *page_table.stride(), seq_lens, seq_lens.stride(0), starts)
+    places = Places(page_table, page_table.stride(0), page_table.stride(1), seq_lens, seq_lens.stride(0), starts)
     for name, rows in new.items():
         page_size = pools[name].shape[2]
         _write(pools[name], rows.detach()[None].transpose(1, 2), places, total, (batch, batch.bit_length(), each), max_pages)
@@ -394,7 +394,7 @@ def _write(
     launch_kernel(
         write_kernel,
         (ceil_div(total * heads, cut.rows),),
-        NewRows(new, *new.stride()),
+        NewRows(new, new.stride(0), new.stride(1), new.stride(2), new.stride(3)),
         pool_of(pool),
         places,
         *(total, heads, *sequences, pool.shape[0], max_pages, page_size),
