@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ class Config:
         return arch == 90 and self.rows >= 64 and stored and not half and not self.qk8
 
 
+@functools.lru_cache(256)
 def configure(
     batch: int,
     max_seqlen_q: int,
@@ -95,6 +97,13 @@ class Cut(NamedTuple):
     page_size: int
     dim: int
     dim_pad: int
+
+    @classmethod
+    @functools.lru_cache(256)
+    def of(cls, config: Config, group: int, dim: int, page_size: int, key_format: int, block_size: int | None) -> Cut:
+        """key_format: one of `FORMAT_IDS`. block_size: None without max scores."""
+        span, blocks = spans(config.keys, block_size)
+        return cls(group, config.rows, config.keys, span, blocks, page_size, dim, padded_dim(dim, key_format))
 
 
 class Forms(NamedTuple):

@@ -30,8 +30,6 @@ from openmsa.dense_attention.triton_config import (
     Cut,
     Forms,
     configure,
-    padded_dim,
-    spans,
 )
 from openmsa.dense_attention.triton_kernel import Partials, dense_kernel
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
@@ -39,6 +37,7 @@ from openmsa.kv_cache.stored import format_of, out_dtype
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, QueryRows, Scores
 from openmsa.runtime import devices
+from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
 from openmsa.types import Layout
@@ -73,8 +72,7 @@ def dense_attention(
         config = configure(*sizes, facts, format_of(stored[0]), format_of(q), return_max_score)
     if total_q and heads:
         table = k.page_table if isinstance(k, PagedKV) else None
-        span = spans(config.keys, block_size if return_max_score else None)
-        _launch(config, span, q, keys, values, table, seqs, causal, softmax_scale, out, lse, max_score)
+        _launch(config, facts, q, keys, values, table, seqs, causal, softmax_scale, block_size, (out, lse, max_score))
     return chosen_results(out, lse, max_score)
 
 
@@ -155,7 +153,7 @@ def _strides(pool: Tensor) -> tuple[int, int, int, int]:
 
 def _launch(
     config: Config,
-    span: tuple[int, int],
+    device: Device,
     q: Tensor | Stored,
     keys: Operand,
     values: Operand,
@@ -163,17 +161,17 @@ def _launch(
     seqs: Layout,
     causal: bool,
     softmax_scale: float,
-    out: Tensor | None,
-    lse: Tensor | None,
-    max_score: Tensor | None,
+    block_size: int,
+    results: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
-    """span: what `spans` gives. Writes the results that are not None."""
+    """results: out, lse and max_score as they are allocated; None where nobody wants one."""
+    out, lse, max_score = results
     (_, heads, head_dim), (num_pages, num_kv_heads, page_rows, _) = q.shape, keys.pool.shape
-    device, group = devices.facts(q.device), heads // num_kv_heads
+    group = heads // num_kv_heads
     tiles = ceil_div(seqs.max_seqlen_q * group, config.rows)
     splits = config.splits if out is not None or lse is not None else 1
     page_size = 0 if table is None else page_rows
-    cut = Cut(group, config.rows, config.keys, *span, page_size, head_dim, padded_dim(head_dim, keys.format))
+    cut = Cut.of(config, group, head_dim, page_size, keys.format, None if max_score is None else block_size)
     boxes = (None, None)
     in_one_page = cut.span % cut.keys == 0 and page_size % cut.keys == 0
     if device.has_tma and in_one_page and keys.fits_tma and values.fits_tma:
