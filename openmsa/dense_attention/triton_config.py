@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS, LEAST_SUM
 from openmsa.runtime.devices import Device
@@ -12,6 +14,10 @@ from openmsa.runtime.integers import next_power_of_two
 MAX_SPLITS = 64
 MIN_SHARE = 4  # spans of keys that are worth a program
 LONGEST_WALK = 1 << 16  # keys a program may have to walk where a batch holds sequences of very different lengths
+
+NO_FACTOR, HEAD_FACTOR, PAGE_FACTOR, GROUPS, SWIZZLED, GROUP_WORDS, SWIZZLED_WORDS = range(7)
+"""The forms of what multiplies stored keys or values: nothing, a factor of each head, a factor of each page, or scales of
+groups of elements, linear or in the 128x4 layout, read a byte at a time or, in the last two forms, in words of four groups."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Config:
         return arch == 90 and self.rows >= 64 and stored and not half and not self.qk8
 
 
+@functools.lru_cache(256)
 def configure(
     batch: int,
     max_seqlen_q: int,
@@ -69,6 +76,48 @@ def configure(
 def padded_dim(head_dim: int, key_format: int) -> int:
     """Elements of a row of a tile: a power of two, and at least those that a product sums. key_format: of `FORMAT_IDS`."""
     return max(next_power_of_two(head_dim), LEAST_SUM if key_format == FORMAT_IDS["nvfp4"] else 16)
+
+
+class Cut(NamedTuple):
+    """How rows and keys are cut into tiles, which the kernel has compiled in.
+
+    group:      query heads that share a KV head; neighbouring rows of a tile are heads of one group.
+    rows, keys: those of a tile.
+    span:       keys that make one tile or, where they are more than `keys`, all tiles of one block.
+    blocks:     blocks in a tile that holds several.
+    page_size:  keys in a page; 0 where keys are packed.
+    dim:        elements of a row, padded to `dim_pad`.
+    """
+
+    group: int
+    rows: int
+    keys: int
+    span: int
+    blocks: int
+    page_size: int
+    dim: int
+    dim_pad: int
+
+    @classmethod
+    @functools.lru_cache(256)
+    def of(cls, config: Config, group: int, dim: int, page_size: int, key_format: int, block_size: int | None) -> Cut:
+        """key_format: one of `FORMAT_IDS`. block_size: None without max scores."""
+        span, blocks = spans(config.keys, block_size)
+        return cls(group, config.rows, config.keys, span, blocks, page_size, dim, padded_dim(dim, key_format))
+
+
+class Forms(NamedTuple):
+    """How keys and values are stored and multiplied, which the kernel has compiled in.
+
+    format:       of both, one of `FORMAT_IDS`.
+    keys, values: the form of what multiplies them, one of the constants above.
+    qk8:          whether E4M3 queries and keys are multiplied as they are.
+    """
+
+    format: int
+    keys: int
+    values: int
+    qk8: bool
 
 
 def spans(keys: int, block_size: int | None) -> tuple[int, int]:

@@ -6,32 +6,47 @@ once for the whole group and any group size fills the tile. Where the rows alone
 programs; each leaves a normalised partial, rounded as the outputs are, and its lse, and the last program of a tile to
 arrive, found by a counter that it resets, merges them. Keys that all rows of a tile see are walked without masks, through TMA
 descriptors where strides allow; the rest, at the diagonal and at the end of a sequence, by masked loads. Stored keys and values
-(E4M3, NVFP4) are read as they are and become numbers in registers (`openmsa.dense_attention.triton_tiles`).
+(E4M3, NVFP4) are read as they are and become numbers in registers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from openmsa.dense_attention import chosen_results
-from openmsa.dense_attention.triton_config import Config, configure, padded_dim, spans
-from openmsa.dense_attention.triton_kernel import dense_kernel
-from openmsa.dense_attention.triton_operands import Operand, codes, operand
-from openmsa.dense_attention.triton_variants import dense_variants
-from openmsa.kv_cache import E4M3, PagedKV, Stored
+from openmsa.dense_attention.triton_config import (
+    GROUP_WORDS,
+    GROUPS,
+    HEAD_FACTOR,
+    NO_FACTOR,
+    PAGE_FACTOR,
+    SWIZZLED,
+    SWIZZLED_WORDS,
+    Config,
+    Cut,
+    Forms,
+    configure,
+)
+from openmsa.dense_attention.triton_kernel import Partials, dense_kernel
+from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
 from openmsa.kv_cache.stored import format_of, out_dtype
+from openmsa.kv_cache.triton_numbers import FORMAT_IDS
+from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, QueryRows, Scores
 from openmsa.runtime import devices
-from openmsa.runtime.integers import ceil_div
+from openmsa.runtime.devices import Device
+from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
+
+LOG2_E = 1.4426950408889634
 
 
 def dense_attention(
-    q: Tensor | E4M3,
+    q: Tensor | Stored,
     k: Tensor | Stored | PagedKV,
     v: Tensor | Stored | None,
     seqs: Layout,
@@ -46,7 +61,7 @@ def dense_attention(
     """See `openmsa.dense_attention.dense_attention`. config: None: `configure`."""
     total_q, heads, head_dim = q.shape
     stored, facts = (k.k, k.v) if isinstance(k, PagedKV) else (k, v), devices.facts(q.device)
-    keys, values = (operand(x, native=facts.arch >= 90) for x in stored)
+    keys, values = (Operand.of(x, native=facts.arch >= 90) for x in stored)
     num_blocks, num_kv_heads = seqs.num_blocks(block_size), keys.pool.shape[1]
     out = torch.empty((total_q, heads, head_dim), dtype=out_dtype(q), device=q.device) if return_out else None
     lse = torch.empty((total_q, heads), dtype=torch.float32, device=q.device) if return_lse else None
@@ -54,17 +69,92 @@ def dense_attention(
     max_score = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device) if return_max_score else None
     if config is None:
         sizes = (seqs.batch, seqs.max_seqlen_q, seqs.max_seqlen_k, num_kv_heads, heads // num_kv_heads, head_dim)
-        config = configure(*sizes, facts, *(format_of(x) for x in (stored[0], q)), return_max_score)
+        config = configure(*sizes, facts, format_of(stored[0]), format_of(q), return_max_score)
     if total_q and heads:
         table = k.page_table if isinstance(k, PagedKV) else None
-        results = (out, lse, max_score)
-        _launch(config, q, keys, values, table, seqs, causal, softmax_scale, block_size, num_blocks, results)
+        _launch(config, facts, q, keys, values, table, seqs, causal, softmax_scale, block_size, (out, lse, max_score))
     return chosen_results(out, lse, max_score)
+
+
+class Operand(NamedTuple):
+    """Keys or values as the kernel takes them.
+
+    pool:   ``[num_pages, heads, page_size, columns]``; packed rows are one page.
+    rows:   the same with their strides, scales and factors.
+    format: one of `FORMAT_IDS`.
+    form:   that of what multiplies them, one of the constants of `openmsa.dense_attention.triton_config`.
+    """
+
+    pool: Tensor
+    rows: KeyRows
+    format: int
+    form: int
+
+    @classmethod
+    def of(cls, rows: Tensor | Stored | None, native: bool) -> Operand:
+        """Packed ``[total, heads, dim]`` or a pool. native: whether the GPU knows E4M3; otherwise its bytes are passed."""
+        assert rows is not None
+        if isinstance(rows, E4M3):
+            pool = _pool(codes(rows.data, native))
+            form = NO_FACTOR if rows.scale is None else PAGE_FACTOR if rows.scale.dim() == 2 else HEAD_FACTOR
+            keys = KeyRows(pool, *_strides(pool), None, 0, 0, 0, 0, rows.scale, *rows.scale_strides)
+            return cls(pool, keys, FORMAT_IDS["e4m3"], form)
+        if isinstance(rows, NVFP4):
+            pool, scales = _pool(rows.data), codes(rows.scale, native)
+            form, strides = _groups(rows, scales)
+            keys = KeyRows(pool, *_strides(pool), scales, *strides, rows.global_scale)
+            return cls(pool, keys, FORMAT_IDS["nvfp4"], form)
+        assert isinstance(rows, Tensor)
+        pool = _pool(rows)
+        return cls(pool, KeyRows(pool, *_strides(pool)), FORMAT_IDS["plain"], NO_FACTOR)
+
+    @property
+    def fits_tma(self) -> bool:
+        """Whether TMA can fetch its tiles."""
+        pool = self.pool
+        units = [stride * pool.element_size() % 16 for stride in pool.stride()[:3]]
+        aligned = not any(units) and not pool.data_ptr() % 16 and next_power_of_two(pool.shape[3]) * pool.element_size() >= 16
+        return aligned and pool.stride(3) == 1 and pool.numel() > 0 and min(pool.stride()) > 0
+
+    def box(self, keys: int) -> TensorDescriptor:
+        """The TMA descriptor of tiles [1, 1, keys, columns padded to a power of two]."""
+        pool = self.pool
+        return TensorDescriptor(pool, list(pool.shape), list(pool.stride()), [1, 1, keys, next_power_of_two(pool.shape[3])])
+
+
+def _groups(rows: NVFP4, scales: Tensor) -> tuple[int, tuple[int, int, int, int]]:
+    """The form of scales of groups, and their strides from page to page, head, key and group: bytes, words or, in the 128x4
+    layout, rows of scales. They are read four at a time where a tile's row holds four and they lie so."""
+    words = rows.shape[-1] > 32 and scales.data_ptr() % 4 == 0
+    if rows.layout == "linear":
+        page, head, row, group = _strides(_pool(scales))
+        if words and rows.groups % 4 == 0 and group == 1 and not (page % 4 or head % 4 or row % 4):
+            return GROUP_WORDS, (page // 4, head // 4, row // 4, 1)
+        return GROUPS, (page, head, row, group)
+    heads, size = rows.shape[1], rows.shape[2]
+    return SWIZZLED_WORDS if words else SWIZZLED, (heads * size, size, 1, 0) if rows.dim() == 4 else (0, 1, heads, 0)
+
+
+def codes(data: Tensor, native: bool) -> Tensor:
+    """E4M3 data, as bytes unless `native`."""
+    return data if native else data.view(torch.uint8)
+
+
+def _pool(rows: Tensor) -> Tensor:
+    """Packed rows [total, heads, columns] as one page [1, heads, total, columns]; a pool as it is."""
+    return rows.transpose(0, 1)[None] if rows.dim() == 3 else rows
+
+
+def _strides(pool: Tensor) -> tuple[int, int, int, int]:
+    """Strides from page to page, head to head, row to row and column to column."""
+    page, head, row, column = pool.stride()
+    return page, head, row, column
 
 
 def _launch(
     config: Config,
-    q: Tensor | E4M3,
+    device: Device,
+    q: Tensor | Stored,
     keys: Operand,
     values: Operand,
     table: Tensor | None,
@@ -72,74 +162,41 @@ def _launch(
     causal: bool,
     softmax_scale: float,
     block_size: int,
-    num_blocks: int,
     results: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
-    (_, heads, head_dim), (num_pages, num_kv_heads, page_rows, _) = q.shape, keys.pool.shape
+    """results: out, lse and max_score as they are allocated; None where nobody wants one."""
     out, lse, max_score = results
-    capacity = page_rows if table is None else table.shape[1] * page_rows * (num_pages > 0)
+    (_, heads, head_dim), (num_pages, num_kv_heads, page_rows, _) = q.shape, keys.pool.shape
     group = heads // num_kv_heads
     tiles = ceil_div(seqs.max_seqlen_q * group, config.rows)
     splits = config.splits if out is not None or lse is not None else 1
-    span, blocks_a_tile = spans(config.keys, block_size if max_score is not None else None)
-    descriptors = (None, None)
-    in_one_page = span % config.keys == 0 and (table is None or page_rows % config.keys == 0)
-    if in_one_page and keys.descriptor_fits and values.descriptor_fits:
-        descriptors = (keys.descriptor(config.keys), values.descriptor(config.keys))
-    partials = _partials(splits, seqs.batch * tiles * num_kv_heads, config.rows, head_dim, out_dtype(q), q.device)
-    q_scale, rows, arch = None, q, devices.facts(q.device).arch
-    if isinstance(q, E4M3):
-        q_scale, rows = q.scale, codes(q.data, arch >= 90)
+    page_size = 0 if table is None else page_rows
+    cut = Cut.of(config, group, head_dim, page_size, keys.format, None if max_score is None else block_size)
+    boxes = (None, None)
+    in_one_page = cut.span % cut.keys == 0 and page_size % cut.keys == 0
+    if device.has_tma and in_one_page and keys.fits_tma and values.fits_tma:
+        boxes = (keys.box(cut.keys), values.box(cut.keys))
     staged = None
-    if config.stages_rows(keys.format > 0 or rows is not q, q.dtype == torch.float16, arch):
+    if config.stages_rows(keys.format > 0 or isinstance(q, E4M3), q.dtype == torch.float16, device.arch):
         staged = (torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out).view(torch.int16)
+    capacity = page_rows if table is None else table.shape[1] * page_rows * (num_pages > 0)
     launch_kernel(
         dense_kernel,
         (seqs.batch * tiles, num_kv_heads, splits),
-        rows,
-        keys.pool,
-        values.pool,
-        *descriptors,
-        q_scale,
-        keys.scale,
-        values.scale,
-        keys.whole,
-        values.whole,
-        table,
-        seqs.cu_seqlens_q,
-        seqs.cu_seqlens_k,
-        seqs.q_offset,
-        *results,
+        _queries(q, device.arch >= 90),
+        keys.rows,
+        values.rows,
+        *boxes,
+        PageTable(None) if table is None else PageTable(table, table.stride(0), table.stride(1)),
+        Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset),
+        _output(out, lse),
+        Scores(None, 0, 0, 1) if max_score is None else Scores(max_score, max_score.stride(0), max_score.stride(1), 1),
         staged,
-        *partials,
-        softmax_scale * 1.4426950408889634,
-        tiles,
-        splits,
-        num_pages,
-        num_blocks,
-        capacity,
-        *rows.stride(),
-        *keys.pool.stride(),
-        *values.pool.stride(),
-        q.scale_strides[1] if isinstance(q, E4M3) else 0,
-        *keys.strides,
-        *values.strides,
-        *(table.stride() if table is not None else (0, 0)),
-        *(out.stride()[:2] if out is not None else (0, 0)),
-        lse.stride(0) if lse is not None else 0,
-        *(max_score.stride()[:2] if max_score is not None else (0, 0)),
-        G=group,
-        D=head_dim,
-        BM=config.rows,
-        BN=config.keys,
-        BD=padded_dim(head_dim, keys.format),
-        PAGE=0 if table is None else page_rows,
-        SPAN=span,
-        NB=blocks_a_tile,
-        FORMAT=keys.format,
-        KS=keys.scales,
-        VS=values.scales,
-        QK8=config.qk8,
+        _partials(splits, seqs.batch * tiles * num_kv_heads, cut, out_dtype(q), q.device),
+        softmax_scale * LOG2_E,
+        *(tiles, splits, num_pages, 0 if max_score is None else max_score.shape[2], capacity),
+        CUT=cut,
+        FORMS=Forms(keys.format, keys.form, values.form, config.qk8),
         CAUSAL=causal,
         POSITIVE=softmax_scale > 0,
         SPLIT=splits > 1,
@@ -149,19 +206,29 @@ def _launch(
     )
 
 
-def _partials(
-    splits: int, tiles: int, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Results of each split [tiles, splits, rows, head_dim], their lse, and a counter a tile."""
+def _queries(q: Tensor | Stored, native: bool) -> QueryRows:
+    """native: whether the GPU knows E4M3."""
+    if isinstance(q, E4M3):
+        rows = codes(q.data, native)
+        token, head, dim = rows.stride()
+        return QueryRows(rows, token, head, dim, q.scale, q.scale_strides[1])
+    assert isinstance(q, Tensor)
+    token, head, dim = q.stride()
+    return QueryRows(q, token, head, dim)
+
+
+def _output(out: Tensor | None, lse: Tensor | None) -> Output:
+    """The results that are not None, whose elements and heads lie side by side."""
+    token, head = (0, 0) if out is None else (out.stride(0), out.stride(1))
+    return Output(out, token, head, 1, lse, 0 if lse is None else lse.stride(0), 1)
+
+
+def _partials(splits: int, tiles: int, cut: Cut, dtype: torch.dtype, device: torch.device) -> Partials:
+    """Memory for the results of each split, which nobody has filled, and counters at 0."""
     if splits == 1:
-        return None, None, None
-    return (
-        torch.empty(tiles * splits * rows * head_dim, dtype=dtype, device=device),
-        torch.empty(tiles * splits * rows, dtype=torch.float32, device=device),
+        return Partials(None, None, None)
+    return Partials(
+        torch.empty(tiles * splits * cut.rows * cut.dim, dtype=dtype, device=device),
+        torch.empty(tiles * splits * cut.rows, dtype=torch.float32, device=device),
         torch.zeros(tiles, dtype=torch.int32, device=device),
     )
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """See `openmsa.dense_attention.triton_variants`."""
-    yield from dense_variants(arch)

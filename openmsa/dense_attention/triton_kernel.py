@@ -1,84 +1,302 @@
 # SPDX-License-Identifier: MIT
-"""The dense kernel: one tile of (query token, head of the group) rows walks its keys, or its share of them."""
+# mypy: allow-untyped-defs
+# ruff: noqa: RET505, RUF005 (the compiler drops a branch only where an else stands; kernels know no unpacking)
+"""The dense kernel: one tile of (query token, head of the group) rows walks its keys, or its share of them.
+
+Keys and values are loaded as they are stored and become numbers in registers; every conversion is exact. A stored operand
+becomes float16: E4M3 codes are float16 numbers, and so is an E2M1 code times its E4M3 scale (at most six significant bits from
+2**-10 to 2688). Factors of a tensor, a head or a page are not multiplied into the elements: the walk applies them to products.
+Where E4M3 is not native (before sm_89) the host passes its bytes as uint8.
+"""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from openmsa.dense_attention.triton_config import MIN_SHARE
-from openmsa.dense_attention.triton_merge import merge, store_rows
-from openmsa.dense_attention.triton_tiles import GROUP_UNIT, WHOLE, e4m3_half, half_rows, load_tile, page_scales
+from openmsa.dense_attention import triton_config
+from openmsa.kv_cache.triton_numbers import E4M3, NVFP4, PLAIN, e4m3, swizzled_byte, swizzled_word
 
-_MIN_SHARE = tl.constexpr(MIN_SHARE)
+GROUP_UNIT = tl.constexpr(256.0)
+"""What rows of groups are multiplied with in the end: their elements are kept 2**8 times smaller."""
+WHOLE = tl.constexpr(32768.0)
+"""Weights, at most 1, are kept so many times larger in float16, so that small ones stay normal numbers."""
+WHOLE_LOG2 = tl.constexpr(15.0)
+MIN_SHARE = tl.constexpr(triton_config.MIN_SHARE)
+HEAD_FACTOR = tl.constexpr(triton_config.HEAD_FACTOR)
+PAGE_FACTOR = tl.constexpr(triton_config.PAGE_FACTOR)
+SWIZZLED = tl.constexpr(triton_config.SWIZZLED)
+GROUP_WORDS = tl.constexpr(triton_config.GROUP_WORDS)
+SWIZZLED_WORDS = tl.constexpr(triton_config.SWIZZLED_WORDS)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+UNPACK = tl.constexpr("""{
+.reg .b32 a, b, e, s;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shl.b32 e, a, 9;  and.b32 e, e, 0x0E000E00;  shl.b32 s, a, 12;  and.b32 s, s, 0x80008000;  or.b32 $0, e, s;
+shl.b32 e, b, 9;  and.b32 e, e, 0x0E000E00;  shl.b32 s, b, 12;  and.b32 s, s, 0x80008000;  or.b32 $1, e, s;
+shl.b32 e, a, 5;  and.b32 e, e, 0x0E000E00;  shl.b32 s, a, 8;  and.b32 s, s, 0x80008000;  or.b32 $2, e, s;
+shl.b32 e, b, 5;  and.b32 e, e, 0x0E000E00;  shl.b32 s, b, 8;  and.b32 s, s, 0x80008000;  or.b32 $3, e, s;
+}""")
+
+
+class Partials(NamedTuple):
+    """What programs that share the keys of a tile leave behind; None each where a tile has one program.
+
+    rows:    [tiles, splits, rows, head_dim], normalised and rounded as the outputs are.
+    lse:     float32 [tiles, splits, rows], their logarithms to base 2 of sums of exponentials.
+    arrived: int32 [tiles], how many programs have come; 0 before and after every launch.
+    """
+
+    rows: Tensor | None
+    lse: Tensor | None
+    arrived: Tensor | None
+
+
+class HeadRows(NamedTuple):
+    """Keys or values of one head inside the kernel: all rows, where those of the head start, and the TMA descriptor or None."""
+
+    rows: Any
+    p_head: Any
+    box: Any
+
+
+class TileRows(NamedTuple):
+    """The rows of a tile inside the kernel: the factors of products [rows, dim], which rows exist, the last key that each one
+    sees, what makes raw products of their products (a number a row or None), what makes logits to base 2 of them, and where
+    their maximum scores go or None."""
+
+    b_q: Any
+    m_row: Any
+    b_last: Any
+    b_raw: Any
+    b_logit: Any
+    p_max: Any
+
+
+class Sums(NamedTuple):
+    """The state of an online softmax: each row's largest logit, sum of weights and weighted sum of values; the sums count in
+    units of the largest page factor so far."""
+
+    b_m: Any
+    b_z: Any
+    b_acc: Any
+    b_unit: Any
 
 
 @triton.jit
-def _walk(
-    b_q, b_m, b_z, b_acc, i_unit, keys, values, p_table, p_max, m_r, b_last, b_row, b_logit, i_lo, i_hi, i_k0, i_h, n_k,
-    num_pages, num_blocks, stride_tp,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr,
-    NB: tl.constexpr, FORMAT: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, QK8: tl.constexpr,
-    SOFTMAX: tl.constexpr, OUT: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, POSITIVE: tl.constexpr,
-    STAGES: tl.constexpr,
+def e4m3_half(codes):
+    """This gives the float16 numbers of E4M3 numbers or of their bytes."""
+    if codes.dtype == tl.uint8:
+        return e4m3(codes)
+    else:
+        return codes.to(tl.float16)
+
+
+@triton.jit
+def key_offsets(i_page, i_row, o_n, s_page, s_row, ONE: tl.constexpr):
+    """Offsets of the keys of a tile: from row i_row of one page, or each key in a page and row of its own."""
+    if ONE:
+        return i_page.to(tl.int64) * s_page + i_row.to(tl.int64) * s_row + o_n * s_row
+    else:
+        return i_page.to(tl.int64) * s_page + i_row.to(tl.int64) * s_row
+
+
+@triton.jit
+def load_groups(
+    rows, i_page, i_row, o_n, m_n, i_h, CUT: tl.constexpr, FORM: tl.constexpr, ONE: tl.constexpr, MASKED: tl.constexpr
+):
+    """Scales of groups of 16 elements, float16 times 2**6, [keys, groups of the padded row]. Words of four are copied ahead
+    like keys; bytes cannot be."""
+    BN: tl.constexpr = CUT.keys
+    BD: tl.constexpr = CUT.dim_pad
+    WORDS: tl.constexpr = FORM >= GROUP_WORDS
+    PER: tl.constexpr = 64 if WORDS else 16  # elements that one load serves
+    COUNT: tl.constexpr = (CUT.dim + PER - 1) // PER
+    o_g = tl.arange(0, BD // PER)
+    o_r = key_offsets(i_page, i_row, o_n, rows.s_scales_page, rows.s_scales_row, ONE) + i_h.to(tl.int64) * rows.s_scales_head
+    if FORM == SWIZZLED:
+        o_s = swizzled_byte(o_r[:, None], o_g[None, :], COUNT)
+    elif FORM == SWIZZLED_WORDS:
+        o_s = swizzled_word(o_r[:, None], o_g[None, :], COUNT)
+    else:
+        o_s = o_r[:, None] + o_g[None, :] * rows.s_scales_group
+    p = rows.scales + o_s
+    if WORDS:
+        p = rows.scales.to(tl.pointer_type(tl.int32), bitcast=True) + o_s
+    if MASKED:
+        codes = tl.load(p, mask=m_n[:, None] & (o_g < COUNT)[None, :], other=0 if WORDS else 0.0)
+    elif COUNT * PER == BD:
+        codes = tl.load(p)
+    else:
+        codes = tl.load(p, mask=(o_g < COUNT)[None, :], other=0 if WORDS else 0.0)
+    if WORDS:
+        each = codes[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]
+        return e4m3(each.to(tl.uint8).reshape(BN, BD // 16)) * 64.0
+    else:
+        return e4m3_half(codes) * 64.0
+
+
+@triton.jit
+def e2m1_halves(packed):
+    """Both elements of each byte, float16 times 2**-14: sign and three bits go where they stand in a float16. The instructions
+    do for four bytes what the expressions, which the interpreter takes, do for one."""
+    if INTERPRETED:
+        codes = packed.to(tl.uint16)
+        low = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.float16, bitcast=True)
+        high = (((codes & 0x80) << 8) | ((codes & 0x70) << 5)).to(tl.float16, bitcast=True)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            UNPACK, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    return low, high
+
+
+@triton.jit
+def e2m1_groups(packed, groups, CUT: tl.constexpr):
+    """float16 [keys, dim_pad] / GROUP_UNIT of E2M1 codes, two a byte, and the scales of their groups."""
+    BN: tl.constexpr = CUT.keys
+    BD: tl.constexpr = CUT.dim_pad
+    low, high = e2m1_halves(packed)
+    each = tl.broadcast_to(groups[:, :, None], (BN, BD // 16, 8)).reshape(BN, BD // 2)
+    return tl.join(low * each, high * each).reshape(BN, BD)
+
+
+@triton.jit
+def load_tile(
+    head, i_page, i_row, o_n, m_n, i_h,
+    CUT: tl.constexpr, FORMAT: tl.constexpr, FORM: tl.constexpr, ONE: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [i_lo, i_hi) of the keys. SPAN keys make one tile, or where they are more than BN the tiles of one block.
-    b_row: what makes raw products of a row's products; b_logit: what makes logits of them, base 2. Numbers or [BM]."""
+    """Keys or values of a `HeadRows`, [keys, dim_pad]: plain and E4M3 numbers as they are stored, FP4 as float16 / GROUP_UNIT.
+    ONE: they lie in one page. MASKED: some of them may not exist."""
+    BN: tl.constexpr = CUT.keys
+    ITEMS: tl.constexpr = 2 if FORMAT == NVFP4 else 1  # elements an item
+    COLUMNS: tl.constexpr = CUT.dim // ITEMS
+    WIDTH: tl.constexpr = CUT.dim_pad // ITEMS
+    o_c = tl.arange(0, WIDTH)
+    if TMA:
+        tile = head.box.load([i_page, i_h, i_row, 0]).reshape(BN, WIDTH)
+    else:
+        o_k = key_offsets(i_page, i_row, o_n, head.rows.s_page, head.rows.s_row, ONE)
+        p = head.p_head + o_k[:, None] + o_c[None, :] * head.rows.s_dim
+        if MASKED:
+            tile = tl.load(p, mask=m_n[:, None] & (o_c < COLUMNS)[None, :], other=0.0)
+        elif COLUMNS == WIDTH:
+            tile = tl.load(p)
+        else:
+            tile = tl.load(p, mask=(o_c < COLUMNS)[None, :], other=0.0)
+    if FORMAT == NVFP4:
+        tile = e2m1_groups(tile, load_groups(head.rows, i_page, i_row, o_n, m_n, i_h, CUT, FORM, ONE, MASKED), CUT)
+    return tile
+
+
+@triton.jit
+def page_factors(rows, i_page, i_h, m_n, m_first, ONE: tl.constexpr):
+    """float32 factors of the pages of a tile's keys: one number where they lie in ONE page, else one a key. 0 where no key
+    exists."""
+    p = rows.factor + i_page.to(tl.int64) * rows.s_factor_page + i_h * rows.s_factor_head
+    if ONE:
+        return tl.load(p, mask=m_first, other=0.0)
+    else:
+        return tl.load(p, mask=m_n, other=0.0)
+
+
+@triton.jit
+def half_rows(b_q):
+    """float16 rows and the factor of each that gives them back: bfloat16 rows are multiplied with a power of two, so that their
+    largest element lies from 2**14 to 2**15; an element is exact unless it is 2**-31 of the largest or less."""
+    if b_q.dtype == tl.bfloat16:
+        wide = b_q.to(tl.float32)
+        magnitude = tl.abs(wide)
+        top = tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1)
+        exponent = tl.minimum(tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 15), 254)
+        up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+        down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+        return (wide * up[:, None]).to(tl.float16), down
+    elif b_q.dtype == tl.float16:
+        return b_q, tl.full([b_q.shape[0]], 1.0, tl.float32)
+    else:
+        return e4m3_half(b_q), tl.full([b_q.shape[0]], 1.0, tl.float32)
+
+
+@triton.jit
+def walk(
+    tile, sums, keys, values, p_table, s_table, i_lo, i_hi, i_k0, i_h, n_k, num_pages, num_blocks,
+    CUT: tl.constexpr, FORMS: tl.constexpr, SOFTMAX: tl.constexpr, OUT: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    POSITIVE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The `Sums` of a `TileRows` after tiles [i_lo, i_hi) of the keys; maximum scores are stored on the way. p_table:
+    where the sequence's row of the page table starts."""
+    PAGE: tl.constexpr = CUT.page_size
+    SPAN: tl.constexpr = CUT.span
+    BM: tl.constexpr = CUT.rows
+    BN: tl.constexpr = CUT.keys
+    NB: tl.constexpr = CUT.blocks
+    FORMAT: tl.constexpr = FORMS.format
     C: tl.constexpr = (SPAN + BN - 1) // BN
     ONE: tl.constexpr = PAGE == 0 or (PAGE % BN == 0 and SPAN % BN == 0)  # a tile lies in one page, looked up one tile ahead
-    SHIFT: tl.constexpr = 15.0 if FORMAT != 0 else 0.0  # log2 of WHOLE
+    SHIFT: tl.constexpr = WHOLE_LOG2 if FORMAT != PLAIN else 0.0
+    b_q, m_r, b_last, b_raw, b_logit, p_max = tile
+    b_m, b_z, b_acc, b_unit = sums
     o_n = tl.arange(0, BN)
     b_best = tl.full([BM], -float("inf"), tl.float32)
     i_next_page = 0
     if PAGE and ONE:
         i_next = i_lo // C * SPAN + i_lo % C * BN
-        i_next_page = tl.load(p_table + (i_next // PAGE) * stride_tp, mask=i_lo < i_hi, other=0)
+        i_next_page = tl.load(p_table + (i_next // PAGE) * s_table, mask=i_lo < i_hi, other=0)
     for i in tl.range(i_lo, i_hi, num_stages=STAGES):
+        # 1. Which keys the tile holds, and in which page.
         i_first = (i // C) * SPAN + (i % C) * BN
         o_key = i_first + o_n
         m_n = o_key < n_k
         if SPAN % BN:
             m_n &= o_key < (i // C + 1) * SPAN
         if not ONE:
-            i_page = tl.load(p_table + (o_key // PAGE) * stride_tp, mask=m_n, other=0)
+            i_page = tl.load(p_table + (o_key // PAGE) * s_table, mask=m_n, other=0)
             i_page = tl.minimum(tl.maximum(i_page, 0), num_pages - 1)
             i_row = o_key % PAGE
         elif PAGE:
             i_page = tl.minimum(tl.maximum(i_next_page, 0), num_pages - 1)
             i_next = (i + 1) // C * SPAN + (i + 1) % C * BN
-            i_next_page = tl.load(p_table + (i_next // PAGE) * stride_tp, mask=i + 1 < i_hi, other=0)
+            i_next_page = tl.load(p_table + (i_next // PAGE) * s_table, mask=i + 1 < i_hi, other=0)
             i_row = i_first % PAGE
         else:
             i_page = i_k0 * 0
             i_row = i_k0 + i_first
-        b_k = load_tile(keys, i_page, i_row, o_n, m_n, i_h, FORMAT, KS, D, BN, BD, ONE, TMA, MASKED)
-        if FORMAT == 1 and not QK8:
+        # 2. Their products with the rows.
+        b_k = load_tile(keys, i_page, i_row, o_n, m_n, i_h, CUT, FORMAT, FORMS.keys, ONE, TMA, MASKED)
+        if FORMAT == E4M3 and not FORMS.qk8:
             b_k = e4m3_half(b_k)
-        b_s = tl.dot(b_q, tl.trans(b_k))  # [BM, BN]
-        if KS == 2:
-            b_scale = page_scales(keys, i_page, i_h, m_n, i_first < n_k, ONE)
-            b_s *= b_scale if ONE else b_scale[None, :]
+        b_s = tl.dot(b_q, tl.trans(b_k))  # [rows, keys]
+        if FORMS.keys == PAGE_FACTOR:
+            b_factor = page_factors(keys.rows, i_page, i_h, m_n, i_first < n_k, ONE)
+            b_s *= b_factor if ONE else b_factor[None, :]
         if MASKED:
             m_s = m_n[None, :] & (o_key[None, :] <= b_last[:, None])
+        # 3. Their maxima a block.
         if p_max is not None:
             b_x = tl.where(b_s == b_s, b_s, -float("inf"))
             if MASKED:
                 b_x = tl.where(m_s, b_x, -float("inf"))
             if NB > 1:
                 o_b = i * NB + tl.arange(0, NB)
-                b_x = tl.max(tl.reshape(b_x, (BM, NB, BN // NB)), 2)  # [BM, NB]
-                if b_row is not None:
-                    b_x = tl.where(b_x > -float("inf"), b_x * b_row[:, None], b_x)
+                b_x = tl.max(tl.reshape(b_x, (BM, NB, BN // NB)), 2)  # [rows, blocks]
+                if b_raw is not None:
+                    b_x = tl.where(b_x > -float("inf"), b_x * b_raw[:, None], b_x)
                 tl.store(p_max[:, None] + o_b[None, :], b_x, mask=m_r[:, None] & (o_b < num_blocks)[None, :])
             else:
                 b_best = tl.maximum(tl.max(b_x, 1), tl.where(i % C == 0, -float("inf"), b_best))
                 b_x = b_best
-                if b_row is not None:
-                    b_x = tl.where(b_x > -float("inf"), b_x * b_row, b_x)
+                if b_raw is not None:
+                    b_x = tl.where(b_x > -float("inf"), b_x * b_raw, b_x)
                 tl.store(p_max + i // C, b_x, mask=m_r & (i // C < num_blocks))
         if SOFTMAX:
+            # 4. Their weights: exponentials of logits less the largest so far.
             if MASKED or not POSITIVE:
-                b_s *= b_logit if b_row is None else b_logit[:, None]
+                b_s *= b_logit if b_raw is None else b_logit[:, None]
                 if MASKED:
                     b_s = tl.where(m_s, b_s, -float("inf"))
                 b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
@@ -87,64 +305,129 @@ def _walk(
             else:
                 b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * b_logit)
                 b_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new) - SHIFT
-                b_p = tl.exp2(b_s * (b_logit if b_row is None else b_logit[:, None]) - b_safe[:, None])
+                b_p = tl.exp2(b_s * (b_logit if b_raw is None else b_logit[:, None]) - b_safe[:, None])
             b_old = tl.exp2(b_m - (b_safe + SHIFT))
             b_z = b_z * b_old + tl.sum(b_p, 1)
             b_m = b_m_new
+            # 5. The sum of their values. Factors of pages are divided by the largest so far: weights stay at most WHOLE.
             if OUT:
-                if VS == 2:  # sums are kept in units of the largest scale so far, weights stay at most WHOLE
-                    b_scale = page_scales(values, i_page, i_h, m_n, i_first < n_k, ONE)
-                    i_top = tl.maximum(i_unit, b_scale if ONE else tl.max(b_scale, 0))
-                    i_safe = tl.where(i_top == 0, 1.0, i_top)
-                    b_scale = b_scale / i_safe
-                    b_p *= b_scale if ONE else b_scale[None, :]
-                    b_old *= i_unit / i_safe
-                    i_unit = i_top
+                if FORMS.values == PAGE_FACTOR:
+                    b_factor = page_factors(values.rows, i_page, i_h, m_n, i_first < n_k, ONE)
+                    b_top = tl.maximum(b_unit, b_factor if ONE else tl.max(b_factor, 0))
+                    b_nonzero = tl.where(b_top == 0, 1.0, b_top)
+                    b_factor = b_factor / b_nonzero
+                    b_p *= b_factor if ONE else b_factor[None, :]
+                    b_old *= b_unit / b_nonzero
+                    b_unit = b_top
                 b_acc = b_acc * b_old[:, None]
-                b_v = load_tile(values, i_page, i_row, o_n, m_n, i_h, FORMAT, VS, D, BN, BD, ONE, TMA, MASKED)
-                if FORMAT == 1:
+                b_v = load_tile(values, i_page, i_row, o_n, m_n, i_h, CUT, FORMAT, FORMS.values, ONE, TMA, MASKED)
+                if FORMAT == E4M3:
                     b_v = e4m3_half(b_v)
                 b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc)
-    return b_m, b_z, b_acc, i_unit
+    return Sums(b_m, b_z, b_acc, b_unit)
+
+
+@triton.jit
+def load_partial(partials, i_p, i_s, n_s, splits, o_d, CUT: tl.constexpr, OUT: tl.constexpr):
+    """One partial [rows, dim_pad] and its lse [rows]; past the last one zeros and -inf."""
+    BM: tl.constexpr = CUT.rows
+    o_s = (i_p * splits + i_s) * BM + tl.arange(0, BM)
+    m_s = tl.full([BM], 1, tl.int1) & (i_s < n_s)
+    b_lse = tl.load(partials.lse + o_s, mask=m_s, other=-float("inf"), cache_modifier=".cg")
+    b_part = b_lse
+    if OUT:
+        p_part = partials.rows + o_s[:, None].to(tl.int64) * CUT.dim + o_d[None, :]
+        b_part = tl.load(p_part, mask=(o_d < CUT.dim)[None, :] & (i_s < n_s), other=0.0, cache_modifier=".cg")
+    return b_lse, b_part
+
+
+@triton.jit
+def merge(partials, i_p, n_s, splits, o_d, CUT: tl.constexpr, OUT: tl.constexpr):
+    """The first n_s partials' weighted sum [rows, dim_pad], greatest lse and sum of weights [rows]. As many as registers hold
+    are read at once."""
+    BM: tl.constexpr = CUT.rows
+    BD: tl.constexpr = CUT.dim_pad
+    b_m = tl.full([BM], -float("inf"), tl.float32)
+    b_z = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, BD], tl.float32)
+    AHEAD: tl.constexpr = min(8, max(1, 16384 // (BM * BD)))
+    for i_s in tl.range(0, n_s, AHEAD, num_stages=1):
+        b_new = b_m
+        lses, parts = (), ()
+        for j in tl.static_range(AHEAD):
+            b_lse, b_part = load_partial(partials, i_p, i_s + j, n_s, splits, o_d, CUT, OUT)
+            lses, parts = lses + (b_lse,), parts + (b_part,)  # type: ignore[assignment]
+            b_new = tl.maximum(b_new, b_lse)
+        b_safe = tl.where(b_new == -float("inf"), 0.0, b_new)
+        b_old = tl.exp2(b_m - b_safe)
+        b_z *= b_old
+        b_acc *= b_old[:, None]
+        for j in tl.static_range(AHEAD):
+            b_w = tl.exp2(lses[j] - b_safe)
+            b_z += b_w
+            if OUT:
+                b_acc += b_w[:, None] * parts[j].to(tl.float32)
+        b_m = b_new
+    return b_acc, b_m, b_z
+
+
+@triton.jit
+def store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT: tl.constexpr):
+    """The rows of an `Output`, acc / z, and the natural-log lse; 0 and -inf where nothing was read."""
+    if out.rows is not None:
+        b_out = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
+        p_out = out.rows + o_out[:, None] + o_d[None, :]
+        tl.store(p_out, b_out.to(out.rows.dtype.element_ty), mask=m_r[:, None] & (o_d[None, :] < CUT.dim))
+    if out.lse is not None:
+        tl.store(out.lse + o_lse, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=m_r)
 
 
 @triton.jit(do_not_specialize=["tiles", "num_pages", "num_blocks", "capacity", "splits"])
 def dense_kernel(
-    q, k, v, k_desc, v_desc, q_scale, k_scale, v_scale, k_global, v_global, page_table, cu_q, cu_k, q_offset, out, lse,
-    max_score, staged, part, part_lse, arrived, scale, tiles, splits, num_pages, num_blocks, capacity,
-    stride_qt, stride_qh, stride_qd, stride_kp, stride_kh, stride_kn, stride_kd, stride_vp, stride_vh, stride_vn, stride_vd,
-    stride_qs, stride_ksp, stride_ksh, stride_ksn, stride_ksg, stride_vsp, stride_vsh, stride_vsn, stride_vsg,
-    stride_tb, stride_tp, stride_ot, stride_oh, stride_lt, stride_mh, stride_mt,
-    G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
-    SPAN: tl.constexpr, NB: tl.constexpr, FORMAT: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, QK8: tl.constexpr,
-    CAUSAL: tl.constexpr, POSITIVE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    queries, keys, values, key_box, value_box, table, bounds, out, scores, staged, partials,
+    scale, tiles, splits, num_pages, num_blocks, capacity,
+    CUT: tl.constexpr, FORMS: tl.constexpr, CAUSAL: tl.constexpr, POSITIVE: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (sequences * tiles of rows, KV heads, splits). scale includes log2(e). PAGE 0: flat keys. FORMAT of keys and values
-    and the forms KS, VS of their scales: `openmsa.dense_attention.triton_tiles`."""
+    """Attention of a tile of rows. Grid (sequences * tiles of rows, KV heads, splits).
+
+    queries, keys, values, table, bounds, out, scores: the operands of `openmsa.primitives.operands`; rows of out and the
+                blocks of scores lie side by side.
+    key_box, value_box: TMA descriptors of the same keys and values, or None.
+    staged:     memory for a row of 16 bits a query and head, through which converted queries pass; or None.
+    scale:      of logits, times log2(e). POSITIVE: it is more than 0.
+    CUT, FORMS: `Cut` and `Forms` of `openmsa.dense_attention.triton_config`.
+    """
+    BM: tl.constexpr = CUT.rows
+    BN: tl.constexpr = CUT.keys
+    BD: tl.constexpr = CUT.dim_pad
+    SPAN: tl.constexpr = CUT.span
+    # 1. Which rows the program has; those that see the most keys come first.
     i_b, i_m = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     i_h, i_s = tl.program_id(1), tl.program_id(2)
-    i_q0 = tl.load(cu_q + i_b)
-    n_q = tl.load(cu_q + i_b + 1) - i_q0
-    n_tiles = (n_q * G + BM - 1) // BM
+    i_q0 = tl.load(bounds.cu_q + i_b)
+    n_q = tl.load(bounds.cu_q + i_b + 1) - i_q0
+    n_tiles = (n_q * CUT.group + BM - 1) // BM
     if i_m >= n_tiles:
         return
-    i_m = n_tiles - 1 - i_m  # the rows that see the most keys first
-    i_k0 = tl.load(cu_k + i_b)
-    n_k = tl.minimum(tl.load(cu_k + i_b + 1) - i_k0, capacity)
-    i_first_position = tl.load(cu_k + i_b + 1) - i_k0 - n_q if q_offset is None else tl.load(q_offset + i_b)
-
+    i_m = n_tiles - 1 - i_m
+    i_k0 = tl.load(bounds.cu_k + i_b)
+    n_k = tl.minimum(tl.load(bounds.cu_k + i_b + 1) - i_k0, capacity)
+    i_position = tl.load(bounds.cu_k + i_b + 1) - i_k0 - n_q if bounds.q_offset is None else tl.load(bounds.q_offset + i_b)
     o_r = i_m * BM + tl.arange(0, BM)
-    o_t = o_r // G  # token of the sequence
-    o_h = i_h * G + o_r % G
+    o_t = o_r // CUT.group  # token of the sequence
+    o_h = i_h * CUT.group + o_r % CUT.group
     m_r = o_t < n_q
     o_d = tl.arange(0, BD)
+
+    # 2. Which tiles of keys it walks: without masks up to i_full, which every row sees, then up to i_hi.
     n_all = n_k  # keys that every row sees
     n_any = n_k  # keys that some row sees
     b_last = tl.full([BM], 0, tl.int32) + (n_k - 1)
     if CAUSAL:
-        b_last = tl.minimum(b_last, i_first_position + o_t)
-        n_all = tl.maximum(tl.minimum(n_k, i_first_position + (i_m * BM) // G + 1), 0)
-        n_any = tl.minimum(n_k, i_first_position + tl.minimum((i_m * BM + BM - 1) // G, n_q - 1) + 1)
+        b_last = tl.minimum(b_last, i_position + o_t)
+        n_all = tl.maximum(tl.minimum(n_k, i_position + (i_m * BM) // CUT.group + 1), 0)
+        n_any = tl.minimum(n_k, i_position + tl.minimum((i_m * BM + BM - 1) // CUT.group, n_q - 1) + 1)
     C: tl.constexpr = (SPAN + BN - 1) // BN
     n_spans = (tl.maximum(n_any, 0) + SPAN - 1) // SPAN
     i_full = 0
@@ -154,7 +437,7 @@ def dense_kernel(
     i_hi = n_spans * C
     n_active = 1  # splits that have keys; a short sequence does not use them all
     if SPLIT:
-        n_share = tl.maximum((n_spans + splits - 1) // splits, _MIN_SHARE)
+        n_share = tl.maximum((n_spans + splits - 1) // splits, MIN_SHARE)
         n_active = tl.maximum((n_spans + n_share - 1) // n_share, 1)
         if i_s >= n_active:
             return
@@ -162,85 +445,85 @@ def dense_kernel(
         i_hi = tl.minimum(i_hi, i_lo + n_share * C)
     i_full = tl.maximum(tl.minimum(i_full // C * C, i_hi), i_lo)  # a block is not divided between the walks
 
+    # 3. The queries as factors of products, and what multiplies products and sums of values.
     o_token = (i_q0 + o_t).to(tl.int64)
-    p_q = q + o_token[:, None] * stride_qt + o_h[:, None] * stride_qh + o_d[None, :] * stride_qd
-    b_q = tl.load(p_q, mask=m_r[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, BD]
-    b_row, b_logit, i_value = None, scale, 1.0
-    if FORMAT != 0 or q.dtype.element_ty != k.dtype.element_ty:
-        b_row = tl.full([BM], 1.0, tl.float32)
-        if FORMAT == 0:
-            b_q = e4m3_half(b_q).to(k.dtype.element_ty)
-        elif not QK8:
-            b_q, b_row = half_rows(b_q)
-        if (
-            staged is not None
-        ):  # only what is loaded goes to the matrix unit through shared memory; computed rows fill registers
-            p_stage = staged + o_token[:, None] * (tl.num_programs(1) * G * D) + o_h[:, None] * D + o_d[None, :]
-            m_stage = m_r[:, None] & (o_d[None, :] < D)
+    p_q = queries.data + o_token[:, None] * queries.s_token + o_h[:, None] * queries.s_head + o_d[None, :] * queries.s_dim
+    b_q = tl.load(p_q, mask=m_r[:, None] & (o_d[None, :] < CUT.dim), other=0.0)  # [BM, BD]
+    b_raw, b_logit, b_value = None, scale, 1.0
+    if FORMS.format != PLAIN or queries.data.dtype.element_ty != keys.data.dtype.element_ty:
+        b_raw = tl.full([BM], 1.0, tl.float32)
+        if FORMS.format == PLAIN:
+            b_q = e4m3_half(b_q).to(keys.data.dtype.element_ty)
+        elif not FORMS.qk8:
+            b_q, b_raw = half_rows(b_q)
+        # Only what is loaded goes to the matrix unit through shared memory; computed rows fill registers.
+        if staged is not None:
+            p_stage = staged + o_token[:, None] * (tl.num_programs(1) * CUT.group * CUT.dim)
+            p_stage = p_stage + o_h[:, None] * CUT.dim + o_d[None, :]
+            m_stage = m_r[:, None] & (o_d[None, :] < CUT.dim)
             tl.store(p_stage, b_q.to(tl.int16, bitcast=True), mask=m_stage)
             tl.debug_barrier()
             b_q = tl.load(p_stage.to(tl.pointer_type(b_q.dtype), bitcast=True), mask=m_stage, other=0.0)
-        if q_scale is not None:
-            b_row *= tl.load(q_scale + o_h * stride_qs)
-        if KS == 1:
-            b_row *= tl.load(k_scale + i_h * stride_ksh)
-        elif KS > 2:
-            b_row *= GROUP_UNIT if k_global is None else GROUP_UNIT * tl.load(k_global)
-        b_logit = b_row * scale
-        if FORMAT != 0:
-            i_value = 1.0 / WHOLE
-        if VS == 1:
-            i_value *= tl.load(v_scale + i_h * stride_vsh)
-        elif VS > 2:
-            i_value *= GROUP_UNIT if v_global is None else GROUP_UNIT * tl.load(v_global)
-    p_table = page_table
-    if PAGE:
-        p_table = page_table + i_b.to(tl.int64) * stride_tb
-    p_max = max_score
-    if max_score is not None:
-        p_max = max_score + o_h.to(tl.int64) * stride_mh + o_token * stride_mt
-    key_scales = (stride_ksp, stride_ksh, stride_ksn, stride_ksg)
-    value_scales = (stride_vsp, stride_vsh, stride_vsn, stride_vsg)
-    keys = (k + i_h.to(tl.int64) * stride_kh, k_desc, k_scale, (stride_kp, stride_kn, stride_kd), key_scales)
-    values = (v + i_h.to(tl.int64) * stride_vh, v_desc, v_scale, (stride_vp, stride_vn, stride_vd), value_scales)
-    SOFTMAX: tl.constexpr = out is not None or lse is not None
-    OUT: tl.constexpr = out is not None
+        if queries.factor is not None:
+            b_raw *= tl.load(queries.factor + o_h * queries.s_factor_head)
+        if FORMS.keys == HEAD_FACTOR:
+            b_raw *= tl.load(keys.factor + i_h * keys.s_factor_head)
+        elif FORMS.keys > PAGE_FACTOR:
+            b_raw *= GROUP_UNIT if keys.factor is None else GROUP_UNIT * tl.load(keys.factor)
+        b_logit = b_raw * scale
+        if FORMS.format != PLAIN:
+            b_value = 1.0 / WHOLE
+        if FORMS.values == HEAD_FACTOR:
+            b_value *= tl.load(values.factor + i_h * values.s_factor_head)
+        elif FORMS.values > PAGE_FACTOR:
+            b_value *= GROUP_UNIT if values.factor is None else GROUP_UNIT * tl.load(values.factor)
 
+    # 4. The walk.
+    p_table = table.ids
+    if CUT.page_size:
+        p_table = table.ids + i_b.to(tl.int64) * table.s_sequence
+    p_max = scores.maxima
+    if scores.maxima is not None:
+        p_max = scores.maxima + o_h.to(tl.int64) * scores.s_head + o_token * scores.s_token
+    SOFTMAX: tl.constexpr = out.rows is not None or out.lse is not None
+    OUT: tl.constexpr = out.rows is not None
+    TMA: tl.constexpr = key_box is not None
+    tile = TileRows(b_q, m_r, b_last, b_raw, b_logit, p_max)
+    keys = HeadRows(keys, keys.data + i_h.to(tl.int64) * keys.s_head, key_box)
+    values = HeadRows(values, values.data + i_h.to(tl.int64) * values.s_head, value_box)
     b_m = tl.full([BM], -float("inf"), tl.float32)
     b_z = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, BD], tl.float32)
-    i_unit = tl.full([], 0.0, tl.float32)
-    TMA: tl.constexpr = k_desc is not None
+    sums = Sums(b_m, b_z, b_acc, tl.full([], 0.0, tl.float32))
     if SPAN % BN == 0:
-        b_m, b_z, b_acc, i_unit = _walk(
-            b_q, b_m, b_z, b_acc, i_unit, keys, values, p_table, p_max, m_r, b_last, b_row, b_logit, i_lo, i_full, i_k0, i_h,
-            n_k, num_pages, num_blocks, stride_tp,
-            D, BM, BN, BD, PAGE, SPAN, NB, FORMAT, KS, VS, QK8, SOFTMAX, OUT, False, TMA, POSITIVE, STAGES,
+        sums = walk(
+            tile, sums, keys, values, p_table, table.s_page, i_lo, i_full, i_k0, i_h, n_k, num_pages, num_blocks,
+            CUT, FORMS, SOFTMAX, OUT, False, TMA, POSITIVE, STAGES,
         )  # fmt: skip
-    b_m, b_z, b_acc, i_unit = _walk(
-        b_q, b_m, b_z, b_acc, i_unit, keys, values, p_table, p_max, m_r, b_last, b_row, b_logit, i_full, i_hi, i_k0, i_h, n_k,
-        num_pages, num_blocks, stride_tp,
-        D, BM, BN, BD, PAGE, SPAN, NB, FORMAT, KS, VS, QK8, SOFTMAX, OUT, True, False, POSITIVE, STAGES,
+    b_m, b_z, b_acc, b_unit = walk(
+        tile, sums, keys, values, p_table, table.s_page, i_full, i_hi, i_k0, i_h, n_k, num_pages, num_blocks,
+        CUT, FORMS, SOFTMAX, OUT, True, False, POSITIVE, STAGES,
     )  # fmt: skip
 
+    # 5. The results, or a partial; the last program of a tile to arrive merges the partials.
     if SOFTMAX:
-        if FORMAT != 0:
+        if FORMS.format != PLAIN:
             b_z *= 1.0 / WHOLE
-            b_acc *= i_value * i_unit if VS == 2 else i_value
-        o_out = o_token * stride_ot + o_h * stride_oh
-        o_lse = o_token * stride_lt + o_h
+            b_acc *= b_value * b_unit if FORMS.values == PAGE_FACTOR else b_value
+        o_out = o_token * out.s_token + o_h * out.s_head
+        o_lse = o_token * out.s_lse_token + o_h * out.s_lse_head
         if SPLIT:
             i_p = tl.program_id(0) * tl.num_programs(1) + i_h
             o_p = (i_p * splits + i_s) * BM + tl.arange(0, BM)
             if OUT:
                 b_part = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
-                p_part = part + o_p[:, None].to(tl.int64) * D + o_d[None, :]
-                tl.store(p_part, b_part.to(part.dtype.element_ty), mask=o_d[None, :] < D)
-            tl.store(part_lse + o_p, b_m + tl.log2(b_z))
+                p_part = partials.rows + o_p[:, None].to(tl.int64) * CUT.dim + o_d[None, :]
+                tl.store(p_part, b_part.to(partials.rows.dtype.element_ty), mask=o_d[None, :] < CUT.dim)
+            tl.store(partials.lse + o_p, b_m + tl.log2(b_z))
             tl.debug_barrier()  # every thread's partial is written before one thread publishes it
-            if tl.atomic_add(arrived + i_p, 1, sem="acq_rel") == n_active - 1:
-                b_acc, b_m, b_z = merge(part, part_lse, i_p, n_active, splits, o_d, D, BM, BD, OUT)
-                store_rows(out, lse, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, D)
-                tl.store(arrived + i_p, 0)
+            if tl.atomic_add(partials.arrived + i_p, 1, sem="acq_rel") == n_active - 1:
+                b_acc, b_m, b_z = merge(partials, i_p, n_active, splits, o_d, CUT, OUT)
+                store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT)
+                tl.store(partials.arrived + i_p, 0)
         else:
-            store_rows(out, lse, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, D)
+            store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT)

@@ -5,8 +5,9 @@ A pool holds fixed-size pages, ``[num_pages, heads, page_size, dim]``. A page ta
 physical page of each logical page of each sequence, in any order; pages may be shared between sequences, and -1 marks an
 entry not yet assigned. Who owns the table (an engine, or you) decides which pages a sequence gets; the caches only read it.
 
-A format is the type of an argument: a plain tensor (`plain`: float32, float16, bfloat16), or one of the classes below, one file
-each: its byte layout, how to quantise, dequantise and append. It stands wherever a tensor of rows stands, packed or a pool.
+A format is the type of an argument: a plain tensor (float32, float16 or bfloat16), or one of the classes below, each in a file
+that says its byte layout and how it quantises, dequantises and appends. It stands wherever a tensor of rows stands, packed or a
+pool.
 """
 
 from openmsa.kv_cache.certified import CertifiedKeys

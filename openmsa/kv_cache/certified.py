@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Index keys twice: int8 with error bounds for a first pass, and exact for the blocks that it leaves open.
 
-Byte layout: that of `int8` and that of `plain`, in tensors of the same shape.
+Byte layout: that of `int8`, and that of plain rows, in tensors of the same shape.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`PagedKV` and `PagedIndexKeys`: pools of pages behind a page table."""
+"""`PagedKV` and `PagedIndexKeys`: the two kinds of caches, how they are allocated and what they hold."""
 
 from __future__ import annotations
 
@@ -10,9 +10,39 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.formats import allocate
-from openmsa.kv_cache.pages import Paged, check_sizes
-from openmsa.kv_cache.stored import INDEX_FORMATS, KEY_FORMATS, Stored
+from openmsa.kv_cache.certified import CertifiedKeys
+from openmsa.kv_cache.e4m3 import E4M3
+from openmsa.kv_cache.int8 import Int8
+from openmsa.kv_cache.mxfp4 import MXFP4
+from openmsa.kv_cache.nvfp4 import NVFP4
+from openmsa.kv_cache.pages import Paged
+from openmsa.kv_cache.stored import INDEX_FORMATS, KEY_FORMATS, PLAIN_DTYPES, Stored
+from openmsa.runtime import checks
+
+FORMATS: dict[str, type[Stored]] = {f.format: f for f in (E4M3, Int8, NVFP4, MXFP4, CertifiedKeys)}
+
+
+def _check_sizes(page_table: Tensor, num_pages: int, **sizes: int) -> None:
+    """Checks what `allocate` takes: a page table, and sizes of its pools."""
+    checks.tensor("page_table", page_table, "[batch, max_pages]", (torch.int32,))
+    checks.integer("num_pages", num_pages, 0)
+    for name, value in sizes.items():
+        checks.integer(name, value, 1)
+
+
+def _allocate(
+    format: str, allowed: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor | Stored:
+    """Zeros of a logical shape, "plain" or in one of the `allowed` formats. dtype: of plain elements."""
+    if format == "plain":
+        if dtype not in PLAIN_DTYPES:
+            raise TypeError(f"dtype must be {' or '.join(map(str, PLAIN_DTYPES))}, got {dtype}")
+        return torch.zeros(shape, dtype=dtype, device=device)
+    if format not in allowed:
+        raise ValueError(f"format must be 'plain' or one of {allowed}, got {format!r}")
+    if format == "certified":
+        return CertifiedKeys.allocate(shape, device, dtype)
+    return FORMATS[format].allocate(shape, device)
 
 
 @dataclass
@@ -46,9 +76,9 @@ class PagedKV(Paged):
     ) -> PagedKV:
         """Empty pools (zeros) on the device of `page_table`: of `dtype`, or in a `format`, "e4m3" or "nvfp4", with scale 1.0.
         Other scales and layouts: allocate the pools themselves, ``E4M3.allocate(shape, device, scale)``."""
-        check_sizes(page_table, num_pages, num_kv_heads=num_kv_heads, page_size=page_size, head_dim=head_dim)
+        _check_sizes(page_table, num_pages, num_kv_heads=num_kv_heads, page_size=page_size, head_dim=head_dim)
         shape = (num_pages, num_kv_heads, page_size, head_dim)
-        k, v = (allocate(format, cls.formats, shape, dtype, page_table.device) for _ in range(2))
+        k, v = (_allocate(format, cls.formats, shape, dtype, page_table.device) for _ in range(2))
         return cls(k, v, page_table, torch.zeros(page_table.shape[0], dtype=torch.int32, device=page_table.device))
 
     def pools(self) -> Mapping[str, Tensor | Stored]:
@@ -99,8 +129,8 @@ class PagedIndexKeys(Paged):
     ) -> PagedIndexKeys:
         """An empty pool (zeros) on the device of `page_table`, as `PagedKV.allocate`; "certified" holds int8 keys beside exact
         ones of `dtype`."""
-        check_sizes(page_table, num_pages, num_heads=num_heads, page_size=page_size, index_dim=index_dim)
-        keys = allocate(format, cls.formats, (num_pages, num_heads, page_size, index_dim), dtype, page_table.device)
+        _check_sizes(page_table, num_pages, num_heads=num_heads, page_size=page_size, index_dim=index_dim)
+        keys = _allocate(format, cls.formats, (num_pages, num_heads, page_size, index_dim), dtype, page_table.device)
         return cls(keys, page_table, torch.zeros(page_table.shape[0], dtype=torch.int32, device=page_table.device))
 
     def pools(self) -> Mapping[str, Tensor | Stored]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What paged caches share: pools, a page table and lengths; where a token lives, how tokens are gathered and appended."""
+"""`Paged`, what every paged cache is: pools behind one page table. It says where a token lives, gathers and appends tokens."""
 
 from __future__ import annotations
 
@@ -9,22 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache import plain
-from openmsa.kv_cache.sharing import check_private
-from openmsa.kv_cache.stored import Stored, check_alike, check_rows, check_values, format_of, kind_of, rows_of
+from openmsa.kv_cache.stored import PLAIN_DTYPES, Stored, check_alike, check_rows, check_values, format_of, kind_of, rows_of
 from openmsa.runtime import checks
 from openmsa.runtime.refusals import has_triton
 from openmsa.types import Layout, Sequences, layout, starts
 
 POOL = "[num_pages, heads, page_size, dim]"
-
-
-def check_sizes(page_table: Tensor, num_pages: int, **sizes: int) -> None:
-    """What `allocate` takes: a page table, and sizes of its pools."""
-    checks.tensor("page_table", page_table, "[batch, max_pages]", (torch.int32,))
-    checks.integer("num_pages", num_pages, 0)
-    for name, value in sizes.items():
-        checks.integer(name, value, 1)
 
 
 class Paged:
@@ -44,7 +34,7 @@ class Paged:
         pools = self.pools()
         first_name, first = next(iter(pools.items()))
         for name, pool in pools.items():
-            check_rows(name, pool, POOL, self.formats, plain.DTYPES)
+            check_rows(name, pool, POOL, self.formats, PLAIN_DTYPES)
             check_alike(name, pool, first_name, first)
             if kind_of(pool) != kind_of(first):
                 raise TypeError(f"{name} must be stored as {first_name} ({kind_of(first)}), got {kind_of(pool)}")
@@ -166,9 +156,9 @@ class Paged:
         if check or not on_gpu:
             sequence, position, lens = self._places(total, cu_seqlens)
         if on_gpu:
-            from openmsa.kv_cache import triton_append
+            from openmsa.kv_cache import triton_store
 
-            triton_append.append(self.pools(), new, self.page_table, self.seq_lens, cu_seqlens)
+            triton_store.append(self.pools(), new, self.page_table, self.seq_lens, cu_seqlens)
             return
         slot = self.slots(sequence, position)
         for name, rows in new.items():
@@ -176,7 +166,7 @@ class Paged:
             if isinstance(pool, Stored):
                 pool.write(index, rows)
             else:
-                pool[index] = plain.quantize(rows, pool.dtype)
+                pool[index] = rows.to(pool.dtype)
         self.seq_lens.copy_(lens)
 
     def _check_new(self, new: dict[str, Tensor], check: bool) -> int:
@@ -210,5 +200,26 @@ class Paged:
                 f"got {int(lens[b])} for sequence {b}"
             )
         self._check_pages(lens)
-        check_private(self.page_table, self.seq_lens, sequence, position, self.page_size)
+        self._check_private(sequence, position)
         return sequence, position, lens
+
+    def _check_private(self, sequence: Tensor, position: Tensor) -> None:
+        """Raises ValueError when a new token (its `sequence` and `position`, int64 ``[total_new]``) would land on another new
+        token or on a key that some sequence already has there: pages are shared for reading only. Reads the tensors."""
+        slot = self.slots(sequence, position)
+        if slot.unique().numel() != slot.numel():
+            raise ValueError(
+                "page_table must give appended tokens places of their own, got two sequences that would write the same place"
+            )
+        page, row = slot // self.page_size, slot % self.page_size  # [total_new]
+        first_key = torch.arange(self.page_table.shape[1], device=self.device) * self.page_size
+        holds = torch.isin(self.page_table, page.int()) & (first_key < self.seq_lens[:, None])  # [batch, max_pages]
+        owner, at = holds.nonzero(as_tuple=True)
+        kept = self.seq_lens[owner] - at * self.page_size  # keys from the start of the page
+        clash = (self.page_table[owner, at][:, None] == page) & (row < kept[:, None])  # [pages that hold keys, total_new]
+        if bool(clash.any()):
+            first, token = clash.nonzero()[0].tolist()
+            raise ValueError(
+                f"page_table must not share a page that is written to: page {int(page[token])} of sequence "
+                f"{int(sequence[token])} holds keys of sequence {int(owner[first])} at row {int(row[token])}"
+            )

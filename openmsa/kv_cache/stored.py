@@ -2,7 +2,8 @@
 """`Stored`: rows of numbers kept in a low-precision format, which stand wherever a tensor of rows stands.
 
 Rows are packed, ``[total, heads, dim]``, or a pool of pages, ``[num_pages, heads, page_size, dim]``. A plain tensor has the
-format "plain"; the functions below take either.
+format "plain": elements as PyTorch stores them, little endian, element 0 of a row first, and no scales. The functions below
+take either.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 from openmsa.runtime import checks
 from openmsa.runtime.refusals import has_triton
 
+PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""The dtypes of plain pools; float64 serves checks against the truth."""
 KEY_FORMATS = ("e4m3", "nvfp4")
 """What keys and values may be stored in beside plain tensors."""
 INDEX_FORMATS = ("e4m3", "int8", "nvfp4", "mxfp4", "certified")
@@ -87,17 +90,17 @@ class Stored:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """All rows as numbers. On a GPU by one kernel, except to float64."""
         if self._in_triton() and dtype != torch.float64:
-            from openmsa.kv_cache import triton_dequantize
+            from openmsa.kv_cache import triton_store
 
-            return triton_dequantize.dequantize(self, dtype)
+            return triton_store.dequantize(self, dtype)
         return self.rows(dtype=dtype)
 
     def fill(self, values: Tensor) -> None:
         """``write((), values)``; on a GPU by one kernel."""
         if self._in_triton():
-            from openmsa.kv_cache import triton_append
+            from openmsa.kv_cache import triton_store
 
-            triton_append.quantize_into(self, values)
+            triton_store.quantize_into(self, values)
         else:
             self.write((), values)
 

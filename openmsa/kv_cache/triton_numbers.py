@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Stored bytes to numbers and back, for kernels of every stage: exact on every architecture, interpreter included.
 
 Integer arithmetic on bit patterns; nothing here needs the conversion instructions of newer GPUs, and kernels that can use them

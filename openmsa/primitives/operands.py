@@ -75,9 +75,9 @@ class Bounds(NamedTuple):
 
 class Output(NamedTuple):
     """What attention writes: rows ``[total_q, heads, dim]`` and their natural-log sums of exponentials ``[total_q, heads]`` in
-    float32; lse is None where nobody wants it."""
+    float32; either is None where nobody wants it."""
 
-    rows: Tensor
+    rows: Tensor | None
     s_token: int
     s_head: int
     s_dim: int
@@ -87,10 +87,11 @@ class Output(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What scoring writes: float32 maxima ``[index_heads, total_q, blocks]``, and int32 ``[total_q]``, how many blocks each
-    query sees; visible is None where scores of blocks that a query does not see are written as -inf instead."""
+    """What scoring writes: float32 maxima ``[index_heads, total_q, blocks]``, None where nobody wants them, and int32
+    ``[total_q]``, how many blocks each query sees; visible is None where scores of blocks that a query does not see are written
+    as -inf instead."""
 
-    maxima: Tensor
+    maxima: Tensor | None
     s_head: int
     s_token: int
     s_block: int

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from openmsa import E4M3, MXFP4, NVFP4, PagedKV
-from openmsa.kv_cache import triton_append, triton_dequantize, triton_numbers
+from openmsa.kv_cache import triton_numbers, triton_store
 from openmsa.kv_cache.e4m3 import encode
 from openmsa.kv_cache.nvfp4 import encode_pairs
 from openmsa.testing.compare import assert_equal
@@ -81,13 +81,13 @@ def test_quantize_and_dequantize(name, dim):
         tested = expected.to(DEVICE)
         for part in codes(tested)[:1] + [vars(tested)[n] for n in ("scale", "error") if n in vars(tested) and name != "e4m3"]:
             (part.view(torch.uint8) if part.itemsize == 1 else part).fill_(0x55)
-        triton_append.quantize_into(tested, values.to(DEVICE))
+        triton_store.quantize_into(tested, values.to(DEVICE))
         if "128x4" in name:  # the padding
             assert_equal("numbers", tested.rows(), expected.rows())
         else:
             same_codes(name, tested, expected)
         for dtype in (torch.float32, torch.bfloat16):
-            assert_equal(f"as {dtype}", triton_dequantize.dequantize(tested, dtype), expected.rows(dtype=dtype))
+            assert_equal(f"as {dtype}", triton_store.dequantize(tested, dtype), expected.rows(dtype=dtype))
 
 
 @pytest.mark.parametrize("name", NASTY)
@@ -96,7 +96,7 @@ def test_int8_errors(name):
     tested = expected.to(DEVICE)
     for part in codes(tested):
         part.zero_()
-    triton_append.quantize_into(tested, NASTY[name][:, None].to(DEVICE))
+    triton_store.quantize_into(tested, NASTY[name][:, None].to(DEVICE))
     same_codes(name, tested, expected)
 
 
@@ -107,17 +107,17 @@ def test_append(name):
     tested, expected = cache(name, DEVICE), cache(name, "cpu")
     for lengths, rows in (((13, 0, 4), slice(0, 17)), ((1, 0, 0), slice(17, 18)), ((1, 0, 5), slice(18, 24))):
         cu = starts("cpu", *lengths)
-        triton_append.append(tested.pools(), {"keys": x[rows]}, tested.page_table, tested.seq_lens, cu.to(DEVICE))
+        triton_store.append(tested.pools(), {"keys": x[rows]}, tested.page_table, tested.seq_lens, cu.to(DEVICE))
         expected.append(x[rows].cpu(), cu)
         same_codes(name, tested.keys, expected.keys)
         assert tested.seq_lens.tolist() == expected.seq_lens.tolist()
 
-    triton_append.append(tested.pools(), {"keys": x[:9]}, tested.page_table, tested.seq_lens, starts(DEVICE, 1, 0, 0))
+    triton_store.append(tested.pools(), {"keys": x[:9]}, tested.page_table, tested.seq_lens, starts(DEVICE, 1, 0, 0))
     expected.append(x[:1].cpu(), starts("cpu", 1, 0, 0))
     same_codes("past cu_seqlens", tested.keys, expected.keys)
     before = tested.seq_lens.tolist()
     tested.seq_lens.copy_(torch.tensor([31, 8, 17]))
-    triton_append.append(tested.pools(), {"keys": x[:6]}, tested.page_table, tested.seq_lens, None)  # two each
+    triton_store.append(tested.pools(), {"keys": x[:6]}, tested.page_table, tested.seq_lens, None)  # two each
     expected.seq_lens[0] = 31
     expected.append(x[:1].cpu(), starts("cpu", 1, 0, 0))
     same_codes("no place", tested.keys, expected.keys)
@@ -131,7 +131,7 @@ def test_append_plain(dtype):
     tested, expected = (PagedKV.allocate(table.to(d), 4, 3, 16, 80, dtype) for d in (DEVICE, "cpu"))
     k, v = mixed(20, 3, 80), mixed(20, 3, 80).transpose(0, 1).contiguous().transpose(0, 1)
     new = {"k": k.to(DEVICE), "v": v.to(DEVICE)}
-    triton_append.append(tested.pools(), new, tested.page_table, tested.seq_lens, None)
+    triton_store.append(tested.pools(), new, tested.page_table, tested.seq_lens, None)
     expected.append(k, v)
     assert_equal("k", tested.k, expected.k)
     assert_equal("v", tested.v, expected.v)
@@ -148,19 +148,10 @@ def test_tokens_find_their_sequences(batch):
     new = torch.arange(float(counts.sum()))[:, None, None].expand(-1, 1, 16)
     cu = starts("cpu", *counts.tolist())
     pools = tested.pools()
-    triton_append.append(pools, dict.fromkeys("kv", new.to(DEVICE)), tested.page_table, tested.seq_lens, cu.to(DEVICE))
+    triton_store.append(pools, dict.fromkeys("kv", new.to(DEVICE)), tested.page_table, tested.seq_lens, cu.to(DEVICE))
     expected.append(new, new, cu)
     assert_equal("k", tested.k, expected.k)
     assert tested.seq_lens.tolist() == expected.seq_lens.tolist()
-
-
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
-def test_variants_are_declared(arch):
-    """One of each format; their arguments are those of the kernels."""
-    variants = [*triton_append.compile_variants(arch), *triton_dequantize.compile_variants(arch)]
-    assert len({v.name for v in variants}) == len(variants) == 12
-    for variant in variants:
-        variant.signature()
 
 
 def test_empty():
@@ -169,5 +160,5 @@ def test_empty():
         NVFP4.allocate((3, 0, 16), DEVICE),
         MXFP4.allocate((2, 1, 0, 32), DEVICE),
     ):
-        triton_append.quantize_into(stored, torch.empty(stored.shape, device=DEVICE))
-        assert triton_dequantize.dequantize(stored, torch.float32).shape == stored.shape
+        triton_store.quantize_into(stored, torch.empty(stored.shape, device=DEVICE))
+        assert triton_store.dequantize(stored, torch.float32).shape == stored.shape
