@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Softmax over keys that come a tile at a time: the online step, what a program leaves that has read a part of the keys, and how
-a finished row is written.
+"""Softmax over keys that come a tile at a time: the online step, what a program leaves that has read a part of the keys, and
+how a finished row is written.
 
 Logits are multiplied by a scale that contains log2(e) and is not negative, so that weights are powers of two. A row's state is
 the sum of its weighted values, the greatest logit so far (before the scale) and the sum of weights relative to it.
@@ -43,21 +43,20 @@ def nothing_read(ROWS: tl.constexpr, DIM_PAD: tl.constexpr):
 
 
 @triton.jit
-def online_step(s, m_i, l_i, scale, m_member):
+def online_step(s, m_i, l_i, scale, s_scale, m_member):
     """The weights [rows, keys] of logits s, the new greatest logits and sums of weights, and by what earlier sums shrink.
 
-    scale: one number, or one a row. m_member: the rows that count these keys, None: all rows. An infinite offset makes every
-    weight of the other rows exactly 0, at no cost an element.
+    scale: one number, or one a row; s_scale: the same number, or [rows, 1]. m_member: the rows that count these keys, None: all
+    rows. An infinite offset makes every weight of the other rows exactly 0, at no cost an element.
     """
-    row_scale = scale[:, None] if len(scale.shape) > 0 else scale
     largest = tl.max(s, 1)
     if m_member is None:
         m_new = tl.maximum(m_i, largest)
-        p = tl.exp2(s * row_scale - (m_new * scale)[:, None])
+        p = tl.exp2(s * s_scale - (m_new * scale)[:, None])
     else:
         m_new = tl.maximum(m_i, tl.where(m_member, largest, LEAST))
         offset = tl.where(m_member, m_new * scale, float("inf"))
-        p = tl.exp2(s * row_scale - offset[:, None])
+        p = tl.exp2(s * s_scale - offset[:, None])
     shrink = tl.exp2((m_i - m_new) * scale)
     return p, m_new, l_i * shrink + tl.sum(p, 1), shrink
 

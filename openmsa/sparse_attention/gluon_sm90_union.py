@@ -84,16 +84,16 @@ def entry(p, i, size):
 
 @gluon.constexpr_function
 def code_layout():
-    """The layout of the codes of HALF keys in words of four, [64, 32]: 16 neighbours a thread. Eight lanes that write at a time take the
-    even chunks of one row and the odd ones of the next, which the swizzle puts into different banks."""
+    """The layout of the codes of HALF keys in words of four, [64, 32]: a thread has 16 neighbours. Eight lanes that write at a
+    time take the even chunks of one row and the odd ones of the next, which the swizzle puts into different banks."""
     lanes = [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [16, 0], [32, 0]], lanes, [[4, 0], [8, 0]], [], [64, 32])
 
 
 @gluon.jit
 def load_codes(x, place, limit, s_row, FIRST: gl.constexpr):
-    """Codes of the HALF keys from FIRST on of the block that is `place` elements behind x; 0 behind its key `limit`, which may lie
-    behind the block; -1: nothing is read."""
+    """Codes of the HALF keys from FIRST on of the block that is `place` elements behind x. They are 0 behind the block's key
+    `limit`, which may lie behind the block; with -1 nothing is read."""
     LAYOUT: gl.constexpr = code_layout()
     o_n = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
     o_d = gl.arange(0, DIM // 4, gl.SliceLayout(0, LAYOUT))
@@ -156,9 +156,7 @@ def convert(
         i_a, i_b = 0, 0
         a, a_row = entry(ids_a, 0, size_a), entry(rows_a, 0, size_a)
         b, b_row = entry(ids_b, 0, size_b), entry(rows_b, 0, size_b)
-        take_a, take_b, left, place, limit = next_block(
-            a, a_row, last_a, b, b_row, last_b, same, keys, PAGE_SIZE
-        )
+        take_a, take_b, left, place, limit = next_block(a, a_row, last_a, b, b_row, last_b, same, keys, PAGE_SIZE)
         k_upper = load_codes(x_k, place, limit, keys.s_row, 0)
         k_lower = load_codes(x_k, place, limit, keys.s_row, HALF)
         while left:
@@ -171,9 +169,7 @@ def convert(
             write_numbers(k_upper, ring.k.index(t % STAGES), 0)
             v_lower = load_codes(x_v, place, limit, keys.s_row, HALF)
             write_numbers(k_lower, ring.k.index(t % STAGES), HALF)
-            take_a, take_b, left, place, limit = next_block(
-                a, a_row, last_a, b, b_row, last_b, same, keys, PAGE_SIZE
-            )
+            take_a, take_b, left, place, limit = next_block(a, a_row, last_a, b, b_row, last_b, same, keys, PAGE_SIZE)
             k_upper = load_codes(x_k, place, limit, keys.s_row, 0)
             write_numbers(v_upper, ring.v.index(t % STAGES), 0)
             k_lower = load_codes(x_k, place, limit, keys.s_row, HALF)
@@ -233,12 +229,8 @@ def attend(
         i_part = i_pair % PARTS
         i_h = i_pair // PARTS % num_kv_heads
         i_tile = i_pair // PARTS // num_kv_heads * 2
-        i_list, size, whole, first, tokens, i_b, position, _ = tile_of(
-            i_tile + SIDE, i_h, union, cu_k, num_tiles, num_kv_heads
-        )
-        i_other, other_size, _, _, _, other_b, _, _ = tile_of(
-            i_tile + 1 - SIDE, i_h, union, cu_k, num_tiles, num_kv_heads
-        )
+        i_list, size, whole, first, tokens, i_b, position, _ = tile_of(i_tile + SIDE, i_h, union, cu_k, num_tiles, num_kv_heads)
+        i_other, other_size, _, _, _, other_b, _, _ = tile_of(i_tile + 1 - SIDE, i_h, union, cu_k, num_tiles, num_kv_heads)
         same = (i_b == other_b).to(gl.int32)
         ids, other_ids, p_bits = union.ids + i_list * capacity, union.ids + i_other * capacity, union.bits + i_list * capacity
 

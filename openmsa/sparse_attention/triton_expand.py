@@ -19,20 +19,10 @@ from torch import Tensor
 
 from openmsa.primitives.codes import PLAIN
 from openmsa.primitives.operands import KeyRows
+from openmsa.primitives.rows import NO_TABLE, TYPES, KeyView, pool_of
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
-from openmsa.sparse_attention.triton_keys import (
-    NO_TABLE,
-    TYPES,
-    HeadRows,
-    Keys,
-    KeyView,
-    head_start,
-    key_place,
-    load_codes,
-    numbers,
-    pool_of,
-)
+from openmsa.sparse_attention.triton_keys import HeadRows, Keys, head_start, key_place, load_codes, numbers
 from openmsa.types import Layout
 
 MIN_READERS = 64  # queries that read a block on average; then expanding costs less than a tenth of the call
@@ -41,7 +31,7 @@ PROGRAMS = 512  # a head: enough to fill the largest GPU, few enough to end at o
 
 
 class Copies(NamedTuple):
-    """Where numbers are written: ``[key heads, total, dim]`` each, contiguous; and int32 [1], 0 where nothing is to be written."""
+    """Where numbers are written, ``[key heads, total, dim]`` each, contiguous. wanted: int32 [1], 0 where none are needed."""
 
     k: Tensor
     v: Tensor

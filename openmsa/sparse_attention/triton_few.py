@@ -219,7 +219,7 @@ def _walk(
             last_key = tl.minimum(position + reader // TOPK, k_len - 1) - block * BLOCK
             s = tl.where(o_key[None, :] <= tl.minimum(last_key, BLOCK - 1)[:, None], s, -float("inf"))
         # 4. Softmax. In a new unit, what was gathered counts for nothing.
-        p, m_i, l_i, shrink = online_step(s, tl.where(step == 0, LEAST, m_i), l_i, scale, None)
+        p, m_i, l_i, shrink = online_step(s, tl.where(step == 0, LEAST, m_i), l_i, scale, scale, None)
         acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None])
         # 5. The partials of a unit that ends here.
         if step == STEPS - 1:

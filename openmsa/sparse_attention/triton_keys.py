@@ -21,7 +21,7 @@ from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.triton_numbers import NVFP4, e2m1_pair, e4m3
 from openmsa.primitives.codes import PLAIN, e4m3_numbers
 from openmsa.primitives.operands import KeyRows, PageTable, QueryRows
-from openmsa.primitives.rows import NO_TABLE, PAGE_FACTOR, TYPES, Form, KeyView, pool_of, tma_tiles
+from openmsa.primitives.rows import PAGE_FACTOR, TYPES, Form, KeyView, tma_tiles
 from openmsa.sparse_attention.triton_config import PrefillConfig, padded_dim
 from openmsa.types import Layout
 

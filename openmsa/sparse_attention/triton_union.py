@@ -70,7 +70,7 @@ def _load_step(
 def _span(
     state,  # sums of weighted values, greatest logits, sums of weights
     b_q,
-    scale,
+    scales,  # one number twice, or one a row: [ROWS] and [ROWS, 1]
     seen,  # token of each row, the last key that it sees, and the last one that any row sees
     keys,  # HeadRows
     values,
@@ -135,7 +135,7 @@ def _span(
             s = tl.where((o_key < BLOCK)[None, :] & (position[None, :] <= last_key[:, None]), s, -float("inf"))
         # 3. Softmax of the rows whose query selected the block.
         m_member = ((bits >> token) & 1) != 0  # [ROWS]
-        p, m_i, l_i, shrink = online_step(s, m_i, l_i, scale, m_member)
+        p, m_i, l_i, shrink = online_step(s, m_i, l_i, scales[0], scales[1], m_member)
         if V_FORM.factor == 2:
             p_factor = factor_at(values.rows, i_h, page.to(tl.int64), True)
             p *= tl.load(p_factor, mask=m_key, other=0.0)[None, :] if MASKED else tl.load(p_factor)
@@ -209,6 +209,8 @@ def attend_union(
     b_q = converted(b_q, PRODUCTS.qk)
     if NEGATIVE:
         b_q = (-b_q.to(tl.float32)).to(PRODUCTS.qk)
+    ROW_SCALE: tl.constexpr = (queries.factor is not None) or PRODUCTS.in_range
+    scales = (scale, scale[:, None] if ROW_SCALE else scale)
 
     # 3. Blocks that all of them see whole, then the others.
     seen = (token, tl.minimum(position + token, k_len - 1), tl.minimum(position + tokens - 1, k_len - 1))
@@ -225,12 +227,12 @@ def attend_union(
     if CUT.by_row:
         whole = tl.load(union.sizes + i_list * SIZE_FIELDS + 1)
         state = _span(
-            state, b_q, scale, seen, k_head, v_head, k_tma, v_tma, entries, 0, whole, k_begin, table_row, table.s_page, num_pages,
-            i_h, num_kv_heads, TILE, CUT, K_FORM, V_FORM, PRODUCTS, False, STAGES,
+            state, b_q, scales, seen, k_head, v_head, k_tma, v_tma, entries, 0, whole, k_begin, table_row, table.s_page,
+            num_pages, i_h, num_kv_heads, TILE, CUT, K_FORM, V_FORM, PRODUCTS, False, STAGES,
         )  # fmt: skip
     acc, m_i, l_i = _span(
-        state, b_q, scale, seen, k_head, v_head, None, None, entries, whole, size, k_begin, table_row, table.s_page, num_pages,
-        i_h, num_kv_heads, TILE, CUT, K_FORM, V_FORM, PRODUCTS, True, 1,
+        state, b_q, scales, seen, k_head, v_head, None, None, entries, whole, size, k_begin, table_row, table.s_page,
+        num_pages, i_h, num_kv_heads, TILE, CUT, K_FORM, V_FORM, PRODUCTS, True, 1,
     )  # fmt: skip
 
     # 4. The result.
