@@ -355,7 +355,7 @@ def _either(id_a, bits_a, id_b, bits_b):
 
 @triton.jit
 def sequence_of(numbered, i, batch, search_steps, SIZE: tl.constexpr):
-    """The sequences of tiles of SIZE queries (numbered: cu_q) or of buckets of SIZE keys (cu_k), i being one number or several."""
+    """The sequences of tiles of SIZE queries (numbered: cu_q) or of buckets of SIZE keys (cu_k); i is one number or several."""
     low = i * 0
     high = low + batch - 1
     for _ in range(search_steps):
