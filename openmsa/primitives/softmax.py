@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Softmax over keys that come a tile at a time: the online step, what a program leaves that has read a part of the keys, and
 how a finished row is written.
 

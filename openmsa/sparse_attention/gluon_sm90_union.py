@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Union tiles whose keys and values are E4M3 codes, on Hopper, in Gluon: each block is converted once for two tiles.
 
 Triton's union kernel converts a block for 64 rows, which costs more than the bytes that codes save. Here a program serves

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Stored keys and values as 16-bit numbers, for calls whose queries read every block many times.
 
 KV-outer converts a block once for hundreds of queries, a union tile for a handful: there the conversion costs more than the
@@ -18,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from openmsa.primitives.codes import PLAIN
-from openmsa.primitives.operands import KeyRows
 from openmsa.primitives.rows import NO_TABLE, TYPES, KeyView, pool_of
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
@@ -102,12 +102,11 @@ def copies_of(keys: Keys, dtype: torch.dtype) -> Keys:
 
 
 def _room(keys: Keys, view: KeyView, dtype: torch.dtype) -> KeyView:
+    """The same keys, or values, as numbers that are still to be written."""
     shape = (keys.heads, keys.total, view.dim)
     pool = pool_of(torch.empty(shape, dtype=dtype, device=view.rows.data.device).transpose(0, 1))
-    old = view.rows
-    rows = KeyRows(
-        pool, *pool.stride(), factor=old.factor, s_factor_page=old.s_factor_page, s_factor_head=old.s_factor_head
-    )  # fmt: skip
+    s_page, s_head, s_row, s_dim = pool.stride()
+    rows = view.rows._replace(data=pool, s_page=s_page, s_head=s_head, s_row=s_row, s_dim=s_dim, scales=None)
     form = view.form._replace(format=PLAIN, swizzled=False, split=1)
     return view._replace(rows=rows, form=form, table=NO_TABLE, num_pages=1, page_size=0, capacity=keys.total)
 

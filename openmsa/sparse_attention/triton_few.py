@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """KV-outer for few queries: a block is read by one or a handful of them, and bytes bound the call.
 
 Every (query, slot) has a place in its block's list, which has room for all queries of a sequence (`tile_lists`).
@@ -183,11 +184,9 @@ def _walk(
         step = i % STEPS
         o_key = step * KEYS + o_n  # within the block
         if k_tma is not None:
-            page = 0
             at = row + step * KEYS
-            if PAGE_SIZE > 0:
-                page = at // PAGE_SIZE
-                at = at % PAGE_SIZE
+            page = at // PAGE_SIZE if PAGE_SIZE > 0 else 0
+            at = at % PAGE_SIZE if PAGE_SIZE > 0 else at
             b_k = tl.reshape(k_tma.load([page, i_h, at, 0]), [KEYS, DIM_PAD])
             b_v = tl.reshape(v_tma.load([page, i_h, at, 0]), [KEYS, DIM_PAD])
         else:
@@ -195,7 +194,7 @@ def _walk(
                 m_key = o_key < seen
                 table_row = table.ids
                 if PAGE_SIZE > 0:
-                    table_row += i_b.to(tl.int64) * table.s_sequence
+                    table_row += tl.cast(i_b, tl.int64) * table.s_sequence
                 first_row = row - block * BLOCK
                 page, at = key_place(block * BLOCK + o_key, m_key, first_row, table_row, num_pages, table.s_page, PAGE_SIZE)
             else:

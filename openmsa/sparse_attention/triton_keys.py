@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 # ruff: noqa: RET505 (kernels return from branches on constants)
 """Keys and values of the prefill kernels: packed tensors and paged pools, plain and in formats.
 
@@ -18,9 +19,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.kv_cache.triton_numbers import NVFP4, e2m1_pair, e4m3
+from openmsa.kv_cache.triton_numbers import NVFP4, e2m1_pair, e4m3, swizzled_byte
 from openmsa.primitives.codes import PLAIN, e4m3_numbers
-from openmsa.primitives.operands import KeyRows, PageTable, QueryRows
+from openmsa.primitives.operands import KeyRows, PageTable
 from openmsa.primitives.rows import PAGE_FACTOR, TYPES, Form, KeyView, tma_tiles
 from openmsa.sparse_attention.triton_config import PrefillConfig, padded_dim
 from openmsa.types import Layout
@@ -58,11 +59,13 @@ class Keys(NamedTuple):
     def of(cls, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, seqs: Layout, block_size: int, native: bool) -> Keys:
         """native: whether the GPU has a type for e4m3 codes; otherwise they are bytes."""
         if isinstance(k, PagedKV):
-            views = (KeyView.of(x, k.page_table, native, items=False, words=1) for x in (k.k, k.v))
-            return cls(*views, seqs.batch * min(seqs.max_seqlen_k, k.capacity), k.page_size % block_size == 0)
-        assert v is not None
-        views = (KeyView.of(x, None, native, items=False, words=1) for x in (k, v))
-        return cls(*views, k.shape[0], True)
+            pools, table = (k.k, k.v), k.page_table
+            total, by_row = seqs.batch * min(seqs.max_seqlen_k, k.capacity), k.page_size % block_size == 0
+        else:
+            assert v is not None
+            pools, table, total, by_row = (k, v), None, k.shape[0], True
+        views = [KeyView.of(x, table, native, items=False, words=1) for x in pools]
+        return cls(views[0], views[1], total, by_row)
 
     @property
     def heads(self) -> int:
@@ -118,14 +121,6 @@ class HeadRows(NamedTuple):
     rows: Any
     data: Any
     scales: Any
-
-
-def query_rows(q: Tensor | Stored, native: bool) -> QueryRows:
-    """Queries, plain or e4m3, as the kernels take them. native: as of `Keys.of`."""
-    if isinstance(q, Tensor):
-        return QueryRows(q, *q.stride())
-    data = q.data if native else q.data.view(torch.uint8)
-    return QueryRows(data, *data.stride(), q.scale, q.scale_strides[1])  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -213,14 +208,6 @@ def converted(x, TYPE: tl.constexpr):
 
 
 @triton.jit
-def group_scale_offsets(page, row, i_h, i_g, num_heads, PAGE_SIZE: tl.constexpr, GROUPS: tl.constexpr):
-    """Offsets, int64, of NVFP4 scales in the 128x4 layout."""
-    number = (page * num_heads + i_h) * PAGE_SIZE + row if PAGE_SIZE > 0 else row * num_heads + i_h
-    tile = (number // 128) * ((GROUPS + 3) // 4) + i_g // 4
-    return tile * 512 + (number % 32) * 16 + (number % 128 // 32) * 4 + i_g % 4
-
-
-@triton.jit
 def load_codes(
     head,  # HeadRows
     page,  # int64 [n] or scalar
@@ -242,7 +229,8 @@ def load_codes(
         m_b = m_key[:, None] & (o_b < DIM // 2)[None, :]
         b_x = tl.load(head.data + o_row[:, None] + o_b[None, :] * rows.s_dim, mask=m_b, other=0)
         if FORM.swizzled:
-            o_s = group_scale_offsets(page[:, None], row[:, None], i_h, o_g[None, :], num_heads, PAGE_SIZE, DIM // 16)
+            number = (page * num_heads + i_h) * PAGE_SIZE + row if PAGE_SIZE > 0 else row * num_heads + i_h
+            o_s = swizzled_byte(number[:, None], o_g[None, :], DIM // 16)
         else:
             o_s = (page * rows.s_scales_page + row * rows.s_scales_row)[:, None] + o_g[None, :] * rows.s_scales_group
         b_g = tl.load(head.scales + o_s, mask=m_key[:, None] & (o_g < DIM // 16)[None, :], other=0)

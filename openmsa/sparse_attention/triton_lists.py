@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Kernels that turn a selection into work: union lists of neighbouring queries, and the query list of each block.
 
 A tile is `TOKENS` neighbouring queries of one sequence. Tile i belongs to the last sequence b with
@@ -262,24 +263,24 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
         room = counts + -counts % ALIGNED
         zeros = blocks.new_zeros(2 * room + 1)
         has_union = zeros[2 * room :] if flag else None
-    outer, few = None, None
+    outer: OuterLists | None = None
+    few: FewLists | None = None
     if plan.rest == FEW.value:
         n = keys.heads * plan.num_units
-        sizes = (counts * plan.limits.room, n * UNIT_FIELDS.value, n * config.union_tokens)
-        *union, slots, entries, units, unit_entries, num_units = _split(
-            blocks, *union_sizes, num_slots, *sizes, keys.heads * COUNT_FIELDS.value
-        )
+        few_sizes = (counts * plan.limits.room, n * UNIT_FIELDS.value, n * config.union_tokens, keys.heads * COUNT_FIELDS.value)
+        parts = _split(blocks, *union_sizes, num_slots, *few_sizes)
+        slots, entries, units, unit_entries, num_units = parts[len(union_sizes) :]
         few = FewLists(zeros, zeros[room:], slots.view(torch.int64), entries, units, unit_entries, num_units)
     elif plan.rest == KV_OUTER.value:
-        sizes = (total_q * keys.heads * plan.topk, segments * plan.chunk.entries, counts, counts)
-        *union, slots, ranks, entries, entry_offsets, item_offsets, items, num_items = _split(
-            blocks, *union_sizes, num_slots, *sizes, segments * plan.chunk.items * ITEM_FIELDS.value, segments
-        )
+        sizes = (num_slots, total_q * keys.heads * plan.topk, segments * plan.chunk.entries, counts, counts)
+        parts = _split(blocks, *union_sizes, *sizes, segments * plan.chunk.items * ITEM_FIELDS.value, segments)
+        slots, ranks, entries, entry_offsets, item_offsets, items, num_items = parts[len(union_sizes) :]
         slots = slots.view(torch.int64)
         outer = OuterLists(zeros, zeros[room:], slots, ranks, entries, entry_offsets, item_offsets, items, num_items)
     else:
-        union = _split(blocks, *union_sizes)
-    lists = Lists(UnionLists(*union, has_union), outer, few)
+        parts = _split(blocks, *union_sizes)
+    tiles, list_sizes, ids, rows, bits = parts[: len(union_sizes)]
+    lists = Lists(UnionLists(tiles, list_sizes, ids, rows, bits, has_union), outer, few)
     _fill(lists, blocks, bounds, keys, plan, config)
     return lists
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """KV-outer: one program an item, up to some hundred queries of one block. It holds the block's keys and values, gathers the
 queries a few at a time, and writes a partial for each (query, slot); a second kernel merges each query's partials.
 

@@ -16,13 +16,14 @@ from torch import Tensor
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
 from openmsa.primitives.operands import Bounds, QueryRows
+from openmsa.primitives.queries import query_rows
 from openmsa.primitives.softmax import Result
 from openmsa.runtime.devices import facts
 from openmsa.runtime.launch import runs_hopper_kernels
 from openmsa.sparse_attention.triton_config import PrefillConfig, prefill_config
 from openmsa.sparse_attention.triton_expand import copies_of, expand, expands
 from openmsa.sparse_attention.triton_few import launch_few
-from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Descriptors, Keys, query_rows
+from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Descriptors, Keys
 from openmsa.sparse_attention.triton_lists import Plan, PrefillCall, buckets_of, build_lists
 from openmsa.sparse_attention.triton_outer import launch_outer
 from openmsa.sparse_attention.triton_union import launch_union

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Union tiles: neighbouring queries against the union of their blocks, membership masked, online softmax, no partials.
 
 A key that another query of the tile reads and this one does not has weight exactly 0 here, but it is multiplied: rows of K
@@ -113,11 +114,9 @@ def _span(
         i_next = tl.minimum((i + 1) // STEPS, end - 1)
         m_key = o_key >= 0
         if k_tma is not None:
-            page = 0
             at = row + i % STEPS * KEYS
-            if CUT.page_size > 0:
-                page = at // CUT.page_size
-                at = at % CUT.page_size
+            page = at // CUT.page_size if CUT.page_size > 0 else 0
+            at = at % CUT.page_size if CUT.page_size > 0 else at
         elif MASKED:
             position = block * BLOCK + o_key
             m_key = (o_key < BLOCK) & (position <= last_of_tile)
@@ -129,7 +128,7 @@ def _span(
         # 2. Logits; those of keys past block, sequence or query are -inf.
         s = tl.dot(b_q, tl.trans(b_k))  # [ROWS, KEYS]
         if K_FORM.factor == 2:
-            p_factor = factor_at(keys.rows, i_h, page.to(tl.int64), True)
+            p_factor = factor_at(keys.rows, i_h, tl.cast(page, tl.int64), True)
             s *= tl.load(p_factor, mask=m_key, other=1.0)[None, :] if MASKED else tl.load(p_factor)
         if MASKED:
             s = tl.where((o_key < BLOCK)[None, :] & (position[None, :] <= last_key[:, None]), s, -float("inf"))
@@ -137,7 +136,7 @@ def _span(
         m_member = ((bits >> token) & 1) != 0  # [ROWS]
         p, m_i, l_i, shrink = online_step(s, m_i, l_i, scales[0], scales[1], m_member)
         if V_FORM.factor == 2:
-            p_factor = factor_at(values.rows, i_h, page.to(tl.int64), True)
+            p_factor = factor_at(values.rows, i_h, tl.cast(page, tl.int64), True)
             p *= tl.load(p_factor, mask=m_key, other=0.0)[None, :] if MASKED else tl.load(p_factor)
         acc = tl.dot(p.to(PRODUCTS.v), b_v, acc * shrink[:, None])
         # 4. The next step's entry.

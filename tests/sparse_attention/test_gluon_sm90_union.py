@@ -8,11 +8,12 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from openmsa import E4M3, NVFP4, PagedKV, Sequences, sparse_attention
+from openmsa.primitives.queries import query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS, facts
 from openmsa.sparse_attention import gluon_sm90_union, reference, triton_lists, triton_prefill
 from openmsa.sparse_attention.gluon_sm90_union import OPTIONS, serves
 from openmsa.sparse_attention.triton_config import prefill_config
-from openmsa.sparse_attention.triton_keys import Keys, query_rows
+from openmsa.sparse_attention.triton_keys import Keys
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import problem, random_blocks
 from openmsa.types import layout
