@@ -15,6 +15,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
+from openmsa.primitives.codes import NVFP4
 from openmsa.primitives.operands import Bounds, QueryRows
 from openmsa.primitives.queries import query_rows
 from openmsa.primitives.softmax import Result
@@ -86,7 +87,8 @@ def sparse_attention(
     if path == "auto" and converted and not keys.dtype == queries.data.dtype == torch.float8_e4m3fn:
         path = "outer"  # which converts a block once; the union kernel loses more by converting than it gains
     if config is None:
-        config = prefill_config(*tile, 2 if keys.stored else keys.dtype.itemsize, converted)
+        four_bits = converted and keys.k.form.format == NVFP4
+        config = prefill_config(*tile, 2 if keys.stored else keys.dtype.itemsize, converted, four_bits)
 
     # 2. The work, tile by tile.
     scale = max(abs(softmax_scale) * math.log2(math.e), SMALLEST_SCALE.value)
