@@ -97,8 +97,7 @@ def test_what_it_is_given(monkeypatch):
     for path in ("union", "auto"):
         check(run(checked, path=path), expected)
     assert [call.lists.union.has_union.item() for call in given] == [1, 1]
-    plain = {name: checked[name].dequantize(torch.float16) for name in "kv"}
-    run(checked | plain)
+    run(checked._replace(k=checked.k.dequantize(torch.float16), v=checked.v.dequantize(torch.float16)))
     assert len(given) == 2
 
 
@@ -152,7 +151,7 @@ def test_against_the_truth(name, dtype, launches):
     result = run(checked, path="union")
     assert len(launches) == 1
     check(result, expected)
-    for again in (run(checked, path="union"), run(checked | {"blocks": checked["blocks"].flip(-1)}, path="union")):
+    for again in (run(checked, path="union"), run(checked._replace(blocks=checked.blocks.flip(-1)), path="union")):
         assert_equal("out", again[0], result[0].cpu())
         assert_equal("lse", again[1], result[1].cpu())
     check(run(checked), expected)
@@ -246,9 +245,9 @@ def test_scales(scale):
     p = problem((9,), (300,), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16)
     blocks = selection(p, 3, 4)
     checked, _ = stored_case(p, blocks, BLOCK, "e4m3 tensor", torch.bfloat16, 0, torch.bfloat16)
-    checked["softmax_scale"] = scale
+    checked = checked._replace(softmax_scale=scale)
     meant = problem((9,), (300,), kv_heads=1, group=16, head_dim=128)
-    numbers = (checked["q"].float(), checked["k"].dequantize(torch.float32), checked["v"].dequantize(torch.float32))
+    numbers = (checked.q.float(), checked.k.dequantize(torch.float32), checked.v.dequantize(torch.float32))
     for x, y in zip((meant.q, meant.k, meant.v), numbers, strict=True):
         x.copy_(y)
     reads = oracle.reads_of_blocks(blocks, BLOCK)
@@ -263,7 +262,7 @@ def test_rows_that_nobody_reads_may_hold_nan():
     blocks = torch.tensor([[[1, 2, -1]]], dtype=torch.int32).repeat(16, 1, 1)
     blocks[8:] = torch.tensor([2, 0, 9], dtype=torch.int32)
     checked, expected = stored_case(p, blocks, BLOCK, "e4m3 tensor", torch.bfloat16, 0, torch.bfloat16)
-    for x in (checked["k"], checked["v"]):
+    for x in (checked.k, checked.v):
         codes = x.data.view(torch.uint8)
         codes[:128] = codes[268:512] = codes[512 + 128 : 512 + 256] = codes[512 + 308 :] = 0x7F
     check(run(checked, path="union"), expected)

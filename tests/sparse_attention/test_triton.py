@@ -35,7 +35,7 @@ def arguments(p, blocks, block_size, storage="flat", page_size=0, scale=0.2):
 
 def run(checked, **options):
     with PoisonedOutputs():
-        return triton_prefill.sparse_attention(**checked, **options)
+        return triton_prefill.sparse_attention(*checked, **options)
 
 
 def truth(p, blocks, block_size, scale=0.2):
@@ -192,7 +192,7 @@ def test_copies_that_no_tile_reads(monkeypatch):
     monkeypatch.setattr(triton_lists, "union_limit", lambda *_: 0)
     with PoisonedOutputs():
         untouched = torch.empty_like(p.k.to(DEVICE))
-        result = triton_prefill.sparse_attention(**checked)
+        result = triton_prefill.sparse_attention(*checked)
     check(result, expected)
     ((_, copies, _, wanted),) = calls
     assert wanted.item() == 0
@@ -278,7 +278,7 @@ def test_a_bound_that_lies_leads_nowhere_else(monkeypatch):
     p = problem((9,), (320,), kv_heads=1, group=16, head_dim=16, dtype=EXACT)
     blocks = torch.arange(8, dtype=torch.int32).repeat(9, 1, 1)
     checked = arguments(p, blocks, 16)
-    checked["seqs"] = dataclasses.replace(checked["seqs"], max_seqlen_k=32)
+    checked = checked._replace(seqs=dataclasses.replace(checked.seqs, max_seqlen_k=32))
     calls, union = [], triton_prefill.launch_union
     monkeypatch.setattr(triton_prefill, "launch_union", lambda call: calls.append(call) or union(call))
     run(checked)
@@ -324,7 +324,7 @@ def test_path_is_checked():
     p = problem((1,), (8,), dtype=EXACT)
     with pytest.raises(ValueError, match="path must be one of"):
         run(arguments(p, torch.zeros(1, 1, 1, dtype=torch.int32), 16), path="both")
-    stored = arguments(p, torch.zeros(1, 1, 1, dtype=torch.int32), 16) | {"q": E4M3.quantize(p.q)}
+    stored = arguments(p, torch.zeros(1, 1, 1, dtype=torch.int32), 16)._replace(q=E4M3.quantize(p.q))
     with pytest.raises(ValueError, match="for stored queries or keys, got 'few'"):
         run(stored, path="few")
 
