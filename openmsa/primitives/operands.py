@@ -96,3 +96,13 @@ class Scores(NamedTuple):
     s_token: int
     s_block: int
     visible: Tensor | None = None
+
+
+class Selection(NamedTuple):
+    """int32 ids of the blocks that each query reads, ``[total_q, key heads, topk]``, -1 and ids past the visible blocks being
+    skipped. s_head is 0 where all heads share one selection."""
+
+    ids: Tensor
+    s_token: int
+    s_head: int
+    s_slot: int

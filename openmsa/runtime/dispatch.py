@@ -121,8 +121,9 @@ class Stage(Generic[CallT]):
     def run(self, impl: str, call: CallT) -> Any:
         """Calls the first implementation that can serve; NotImplementedError lists every refusal when none can."""
         for row in self.table:
-            asked = impl in ("auto", row.name) and row.refuse(call) is None
-            if asked and (impl != "auto" or row.reserve(call) is None):
+            if impl == "auto" and row.reserve(call) is not None:
+                continue  # asked first: it looks at shapes, where `refuse` may import kernels
+            if impl in ("auto", row.name) and row.refuse(call) is None:
                 return row.load()(*call)
         explanation = self.explain(impl, call)
         raise NotImplementedError(f"impl={impl!r} cannot serve this call of {self.name}:\n{explanation}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -51,6 +52,38 @@ class PrefillConfig:
     few_programs: int
     combine_tokens: int
     combine_warps: int
+
+
+class RowTile(NamedTuple):
+    """How (query, head) rows are tiled: a constant of the kernels that attend.
+
+    group:          query heads of a key head.
+    heads, parts:   of them in a tile, a power of two, and how many tiles cover the group.
+    tokens:         queries of a tile.
+    dim, dim_pad:   elements of a head, and of a tile's row.
+    """
+
+    group: int
+    heads: int
+    parts: int
+    tokens: int
+    dim: int
+    dim_pad: int
+
+
+class KeyCut(NamedTuple):
+    """How keys are cut: a constant of the kernels that attend.
+
+    block:      keys of a block.
+    keys:       keys of a tile; a block takes one or more.
+    page_size:  keys of a page, 0 where keys are packed.
+    by_row:     whether tiles lie in neighbouring rows: no block crosses pages, and tiles fill it.
+    """
+
+    block: int
+    keys: int
+    page_size: int
+    by_row: bool
 
 
 def padded_dim(head_dim: int, keys: torch.dtype) -> int:
@@ -121,7 +154,7 @@ def few_queries(total_q: int, head_dim: int, topk: int, num_kv_heads: int, num_b
 
 
 def few_union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> int:
-    """As `union_limit`, beside the form for few queries. Measured: up to one query a block that form wins on random and on
+    """`union_limit` beside the form for few queries. Measured: up to one query a block that form wins on random and on
     clustered selections, above it a union tile costs as much where it keeps three quarters of the blocks; -1: no tile."""
     return -1 if queries_per_block <= 1 else topk * config.union_tokens * 3 // 4
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Stored keys and values as 16-bit numbers, for calls whose queries read every block many times.
 
 KV-outer converts a block once for hundreds of queries, a union tile for a handful: there the conversion costs more than the
@@ -10,14 +11,18 @@ that read codes.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from openmsa.primitives.codes import PLAIN
+from openmsa.primitives.rows import NO_TABLE, TYPES, KeyView, pool_of
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
-from openmsa.sparse_attention.triton_keys import PAGES, TYPES, Keys, key_place, load_codes, numbers
+from openmsa.sparse_attention.triton_keys import HeadRows, Keys, head_start, key_place, load_codes, numbers
 from openmsa.types import Layout
 
 MIN_READERS = 64  # queries that read a block on average; then expanding costs less than a tenth of the call
@@ -25,136 +30,107 @@ ROWS = 64  # of a tile
 PROGRAMS = 512  # a head: enough to fill the largest GPU, few enough to end at once where nothing is wanted
 
 
+class Copies(NamedTuple):
+    """Where numbers are written, ``[key heads, total, dim]`` each, contiguous. wanted: int32 [1], 0 where none are needed."""
+
+    k: Tensor
+    v: Tensor
+    wanted: Tensor
+
+
 def expands(keys: Keys, query_dtype: torch.dtype, readers: float, workspace_bytes: int) -> bool:
     """Whether all keys are converted first: for queries of 16 bits, many readers, and copies within the bound. A factor that
     goes by page has no place in them."""
-    if keys.stored is None or query_dtype not in (torch.float16, torch.bfloat16) or readers < MIN_READERS:
+    if not keys.stored or query_dtype not in (torch.float16, torch.bfloat16) or readers < MIN_READERS:
         return False
-    modes = keys.scale_modes()
-    copies = 2 * 2 * keys.total * keys.heads * keys.stored[0].shape[-1]
-    return PAGES not in (modes["K_SCALE"], modes["V_SCALE"]) and copies <= workspace_bytes
+    return not keys.factors_by_page and 2 * query_dtype.itemsize * keys.total * keys.heads * keys.k.dim <= workspace_bytes
 
 
 @triton.jit(do_not_specialize=["batch", "row_tiles", "total", "num_pages"])
 def expand_rows(
-    k,  # codes, and bytes of NVFP4 group scales or None
-    v,
-    k_groups,
-    v_groups,
-    k_out,  # [heads, total, DIM], contiguous
-    v_out,
-    wanted,  # int32 [1]: 0: nothing is written
+    keys,  # KeyRows
+    values,
+    table,  # PageTable
+    copies,  # Copies
     cu_k,
-    page_table,
     batch,
     row_tiles,
     total,
     num_heads,
     num_pages,
-    stride_k_page,
-    stride_k_h,
-    stride_k_row,
-    stride_k_dim,
-    stride_v_page,
-    stride_v_h,
-    stride_v_row,
-    stride_v_dim,
-    stride_kg_page,
-    stride_kg_h,
-    stride_kg_row,
-    stride_kg_dim,
-    stride_vg_page,
-    stride_vg_h,
-    stride_vg_row,
-    stride_vg_dim,
-    stride_table_b,
-    stride_table_p,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
+    DIM_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    SWIZZLED: tl.constexpr,
+    K_FORM: tl.constexpr,
+    V_FORM: tl.constexpr,
     TYPE: tl.constexpr,
 ):
     """Grid (programs, heads); they share the tiles, ROWS neighbouring keys of a sequence and `row_tiles` a sequence."""
-    if tl.load(wanted) == 0:
+    if tl.load(copies.wanted) == 0:
         return
     i_h = tl.program_id(1).to(tl.int64)
-    k += i_h * stride_k_h
-    v += i_h * stride_v_h
-    if FORMAT == 3 and not SWIZZLED:
-        k_groups += i_h * stride_kg_h
-        v_groups += i_h * stride_vg_h
-    k_out += i_h * total * DIM
-    v_out += i_h * total * DIM
+    p_k, p_ks = head_start(keys, i_h, K_FORM)
+    p_v, p_vs = head_start(values, i_h, V_FORM)
+    k_head, v_head = HeadRows(keys, p_k, p_ks), HeadRows(values, p_v, p_vs)
+    k_out = copies.k + i_h * total * DIM
+    v_out = copies.v + i_h * total * DIM
     for i_tile in range(tl.program_id(0), batch * row_tiles, tl.num_programs(0)):
         i_b, first = i_tile // row_tiles, i_tile % row_tiles * ROWS
         k_begin = tl.load(cu_k + i_b)
         k_len = tl.load(cu_k + i_b + 1) - k_begin
         if first < k_len:
-            o_key, o_d = first + tl.arange(0, ROWS), tl.arange(0, DIM_PADDED)
+            o_key, o_d = first + tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
             m_key = o_key < k_len
-            table_row = page_table
+            table_row = table.ids
             if PAGE_SIZE > 0:
-                table_row += i_b.to(tl.int64) * stride_table_b
-            page, row = key_place(o_key, m_key, k_begin, table_row, num_pages, stride_table_p, PAGE_SIZE)
-            b_k, b_gk = load_codes(
-                k, k_groups, page, row, m_key, i_h, num_heads, stride_k_page, stride_k_row, stride_k_dim,
-                stride_kg_page, stride_kg_row, stride_kg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, True,
-            )  # fmt: skip
-            b_v, b_gv = load_codes(
-                v, v_groups, page, row, m_key, i_h, num_heads, stride_v_page, stride_v_row, stride_v_dim,
-                stride_vg_page, stride_vg_row, stride_vg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, True,
-            )  # fmt: skip
+                table_row += i_b.to(tl.int64) * table.s_sequence
+            page, row = key_place(o_key, m_key, k_begin, table_row, num_pages, table.s_page, PAGE_SIZE)
+            b_k, b_gk = load_codes(k_head, page, row, m_key, i_h, num_heads, K_FORM, DIM, DIM_PAD, PAGE_SIZE, True)
+            b_v, b_gv = load_codes(v_head, page, row, m_key, i_h, num_heads, V_FORM, DIM, DIM_PAD, PAGE_SIZE, True)
             o_out = (k_begin + o_key).to(tl.int64)
             m_out = (m_key & (o_out < total))[:, None] & (o_d < DIM)[None, :]
             o_out = (o_out * DIM)[:, None] + o_d[None, :]
-            tl.store(k_out + o_out, numbers(b_k, b_gk, FORMAT, TYPE), mask=m_out)
-            tl.store(v_out + o_out, numbers(b_v, b_gv, FORMAT, TYPE), mask=m_out)
+            tl.store(k_out + o_out, numbers(b_k, b_gk, K_FORM, TYPE), mask=m_out)
+            tl.store(v_out + o_out, numbers(b_v, b_gv, V_FORM, TYPE), mask=m_out)
 
 
 def copies_of(keys: Keys, dtype: torch.dtype) -> Keys:
-    """Room for the same keys, packed, as numbers of a 16-bit dtype; sizes follow from bounds. A head's keys lie together."""
-    assert keys.stored is not None
-    shape = (keys.heads, keys.total, keys.stored[0].shape[-1])
-    k, v = (torch.empty(shape, dtype=dtype, device=keys.k.device).transpose(0, 1) for _ in "kv")
-    return keys._replace(k=k, v=v, page_size=0, num_pages=1, table=None, by_row=True, expanded=True)
+    """Room for the same keys, packed, as numbers of a 16-bit dtype; sizes follow from bounds. A head's keys lie together, and
+    factors stay what they are."""
+    return Keys(_room(keys, keys.k, dtype), _room(keys, keys.v, dtype), keys.total, True)
+
+
+def _room(keys: Keys, view: KeyView, dtype: torch.dtype) -> KeyView:
+    """The same keys, or values, as numbers that are still to be written."""
+    shape = (keys.heads, keys.total, view.dim)
+    pool = pool_of(torch.empty(shape, dtype=dtype, device=view.rows.data.device).transpose(0, 1))
+    s_page, s_head, s_row, s_dim = pool.stride()
+    rows = view.rows._replace(data=pool, s_page=s_page, s_head=s_head, s_row=s_row, s_dim=s_dim, scales=None)
+    form = view.form._replace(format=PLAIN, swizzled=False, split=1)
+    return view._replace(rows=rows, form=form, table=NO_TABLE, num_pages=1, page_size=0, capacity=keys.total)
 
 
 def expand(keys: Keys, copies: Keys, seqs: Layout, wanted: Tensor) -> None:
     """Fills the copies unless `wanted` (int32 [1], on the device) is 0. One launch, no host sync."""
-    dim, modes = copies.k.shape[-1], keys.scale_modes()
+    k, v = copies.k.rows.data, copies.v.rows.data
     row_tiles = ceil_div(min(seqs.max_seqlen_k, keys.total), ROWS)
-    (_, _, _, k_groups, *kg_strides), (_, _, _, v_groups, *vg_strides) = keys.scales_of(0), keys.scales_of(1)
     launch_kernel(
         expand_rows,
         (min(seqs.batch * row_tiles, PROGRAMS), keys.heads),
-        keys.k,
-        keys.v,
-        k_groups,
-        v_groups,
-        copies.k,
-        copies.v,
-        wanted,
+        *keys.operands,
+        Copies(k, v, wanted),
         seqs.cu_seqlens_k,
-        keys.table,
         seqs.batch,
         row_tiles,
         keys.total,
         keys.heads,
-        keys.num_pages,
-        *keys.strides(keys.k),
-        *keys.strides(keys.v),
-        *kg_strides,
-        *vg_strides,
-        *keys.table_strides,
+        keys.k.num_pages,
         ROWS=ROWS,
-        DIM=dim,
-        DIM_PADDED=next_power_of_two(dim),
+        DIM=keys.k.dim,
+        DIM_PAD=next_power_of_two(keys.k.dim),
         PAGE_SIZE=keys.page_size,
-        FORMAT=modes["FORMAT"],
-        SWIZZLED=modes["SWIZZLED"],
-        TYPE=TYPES[copies.k.dtype],
+        **keys.forms,
+        TYPE=TYPES[k.dtype],
         num_warps=4,
     )

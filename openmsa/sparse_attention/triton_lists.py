@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Kernels that turn a selection into work: union lists of neighbouring queries, and the query list of each block.
 
 A tile is `TOKENS` neighbouring queries of one sequence. Tile i belongs to the last sequence b with
@@ -14,12 +15,334 @@ Their order within a list depends on timing; no result does, as the slot in the 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from openmsa.primitives.operands import Bounds, QueryRows, Selection
+from openmsa.primitives.softmax import Result
+from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.launch import launch_kernel
+from openmsa.sparse_attention.triton_config import (
+    FEW_READERS,
+    PrefillConfig,
+    RowTile,
+    few_queries,
+    few_union_limit,
+    padded_dim,
+    union_limit,
+)
+from openmsa.sparse_attention.triton_keys import Descriptors, Keys
+from openmsa.types import Layout
 
 NO_REST, KV_OUTER, FEW = (tl.constexpr(i) for i in range(3))  # where tiles go that do not stay together
-TILE_FIELDS = 4  # first token, number of tokens, sequence, position of the first token
-ITEM_FIELDS = 4  # begin and end in the entries, sequence, block (-1 - block: some query of its list sees a part of it)
+TILE_FIELDS = tl.constexpr(4)
+"""Of a tile: first token, number of tokens, sequence, position of the first token."""
+SIZE_FIELDS = tl.constexpr(2)
+"""Of a union list: its blocks (-1: the tile does not stay together), and how many of them all its queries see whole."""
+ITEM_FIELDS = tl.constexpr(4)
+"""Of an item: begin and end in the entries, sequence, block (-1 - block: some query of its list sees only a part of it)."""
+UNIT_FIELDS = tl.constexpr(8)
+"""Of a unit: first key row, keys to read, block, sequence, keys of the sequence, position of token 0; two are unused."""
+COUNT_FIELDS = tl.constexpr(2)
+"""Of the number of a head's units: those from the front, those from the back."""
+SCAN_STEP = 2048
+"""Buckets that a program adds up at a time."""
+ALIGNED = 4
+"""Lists begin at multiples of so many elements, so that their addresses are always of one alignment."""
+
+
+class UnionLists(NamedTuple):
+    """Tiles, and the union lists of those that stay together; int32.
+
+    tiles:      [num_tiles, TILE_FIELDS].
+    sizes:      [num_tiles, key heads, SIZE_FIELDS].
+    ids:        [num_tiles, key heads, capacity], block ids, ascending.
+    rows:       the same shape: first key row of the block in k, where blocks do not cross pages.
+    bits:       the same shape: bit i: token i of the tile selected it.
+    has_union:  [1], 1 where some tile stays together, be it empty; None where nobody asks.
+    """
+
+    tiles: Tensor
+    sizes: Tensor
+    ids: Tensor
+    rows: Tensor
+    bits: Tensor
+    has_union: Tensor | None
+
+
+class OuterLists(NamedTuple):
+    """Which queries read a block, for KV-outer; int32 where nothing else is said. A segment is a chunk of tiles and a key head.
+
+    counts:         [segments, num_buckets], queries a block.
+    partly:         the same shape: not 0 where some query does not see all of the block.
+    slots:          int64 [total_q, key heads], bit i: slot i has a partial.
+    ranks:          [total_q, key heads, topk], place in the block's list, -1: nothing to read.
+    entries:        [segments, chunk.entries], token * topk + slot.
+    entry_offsets:  [segments, num_buckets], where a block's list starts in its segment.
+    item_offsets:   the same shape: where its items start.
+    items:          [segments, chunk.items, ITEM_FIELDS].
+    num_items:      [segments].
+    """
+
+    counts: Tensor
+    partly: Tensor
+    slots: Tensor
+    ranks: Tensor
+    entries: Tensor
+    entry_offsets: Tensor
+    item_offsets: Tensor
+    items: Tensor
+    num_items: Tensor
+
+
+class FewLists(NamedTuple):
+    """Which queries read a block, where these are few; int32 where nothing else is said.
+
+    counts:        [key heads, num_buckets], queries a block.
+    partly:        the same shape: the most keys that a query sees where not all see the whole block, else 0.
+    slots:         int64 [total_q, key heads], bit i: slot i has a partial.
+    entries:       [key heads, num_buckets, room], token * topk + slot.
+    units:         [key heads, units, UNIT_FIELDS].
+    unit_entries:  [key heads, units, tokens], entries of a unit, -1 where there is none.
+    num_units:     [key heads, COUNT_FIELDS].
+    """
+
+    counts: Tensor
+    partly: Tensor
+    slots: Tensor
+    entries: Tensor
+    units: Tensor
+    unit_entries: Tensor
+    num_units: Tensor
+
+
+class Lists(NamedTuple):
+    """Which work a call is. Tiles that do not stay together are KV-outer's, in one of its forms, unless there are none."""
+
+    union: UnionLists
+    outer: OuterLists | None
+    few: FewLists | None
+
+
+class Limits(NamedTuple):
+    """Bounds of lists.
+
+    max_blocks:   of a sequence; nothing is listed past them, whatever the lengths say.
+    union_limit:  blocks of a tile that stays together; -1: no tile stays together.
+    capacity:     of a union list.
+    room:         of a block's list for few queries.
+    """
+
+    max_blocks: int
+    union_limit: int
+    capacity: int
+    room: int
+
+
+class Chunk(NamedTuple):
+    """Bounds of a chunk of tiles, whose partials are held at a time: tiles; entries and items of each key head."""
+
+    tiles: int
+    entries: int
+    items: int
+
+
+class Plan(NamedTuple):
+    """Sizes of one call, all known on the host."""
+
+    group: int
+    parts: int  # programs that share the heads of one group
+    topk: int
+    block_size: int
+    total_q: int
+    num_tiles: int
+    limits: Limits
+    rest: int  # where tiles go that do not stay together; NO_REST: no tile can select more blocks than the limit
+    num_chunks: int
+    chunk: Chunk
+    num_buckets: int
+    num_units: int  # of a head, for few queries
+    cuts: int  # partials of a block
+    partial_dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        queries: QueryRows,
+        keys: Keys,
+        topk: int,
+        block_size: int,
+        seqs: Layout,
+        config: PrefillConfig,
+        path: str,
+        plain: bool,
+        partial_dtype: torch.dtype,
+        workspace_bytes: int,
+        tuned: bool,
+    ) -> Plan:
+        """path, partial_dtype, workspace_bytes: of the call. plain: neither queries nor keys are in a format. tuned: whether
+        union tiles go to Hopper's own kernel."""
+        total_q, num_q_heads, head_dim = queries.data.shape
+        tokens, group = config.union_tokens, num_q_heads // keys.heads
+        num_buckets = buckets_of(keys, seqs, block_size)
+        most = min(tokens * topk, seqs.num_blocks(block_size))
+        num_tiles = ceil_div(total_q, tokens) + seqs.batch - 1
+        readers = total_q * topk / num_buckets
+        query_bytes = num_q_heads * topk * head_dim * partial_dtype.itemsize  # of partials, for each cut of a block
+        may_be_few = path == "auto" and plain and total_q * query_bytes <= workspace_bytes
+        few = path == "few" or (may_be_few and few_queries(total_q, head_dim, topk, keys.heads, num_buckets))
+        cuts = 1 if few else ceil_div(block_size, config.outer_keys)
+        num_chunks = 1 if few else ceil_div(num_tiles, max(1, workspace_bytes // (tokens * cuts * query_bytes)))
+        chunk_tiles = ceil_div(num_tiles, num_chunks)
+        entries = chunk_tiles * tokens * topk
+        # Not of the chunk: but for the form for few queries, the workspace must not change which kernel serves a tile.
+        scarce = few or (tuned and readers <= FEW_READERS)  # Hopper's kernel walks a wide union in too few programs
+        limit = (few_union_limit if scarce else union_limit)(config, topk, readers)
+        limit = {"union": most, "outer": 0, "few": -1}.get(path, limit)
+        return cls(
+            group=group,
+            parts=ceil_div(group, config.heads),
+            topk=topk,
+            block_size=block_size,
+            total_q=total_q,
+            num_tiles=num_tiles,
+            limits=Limits(seqs.num_blocks(block_size), limit, max(1, min(limit, most)), min(seqs.max_seqlen_q, total_q)),
+            rest=(NO_REST if limit >= most else FEW if few else KV_OUTER).value,
+            num_chunks=num_chunks,
+            chunk=Chunk(chunk_tiles, entries, entries // config.outer_item + min(num_buckets, entries)),
+            num_buckets=num_buckets,
+            num_units=total_q * topk // tokens + min(num_buckets, total_q * topk),
+            cuts=cuts,
+            partial_dtype=partial_dtype,
+        )
+
+
+class PrefillCall(NamedTuple):
+    """One call with its lists, ready for the kernels that attend."""
+
+    queries: QueryRows
+    keys: Keys
+    tma: Descriptors  # of the keys that the union kernel reads
+    bounds: Bounds
+    plan: Plan
+    config: PrefillConfig
+    lists: Lists
+    result: Result
+    scale: float  # times log2(e), not negative
+    negative: bool  # the sign of the caller's scale
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.bounds.cu_q.numel() - 1
+
+    def row_tile(self, tokens: int) -> RowTile:
+        """Rows of so many queries."""
+        dim, plan = self.queries.data.shape[2], self.plan
+        return RowTile(plan.group, self.config.heads, plan.parts, tokens, dim, padded_dim(dim, self.keys.dtype))
+
+
+def buckets_of(keys: Keys, seqs: Layout, block_size: int) -> int:
+    """Bound on the blocks of all sequences together, as they are numbered."""
+    return ceil_div(keys.total, block_size) + seqs.batch - 1
+
+
+def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: PrefillConfig, flag: bool) -> Lists:
+    """The lists of a call, filled by one to three launches. keys: the union kernel's. flag: whether `has_union` is wanted."""
+    tile_heads, segments, total_q = plan.num_tiles * keys.heads, plan.num_chunks * keys.heads, plan.total_q
+    room = tile_heads * plan.limits.capacity
+    union_sizes = (plan.num_tiles * TILE_FIELDS.value, tile_heads * SIZE_FIELDS.value, room, room, room)
+    num_slots = 2 * total_q * keys.heads  # an int64 each
+    counts = segments * plan.num_buckets if plan.rest != NO_REST.value else 0
+    has_union = None
+    if counts or flag:
+        room = counts + -counts % ALIGNED
+        zeros = blocks.new_zeros(2 * room + 1)
+        has_union = zeros[2 * room :] if flag else None
+    outer: OuterLists | None = None
+    few: FewLists | None = None
+    if plan.rest == FEW.value:
+        n = keys.heads * plan.num_units
+        few_sizes = (counts * plan.limits.room, n * UNIT_FIELDS.value, n * config.union_tokens, keys.heads * COUNT_FIELDS.value)
+        parts = _split(blocks, *union_sizes, num_slots, *few_sizes)
+        slots, entries, units, unit_entries, num_units = parts[len(union_sizes) :]
+        few = FewLists(zeros, zeros[room:], slots.view(torch.int64), entries, units, unit_entries, num_units)
+    elif plan.rest == KV_OUTER.value:
+        sizes = (num_slots, total_q * keys.heads * plan.topk, segments * plan.chunk.entries, counts, counts)
+        parts = _split(blocks, *union_sizes, *sizes, segments * plan.chunk.items * ITEM_FIELDS.value, segments)
+        slots, ranks, entries, entry_offsets, item_offsets, items, num_items = parts[len(union_sizes) :]
+        slots = slots.view(torch.int64)
+        outer = OuterLists(zeros, zeros[room:], slots, ranks, entries, entry_offsets, item_offsets, items, num_items)
+    else:
+        parts = _split(blocks, *union_sizes)
+    tiles, list_sizes, ids, rows, bits = parts[: len(union_sizes)]
+    lists = Lists(UnionLists(tiles, list_sizes, ids, rows, bits, has_union), outer, few)
+    _fill(lists, blocks, bounds, keys, plan, config)
+    return lists
+
+
+def _split(like: Tensor, *sizes: int) -> list[Tensor]:
+    """Tensors of at least so many elements, in one allocation, all aligned."""
+    rooms = [size + -size % ALIGNED for size in sizes]
+    return list(like.new_empty(sum(rooms)).split(rooms))
+
+
+def _fill(lists: Lists, blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: PrefillConfig) -> None:
+    selection = Selection(blocks, blocks.stride(0), blocks.stride(1) if blocks.shape[1] > 1 else 0, blocks.stride(2))
+    batch, tokens, slots = bounds.cu_q.numel() - 1, config.union_tokens, next_power_of_two(plan.topk)
+    grid = (plan.num_tiles * keys.heads,)
+    shape = {"TOPK": plan.topk, "SLOTS": slots, "TOKENS": tokens, "BLOCK": plan.block_size}
+    num_warps = min(8, max(1, tokens * slots // 256))
+    launch_kernel(
+        tile_lists,
+        grid,
+        selection,
+        bounds,
+        keys.k.table,
+        lists.union,
+        lists.few or lists.outer,
+        keys.heads,
+        batch,
+        (batch - 1).bit_length(),
+        plan.num_buckets,
+        plan.chunk.tiles,
+        keys.k.num_pages,
+        *plan.limits,
+        **shape,
+        PAGE_SIZE=keys.page_size if keys.by_row else 0,
+        REST=plan.rest,
+        num_warps=num_warps,
+    )
+    if lists.outer is None:
+        return
+    launch_kernel(
+        bucket_offsets,
+        (plan.num_chunks * keys.heads,),
+        lists.outer,
+        plan.num_buckets,
+        ITEM=config.outer_item,
+        STEP=SCAN_STEP,
+        num_warps=8,
+    )
+    launch_kernel(
+        fill_lists,
+        grid,
+        selection,
+        bounds.cu_k,
+        lists.union,
+        lists.outer,
+        keys.heads,
+        plan.num_buckets,
+        *plan.chunk,
+        **shape,
+        ITEM=config.outer_item,
+        num_warps=num_warps,
+    )
+
 
 _LENGTHS = ["batch", "search_steps", "num_buckets", "chunk_tiles", "chunk_entries", "item_bound", "num_pages"]
 _LENGTHS += ["max_blocks", "union_limit", "capacity", "room"]
@@ -32,13 +355,13 @@ def _either(id_a, bits_a, id_b, bits_b):
 
 
 @triton.jit
-def sequence_of_tile(cu_q, i_tile, batch, search_steps, TOKENS: tl.constexpr):
-    """The sequence of a tile, numbered as above."""
-    low = i_tile * 0
+def sequence_of(numbered, i, batch, search_steps, SIZE: tl.constexpr):
+    """The sequences of tiles of SIZE queries (numbered: cu_q) or of buckets of SIZE keys (cu_k); i is one number or several."""
+    low = i * 0
     high = low + batch - 1
     for _ in range(search_steps):
         middle = (low + high + 1) // 2
-        reached = tl.load(cu_q + middle) // TOKENS + middle <= i_tile
+        reached = tl.load(numbered + middle) // SIZE + middle <= i
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle - 1)
     return low
@@ -51,36 +374,35 @@ def position_of_token_zero(q_offset, i_b, q_begin, q_end, k_len):
     return k_len - q_end if q_offset is None else tl.load(q_offset + i_b) - q_begin
 
 
+@triton.jit
+def load_tile(tiles, i_tile):
+    """First token, number of tokens, sequence and position of the first token of a tile."""
+    p_tile = tiles + i_tile * TILE_FIELDS
+    return tl.load(p_tile), tl.load(p_tile + 1), tl.load(p_tile + 2), tl.load(p_tile + 3)
+
+
+@triton.jit
+def selected_at(selection, row, i_h, SLOTS: tl.constexpr):
+    """Where the block ids of rows of queries (int64) lie, [rows, SLOTS]."""
+    o_s = tl.arange(0, SLOTS)
+    return selection.ids + row[:, None] * selection.s_token + i_h * selection.s_head + o_s[None, :] * selection.s_slot
+
+
 @triton.jit(do_not_specialize=_LENGTHS)
 def tile_lists(
-    blocks,  # int32 [total_q, heads or 1, TOPK], any strides
-    cu_q,
-    cu_k,
-    q_offset,
-    page_table,  # int32 [batch, max_pages] or None
-    tiles,  # int32 [num_tiles, TILE_FIELDS], written
-    union_sizes,  # int32 [num_tiles, kv_heads, 2], written: blocks (-1: the tile is KV-outer's), fully visible ones
-    union_ids,  # int32 [num_tiles, kv_heads, capacity], written: block ids, ascending
-    union_rows,  # the same shape: first key row of the block in k, where blocks do not cross pages
-    union_bits,  # the same shape: bit i: token i of the tile selected it
-    has_union,  # int32 [1], zero: 1 where some tile stays together, be it empty, written; or None
-    counts,  # int32 [chunks, kv_heads, num_buckets], zero: queries a block, written
-    partly,  # the same shape, zero: not 0 where some query does not see all of it; FEW: then the most keys one sees; written
-    ranks,  # KV_OUTER: int32 [total_q, kv_heads, TOPK], written: place in the block's list, -1: nothing to read
-    entries,  # FEW: int32 [kv_heads, num_buckets, room], written: token * TOPK + slot
-    slots,  # FEW: int64 [total_q, kv_heads], written: bit i: slot i has a partial
-    stride_blocks_t,
-    stride_blocks_h,
-    stride_blocks_k,
-    stride_table_b,
-    stride_table_p,
+    selection,  # Selection
+    bounds,  # Bounds
+    table,  # PageTable
+    union,  # UnionLists, written; has_union must be 0 before
+    rest,  # OuterLists, of which counts and partly must be 0 before and are written, and ranks are; or FewLists, of which
+    # entries and slots are written too; None: every tile stays together
     num_kv_heads,
     batch,
     search_steps,
     num_buckets,
     chunk_tiles,
     num_pages,
-    max_blocks,  # of a sequence; nothing is listed past them, whatever the lengths say
+    max_blocks,
     union_limit,
     capacity,
     room,
@@ -88,35 +410,36 @@ def tile_lists(
     SLOTS: tl.constexpr,  # TOPK rounded up to a power of two
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,  # 0: flat keys, or pages that blocks may cross
+    PAGE_SIZE: tl.constexpr,  # 0: packed keys, or pages that blocks may cross
     REST: tl.constexpr,  # NO_REST, KV_OUTER or FEW
 ):
     """One program a (tile, KV head): its union list, or its queries' places in the lists of their blocks."""
+    # 1. The tile.
     i_tile = tl.program_id(0) // num_kv_heads
     i_h = tl.program_id(0) % num_kv_heads
-    i_b = sequence_of_tile(cu_q, i_tile, batch, search_steps, TOKENS)
-    q_begin, q_end = tl.load(cu_q + i_b), tl.load(cu_q + i_b + 1)
-    k_begin, k_end = tl.load(cu_k + i_b), tl.load(cu_k + i_b + 1)
+    i_b = sequence_of(bounds.cu_q, i_tile, batch, search_steps, TOKENS)
+    q_begin, q_end = tl.load(bounds.cu_q + i_b), tl.load(bounds.cu_q + i_b + 1)
+    k_begin, k_end = tl.load(bounds.cu_k + i_b), tl.load(bounds.cu_k + i_b + 1)
     first = tl.minimum(q_begin + (i_tile - q_begin // TOKENS - i_b) * TOKENS, q_end)
     tokens = tl.minimum(q_end - first, TOKENS)
-    position = first + position_of_token_zero(q_offset, i_b, q_begin, q_end, k_end - k_begin)
+    position = first + position_of_token_zero(bounds.q_offset, i_b, q_begin, q_end, k_end - k_begin)
     if i_h == 0:
-        p_tile = tiles + i_tile * 4
+        p_tile = union.tiles + i_tile * TILE_FIELDS
         tl.store(p_tile, first)
         tl.store(p_tile + 1, tokens)
         tl.store(p_tile + 2, i_b)
         tl.store(p_tile + 3, position)
 
+    # 2. The blocks that its queries selected and see.
     o_t, o_s = tl.arange(0, TOKENS), tl.arange(0, SLOTS)
     last_key = tl.minimum(position + o_t, k_end - k_begin - 1)  # [TOKENS]
     visible = tl.minimum(tl.where(last_key >= 0, last_key // BLOCK + 1, 0), max_blocks)
     row = (first + o_t).to(tl.int64)
     m_slot = (o_t < tokens)[:, None] & (o_s < TOPK)[None, :]
-    p_ids = blocks + row[:, None] * stride_blocks_t + i_h * stride_blocks_h + o_s[None, :] * stride_blocks_k
-    b_ids = tl.load(p_ids, mask=m_slot, other=-1)  # [TOKENS, SLOTS]
+    b_ids = tl.load(selected_at(selection, row, i_h, SLOTS), mask=m_slot, other=-1)  # [TOKENS, SLOTS]
     m_read = (b_ids >= 0) & (b_ids < visible[:, None])
 
-    # Sorted by block, then token: each block's run ends where the next id differs.
+    # 3. Their union: sorted by block, then token, each block's run ends where the next id differs.
     NOTHING: tl.constexpr = 2147483647
     N: tl.constexpr = TOKENS * SLOTS
     keys = tl.where(m_read, b_ids * TOKENS + o_t[:, None], NOTHING)
@@ -129,51 +452,49 @@ def tile_lists(
     size = tl.sum(m_end.to(tl.int32), 0)
     _, bits = tl.associative_scan((ids, 1 << (keys % TOKENS)), 0, _either)
 
+    # 4. The list of a tile that stays together, or an entry in its block's list for each (query, slot).
     last_common = tl.min(tl.where(o_t < tokens, last_key, NOTHING), 0)
     whole = tl.sum((m_end & (ids * BLOCK + BLOCK - 1 <= last_common)).to(tl.int32), 0)
     o_list = (i_tile * num_kv_heads + i_h).to(tl.int64)
     is_union = size <= union_limit
-    tl.store(union_sizes + o_list * 2, tl.where(is_union, size, -1))
-    tl.store(union_sizes + o_list * 2 + 1, whole)
+    tl.store(union.sizes + o_list * SIZE_FIELDS, tl.where(is_union, size, -1))
+    tl.store(union.sizes + o_list * SIZE_FIELDS + 1, whole)
     if is_union:
-        if has_union is not None:  # thousands of programs would write to one address
-            tl.store(has_union, 1, mask=(tokens > 0) & (tl.load(has_union) == 0))
+        if union.has_union is not None:  # thousands of programs would write to one address
+            tl.store(union.has_union, 1, mask=(tokens > 0) & (tl.load(union.has_union) == 0))
         o_entry = o_list * capacity + place
-        tl.store(union_ids + o_entry, ids, mask=m_end)
-        tl.store(union_bits + o_entry, bits, mask=m_end)
+        tl.store(union.ids + o_entry, ids, mask=m_end)
+        tl.store(union.bits + o_entry, bits, mask=m_end)
         if PAGE_SIZE > 0:
-            page = tl.load(page_table + i_b * stride_table_b + (ids * BLOCK // PAGE_SIZE) * stride_table_p, mask=m_end, other=0)
-            page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
-            tl.store(union_rows + o_entry, page * PAGE_SIZE + ids * BLOCK % PAGE_SIZE, mask=m_end)
+            p_page = table.ids + i_b * table.s_sequence + (ids * BLOCK // PAGE_SIZE) * table.s_page
+            page = tl.minimum(tl.maximum(tl.load(p_page, mask=m_end, other=0), 0), num_pages - 1)
+            tl.store(union.rows + o_entry, page * PAGE_SIZE + ids * BLOCK % PAGE_SIZE, mask=m_end)
         else:
-            tl.store(union_rows + o_entry, k_begin + ids * BLOCK, mask=m_end)
+            tl.store(union.rows + o_entry, k_begin + ids * BLOCK, mask=m_end)
     elif REST == KV_OUTER:
         i_segment = (i_tile // chunk_tiles * num_kv_heads + i_h).to(tl.int64)
         o_b = i_segment * num_buckets + k_begin // BLOCK + i_b + b_ids
-        rank = tl.atomic_add(counts + o_b, 1, mask=m_read, sem="relaxed")
+        rank = tl.atomic_add(rest.counts + o_b, 1, mask=m_read, sem="relaxed")
         m_part = m_read & (b_ids * BLOCK + BLOCK - 1 > last_key[:, None])
-        tl.store(partly + o_b, tl.full(o_b.shape, 1, tl.int32), mask=m_part)
-        p_ranks = ranks + (row[:, None] * num_kv_heads + i_h) * TOPK + o_s[None, :]
+        tl.store(rest.partly + o_b, tl.full(o_b.shape, 1, tl.int32), mask=m_part)
+        p_ranks = rest.ranks + (row[:, None] * num_kv_heads + i_h) * TOPK + o_s[None, :]
         tl.store(p_ranks, tl.where(m_read, rank, -1), mask=m_slot)
     elif REST == FEW:
         o_b = i_h * num_buckets + k_begin // BLOCK + i_b + tl.where(m_read, b_ids, 0)
-        rank = tl.atomic_add(counts + o_b, 1, mask=m_read, sem="relaxed")
+        rank = tl.atomic_add(rest.counts + o_b, 1, mask=m_read, sem="relaxed")
         m_read &= rank < room  # ids are distinct; were they not, nothing is written past the list
-        tl.store(entries + o_b.to(tl.int64) * room + rank, (first + o_t)[:, None] * TOPK + o_s[None, :], mask=m_read)
+        tl.store(rest.entries + o_b.to(tl.int64) * room + rank, (first + o_t)[:, None] * TOPK + o_s[None, :], mask=m_read)
         first_last = tl.minimum(position - first + q_begin, k_end - k_begin - 1)  # the last key that every query sees
         seen = tl.minimum(last_key[:, None] - b_ids * BLOCK + 1, BLOCK)
         m_part = m_read & (b_ids * BLOCK + BLOCK - 1 > first_last)
-        tl.atomic_max(partly + o_b, seen, mask=m_part, sem="relaxed")
+        tl.atomic_max(rest.partly + o_b, seen, mask=m_part, sem="relaxed")
         filled = tl.sum(m_read.to(tl.int64) << o_s[None, :].to(tl.int64), 1)
-        tl.store(slots + row * num_kv_heads + i_h, filled, mask=o_t < tokens)
+        tl.store(rest.slots + row * num_kv_heads + i_h, filled, mask=o_t < tokens)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def bucket_offsets(
-    counts,  # int32 [segments, num_buckets]
-    entry_offsets,  # the same shape, written: where a block's list starts in its segment
-    item_offsets,  # the same shape, written: where its items start
-    num_items,  # int32 [segments], written
+    outer,  # OuterLists, of which both offsets and num_items are written
     num_buckets,
     ITEM: tl.constexpr,
     STEP: tl.constexpr,
@@ -185,32 +506,21 @@ def bucket_offsets(
         o_b = start + tl.arange(0, STEP)
         m_b = o_b < num_buckets
         o_b = i_segment.to(tl.int64) * num_buckets + o_b
-        b_count = tl.load(counts + o_b, mask=m_b, other=0)
+        b_count = tl.load(outer.counts + o_b, mask=m_b, other=0)
         b_items = (b_count + ITEM - 1) // ITEM
-        tl.store(entry_offsets + o_b, entries + tl.cumsum(b_count, 0) - b_count, mask=m_b)
-        tl.store(item_offsets + o_b, items + tl.cumsum(b_items, 0) - b_items, mask=m_b)
+        tl.store(outer.entry_offsets + o_b, entries + tl.cumsum(b_count, 0) - b_count, mask=m_b)
+        tl.store(outer.item_offsets + o_b, items + tl.cumsum(b_items, 0) - b_items, mask=m_b)
         entries += tl.sum(b_count, 0)
         items += tl.sum(b_items, 0)
-    tl.store(num_items + i_segment, items)
+    tl.store(outer.num_items + i_segment, items)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def fill_lists(
-    blocks,
+    selection,  # Selection
     cu_k,
-    tiles,
-    union_sizes,
-    ranks,
-    counts,
-    partly,
-    entry_offsets,
-    item_offsets,
-    entries,  # int32 [segments, chunk_entries], written: token * TOPK + slot
-    items,  # int32 [segments, item_bound, ITEM_FIELDS], written
-    slots,  # int64 [total_q, kv_heads], written for KV-outer tiles: bit i: slot i has a partial
-    stride_blocks_t,
-    stride_blocks_h,
-    stride_blocks_k,
+    union,  # UnionLists
+    outer,  # OuterLists, of which entries, items and slots are written
     num_kv_heads,
     num_buckets,
     chunk_tiles,
@@ -223,34 +533,36 @@ def fill_lists(
     ITEM: tl.constexpr,
 ):
     """One program a (tile, KV head): writes the entries of a KV-outer tile, and the items that begin with them."""
+    # 1. The blocks of the tile, and its queries' places in their lists.
     i_tile = tl.program_id(0) // num_kv_heads
     i_h = tl.program_id(0) % num_kv_heads
-    if tl.load(union_sizes + (i_tile * num_kv_heads + i_h) * 2) >= 0:
+    if tl.load(union.sizes + (i_tile * num_kv_heads + i_h) * SIZE_FIELDS) >= 0:
         return
-    p_tile = tiles + i_tile * 4
-    first, tokens, i_b = tl.load(p_tile), tl.load(p_tile + 1), tl.load(p_tile + 2)
+    first, tokens, i_b, _ = load_tile(union.tiles, i_tile)
     o_t, o_s = tl.arange(0, TOKENS), tl.arange(0, SLOTS)
     row = (first + o_t).to(tl.int64)
     m_slot = (o_t < tokens)[:, None] & (o_s < TOPK)[None, :]
-    rank = tl.load(ranks + (row[:, None] * num_kv_heads + i_h) * TOPK + o_s[None, :], mask=m_slot, other=-1)
+    rank = tl.load(outer.ranks + (row[:, None] * num_kv_heads + i_h) * TOPK + o_s[None, :], mask=m_slot, other=-1)
     m_read = rank >= 0  # [TOKENS, SLOTS]
-    p_ids = blocks + row[:, None] * stride_blocks_t + i_h * stride_blocks_h + o_s[None, :] * stride_blocks_k
-    b_ids = tl.load(p_ids, mask=m_read, other=0)
+    b_ids = tl.load(selected_at(selection, row, i_h, SLOTS), mask=m_read, other=0)
 
+    # 2. An entry for each of them.
     i_segment = (i_tile // chunk_tiles * num_kv_heads + i_h).to(tl.int64)
     o_b = i_segment * num_buckets + tl.load(cu_k + i_b) // BLOCK + i_b + b_ids
-    begin = tl.load(entry_offsets + o_b, mask=m_read, other=0)
+    begin = tl.load(outer.entry_offsets + o_b, mask=m_read, other=0)
     here = begin + rank
     token = (first + o_t)[:, None]
-    tl.store(entries + i_segment * chunk_entries + here, token * TOPK + o_s[None, :], mask=m_read)
+    tl.store(outer.entries + i_segment * chunk_entries + here, token * TOPK + o_s[None, :], mask=m_read)
+
+    # 3. Every ITEM-th entry of a list begins an item.
     m_item = m_read & (rank % ITEM == 0)
-    end = begin + tl.load(counts + o_b, mask=m_item, other=0)
-    i_item = tl.load(item_offsets + o_b, mask=m_item, other=0) + rank // ITEM
-    p_item = items + (i_segment * item_bound + i_item) * 4
+    end = begin + tl.load(outer.counts + o_b, mask=m_item, other=0)
+    i_item = tl.load(outer.item_offsets + o_b, mask=m_item, other=0) + rank // ITEM
+    p_item = outer.items + (i_segment * item_bound + i_item) * ITEM_FIELDS
     tl.store(p_item, here, mask=m_item)
     tl.store(p_item + 1, tl.minimum(here + ITEM, end), mask=m_item)
     tl.store(p_item + 2, tl.zeros_like(b_ids) + i_b, mask=m_item)
-    is_partly = tl.load(partly + o_b, mask=m_item, other=0) != 0
+    is_partly = tl.load(outer.partly + o_b, mask=m_item, other=0) != 0
     tl.store(p_item + 3, tl.where(is_partly, -1 - b_ids, b_ids), mask=m_item)
     filled = tl.sum(m_read.to(tl.int64) << o_s[None, :].to(tl.int64), 1)
-    tl.store(slots + row * num_kv_heads + i_h, filled, mask=o_t < tokens)
+    tl.store(outer.slots + row * num_kv_heads + i_h, filled, mask=o_t < tokens)

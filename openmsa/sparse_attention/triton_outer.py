@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """KV-outer: one program an item, up to some hundred queries of one block. It holds the block's keys and values, gathers the
 queries a few at a time, and writes a partial for each (query, slot); a second kernel merges each query's partials.
 
@@ -10,26 +11,44 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from openmsa.sparse_attention.triton_keys import converted, key_place, load_codes, numbers, whole_factor
-from openmsa.sparse_attention.triton_lists import position_of_token_zero
+from openmsa.primitives.softmax import Partials, inverse_sums, store_result
+from openmsa.runtime.integers import ceil_div
+from openmsa.runtime.launch import launch_kernel
+from openmsa.sparse_attention.triton_config import KeyCut
+from openmsa.sparse_attention.triton_keys import (
+    SMALLEST_SCALE,
+    HeadRows,
+    converted,
+    factor_at,
+    head_start,
+    key_place,
+    load_codes,
+    numbers,
+    products,
+)
+from openmsa.sparse_attention.triton_lists import (
+    ITEM_FIELDS,
+    SIZE_FIELDS,
+    TILE_FIELDS,
+    OuterLists,
+    PrefillCall,
+    load_tile,
+    position_of_token_zero,
+)
 
 
 @triton.jit(do_not_specialize=["num_pages", "i_chunk", "chunk_tiles", "chunk_entries", "item_bound"])
 def attend_outer(
-    q,
-    k,
-    v,
-    o_part,  # [chunk tokens, kv_heads, TOPK * CUTS, GROUP, DIM]
-    lse_part,  # float32, the same less DIM, base 2
-    cu_q,
-    cu_k,
-    q_offset,
-    page_table,
+    queries,  # QueryRows
+    keys,  # KeyRows
+    values,
+    table,  # PageTable
+    partials,  # Partials, rows [chunk tokens, kv_heads, TOPK * CUTS, group, dim]
+    bounds,  # Bounds
     tiles,
-    entries,
-    items,
-    num_items,
+    outer,  # OuterLists
     scale,  # times log2(e), not negative
     i_chunk,
     chunk_tiles,
@@ -37,87 +56,57 @@ def attend_outer(
     item_bound,
     num_kv_heads,
     num_pages,
-    stride_q_t,
-    stride_q_h,
-    stride_q_d,
-    stride_k_page,
-    stride_k_h,
-    stride_k_row,
-    stride_k_dim,
-    stride_v_page,
-    stride_v_h,
-    stride_v_row,
-    stride_v_dim,
-    stride_table_b,
-    stride_table_p,
-    k_factor,  # float32 factors and bytes of group scales, or None
-    stride_kf_page,
-    stride_kf_h,
-    k_groups,
-    stride_kg_page,
-    stride_kg_h,
-    stride_kg_row,
-    stride_kg_dim,
-    v_factor,
-    stride_vf_page,
-    stride_vf_h,
-    v_groups,
-    stride_vg_page,
-    stride_vg_h,
-    stride_vg_row,
-    stride_vg_dim,
-    q_factor,
-    stride_qf_h,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,  # RowTile
+    CUT: tl.constexpr,  # KeyCut
+    K_FORM: tl.constexpr,
+    V_FORM: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     TOPK: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
     ITEM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    NEGATIVE: tl.constexpr,
-    FORMAT: tl.constexpr,  # of K and V
-    K_SCALE: tl.constexpr,  # 0: no factor; 1: of the tensor or a head; 2: of a page
-    V_SCALE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    QK_TYPE: tl.constexpr,  # in which queries are multiplied with keys
-    V_TYPE: tl.constexpr,  # in which weights are multiplied with values
+    NEGATIVE: tl.constexpr,  # the scale's sign
 ):
     """One program a (item of the chunk, KV head, part of its group and cut of the block)."""
+    # 1. The item.
+    GROUP: tl.constexpr = TILE.group
+    HEADS: tl.constexpr = TILE.heads
+    TOKENS: tl.constexpr = TILE.tokens
+    DIM: tl.constexpr = TILE.dim
+    DIM_PAD: tl.constexpr = TILE.dim_pad
+    BLOCK: tl.constexpr = CUT.block
+    KEYS: tl.constexpr = CUT.keys
+    PAGE_SIZE: tl.constexpr = CUT.page_size
     CUTS: tl.constexpr = (BLOCK + KEYS - 1) // KEYS
     ONE_PAGE: tl.constexpr = PAGE_SIZE > 0 and PAGE_SIZE % BLOCK == 0  # holds the block, which then has one factor
     i_item = item_bound - 1 - tl.program_id(0)  # the newest blocks first: their lists, with their own queries, are the longest
     i_h = tl.program_id(1)
-    i_part = tl.program_id(2) % PARTS
-    i_cut = tl.program_id(2) // PARTS
+    i_part = tl.program_id(2) % TILE.parts
+    i_cut = tl.program_id(2) // TILE.parts
     i_segment = (i_chunk * num_kv_heads + i_h).to(tl.int64)
-    p_item = items + (i_segment * item_bound + i_item) * 4
+    p_item = outer.items + (i_segment * item_bound + i_item) * ITEM_FIELDS
     begin, end, i_b, marked = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3)
     # A list begins at 0 or later; past the last item, whatever it says. Named here, its load goes beside the count's.
-    if (i_item >= tl.load(num_items + i_segment)) | (begin < 0):
+    if (i_item >= tl.load(outer.num_items + i_segment)) | (begin < 0):
         return
-    entries += i_segment * chunk_entries
-    first_token = tl.load(tiles + i_chunk * chunk_tiles * 4)
-    k_begin = tl.load(cu_k + i_b)
-    k_len = tl.load(cu_k + i_b + 1) - k_begin
-    position = position_of_token_zero(q_offset, i_b, tl.load(cu_q + i_b), tl.load(cu_q + i_b + 1), k_len)
+    entries = outer.entries + i_segment * chunk_entries
+    first_token = tl.load(tiles + i_chunk * chunk_tiles * TILE_FIELDS)
+    k_begin = tl.load(bounds.cu_k + i_b)
+    k_len = tl.load(bounds.cu_k + i_b + 1) - k_begin
+    q_begin, q_end = tl.load(bounds.cu_q + i_b), tl.load(bounds.cu_q + i_b + 1)
+    position = position_of_token_zero(bounds.q_offset, i_b, q_begin, q_end, k_len)
 
-    o_r, o_n, o_d = tl.arange(0, TOKENS * HEADS), tl.arange(0, KEYS), tl.arange(0, DIM_PADDED)
+    # 2. Its first queries. Queries are loaded a step ahead of their use, entries two steps ahead.
+    o_r, o_n, o_d = tl.arange(0, TOKENS * HEADS), tl.arange(0, KEYS), tl.arange(0, DIM_PAD)
     head = i_part * HEADS + o_r % HEADS
     m_d = o_d < DIM
-    # Queries are loaded a step ahead of their use, entries two steps ahead.
     o_e = begin + o_r // HEADS
     entry = tl.load(entries + o_e, mask=o_e < end, other=0)
     ahead = tl.load(entries + o_e + TOKENS, mask=o_e + TOKENS < end, other=0)
-    q += i_h * GROUP * stride_q_h
-    o_head = (head * stride_q_h)[:, None] + o_d[None, :] * stride_q_d
+    q = queries.data + i_h * GROUP * queries.s_head
+    o_head = (head * queries.s_head)[:, None] + o_d[None, :] * queries.s_dim
     m_q = ((o_e < end) & (head < GROUP))[:, None] & m_d[None, :]
-    b_q = tl.load(q + ((entry // TOPK).to(tl.int64) * stride_q_t)[:, None] + o_head, mask=m_q, other=0.0)
+    b_q = tl.load(q + ((entry // TOPK).to(tl.int64) * queries.s_token)[:, None] + o_head, mask=m_q, other=0.0)
 
+    # 3. Where its keys lie, and the last one that any query sees.
     is_masked = marked < 0
     block = tl.where(is_masked, -1 - marked, marked)
     last_of_item = block * BLOCK + BLOCK - 1
@@ -128,64 +117,57 @@ def attend_outer(
     o_key = i_cut * KEYS + o_n
     key = block * BLOCK + o_key
     m_key = (o_key < BLOCK) & (key <= last_of_item)
-    table_row = page_table
+    table_row = table.ids
     if PAGE_SIZE > 0:
-        table_row += i_b * stride_table_b
-    k += i_h.to(tl.int64) * stride_k_h
-    v += i_h.to(tl.int64) * stride_v_h
+        table_row += i_b * table.s_sequence
+    p_k, p_ks = head_start(keys, i_h, K_FORM)
+    p_v, p_vs = head_start(values, i_h, V_FORM)
+    k_head, v_head = HeadRows(keys, p_k, p_ks), HeadRows(values, p_v, p_vs)
     if ONE_PAGE:
-        page, row = key_place(block * BLOCK, block >= 0, k_begin, table_row, num_pages, stride_table_p, PAGE_SIZE)
+        page, row = key_place(block * BLOCK, block >= 0, k_begin, table_row, num_pages, table.s_page, PAGE_SIZE)
         row += o_key
     else:
-        page, row = key_place(key, m_key, k_begin, table_row, num_pages, stride_table_p, PAGE_SIZE)
-    if FORMAT == 3 and not SWIZZLED:
-        k_groups += i_h.to(tl.int64) * stride_kg_h
-        v_groups += i_h.to(tl.int64) * stride_vg_h
-    # Keys, values and the first queries are on their way together; then codes are converted.
-    b_k, b_gk = load_codes(
-        k, k_groups, page, row, m_key, i_h, num_kv_heads, stride_k_page, stride_k_row, stride_k_dim,
-        stride_kg_page, stride_kg_row, stride_kg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, True,
-    )  # fmt: skip
-    b_v, b_gv = load_codes(
-        v, v_groups, page, row, m_key, i_h, num_kv_heads, stride_v_page, stride_v_row, stride_v_dim,
-        stride_vg_page, stride_vg_row, stride_vg_dim, FORMAT, SWIZZLED, DIM, DIM_PADDED, PAGE_SIZE, True,
-    )  # fmt: skip
-    if K_SCALE == 2 and not ONE_PAGE:
-        key_scale = tl.load(k_factor + page * stride_kf_page + i_h * stride_kf_h, mask=m_key, other=1.0)  # [KEYS]
-    elif K_SCALE > 0:
-        p_factor = k_factor + page * stride_kf_page if K_SCALE == 2 else k_factor
-        scale = tl.maximum(scale * whole_factor(p_factor, i_h, stride_kf_h, 1), 1e-37)
-    if V_SCALE == 2 and not ONE_PAGE:
-        value_scale = tl.load(v_factor + page * stride_vf_page + i_h * stride_vf_h, mask=m_key, other=0.0)  # [KEYS]
-    elif V_SCALE > 0:
-        p_factor = v_factor + page * stride_vf_page if V_SCALE == 2 else v_factor
-        v_scale = whole_factor(p_factor, i_h, stride_vf_h, 1)
-    if q_factor is not None:  # one factor a row
-        row_factor = tl.load(q_factor + (i_h * GROUP + head) * stride_qf_h, mask=head < GROUP, other=1.0)
-    b_k, b_v = tl.trans(numbers(b_k, b_gk, FORMAT, QK_TYPE)), numbers(b_v, b_gv, FORMAT, V_TYPE)
+        page, row = key_place(key, m_key, k_begin, table_row, num_pages, table.s_page, PAGE_SIZE)
+
+    # 4. Keys and values. They and the first queries are on their way together; then codes are converted.
+    b_k, b_gk = load_codes(k_head, page, row, m_key, i_h, num_kv_heads, K_FORM, DIM, DIM_PAD, PAGE_SIZE, True)
+    b_v, b_gv = load_codes(v_head, page, row, m_key, i_h, num_kv_heads, V_FORM, DIM, DIM_PAD, PAGE_SIZE, True)
+    if K_FORM.factor == 2 and not ONE_PAGE:
+        key_scale = tl.load(factor_at(keys, i_h, page, True), mask=m_key, other=1.0)  # [KEYS]
+    elif K_FORM.factor > 0:
+        scale = tl.maximum(scale * tl.load(factor_at(keys, i_h, page, K_FORM.factor == 2)), SMALLEST_SCALE)
+    if V_FORM.factor == 2 and not ONE_PAGE:
+        value_scale = tl.load(factor_at(values, i_h, page, True), mask=m_key, other=0.0)  # [KEYS]
+    elif V_FORM.factor > 0:
+        v_scale = tl.load(factor_at(values, i_h, page, V_FORM.factor == 2))
+    if queries.factor is not None:  # one factor a row
+        p_factor = queries.factor + (i_h * GROUP + head) * queries.s_factor_head
+        row_factor = tl.load(p_factor, mask=head < GROUP, other=1.0)
+    b_k, b_v = tl.trans(numbers(b_k, b_gk, K_FORM, PRODUCTS.qk)), numbers(b_v, b_gv, V_FORM, PRODUCTS.v)
     if BLOCK % KEYS != 0:
         is_masked = True
         key = tl.where(o_key < BLOCK, key, 2147483647)
 
-    # A partial's row: (((token of the chunk * heads + this head) * TOPK + slot) * CUTS + cut) * GROUP + head in the group.
+    # 5. Softmax of each query over the block. A partial's row is
+    # (((token of the chunk * heads + this head) * TOPK + slot) * CUTS + cut) * GROUP + head in the group.
     other_heads = (num_kv_heads - 1) * TOPK
     o_first = (i_h - first_token.to(tl.int64) * num_kv_heads) * TOPK * CUTS + i_cut
-    lse_part += o_first * GROUP
-    o_part += o_first * GROUP * DIM
+    lse_part = partials.lse + o_first * GROUP
+    o_part = partials.rows + o_first * GROUP * DIM
     o_within = (head * DIM)[:, None] + o_d[None, :]
     for i in range(begin, end, TOKENS):
         o_e = i + o_r // HEADS
         m_row = (o_e < end) & (head < GROUP)
         m_q = ((o_e + TOKENS < end) & (head < GROUP))[:, None] & m_d[None, :]
-        b_next = tl.load(q + ((ahead // TOPK).to(tl.int64) * stride_q_t)[:, None] + o_head, mask=m_q, other=0.0)
+        b_next = tl.load(q + ((ahead // TOPK).to(tl.int64) * queries.s_token)[:, None] + o_head, mask=m_q, other=0.0)
         after = tl.load(entries + o_e + 2 * TOKENS, mask=o_e + 2 * TOKENS < end, other=0)
-        b_a = converted(b_q, QK_TYPE)
+        b_a = converted(b_q, PRODUCTS.qk)
         if NEGATIVE:
-            b_a = (-b_a.to(tl.float32)).to(QK_TYPE)
+            b_a = (-b_a.to(tl.float32)).to(PRODUCTS.qk)
         s = tl.dot(b_a, b_k)  # [ROWS, KEYS]
-        if q_factor is not None:
+        if queries.factor is not None:
             s *= row_factor[:, None]
-        if K_SCALE == 2 and not ONE_PAGE:
+        if K_FORM.factor == 2 and not ONE_PAGE:
             s *= key_scale[None, :]
         if is_masked:
             last_key = tl.minimum(position + entry // TOPK, k_len - 1)
@@ -196,11 +178,11 @@ def attend_outer(
         p = tl.exp2(s * scale - m_i[:, None])
         l_i = tl.sum(p, 1)
         inverse = 1.0 / (tl.maximum(l_i, 1e-30) if CUTS > 1 else l_i)
-        if V_SCALE == 2 and not ONE_PAGE:
+        if V_FORM.factor == 2 and not ONE_PAGE:
             p *= value_scale[None, :]
-        elif V_SCALE > 0:
+        elif V_FORM.factor > 0:
             inverse *= v_scale
-        o = tl.dot(p.to(V_TYPE), b_v) * inverse[:, None]
+        o = tl.dot(p.to(PRODUCTS.v), b_v) * inverse[:, None]
         o_row = (entry + entry // TOPK * other_heads).to(tl.int64) * (CUTS * GROUP)
         m_o = m_row[:, None] & m_d[None, :]
         p_o = o_part + (o_row * DIM)[:, None] + o_within
@@ -211,42 +193,38 @@ def attend_outer(
 
 @triton.jit(do_not_specialize=["first_tile"])
 def combine_outer(
-    o_part,
-    lse_part,
-    slots,
-    tiles,
-    union_sizes,
-    out,  # [total_q, num_q_heads, DIM], contiguous
-    lse,  # float32 [total_q, num_q_heads]
+    partials,  # Partials of `attend_outer` or of `attend_few`
+    slots,  # int64 [total_q, kv_heads], bit i: slot i has a partial
+    union,  # UnionLists
+    result,  # Result
     first_tile,
     num_kv_heads,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
+    TILE: tl.constexpr,  # RowTile of a step
     TILE_TOKENS: tl.constexpr,
-    TOKENS: tl.constexpr,  # of the tile, a step
     TOPK: tl.constexpr,
     CUTS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
 ):
     """Grid ((tile, KV head) of the chunk, part of the group, programs that share a tile's queries). Slots in order, so that
     the sum is always the same."""
-    SHARES: tl.constexpr = TILE_TOKENS // TOKENS
+    GROUP: tl.constexpr = TILE.group
+    HEADS: tl.constexpr = TILE.heads
+    DIM: tl.constexpr = TILE.dim
+    DIM_PAD: tl.constexpr = TILE.dim_pad
+    ROWS: tl.constexpr = TILE.tokens * HEADS
     PARTIALS: tl.constexpr = TOPK * CUTS
     UNROLL: tl.constexpr = PARTIALS if PARTIALS <= 16 else 8
     i_part = tl.program_id(1)
     i_h = tl.program_id(0) % num_kv_heads
     i_tile = first_tile + tl.program_id(0) // num_kv_heads
-    size = tl.load(union_sizes + (i_tile * num_kv_heads + i_h) * 2)
-    first, tokens = tl.load(tiles + i_tile * 4), tl.load(tiles + i_tile * 4 + 1)
-    first_of_chunk = tl.load(tiles + first_tile * 4)
+    size = tl.load(union.sizes + (i_tile * num_kv_heads + i_h) * SIZE_FIELDS)
+    first, tokens, _, _ = load_tile(union.tiles, i_tile)
+    first_of_chunk = tl.load(union.tiles + first_tile * TILE_FIELDS)
     if size >= 0:
         return
-    o_r, o_d = tl.arange(0, TOKENS * HEADS), tl.arange(0, DIM_PADDED)
+    o_r, o_d = tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
     head = i_part * HEADS + o_r % HEADS
-    for i_share in range(tl.program_id(2), SHARES, tl.num_programs(2)):
-        in_tile = i_share * TOKENS + o_r // HEADS
+    for i_share in range(tl.program_id(2), TILE_TOKENS // TILE.tokens, tl.num_programs(2)):
+        in_tile = i_share * TILE.tokens + o_r // HEADS
         m_row = (in_tile < tokens) & (head < GROUP)
         m_o = m_row[:, None] & (o_d < DIM)[None, :]
         token = first + in_tile
@@ -254,27 +232,90 @@ def combine_outer(
         local = (token - first_of_chunk).to(tl.int64)
         o_p = (local * num_kv_heads + i_h) * PARTIALS * GROUP + head  # of slot 0
 
-        m_i = tl.full([TOKENS * HEADS], -float("inf"), tl.float32)
+        m_i = tl.full([ROWS], -float("inf"), tl.float32)
         for i_0 in range(0, PARTIALS, UNROLL):
             for i_u in tl.static_range(UNROLL):
                 i_s = i_0 + i_u
                 m_slot = (((filled >> (i_s // CUTS)) & 1) != 0) & (i_s < PARTIALS)
-                m_i = tl.maximum(m_i, tl.load(lse_part + o_p + i_s * GROUP, mask=m_slot, other=-float("inf")))
+                m_i = tl.maximum(m_i, tl.load(partials.lse + o_p + i_s * GROUP, mask=m_slot, other=-float("inf")))
         highest = tl.where(m_i == -float("inf"), 0.0, m_i)
-        acc = tl.zeros([TOKENS * HEADS, DIM_PADDED], tl.float32)
-        l_i = tl.zeros([TOKENS * HEADS], tl.float32)
+        acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+        l_i = tl.zeros([ROWS], tl.float32)
         for i_0 in range(0, PARTIALS, UNROLL):
             for i_u in tl.static_range(UNROLL):
                 i_s = i_0 + i_u
                 m_slot = (((filled >> (i_s // CUTS)) & 1) != 0) & (i_s < PARTIALS)
-                w = tl.exp2(tl.load(lse_part + o_p + i_s * GROUP, mask=m_slot, other=-float("inf")) - highest)
-                p_o = o_part + (o_p + i_s * GROUP)[:, None] * DIM + o_d[None, :]
+                w = tl.exp2(tl.load(partials.lse + o_p + i_s * GROUP, mask=m_slot, other=-float("inf")) - highest)
+                p_o = partials.rows + (o_p + i_s * GROUP)[:, None] * DIM + o_d[None, :]
                 b_o = tl.load(p_o, mask=m_slot[:, None] & m_o, other=0.0)
                 l_i += w
                 acc += w[:, None] * b_o.to(tl.float32)
-        m_any = l_i > 0
-        inverse = tl.where(m_any, 1.0 / tl.where(m_any, l_i, 1.0), 0.0)
-        o_out = token.to(tl.int64) * num_kv_heads * GROUP + i_h * GROUP + head
-        tl.store(out + o_out[:, None] * DIM + o_d[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=m_o)
-        b_lse = (highest + tl.log2(tl.where(m_any, l_i, 1.0))) * 0.6931471805599453
-        tl.store(lse + o_out, tl.where(m_any, b_lse, l_i - float("inf")), mask=m_row)  # of a NaN query NaN
+        inverse = inverse_sums(l_i)
+        o_row = token.to(tl.int64) * num_kv_heads * GROUP + i_h * GROUP + head
+        store_result(result, o_row, acc, inverse, highest, l_i, 1.0, m_row, DIM)
+
+
+def partials_of(call: PrefillCall, tokens: int) -> Partials:
+    """Room for the partials of so many queries."""
+    plan = call.plan
+    rows = tokens * call.keys.heads * plan.topk * plan.cuts * plan.group
+    lse = call.result.lse
+    return Partials(lse.new_empty(rows, call.queries.data.shape[2], dtype=plan.partial_dtype), lse.new_empty(rows))
+
+
+def combine(
+    call: PrefillCall, partials: Partials, slots: Tensor, first_tile: int, num_tiles: int, shares: int, num_warps: int
+) -> None:
+    """Merges the partials of so many tiles. shares: programs that share the queries of a tile."""
+    config, plan, heads = call.config, call.plan, call.keys.heads
+    launch_kernel(
+        combine_outer,
+        (num_tiles * heads, plan.parts, shares),
+        partials,
+        slots,
+        call.lists.union,
+        call.result,
+        first_tile,
+        heads,
+        TILE=call.row_tile(config.combine_tokens),
+        TILE_TOKENS=config.union_tokens,
+        TOPK=plan.topk,
+        CUTS=plan.cuts,
+        num_warps=num_warps,
+    )
+
+
+def launch_outer(call: PrefillCall, outer: OuterLists) -> None:
+    """Attention of the tiles that do not stay together, a chunk at a time."""
+    keys, plan, config = call.keys, call.plan, call.config
+    partials = partials_of(call, plan.chunk.tiles * config.union_tokens)
+    tile = call.row_tile(config.outer_tokens)
+    cut = KeyCut(plan.block_size, config.outer_keys, keys.page_size, False)
+    types = products(call.queries.data.dtype, keys.dtype, keys.k.form, keys.v.form, False)
+    for i_chunk in range(ceil_div(plan.num_tiles, plan.chunk.tiles)):
+        launch_kernel(
+            attend_outer,
+            (plan.chunk.items, keys.heads, plan.parts * plan.cuts),
+            call.queries,
+            *keys.operands,
+            partials,
+            call.bounds,
+            call.lists.union.tiles,
+            outer,
+            call.scale,
+            i_chunk,
+            *plan.chunk,
+            keys.heads,
+            keys.k.num_pages,
+            TILE=tile,
+            CUT=cut,
+            **keys.forms,
+            PRODUCTS=types,
+            TOPK=plan.topk,
+            ITEM=config.outer_item,
+            NEGATIVE=call.negative,
+            num_warps=config.outer_warps,
+        )
+        first_tile = i_chunk * plan.chunk.tiles
+        num_tiles = min(plan.chunk.tiles, plan.num_tiles - first_tile)
+        combine(call, partials, outer.slots, first_tile, num_tiles, 1, config.combine_warps)

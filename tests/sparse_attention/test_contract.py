@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from openmsa import sparse_attention
+from openmsa.runtime.dispatch import Implementation, Stage
+from openmsa.sparse_attention import DECODE_QUERIES, STAGE
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import WILD_IDS, paged, problem, random_blocks
 from tests import oracle
@@ -185,3 +187,17 @@ def test_one_key_is_copied(subject):
     seqs = one_sequence(1, 33, subject.device)
     out = subject.run(sparse_attention, p.q, p.k, p.v, blocks, seqs, block_size=16)
     assert_equal("out", out, p.v[32:].repeat_interleave(2, dim=1))
+
+
+def test_many_queries_never_ask_the_decode_kernels():
+    """Their refusals import kernels; how many queries there are is known without."""
+
+    def refuse(call):
+        raise AssertionError("asked")
+
+    decode = STAGE.table[0]
+    rows = (Implementation("decode", decode.path, refuse, decode.reserve), *STAGE.table[2:])
+    stage = Stage(sparse_attention, STAGE.check_call, rows)
+    p = problem((DECODE_QUERIES + 1,), (64,), kv_heads=1, dtype=torch.float32)
+    out = stage.run("auto", stage.check(p.q, p.k, p.v, random_blocks(p, 2, 16, 1), p.seqs, block_size=16))
+    assert out.shape == p.q.shape

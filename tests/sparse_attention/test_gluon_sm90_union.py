@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Hopper's own union kernel for E4M3 keys: when it is chosen, and on such a GPU its results against the truth."""
 
-import inspect
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,11 +8,12 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from openmsa import E4M3, NVFP4, PagedKV, Sequences, sparse_attention
+from openmsa.primitives.queries import query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS, facts
-from openmsa.sparse_attention import gluon_sm90_union_launch, reference, triton_prefill
-from openmsa.sparse_attention.gluon_sm90_union_launch import OPTIONS, serves
+from openmsa.sparse_attention import gluon_sm90_union, reference, triton_lists, triton_prefill
+from openmsa.sparse_attention.gluon_sm90_union import OPTIONS, serves
 from openmsa.sparse_attention.triton_config import prefill_config
-from openmsa.sparse_attention.triton_keys import Keys, Queries
+from openmsa.sparse_attention.triton_keys import Keys
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import problem, random_blocks
 from openmsa.types import layout
@@ -29,7 +27,7 @@ BLOCK = 128
 def served(q, k, v, block=BLOCK, arch=90):
     paged = (k.seq_lens, k.capacity) if v is None else ()
     seqs = layout(Sequences.from_lengths([8], [256]), 8, None if paged else 256, torch.device("cpu"), *paged)
-    keys, queries = Keys.of(k, v, seqs, block, True), Queries.of(q, True)
+    keys, queries = Keys.of(k, v, seqs, block, True), query_rows(q, True)
     config = prefill_config(q.shape[2], q.shape[1] // keys.heads, block, arch // 10)
     return serves(COMPILE_TARGETS[arch], queries, keys, config, block)
 
@@ -91,30 +89,23 @@ def test_what_it_is_given(monkeypatch):
     """Without a GPU: another kernel in its place finds all that it needs, and plain keys never come here."""
     p = problem((21, 5), (300, 200), kv_heads=1, group=16, head_dim=128, dtype=torch.float16)
     checked, expected = stored_case(p, random_blocks(p, 2, BLOCK, 1), BLOCK, "e4m3 head", torch.float16, 0, torch.float16)
-    given, signature = [], inspect.signature(gluon_sm90_union_launch.launch)
-
-    def launch(*arguments):
-        x = SimpleNamespace(**signature.bind(*arguments).arguments)
-        given.append(x)
-        plan = SimpleNamespace(num_tiles=x.num_tiles, capacity=x.capacity, group=x.group, parts=1, block_size=BLOCK)
-        rest = (x.queries, x.seqs, plan, x.config, x.lists, x.out, x.lse, x.scale, x.negative, None, None)
-        triton_prefill._union(x.keys, *rest)
-
+    given = []
     monkeypatch.setattr(triton_prefill, "runs_hopper_kernels", lambda device: True)
-    monkeypatch.setattr(gluon_sm90_union_launch, "launch", launch)
+    monkeypatch.setattr(
+        gluon_sm90_union, "launch_sm90_union", lambda call: given.append(call) or triton_prefill.launch_union(call)
+    )
     for path in ("union", "auto"):
         check(run(checked, path=path), expected)
-    assert [x.lists["has_union"].item() for x in given] == [1, 1]
-    plain = {name: checked[name].dequantize(torch.float16) for name in "kv"}
-    run(checked | plain)
+    assert [call.lists.union.has_union.item() for call in given] == [1, 1]
+    run(checked._replace(k=checked.k.dequantize(torch.float16), v=checked.v.dequantize(torch.float16)))
     assert len(given) == 2
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """A list that has an entry for each launch of the kernel."""
-    done, launch = [], gluon_sm90_union_launch.launch
-    monkeypatch.setattr(gluon_sm90_union_launch, "launch", lambda *x: (done.append(x), launch(*x)))
+    """A list that has the call of each launch of the kernel."""
+    done, launch = [], gluon_sm90_union.launch_sm90_union
+    monkeypatch.setattr(gluon_sm90_union, "launch_sm90_union", lambda call: (done.append(call), launch(call)))
     return done
 
 
@@ -160,7 +151,7 @@ def test_against_the_truth(name, dtype, launches):
     result = run(checked, path="union")
     assert len(launches) == 1
     check(result, expected)
-    for again in (run(checked, path="union"), run(checked | {"blocks": checked["blocks"].flip(-1)}, path="union")):
+    for again in (run(checked, path="union"), run(checked._replace(blocks=checked.blocks.flip(-1)), path="union")):
         assert_equal("out", again[0], result[0].cpu())
         assert_equal("lse", again[1], result[1].cpu())
     check(run(checked), expected)
@@ -189,11 +180,10 @@ def test_many_pairs_a_program(spread, launches, monkeypatch):
     q, k, v, blocks, seqs = long_call((701, 3, 500), (9000, 128, 6001), spread=spread)
     out, lse = sparse_attention(q, k, v, blocks, seqs, return_lse=True)
     assert len(launches) == 1
-    lists = launches[0][3]
-    sizes = lists["union_sizes"].view(-1, 2)[: launches[0][11] * 4, 0]
+    sizes = launches[0].lists.union.sizes.view(-1, 2)[: launches[0].plan.num_tiles * 4, 0]
     assert bool((sizes > 0).any())
     assert bool((sizes < 0).any()) == (spread == 40)  # pairs of which one tile goes elsewhere, too
-    monkeypatch.setattr(gluon_sm90_union_launch, "serves", lambda *_: False)
+    monkeypatch.setattr(gluon_sm90_union, "serves", lambda *_: False)
     triton_out, _ = sparse_attention(q, k, v, blocks, seqs, return_lse=True)
     assert len(launches) == 1
     lengths = layout(seqs, len(q), k.shape[0], q.device)
@@ -230,7 +220,7 @@ def test_tiles_that_read_nothing(selected, path, launches, monkeypatch):
     if selected == "nothing":
         blocks[:] = -1
     blocks[8:16] = -1
-    monkeypatch.setattr(triton_prefill, "union_limit", lambda *_: 1)
+    monkeypatch.setattr(triton_lists, "union_limit", lambda *_: 1)
     checked, expected = stored_case(p, blocks, BLOCK, "e4m3 tensor", torch.bfloat16, 0, torch.bfloat16)
     check(run(checked, path=path), expected)
     assert len(launches) == 1
@@ -255,9 +245,9 @@ def test_scales(scale):
     p = problem((9,), (300,), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16)
     blocks = selection(p, 3, 4)
     checked, _ = stored_case(p, blocks, BLOCK, "e4m3 tensor", torch.bfloat16, 0, torch.bfloat16)
-    checked["softmax_scale"] = scale
+    checked = checked._replace(softmax_scale=scale)
     meant = problem((9,), (300,), kv_heads=1, group=16, head_dim=128)
-    numbers = (checked["q"].float(), checked["k"].dequantize(torch.float32), checked["v"].dequantize(torch.float32))
+    numbers = (checked.q.float(), checked.k.dequantize(torch.float32), checked.v.dequantize(torch.float32))
     for x, y in zip((meant.q, meant.k, meant.v), numbers, strict=True):
         x.copy_(y)
     reads = oracle.reads_of_blocks(blocks, BLOCK)
@@ -272,7 +262,7 @@ def test_rows_that_nobody_reads_may_hold_nan():
     blocks = torch.tensor([[[1, 2, -1]]], dtype=torch.int32).repeat(16, 1, 1)
     blocks[8:] = torch.tensor([2, 0, 9], dtype=torch.int32)
     checked, expected = stored_case(p, blocks, BLOCK, "e4m3 tensor", torch.bfloat16, 0, torch.bfloat16)
-    for x in (checked["k"], checked["v"]):
+    for x in (checked.k, checked.v):
         codes = x.data.view(torch.uint8)
         codes[:128] = codes[268:512] = codes[512 + 128 : 512 + 256] = codes[512 + 308 :] = 0x7F
     check(run(checked, path="union"), expected)

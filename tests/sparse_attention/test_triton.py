@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.runtime.integers import next_power_of_two
-from openmsa.sparse_attention import STAGE, triton_expand, triton_prefill
+from openmsa.sparse_attention import STAGE, triton_expand, triton_lists, triton_prefill
 from openmsa.sparse_attention.triton_config import few_queries, few_union_limit, prefill_config, union_limit
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close, assert_equal
@@ -35,7 +35,7 @@ def arguments(p, blocks, block_size, storage="flat", page_size=0, scale=0.2):
 
 def run(checked, **options):
     with PoisonedOutputs():
-        return triton_prefill.sparse_attention(**checked, **options)
+        return triton_prefill.sparse_attention(*checked, **options)
 
 
 def truth(p, blocks, block_size, scale=0.2):
@@ -189,14 +189,14 @@ def test_copies_that_no_tile_reads(monkeypatch):
     checked, expected = stored_case(p, random_blocks(p, 12, 16, 2), 16, "e4m3 head", DTYPE, 0, DTYPE)
     calls = []
     monkeypatch.setattr(triton_prefill, "expand", lambda *x: calls.append(x) or triton_expand.expand(*x))
-    monkeypatch.setattr(triton_prefill, "union_limit", lambda *_: 0)
+    monkeypatch.setattr(triton_lists, "union_limit", lambda *_: 0)
     with PoisonedOutputs():
         untouched = torch.empty_like(p.k.to(DEVICE))
-        result = triton_prefill.sparse_attention(**checked)
+        result = triton_prefill.sparse_attention(*checked)
     check(result, expected)
     ((_, copies, _, wanted),) = calls
     assert wanted.item() == 0
-    assert_equal("copies", copies.k[: len(untouched)], untouched)
+    assert_equal("copies", copies.k.rows.data[0].transpose(0, 1)[: len(untouched)], untouched)
 
 
 @pytest.fixture(scope="module")
@@ -251,11 +251,11 @@ def test_few_queries_beside_union_tiles(monkeypatch):
     p = problem((40, 0, 9), (1500, 0, 90), kv_heads=2, group=16, head_dim=64, dtype=EXACT)
     blocks = random_blocks(p, 8, 16, 2)
     blocks[9:17] = blocks[9]
-    lists, few = [], triton_prefill._few
-    monkeypatch.setattr(triton_prefill, "_few", lambda *x: lists.append(x[5]) or few(*x))
+    lists, few = [], triton_prefill.launch_few
+    monkeypatch.setattr(triton_prefill, "launch_few", lambda call, x: lists.append(call.lists) or few(call, x))
     for storage in ("flat", "paged"):
         check(run(arguments(p, blocks, 16, storage, 32)), truth(p, blocks, 16))
-        sizes = lists.pop()["union_sizes"].view(-1, 2)[:, 0]  # [tiles x heads]
+        sizes = lists.pop().union.sizes.view(-1, 2)[:, 0]  # [tiles x heads]
         assert (sizes > 0).any()
         assert (sizes < 0).any()
     check(run(arguments(p, blocks, 16), workspace_bytes=1), truth(p, blocks, 16))
@@ -278,14 +278,14 @@ def test_a_bound_that_lies_leads_nowhere_else(monkeypatch):
     p = problem((9,), (320,), kv_heads=1, group=16, head_dim=16, dtype=EXACT)
     blocks = torch.arange(8, dtype=torch.int32).repeat(9, 1, 1)
     checked = arguments(p, blocks, 16)
-    checked["seqs"] = dataclasses.replace(checked["seqs"], max_seqlen_k=32)
-    lists, union = [], triton_prefill._union
-    monkeypatch.setattr(triton_prefill, "_union", lambda *x: lists.append(x[3:6]) or union(*x))
+    checked = checked._replace(seqs=dataclasses.replace(checked.seqs, max_seqlen_k=32))
+    calls, union = [], triton_prefill.launch_union
+    monkeypatch.setattr(triton_prefill, "launch_union", lambda call: calls.append(call) or union(call))
     run(checked)
-    ((plan, _, found),) = lists
-    assert plan.capacity == 2
-    assert found["union_sizes"].view(-1, 2)[: plan.num_tiles].max() <= plan.capacity
-    ids = found["union_ids"][: plan.num_tiles * plan.capacity].view(-1, plan.capacity).cpu()
+    plan, found, capacity = calls[0].plan, calls[0].lists.union, calls[0].plan.limits.capacity
+    assert capacity == 2
+    assert found.sizes.view(-1, 2)[: plan.num_tiles].max() <= capacity
+    ids = found.ids[: plan.num_tiles * capacity].view(-1, capacity).cpu()
     assert_equal("ids", ids, torch.arange(2, dtype=torch.int32).expand(ids.shape))
 
 
@@ -324,7 +324,7 @@ def test_path_is_checked():
     p = problem((1,), (8,), dtype=EXACT)
     with pytest.raises(ValueError, match="path must be one of"):
         run(arguments(p, torch.zeros(1, 1, 1, dtype=torch.int32), 16), path="both")
-    stored = arguments(p, torch.zeros(1, 1, 1, dtype=torch.int32), 16) | {"q": E4M3.quantize(p.q)}
+    stored = arguments(p, torch.zeros(1, 1, 1, dtype=torch.int32), 16)._replace(q=E4M3.quantize(p.q))
     with pytest.raises(ValueError, match="for stored queries or keys, got 'few'"):
         run(stored, path="few")
 
