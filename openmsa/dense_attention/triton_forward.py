@@ -84,10 +84,11 @@ def _launch(
     span, blocks_a_tile = spans(config.keys, block_size if max_score is not None else None)
     descriptors = (None, None)
     in_one_page = span % config.keys == 0 and (table is None or page_rows % config.keys == 0)
-    if in_one_page and keys.descriptor_fits and values.descriptor_fits:
+    device = devices.facts(q.device)
+    if device.has_tma and in_one_page and keys.descriptor_fits and values.descriptor_fits:
         descriptors = (keys.descriptor(config.keys), values.descriptor(config.keys))
     partials = _partials(splits, seqs.batch * tiles * num_kv_heads, config.rows, head_dim, out_dtype(q), q.device)
-    q_scale, rows, arch = None, q, devices.facts(q.device).arch
+    q_scale, rows, arch = None, q, device.arch
     if isinstance(q, E4M3):
         q_scale, rows = q.scale, codes(q.data, arch >= 90)
     staged = None
