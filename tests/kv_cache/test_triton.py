@@ -154,15 +154,6 @@ def test_tokens_find_their_sequences(batch):
     assert tested.seq_lens.tolist() == expected.seq_lens.tolist()
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
-def test_variants_are_declared(arch):
-    """One of each format; their arguments are those of the kernels."""
-    variants = [*triton_append.compile_variants(arch), *triton_dequantize.compile_variants(arch)]
-    assert len({v.name for v in variants}) == len(variants) == 12
-    for variant in variants:
-        variant.signature()
-
-
 def test_empty():
     for stored in (
         E4M3.allocate((0, 2, 16), DEVICE),
