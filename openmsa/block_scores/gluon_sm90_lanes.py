@@ -10,11 +10,8 @@ because keys and their scales are contiguous in a page. A program reads the ids 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,7 +28,6 @@ from openmsa.primitives.walks import splits
 from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 
 BLOCK = gl.constexpr(128)
 """Keys of a block, and of a tile."""
@@ -283,29 +279,3 @@ def launch(
         num_warps=1,
         maxnreg=CONFIG.max_registers,
     )
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Plain and stored queries, both layouts of scales, pages of one block and of two."""
-    if arch != 90:
-        return
-    for name, swizzled, page_size, fill in (
-        ("bf16", False, 128, False),
-        ("bf16", True, 128, False),
-        ("fp16", False, 256, True),
-        ("fp8e4nv", False, 128, False),
-    ):
-        types = {"q": f"*{name}", "keys": "*i16", "scales": "*i32", "k_factor": "*fp32", "scores": "*fp32"}
-        types |= dict.fromkeys(("page_table", "cu_q", "seq_lens"), "*i32")
-        types |= dict.fromkeys(("s_qt", "s_qh", "s_page", "s_head", "s_gp", "s_gh", "s_table"), "i32:16")
-        types |= dict.fromkeys(("s_qs", "s_kf", "s_sh", "s_st"), "i32")
-        types |= dict.fromkeys(("num_blocks", "num_pages", "capacity", "max_keys", "tiles_per_split"), "i32")
-        product = tl.float16 if name == "fp16" else tl.bfloat16
-        constants: dict[str, Any] = {"KEY_HEADS": 1, "GROUP": 4, "PAGE_SIZE": page_size, "SWIZZLED": swizzled}
-        constants |= {"PRODUCT_TYPE": product, "FILL": fill, "PDL": not fill, "SLOT": CONFIG.slot, "s_sb": 1}
-        constants |= {"cu_k": None, "q_offset": None}
-        stored = {"q_scale": "*fp32"} if name == "fp8e4nv" else {}
-        types |= stored | ({} if fill else {"visible": "*i32"})
-        constants |= {x: None for x in ("q_scale", "visible") if x not in types}
-        label = f"{name} x nvfp4{' 128x4' if swizzled else ''} pages of {page_size}"
-        yield Variant(label, sm90_lane_kernel, types, constants, 1, dot=True, maxnreg=CONFIG.max_registers)

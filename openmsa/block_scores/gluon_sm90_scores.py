@@ -17,9 +17,7 @@ exchanged between the threads of a row once in four tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -35,13 +33,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openmsa.primitives import scoring
 from openmsa.primitives.queries import QuerySource
-from openmsa.primitives.rows import FLAT, PAGE, KeySource, Tile
+from openmsa.primitives.rows import KeySource, Tile
 from openmsa.primitives.scoring import Lengths
 from openmsa.primitives.walks import Kind, splits
-from openmsa.runtime.devices import COMPILE_TARGETS, Device
+from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 
 BLOCK = gl.constexpr(128)
 """Keys of a block, and of a tile."""
@@ -326,37 +323,3 @@ def launch(
         FILL=visible is None,
         num_warps=CONFIG.num_warps,
     )
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Packed keys and pages, with and without scales."""
-    if arch != 90:
-        return
-    for name, dim, mode, fill in (
-        ("flat", 128, FLAT, True),
-        ("flat", 64, FLAT, False),
-        ("page", 128, PAGE, False),
-        ("page", 64, PAGE, True),
-    ):
-        kind = Kind.of(dim, 128, 1, gl.float8e4nv, mode != FLAT, True)
-        assert serves(COMPILE_TARGETS[arch], kind, Tile.of(128), 65536, 4)
-        yield _variant(f"e4m3 x e4m3 d{dim} {name}", dim, mode, fill)
-
-
-def _variant(name: str, dim: int, mode: int, fill: bool) -> Variant:
-    layout = gl.NVMMASharedLayout.get_default_for([1, 1, 128, dim], gl.float8e4nv)
-    types = {
-        "q": "*fp8e4nv",
-        "q_scale": "*fp32",
-        "keys": f"tensordesc<fp8e4nv[1, 1, 128, {dim}],{layout!r}>",
-        "scores": "*fp32",
-    }
-    types |= dict.fromkeys(("page_table", "cu_q", "cu_k", "q_offset", "visible"), "*i32") | {"k_factor": "*fp32"}
-    types |= dict.fromkeys(("s_qt", "s_qh", "s_table"), "i32:16")
-    types |= dict.fromkeys(("s_qs", "s_kf", "s_sh", "s_st", "num_blocks", "capacity", "max_keys", "blocks_per_split"), "i32")
-    constants: dict[str, Any] = {"KEY_HEADS": 1, "GROUP": 4, "DIM": dim, "MODE": mode, "PAGE_SIZE": 128 if mode else 1}
-    constants |= {"FILL": fill, "seq_lens": None}
-    constants |= ({"visible": None} if fill else {}) | ({"page_table": None, "k_factor": None} if mode == FLAT else {})
-    types = {argument: kind for argument, kind in types.items() if argument not in constants}
-    may_spill = 0 if mode == FLAT else 160  # where rows see tiles in part: the last few of a walk
-    return Variant(name, sm90_score_kernel, types, constants, CONFIG.num_warps, wgmma=True, may_spill=may_spill)

@@ -12,7 +12,6 @@ of exact keys; very long ones) the exact selection is what runs, every visible b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +37,13 @@ from openmsa.block_topk.triton_topk import (
     write_forced,
     write_ids,
 )
-from openmsa.block_topk.triton_variants import Operands
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
-from openmsa.primitives.rows import FLAT, PAGE, PAGES, KeySource, Tile, exists, page_number, tile_start
+from openmsa.primitives.rows import PAGES, KeySource, Tile, exists, page_number, tile_start
 from openmsa.primitives.scoring import Lengths, sequence_bounds
-from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts, has_pdl
+from openmsa.runtime.devices import Device, facts, has_pdl
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
 MAX_ROWS = 16
@@ -461,38 +458,3 @@ def choose(
         **selection_constants(heads, topk, num_blocks, init_blocks, local_blocks),
         **options,
     )
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Rows from 64 to 8192 blocks; pages and packed keys, odd dims and blocks."""
-    device = COMPILE_TARGETS[arch]
-    integers = dict.fromkeys(("visible", "open_blocks", "rescored", "out"), "*i32")
-    types = integers | {"bounds": "*fp32", "scores": "*fp32"} | dict.fromkeys(("s_side", "s_h", "s_t", "num_blocks"), "i32")
-    for num_blocks, free, early in ((64, 7, True), (1024, 15, True), (8192, 15, False)):
-        constants = selection_constants(4, free + 1, num_blocks, 0, 1)
-        constants |= {"FREE": free, "EARLY": early, "PDL": device.has_tma}
-        warps = constants.pop("num_warps")
-        for name, kernel in (("settle", settle_kernel), ("choose", choose_kernel)):
-            names = kernel.arg_names
-            taken = {n: t for n, t in types.items() if n in names}, {n: c for n, c in constants.items() if n in names}
-            yield Variant(f"{name} {free} of {num_blocks}", kernel, *taken, warps)
-    for rows, dim, block_size, mode in (
-        (4, 128, 128, PAGE),
-        (16, 128, 128, FLAT),
-        (16, 64, 32, PAGES),
-        (8, 80, 256, PAGE),
-        (16, 256, 64, PAGE),
-        (4, 64, 20, PAGES),
-    ):
-        tile = Tile.of(block_size)
-        operands, words = Operands("bf16", "plain", dim, tile, mode, False), Words.of(rows, tile)
-        types, constants = operands.arguments(device)
-        types |= integers | {"seq_lens": "*i32", "scores": "*fp32", "candidates": words.type} | dict.fromkeys(LENGTHS, "i32")
-        chosen = rescore_config(device, dim, mode == PAGES)
-        constants["STAGES"] = chosen.num_stages
-        constants |= {"PDL": device.has_tma} | operands.absent_lengths
-        names = rescore_kernel.arg_names
-        types = {n: t for n, t in types.items() if n in names and n not in constants}
-        constants = {n: c for n, c in constants.items() if n in names}
-        name = f"rescore {operands.name} x {rows}"
-        yield Variant(name, rescore_kernel, types, constants, 4, chosen.num_stages, wgmma=True)

@@ -11,7 +11,6 @@ that a query sees in part, so the walk needs a mask over keys only when it is no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openmsa.block_topk.triton_variants import Operands, variant
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.primitives.codes import padded
 from openmsa.primitives.queries import QuerySource, grouped_parts, hold_rows, load_rows, query_numbers, query_parts, row_factors
-from openmsa.primitives.rows import FLAT, PAGE, PAGES, KeySource, Tile, tile_start
+from openmsa.primitives.rows import KeySource, Tile, tile_start
 from openmsa.primitives.scoring import score_tile, sequence_bounds
 from openmsa.primitives.walks import Kind, kind_of, tall_rows, walk
-from openmsa.runtime.devices import COMPILE_TARGETS, Device, facts
+from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
 MAX_FREE = 16  # slots of the list a thread can hold beside the products
@@ -253,26 +250,3 @@ def launch_fused(
         num_warps=chosen.num_warps,
         **constants,
     )
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Every format, flat and paged, forced blocks or none, odd dims and blocks."""
-    device = COMPILE_TARGETS[arch]
-    for query, keys, dim, block_size, mode, tma, topk, init, local in (
-        ("bf16", "plain", 128, 128, FLAT, True, 16, 0, 1),
-        ("bf16", "plain", 128, 128, PAGE, True, 16, 0, 1),
-        ("fp16", "plain", 128, 128, PAGES, False, 16, 1, 1),
-        ("fp16", "plain", 128, 128, FLAT, False, 16, 0, 0),
-        ("bf16", "plain", 64, 64, FLAT, True, 16, 0, 1),
-        ("bf16", "plain", 256, 256, FLAT, True, 16, 0, 1),
-        ("e4m3", "e4m3", 128, 128, FLAT, True, 16, 0, 1),
-        ("e4m3", "e4m3 page", 128, 128, PAGE, True, 16, 0, 1),
-        *(("bf16", keys, 128, 128, PAGE, True, 16, 0, 1) for keys in ("e4m3", "int8", "nvfp4", "nvfp4 128x4", "mxfp4")),
-    ):
-        operands = Operands(query, keys, dim, Tile.of(block_size, single=True), mode, tma and device.has_tma)
-        types, constants = operands.arguments(device)
-        types |= {"out": "*i32"} | dict.fromkeys(RUNTIME_LENGTHS, "i32")
-        constants |= {"TOPK": topk, "INIT": init, "LOCAL": local}
-        slack = {80: 48, 90: 64, 120: 32}.get(device.arch, 0)  # in the last steps only, not in the walk
-        chosen = config(device, operands.kind(device))
-        yield variant(f"fused {operands.name} k{topk} {init}+{local}", fused_kernel, types, constants, chosen, slack)

@@ -12,7 +12,6 @@ on the order in which programs or threads run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from openmsa.primitives.codes import ASM
 from openmsa.runtime.integers import next_power_of_two
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 
 MAX_BLOCKS = 16384
 EARLY_ROWS = 1024  # up to so many, time is what one row takes, not what memory does
@@ -331,13 +329,3 @@ def launch_topk(
         **selection_constants(heads, out.shape[2], num_blocks, init_blocks, local_blocks),
         **options,
     )
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Rows from 64 to 16384 blocks."""
-    arguments = dict.fromkeys(("s_h", "s_t", "num_blocks"), "i32") | {"scores": "*fp32", "visible": "*i32", "out": "*i32"}
-    for num_blocks, rows, topk in ((64, 4, 8), (1024, 65536, 16), (1024, 4, 16), (8192, 32768, 16), (16384, 4, 64)):
-        constexprs = selection_constants(4, topk, num_blocks, 0, 1)
-        warps = constexprs.pop("num_warps")
-        constexprs |= {"s_b": 1, "EARLY": rows == 4, "PDL": rows == 4 and arch >= 90}
-        yield Variant(f"topk {topk} of {num_blocks} x {rows}", topk_kernel, arguments, constexprs, warps)

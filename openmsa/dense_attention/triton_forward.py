@@ -11,8 +11,6 @@ descriptors where strides allow; the rest, at the diagonal and at the end of a s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -20,13 +18,11 @@ from openmsa.dense_attention import chosen_results
 from openmsa.dense_attention.triton_config import Config, configure, spans
 from openmsa.dense_attention.triton_kernel import dense_kernel
 from openmsa.dense_attention.triton_operands import Operand, codes, operand
-from openmsa.dense_attention.triton_variants import dense_variants
 from openmsa.kv_cache import E4M3, PagedKV, Stored
 from openmsa.kv_cache.stored import format_of, out_dtype
 from openmsa.runtime import devices
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 from openmsa.types import Layout
 
 
@@ -161,8 +157,3 @@ def _partials(
         torch.empty(tiles * splits * rows, dtype=torch.float32, device=device),
         torch.zeros(tiles, dtype=torch.int32, device=device),
     )
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """See `openmsa.dense_attention.triton_variants`."""
-    yield from dense_variants(arch)

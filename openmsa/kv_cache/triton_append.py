@@ -7,7 +7,7 @@ graph: pages, lengths and numbers of tokens are read when the kernels run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,10 +17,9 @@ from torch import Tensor
 from openmsa.kv_cache.certified import CertifiedKeys
 from openmsa.kv_cache.stored import Stored, format_of
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
-from openmsa.kv_cache.triton_write import COUNTS, advance_kernel, write_kernel
+from openmsa.kv_cache.triton_write import advance_kernel, write_kernel
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 
 GROUPS = {"nvfp4": 16, "mxfp4": 32}
 ELEMENTS = 1024  # of a program; two warps
@@ -133,22 +132,3 @@ def tensors_of(pool: Tensor | Stored) -> dict[str, Any]:
 def _strides(rows: Tensor) -> tuple[int, int, int]:
     """Of ``[num_pages, heads, page_size]``, or of packed rows as pages of one."""
     return (*rows.stride(), 0)[:3]
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Every format at the head dim of the models, from bfloat16, see `openmsa.runtime.variants`."""
-    for stored, layout in [(name, "linear") for name in FORMAT_IDS] + [("nvfp4", "128x4")]:
-        constexprs = {**constexprs_of(stored, layout, 128), "ROUND": None, "ROWS": ELEMENTS // 128, "s_new_d": 1, "s_data_d": 1}
-        data = {"plain": "*bf16", "int8": "*i8"}.get(stored, "*u8")
-        arguments = {"new": "*bf16", "data": data, "page_table": "*i32", "seq_lens": "*i32", "cu_seqlens": "*i32"}
-        arguments |= dict.fromkeys(COUNTS, "i32")
-        pointers = {"scale": {"e4m3": "*fp32", "int8": "*i16", "nvfp4": "*u8", "mxfp4": "*u8"}.get(stored)}
-        pointers |= {"error": "*i16" if stored == "int8" else None, "global_scale": "*fp32" if stored == "nvfp4" else None}
-        for name, kind in pointers.items():
-            (arguments if kind else constexprs)[name] = kind
-        for name in write_kernel.arg_names:
-            if name.startswith("s_") and name not in constexprs:
-                arguments[name] = "i32:16" if name.startswith(("s_new", "s_data")) else "i32"
-        yield Variant(f"write {stored} {layout}", write_kernel, arguments, constexprs, num_warps=2, num_stages=3)
-    lens = {"seq_lens": "*i32", "cu_seqlens": "*i32", "batch": "i32", "each": "i32", "capacity": "i32"}
-    yield Variant("advance", advance_kernel, lens, {"BLOCK": 256, "s_lens": 1}, num_warps=2, num_stages=3)

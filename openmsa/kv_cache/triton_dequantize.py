@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -12,11 +10,10 @@ from torch import Tensor
 
 from openmsa.kv_cache.stored import Stored
 from openmsa.kv_cache.triton_append import ELEMENTS, constexprs_of, tensors_of
-from openmsa.kv_cache.triton_numbers import E4M3, FORMAT_IDS, INT8, NVFP4, e2m1_pair, e4m3, e8m0
+from openmsa.kv_cache.triton_numbers import E4M3, INT8, NVFP4, e2m1_pair, e4m3, e8m0
 from openmsa.kv_cache.triton_write import group_offsets
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 
 
 @triton.jit(do_not_specialize=["total", "heads", "page_size"])
@@ -98,17 +95,3 @@ def dequantize(stored: Stored, dtype: torch.dtype) -> Tensor:
         num_warps=2,
     )
     return out
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Every format at the head dim of the models, into bfloat16, see `openmsa.runtime.variants`."""
-    for stored, layout in [(name, "linear") for name in FORMAT_IDS if name != "plain"] + [("nvfp4", "128x4")]:
-        constexprs = {**constexprs_of(stored, layout, 128), "ROWS": ELEMENTS // 128, "s_data_d": 1}
-        arguments = {"out": "*bf16", "data": "*i8" if stored == "int8" else "*u8"}
-        arguments["scale"] = {"e4m3": "*fp32", "int8": "*i16"}.get(stored, "*u8")
-        (arguments if stored == "nvfp4" else constexprs)["global_scale"] = "*fp32" if stored == "nvfp4" else None
-        arguments |= dict.fromkeys(("total", "heads", "page_size"), "i32")
-        for name in read_kernel.arg_names:
-            if name.startswith("s_") and name not in constexprs:
-                arguments[name] = "i32:16" if name.startswith("s_data") else "i32"
-        yield Variant(f"read {stored} {layout}", read_kernel, arguments, constexprs, num_warps=2, num_stages=3)

@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from openmsa.runtime.devices import Device
-from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention.gluon_sm90_union import BLOCK, DIM, ROWS, sm90_union_kernel
-from openmsa.sparse_attention.triton_config import MAX_HEADS, PrefillConfig
+from openmsa.sparse_attention.triton_config import PrefillConfig
 from openmsa.sparse_attention.triton_keys import PAGES, Keys, Queries
 from openmsa.types import Layout
 
@@ -94,29 +92,3 @@ def launch(
         NEGATIVE=negative,
         **OPTIONS,
     )
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Packed keys and pages, with and without factors, groups in parts and between powers of two."""
-    if arch != 90:
-        return
-    for q, group, page, factors, may_spill in (
-        ("bf16", 16, 0, True, 16),  # four values are spilled in front of the loops
-        ("bf16", 16, 128, True, 16),
-        ("fp16", 16, 0, False, 16),
-        ("bf16", 3, 0, True, 80),  # in the loop over pairs of tiles, not in those over blocks
-        ("bf16", 100, 0, True, 88),
-    ):
-        heads = min(next_power_of_two(group), MAX_HEADS)
-        types = {"q": f"*{q}", "out": f"*{q}", "k": "*fp8e4nv", "v": "*fp8e4nv", "lse": "*fp32", "scale": "fp32"}
-        types |= dict.fromkeys(("cu_k", "tiles", "union_sizes", "union_ids", "union_rows", "union_bits", "has_union"), "*i32")
-        types |= dict.fromkeys(("num_tiles", "num_kv_heads", "capacity"), "i32")
-        types |= dict.fromkeys(("stride_q_t", "stride_q_h", "stride_page", "stride_h", "stride_row"), "i32:16")
-        constants: dict[str, Any] = {"GROUP": group, "HEADS": heads, "PARTS": ceil_div(group, heads)}
-        constants |= {"PAGE_SIZE": page, "NEGATIVE": q == "fp16"}
-        constants |= {name: OPTIONS[name] for name in OPTIONS if name != "num_warps"}
-        for x in "kv":
-            types |= {f"{x}_factor": "*fp32", f"stride_{x}f_h": "i32"} if factors else {}
-            constants |= {} if factors else {f"{x}_factor": None, f"stride_{x}f_h": 0}
-        name = f"union {q} e4m3 g{group} p{page}"
-        yield Variant(name, sm90_union_kernel, types, constants, OPTIONS["num_warps"], wgmma=True, may_spill=may_spill)

@@ -8,7 +8,7 @@ bounds and arguments. See triton_lists.py, triton_union.py and triton_outer.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,6 @@ from openmsa.kv_cache.stored import out_dtype
 from openmsa.runtime.devices import facts
 from openmsa.runtime.integers import next_power_of_two
 from openmsa.runtime.launch import launch_kernel, runs_hopper_kernels
-from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention import triton_lists
 from openmsa.sparse_attention.triton_config import (
     FEW_READERS,
@@ -42,7 +41,6 @@ from openmsa.sparse_attention.triton_lists import (
 )
 from openmsa.sparse_attention.triton_outer import attend_outer, combine_outer
 from openmsa.sparse_attention.triton_union import attend_union
-from openmsa.sparse_attention.triton_variants import prefill_variants
 from openmsa.types import Layout
 
 WORKSPACE_BYTES = 2 << 30  # partials held at a time
@@ -136,11 +134,6 @@ def _tuned(queries: Queries, keys: Keys, config: PrefillConfig, block_size: int)
 
     serves = gluon_sm90_union_launch.serves(facts(keys.k.device), queries, keys, config, block_size)
     return gluon_sm90_union_launch.launch if serves else None
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """See `openmsa.runtime.variants`."""
-    return prefill_variants(arch)
 
 
 class _Plan(NamedTuple):
