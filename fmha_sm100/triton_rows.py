@@ -5,9 +5,6 @@ sequence, and one writes scores where the caller wants them. `plan_rows` and `ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +13,6 @@ from torch import Tensor
 from openmsa.primitives.operands import Scores
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 
 COLUMNS = 256
 """A program of `cut_kernel` copies so many pages."""
@@ -180,21 +176,3 @@ def write(scores: Tensor, target: Tensor, start: int, starts: Tensor, lens: Tens
         TOKENS=TOKENS,
         TILES=TILES,
     )
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """Declares the variants for decode of four KV heads and for scores in both layouts."""
-    del arch
-    pointers: dict[str, Any] = dict.fromkeys(("flat", "first", "table"), "*i32")
-    numbers = dict.fromkeys(("total", "width"), "i32")
-    yield Variant("cut", cut_kernel, pointers | numbers, {"s_flat": 1, "COLUMNS": COLUMNS}, 2)
-    pointers = dict.fromkeys(("blocks", "first", "lens", "offset", "shifted", "keys", "position"), "*i32")
-    numbers = dict.fromkeys(("s_row", "s_head", "num_pages"), "i32")
-    sizes = {"s_slot": 1, "HEADS": 4, "TOPK": 16, "ENTRIES": 64, "PAGE": 128}
-    yield Variant("shift", shift_kernel, pointers | numbers, sizes, 1)
-    pointers = dict.fromkeys(("starts", "lens", "offset"), "*i32")
-    numbers = dict.fromkeys(("start", "count", "tiles", "rows", "steps"), "i32")
-    sizes = {"BLOCK": 128, "TOKENS": TOKENS, "TILES": TILES}
-    for layout, strides in (("THK", ("i32", 1)), ("HKT", (1, "i32"))):
-        tensors: Any = {"scores": Scores("*fp32", "i32", "i32", 1), "target": Scores("*fp32", "i32", *strides)}  # type: ignore
-        yield Variant(f"write {layout}", write_kernel, tensors | pointers | numbers, sizes, 4)

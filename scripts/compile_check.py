@@ -1,75 +1,106 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Compiles every declared kernel variant for sm_80, sm_90, sm_100 and sm_120 and inspects the machine code. Needs no GPU.
+"""Compiles what calls would launch on sm_80, sm_90, sm_100 and sm_120, and inspects the machine code. Needs no GPU.
 
-    python scripts/compile_check.py [--arch 80 90 100 120] [--match NAME] [--jobs N] [--sass DIRECTORY]
+    python scripts/compile_check.py [--arch 80 90 100 120] [--match TEXT] [--jobs N] [--sass DIRECTORY]
 
-Prints registers, stack bytes and loads from it, shared memory and the matrix instructions of each, and exits with 1 on a
-compile error, on spills, on a missing matrix instruction or on more shared memory than the architecture has.
+The calls, in the folder `compile_calls`, run under `openmsa.runtime.recording`; launches that compile to the same code count
+once. Prints, for each kernel and architecture, how many variants there are, their most registers, stack bytes and shared
+memory and their matrix instructions, and below them each fault: a call or a compilation that fails, spills, a missing matrix
+instruction, more shared memory than the architecture has. Exits with 1 on a fault.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import bisect
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, NamedTuple
 
 os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
+os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # which nobody reads here
 
+import torch
 import triton
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from openmsa.runtime.variants import ARCHS, Variant, declared
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+from compile_calls import calls
+from compile_calls.known import KNOWN
+
+from openmsa.runtime.devices import COMPILE_TARGETS
+from openmsa.runtime.recording import Launch, recording
+
+ARCHS = tuple(COMPILE_TARGETS)
 WGMMA = ("HGMMA", "QGMMA", "IGMMA")
-OPERAND = re.compile(r"tensor<([0-9x]+)x\w+, #ttg\.dot_op<\{opIdx = (\d), parent = #(\w+), kWidth = (\d+)\}>>")
-MATRIX = re.compile(r"\b(U?[A-Z0-9]*(?:MMA|TCHMMA|TCQMMA)[A-Z]*)[.\s]")
+MATRIX = re.compile(r"(?<![.\w])(U?[A-Z0-9]*(?:MMA|TCHMMA|TCQMMA)[A-Z]*)[.\s]")
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/(.*)$", re.MULTILINE)
+MACHINES = {80: "SM80", 90: "SM90a", 100: "SM100a", 120: "SM120a"}  # as nvdisasm names what Triton compiles for
 TOOLS = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin"
+CHUNK = 12  # variants that are disassembled at a time, since the tool takes 0.3 seconds to start
+
+
+class Variant(NamedTuple):
+    """A launch to compile. files: the names of all launches with this machine code: call, kernel, number within the call."""
+
+    launch: Launch
+    files: list[str]
 
 
 @dataclass
 class Inspection:
-    """What the machine code of one variant on one architecture looks like."""
+    """What the machine code of one variant looks like."""
 
+    kernel: str
     arch: int
-    module: str
     name: str
-    num_warps: int
-    num_stages: int
     registers: int = 0
     stack: int = 0
     reloads: int = 0
     shared: int = 0
-    instructions: int = 0
-    seconds: float = 0.0
     matrix: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
 
-def compile_variant(variant: Variant, arch: int) -> triton.compiler.CompiledKernel:
-    """Offline: needs no driver."""
-    source_type = ASTSource
-    if type(variant.fn).__module__.startswith("triton.experimental.gluon"):
-        from triton.experimental.gluon._runtime import GluonASTSource as source_type
-    source = source_type(variant.fn, variant.signature(), variant.constants(), variant.attributes())
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    if variant.maxnreg is not None:
-        options["maxnreg"] = variant.maxnreg
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+def variants(archs: list[int], match: str) -> tuple[list[Variant], list[str]]:
+    """What the calls would launch, each variant once, and what calls failed with."""
+    found: dict[Any, Variant] = {}
+    failures = []
+    for arch in archs:
+        for label, call in calls(arch):
+            with recording(arch) as launches:
+                try:
+                    call.run()
+                except Exception as error:
+                    failures.append(f"sm_{arch} {label}: the call fails: {_cause(error)}")
+            numbers: Counter[str] = Counter()
+            for launch in launches:
+                name = re.sub(r"[^\w=]+", "_", f"{label} {launch.name} sm{arch} {numbers[launch.name]}")
+                numbers[launch.name] += 1
+                if match in f"{label} {launch.name}":
+                    found.setdefault((arch, launch.kernel, launch.variant), Variant(launch, [])).files.append(name)
+    return list(found.values()), failures
+
+
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__} {str(error).strip()[-200:].rsplit(chr(10), 1)[-1]}"
 
 
 def tool(name: str, *arguments: str) -> str:
@@ -77,118 +108,141 @@ def tool(name: str, *arguments: str) -> str:
     return subprocess.run([str(TOOLS / name), *arguments], check=True, capture_output=True, text=True).stdout
 
 
-@functools.cache
-def variants(arch: int) -> list[tuple[str, Variant]]:
-    """The declared ones, in an order that every process finds."""
-    return list(declared(arch))
-
-
-def inspect(arch: int, index: int, sass_to: Path | None) -> Inspection:
-    """Compiles one variant and reads its machine code."""
-    module, variant = variants(arch)[index]
-    found = Inspection(arch, module, variant.name, variant.num_warps, variant.num_stages)
-    start = time.perf_counter()
-    try:
-        kernel = compile_variant(variant, arch)
-    except Exception as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        text = str(cause).strip().rsplit("\n", 1)[-1].strip()
-        found.faults.append(f"does not compile: {type(cause).__name__} {text[-200:]}")
-        return found
-    found.seconds = time.perf_counter() - start
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        usage = tool("cuobjdump", "-res-usage", cubin.name)
-        sass = tool("cuobjdump", "-sass", cubin.name)
-    if sass_to is not None:
-        name = re.sub(r"\W+", "_", f"{module.removeprefix('openmsa.')} {variant.name} sm{arch}")
-        sass_to.mkdir(parents=True, exist_ok=True)
-        (sass_to / f"{name}.sass").write_text(sass)
-        (sass_to / f"{name}.ttgir").write_text(kernel.asm["ttgir"])
-    found.registers = max((int(n) for n in re.findall(r"REG:(\d+)", usage)), default=0)
-    found.stack = max((int(n) for n in re.findall(r"STACK:(\d+)", usage)), default=0)
-    found.reloads = len(re.findall(r"\bLDL\b", sass))
-    found.shared = kernel.metadata.shared
-    found.instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE))
-    found.matrix = Counter(MATRIX.findall(sass))
-    found.faults += faults(found, variant) + narrow_products(kernel.asm["ttgir"])
+def inspect(chunk: list[int], sass_to: Path | None) -> list[Inspection]:
+    """Compiles variants of one architecture, known by their places in `_WANTED`, and reads their machine code."""
+    found, codes = [], []
+    for launch, files in map(_WANTED.__getitem__, chunk):
+        found.append(Inspection(launch.name, launch.arch, files[0]))
+        try:
+            compiled = launch.compile()
+        except Exception as error:
+            found[-1].faults.append(f"does not compile: {_cause(error)}")
+            codes.append(b"")
+            continue
+        found[-1].shared = compiled.metadata.shared
+        codes.append(_text(compiled.asm["cubin"]))
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+            cubin.write(compiled.asm["cubin"])
+            cubin.flush()
+            usage = tool("cuobjdump", "-res-usage", cubin.name)
+            if sass_to is not None:
+                _write(sass_to, files, tool("cuobjdump", "-sass", cubin.name), compiled.asm["ptx"])
+        found[-1].registers = max((int(n) for n in re.findall(r"REG:(\d+)", usage)), default=0)
+        found[-1].stack = max((int(n) for n in re.findall(r"STACK:(\d+)", usage)), default=0)
+    for inspection, text, index in zip(found, _disassembled(codes, found[0].arch), chunk, strict=True):
+        inspection.reloads = len(re.findall(r"\bLDL\b", text))
+        inspection.matrix = Counter(MATRIX.findall(text))
+        if not inspection.faults:
+            inspection.faults += faults(inspection, _WANTED[index].launch)
     return found
 
 
-def faults(found: Inspection, variant: Variant) -> list[str]:
-    """What is wrong with it, as sentences."""
-    sentences = []
-    if found.reloads and found.stack > variant.may_spill:  # some sm_120 code reserves stack that it never reads
-        sentences.append(f"spills: {found.stack} bytes of stack ({variant.may_spill} allowed), {found.reloads} reloads")
-    if found.shared > SHARED_LIMIT[found.arch]:
-        sentences.append(f"needs {found.shared} bytes of shared memory (limit {SHARED_LIMIT[found.arch]})")
-    if variant.wgmma and found.arch == 90 and not any(found.matrix[name] for name in WGMMA):
+_WANTED: list[Variant] = []  # inherited by the processes that compile
+
+
+def _text(cubin: bytes) -> bytes:
+    """The instructions of a cubin, an ELF file: its sections named .text."""
+    (start,), (size, count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
+    strings = sections[names][4]
+    return b"".join(cubin[at : at + n] for name, _, _, _, at, n in sections if cubin[strings + name :].startswith(b".text"))
+
+
+def _disassembled(codes: list[bytes], arch: int) -> list[str]:
+    """Each as text, by one start of the tool for all."""
+    starts = [sum(map(len, codes[:i])) for i in range(len(codes))]
+    lines: list[list[str]] = [[] for _ in codes]
+    if any(codes):
+        with tempfile.NamedTemporaryFile() as joined:
+            joined.write(b"".join(codes))
+            joined.flush()
+            text = tool("nvdisasm", "-b", MACHINES[arch], joined.name)
+        for at, line in INSTRUCTION.findall(text):
+            lines[bisect.bisect_right(starts, int(at, 16)) - 1].append(line)
+    return ["\n".join(part) for part in lines]
+
+
+def _write(folder: Path, files: list[str], sass: str, ptx: str) -> None:
+    """The disassembly and, in the order of the launch, the types of the parameters, under every name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parameters = re.findall(r"^\s*\.param (.*?) \w+_param_\d+(.*?),?$", ptx, re.MULTILINE)
+    for ending, text in (("sass", sass), ("params", "".join(f"{kind}{size}\n" for kind, size in parameters))):
+        first = folder / f"{files[0]}.{ending}"
+        first.write_text(text)
+        for name in files[1:]:
+            (folder / f"{name}.{ending}").unlink(missing_ok=True)
+            (folder / f"{name}.{ending}").hardlink_to(first)
+
+
+def faults(found: Inspection, launch: Launch) -> list[str]:
+    """What is wrong with a variant, as sentences."""
+    sentences, known, limit = [], KNOWN.get(launch.name), COMPILE_TARGETS[found.arch].shared_bytes
+    allowed = known.may_spill(launch) if known else 0
+    if found.reloads and found.stack > allowed:  # some sm_120 code reserves stack that it never reads
+        sentences.append(f"spills: {found.stack} bytes of stack ({allowed} allowed), {found.reloads} reloads")
+    if found.shared > limit:
+        sentences.append(f"needs {found.shared} bytes of shared memory (limit {limit})")
+    if known and known.wgmma(launch) and found.arch == 90 and not any(found.matrix[name] for name in WGMMA):
         sentences.append(f"no {' or '.join(WGMMA)} on sm_90")
-    if (variant.dot or variant.wgmma) and not found.matrix:
+    if known and not found.matrix:
         sentences.append("no matrix instruction")
     return sentences
 
 
-def narrow_products(ttgir: str) -> list[str]:
-    """Products of the warps' own matrix instructions that sum fewer elements than the compiler spreads over the four threads
-    of a row, kWidth to each: Triton 3.6 multiplies some of them twice and others never."""
-    layouts = set(re.findall(r"^#(\w+) = #ttg\.nvidia_mma<\{versionMajor = 2,", ttgir, re.MULTILINE))
-    sentences = set()
-    products = "\n".join(line for line in ttgir.splitlines() if "= tt.dot " in line)
-    for shape, side, layout, width in OPERAND.findall(products):
-        summed = int(shape.split("x")[-1 if side == "0" else -2])
-        if layout in layouts and summed < 4 * int(width):
-            sentences.add(f"a product sums {summed} elements, laid out for {4 * int(width)}")
-    return sorted(sentences)
+def chunks(wanted: list[Variant], jobs: int) -> Iterator[list[int]]:
+    """Places of variants of one architecture, those that take long first; the last chunks are small, so that all processes
+    end at about the same time."""
+    order = sorted(range(len(wanted)), key=lambda i: (wanted[i].launch.name not in KNOWN, i))
+    small = [i for i in order if wanted[i].launch.name not in KNOWN][-4 * jobs :]
+    for arch in ARCHS:
+        here = [i for i in order if wanted[i].launch.arch == arch and i not in small]
+        yield from (here[at : at + CHUNK] for at in range(0, len(here), CHUNK))
+    yield from ([i] for i in small)
 
 
 def show(results: list[Inspection], console: Console) -> None:
-    """One row a variant."""
-    table = Table("arch", "module", "variant", "warps", "stages", "regs", "stack", "LDL", "shared", "instr", "matrix", "s", "")
-    for column in table.columns[3:10]:
+    """One row a kernel and architecture, and the faults in full."""
+    table = Table("kernel", "arch", "variants", "regs", "stack", "LDL", "shared", "matrix", "")
+    for column in table.columns[2:7]:
         column.justify = "right"
-    for r in results:
-        matrix = " ".join(f"{name}x{n}" for name, n in r.matrix.most_common())
-        verdict = "[red]" + "; ".join(r.faults) if r.faults else "[green]ok"
-        numbers = (r.num_warps, r.num_stages, r.registers, r.stack, r.reloads, r.shared, r.instructions)
-        table.add_row(
-            f"sm_{r.arch}",
-            r.module.removeprefix("openmsa."),
-            r.name,
-            *map(str, numbers),
-            matrix,
-            f"{r.seconds:.1f}",
-            verdict,
-        )
+    for kernel, arch in sorted({(r.kernel, r.arch) for r in results}):
+        here = [r for r in results if (r.kernel, r.arch) == (kernel, arch)]
+        worst = [str(max(getattr(r, name) for r in here)) for name in ("registers", "stack", "reloads", "shared")]
+        matrix = " ".join(sorted(set().union(*(r.matrix for r in here))))
+        failed = sum(bool(r.faults) for r in here)
+        verdict = f"[red]{failed} with faults" if failed else "[green]ok"
+        table.add_row(kernel, f"sm_{arch}", str(len(here)), *worst, matrix, verdict)
     console.print(table)
+    for result in results:
+        for fault in result.faults:
+            console.print(f"{result.name}: {fault}", style="red", markup=False)
 
 
 def main() -> int:
     """Exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHS, choices=ARCHS)
-    parser.add_argument("--match", default="", help="only variants whose 'module name' contains this text")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; default: one a core")
-    parser.add_argument("--sass", type=Path, help="also write the disassembly and TTGIR of each variant to this directory")
+    parser.add_argument("--match", default="", help="only launches whose 'call kernel' contains this text")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: one a core")
+    parser.add_argument("--sass", type=Path, help="also write disassembly and parameters of each launch to this directory")
     options = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    wanted = [
-        (arch, index, options.sass)
-        for arch in options.arch
-        for index, (module, variant) in enumerate(variants(arch))
-        if options.match in f"{module} {variant.name}"
-    ]
-    with ProcessPoolExecutor(options.jobs) as pool:
-        found = pool.map(inspect, *zip(*wanted, strict=True)) if wanted else []
-        results = list(track(found, "compiling", total=len(wanted), console=console, transient=True))
+    console, start = Console(width=None if sys.stdout.isatty() else 160), time.perf_counter()
+    torch.set_num_threads(1)  # processes are forked from this one
+    wanted, failures = variants(list(options.arch), options.match)
+    _WANTED.extend(wanted)
+    console.print(f"{len(wanted)} variants, recorded in {time.perf_counter() - start:.0f} s")
+    results: list[Inspection] = []
+    with ProcessPoolExecutor(options.jobs, get_context("fork")) as pool, Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("compiling", total=len(wanted))
+        running = [pool.submit(inspect, chunk, options.sass) for chunk in chunks(wanted, options.jobs)]
+        for done in running:
+            results += done.result()
+            progress.update(bar, completed=len(results))
     show(results, console)
-    failed = sum(bool(r.faults) for r in results)
-    console.print(f"{len(results)} variants compiled, {failed} with faults")
-    if not results:
-        console.print("[red]nothing matched")
+    for failure in failures:
+        console.print(failure, style="red", markup=False)
+    failed = sum(bool(r.faults) for r in results) + len(failures)
+    console.print(f"{len(results)} variants compiled in {time.perf_counter() - start:.0f} s, {failed} faults")
     return 1 if failed or not results else 0
 
 

@@ -5,7 +5,7 @@
     python scripts/warmup_fmha_sm100.py --preset m3-infer -j 8
 
 On a GPU each task runs an operation of `fmha_sm100` on small tensors of the preset's shapes: what compiles is what serving will
-launch, whatever its lengths. Without a GPU, --arch compiles the declared variants of every kernel for it, offline.
+launch, whatever its lengths. Without a GPU, --arch records what the same operations would launch there, and compiles that.
 
 Kernels go where TRITON_CACHE_DIR says or, if it is not set, into a folder of our own (OPENMSA_CACHE_DIR/triton), for which the
 last line says what to export. --clear removes that folder, never another one, and touches no compiler's temporary files.
@@ -16,12 +16,11 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
@@ -37,14 +36,13 @@ PRESETS = ("all", "m3-infer", "aime")
 M3_HEADS = ((64, 4), (32, 2), (16, 1))  # tensor parallelism 1, 2, 4
 KINDS = ("scores prefill", "scores decode", "selection", "sparse prefill", "sparse decode", "dense prefill", "dense decode")
 DECODE_KINDS = ("scores decode", "selection", "sparse decode", "dense decode")
-NOT_M3 = re.compile(r"\bfp16\b|\bd(?!128\b)\d+\b|\bg(?!16\b)\d+\b|\bb(?!128\b)\d+\b|\bp16\b|pages of 16")
 DEVICE = "cuda"
 PAGE, DIM, CONTEXT, MANY = 128, 128, 32768, 8192  # enough queries for the kernels of long prompts
 
 
 @dataclass(frozen=True)
 class Task:
-    """One operation on a GPU, or (arch above 0) one declared variant, its number `kind` in the list of that architecture."""
+    """One operation on a GPU or (arch above 0) recorded for that architecture."""
 
     name: str
     kind: str
@@ -67,18 +65,9 @@ def gpu_tasks(preset: str, sparse_grid: bool) -> list[Task]:
     return [Task(f"{kind} {q}/{kv} {dtype} top-{k}", kind, q, kv, dtype, k) for kind, q, kv, dtype, k in dict.fromkeys(shapes)]
 
 
-def offline_tasks(preset: str, archs: Sequence[int]) -> list[Task]:
-    """The declared variants that a preset needs on each architecture."""
-    from openmsa.runtime.variants import declared
-
-    tasks = []
-    for arch in archs:
-        for number, (module, variant) in enumerate(declared(arch)):
-            text = f"{module.removeprefix('openmsa.')} {variant.name}"
-            prefill = "prefill" in text or "fused" in text
-            if preset == "all" or not (NOT_M3.search(text) or (preset == "aime" and prefill)):
-                tasks.append(Task(f"sm_{arch} {text}", str(number), arch=arch))
-    return tasks
+def offline_tasks(tasks: Sequence[Task], archs: Sequence[int]) -> list[Task]:
+    """The same operations for each architecture."""
+    return [replace(task, name=f"sm_{arch} {task.name}", arch=arch) for arch in archs for task in tasks]
 
 
 def begin() -> None:
@@ -105,16 +94,14 @@ def run(task: Task) -> float:
 
 
 def _compile(task: Task) -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-    from compile_check import compile_variant
+    """Each variant once."""
+    from openmsa.runtime.recording import recording
 
-    from openmsa.runtime.variants import declared
-
-    variants = _declared.get(task.arch) or _declared.setdefault(task.arch, [variant for _, variant in declared(task.arch)])
-    compile_variant(variants[int(task.kind)], task.arch)
-
-
-_declared: dict[int, list] = {}  # architecture -> its variants, in a worker
+    torch.set_num_threads(1)
+    with recording(task.arch) as launches, torch.no_grad():
+        _call(task)
+    for launch in {(launch.kernel, launch.variant): launch for launch in launches}.values():
+        launch.compile()
 
 
 def _call(task: Task) -> None:
@@ -127,7 +114,7 @@ def _call(task: Task) -> None:
     lens = torch.full((batch,), q_len, dtype=torch.int32), torch.full((batch,), CONTEXT, dtype=torch.int32)
     total_q, blocks = batch * q_len, CONTEXT // PAGE
     if kind == "selection":
-        scores = torch.randn(task.num_kv_heads, blocks, total_q, device=DEVICE)
+        scores = torch.zeros(task.num_kv_heads, blocks, total_q, device=DEVICE)
         for layout, values in (("HKT", scores), ("THK", scores.permute(2, 0, 1).contiguous())):
             fmha_sm100.sparse_topk_select(values, task.topk, blocks, force_end_blocks=1, max_score_layout=layout)
         return
@@ -203,9 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print("PyTorch finds no GPU here: nothing to warm up. --arch 90 (or 80, 100, 120) compiles without one.")
         if not options.dry_run:
             return 0
-    tasks = (
-        offline_tasks(options.preset, options.arch) if options.arch else gpu_tasks(options.preset, options.include_sparse_aot)
-    )
+    tasks = gpu_tasks(options.preset, options.include_sparse_aot)
+    tasks = offline_tasks(tasks, options.arch) if options.arch else tasks
     tasks = [task for task in tasks if options.match in task.name]
     if options.dry_run:
         for task in tasks:

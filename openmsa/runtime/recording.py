@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What host code would launch on an architecture, found without a GPU.
 
-Within `recording`, the machine seems to have one GPU of that architecture. Its tensors are CPU tensors that say that they lie on
-"cuda", so that host code runs as it stands and may read them; memory that nothing writes costs nothing. Every launch goes
+Within `recording`, the machine seems to have one GPU of that architecture. Its tensors are CPU tensors that say that they lie
+on "cuda", so that host code runs as it stands and may read them; memory that nothing writes costs nothing. Every launch goes
 through Triton's own binder, which says what it would compile for these arguments, and ends there: nothing is compiled, nothing
 runs, and outputs hold what their memory held.
 """

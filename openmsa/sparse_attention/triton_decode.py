@@ -12,7 +12,6 @@ Bytes bound it: 2 * topk * block_size * head_dim elements a token and KV head. b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,10 +24,9 @@ from openmsa.kv_cache import E4M3, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
 from openmsa.primitives.waiting import fetch_pages
 from openmsa.runtime import devices
-from openmsa.runtime.devices import COMPILE_TARGETS, Device
+from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
-from openmsa.runtime.variants import Variant
 from openmsa.sparse_attention import triton_decode_stored
 from openmsa.sparse_attention.triton_decode_stored import (
     Source,
@@ -451,89 +449,3 @@ def sparse_attention(
         workspace = Workspace.allocate(programs, partials, rows, head_dim, out.dtype, q.device)
         launch(config, workspace, q, k, v, blocks, seqs, seqs.max_seqlen_q, block_size, softmax_scale, out, lse)
     return out if lse is None else (out, lse)
-
-
-def compile_variants(arch: int) -> Iterator[Variant]:
-    """M3 heads at batch 1 and 32, pages, other dims, small pages, one head a group, many."""
-    cases = (  # name, dtype, tokens, group, head_dim, block_size, page_size
-        ("B1 pages", "bf16", 1, 16, 128, 128, 128),
-        ("B32 pages", "bf16", 32, 16, 128, 128, 128),
-        ("B32 flat", "fp16", 32, 16, 128, 128, 0),
-        ("B128 pages", "bf16", 128, 16, 128, 128, 128),
-        ("pages of 16", "bf16", 32, 16, 128, 128, 16),
-        ("d64 b32", "bf16", 8, 3, 64, 32, 64),
-        ("d96 g1", "fp16", 8, 1, 96, 128, 128),
-        ("d192 g8", "bf16", 8, 8, 192, 64, 64),
-        ("d256 g64", "bf16", 32, 64, 256, 256, 256),
-    )
-    for name, dtype, tokens, group, head_dim, block_size, page_size in cases:
-        config = configure(tokens, 4, group, head_dim, 16, block_size, page_size, COMPILE_TARGETS[arch])
-        yield variant(name, config, dtype, group, head_dim, 16, block_size, page_size, pdl=arch >= 90)
-    for tokens, form, group, by_page in (
-        (1, 1, 16, False), (32, 1, 16, False), (64, 1, 16, False), (32, 1, 16, True), (32, 1, 64, False),
-        (1, 3, 16, False), (32, 3, 16, False), (64, 3, 16, False), (32, 3, 64, False), (32, 3, 32, False),
-    ):  # fmt: skip
-        config = configure(tokens, 4, group, 128, 16, 128, 128, COMPILE_TARGETS[arch], form)
-        name = f"B{tokens} g{group} {'e4m3' if form == 1 else 'nvfp4'} pages{', a factor each' if by_page else ''}"
-        yield variant(name, config, "bf16", group, 128, 16, 128, 128, arch >= 90, form, by_page)
-
-
-def variant(
-    name: str,
-    config: Config,
-    dtype: str,
-    group: int,
-    head_dim: int,
-    topk: int,
-    block_size: int,
-    page_size: int,
-    pdl: bool,
-    form: int = 0,
-    by_page: bool = False,
-) -> Variant:
-    """As a plan launches it: lengths from seq_lens; flat keys from packed starts."""
-    strides = [f"stride_{x}" for x in ["qt", "qh", "kp", "kh", "kn", "vp", "vh", "vn", "bt", "bh", "tb", "ot", "oh"]]
-    arguments = {name: f"*{dtype}" for name in ("q", "k", "v", "out")} | {"blocks": "*i32", "lse": "*fp32"}
-    arguments |= dict.fromkeys(strides, "i32:16") | {
-        "scale": "fp32",
-        "queries": "i32",
-        "num_pages": "i32",
-        "capacity": "i32",
-        "tiles": "i32",
-        "stride_lt": "i32",
-    }
-    constants = dict.fromkeys(("stride_qd", "stride_kd", "stride_vd", "stride_bs", "stride_od", "stride_lh", "stride_tp"), 1)
-    used, unused = (
-        (["page_table", "seq_lens"], ["cu_q", "cu_k", "q_offset"])
-        if page_size
-        else (["cu_q", "cu_k"], ["q_offset", "page_table", "seq_lens"])
-    )
-    arguments |= dict.fromkeys(used, "*i32")
-    constants |= dict.fromkeys(unused)
-    partials = {"part": f"*{dtype}", "part_lse": "*fp32", "arrived": "*i32"}
-    if config.splits > 1:
-        arguments |= partials
-    else:
-        constants |= dict.fromkeys(partials)
-    constants |= {"G": group, "D": head_dim, "TOPK": topk, "BLOCK": block_size, "PAGE": page_size, "BM": config.rows}
-    constants |= {"BN": config.keys, "BD": next_power_of_two(head_dim), "TILES": config.tiles, "SPLITS": config.splits}
-    constants |= {"LOOKUP": config.lookup, "STAGES": config.num_stages, "PDL": pdl}
-    constants |= {"FORMAT": form, "SWIZZLED": False, "NATIVE": pdl, "BY_PAGE": by_page}
-    constants |= {"WALKS": config.walks, "TOGETHER": config.together, "BD": padded_dim(head_dim, form)}
-    factors = {name: "*fp32" for name in ("k_factor", "v_factor")} if form else {}
-    groups = {name: "*i32" for name in ("k_groups", "v_groups")} if form == 3 else {}
-    arguments |= factors | groups | ({"k": "*i16", "v": "*i16"} if form else {})
-    constants |= {x: None for x in ("q_factor", "k_factor", "v_factor", "k_groups", "v_groups") if x not in arguments}
-    small = ("qf", "kfp", "kfh", "vfp", "vfh", "kgp", "kgh", "kgn", "vgp", "vgh", "vgn")
-    arguments |= {f"s_{x}": "i32:16" if x in ("kgp", "kgh", "vgp", "vgh") else "i32" for x in small}
-    constants |= {"s_kgg": 1, "s_vgg": 1}
-    return Variant(
-        f"{name} {dtype}",
-        sparse_decode_kernel,
-        arguments,
-        constants,
-        config.num_warps,
-        config.num_stages,
-        dot=True,
-        may_spill=16,
-    )

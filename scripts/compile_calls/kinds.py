@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: MIT
+"""Kinds of calls: a NamedTuple each, whose `run` makes the inputs and calls a public function."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+import fmha_sm100
+import openmsa
+from fmha_sm100 import sparse
+from openmsa.runtime.recording import GPU
+
+from .inputs import DTYPES, PAGES, empty, index_keys, kv, lengths, paged, rows
+
+LONG = 131072
+
+
+class Scores(NamedTuple):
+    """`block_scores`."""
+
+    q: str
+    k: str
+    queries: int
+    batch: int = 1
+    keys: int = LONG
+    dim: int = 128
+    block: int = 128
+    page: int = 0
+    heads: tuple[int, int] = (4, 1)
+
+    def run(self) -> Any:
+        index_q = rows(self.q, self.batch * self.queries, self.heads[0], self.dim)
+        held = index_keys(self.k, self.batch, self.keys, self.heads[1], self.dim, self.page)
+        seqs = lengths(self.batch, self.queries, self.keys, not self.page)
+        return openmsa.block_scores(index_q, held, seqs, block_size=self.block)
+
+
+class Select(NamedTuple):
+    """`select_blocks`, certified with certified keys."""
+
+    q: str
+    k: str
+    queries: int
+    batch: int = 1
+    keys: int = LONG
+    dim: int = 128
+    block: int = 128
+    page: int = 0
+    topk: int = 16
+    init: int = 0
+    local: int = 1
+    heads: tuple[int, int] = (4, 1)
+
+    def run(self) -> Any:
+        index_q = rows(self.q, self.batch * self.queries, self.heads[0], self.dim)
+        held = index_keys(self.k, self.batch, self.keys, self.heads[1], self.dim, self.page)
+        seqs = lengths(self.batch, self.queries, self.keys, not self.page)
+        forced = {"init_blocks": self.init, "local_blocks": self.local}
+        certified = self.k.startswith("certified")
+        return openmsa.select_blocks(index_q, held, self.topk, seqs, block_size=self.block, certified=certified, **forced)
+
+
+class TopK(NamedTuple):
+    """`select_blocks_from_scores`."""
+
+    queries: int
+    blocks: int
+    topk: int
+
+    def run(self) -> Any:
+        scores = empty((4, self.queries, self.blocks), torch.float32)
+        return openmsa.select_blocks_from_scores(scores, self.topk)
+
+
+class Sparse(NamedTuple):
+    """`sparse_attention`."""
+
+    q: str
+    k: str
+    queries: int
+    batch: int = 1
+    keys: int = 32768
+    dim: int = 128
+    block: int = 128
+    page: int = 0
+    heads: tuple[int, int] = (64, 4)
+    topk: int = 16
+    scale: float = 0.1
+    impl: str = "auto"
+
+    def run(self) -> Any:
+        total = self.batch * self.queries
+        q = rows(self.q, total, self.heads[0], self.dim)
+        k, v = kv(self.k, self.batch, self.keys, self.heads[1], self.dim, self.page)
+        blocks = torch.empty(total, self.heads[1], self.topk, dtype=torch.int32, device=GPU)
+        seqs = lengths(self.batch, self.queries, self.keys, not self.page)
+        options = {"block_size": self.block, "softmax_scale": self.scale, "impl": self.impl}
+        return openmsa.sparse_attention(q, k, v, blocks, seqs, return_lse=True, **options)
+
+
+class Dense(NamedTuple):
+    """`dense_attention`; results: of "o" output, "l" lse and "m" max score."""
+
+    q: str
+    k: str
+    queries: int
+    batch: int = 1
+    keys: int = LONG
+    dim: int = 128
+    block: int = 128
+    page: int = 0
+    heads: tuple[int, int] = (64, 4)
+    results: str = "o"
+
+    def run(self) -> Any:
+        q = rows(self.q, self.batch * self.queries, self.heads[0], self.dim)
+        k, v = kv(self.k, self.batch, self.keys, self.heads[1], self.dim, self.page)
+        seqs = lengths(self.batch, self.queries, self.keys, not self.page)
+        wanted = {f"return_{name}": name[0] in self.results for name in ("out", "lse", "max_score")}
+        return openmsa.dense_attention(q, k, v, seqs, block_size=self.block, **wanted)
+
+
+class Plan(NamedTuple):
+    """A step of a `DecodePlan`."""
+
+    batch: int
+    keys: int
+    q: str = "bf16"
+    k: str = "bf16"
+    index_q: str = "bf16"
+    index_k: str = "bf16"
+    new: int = 1
+    heads: tuple[int, int] = (64, 4)
+    index_heads: int | None = None
+    dim: int = 128
+    index_dim: int = 128
+    block: int = 128
+    page: int = 128
+    topk: int = 16
+    init: int = 0
+    local: int = 1
+
+    def run(self) -> Any:
+        q_heads, kv_heads = self.heads
+        dtype = DTYPES[next(kind for kind in (self.q, self.k, self.index_q, self.index_k, "bf16") if kind in DTYPES)]
+        plan = openmsa.DecodePlan(
+            max_batch=self.batch, num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=self.dim, page_size=self.page,
+            max_pages=-(-self.keys // self.page), new_tokens=self.new, index_heads=self.index_heads, index_dim=self.index_dim,
+            topk=self.topk, block_size=self.block, init_blocks=self.init, local_blocks=self.local, dtype=dtype,
+        )  # fmt: skip
+        tokens, index_heads = self.batch * self.new, self.index_heads or kv_heads
+        cache, _ = kv(self.k, self.batch, self.keys, kv_heads, self.dim, self.page)
+        held = index_keys(self.index_k, self.batch, self.keys, 1, self.index_dim, self.page)
+        index_q = rows(self.index_q, tokens, index_heads, self.index_dim)
+        return plan.run(rows(self.q, tokens, q_heads, self.dim), cache, index_q, held)
+
+
+class Append(NamedTuple):
+    """`append` to a cache, and its rows as numbers again."""
+
+    k: str
+    dim: int = 128
+    page: int = 128
+
+    def run(self) -> Any:
+        held = index_keys(self.k, 4, 512, 4, self.dim, self.page)
+        new = rows("bf16", 64, 4, self.dim)
+        held.append(new, torch.arange(5, dtype=torch.int32, device=GPU) * 16)
+        if self.k != "bf16":
+            held.keys.dequantize(torch.bfloat16)
+
+
+class DropIn(NamedTuple):
+    """`fmha_sm100`: of "scores", "dense" or "sparse" what is in `what`, with M3's heads on pages or packed."""
+
+    what: str
+    kind: str
+    batch: int
+    queries: int
+    heads: tuple[int, int] = (64, 4)
+    keys: int = 32768
+    page: int = 128
+
+    def run(self) -> Any:
+        dtype = torch.float8_e4m3fn if self.kind == "e4m3" else DTYPES[self.kind]
+        (q_heads, kv_heads), scores, total = self.heads, self.what == "scores", self.batch * self.queries
+        q_heads, kv_heads = (kv_heads, 1) if scores else self.heads
+        lens = (torch.full((self.batch,), n, dtype=torch.int32) for n in (self.queries, self.keys))
+        pages = self.keys // self.page
+        table = torch.zeros(self.batch * pages, dtype=torch.int32, device=GPU)
+        options: dict[str, Any] = {"num_kv_heads": kv_heads, "page_size": self.page, "device": "cuda"}
+        options |= {"kv_block_num": 16} if self.what == "sparse" else {"output_maxscore": scores}
+        plan = fmha_sm100.fmha_sm100_plan(*lens, q_heads, use_fp8_kvcache=self.kind == "e4m3", **options)
+        q = empty((total, q_heads, 128), dtype)
+        k, v = empty((PAGES, kv_heads, self.page, 256), dtype).split(128, dim=-1)
+        more: dict[str, Any] = {"output_o": not scores, "output_maxscore": scores}
+        if self.what == "sparse":
+            more["kv_block_indexes"] = torch.zeros(total, kv_heads, 16, dtype=torch.int32, device=GPU)
+        return fmha_sm100.fmha_sm100(q, k, v, plan, kv_indices=table, **more)
+
+
+class TopKDropIn(NamedTuple):
+    """`sparse_topk_select`, of scores in both layouts."""
+
+    queries: int
+    blocks: int
+    layout: str
+
+    def run(self) -> Any:
+        shape = (4, self.blocks, self.queries) if self.layout == "HKT" else (self.queries, 4, self.blocks)
+        scores = empty(shape, torch.float32)
+        options = {"force_end_blocks": 1, "max_score_layout": self.layout}
+        return fmha_sm100.sparse_topk_select(scores, 16, self.blocks, **options)
+
+
+class ByKeys(NamedTuple):
+    """`build_k2q_csr` and `sparse_atten_func`, of one request."""
+
+    kind: str
+    queries: int
+    keys: int = 4096
+    page: int = 0
+
+    def run(self) -> Any:
+        dtype = torch.float8_e4m3fn if self.kind == "e4m3" else DTYPES[self.kind]
+        cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=GPU) for n in (self.queries, self.keys))
+        lens = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": self.queries, "max_seqlen_k": self.keys}
+        ids = torch.arange(16, dtype=torch.int32, device=GPU).expand(4, self.queries, -1).contiguous()
+        longest = {"max_seqlen_q": self.queries, "max_seqlen_k": self.keys}
+        csr = sparse.build_k2q_csr(ids, cu_q, cu_k, 128, total_k=self.keys, qhead_per_kv=16, **longest)
+        shape = (PAGES, 4, self.page, 128) if self.page else (self.keys, 4, 128)
+        pages = {"page_table": paged(1, self.keys, self.page)[0], "seqused_k": cu_k.diff()} if self.page else {}
+        rows = (empty((self.queries, 64, 128), dtype), empty(shape, dtype), empty(shape, dtype))
+        return sparse.sparse_atten_func(*rows, *csr[:2], 16, blk_kv=128, causal=True, **lens, **pages)
