@@ -4,9 +4,9 @@
 
     python scripts/reading.py [--files]
 
-The host code runs on tensors without a GPU while its launches are recorded: every file of the packages in which a function runs
-is a file that a reader opens, and so is every file in which a kernel, or a device function that a kernel names, is written. Device
-functions count by name, so their files are an upper bound.
+The host code runs on tensors without a GPU while its launches are recorded. A reader opens every file of the packages in which
+a function runs, and every file in which a kernel, or a device function that a kernel names, is written. Device functions count
+by name, so their files are an upper bound.
 """
 
 from __future__ import annotations

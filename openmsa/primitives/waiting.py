@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 """Memory asked for before it is needed, while a kernel waits for the one in front: it then comes from the L2 cache."""
 
 from __future__ import annotations

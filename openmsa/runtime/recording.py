@@ -73,7 +73,7 @@ def recording(arch: int) -> Iterator[list[Launch]]:
     if triton.knobs.runtime.interpret:
         raise RuntimeError("launches are recorded where TRITON_INTERPRET is not set, got TRITON_INTERPRET=1")
     launches: list[Launch] = []
-    grids: list[tuple[int, ...]] = []
+    grids: list[Any] = []
     run = JITFunction.run
 
     def started(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -83,7 +83,7 @@ def recording(arch: int) -> Iterator[list[Launch]]:
     def recorded(
         kernel: Any, key: str, signature: Any, device: int, constexprs: Any, options: Any, attributes: Any, warmup: bool
     ) -> None:
-        launches.append(Launch(kernel, arch, *grids, signature, constexprs, attributes, options, key))
+        launches.append(Launch(kernel, arch, grids[0], signature, constexprs, attributes, options, key))
 
     capability, target = divmod(arch, 10), GPUTarget("cuda", arch, 32)
     there = SimpleNamespace(
@@ -110,9 +110,9 @@ def recording(arch: int) -> Iterator[list[Launch]]:
 class _OnGPU(Tensor):
     """A CPU tensor that says that it lies on a GPU; what is computed from it says so too."""
 
-    device = property(lambda self: GPU)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+    device = property(lambda self: GPU)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
 
 
 class _Machine(TorchFunctionMode):
