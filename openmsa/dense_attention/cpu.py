@@ -32,7 +32,7 @@ def dense_attention(
     return_lse: bool,
     return_max_score: bool,
 ) -> Tensor | tuple[Tensor, ...]:
-    """See `openmsa.dense_attention.dense_attention`."""
+    """Does what `openmsa.dense_attention.dense_attention` says."""
     if not causal:  # every query stands behind the last key
         seqs = replace(seqs, q_offset=seqs.k_lens())
     out = lse = max_score = None

@@ -25,7 +25,7 @@ def dense_attention(
     return_lse: bool,
     return_max_score: bool,
 ) -> Tensor | tuple[Tensor, ...]:
-    """See `openmsa.dense_attention.dense_attention`. Holds one sequence's full logit matrix."""
+    """Does what `openmsa.dense_attention.dense_attention` says, holding one sequence's full logit matrix."""
     dtype, result, cu_k = wide_dtype(q), out_dtype(q), seqs.cu_seqlens_k
     if isinstance(k, PagedKV):
         k, v, cu_k = k.gather(seqs.k_lens(), dtype)

@@ -58,7 +58,7 @@ def dense_attention(
     return_max_score: bool,
     config: Config | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """See `openmsa.dense_attention.dense_attention`. config: None: `configure`."""
+    """Does what `openmsa.dense_attention.dense_attention` says. config: tiles and split; None: those of `configure`."""
     total_q, heads, head_dim = q.shape
     stored, facts = (k.k, k.v) if isinstance(k, PagedKV) else (k, v), devices.facts(q.device)
     keys, values = (Operand.of(x, native=facts.arch >= 90) for x in stored)

@@ -89,7 +89,7 @@ class Sums(NamedTuple):
 
 @triton.jit
 def e4m3_half(codes):
-    """This gives the float16 numbers of E4M3 numbers or of their bytes."""
+    """Makes float16 of E4M3 numbers or of their bytes."""
     if codes.dtype == tl.uint8:
         return e4m3(codes)
     else:
@@ -98,7 +98,7 @@ def e4m3_half(codes):
 
 @triton.jit
 def key_offsets(i_page, i_row, o_n, s_page, s_row, ONE: tl.constexpr):
-    """Offsets of the keys of a tile: from row i_row of one page, or each key in a page and row of its own."""
+    """Gives the offsets of the keys of a tile: from row i_row of one page, or each key in a page and row of its own."""
     if ONE:
         return i_page.to(tl.int64) * s_page + i_row.to(tl.int64) * s_row + o_n * s_row
     else:
@@ -109,8 +109,8 @@ def key_offsets(i_page, i_row, o_n, s_page, s_row, ONE: tl.constexpr):
 def load_groups(
     rows, i_page, i_row, o_n, m_n, i_h, CUT: tl.constexpr, FORM: tl.constexpr, ONE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Scales of groups of 16 elements, float16 times 2**6, [keys, groups of the padded row]. Words of four are copied ahead
-    like keys; bytes cannot be."""
+    """Loads scales of groups of 16 elements, float16 times 2**6, [keys, groups of the padded row]. Words of four are copied
+    ahead like keys; bytes cannot be."""
     BN: tl.constexpr = CUT.keys
     BD: tl.constexpr = CUT.dim_pad
     WORDS: tl.constexpr = FORM >= GROUP_WORDS
@@ -142,7 +142,7 @@ def load_groups(
 
 @triton.jit
 def e2m1_halves(packed):
-    """Both elements of each byte, float16 times 2**-14: sign and three bits go where they stand in a float16. The instructions
+    """Gives both elements of each byte, float16 times 2**-14: sign and three bits go where a float16 has them. The instructions
     do for four bytes what the expressions, which the interpreter takes, do for one."""
     if INTERPRETED:
         codes = packed.to(tl.uint16)
@@ -157,7 +157,7 @@ def e2m1_halves(packed):
 
 @triton.jit
 def e2m1_groups(packed, groups, CUT: tl.constexpr):
-    """float16 [keys, dim_pad] / GROUP_UNIT of E2M1 codes, two a byte, and the scales of their groups."""
+    """Makes float16 [keys, dim_pad] / GROUP_UNIT of E2M1 codes, two a byte, and the scales of their groups."""
     BN: tl.constexpr = CUT.keys
     BD: tl.constexpr = CUT.dim_pad
     low, high = e2m1_halves(packed)
@@ -170,8 +170,8 @@ def load_tile(
     head, i_page, i_row, o_n, m_n, i_h,
     CUT: tl.constexpr, FORMAT: tl.constexpr, FORM: tl.constexpr, ONE: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of a `HeadRows`, [keys, dim_pad]: plain and E4M3 numbers as they are stored, FP4 as float16 / GROUP_UNIT.
-    ONE: they lie in one page. MASKED: some of them may not exist."""
+    """Loads keys or values of a `HeadRows`, [keys, dim_pad]: plain and E4M3 numbers as they are stored, FP4 as float16 /
+    GROUP_UNIT. ONE: they lie in one page. MASKED: some of them may not exist."""
     BN: tl.constexpr = CUT.keys
     ITEMS: tl.constexpr = 2 if FORMAT == NVFP4 else 1  # elements an item
     COLUMNS: tl.constexpr = CUT.dim // ITEMS
@@ -195,8 +195,8 @@ def load_tile(
 
 @triton.jit
 def page_factors(rows, i_page, i_h, m_n, m_first, ONE: tl.constexpr):
-    """float32 factors of the pages of a tile's keys: one number where they lie in ONE page, else one a key. 0 where no key
-    exists."""
+    """Loads the float32 factors of the pages of a tile's keys: one number where they lie in ONE page, else one a key; 0 where
+    no key exists."""
     p = rows.factor + i_page.to(tl.int64) * rows.s_factor_page + i_h * rows.s_factor_head
     if ONE:
         return tl.load(p, mask=m_first, other=0.0)
@@ -206,8 +206,8 @@ def page_factors(rows, i_page, i_h, m_n, m_first, ONE: tl.constexpr):
 
 @triton.jit
 def half_rows(b_q):
-    """float16 rows and the factor of each that gives them back: bfloat16 rows are multiplied with a power of two, so that their
-    largest element lies from 2**14 to 2**15; an element is exact unless it is 2**-31 of the largest or less."""
+    """Makes float16 rows, and the factor of each that gives them back: bfloat16 rows are multiplied with a power of two, so
+    that their largest element lies from 2**14 to 2**15; an element is exact unless it is 2**-31 of the largest or less."""
     if b_q.dtype == tl.bfloat16:
         wide = b_q.to(tl.float32)
         magnitude = tl.abs(wide)
@@ -228,7 +228,7 @@ def walk(
     CUT: tl.constexpr, FORMS: tl.constexpr, SOFTMAX: tl.constexpr, OUT: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
     POSITIVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The `Sums` of a `TileRows` after tiles [i_lo, i_hi) of the keys; maximum scores are stored on the way. p_table:
+    """Gives the `Sums` of a `TileRows` after tiles [i_lo, i_hi) of the keys, and stores maximum scores on the way. p_table:
     where the sequence's row of the page table starts."""
     PAGE: tl.constexpr = CUT.page_size
     SPAN: tl.constexpr = CUT.span
@@ -329,7 +329,7 @@ def walk(
 
 @triton.jit
 def load_partial(partials, i_p, i_s, n_s, splits, o_d, CUT: tl.constexpr, OUT: tl.constexpr):
-    """One partial [rows, dim_pad] and its lse [rows]; past the last one zeros and -inf."""
+    """Loads one partial [rows, dim_pad] and its lse [rows]; past the last one zeros and -inf."""
     BM: tl.constexpr = CUT.rows
     o_s = (i_p * splits + i_s) * BM + tl.arange(0, BM)
     m_s = tl.full([BM], 1, tl.int1) & (i_s < n_s)
@@ -343,8 +343,8 @@ def load_partial(partials, i_p, i_s, n_s, splits, o_d, CUT: tl.constexpr, OUT: t
 
 @triton.jit
 def merge(partials, i_p, n_s, splits, o_d, CUT: tl.constexpr, OUT: tl.constexpr):
-    """The first n_s partials' weighted sum [rows, dim_pad], greatest lse and sum of weights [rows]. As many as registers hold
-    are read at once."""
+    """Gives the weighted sum [rows, dim_pad] of the first n_s partials, their greatest lse and the sum of weights [rows]. As
+    many as registers hold are read at once."""
     BM: tl.constexpr = CUT.rows
     BD: tl.constexpr = CUT.dim_pad
     b_m = tl.full([BM], -float("inf"), tl.float32)
@@ -373,7 +373,7 @@ def merge(partials, i_p, n_s, splits, o_d, CUT: tl.constexpr, OUT: tl.constexpr)
 
 @triton.jit
 def store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT: tl.constexpr):
-    """The rows of an `Output`, acc / z, and the natural-log lse; 0 and -inf where nothing was read."""
+    """Stores the rows of an `Output`, acc / z, and the natural-log lse; 0 and -inf where nothing was read."""
     if out.rows is not None:
         b_out = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
         p_out = out.rows + o_out[:, None] + o_d[None, :]
@@ -389,7 +389,7 @@ def dense_kernel(
     CUT: tl.constexpr, FORMS: tl.constexpr, CAUSAL: tl.constexpr, POSITIVE: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of rows. Grid (sequences * tiles of rows, KV heads, splits).
+    """Computes attention of a tile of rows. The grid is (sequences * tiles of rows, KV heads, splits).
 
     queries, keys, values, table, bounds, out, scores: the operands of `openmsa.primitives.operands`; rows of out and the
                 blocks of scores lie side by side.

@@ -20,7 +20,7 @@ EXACT = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class CertifiedKeys(Stored):
-    """The same index keys in two precisions.
+    """This format keeps the same index keys in two precisions.
 
     coarse:  `Int8` of the exact keys as they are stored.
     exact:   float32, float16 or bfloat16 of the same shape, any strides.

@@ -21,14 +21,14 @@ NAN_CODE = 0x7F
 
 
 def encode(values: Tensor) -> Tensor:
-    """float32 numbers as E4M3: to nearest, ties to even, saturating at 448 (infinities too); NaN becomes 0x7F."""
+    """Rounds float32 numbers to E4M3: to nearest, ties to even, saturating at 448 (infinities too); NaN becomes 0x7F."""
     codes = values.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8).masked_fill(values.isnan(), NAN_CODE).view(torch.float8_e4m3fn)
 
 
 def decode(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes (as uint8) as float32 or float64. On a CPU through float16, whose bits are the same but for a smaller bias of the
-    exponent: PyTorch's conversion takes thirty times as long."""
+    """Gives the float32 or float64 numbers of codes (as uint8). On a CPU this goes through float16, whose bits are the same but
+    for a smaller bias of the exponent: PyTorch's conversion takes thirty times as long."""
     if codes.device.type != "cpu":
         return codes.view(torch.float8_e4m3fn).to(dtype)
     wide = codes.view(torch.int8).to(torch.int16)  # the sign's bit and all above it

@@ -29,14 +29,14 @@ BYTES = (torch.uint8, torch.float4_e2m1fn_x2)
 
 @cache
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """``[256, 2]``: both elements of each byte."""
+    """A table of both elements of each byte, ``[256, 2]``, is made once a device and dtype."""
     codes = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=dtype)
     byte = torch.arange(256)
     return torch.stack((codes[byte & 15], codes[byte >> 4]), 1).to(device)
 
 
 def decode_pairs(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes ``[..., dim // 2]`` as E2M1 numbers ``[..., dim]``, float32 or float64."""
+    """Gives the E2M1 numbers ``[..., dim]``, float32 or float64, of bytes ``[..., dim // 2]``."""
     pairs, byte = _pairs(data.device, dtype), data.reshape(-1).int()
     if dtype == torch.float32:  # a pair as one element of 8 bytes: a third of the time
         numbers = pairs.view(torch.float64).flatten().index_select(0, byte).view(dtype)
@@ -46,8 +46,8 @@ def decode_pairs(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def encode_pairs(values: Tensor) -> Tensor:
-    """float32 numbers ``[..., dim]`` as bytes ``[..., dim // 2]``: to nearest, ties to the even code, saturating at 6; the sign
-    of zero is kept; no NaN."""
+    """Rounds float32 numbers ``[..., dim]`` to bytes ``[..., dim // 2]``: to nearest, ties to the even code, saturating at 6;
+    the sign of zero is kept. No number may be NaN."""
     magnitude, code = values.abs(), values.signbit().to(torch.uint8) * 8
     for midpoint in (0.25, 1.25, 2.5, 5.0):  # below them an even code
         code += magnitude > midpoint
@@ -57,13 +57,13 @@ def encode_pairs(values: Tensor) -> Tensor:
 
 
 def swizzled_offset(row: Tensor, col: Tensor, cols: int) -> Tensor:
-    """Byte of the scale of group `col` of `row` in the 128x4 layout (int64, shapes that broadcast)."""
+    """Says at which byte the scale of group `col` of `row` lies in the 128x4 layout (int64, shapes that broadcast)."""
     tile = (row // 128) * (-(-cols // 4)) + col // 4
     return tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + col % 4
 
 
 def swizzled_shape(rows: int, cols: int) -> tuple[int, int]:
-    """Of the scales in the 128x4 layout."""
+    """The scales of so many rows and groups have this shape in the 128x4 layout."""
     return -(-rows // 128) * 128, -(-cols // 4) * 4
 
 
@@ -114,7 +114,7 @@ class NVFP4(Stored):
 
     @property
     def groups(self) -> int:
-        """Of a row."""
+        """A row has so many groups."""
         return self.data.shape[-1] * 2 // GROUP
 
     @classmethod
@@ -143,7 +143,7 @@ class NVFP4(Stored):
         return stored
 
     def in_layout(self, layout: str) -> NVFP4:
-        """The same numbers, the scales copied into the other layout; the codes are shared."""
+        """Gives the same numbers with scales copied into the other layout; the codes are shared."""
         if layout == self.layout:
             return self
         other = NVFP4.allocate(tuple(self.shape), self.device, self.global_scale, layout)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`PagedKV` and `PagedIndexKeys`: the two kinds of caches, how they are allocated and what they hold."""
+"""The two kinds of paged caches, `PagedKV` and `PagedIndexKeys`: this file says what they hold and allocates them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _check_sizes(page_table: Tensor, num_pages: int, **sizes: int) -> None:
 def _allocate(
     format: str, allowed: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor | Stored:
-    """Zeros of a logical shape, "plain" or in one of the `allowed` formats. dtype: of plain elements."""
+    """Makes zeros of a logical shape, "plain" or in one of the `allowed` formats. dtype: that of plain elements."""
     if format == "plain":
         if dtype not in PLAIN_DTYPES:
             raise TypeError(f"dtype must be {' or '.join(map(str, PLAIN_DTYPES))}, got {dtype}")
@@ -47,7 +47,7 @@ def _allocate(
 
 @dataclass
 class PagedKV(Paged):
-    """Keys and values in pages.
+    """This cache holds keys and values in pages.
 
     k, v:        ``[num_pages, num_kv_heads, page_size, head_dim]``, float32, float16 or bfloat16, any strides; or both `E4M3`
                  or `NVFP4` pools of that logical shape, each with its own scales.
@@ -74,8 +74,8 @@ class PagedKV(Paged):
         dtype: torch.dtype = torch.float32,
         format: str = "plain",
     ) -> PagedKV:
-        """Empty pools (zeros) on the device of `page_table`: of `dtype`, or in a `format`, "e4m3" or "nvfp4", with scale 1.0.
-        Other scales and layouts: allocate the pools themselves, ``E4M3.allocate(shape, device, scale)``."""
+        """Makes empty pools (zeros) on the device of `page_table`: of `dtype`, or in a `format`, "e4m3" or "nvfp4", with scale
+        1.0. For other scales and layouts, allocate the pools themselves: ``E4M3.allocate(shape, device, scale)``."""
         _check_sizes(page_table, num_pages, num_kv_heads=num_kv_heads, page_size=page_size, head_dim=head_dim)
         shape = (num_pages, num_kv_heads, page_size, head_dim)
         k, v = (_allocate(format, cls.formats, shape, dtype, page_table.device) for _ in range(2))
@@ -99,7 +99,7 @@ class PagedKV(Paged):
         self._append({"k": k, "v": v}, cu_seqlens, check)
 
     def gather(self, lens: Tensor | None = None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-        """The first `lens` (int32 ``[batch]``; None: all) keys of each sequence: packed k, v ``[total_k, num_kv_heads,
+        """Gives the first `lens` (int32 ``[batch]``; None: all) keys of each sequence: packed k, v ``[total_k, num_kv_heads,
         head_dim]`` and cu_seqlens int32 ``[batch + 1]``. Plain pools give their elements as they are, formats give numbers of
         `dtype`. On a GPU this syncs with the host."""
         (k, v), cu = self._gather(lens, dtype)
@@ -108,8 +108,8 @@ class PagedKV(Paged):
 
 @dataclass
 class PagedIndexKeys(Paged):
-    """Index keys in pages: as `PagedKV`, with one pool ``[num_pages, index_key_heads, page_size, index_dim]``: a tensor,
-    `E4M3`, `Int8`, `NVFP4`, `MXFP4` or `CertifiedKeys`."""
+    """This cache holds index keys in pages as `PagedKV` holds keys, in one pool ``[num_pages, index_key_heads, page_size,
+    index_dim]``: a tensor, `E4M3`, `Int8`, `NVFP4`, `MXFP4` or `CertifiedKeys`."""
 
     keys: Tensor | Stored
     page_table: Tensor
@@ -127,8 +127,8 @@ class PagedIndexKeys(Paged):
         dtype: torch.dtype = torch.float32,
         format: str = "plain",
     ) -> PagedIndexKeys:
-        """An empty pool (zeros) on the device of `page_table`, as `PagedKV.allocate`; "certified" holds int8 keys beside exact
-        ones of `dtype`."""
+        """Makes an empty pool (zeros) on the device of `page_table`, as `PagedKV.allocate` does; "certified" holds int8 keys
+        beside exact ones of `dtype`."""
         _check_sizes(page_table, num_pages, num_heads=num_heads, page_size=page_size, index_dim=index_dim)
         keys = _allocate(format, cls.formats, (num_pages, num_heads, page_size, index_dim), dtype, page_table.device)
         return cls(keys, page_table, torch.zeros(page_table.shape[0], dtype=torch.int32, device=page_table.device))
@@ -137,10 +137,10 @@ class PagedIndexKeys(Paged):
         return {"keys": self.keys}
 
     def append(self, keys: Tensor, cu_seqlens: Tensor | None = None, *, check: bool = False) -> None:
-        """As `PagedKV.append`, for index keys ``[total_new, index_key_heads, index_dim]``."""
+        """Writes new index keys ``[total_new, index_key_heads, index_dim]`` as `PagedKV.append` writes keys."""
         self._append({"keys": keys}, cu_seqlens, check)
 
     def gather(self, lens: Tensor | None = None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """As `PagedKV.gather`: packed index keys ``[total_k, index_key_heads, index_dim]`` and cu_seqlens."""
+        """Gives packed index keys ``[total_k, index_key_heads, index_dim]`` and cu_seqlens, as `PagedKV.gather` does."""
         (keys,), cu = self._gather(lens, dtype)
         return keys, cu

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`Paged`, what every paged cache is: pools behind one page table. It says where a token lives, gathers and appends tokens."""
+"""`Paged` is what every paged cache is: pools behind one page table. It knows where tokens live, gathers and appends them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ POOL = "[num_pages, heads, page_size, dim]"
 
 
 class Paged:
-    """A cache of one or more pools of one shape and format behind one page table."""
+    """A cache has one or more pools of one shape and format behind one page table."""
 
     page_table: Tensor  # int32 [batch, max_pages]
     seq_lens: Tensor  # int32 [batch]
 
     formats: ClassVar[tuple[str, ...]]
-    """What its pools may be stored in beside plain tensors."""
+    """Its pools may be stored in these formats beside plain tensors."""
 
     def pools(self) -> Mapping[str, Tensor | Stored]:
-        """Each pool by its argument name."""
+        """Gives each pool by its argument name."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Paged:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements or, in a low-precision format, of the codes."""
+        """The elements have this dtype or, in a low-precision format, the codes."""
         return self._pool.dtype
 
     @property
@@ -93,11 +93,11 @@ class Paged:
 
     @property
     def capacity(self) -> int:
-        """Keys that the page table can name for one sequence."""
+        """The page table can name so many keys for one sequence."""
         return self.page_table.shape[1] * self.page_size
 
     def layout(self, seqs: Sequences | None, total_q: int, device: torch.device, check: bool = False) -> Layout:
-        """Checked lengths of a call that reads this cache. On a CPU the page ids in use are always checked, on a GPU only
+        """Checks the lengths of a call that reads this cache. On a CPU the page ids in use are always checked, on a GPU only
         when `check` is True (kernels never follow an id outside the pool)."""
         if self.device != device:
             raise ValueError(f"the paged cache must be on the device of the queries ({device}), got {self.device}")
@@ -109,7 +109,7 @@ class Paged:
         return resolved
 
     def _check_pages(self, lens: Tensor) -> None:
-        """Every page that holds one of the first `lens` keys must exist."""
+        """Raises unless every page exists that holds one of the first `lens` keys."""
         logical = torch.arange(self.page_table.shape[1], device=self.device)
         used = logical * self.page_size < lens[:, None]  # [batch, max_pages]
         bad = used & ((self.page_table < 0) | (self.page_table >= self.num_pages))
@@ -121,7 +121,7 @@ class Paged:
             )
 
     def slots(self, sequence: Tensor, position: Tensor) -> Tensor:
-        """Row of the token at `position` of `sequence` in a pool seen as ``[num_pages * page_size]`` rows, int64."""
+        """Gives the row, int64, of the token at `position` of `sequence` in a pool seen as ``[num_pages * page_size]`` rows."""
         page = self.page_table[sequence, position // self.page_size].long()
         return page * self.page_size + position % self.page_size
 
@@ -170,7 +170,7 @@ class Paged:
         self.seq_lens.copy_(lens)
 
     def _check_new(self, new: dict[str, Tensor], check: bool) -> int:
-        """The number of new tokens."""
+        """Checks the new tokens and counts them."""
         first_name, first = next(iter(new.items()))
         for name, rows in new.items():
             checks.tensor(name, rows, "[total_new, heads, dim]")
@@ -184,8 +184,8 @@ class Paged:
         return first.shape[0]
 
     def _places(self, total: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Sequence and position of each new token, int64 ``[total]``, and the lengths with them; raises unless each has a place
-        of its own. Reads tensors."""
+        """Gives the sequence and position of each new token, int64 ``[total]``, and the lengths with them; raises unless each
+        has a place of its own. This reads tensors."""
         if cu_seqlens is None:
             cu_seqlens = torch.arange(self.batch + 1, device=self.device, dtype=torch.int32) * (total // self.batch)
         lens = self.seq_lens + cu_seqlens.diff()
@@ -205,7 +205,7 @@ class Paged:
 
     def _check_private(self, sequence: Tensor, position: Tensor) -> None:
         """Raises ValueError when a new token (its `sequence` and `position`, int64 ``[total_new]``) would land on another new
-        token or on a key that some sequence already has there: pages are shared for reading only. Reads the tensors."""
+        token or on a key that some sequence already has there: pages are shared for reading only. This reads tensors."""
         slot = self.slots(sequence, position)
         if slot.unique().numel() != slot.numel():
             raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Rows of one sequence, packed or paged, behind one face: what the CPU implementations read from."""
+"""`Rows` are those of one sequence, packed or paged, plain or stored: the CPU implementations read keys and values there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from openmsa.kv_cache.stored import Stored, rows_of
 
 @dataclass(frozen=True)
 class Rows:
-    """Keys (or values) of one sequence.
+    """These are keys or values of one sequence.
 
     rows:   packed ``[total_k, heads, dim]``, or a pool ``[num_pages, heads, page_size, dim]``; plain or in a format.
     start:  the sequence's first packed row; not used with pages.
@@ -27,7 +27,7 @@ class Rows:
     dtype: torch.dtype = torch.float32
 
     def span(self, head: int, first: int, stop: int) -> Tensor:
-        """Rows [first, stop) of a head, ``[stop - first, dim]``: a view when packed and plain, a copy otherwise."""
+        """Gives rows [first, stop) of a head, ``[stop - first, dim]``: a view when packed and plain, a copy otherwise."""
         if self.pages is None:
             return rows_of(self.rows, slice(self.start + first, self.start + stop), head, dtype=self.dtype)
         size = self.rows.shape[2]
@@ -39,7 +39,7 @@ class Rows:
         return whole[first % size : first % size + stop - first]
 
     def take(self, position: Tensor, head: Tensor) -> Tensor:
-        """Rows at `position` of `head` (int64, shapes that broadcast): ``[..., dim]``."""
+        """Gives the rows at `position` of `head` (int64, shapes that broadcast): ``[..., dim]``."""
         if self.pages is None:
             return rows_of(self.rows, self.start + position, head, dtype=self.dtype)
         size = self.rows.shape[2]

@@ -20,15 +20,15 @@ from openmsa.runtime.refusals import has_triton
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """The dtypes of plain pools; float64 serves checks against the truth."""
 KEY_FORMATS = ("e4m3", "nvfp4")
-"""What keys and values may be stored in beside plain tensors."""
+"""Keys and values may be stored in these formats beside plain tensors."""
 INDEX_FORMATS = ("e4m3", "int8", "nvfp4", "mxfp4", "certified")
-"""The same for index keys."""
+"""Index keys may be stored in these formats."""
 QUERY_FORMATS = ("e4m3",)
-"""The same for queries and index queries."""
+"""Queries and index queries may be stored in these formats."""
 
 
 class Stored:
-    """One format: how bytes and scales stand for numbers. Frozen: the tensors inside change only through `write`.
+    """A format says how bytes and scales stand for numbers. It is frozen: the tensors inside change only through `write`.
 
     format:  the name that ``refuse`` functions, errors and ``allocate(format=...)`` use.
     data:    the codes, ``[..., dim]`` or, with two codes a byte, ``[..., dim // 2]``; any strides.
@@ -54,7 +54,7 @@ class Stored:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the codes."""
+        """The codes have this dtype."""
         return self.data.dtype
 
     @property
@@ -62,7 +62,7 @@ class Stored:
         return False
 
     def to(self, device: torch.device | str) -> Stored:
-        """The same rows on another device."""
+        """Gives the same rows on another device."""
         fields = {name: value for name, value in vars(self).items() if isinstance(value, (Tensor, Stored))}
         moved = copy.copy(self)
         for name, value in fields.items():
@@ -70,16 +70,16 @@ class Stored:
         return moved
 
     def detach(self) -> Stored:
-        """Itself: codes have no gradient."""
+        """Gives itself, since codes have no gradient."""
         return self
 
     def __getitem__(self, rows: slice) -> Stored:
-        """A slice of the first dimension, a view; offered by the formats of queries."""
+        """Gives a slice of the first dimension, a view; the formats of queries offer it."""
         raise TypeError(f"{type(self).__name__} offers no slices; rows() gives numbers")
 
     def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``self[index]`` as numbers; `index` runs over the leading dimensions as torch indexing does. Products with scales are
-        taken in float64 for float64 and in float32 otherwise, then rounded to `dtype`."""
+        """Gives ``self[index]`` as numbers; `index` runs over the leading dimensions as torch indexing does. Products with
+        scales are taken in float64 for float64 and in float32 otherwise, then rounded to `dtype`."""
         raise NotImplementedError
 
     def write(self, index: tuple[Any, ...], values: Tensor) -> None:
@@ -88,7 +88,7 @@ class Stored:
         raise NotImplementedError
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """All rows as numbers. On a GPU by one kernel, except to float64."""
+        """Gives all rows as numbers; on a GPU one kernel makes them, except for float64."""
         if self._in_triton() and dtype != torch.float64:
             from openmsa.kv_cache import triton_store
 
@@ -96,7 +96,7 @@ class Stored:
         return self.rows(dtype=dtype)
 
     def fill(self, values: Tensor) -> None:
-        """``write((), values)``; on a GPU by one kernel."""
+        """Does what ``write((), values)`` does; on a GPU by one kernel."""
         if self._in_triton():
             from openmsa.kv_cache import triton_store
 
@@ -109,39 +109,39 @@ class Stored:
 
     @classmethod
     def allocate(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Stored:
-        """Zeros of a logical shape."""
+        """Makes zeros of a logical shape."""
         raise NotImplementedError
 
 
 def format_of(value: Any) -> str:
-    """ "plain" for a tensor, else the name of its format."""
+    """Gives "plain" for a tensor, else the name of its format."""
     return getattr(value, "format", "plain")
 
 
 def kind_of(value: Tensor | Stored) -> str:
-    """The format, and the layout of its scales where it has several: what keys and values must share."""
+    """Names what keys and values must share: the format, and the layout of its scales where it has several."""
     return f"{value.format} {getattr(value, 'layout', '')}".strip() if isinstance(value, Stored) else "plain"
 
 
 def rows_of(value: Tensor | Stored, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``value[index]``: of a tensor as it is, of a format as numbers of `dtype`."""
+    """Gives ``value[index]``: of a tensor as it is, of a format as numbers of `dtype`."""
     if isinstance(value, Stored):
         return value.rows(*index, dtype=dtype)
     return value[index] if index else value
 
 
 def dequantized(value: Tensor | Stored, dtype: torch.dtype) -> Tensor:
-    """All rows as numbers of `dtype`."""
+    """Gives all rows as numbers of `dtype`."""
     return value.dequantize(dtype) if isinstance(value, Stored) else value.to(dtype)
 
 
 def wide_dtype(q: Tensor | Stored) -> torch.dtype:
-    """In which a stage computes: float64 for float64 queries, else float32."""
+    """A stage computes in this dtype: float64 for float64 queries, else float32."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def out_dtype(q: Tensor | Stored) -> torch.dtype:
-    """Of what attention returns: the queries' own, bfloat16 where they are stored in a format."""
+    """Attention returns this dtype: the queries' own, bfloat16 where they are stored in a format."""
     return torch.bfloat16 if isinstance(q, Stored) else q.dtype
 
 
@@ -160,18 +160,18 @@ def check_rows(
 
 
 def check_alike(name: str, value: Tensor | Stored, other_name: str, other: Tensor | Stored) -> None:
-    """Both on one device; two plain tensors must share a dtype as well."""
+    """Raises unless both are on one device; two plain tensors must share a dtype as well."""
     plain = isinstance(value, Tensor) and isinstance(other, Tensor)
     checks.alike(name, value, other_name, other, dtype=plain)
 
 
 def check_values(name: str, value: Tensor | Stored) -> None:
-    """No number may be NaN. Reads the tensor."""
+    """Raises where a number is NaN, for which it reads the tensor."""
     checks.finite(name, value.dequantize() if isinstance(value, Stored) else value)
 
 
 def part(name: str, value: Any, of: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None) -> Tensor:
-    """A tensor that belongs to the codes `of`: a dtype of `dtypes`, their device and, unless None, this shape."""
+    """Checks a tensor that belongs to the codes `of`: a dtype of `dtypes`, their device and, unless None, this shape."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
@@ -192,7 +192,7 @@ def check_quantizable(values: Any, group: int = 1) -> None:
 
 
 def scalar(name: str, value: Tensor | float, of: Tensor) -> Tensor:
-    """A float, or a float32 tensor of one element, as float32 ``[]`` on the device of `of`."""
+    """Makes float32 ``[]`` on the device of `of` from a float or a float32 tensor of one element."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return torch.tensor(float(value), dtype=torch.float32, device=of.device)
     tensor = part(name, value, of, (torch.float32,))
@@ -202,19 +202,19 @@ def scalar(name: str, value: Tensor | float, of: Tensor) -> Tensor:
 
 
 def in_items(codes: Tensor, dtype: torch.dtype, fits: bool) -> Tensor:
-    """Codes of one byte, several a load where `fits` and their number and their strides allow it; else as they are."""
+    """Views codes of one byte as items of `dtype` where `fits` and their number and strides allow it; else leaves them."""
     outer = (codes.data_ptr(), codes.shape[-1], *codes.stride()[:-1])
     return codes.view(dtype) if fits and codes.stride(-1) == 1 and all(n % dtype.itemsize == 0 for n in outer) else codes
 
 
 def divided(x: Tensor, by: float) -> Tensor:
-    """x / by, correctly rounded: for a number of Python, PyTorch multiplies by its reciprocal on a GPU."""
+    """Gives x / by, correctly rounded: for a number of Python, PyTorch multiplies by its reciprocal on a GPU."""
     return x / torch.full_like(x, by)
 
 
 def index_of(shape: tuple[int, ...], index: tuple[Any, ...], device: torch.device) -> Tensor:
-    """Row numbers, int64, of ``self[index]`` when the leading dimensions `shape` are counted in C order. Costs no memory for
-    rows outside the index."""
+    """Gives the numbers, int64, of the rows of ``self[index]`` when the leading dimensions `shape` are counted in C order. This
+    costs no memory for rows outside the index."""
     number, stride = torch.zeros((), dtype=torch.int64, device=device), 1
     for d in reversed(range(len(shape))):
         at = torch.arange(shape[d], device=device).view([-1 if i == d else 1 for i in range(len(shape))])

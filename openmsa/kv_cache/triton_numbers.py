@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 FORMAT_IDS = {"plain": 0, "e4m3": 1, "int8": 2, "nvfp4": 3, "mxfp4": 4}
-"""What the constexpr FORMAT of a kernel is for each format."""
+"""Kernels know each format by its number here."""
 PLAIN = tl.constexpr(0)
 E4M3 = tl.constexpr(1)
 INT8 = tl.constexpr(2)
@@ -26,7 +26,7 @@ multiplies half of the elements twice and the other half never."""
 
 @triton.jit
 def e2m1(codes):
-    """float16 of E2M1 codes (integers; bits from the fifth on are ignored)."""
+    """Makes float16 of E2M1 codes (integers; bits from the fifth on are ignored)."""
     codes = codes.to(tl.uint16)
     bits = ((codes & 8) << 12) | ((codes & 7) << 9)  # the exponent's bias is 14 too small
     return bits.to(tl.float16, bitcast=True) * 16384.0
@@ -34,13 +34,13 @@ def e2m1(codes):
 
 @triton.jit
 def e2m1_pair(packed):
-    """Both elements of each byte, the low nibble first: two float16 tensors; ``tl.join`` and reshape put them in order."""
+    """Gives both elements of each byte, the low nibble first: two float16 tensors that ``tl.join`` and reshape put in order."""
     return e2m1(packed), e2m1(packed >> 4)
 
 
 @triton.jit
 def e4m3(codes):
-    """float16 of E4M3 codes (uint8); 0x7F and 0xFF are NaN."""
+    """Makes float16 of E4M3 codes (uint8); 0x7F and 0xFF are NaN."""
     wide = codes.to(tl.uint16)
     bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)  # the exponent's bias is 8 too small
     bits = tl.where((wide & 0x7F) == 0x7F, 0x7E00, bits).to(tl.uint16)
@@ -49,7 +49,7 @@ def e4m3(codes):
 
 @triton.jit
 def e8m0(codes):
-    """float32 of E8M0 codes (uint8): 2**(code - 127), also 2**-127; 255 is NaN."""
+    """Makes float32 of E8M0 codes (uint8): 2**(code - 127), also 2**-127; 255 is NaN."""
     wide = codes.to(tl.uint32)
     bits = tl.where(wide == 0, 0x400000, wide << 23)
     return tl.where(wide == 255, 0x7FC00000, bits).to(tl.uint32).to(tl.float32, bitcast=True)
@@ -70,7 +70,7 @@ def swizzled_word(i_row, i_word, WORDS: tl.constexpr):
 
 @triton.jit
 def magnitude_bits(x):
-    """int32 of float32: the order of magnitudes, NaN above 0x7F800000."""
+    """Makes int32 of float32 that has the order of magnitudes, NaN above 0x7F800000."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -97,7 +97,7 @@ def e4m3_code(x):
 
 @triton.jit
 def round_even(x):
-    """float32 below 2**22 to the nearest whole number, ties to even."""
+    """Rounds float32 below 2**22 to the nearest whole number, ties to even."""
     return (x + 12582912.0) - 12582912.0
 
 

@@ -96,7 +96,7 @@ class Places(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What the format and the size of rows decide, compiled in.
+    """Kernels have compiled in what the format and the size of rows decide.
 
     format:    one of `FORMAT_IDS`.
     swizzled:  whether scales of groups lie in the 128x4 layout.
