@@ -66,6 +66,6 @@ KNOWN = {
     "sparse_decode_kernel": Known(),
     "layer_kernel": Known(),
     "dense_kernel": Known(
-        lambda launch: constant(launch, "BM") >= WGMMA_ROWS, lambda launch: 640 if constant(launch, "BM") == 128 else 128
+        lambda launch: constant(launch, "rows") >= WGMMA_ROWS, lambda launch: 640 if constant(launch, "rows") == 128 else 128
     ),
 }
