@@ -91,7 +91,7 @@ class Scores(NamedTuple):
     ``[total_q]``, how many blocks each query sees; visible is None where scores of blocks that a query does not see are written
     as -inf instead."""
 
-    maxima: Tensor | None
+    maxima: Any
     s_head: int
     s_token: int
     s_block: int
