@@ -42,15 +42,15 @@ from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel
 
 BLOCK = gl.constexpr(128)
-"""Keys of a block, and of a tile."""
+"""A block has so many keys, and a tile is one block."""
 sequence_bounds = gluon.jit(scoring.sequence_bounds.fn)
 scored = gluon.jit(scoring.scored.fn)
 
 
 @gluon.constexpr_function
 def four_blocks(num_warps, dims):
-    """Layout of maxima of four blocks, rows where the matrix unit has them: two rows and a block a thread, [rows, 4];
-    with dims 3, [rows, 4, 4], after what the four threads of a row held before."""
+    """The layout of maxima of four blocks, [rows, 4], in which rows lie where the matrix unit has them and a thread holds two
+    rows of one block; with dims 3, [rows, 4, 4], behind what each of the four threads of a row held before."""
     here = [0] * (dims - 2)
     held = [[0, 1, 0], [0, 2, 0]] if dims == 3 else []
     lanes = [[0, *here, 1], [0, *here, 2], *([1 << i, *here, 0] for i in range(3))]
@@ -72,7 +72,7 @@ def load_rows(q, q_start, i_row, q_len, i_h, GROUP: gl.constexpr, DIM: gl.conste
 
 @gluon.jit
 def tile_place(page_row, i_t, here, k_start, PAGING: gl.constexpr):
-    """Page of key tile i_t, and its first row there. here: whether there is such a tile."""
+    """The page of key tile i_t, and its first row in it. here: whether there is such a tile."""
     if PAGING.mode == 0:
         i_page, i_key = 0, k_start + i_t * BLOCK
     else:
@@ -90,7 +90,7 @@ def multiply(b_q, tile, old, never, DIM: gl.constexpr):
 
 @gluon.jit
 def taken(m):
-    """m, computed before what follows: the compiler would put maxima behind later products and run out of registers."""
+    """Returns m, computed before what follows. The compiler would put maxima behind later products and run out of registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $2; mov.b32 $1, $3;", "=f,=f,f,f", [m], gl.float32, False, 2)
 
 
@@ -107,7 +107,7 @@ def thread_maxima(s, i_t, i_last, EDGE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def block_maxima(p_0, p_1, p_2, p_3, EXCHANGED: gl.constexpr, FOUR: gl.constexpr):
-    """Of four tiles' `thread_maxima` the blocks' maxima, [rows, 4], a block a thread."""
+    """Joins the `thread_maxima` of four tiles to the maxima of their blocks, [rows, 4], a block a thread."""
     parts = gl.join(gl.join(p_0, p_2), gl.join(p_1, p_3)).reshape([p_0.shape[0], 4, 4])
     return gl.convert_layout(gl.max(gl.convert_layout(parts, EXCHANGED), 1), FOUR, assert_trivial=True)
 
@@ -246,7 +246,7 @@ def sm90_score_kernel(
 
 
 SECTOR = 8
-"""Scores that are written at a time; splits are multiples of it."""
+"""So many scores are written at a time; splits are multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Of a program: two tiles of 16 a warp."""
+        """Rows of a program: two tiles of 16 rows for each warp."""
         return 32 * self.num_warps
 
 
@@ -270,11 +270,11 @@ def serves(device: Device, kind: Kind, tile: Tile, rows: int, group: int) -> boo
 
 
 CONFIG = Config(num_warps=4, resident=2)
-"""Two programs of 128 rows a multiprocessor: what one cannot overlap with its own products, the other's fill."""
+"""A multiprocessor holds two programs of 128 rows: the products of one run while the other does what it cannot overlap."""
 
 
 def launch(queries: QueryRows, keys: KeyTiles, product: Any, lengths: Lengths, scores: Scores, device: Device) -> None:
-    """As `triton_route.launch`; product is e4m3. scores: rows that can be written in sectors."""
+    """Does what `triton_route.launch` does. product: e4m3. scores: rows that can be written in sectors."""
     view, pool = keys.view, keys.tma
     assert pool is not None
     group = queries.data.shape[1] // view.heads

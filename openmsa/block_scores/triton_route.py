@@ -38,12 +38,12 @@ def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndex
 
 
 SECTOR = 8
-"""Scores that the scoring kernel writes at a time where it can."""
+"""The scoring kernel writes so many scores at a time where it can."""
 
 
 def score_rows(num_blocks: int) -> int:
-    """Length of a row of stored scores: an odd number of 32-byte sectors. Rows a power of two apart would share few places of
-    the cache, and each 4-byte write would go to memory on its own."""
+    """The length of a row of stored scores, an odd number of 32-byte sectors. Rows that lie a power of two apart would share
+    few places of the cache, and each 4-byte write would go to memory on its own."""
     return ceil_div(num_blocks, SECTOR) * SECTOR | SECTOR
 
 
@@ -72,7 +72,7 @@ def launch(
     device: Device,
     pdl: bool = False,
 ) -> None:
-    """As `launch_scores`. pdl: the next launch waits for this one inside its kernel."""
+    """Does what `launch_scores` does. pdl: the next launch waits for this one inside its kernel."""
     view, heads = keys.view, keys.view.heads
     queries, product = query_rows(index_q, view.form.native), product_type(index_q, view)
     group = index_q.shape[1] // heads
@@ -127,7 +127,7 @@ def _tuned(
     device: Device,
     pdl: bool,
 ) -> Callable[..., None] | None:
-    """The launch of Hopper's own kernel where one serves, else None."""
+    """The function that launches one of Hopper's own kernels, or None where none of them serves."""
     if not runs_hopper_kernels(scores.maxima.device):
         return None
     from openmsa.block_scores import gluon_sm90_lanes, gluon_sm90_scores
