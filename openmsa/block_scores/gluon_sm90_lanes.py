@@ -173,8 +173,8 @@ def sm90_lane_kernel(
             async_copy.wait_group(SLOTS - 1)
             codes, groups = (), ()
             for i in gl.static_range(SLOT // STEP):
-                codes += (ring.index(j).slice(i * STEP, STEP, 0).load(CODES),)
-                groups += (ring_scales.index(j).slice(i * STEP, STEP, 0).load(ROW),)
+                codes += (ring.index(j).slice(i * STEP, STEP, 0).load(CODES),)  # type: ignore[assignment]
+                groups += (ring_scales.index(j).slice(i * STEP, STEP, 0).load(ROW),)  # type: ignore[assignment]
             send(p_k, p_g, there, ring, ring_words, j, FORM.swizzled)
             for i in gl.static_range(SLOT // STEP):
                 s = mma_v2(lane_keys(codes[i], groups[i]), b_q, nothing)
@@ -184,12 +184,12 @@ def sm90_lane_kernel(
                 best = gl.maximum(best, s)
         m = gl.max(best, 0) * 256.0 * b_f  # see `openmsa.primitives.queries.raised`
         m = gl.where(m > float("-inf"), m, float("-inf"))
-        gl.store(p_s + i_t.to(gl.int64) * scores.s_block, m, mask=m_row, eviction_policy="evict_last")
+        gl.store(p_s + i_t.to(gl.int64) * scores.s_block, m, mask=m_row, eviction_policy="evict_last")  # type: ignore[attr-defined]
     async_copy.wait_group(0)
     if FILL:
         unseen = gl.full([4], float("-inf"), gl.float32, gl.SliceLayout(0, ROW))
         for i_b in range(gl.maximum(first, i_end), last):
-            gl.store(p_s + i_b.to(gl.int64) * scores.s_block, unseen, mask=m_row)
+            gl.store(p_s + i_b.to(gl.int64) * scores.s_block, unseen, mask=m_row)  # type: ignore[attr-defined]
 
 
 RING = BLOCK.value * (64 + 8)  # bytes of a program's ring: codes and scales
@@ -236,12 +236,13 @@ def launch(
     product: Any,
     lengths: Lengths,
     scores: Scores,
+    num_blocks: int,
     device: Device,
     pdl: bool = False,
 ) -> None:
     """Does what `triton_route.launch` does. product: the Triton dtype of factors elsewhere, through which queries pass here
     too."""
-    view, num_blocks = keys.view, scores.maxima.shape[2]
+    view = keys.view
     programs = lengths.batch * view.heads
     share = cut(programs, num_blocks, device.num_sms)
     rows = in_words(view.rows, view.form)
