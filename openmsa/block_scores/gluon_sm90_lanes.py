@@ -31,23 +31,23 @@ from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel
 
 BLOCK = gl.constexpr(128)
-"""Keys of a block, and of a tile."""
+"""A block has so many keys, and a tile is one block."""
 SHARE = gl.constexpr(32)
-"""Tiles of a program at most: as many as a warp has lanes."""
+"""A program has at most so many tiles, as many as a warp has lanes."""
 STEP = gl.constexpr(32)
-"""Keys that are multiplied at a time."""
+"""So many keys are multiplied at a time."""
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 4))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, 4))
 LANES = gl.constexpr([[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]])
 ROW = gl.constexpr(gl.DistributedLinearLayout([[8, 0], [16, 0]], LANES, [], [], [32, 4]))
-"""Of [STEP, 4]: products, a row a lane, or pairs of scales, those of the elements that the lane has."""
+"""Layout of [STEP, 4]: each lane has the products of one row, or the pairs of scales of the elements that it has."""
 CODES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [16, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [], [], [32, 32]
     )
 )
-"""Of [STEP, 32]: 16 bytes of a key a lane."""
+"""Layout of [STEP, 32]: each lane has 16 bytes of a key."""
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0]))
 COPIED_SCALES = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -59,7 +59,7 @@ power_of_two = gluon.jit(queries.power_of_two.fn)
 
 @gluon.jit
 def lane_keys(b_k, b_g):
-    """As `triton_lanes.lane_keys`."""
+    """Keys as `triton_lanes.lane_keys` has them."""
     b_x = scale_pairs(b_g, True)
     b_x = gl.join(b_x, b_x)
     b_x = gl.convert_layout(gl.join(b_x, b_x).reshape([STEP, 32]), CODES, assert_trivial=True)
@@ -68,7 +68,7 @@ def lane_keys(b_k, b_g):
 
 @gluon.jit
 def lane_queries(q, q_start, q_len, i_h, GROUP: gl.constexpr, PRODUCT_TYPE: gl.constexpr):
-    """As `triton_lanes.lane_queries`, the four rows from query q_start on in every second of eight columns."""
+    """The four rows from query q_start on in every second of eight columns, as `triton_lanes.lane_queries` has them."""
     o_e = gl.arange(0, 128, gl.SliceLayout(1, RIGHT))
     o_e = (o_e & 12) * 8 + (o_e & 16) + (o_e & 3) * 4 + (o_e & 32) // 16 + o_e // 64
     o_c = gl.arange(0, 8, gl.SliceLayout(0, RIGHT))
@@ -91,8 +91,8 @@ def lane_queries(q, q_start, q_len, i_h, GROUP: gl.constexpr, PRODUCT_TYPE: gl.c
 
 @gluon.jit
 def tile_place(keys, p_keys, p_scales, pages, i, i_row, there, num_pages):
-    """Addresses of the keys and scales of a tile, which starts with row i_row of the page that lane i has, and whether there is
-    such a page and a tile. p_keys, p_scales: where those of the head start."""
+    """The addresses of the keys and scales of a tile, which starts with row i_row of the page that lane i has, and whether
+    there is such a page and a tile. p_keys, p_scales: where those of the head start."""
     i_page = gl.sum(gl.gather(pages, gl.full([1], i, gl.int32, pages.type.layout), 0), 0)
     there = there & exists(i_page, num_pages)
     i_page = gl.where(there, i_page, 0).to(gl.int64)
@@ -173,8 +173,8 @@ def sm90_lane_kernel(
             async_copy.wait_group(SLOTS - 1)
             codes, groups = (), ()
             for i in gl.static_range(SLOT // STEP):
-                codes += (ring.index(j).slice(i * STEP, STEP, 0).load(CODES),)
-                groups += (ring_scales.index(j).slice(i * STEP, STEP, 0).load(ROW),)
+                codes += (ring.index(j).slice(i * STEP, STEP, 0).load(CODES),)  # type: ignore[assignment]
+                groups += (ring_scales.index(j).slice(i * STEP, STEP, 0).load(ROW),)  # type: ignore[assignment]
             send(p_k, p_g, there, ring, ring_words, j, FORM.swizzled)
             for i in gl.static_range(SLOT // STEP):
                 s = mma_v2(lane_keys(codes[i], groups[i]), b_q, nothing)
@@ -184,12 +184,12 @@ def sm90_lane_kernel(
                 best = gl.maximum(best, s)
         m = gl.max(best, 0) * 256.0 * b_f  # see `openmsa.primitives.queries.raised`
         m = gl.where(m > float("-inf"), m, float("-inf"))
-        gl.store(p_s + i_t.to(gl.int64) * scores.s_block, m, mask=m_row, eviction_policy="evict_last")
+        gl.store(p_s + i_t.to(gl.int64) * scores.s_block, m, mask=m_row, eviction_policy="evict_last")  # type: ignore[attr-defined]
     async_copy.wait_group(0)
     if FILL:
         unseen = gl.full([4], float("-inf"), gl.float32, gl.SliceLayout(0, ROW))
         for i_b in range(gl.maximum(first, i_end), last):
-            gl.store(p_s + i_b.to(gl.int64) * scores.s_block, unseen, mask=m_row)
+            gl.store(p_s + i_b.to(gl.int64) * scores.s_block, unseen, mask=m_row)  # type: ignore[attr-defined]
 
 
 RING = BLOCK.value * (64 + 8)  # bytes of a program's ring: codes and scales
@@ -207,8 +207,8 @@ class Config:
 
 
 CONFIG = Config(slot=32, max_registers=128, resident=16, share=8)
-"""Registers are counted by quarters of a multiprocessor, which holds four warps of 128. Measured: twice as many programs as are
-resident, which do not start at once, are faster than one round of longer ones, and than five warps of 96."""
+"""A quarter of a multiprocessor has registers for four warps of 128. Programs are twice as many as are resident, so they do not
+all start at once, which is faster than one round of longer ones."""
 
 
 def serves(device: Device, keys: KeyTiles, queries: QueryRows, tile: Tile, rows: int, lanes: bool) -> bool:
@@ -225,7 +225,7 @@ def serves(device: Device, keys: KeyTiles, queries: QueryRows, tile: Tile, rows:
 
 
 def cut(programs: int, tiles: int, num_sms: int) -> int:
-    """Tiles of a program, where so many walk so many tiles each if they are not cut."""
+    """How many tiles a program has, where `programs` of them would walk `tiles` each if contexts were not cut."""
     parts = splits(programs, tiles, CONFIG.resident * num_sms, 1)
     return min(ceil_div(tiles, parts), CONFIG.share)
 
@@ -236,11 +236,13 @@ def launch(
     product: Any,
     lengths: Lengths,
     scores: Scores,
+    num_blocks: int,
     device: Device,
     pdl: bool = False,
 ) -> None:
-    """As `triton_route.launch`. product: the Triton dtype of factors elsewhere, through which queries come here too."""
-    view, num_blocks = keys.view, scores.maxima.shape[2]
+    """Does what `triton_route.launch` does. product: the Triton dtype of factors elsewhere, through which queries pass here
+    too."""
+    view = keys.view
     programs = lengths.batch * view.heads
     share = cut(programs, num_blocks, device.num_sms)
     rows = in_words(view.rows, view.form)

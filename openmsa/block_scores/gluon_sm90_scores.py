@@ -42,15 +42,15 @@ from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel
 
 BLOCK = gl.constexpr(128)
-"""Keys of a block, and of a tile."""
+"""A block has so many keys, and a tile is one block."""
 sequence_bounds = gluon.jit(scoring.sequence_bounds.fn)
 scored = gluon.jit(scoring.scored.fn)
 
 
 @gluon.constexpr_function
 def four_blocks(num_warps, dims):
-    """Layout of maxima of four blocks, rows where the matrix unit has them: two rows and a block a thread, [rows, 4];
-    with dims 3, [rows, 4, 4], after what the four threads of a row held before."""
+    """The layout of maxima of four blocks, [rows, 4], in which rows lie where the matrix unit has them and a thread holds two
+    rows of one block; with dims 3, [rows, 4, 4], behind what each of the four threads of a row held before."""
     here = [0] * (dims - 2)
     held = [[0, 1, 0], [0, 2, 0]] if dims == 3 else []
     lanes = [[0, *here, 1], [0, *here, 2], *([1 << i, *here, 0] for i in range(3))]
@@ -72,7 +72,7 @@ def load_rows(q, q_start, i_row, q_len, i_h, GROUP: gl.constexpr, DIM: gl.conste
 
 @gluon.jit
 def tile_place(page_row, i_t, here, k_start, PAGING: gl.constexpr):
-    """Page of key tile i_t, and its first row there. here: whether there is such a tile."""
+    """The page of key tile i_t, and its first row in it. here: whether there is such a tile."""
     if PAGING.mode == 0:
         i_page, i_key = 0, k_start + i_t * BLOCK
     else:
@@ -90,7 +90,7 @@ def multiply(b_q, tile, old, never, DIM: gl.constexpr):
 
 @gluon.jit
 def taken(m):
-    """m, computed before what follows: the compiler would put maxima behind later products and run out of registers."""
+    """Returns m, computed before what follows. The compiler would put maxima behind later products and run out of registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $2; mov.b32 $1, $3;", "=f,=f,f,f", [m], gl.float32, False, 2)
 
 
@@ -107,7 +107,7 @@ def thread_maxima(s, i_t, i_last, EDGE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def block_maxima(p_0, p_1, p_2, p_3, EXCHANGED: gl.constexpr, FOUR: gl.constexpr):
-    """Of four tiles' `thread_maxima` the blocks' maxima, [rows, 4], a block a thread."""
+    """Joins the `thread_maxima` of four tiles to the maxima of their blocks, [rows, 4], a block a thread."""
     parts = gl.join(gl.join(p_0, p_2), gl.join(p_1, p_3)).reshape([p_0.shape[0], 4, 4])
     return gl.convert_layout(gl.max(gl.convert_layout(parts, EXCHANGED), 1), FOUR, assert_trivial=True)
 
@@ -177,8 +177,8 @@ def sm90_score_kernel(
     if first < i_end:
         tiles, full = (), ()
         for i in gl.static_range(4):  # apart, so that the compiler sees that what is copied to one is not read from another
-            tiles += (gl.allocate_shared_memory(gl.float8e4nv, [1, 1, BLOCK, DIM], tma_keys.layout),)
-            full += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
+            tiles += (gl.allocate_shared_memory(gl.float8e4nv, [1, 1, BLOCK, DIM], tma_keys.layout),)  # type: ignore[assignment]
+            full += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)  # type: ignore[assignment]
             mbarrier.init(full[i], count=1)
         fence_async_shared()
         gl.thread_barrier()
@@ -193,11 +193,11 @@ def sm90_score_kernel(
         q_low = load_rows(q, q_start, i_row + HALF, q_len, i_h * GROUP, GROUP, DIM, HALF, LEFT)
 
         # The compiler knows a product that crosses the end of the loop only if it is the one that all wait for.
-        mbarrier.wait(full[0], 0)
+        mbarrier.wait(full[0], 0)  # type: ignore[misc]
         never = num_blocks < 0
         s_top = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
         s_low = s_top
-        top = multiply(q_top, tiles[0], s_top, never, DIM)
+        top = multiply(q_top, tiles[0], s_top, never, DIM)  # type: ignore[misc]
         phase = 0
         i_edge = first + gl.maximum(gl.minimum(i_full, i_end - 1) - first, 0) // 4 * 4
         COLUMN: gl.constexpr = gl.SliceLayout(1, PRODUCT)
@@ -220,11 +220,11 @@ def sm90_score_kernel(
                     low = multiply(q_low, tiles[i], s_low, never, DIM)
                     if not EDGE:
                         mbarrier.wait(full[(i + 1) % 4], phase)
-                    tops += (thread_maxima(s_top, i_t, last_top, EDGE, PRODUCT),)
+                    tops += (thread_maxima(s_top, i_t, last_top, EDGE, PRODUCT),)  # type: ignore[assignment]
                     mbarrier.expect(full[(i + 3) % 4], tma_keys.block_type.nbytes, pred=here)
                     top = multiply(q_top, tiles[(i + 1) % 4], s_top, never, DIM)
                     s_low = warpgroup_mma_wait(1, deps=(low,))
-                    lows += (thread_maxima(s_low, i_t, last_low, EDGE, PRODUCT),)
+                    lows += (thread_maxima(s_low, i_t, last_low, EDGE, PRODUCT),)  # type: ignore[assignment]
                     gl.thread_barrier()  # every warp has waited for the products of tile i_t - 1
                     tma.async_copy_global_to_shared(
                         tma_keys, [i_page, i_h, i_key, 0], full[(i + 3) % 4], tiles[(i + 3) % 4], pred=here
@@ -232,9 +232,9 @@ def sm90_score_kernel(
                 m_4 = (i_4 + o_4 < i_end)[None, :]
                 m_1 = m_top[:, None] & m_4 if EDGE else m_top[:, None]
                 m_2 = m_low[:, None] & m_4 if EDGE else m_low[:, None]
-                m = block_maxima(tops[0], tops[1], tops[2], tops[3], EXCHANGED, FOUR)
+                m = block_maxima(tops[0], tops[1], tops[2], tops[3], EXCHANGED, FOUR)  # type: ignore[misc]
                 gl.store(p_top + i_4, scored(m, b_f), mask=m_1)
-                m = block_maxima(lows[0], lows[1], lows[2], lows[3], EXCHANGED, FOUR)
+                m = block_maxima(lows[0], lows[1], lows[2], lows[3], EXCHANGED, FOUR)  # type: ignore[misc]
                 gl.store(p_low + i_4, scored(m, b_f), mask=m_2)
         warpgroup_mma_wait(0, deps=(top,))
     if FILL:
@@ -246,7 +246,7 @@ def sm90_score_kernel(
 
 
 SECTOR = 8
-"""Scores that are written at a time; splits are multiples of it."""
+"""So many scores are written at a time; splits are multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Of a program: two tiles of 16 a warp."""
+        """Rows of a program: two tiles of 16 rows for each warp."""
         return 32 * self.num_warps
 
 
@@ -270,16 +270,17 @@ def serves(device: Device, kind: Kind, tile: Tile, rows: int, group: int) -> boo
 
 
 CONFIG = Config(num_warps=4, resident=2)
-"""Two programs of 128 rows a multiprocessor: what one cannot overlap with its own products, the other's fill."""
+"""A multiprocessor holds two programs of 128 rows: the products of one run while the other does what it cannot overlap."""
 
 
-def launch(queries: QueryRows, keys: KeyTiles, product: Any, lengths: Lengths, scores: Scores, device: Device) -> None:
-    """As `triton_route.launch`; product is e4m3. scores: rows that can be written in sectors."""
+def launch(
+    queries: QueryRows, keys: KeyTiles, product: Any, lengths: Lengths, scores: Scores, num_blocks: int, device: Device
+) -> None:
+    """Does what `triton_route.launch` does. product: e4m3. scores: rows that can be written in sectors."""
     view, pool = keys.view, keys.tma
     assert pool is not None
     group = queries.data.shape[1] // view.heads
     row_tiles = ceil_div(lengths.max_seqlen_q * group, CONFIG.rows)
-    num_blocks = scores.maxima.shape[2]
     parts = splits(row_tiles * lengths.batch * view.heads, num_blocks, CONFIG.resident * device.num_sms, SECTOR, SECTOR)
     blocks_per_split = ceil_div(num_blocks, parts * SECTOR) * SECTOR
     layout = gl.NVMMASharedLayout.get_default_for(pool.block_shape, gl.float8e4nv)

@@ -12,7 +12,7 @@ from openmsa.types import Layout
 
 
 def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndexKeys, seqs: Layout, block_size: int) -> Tensor:
-    """See `openmsa.block_scores.block_scores`. Holds one sequence's full score matrix."""
+    """See `openmsa.block_scores.block_scores`. It holds the full score matrix of one sequence."""
     total_q, heads, _ = index_q.shape
     dtype, cu_k = wide_dtype(index_q), seqs.cu_seqlens_k
     keys: Tensor | Stored

@@ -12,11 +12,11 @@ from openmsa.runtime.integers import next_power_of_two
 
 @functools.lru_cache(256)
 def config(device: Device, rows: int, kind: Kind) -> Config:
-    """rows: the most a sequence has for a key head.
+    """Chooses for so many (query, head) rows, the most that a sequence has for a key head.
 
-    Many rows on Hopper: 128 rows of one warpgroup, held in registers, and two programs a multiprocessor, one multiplying while
-    the other takes maxima. Shared memory then moves 94 bytes a clock of its 128; with 64 rows there (160) it was the limit.
-    Few rows: keys are the left factor, and one that is converted first never leaves its registers."""
+    Where rows are many, Hopper holds 128 of one warpgroup in registers, and two programs a multiprocessor, of which one
+    multiplies while the other takes maxima; its shared memory then moves 94 of the 128 bytes a clock that it can. Where rows
+    are few, keys are the left factor, and keys that are converted first never leave registers."""
     if kind.lanes and rows <= 4:
         return lane_config(device, kind)
     swap, hold, grouped = rows <= 64 or kind.must_group, False, kind.must_group
@@ -38,8 +38,8 @@ def config(device: Device, rows: int, kind: Kind) -> Config:
 
 
 def lane_config(device: Device, kind: Kind) -> Config:
-    """Of the kernel of `triton_lanes`: two buffers of 64 keys, and as many programs of one warp as registers (of a quarter of a
-    multiprocessor: four of 128) and shared memory hold. Beside the buffers are queries, page ids and what the system takes."""
+    """Chooses for the kernel of `triton_lanes`: two buffers of 64 keys, and as many programs of one warp as fit. A quarter of a
+    multiprocessor has registers for four warps of 128; shared memory holds queries and page ids beside the buffers."""
     chunk, buffers = 64, 2
     scales = kind.dim // 16
     resident = min(16, device.shared_bytes // (buffers * chunk * (kind.key_bytes + scales) + 3584))

@@ -31,7 +31,7 @@ from openmsa.primitives.scoring import (
 )
 
 STEP = tl.constexpr(32)
-"""Keys that a warp multiplies at a time."""
+"""A warp multiplies so many keys at a time."""
 # Eight e2m1 codes of a word and two equal float16 factors as four words of float16, the lowest nibbles first.
 SCALED = tl.constexpr("""{ .reg .b32 a, b, c, sign; mov.b32 sign, 0x80808080;
 shl.b32 a, $4, 4; shl.b32 b, $4, 1; lop3.b32 a, a, b, sign, 0xE4; and.b32 c, a, 0x8E008E00; mul.rn.f16x2 $2, c, $5;
@@ -148,7 +148,7 @@ def lane_kernel(
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr,
     PRODUCT: tl.constexpr, FILL: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, row tiles, batch * key heads), and FILL and PDL, as of `score_kernel`. keys: with scales in words of four.
+    """Grid (splits, row tiles, batch * key heads). keys: with scales in words of four. FILL, PDL: see `score_kernel`.
     CHUNK: keys that are copied at a time."""
     if PDL:
         gdc_launch_dependents()

@@ -38,12 +38,12 @@ def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndex
 
 
 SECTOR = 8
-"""Scores that the scoring kernel writes at a time where it can."""
+"""The scoring kernel writes so many scores at a time where it can."""
 
 
 def score_rows(num_blocks: int) -> int:
-    """Length of a row of stored scores: an odd number of 32-byte sectors. Rows a power of two apart would share few places of
-    the cache, and each 4-byte write would go to memory on its own."""
+    """The length of a row of stored scores, an odd number of 32-byte sectors. Rows that lie a power of two apart would share
+    few places of the cache, and each 4-byte write would go to memory on its own."""
     return ceil_div(num_blocks, SECTOR) * SECTOR | SECTOR
 
 
@@ -72,24 +72,25 @@ def launch(
     device: Device,
     pdl: bool = False,
 ) -> None:
-    """As `launch_scores`. pdl: the next launch waits for this one inside its kernel."""
+    """Does what `launch_scores` does. pdl: the next launch waits for this one inside its kernel."""
     view, heads = keys.view, keys.view.heads
     queries, product = query_rows(index_q, view.form.native), product_type(index_q, view)
     group = index_q.shape[1] // heads
     rows = lengths.max_seqlen_q * group
     kind = kind_of(keys, product, tile)
     s_head, s_token, s_block = scores.stride()
+    num_blocks, even = scores.shape[2], _in_sectors(scores)
     written = Scores(scores, s_head, s_token, s_block, visible)
-    tuned = _tuned(queries, keys, kind, tile, rows, group, written, device, pdl)
+    hopper = runs_hopper_kernels(index_q.device)
+    tuned = _tuned(queries, keys, kind, tile, rows, group, even, device, pdl) if hopper else None
     if tuned is not None:
-        tuned(queries, keys, product, lengths, written, device)
+        tuned(queries, keys, product, lengths, written, num_blocks, device)
         return
     chosen = config(device, rows, kind)
     row_tiles = ceil_div(rows, chosen.rows)
-    num_blocks = scores.shape[2]
     blocks = -(-num_blocks // tile.sub)
     programs = row_tiles * lengths.batch * heads
-    collect = not chosen.swap and tile.sub == tile.parts == 1 and _in_sectors(written)
+    collect = not chosen.swap and tile.sub == tile.parts == 1 and even
     step = SECTOR if collect else 1
     num_splits = splits(programs, blocks, chosen.resident * device.num_sms, 1 if rows <= 64 else 8, step)
     blocks_a_split = ceil_div(blocks, num_splits * step) * step
@@ -123,22 +124,21 @@ def _tuned(
     tile: Tile,
     rows: int,
     group: int,
-    scores: Scores,
+    even: bool,
     device: Device,
     pdl: bool,
 ) -> Callable[..., None] | None:
-    """The launch of Hopper's own kernel where one serves, else None."""
-    if not runs_hopper_kernels(scores.maxima.device):
-        return None
+    """The function that launches one of Hopper's own kernels, or None where none of them serves. even: scores can be written in
+    sectors."""
     from openmsa.block_scores import gluon_sm90_lanes, gluon_sm90_scores
 
     if gluon_sm90_lanes.serves(device, keys, queries, tile, rows, kind.lanes):
         return partial(gluon_sm90_lanes.launch, pdl=pdl)
-    plain = keys.view.form.factor != PAGE_FACTOR and queries.s_dim == 1 and _in_sectors(scores) and not pdl
+    plain = keys.view.form.factor != PAGE_FACTOR and queries.s_dim == 1 and even and not pdl
     return gluon_sm90_scores.launch if plain and gluon_sm90_scores.serves(device, kind, tile, rows, group) else None
 
 
-def _in_sectors(scores: Scores) -> bool:
+def _in_sectors(scores: Tensor) -> bool:
     """Whether eight scores of a row, from a multiple of eight, can be written 16 bytes at a time."""
-    even = scores.s_head % 4 == scores.s_token % 4 == 0
-    return scores.s_block == 1 and even and scores.maxima.data_ptr() % 16 == 0
+    s_head, s_token, s_block = scores.stride()
+    return s_block == 1 and s_head % 4 == s_token % 4 == 0 and scores.data_ptr() % 16 == 0

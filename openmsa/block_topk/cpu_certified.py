@@ -76,7 +76,7 @@ def _scored_whole(
 
 @dataclass(frozen=True)
 class Keys:
-    """Of one sequence: as int8 tells them, the norms of its errors (one column), and exact."""
+    """Keys of one sequence as int8 numbers, the norms of their errors (one column), and exact keys."""
 
     coarse: Rows
     error: Rows
@@ -164,7 +164,7 @@ class Tile:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Of rows ``[..., dim]``, or a little more: squares below the smallest normal number may be lost."""
+    """The norms of rows ``[..., dim]``, or a little more, as squares below the smallest normal number may be lost."""
     return torch.linalg.vector_norm(x, dim=-1) + (x.shape[-1] * torch.finfo(x.dtype).tiny) ** 0.5
 
 

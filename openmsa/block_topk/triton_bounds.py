@@ -63,8 +63,9 @@ class Words:
 def grouped_maxima(
     s, i_k, i_last, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Maxima of the blocks of a tile, as `block_maxima` of s [TILE, rows]; and of groups of keys that a warp holds, which wait
-    for no other warp: [groups, rows], group g having every `groups`-th 16 neighbours from the g-th on, all of one block."""
+    """Maxima of the blocks of a tile, as `block_maxima` takes them of s [TILE, rows], and maxima [groups, rows] of groups of
+    keys that one warp holds, for which it waits for no other. Group g has every `groups`-th 16 neighbours from the g-th on, all
+    of one block."""
     WARPS: tl.constexpr = min(TILE // 16, 4)
     LOOPS: tl.constexpr = TILE // (16 * WARPS)
     ROWS: tl.constexpr = s.shape[1]
@@ -236,7 +237,7 @@ def bounds_kernel(
 
 
 def bounds_config(device: Device, rows: int, dim: int, tile: Tile, indirect: bool, tma: bool) -> Config:
-    """rows: the most a sequence has for a key head. indirect: keys in pages."""
+    """Chooses for so many rows, the most that a sequence has for a key head. indirect: whether keys lie in pages."""
     rows = Words.of(rows, tile).rows
     width = codes.padded(dim, codes.INT8)
     kind = Kind(dim, tile.tile, width, width, False, 0, False, indirect, tma)

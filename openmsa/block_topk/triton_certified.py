@@ -49,10 +49,10 @@ from openmsa.runtime.launch import launch_kernel
 from openmsa.types import Layout
 
 MAX_ROWS = 16
-"""(query, head) rows a sequence has for a key head. A plan of eight sequences of 128K takes 94 us with bounds first and 106
-without them where rows are 16, 153 and 138 where they are 32 (H200)."""
+"""Bounds come first only where a sequence has at most so many (query, head) rows for a key head: more share the reading of
+exact keys, which then costs less than the bounds."""
 MAX_BLOCKS = 8192
-"""Of a row, both bounds of which one program holds in registers: half as many as of scores alone."""
+"""A row has at most so many blocks, since one program holds both bounds of each in registers."""
 
 
 def certifies(rows: int, num_blocks: int, free: int, all_rows: int, walks: int, block_size: int) -> bool:
@@ -63,7 +63,7 @@ def certifies(rows: int, num_blocks: int, free: int, all_rows: int, walks: int, 
 
 
 def _candidate_bytes(rows: int, num_blocks: int, block_size: int) -> int:
-    """Of a sequence and key head."""
+    """Bytes of the candidates of a sequence and key head."""
     tile = Tile.of(block_size)
     return Words.of(rows, tile).bytes(tile, num_blocks)
 
@@ -83,7 +83,8 @@ class Workspace:
     def allocate(
         cls, total_q: int, heads: int, rows: int, walks: int, num_blocks: int, block_size: int, device: torch.device
     ) -> Workspace:
-        """rows: the most that a sequence has for a key head. walks: sequences times key heads."""
+        """Room for selections up to this size. rows: the most that a sequence has for a key head. walks: sequences times key
+        heads."""
         all_rows = total_q * heads
         bounds = torch.empty(2 * all_rows * score_rows(num_blocks), dtype=torch.float32, device=device)
         candidates = torch.empty(walks * _candidate_bytes(rows, num_blocks, block_size), dtype=torch.int8, device=device)
@@ -92,7 +93,7 @@ class Workspace:
         return cls(bounds, candidates, ids, scores, *counts)
 
     def bounds_of(self, total_q: int, heads: int, num_blocks: int) -> Tensor:
-        """``[2, heads, total_q, num_blocks]``."""
+        """Lower and upper bounds of one selection, ``[2, heads, total_q, num_blocks]``."""
         width = score_rows(num_blocks)
         held = self.bounds[: 2 * total_q * heads * width].view(2, total_q, heads, width)
         return held[..., :num_blocks].transpose(1, 2)
@@ -129,7 +130,7 @@ def settle_kernel(
 
 LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys"]
 SLOTS = tl.constexpr(64)
-"""Words of 16 keys that `rescore_kernel` holds; of each it scores one key at a time."""
+"""`rescore_kernel` holds so many words of 16 keys, and scores one key of each at a time."""
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -202,7 +203,7 @@ def rescore_kernel(
 
 
 FEW = tl.constexpr(2)
-"""Open blocks a thread holds as a rule; where they are more, it holds the whole row."""
+"""A thread holds so many open blocks as a rule; where they are more, it holds the whole row."""
 
 
 @triton.jit
@@ -225,7 +226,7 @@ def choose_kernel(
     HEADS: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
     REPS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (total_q * heads). The usual selection, of open blocks alone; as a rule they are fewer than `FEW` times columns."""
+    """Grid (total_q * heads). Selects as usual among open blocks alone, which as a rule are fewer than `FEW` times columns."""
     FREE: tl.constexpr = TOPK - INIT - LOCAL
     i_row = tl.program_id(0)
     if PDL:
@@ -245,19 +246,20 @@ def choose_kernel(
 
 @dataclass(frozen=True)
 class RescoreConfig:
-    """num_stages: of the walk over keys of a program's words. resident: programs that one multiprocessor holds at a time."""
+    """num_stages: stages of the walk over keys of a program's words. resident: programs that one multiprocessor holds at a
+    time."""
 
     num_stages: int
     resident: int
 
     def shares(self, rows: int, num_blocks: int, tile: Tile, device: Device) -> int:
-        """Programs of a row of so many in the grid: a quarter more than are resident, as those without a block end at once."""
+        """How many programs serve each row: a quarter more than are resident, as those without a block end at once."""
         turns = ceil_div(tile.count(num_blocks) * tile.tile, 16 * SLOTS.value)
         return min(max(self.resident * device.num_sms * 5 // (4 * rows), 1), turns)
 
 
 def rescore_config(device: Device, dim: int, indirect: bool) -> RescoreConfig:
-    """indirect: the page of each key is looked up, one stage ahead."""
+    """Chooses for keys of so many elements. indirect: the page of each key is looked up, one stage ahead."""
     width = 2 * next_power_of_two(dim)
     for resident, buffers in ((4, 3), (3, 3), (2, 3), (2, 2), (1, 2), (1, 1)):
         if resident * ((buffers * SLOTS.value + 16) * width + 2048) <= device.shared_bytes:
@@ -318,12 +320,12 @@ class Selection:
     workspace: Workspace
 
     def run(self, init_blocks: int, local_blocks: int, out: Tensor) -> None:
-        """out: int32 ``[total_q, heads, topk]``, contiguous."""
+        """Runs all four. out: int32 ``[total_q, heads, topk]``, contiguous."""
         self.bound()
         self.select(init_blocks, local_blocks, out)
 
     def bound(self, follows: bool = False) -> None:
-        """The first kernel. follows: as of `launch_bounds`."""
+        """Launches the first kernel. follows: see `launch_bounds`."""
         total_q, heads, _ = self.index_q.shape
         bounds, keys = self.workspace.bounds_of(total_q, heads, self._num_blocks), (self.keys.coarse, self.page_table)
         buffers = bounds, self.workspace.candidates, self.workspace.visible[:total_q]
@@ -331,7 +333,7 @@ class Selection:
         launch_bounds(self.index_q, *keys, self.lengths, self.block_size, *buffers, pdl=pdl, follows=follows)
 
     def select(self, init_blocks: int, local_blocks: int, out: Tensor) -> None:
-        """The other three, with what `bound` left in the workspace. out: as of `run`."""
+        """Launches the other three, which take what `bound` left in the workspace. out: see `run`."""
         total_q, heads, topk = out.shape
         num_blocks, held, pdl = self._num_blocks, self.workspace, has_pdl(self.index_q.device)
         bounds, visible = held.bounds_of(total_q, heads, num_blocks), held.visible[:total_q]
@@ -438,7 +440,7 @@ def choose(
     out: Tensor,
     pdl: bool,
 ) -> None:
-    """Launches `choose_kernel`. out: as of `Selection.run`; the others as in `Workspace`."""
+    """Launches `choose_kernel`. out: see `Selection.run`; the others: see `Workspace`."""
     total_q, heads, topk = out.shape
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     launch_kernel(

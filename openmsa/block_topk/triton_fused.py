@@ -33,8 +33,8 @@ _NONE = tl.constexpr(0x7FFFFFFF)  # larger than any block id
 
 
 def config(device: Device, kind: Kind) -> Config:
-    """As many rows as threads where registers allow it, so that a list belongs to one thread and is kept once; on Hopper the
-    rows in registers too, which leaves shared memory to the keys, and two programs a multiprocessor."""
+    """Chooses as many rows as threads where registers allow it, so that a list belongs to one thread and is kept once. Hopper
+    holds the rows in registers too, which leaves shared memory to the keys, and two programs a multiprocessor."""
     swap = kind.must_group
     rows, hold = (16, False) if swap else tall_rows(device, kind)
     held = rows * kind.factor_bytes * max(1, kind.groups * swap)
@@ -47,8 +47,8 @@ def empty_list(ROWS: tl.constexpr, SLOTS: tl.constexpr):
     values = (tl.full([ROWS], float("-inf"), tl.float32),)
     ids = (tl.full([ROWS], _NONE, tl.int32),)
     for _ in tl.static_range(SLOTS - 1):
-        values = values + (values[0],)
-        ids = ids + (ids[0],)
+        values = values + (values[0],)  # type: ignore[assignment]
+        ids = ids + (ids[0],)  # type: ignore[assignment]
     return values, ids
 
 
@@ -70,7 +70,7 @@ def insert(values, ids, x, i_x, SLOTS: tl.constexpr):
         if j == SLOTS - 1:
             new_values, new_ids = value, id_
         else:
-            new_values, new_ids = value + new_values, id_ + new_ids
+            new_values, new_ids = value + new_values, id_ + new_ids  # type: ignore[assignment]
     return new_values, new_ids
 
 
@@ -179,7 +179,8 @@ def launch_fused(
     local_blocks: int,
     out: Tensor,
 ) -> None:
-    """out: int32 ``[total_q, index_heads, topk]``, contiguous; at most `MAX_FREE` and at least one of the k not forced."""
+    """Scores and selects. out: int32 ``[total_q, index_heads, topk]``, contiguous; of the k at least one and at most `MAX_FREE`
+    are not forced."""
     device = facts(index_q.device)
     tile = Tile.of(block_size, single=True)
     keys = KeyTiles.of(index_k, tile, device)

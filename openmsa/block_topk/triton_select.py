@@ -15,7 +15,7 @@ from openmsa.runtime.devices import Device, facts
 from openmsa.types import Layout
 
 WORKSPACE = 256 * 2**20
-"""Bytes of scores held at a time."""
+"""So many bytes of scores are held at a time."""
 
 
 def refuse(seqs: Layout, block_size: int, topk: int, init_blocks: int, local_blocks: int) -> str | None:
@@ -32,9 +32,9 @@ def fuses(rows: int, num_blocks: int, free: int, device: Device, narrow: bool = 
     """Whether one kernel that keeps a list a thread is the faster way. rows: (query, head) rows in all. narrow: e4m3 by
     e4m3.
 
-    On the H200 it runs at the rate of the scoring kernel or above, and top-k is saved. But it cannot cut the context, so it
-    needs rows for most multiprocessors; and it must be, where a row of scores is too long to hold. Products of e4m3 take half
-    the time, in which the lists no longer hide."""
+    It runs at the rate of the scoring kernel, and top-k is saved; but it cannot cut the context, so it needs rows for most
+    multiprocessors. Products of e4m3 take half the time, too short to hide the lists. Where a row of scores is too long to
+    hold, there is no other way."""
     if not 0 < free <= MAX_FREE:
         return False
     return num_blocks > MAX_BLOCKS or (rows >= 2 * 128 * device.num_sms * 3 // 4 and not narrow)
@@ -74,7 +74,7 @@ def score_then_select(
     out: Tensor,
 ) -> None:
     """Two kernels for as many queries at a time as `WORKSPACE` holds scores of. They do not overlap: programs of the second
-    that are resident early take more from the first than the gap costs (63 us against 58, 256 queries at 131,072)."""
+    that are resident early take more from the first than the gap between the two costs."""
     total_q, heads, _ = index_q.shape
     num_blocks = seqs.num_blocks(block_size)
     most = max(WORKSPACE // (4 * heads * num_blocks), 16)

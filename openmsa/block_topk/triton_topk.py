@@ -31,20 +31,20 @@ _NONE = tl.constexpr(0x7FFFFFFF)  # larger than any block id
 
 
 def num_warps(num_blocks: int) -> int:
-    """A thread holds at most 32 scores, the bits of a word. Fewer a thread and more warps are slower even for few rows: rounds
-    of bisection inside one warp need no barrier."""
+    """Warps of a program. A thread holds up to 32 scores, the bits of a word: rounds of bisection inside one warp need no
+    barrier, so warps are few."""
     return max(1, next_power_of_two(num_blocks) // 1024)
 
 
 @triton.jit
 def ordered(bits):
-    """Bits of a float32 (not NaN) to an int32 of the same order, and back."""
+    """Turns the bits of a float32 (not NaN) into an int32 of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def key_of(x):
-    """float32 (not NaN) to an int32 of the same order."""
+    """The key of a float32 (not NaN): an int32 of the same order."""
     return ordered(x.to(tl.int32, bitcast=True))
 
 
@@ -56,7 +56,7 @@ def value_of(key):
 
 @triton.jit
 def popcount(x):
-    """Set bits of int32."""
+    """How many bits of an int32 are set."""
     if ASM:
         count = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -70,8 +70,8 @@ def popcount(x):
 
 @triton.jit
 def as_words(ones, REPS: tl.constexpr, COLS: tl.constexpr):
-    """Ones and zeros (float32) [REPS, COLS] to the bits of int32 words [COLS]. Adding powers of two, sixteen at a time so that
-    a float holds them, takes the pipe that comparisons leave free."""
+    """Turns ones and zeros (float32) [REPS, COLS] into the bits of int32 words [COLS]. Adding powers of two, sixteen at a time
+    so that a float holds them, takes the pipe that comparisons leave free."""
     HALF: tl.constexpr = min(REPS, 16)
     weights = (1 << tl.arange(0, HALF)).to(tl.float32)
     halves = tl.sum(ones.reshape(REPS // HALF, HALF, COLS) * weights[None, :, None], 1)
@@ -142,7 +142,7 @@ def goal_reached(x, REPS: tl.constexpr, COLS: tl.constexpr, GOAL: tl.constexpr):
 
 @triton.jit
 def bit_of(power):
-    """Which bit of int32 is set, of one."""
+    """Which bit is set of an int32 that has one."""
     return (power.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # exact
 
 
@@ -185,8 +185,8 @@ def swap_bits(words, STEP: tl.constexpr, KEPT: tl.constexpr):
 
 @triton.jit
 def as_bitmap(words, COLS: tl.constexpr):
-    """Words [COLS] whose bit r stands for id r * COLS + c to words whose bit b stands for id 32 * c + b: the 32 x 32 bits of
-    each warp are transposed, halves first, then quarters and so on."""
+    """Turns words [COLS] whose bit r stands for id r * COLS + c into words whose bit b stands for id 32 * c + b: the 32 x 32
+    bits of each warp are transposed, halves first, then quarters and so on."""
     WARPS: tl.constexpr = COLS // 32
     words = words.reshape(WARPS, 32)
     words = swap_bits(words, 16, 0x0000FFFF)
@@ -203,7 +203,7 @@ def as_bitmap(words, COLS: tl.constexpr):
 
 @triton.jit
 def free_range(seen, INIT: tl.constexpr, LOCAL: tl.constexpr):
-    """Of a row that sees `seen` blocks, the first that is not forced and the first of those forced behind."""
+    """The first block that is not forced, of a row that sees `seen`, and the first of those that are forced behind it."""
     n_init = tl.minimum(seen, INIT)
     return n_init, tl.maximum(seen - LOCAL, n_init)
 
@@ -300,7 +300,7 @@ def row_constants(num_blocks: int) -> dict[str, int]:
 
 
 def selection_constants(heads: int, topk: int, num_blocks: int, init_blocks: int, local_blocks: int) -> dict[str, int]:
-    """The same, of one that writes the selection of rows to ``[total_q, heads, topk]``."""
+    """`row_constants` and the constexprs of a kernel that writes the selection of rows to ``[total_q, heads, topk]``."""
     chosen = {"HEADS": heads, "TOPK": topk, "TOPK_PAD": next_power_of_two(topk), "INIT": init_blocks, "LOCAL": local_blocks}
     return chosen | row_constants(num_blocks)
 
@@ -313,8 +313,8 @@ def launch_topk(
     out: Tensor,
     pdl: bool = False,
 ) -> None:
-    """scores: ``[heads, total_q, num_blocks]``, any strides, at most `MAX_BLOCKS` blocks. out: int32 ``[total_q, heads,
-    topk]``, contiguous. pdl: wait for the kernel before inside this one, so that the two launches overlap."""
+    """Selects. scores: ``[heads, total_q, num_blocks]``, any strides, at most `MAX_BLOCKS` blocks. out: int32 ``[total_q,
+    heads, topk]``, contiguous. pdl: wait for the kernel before inside this one, so that the two launches overlap."""
     heads, total_q, num_blocks = scores.shape
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     launch_kernel(

@@ -48,7 +48,7 @@ lop3.b32 a, c, 0x007F007F, big, 0xEA; lop3.b32 b, c, 0x00800080, big, 0xEA; fma.
 
 @triton.jit
 def e4m3_bytes(codes):
-    """e4m3 codes (uint8) as float32."""
+    """Numbers of e4m3 codes (uint8) in float32."""
     c = codes.to(tl.int32)
     numbers = (((c & 0x80) << 24) | ((c & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
     return tl.where((c & 0x7F) == 0x7F, float("nan"), numbers)
@@ -56,7 +56,7 @@ def e4m3_bytes(codes):
 
 @triton.jit
 def e8m0_bytes(codes):
-    """e8m0 codes (uint8) as float32: powers of two, 255 NaN, which infinity times 0 makes."""
+    """Numbers of e8m0 codes (uint8) in float32: powers of two, and NaN for 255, which infinity times 0 makes."""
     numbers = tl.maximum(codes.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
     return tl.fma(numbers, 0.0, numbers)
 
@@ -87,8 +87,8 @@ def e2m1(c, PRODUCT: tl.constexpr):
 
 @triton.jit
 def int8_parts(codes, PRODUCT: tl.constexpr):
-    """int8 as PRODUCT, the low byte of int16 first, a tuple. Without the slow conversion instruction: a byte becomes the
-    mantissa of a larger number."""
+    """int8 numbers in PRODUCT, a tuple, the low byte of int16 first. A byte becomes the mantissa of a larger number, which
+    avoids the slow conversion instruction."""
     if ASM and codes.dtype == tl.int16 and PRODUCT == tl.bfloat16:
         BF16: tl.constexpr = (tl.bfloat16, tl.bfloat16)
         return tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,r", [codes], dtype=BF16, is_pure=True, pack=2)
@@ -107,7 +107,8 @@ def int8(codes, PRODUCT: tl.constexpr):
 
 @triton.jit
 def e4m3_numbers(b_x, PRODUCT: tl.constexpr):
-    """e4m3, native or as bytes, as PRODUCT. To bf16 by way of fp16 and float32, all exact: the direct conversion is slow."""
+    """Numbers of e4m3 codes, native or bytes, in PRODUCT. bf16 is reached by way of fp16 and float32, all exact, because the
+    direct conversion is slow."""
     if b_x.dtype == tl.uint8:
         return e4m3_bytes(b_x).to(PRODUCT)
     elif PRODUCT == tl.bfloat16:
@@ -121,13 +122,13 @@ NO_SCALE, TILE_SCALE, KEY_SCALE = 0, 1, 2
 
 
 def padded(dim: int, format: int) -> int:
-    """Elements of a tile's row: a power of two, and what the matrix unit and loads take at least."""
+    """Elements to which a row of a tile is padded: a power of two, and what the matrix unit and loads take at least."""
     return max(next_power_of_two(dim), 16 if format == PLAIN else 32)
 
 
 @triton.jit
 def group_numbers(b_g, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes of the scales of groups, bytes or words, as float32 [TILE, groups]. NATIVE: from sm_90 on, which converts e4m3."""
+    """Scales of groups, float32 [TILE, groups], from their codes, bytes or words. NATIVE: whether the GPU converts e4m3."""
     if b_g.dtype == tl.int32 and NATIVE and ASM:
         CODE: tl.constexpr = E4M3_WORD if FORMAT == 3 else E8M0_WORD
         FP32: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
@@ -146,8 +147,8 @@ def group_numbers(b_g, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def fp4_unit(b_k, b_g, FORMAT: tl.constexpr, PRODUCT: tl.constexpr, NATIVE: tl.constexpr):
-    """For items [TILE, width] and codes of group scales [TILE, groups]: two factors, exact in PRODUCT, that make bare e2m1
-    numbers of `e2m1_parts` those of the keys, a number and [TILE, width]."""
+    """Two factors, a number and [TILE, width], exact in PRODUCT, that make the bare e2m1 numbers of `e2m1_parts` those of the
+    keys. b_k: items [TILE, width]; b_g: codes of the scales of groups [TILE, groups]."""
     TILE: tl.constexpr = b_k.shape[0]
     WIDTH: tl.constexpr = b_k.shape[1]
     unit = tl.full([], 8.507059173023462e37 if PRODUCT == tl.bfloat16 else 16384.0, tl.float32).to(PRODUCT)

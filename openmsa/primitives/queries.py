@@ -51,7 +51,7 @@ def load_rows(q, i_row, q_len, i_h, s_token, s_head, s_dim, GROUP: tl.constexpr,
 
 @triton.jit
 def hold_rows(b_q, DIM_PAD: tl.constexpr):
-    """The same rows, in the layout of a product: Hopper's matrix unit then takes them from registers instead of reading them
+    """Returns rows in the layout of a product: Hopper's matrix unit then takes them from registers instead of reading them
     from shared memory again for every tile, whose bandwidth is what limits the walk. The product with the identity is exact
     where rows are finite (NaN spreads over its row, whose products are NaN anyway) and only serves to set the layout."""
     o_d = tl.arange(0, DIM_PAD)
@@ -64,13 +64,13 @@ def hold_rows(b_q, DIM_PAD: tl.constexpr):
 
 @triton.jit
 def every_second(b_q):
-    """Elements of even and of odd number, [rows, width / 2] each."""
+    """The elements of even and those of odd number, [rows, width / 2] each."""
     return tl.split(b_q.reshape(b_q.shape[0], b_q.shape[1] // 2, 2))
 
 
 @triton.jit
 def query_parts(b_q, SPLIT: tl.constexpr):
-    """Every SPLIT-th element of rows of queries, from each start: a tuple."""
+    """A tuple of SPLIT parts of rows of queries; part n has every SPLIT-th element from the n-th on."""
     if SPLIT == 1:
         return (b_q,)
     elif SPLIT == 2:
@@ -140,7 +140,7 @@ def grouped_parts(b_q, GROUPS: tl.constexpr, SPLIT: tl.constexpr):
 
 @triton.jit
 def power_of_two(exponent):
-    """2**exponent, from -126 to 127."""
+    """2**exponent in float32, of an exponent from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 

@@ -111,7 +111,7 @@ class Scales(NamedTuple):
 
     @classmethod
     def of(cls, keys: Stored, words: int) -> Scales:
-        """words: as of `KeyView.of`."""
+        """words: see `KeyView.of`."""
         if isinstance(keys, E4M3):
             if keys.scale is None:
                 return UNSCALED
@@ -222,11 +222,11 @@ class Tile(NamedTuple):
         return self.block * self.sub
 
     def count(self, num_blocks: int) -> int:
-        """Tiles that cover so many blocks."""
+        """How many tiles cover so many blocks."""
         return -(-num_blocks // self.sub) * self.parts
 
     def constexprs(self) -> dict[str, int]:
-        """As kernels take them that name each."""
+        """The numbers by name, for kernels that take each as a constexpr."""
         return {"BLOCK": self.block, "TILE": self.tile, "KEYS": self.keys, "SUB": self.sub, "PARTS": self.parts}
 
 
@@ -265,7 +265,7 @@ class KeyTiles(NamedTuple):
         items: bool = True,
         by_address: bool = False,
     ) -> KeyTiles:
-        """keys, page_table, items: as of `KeyView.of`. by_address: there is no descriptor, whatever fits."""
+        """keys, page_table, items: see `KeyView.of`. by_address: makes no descriptor, whatever fits."""
         view = KeyView.of(keys, page_table, device.arch >= 90, items)
         if page_table is None:
             paging = PACKED
@@ -287,7 +287,7 @@ PACKED = Paging(FLAT, 1)
 
 @triton.jit
 def tile_start(i_t, BLOCK: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr):
-    """First key of tile i_t."""
+    """The first key of tile i_t."""
     return i_t * KEYS if PARTS == 1 else (i_t // PARTS) * BLOCK + (i_t % PARTS) * (BLOCK - KEYS)
 
 
@@ -432,11 +432,11 @@ def load_of_keys(
 
 @triton.jit
 def key_scales(b_s):
-    """float32 scales of numbers or of words (`Int8.words`)."""
+    """Scales in float32, from numbers or from words (`Int8.words`)."""
     return (b_s << 16).to(tl.float32, bitcast=True) if b_s.dtype == tl.int32 else b_s.to(tl.float32)
 
 
 @triton.jit
 def key_errors(b_s):
-    """float32 errors of words."""
+    """Errors in float32, from words (`Int8.words`)."""
     return (b_s & -65536).to(tl.float32, bitcast=True)

@@ -91,7 +91,7 @@ def rows_of(i_m, q_len, k_len, offset, GROUP: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def store_visible(visible, q_start, o_r, m_row, i_last, chosen, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """How many blocks each query of `rows_of` sees, by the one program that is chosen."""
+    """Writes how many blocks each query of `rows_of` sees, by the one program that is chosen."""
     p_v = visible + q_start + o_r // GROUP
     tl.store(p_v, tl.maximum(i_last + BLOCK, 0) // BLOCK, mask=m_row & (o_r % GROUP == 0) & chosen)
 
@@ -154,8 +154,8 @@ def times(b_q, b_k, s, SWAP: tl.constexpr):
 
 @triton.jit
 def side_by_side(parts):
-    """Two or four tensors [rows, width] as one: parts in registers stay where they are, and one product is waited for, not one
-    a part."""
+    """Joins two or four tensors [rows, width] into one: parts in registers stay where they are, and one product is waited for,
+    not one a part."""
     if len(parts) == 2:
         x = tl.join(parts[0], parts[1]).permute(0, 2, 1)
     else:
@@ -239,8 +239,8 @@ def scored(m, b_f):
 
 @triton.jit
 def store_maxima(p_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB: tl.constexpr, PARTS: tl.constexpr):
-    """p_s: address of block 0 of each row; b_f: factor of each row or None; i_t: the key tile; s_sb: int64. NaN as -inf. The
-    cache keeps what is written until its sector is full, however many keys stream through it."""
+    """Writes the maxima of tile i_t as scores, NaN as -inf. p_s: address of block 0 of each row; b_f: factor of each row or
+    None; s_sb: int64. The cache keeps what is written until its sector is full, however many keys stream through it."""
     if SUB == 1:
         m = m if b_f is None else m * b_f
         m = tl.where(m > float("-inf"), m, float("-inf"))

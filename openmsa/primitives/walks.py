@@ -19,9 +19,13 @@ from openmsa.runtime.integers import next_power_of_two
 
 
 class Kind(NamedTuple):
-    """What tiles of keys are. key_bytes, factor_bytes: of a key as it is stored and as a factor of the product; converted:
-    whether these differ; groups: of elements with a scale, of FP4 keys, else 0; must_group: factors cannot hold those scales;
-    indirect: keys in pages, whose ids are read one stage ahead; lanes: whether `triton_lanes` can read them."""
+    """What a configuration must know of tiles of keys.
+
+    key_bytes:     bytes of a key as it is stored, and `factor_bytes` as a factor of the product; converted: they differ.
+    groups:        groups of elements that have a scale, of FP4 keys; 0 of others. must_group: factors cannot hold the scales.
+    indirect:      keys lie in pages, whose ids are read one stage ahead.
+    lanes:         `triton_lanes` can read them.
+    """
 
     dim: int
     tile: int
@@ -37,7 +41,7 @@ class Kind(NamedTuple):
     @classmethod
     @functools.lru_cache(256)
     def of(cls, dim: int, tile: int, format: int, product: Any, indirect: bool, tma: bool, lanes: bool = False) -> Kind:
-        """format: of the codes; product: the Triton dtype of factors."""
+        """format: how keys are stored; product: the Triton dtype of factors."""
         padded, fp4 = next_power_of_two(dim), format >= codes.NVFP4
         key_bytes = padded // 2 if fp4 else padded * (2 if format == codes.PLAIN else 1)
         factor_bytes = padded * product.primitive_bitwidth // 8
@@ -53,10 +57,17 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """rows: (query, head) rows a program; swap: keys times queries, not queries times keys; hold: rows in registers;
-    num_stages: of the walk; resident: programs that one multiprocessor holds at a time; grouped: FP4 scales go to sums over
-    groups of elements, not to the elements; max_registers: of a thread, so that more programs are resident; lanes: keys
-    that a program of the kernel of `triton_lanes` copies at a time, 0 for the other kernel."""
+    """How a scoring kernel runs.
+
+    rows:           (query, head) rows of a program.
+    swap:           keys are the left factor, not rows.
+    hold:           rows stay in registers.
+    num_stages:     stages of the walk over keys.
+    resident:       programs that one multiprocessor holds at a time.
+    grouped:        scales of FP4 keys multiply sums over groups of elements, not the elements.
+    max_registers:  a thread has at most so many, so that more programs are resident.
+    lanes:          keys that a program of the kernel of `triton_lanes` copies at a time; 0 for the other kernel.
+    """
 
     rows: int
     swap: bool
@@ -106,7 +117,7 @@ def splits(programs: int, tiles: int, slots: int, least: int, step: int = 1) -> 
 
 
 def kind_of(keys: KeyTiles, product: Any, tile: Tile) -> Kind:
-    """What the configuration depends on. product: the Triton dtype of factors."""
+    """What the configuration of a call depends on. product: the Triton dtype of factors."""
     view, tma = keys.view, keys.tma is not None
     return Kind.of(view.dim, tile.tile, view.form.format, product, keys.paging.mode != FLAT, tma, reads_lanes(keys, tile))
 
@@ -123,7 +134,7 @@ def reads_lanes(keys: KeyTiles, tile: Tile) -> bool:
 
 
 def in_words(rows: KeyRows, form: Form) -> KeyRows:
-    """The same rows with scales of groups in words of four, int32, where they lie in words of four or eight."""
+    """Returns rows whose scales of groups, in words of four or eight, are taken as words of four, int32."""
     assert rows.scales is not None
     words = words_a_stride(rows, form)
     return KeyRows(
@@ -144,6 +155,6 @@ def in_words(rows: KeyRows, form: Form) -> KeyRows:
 
 
 def words_a_stride(rows: KeyRows, form: Form) -> int:
-    """Words of four scales that strides of scales count: items of four or eight, or rows in the 128x4 layout."""
+    """By what strides of scales are multiplied to count words of four; in the 128x4 layout they count rows, and stay."""
     assert rows.scales is not None
     return 1 if form.swizzled else rows.scales.itemsize // 4
