@@ -36,9 +36,10 @@ from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
 from openmsa.kv_cache.stored import format_of, out_dtype
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, QueryRows, Scores
+from openmsa.primitives.rows import pool_of, tma_tiles
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
-from openmsa.runtime.integers import ceil_div, next_power_of_two
+from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel
 from openmsa.types import Layout
 
@@ -108,19 +109,6 @@ class Operand(NamedTuple):
         pool = _pool(rows)
         return cls(pool, KeyRows(pool, *_strides(pool)), FORMAT_IDS["plain"], NO_FACTOR)
 
-    @property
-    def fits_tma(self) -> bool:
-        """Whether TMA can fetch its tiles."""
-        pool = self.pool
-        units = [stride * pool.element_size() % 16 for stride in pool.stride()[:3]]
-        aligned = not any(units) and not pool.data_ptr() % 16 and next_power_of_two(pool.shape[3]) * pool.element_size() >= 16
-        return aligned and pool.stride(3) == 1 and pool.numel() > 0 and min(pool.stride()) > 0
-
-    def box(self, keys: int) -> TensorDescriptor:
-        """The TMA descriptor of tiles [1, 1, keys, columns padded to a power of two]."""
-        pool = self.pool
-        return TensorDescriptor(pool, list(pool.shape), list(pool.stride()), [1, 1, keys, next_power_of_two(pool.shape[3])])
-
 
 def _groups(rows: NVFP4, scales: Tensor) -> tuple[int, tuple[int, int, int, int]]:
     """The form of scales of groups, and their strides from page to page, head, key and group: bytes, words or, in the 128x4
@@ -141,8 +129,8 @@ def codes(data: Tensor, native: bool) -> Tensor:
 
 
 def _pool(rows: Tensor) -> Tensor:
-    """Packed rows [total, heads, columns] as one page [1, heads, total, columns]; a pool as it is."""
-    return rows.transpose(0, 1)[None] if rows.dim() == 3 else rows
+    """Gives packed rows as one page, and a pool as it is."""
+    return pool_of(rows) if rows.dim() == 3 else rows
 
 
 def _strides(pool: Tensor) -> tuple[int, int, int, int]:
@@ -172,10 +160,12 @@ def _launch(
     splits = config.splits if out is not None or lse is not None else 1
     page_size = 0 if table is None else page_rows
     cut = Cut.of(config, group, head_dim, page_size, keys.format, None if max_score is None else block_size)
-    boxes = (None, None)
-    in_one_page = cut.span % cut.keys == 0 and page_size % cut.keys == 0
-    if device.has_tma and in_one_page and keys.fits_tma and values.fits_tma:
-        boxes = (keys.box(cut.keys), values.box(cut.keys))
+    boxes: tuple[TensorDescriptor | None, ...] = (None, None)
+    if device.has_tma and cut.span % cut.keys == 0 and page_size % cut.keys == 0:
+        columns = cut.dim_pad // (2 if keys.format == FORMAT_IDS["nvfp4"] else 1)
+        boxes = tuple(tma_tiles(x.pool, cut.keys, columns) for x in (keys, values))
+        if boxes[0] is None or boxes[1] is None:
+            boxes = (None, None)
     staged = None
     if config.stages_rows(keys.format > 0 or isinstance(q, E4M3), q.dtype == torch.float16, device.arch):
         staged = (torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out).view(torch.int16)

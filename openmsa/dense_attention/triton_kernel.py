@@ -19,6 +19,7 @@ from torch import Tensor
 
 from openmsa.dense_attention import triton_config
 from openmsa.kv_cache.triton_numbers import E4M3, NVFP4, PLAIN, e4m3, swizzled_byte, swizzled_word
+from openmsa.primitives.softmax import LN_2
 
 GROUP_UNIT = tl.constexpr(256.0)
 """What rows of groups are multiplied with in the end: their elements are kept 2**8 times smaller."""
@@ -379,7 +380,7 @@ def store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT: tl.constexpr):
         p_out = out.rows + o_out[:, None] + o_d[None, :]
         tl.store(p_out, b_out.to(out.rows.dtype.element_ty), mask=m_r[:, None] & (o_d[None, :] < CUT.dim))
     if out.lse is not None:
-        tl.store(out.lse + o_lse, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=m_r)
+        tl.store(out.lse + o_lse, (b_m + tl.log2(b_z)) * LN_2, mask=m_r)
 
 
 @triton.jit(do_not_specialize=["tiles", "num_pages", "num_blocks", "capacity", "splits"])
