@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openmsa.primitives.codes import PLAIN
-from openmsa.primitives.rows import NO_TABLE, TYPES, KeyView, pool_of
+from openmsa.primitives.rows import NO_TABLE, TYPES, KeyView
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention.triton_keys import HeadRows, Keys, head_start, key_place, load_codes, numbers
@@ -98,13 +98,12 @@ def expand_rows(
 def copies_of(keys: Keys, dtype: torch.dtype) -> Keys:
     """Room for the same keys, packed, as numbers of a 16-bit dtype; sizes follow from bounds. A head's keys lie together, and
     factors stay what they are."""
-    return Keys(_room(keys, keys.k, dtype), _room(keys, keys.v, dtype), keys.total, True)
+    return Keys(_room(keys, keys.k, dtype), _room(keys, keys.v, dtype), keys.heads, dtype, keys.total, True)
 
 
 def _room(keys: Keys, view: KeyView, dtype: torch.dtype) -> KeyView:
     """The same keys, or values, as numbers that are still to be written."""
-    shape = (keys.heads, keys.total, view.dim)
-    pool = pool_of(torch.empty(shape, dtype=dtype, device=view.rows.data.device).transpose(0, 1))
+    pool = torch.empty((1, keys.heads, keys.total, view.dim), dtype=dtype, device=view.rows.data.device)
     s_page, s_head, s_row, s_dim = pool.stride()
     rows = view.rows._replace(data=pool, s_page=s_page, s_head=s_head, s_row=s_row, s_dim=s_dim, scales=None)
     form = view.form._replace(format=PLAIN, swizzled=False, split=1)

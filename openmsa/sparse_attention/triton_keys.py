@@ -52,6 +52,8 @@ class Keys(NamedTuple):
 
     k: KeyView
     v: KeyView
+    heads: int
+    dtype: torch.dtype  # of keys in memory; codes of e4m3 may be bytes
     total: int  # bound on the keys of all sequences together
     by_row: bool  # no block crosses pages
 
@@ -64,23 +66,13 @@ class Keys(NamedTuple):
         else:
             assert v is not None
             pools, table, total, by_row = (k, v), None, k.shape[0], True
-        views = [KeyView.of(x, table, native, items=False, words=1) for x in pools]
-        return cls(views[0], views[1], total, by_row)
-
-    @property
-    def heads(self) -> int:
-        """Heads of keys."""
-        return self.k.heads
+        k_view, v_view = [KeyView.of(x, table, native, items=False, words=1) for x in pools]
+        return cls(k_view, v_view, k_view.heads, k_view.rows.data.dtype, total, by_row)
 
     @property
     def page_size(self) -> int:
         """Keys of a page, 0 where keys are packed."""
         return self.k.page_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of keys in memory; codes of e4m3 may be bytes."""
-        return self.k.rows.data.dtype
 
     @property
     def stored(self) -> bool:

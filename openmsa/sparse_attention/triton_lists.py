@@ -257,26 +257,31 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
     room = tile_heads * plan.limits.capacity
     union_sizes = (plan.num_tiles * TILE_FIELDS.value, tile_heads * SIZE_FIELDS.value, room, room, room)
     num_slots = 2 * total_q * keys.heads  # an int64 each
-    counts = segments * plan.num_buckets if plan.rest != NO_REST.value else 0
-    has_union = None
-    if counts or flag:
-        room = counts + -counts % ALIGNED
-        zeros = blocks.new_zeros(2 * room + 1)
-        has_union = zeros[2 * room :] if flag else None
+    num_counts = segments * plan.num_buckets if plan.rest != NO_REST.value else 0
+    has_union: Tensor | None = None
+    if num_counts or flag:
+        room = num_counts + -num_counts % ALIGNED
+        counts = blocks.new_zeros(2 * room + 1)
+        partly, has_union = counts[room:], counts[2 * room :] if flag else None
     outer: OuterLists | None = None
     few: FewLists | None = None
     if plan.rest == FEW.value:
         n = keys.heads * plan.num_units
-        few_sizes = (counts * plan.limits.room, n * UNIT_FIELDS.value, n * config.union_tokens, keys.heads * COUNT_FIELDS.value)
+        few_sizes = (
+            num_counts * plan.limits.room,
+            n * UNIT_FIELDS.value,
+            n * config.union_tokens,
+            keys.heads * COUNT_FIELDS.value,
+        )
         parts = _split(blocks, *union_sizes, num_slots, *few_sizes)
         slots, entries, units, unit_entries, num_units = parts[len(union_sizes) :]
-        few = FewLists(zeros, zeros[room:], slots.view(torch.int64), entries, units, unit_entries, num_units)
+        few = FewLists(counts, partly, slots.view(torch.int64), entries, units, unit_entries, num_units)
     elif plan.rest == KV_OUTER.value:
-        sizes = (num_slots, total_q * keys.heads * plan.topk, segments * plan.chunk.entries, counts, counts)
+        sizes = (num_slots, total_q * keys.heads * plan.topk, segments * plan.chunk.entries, num_counts, num_counts)
         parts = _split(blocks, *union_sizes, *sizes, segments * plan.chunk.items * ITEM_FIELDS.value, segments)
         slots, ranks, entries, entry_offsets, item_offsets, items, num_items = parts[len(union_sizes) :]
         slots = slots.view(torch.int64)
-        outer = OuterLists(zeros, zeros[room:], slots, ranks, entries, entry_offsets, item_offsets, items, num_items)
+        outer = OuterLists(counts, partly, slots, ranks, entries, entry_offsets, item_offsets, items, num_items)
     else:
         parts = _split(blocks, *union_sizes)
     tiles, list_sizes, ids, rows, bits = parts[: len(union_sizes)]
