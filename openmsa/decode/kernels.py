@@ -11,8 +11,8 @@ from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_decode import decode_select, decode_select_workspace
 from openmsa.block_topk.triton_topk import MAX_BLOCKS
 from openmsa.decode import triton_launch, two_parts
-from openmsa.decode.triton_launch import Sizes
-from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE
+from openmsa.decode.triton_launch import Sizes, Step
+from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Words
 from openmsa.decode.two_parts import Buffers, InTurn, Part, Side, TwoParts
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
@@ -59,9 +59,13 @@ class Kernels:
         self.cu_seqlens_q = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * sizes.new_tokens
         small = {(i + 1) * sizes.new_tokens: c for i, c in enumerate(self.one_launch) if c}
         split = max((n * c.attend.splits for n, c in small.items() if c.merging), default=0)
-        self.words = triton_launch.Workspace.allocate(max(small), split, sizes, device) if small else None
+        self.words = (
+            Words.allocate(max(small) * sizes.index_heads * sizes.num_blocks, split * sizes.num_q_heads, sizes.head_dim, device)
+            if small
+            else None
+        )
 
-    def _partials(self, max_batch: int, dtype: torch.dtype, device: torch.device) -> triton_decode.Workspace:
+    def _partials(self, max_batch: int, dtype: torch.dtype, device: torch.device) -> triton_decode.Partials:
         """Of attention to steps of up to so many sequences."""
         sizes = self.sizes
         rows, parts = triton_decode.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)
@@ -69,7 +73,7 @@ class Kernels:
         plain = self.attend["plain"][:max_batch]  # stored rows are split as plain ones
         splits = [(i + 1) * sizes.new_tokens * c.splits for i, c in enumerate(plain) if c.splits > 1]
         programs, most = max_batch * sizes.new_tokens * heads, max(splits, default=0) * heads
-        return triton_decode.Workspace.allocate(programs, most, rows, sizes.head_dim, dtype, device)
+        return triton_decode.Partials.allocate(programs, most, rows, sizes.head_dim, dtype, device)
 
     def refuse(self, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys) -> str | None:
         """Why the kernels cannot read these formats, or None."""
@@ -97,11 +101,8 @@ class Kernels:
         exact = exact_keys(index_keys)
         assert isinstance(exact, PagedIndexKeys)
         for kind in (SCORE, ATTEND, MERGE) if self.interpreted else (EVERY,):
-            triton_launch.launch(
-                *(config, self.sizes, self.words, q, kv, index_q, exact, softmax_scale, blocks, out, lse),
-                pdl=self.pdl,
-                kind=kind.value,
-            )
+            step = Step(q, kv, index_q, exact, softmax_scale, blocks, out, lse)
+            triton_launch.launch(config, self.sizes, self.words, step, pdl=self.pdl, kind=kind.value)
 
     def _stages(
         self,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from openmsa.block_topk.triton_topk import free_range, next_id, ordered, popcount
-from openmsa.decode.triton_words import absent, any_of, look, value_of
+from openmsa.primitives.waiting import absent, any_of, look, value_of
 
 LANES = tl.constexpr(32)
 

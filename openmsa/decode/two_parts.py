@@ -39,7 +39,7 @@ class Buffers:
     """Of one part at a time."""
 
     bounds: Workspace
-    partials: triton_decode.Workspace
+    partials: triton_decode.Partials
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,13 @@ class PageTable(NamedTuple):
 class Bounds(NamedTuple):
     """int32 tensors that say where the rows of each sequence start and how many there are.
 
-    cu_q:      [batch + 1], first queries.
+    cu_q:      [batch + 1], first queries; None where every sequence has equally many.
     cu_k:      [batch + 1], first keys; None where seq_lens holds the numbers of keys.
     seq_lens:  [batch], numbers of keys; None where cu_k says them.
     q_offset:  [batch], positions of the first queries; None where queries are the last positions of their keys.
     """
 
-    cu_q: Tensor
+    cu_q: Tensor | None
     cu_k: Tensor | None
     seq_lens: Tensor | None
     q_offset: Tensor | None
@@ -95,3 +95,13 @@ class Scores(NamedTuple):
     s_token: int
     s_block: int
     visible: Tensor | None = None
+
+
+class Selection(NamedTuple):
+    """int32 ids of the blocks that each query reads, ``[total_q, key heads, topk]``, -1 and ids past the visible blocks being
+    skipped. s_head is 0 where all heads share one selection."""
+
+    ids: Tensor
+    s_token: int
+    s_head: int
+    s_slot: int

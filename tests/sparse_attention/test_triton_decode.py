@@ -168,11 +168,11 @@ def test_counters_return_to_zero_and_runs_repeat_bitwise():
     blocks = random_blocks(p, 4, 32, 2)
     lengths = layout(p.seqs, 3, 290, DEVICE)
     config = Config(16, 32, 1, 4, False, 4, 2)
-    workspace = triton_decode.Workspace.allocate(8, 32, 16, 32, torch.float16, DEVICE)
+    partials = triton_decode.Partials.allocate(8, 32, 16, 32, torch.float16, DEVICE)
     outs = [torch.full_like(p.q, torch.nan) for _ in range(2)]
     for out in outs:
-        triton_decode.launch(config, workspace, p.q, p.k, p.v, blocks, lengths, 2, 32, SCALE, out, None)
-        assert not workspace.arrived.any()
+        triton_decode.launch(config, partials, p.q, p.k, p.v, blocks, lengths, 2, 32, SCALE, out, None)
+        assert not partials.arrived.any()
     assert_equal("second run", outs[1], outs[0])
 
 
