@@ -7,13 +7,12 @@ import functools
 from typing import NamedTuple
 
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from openmsa.decode.triton_layer import EVERY, Attending, IndexBranch, MainBranch, Scoring, Words, layer_kernel
 from openmsa.decode.triton_select import LANES
-from openmsa.kv_cache import PagedIndexKeys, PagedKV
+from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.primitives.operands import KeyRows, Output, PageTable, QueryRows
-from openmsa.primitives.rows import Tile
+from openmsa.primitives.rows import Tile, tma_tiles
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import ceil_div, next_power_of_two
@@ -56,9 +55,9 @@ class Sizes(NamedTuple):
 class Step(NamedTuple):
     """The checked arguments of one layer of a decode step, and where its results go."""
 
-    q: Tensor
+    q: Tensor | E4M3
     kv: PagedKV
-    index_q: Tensor
+    index_q: Tensor | E4M3
     index_keys: PagedIndexKeys
     softmax_scale: float
     blocks: Tensor
@@ -131,19 +130,21 @@ def attend_config(batch: int, sizes: Sizes, device: Device) -> tuple[triton_deco
 
 
 def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = False, kind: int = EVERY.value) -> None:
-    """Launches one layer. pdl: it may start before the kernel in front has ended, and waits for its end inside. kind: EVERY, or
-    programs of one kind alone, for an interpreter that runs one program after the other."""
+    """Launches one layer of plain tensors. pdl: it may start before the kernel in front has ended, and waits for its end
+    inside. kind: EVERY, or programs of one kind alone, for an interpreter that runs one program after the other."""
     q, kv, index_q, index_keys, softmax_scale, blocks, out, lse = step
     attend, pool, table = config.attend, index_keys.keys, index_keys.page_table
     programs = (config.programs, config.scoring, config.attending, config.merging)[kind]
     if programs == 0:
         return
+    assert isinstance(q, Tensor)
+    assert isinstance(index_q, Tensor)
     assert isinstance(pool, Tensor)
     assert isinstance(kv.k, Tensor)
     assert isinstance(kv.v, Tensor)
-    tma = devices.facts(pool.device).has_tma and describable(pool)
+    scoring, attending = constants(config, sizes)
+    tma = tma_tiles(pool, scoring.tile.tile, scoring.dim_pad) if devices.facts(pool.device).has_tma else None
     read = kv.batch * sizes.index_key_heads * sizes.num_blocks * sizes.block_size * sizes.index_dim * pool.element_size()
-    scoring, attending = constants(config, sizes, tma)
     launch_kernel(
         layer_kernel,
         (programs,),
@@ -153,7 +154,7 @@ def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = F
             PageTable(table, *table.stride()),
             index_keys.seq_lens,
         ),
-        describe(pool, scoring.tile.tile) if tma else pool,
+        tma,
         MainBranch(
             QueryRows(q, *q.stride()),
             KeyRows(kv.k, *kv.k.stride()),
@@ -171,27 +172,15 @@ def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = F
         ATTENDING=attending,
         KIND=kind,
         PDL=pdl,
-        FETCH=pdl and tma and read <= FETCH_BYTES,
+        FETCH=pdl and tma is not None and read <= FETCH_BYTES,
         num_warps=attend.num_warps,
         **({"launch_pdl": True} if pdl else {}),
     )
 
 
-def describable(pool: Tensor) -> bool:
-    """Whether the copy engine can read it: rows contiguous, every stride a multiple of 16 bytes."""
-    outer = [stride * pool.element_size() for stride in pool.stride()[:-1]]
-    aligned = pool.data_ptr() % 16 == 0 and all(0 < stride < 2**40 and stride % 16 == 0 for stride in outer)
-    return pool.numel() > 0 and pool.stride(3) == 1 and aligned
-
-
-def describe(pool: Tensor, rows: int) -> TensorDescriptor:
-    """For the copy engine: `rows` keys of one page and head at a time."""
-    return TensorDescriptor(pool, list(pool.shape), list(pool.stride()), [1, 1, rows, next_power_of_two(pool.shape[3])])
-
-
 @functools.lru_cache(256)
-def constants(config: Config, sizes: Sizes, tma: bool) -> tuple[Scoring, Attending]:
-    """Returns what the kernel is compiled for. tma: whether the copy engine reads index keys."""
+def constants(config: Config, sizes: Sizes) -> tuple[Scoring, Attending]:
+    """Returns what the kernel is compiled for."""
     attend, group = config.attend, sizes.num_q_heads // sizes.num_kv_heads
     scoring = Scoring(
         heads=sizes.index_heads,
@@ -203,7 +192,6 @@ def constants(config: Config, sizes: Sizes, tma: bool) -> tuple[Scoring, Attendi
         rows=config.rows,
         share=next_power_of_two(config.score_tiles),
         num_stages=config.score_stages,
-        tma=tma,
     )
     dim_pad = next_power_of_two(sizes.head_dim)
     attending = Attending(

@@ -75,8 +75,8 @@ class Words(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What scoring programs are compiled for. rows: (token, head) rows of a program, padded. share: tiles of a program, padded.
-    tma: whether the copy engine reads index keys."""
+    """What scoring programs are compiled for. rows: (token, head) rows of a program, padded. share: tiles of a program,
+    padded."""
 
     heads: int
     key_heads: int
@@ -87,7 +87,6 @@ class Scoring(NamedTuple):
     rows: int
     share: int
     num_stages: int
-    tma: bool
 
 
 class Attending(NamedTuple):
@@ -142,11 +141,11 @@ def fetch_share(i, pages, keys, index_pages, splits, tiles, SCORING: tl.constexp
 
 @triton.jit
 def score_share(
-    i, index, index_keys, words, tag, queries, num_blocks, index_pages, index_capacity, splits, tiles,
+    i, index, tma, words, tag, queries, num_blocks, index_pages, index_capacity, splits, tiles,
     SCORING: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Puts the words of the blocks of `tiles` tiles, at most SCORING.share. Pages hold whole tiles. index_keys is the pool, or
-    its TMA descriptor."""
+    """Puts the words of the blocks of `tiles` tiles, at most SCORING.share. Pages hold whole tiles. tma is a descriptor of
+    tiles of index keys, or None."""
     TILE: tl.constexpr = SCORING.tile
     GROUP: tl.constexpr = SCORING.heads // SCORING.key_heads
     q, keys, table = index.q, index.k, index.table
@@ -174,12 +173,12 @@ def score_share(
         i_t = first + u
         i_k = tile_start(i_t, TILE.block, TILE.keys, TILE.sub, TILE.parts)
         i_page = tl.sum(tl.where(o_u == u, b_page, 0), 0)
-        if SCORING.tma:  # A page outside the pool reads as zeros.
-            b_k = index_keys.load([i_page, i_h, i_k % SCORING.page, 0]).reshape(TILE.tile, SCORING.dim_pad)
+        if tma is not None:  # A page outside the pool reads as zeros.
+            b_k = tma.load([i_page, i_h, i_k % SCORING.page, 0]).reshape(TILE.tile, SCORING.dim_pad)
         else:
             o_n = i_k % SCORING.page + tl.arange(0, TILE.tile)
             m_k = (i_k + tl.arange(0, TILE.tile) < n_k) & (i_page >= 0) & (i_page < index_pages)
-            p_k = index_keys + i_page.to(tl.int64) * keys.s_page + i_h.to(tl.int64) * keys.s_head
+            p_k = keys.data + i_page.to(tl.int64) * keys.s_page + i_h.to(tl.int64) * keys.s_head
             p_k += o_n.to(tl.int64) * keys.s_row
             m_kd = m_k[:, None] & (o_d < SCORING.dim)[None, :]
             b_k = tl.load(p_k[:, None] + (o_d * keys.s_dim)[None, :], mask=m_kd, other=0)
@@ -325,19 +324,19 @@ RUNTIME_NUMBERS = [
 
 @triton.jit(do_not_specialize=RUNTIME_NUMBERS)
 def layer_kernel(
-    index, index_keys, main, words, blocks, out, scale,
+    index, tma, main, words, blocks, out, scale,
     queries, num_blocks, index_pages, index_capacity, num_pages, capacity, score_splits, score_tiles, tiles,
     scoring, attending, programs,
     SCORING: tl.constexpr, ATTENDING: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs): `scoring` programs, then `attending` ones, then those that merge.
 
-    index is `IndexBranch`, main is `MainBranch`, words is `Words`, out is `Output`; index_keys is the pool of index keys or its
-    TMA descriptor, and blocks int32 [tokens, index heads, topk] receives the selection. queries counts the new tokens of a
-    sequence, num_blocks the blocks of the longest one; score_tiles are the tiles of a scoring program, score_splits the scoring
-    programs of a sequence and key head, tiles the tiles of an attention program. KIND is EVERY, or the one kind of programs
-    that this launch has, which then waits for nothing. FETCH says whether programs call `fetch_share` before they wait for the
-    kernel in front."""
+    index is `IndexBranch`, main is `MainBranch`, words is `Words`, out is `Output`; tma is a descriptor of tiles of index keys,
+    or None where they are read by address; blocks int32 [tokens, index heads, topk] receives the selection. queries counts the
+    new tokens of a sequence, num_blocks the blocks of the longest one; score_tiles are the tiles of a scoring program,
+    score_splits the scoring programs of a sequence and key head, tiles the tiles of an attention program. KIND is EVERY, or the
+    one kind of programs that this launch has, which then waits for nothing. FETCH says whether programs call `fetch_share`
+    before they wait for the kernel in front."""
     WAIT: tl.constexpr = KIND == 0
     # Nested tuples are built anew, because Triton 3.6 forgets the constants in nested parameters at the first branch.
     index = IndexBranch(index.q, index.k, index.table, index.seq_lens)
@@ -356,7 +355,7 @@ def layer_kernel(
         i, tag = tl.program_id(0) + (scoring if KIND > 1 else 0) + (attending if KIND > 2 else 0), tl.full([], 1, tl.int32)
     if i < scoring:
         score_share(
-            i, index, index_keys, words, tag, queries, num_blocks, index_pages, index_capacity, score_splits, score_tiles,
+            i, index, tma, words, tag, queries, num_blocks, index_pages, index_capacity, score_splits, score_tiles,
             SCORING, WAIT,
         )  # fmt: skip
     elif i < scoring + attending:

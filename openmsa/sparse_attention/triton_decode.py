@@ -14,15 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
-from openmsa.kv_cache.stored import in_items, out_dtype
+from openmsa.kv_cache import PagedKV, Stored
+from openmsa.kv_cache.stored import out_dtype
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
-from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, QueryRows, Selection
+from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, Selection
+from openmsa.primitives.queries import query_rows
+from openmsa.primitives.rows import UNSCALED, Form, Scales
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
-from openmsa.sparse_attention.triton_decode_kernel import UNSPLIT, Form, Partials, Shape, sparse_decode_kernel
+from openmsa.sparse_attention.triton_decode_kernel import UNSPLIT, Partials, Shape, sparse_decode_kernel
 from openmsa.types import Layout
 
 MIN_KEYS = 256
@@ -143,7 +145,7 @@ def _in_words(rows: Stored) -> bool:
 
 
 def format_id(rows: Tensor | Stored) -> int:
-    """Returns the number of the format, `Form.format`."""
+    """Returns `Form.format`."""
     return FORMAT_IDS[rows.format] if isinstance(rows, Stored) else 0
 
 
@@ -152,35 +154,15 @@ def padded_dim(head_dim: int, form: int) -> int:
     return max(next_power_of_two(head_dim), {0: 16, 1: 32, 3: 64}[form])
 
 
-def key_rows(rows: Tensor | Stored) -> KeyRows:
-    """Shows kernels a pool [pages, heads, rows, dim], or packed rows [total, heads, dim]. Codes are read as int16 words, and
-    scales of NVFP4 groups as bytes or, where their number and their strides allow it, as int32 of four."""
-    if isinstance(rows, E4M3):
-        words, (page, head) = rows.data.view(torch.uint8).view(torch.int16), rows.scale_strides
-        return KeyRows(words, *_strides(words), factor=rows.scale, s_factor_page=page, s_factor_head=head)
-    if isinstance(rows, NVFP4):
-        words = rows.data.view(torch.uint8).view(torch.int16)
-        scales = in_items(rows.scale.view(torch.uint8), torch.int32, rows.groups % 4 == 0)
-        heads, size = rows.shape[1], rows.shape[-2]
-        counted = (heads * size, size, 1, 0) if len(rows.shape) == 4 else (0, 1, heads, 0)
-        strides = _strides(scales) if rows.layout == "linear" else counted
-        return KeyRows(words, *_strides(words), scales, *strides, factor=rows.global_scale)
-    assert isinstance(rows, Tensor)
-    return KeyRows(rows, *_strides(rows))
-
-
-def _strides(x: Tensor) -> tuple[int, ...]:
-    """Returns the strides of page, head, row and element; packed rows are the only page."""
-    return x.stride() if x.dim() == 4 else (0, x.stride(1), x.stride(0), x.stride(2))
-
-
-def query_rows(q: Tensor | Stored) -> QueryRows:
-    """Shows kernels queries, E4M3 ones as bytes."""
-    if isinstance(q, E4M3):
-        codes = q.data.view(torch.uint8)
-        return QueryRows(codes, *codes.stride(), q.scale, q.scale_strides[1])
-    assert isinstance(q, Tensor)
-    return QueryRows(q, *q.stride())
+def key_rows(rows: Tensor | Stored) -> tuple[KeyRows, Scales]:
+    """Shows kernels a pool [pages, heads, rows, dim], or packed rows [total, heads, dim] as the only page; codes are read as
+    int16 words."""
+    if isinstance(rows, Stored):
+        data, scales = rows.data.view(torch.uint8).view(torch.int16), Scales.of(rows, words=4)
+    else:
+        data, scales = rows, UNSCALED
+    strides = data.stride() if data.dim() == 4 else (0, data.stride(1), data.stride(0), data.stride(2))
+    return KeyRows(data, *strides, *scales.operands), scales
 
 
 def launch(
@@ -201,25 +183,25 @@ def launch(
     """Launches the kernel once. lengths: a `Layout`, or seq_lens int32 [batch] with exactly `queries` new tokens a sequence.
     pdl: start before the kernel in front has ended and wait for it inside; of the inputs only `blocks` may come from kernels
     launched since the last one that was launched without this attribute."""
+    first, second = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
+    assert second is not None
+    (keys, k_scales), (values, v_scales) = key_rows(first), key_rows(second)
     if isinstance(k, PagedKV):
-        first, second, table, page_size = k.k, k.v, k.page_table, k.page_size
-        pages, num_pages, capacity = PageTable(table, *table.stride()), k.num_pages, k.capacity
+        num_pages, num_kv_heads, page_size, _ = keys.data.shape
+        pages, capacity = PageTable(k.page_table, *k.page_table.stride()), k.page_table.shape[1] * page_size
     else:
-        assert v is not None
-        first, second, pages, page_size, num_pages, capacity = k, v, PageTable(None), 0, 1, 0
-    keys, values, form = key_rows(first), key_rows(second), format_id(first)
+        pages, num_pages, num_kv_heads, page_size, capacity = PageTable(None), 1, keys.data.shape[1], 0, 0
     if isinstance(lengths, Layout):
         batch, bounds = lengths.batch, Bounds(lengths.cu_seqlens_q, lengths.cu_seqlens_k, None, lengths.q_offset)
     else:
         batch, bounds = lengths.numel(), Bounds(None, None, lengths, None)
-    num_kv_heads, head_dim = first.shape[1], q.shape[2]
-    group, (s_token, s_head, s_slot) = q.shape[1] // num_kv_heads, blocks.stride()
-    swizzled = isinstance(first, NVFP4) and first.layout == "128x4"
+    head_dim, group, (s_token, s_head, s_slot) = q.shape[2], q.shape[1] // num_kv_heads, blocks.stride()
+    factor, form = max(k_scales.factor_form, v_scales.factor_form), format_id(first)
     native = q.device.type == "cuda" and devices.facts(q.device).arch >= 90
     launch_kernel(
         sparse_decode_kernel,
         (batch * queries, num_kv_heads * row_tiles(group, head_dim)[1], config.splits),
-        query_rows(q),
+        query_rows(q, native=False),
         keys,
         values,
         Selection(blocks, s_token, s_head if blocks.shape[1] > 1 else 0, s_slot),
@@ -231,7 +213,7 @@ def launch(
         *(queries, num_pages, capacity, config.tiles),
         SHAPE=Shape(group, head_dim, padded_dim(head_dim, form), blocks.shape[2], block_size, page_size),
         CUT=config,
-        FORM=Form(form, swizzled, native, bool(keys.s_factor_page or values.s_factor_page)),
+        FORM=Form(form, factor, k_scales.swizzled, {0: 1, 1: 2, 3: 4}[form], native),
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -251,16 +233,14 @@ def sparse_attention(
     config: Config | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Serves `openmsa.sparse_attention.sparse_attention`. config: how to cut the work; None: as `configure` says."""
-    total_q, num_q_heads, head_dim = q.shape
-    num_kv_heads = k.num_heads if isinstance(k, PagedKV) else k.shape[1]
+    keys, page_size = (k.k, k.page_size) if isinstance(k, PagedKV) else (k, 0)
+    (total_q, num_q_heads, head_dim), num_kv_heads = q.shape, keys.shape[1]
     out = torch.empty((total_q, num_q_heads, head_dim), dtype=out_dtype(q), device=q.device)
     lse = torch.empty((total_q, num_q_heads), dtype=torch.float32, device=q.device) if return_lse else None
     tokens, group = seqs.batch * seqs.max_seqlen_q, num_q_heads // num_kv_heads
     if total_q and num_q_heads and tokens:
-        page_size = k.page_size if isinstance(k, PagedKV) else 0
         sizes = (num_kv_heads, group, head_dim, blocks.shape[2], block_size, page_size)
-        form = format_id(k.k if isinstance(k, PagedKV) else k)
-        config = config or configure(tokens, *sizes, devices.facts(q.device), form)
+        config = config or configure(tokens, *sizes, devices.facts(q.device), format_id(keys))
         rows, parts = row_tiles(group, head_dim)
         programs = tokens * num_kv_heads * parts
         held = programs * config.splits if config.splits > 1 else 0

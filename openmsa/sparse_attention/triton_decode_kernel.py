@@ -19,8 +19,8 @@ Warps that share a tile meet in every tile, for the greatest logit of a row and 
 their sums can walk keys of its own and needs the other warps only once, at the end: tensors then have a leading dimension of
 walks, one a warp. That pays where a tile has few bytes and many instructions, as stored rows do.
 
-The constexprs of kernels are a `Shape`, a `Form` and a `Config` of `openmsa.sparse_attention.triton_decode`. BM and BN
-are rows and keys of a tile.
+The constexprs SHAPE, CUT and FORM are a `Shape`, a `Config` of `openmsa.sparse_attention.triton_decode` and a `Form` of
+`openmsa.primitives.rows`. BM and BN are the rows and the keys of a tile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.kv_cache.triton_numbers import e4m3
+from openmsa.kv_cache.triton_numbers import e4m3, swizzled_byte
 from openmsa.primitives.codes import e2m1_parts
 from openmsa.primitives.waiting import fetch_pages
 
@@ -53,16 +53,6 @@ class Shape(NamedTuple):
     topk: int
     block: int
     page: int
-
-
-class Form(NamedTuple):
-    """How keys and values are stored, the constexpr FORM. format: 0 plain, 1 E4M3, 3 NVFP4. swizzled: whether scales of groups
-    lie in 128x4 tiles. native: whether the GPU converts E4M3. by_page: whether factors differ from page to page."""
-
-    format: int
-    swizzled: bool
-    native: bool
-    by_page: bool
 
 
 class Partials(NamedTuple):
@@ -337,8 +327,7 @@ def load_groups(rows, i_page, i_h, o_row, m_n, SHAPE: tl.constexpr, FORM: tl.con
     o_s = i_page * rows.s_scales_page + i_h.to(tl.int64) * rows.s_scales_head + o_row.to(tl.int64) * rows.s_scales_row
     o_s = tl.expand_dims(o_s, -1)
     if FORM.swizzled:
-        i_tile = (o_s // 128) * ((SHAPE.dim // 16 + 3) // 4) + o_g // 4
-        o_s = i_tile * 512 + (o_s % 32) * 16 + (o_s % 128 // 32) * 4 + o_g % 4
+        o_s = swizzled_byte(o_s, o_g, SHAPE.dim // 16)
     elif PACK == 4:
         o_s = o_s * 4 + (o_g // 4 * rows.s_scales_group * 4 + o_g % 4)
     else:
@@ -365,9 +354,10 @@ def walk_stored(
     SHAPE: tl.constexpr, CUT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Attends query parts b_qs with row factors b_row to stored keys, and returns what `walk` returns. b_home holds the pages
-    of all tiles, inside the pool; k_f and v_f hold the factors of the tiles (FORM.by_page), or of all keys and values.
+    of all tiles, inside the pool; k_f and v_f hold the factors of the tiles (BY_PAGE), or of all keys and values.
     TOGETHER tiles share a greatest logit: sums are rescaled once for them, and one tile's work fills another's waits."""
-    PARTS: tl.constexpr = 2 if FORM.format == 1 else 4
+    PARTS: tl.constexpr = FORM.split
+    BY_PAGE: tl.constexpr = FORM.factor == 2
     FOLD: tl.constexpr = 1.0 if FORM.format == 1 else 16384.0
     WALKS: tl.constexpr = CUT.walks
     BM: tl.constexpr = CUT.rows
@@ -380,7 +370,7 @@ def walk_stored(
     o_w = tl.arange(0, W)
     m_w = o_w < SHAPE.dim // PARTS
     b_row *= FOLD * 1.4426950408889634 * scale
-    if not FORM.by_page:
+    if not BY_PAGE:
         b_row *= k_f
     p_k0 = k.data + i_h.to(tl.int64) * k.s_head
     p_v0 = v.data + i_h.to(tl.int64) * v.s_head
@@ -416,7 +406,7 @@ def walk_stored(
                 if FORM.format == 3:
                     b_kp = b_kp * b_kg
                 b_s = tl.dot(b_qs[p], tl.trans(b_kp), b_s)
-            b_s *= (b_row * pick(k_f, u) if FORM.by_page else b_row)[:, None]
+            b_s *= (b_row * pick(k_f, u) if BY_PAGE else b_row)[:, None]
             b_s = tl.where(tl.expand_dims(m_nk, -2), b_s, -float("inf"))
             b_m_new = tl.maximum(b_m_new, tl.max(b_s, -1))
             logits = logits + (b_s,)
@@ -439,14 +429,14 @@ def walk_stored(
                 b_vp = v_parts[p]
                 if FORM.format == 3:
                     b_vp = b_vp * value_groups[i]
-                if FORM.by_page:
+                if BY_PAGE:
                     sums = sums + (accs[p] + tl.dot(b_p, b_vp) * pick(v_f, u_0 + i),)
                 else:
                     sums = sums + (tl.dot(b_p, b_vp, accs[p]),)
         accs = sums
     b_z = tl.sum(b_z, -1)
     pairs = accs if PARTS == 2 else (tl.join(accs[0], accs[2]), tl.join(accs[1], accs[3]))
-    b_acc = tl.join(pairs[0], pairs[1]) * (FOLD if FORM.by_page else v_f * FOLD)
+    b_acc = tl.join(pairs[0], pairs[1]) * (FOLD if BY_PAGE else v_f * FOLD)
     if WALKS == 1:
         return tl.reshape(b_acc, [BM, SHAPE.dim_pad]), b_m, b_z
     else:
@@ -471,7 +461,7 @@ def sparse_decode_kernel(
     D: tl.constexpr = SHAPE.dim
     TILES: tl.constexpr = CUT.tiles
     FORMAT: tl.constexpr = FORM.format
-    BY_PAGE: tl.constexpr = FORM.by_page
+    BY_PAGE: tl.constexpr = FORM.factor == 2
     ROW_TILES: tl.constexpr = (G + CUT.rows - 1) // CUT.rows
     # 1. The program's token, heads and split, and how many keys the token sees.
     i_b, i_q = tl.program_id(0) // queries, tl.program_id(0) % queries
@@ -505,7 +495,7 @@ def sparse_decode_kernel(
     if FORMAT == 0:
         b_q = tl.load(p_q[:, None] + o_d[None, :] * q.s_dim, mask=m_r[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, DIM_PAD]
     else:
-        parts, q_f = load_parts(p_q, m_r, q.s_dim, SHAPE, 2 if FORMAT == 1 else 4), 1.0
+        parts, q_f = load_parts(p_q, m_r, q.s_dim, SHAPE, FORM.split), 1.0
         if q.factor is not None:
             q_f = tl.load(q.factor + (i_h * G + o_r) * q.s_factor_head, mask=m_r, other=0.0)
         if not BY_PAGE:
