@@ -11,13 +11,15 @@ from torch import Tensor
 from openmsa.decode.triton_layer import EVERY, Attending, IndexBranch, MainBranch, Scoring, Words, layer_kernel
 from openmsa.decode.triton_select import LANES
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
-from openmsa.primitives.operands import KeyRows, Output, PageTable, QueryRows
+from openmsa.primitives.operands import Output, PageTable
+from openmsa.primitives.queries import query_rows
 from openmsa.primitives.rows import Tile, tma_tiles
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention import triton_decode
+from openmsa.sparse_attention.triton_decode import key_rows
 from openmsa.sparse_attention.triton_decode_kernel import Shape
 
 MAX_BLOCKS = 256
@@ -137,11 +139,7 @@ def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = F
     programs = (config.programs, config.scoring, config.attending, config.merging)[kind]
     if programs == 0:
         return
-    assert isinstance(q, Tensor)
-    assert isinstance(index_q, Tensor)
     assert isinstance(pool, Tensor)
-    assert isinstance(kv.k, Tensor)
-    assert isinstance(kv.v, Tensor)
     scoring, attending = constants(config, sizes)
     tma = tma_tiles(pool, scoring.tile.tile, scoring.dim_pad) if devices.facts(pool.device).has_tma else None
     read = kv.batch * sizes.index_key_heads * sizes.num_blocks * sizes.block_size * sizes.index_dim * pool.element_size()
@@ -149,22 +147,22 @@ def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = F
         layer_kernel,
         (programs,),
         IndexBranch(
-            QueryRows(index_q, *index_q.stride()),
-            KeyRows(pool, *pool.stride()),
+            query_rows(index_q, native=False),
+            key_rows(pool)[0],
             PageTable(table, *table.stride()),
             index_keys.seq_lens,
         ),
         tma,
         MainBranch(
-            QueryRows(q, *q.stride()),
-            KeyRows(kv.k, *kv.k.stride()),
-            KeyRows(kv.v, *kv.v.stride()),
+            query_rows(q, native=False),
+            key_rows(kv.k)[0],
+            key_rows(kv.v)[0],
             PageTable(kv.page_table, *kv.page_table.stride()),
             kv.seq_lens,
         ),
         words,
         blocks,
-        Output(out, *out.stride(), lse, *lse.stride()),
+        Output.of(out, lse),
         softmax_scale,
         *(sizes.new_tokens, sizes.num_blocks, index_keys.num_pages, index_keys.capacity, kv.num_pages, kv.capacity),
         *(config.score_splits, config.score_tiles, attend.tiles, config.scoring, config.attending, config.programs),

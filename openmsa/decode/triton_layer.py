@@ -70,8 +70,8 @@ class Words(NamedTuple):
         """scores: tokens x index heads x blocks of the largest launch. splits: the most tokens x query heads x splits of a
         launch."""
         counts = (scores, splits * head_dim, splits)
-        words = (torch.zeros(n, dtype=torch.int64, device=device) for n in counts)
-        return cls(*words, torch.full((1,), 1 << 20, dtype=torch.int64, device=device))
+        first, part, lse = (torch.zeros(n, dtype=torch.int64, device=device) for n in counts)
+        return cls(first, part, lse, torch.full((1,), 1 << 20, dtype=torch.int64, device=device))
 
 
 class Scoring(NamedTuple):

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 # ruff: noqa: RUF005 (kernels know no unpacking)
 """Selection by every program that needs it: each warp holds all scores of a row, so that no barrier is met.
 

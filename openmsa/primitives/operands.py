@@ -85,6 +85,13 @@ class Output(NamedTuple):
     s_lse_token: int = 0
     s_lse_head: int = 0
 
+    @classmethod
+    def of(cls, rows: Tensor, lse: Tensor | None) -> Output:
+        """Returns the tensors with their strides."""
+        s_token, s_head, s_dim = rows.stride()
+        s_lse_token, s_lse_head = (0, 0) if lse is None else lse.stride()
+        return cls(rows, s_token, s_head, s_dim, lse, s_lse_token, s_lse_head)
+
 
 class Scores(NamedTuple):
     """What scoring writes: float32 maxima ``[index_heads, total_q, blocks]``, and int32 ``[total_q]``, how many blocks each

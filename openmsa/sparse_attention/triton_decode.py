@@ -60,8 +60,7 @@ class Config(NamedTuple):
 
 
 def row_tiles(group: int, head_dim: int) -> tuple[int, int]:
-    """Returns the rows of a program and the programs of a group: heads of one group, padded to what a matrix instruction
-    takes."""
+    """Returns the rows of a program, heads of one group padded for the matrix unit, and the programs of a group."""
     rows = min(max(16, next_power_of_two(group)), 64 if head_dim <= 128 else 32)
     return rows, ceil_div(group, rows)
 
@@ -132,8 +131,7 @@ def refuse(q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored 
         return f"it reads stored keys 32 in a row or more, got blocks of {block_size} and runs of {run & -run}"
     for rows in pools:
         if isinstance(rows, Stored) and not _in_words(rows):
-            strides = tuple(rows.data.stride())
-            return f"it reads {rows.format} rows of contiguous bytes at even addresses, got strides {strides}"
+            return f"it reads {rows.format} rows of contiguous bytes at even addresses, got strides {rows.data.stride()}"
     return None
 
 
@@ -161,8 +159,11 @@ def key_rows(rows: Tensor | Stored) -> tuple[KeyRows, Scales]:
         data, scales = rows.data.view(torch.uint8).view(torch.int16), Scales.of(rows, words=4)
     else:
         data, scales = rows, UNSCALED
-    strides = data.stride() if data.dim() == 4 else (0, data.stride(1), data.stride(0), data.stride(2))
-    return KeyRows(data, *strides, *scales.operands), scales
+    if data.dim() == 4:
+        s_page, s_head, s_row, s_dim = data.stride()
+    else:
+        s_page, (s_row, s_head, s_dim) = 0, data.stride()
+    return KeyRows(data, s_page, s_head, s_row, s_dim, *scales.operands), scales
 
 
 def launch(
@@ -207,7 +208,7 @@ def launch(
         Selection(blocks, s_token, s_head if blocks.shape[1] > 1 else 0, s_slot),
         pages,
         bounds,
-        Output(out, *out.stride()) if lse is None else Output(out, *out.stride(), lse, *lse.stride()),
+        Output.of(out, lse),
         partials if config.splits > 1 else UNSPLIT,
         softmax_scale,
         *(queries, num_pages, capacity, config.tiles),
