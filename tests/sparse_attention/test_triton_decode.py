@@ -108,7 +108,7 @@ def test_formats_against_the_truth(name, queries, storage, page, head_dim, group
     splits, warps = -(-3 * block // 32 // tiles), 2 if apart else 4
     config = Config(triton_decode.row_tiles(group, head_dim)[0], 32, tiles, splits, False, warps, 3, apart, together)
     with PoisonedOutputs():
-        out, lse = triton_decode.sparse_attention(**checked, config=config)
+        out, lse = triton_decode.sparse_attention(*checked, config=config)
     reads = oracle.reads_of_blocks(blocks, block)
     truth, truth_lse = oracle.attention(stored.numbers, reads, SCALE)
     honest, honest_lse = oracle.honest_attention(stored.honest(out.dtype), reads, SCALE)
