@@ -7,29 +7,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from openmsa.block_scores.triton_route import launch as launch_scores
 from openmsa.block_topk import triton_certified
-from openmsa.block_topk.triton_decode import decode_select, decode_select_workspace
-from openmsa.block_topk.triton_topk import MAX_BLOCKS
+from openmsa.block_topk.triton_topk import MAX_BLOCKS, launch_topk
 from openmsa.decode import triton_launch, two_parts
-from openmsa.decode.triton_launch import Sizes
-from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE
-from openmsa.decode.two_parts import Buffers, InTurn, Part, Side, TwoParts
+from openmsa.decode.triton_launch import Sizes, Step
+from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Words
+from openmsa.decode.two_parts import Buffers, InTurn, Part, Side, TwoParts, selection
 from openmsa.inputs import exact_keys
-from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
+from openmsa.kv_cache import E4M3, CertifiedKeys, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
+from openmsa.primitives.rows import KeyTiles, Tile
+from openmsa.primitives.scoring import Lengths
 from openmsa.runtime import devices
+from openmsa.runtime.integers import ceil_div
 from openmsa.sparse_attention import triton_decode
+from openmsa.sparse_attention.triton_decode_kernel import Partials
 
-FORMATS = ("plain", "e4m3", "nvfp4")  # of keys and values
+FORMATS = ("plain", "e4m3", "nvfp4")
+"""Formats of keys and values that the kernels read."""
 BOUNDS_PAY = 64 << 20
-"""Bytes of exact index keys beside `CertifiedKeys`, at most, that are read without bounds first. Measured on an H200, sequences
-x keys, time with bounds over time without: 8 x 8K 1.19, 1 x 128K 1.17; of so many bytes 32 x 8K 1.03, 8 x 32K 0.99; of more
-64 x 8K 1.00, 32 x 32K 0.82, 1 x 1M 0.76."""
+"""Bytes of exact index keys beside `CertifiedKeys` up to which they are read without bounds first, which is then as fast on an
+H200."""
 
 
 class Kernels:
-    """Allocates for up to `max_batch` sequences; a run never waits for the device and allocates nothing, but outside of a graph
-    for what `TwoParts.serve` loads."""
+    """The kernels of a plan and their buffers for up to `max_batch` sequences. A run never waits for the device and allocates
+    nothing, but outside of a graph for what `TwoParts.serve` loads."""
 
     def __init__(self, sizes: Sizes, max_batch: int, max_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         if sizes.num_blocks > MAX_BLOCKS:
@@ -54,25 +58,25 @@ class Kernels:
             rest = max_batch - two_parts.first_part(max_batch)
             second = Buffers(_bounds(rest, sizes, device), self._partials(rest, dtype, device))
             self.parts = TwoParts(second, self.attend, InTurn() if self.interpreted else Side(device))
-        scores = decode_select_workspace(tokens, sizes.index_heads, capacity, sizes.block_size)
-        self.scores = torch.empty(scores, dtype=torch.float32, device=device)
+        self.scores = torch.empty(scores_held(tokens, capacity, sizes), dtype=torch.float32, device=device)
         self.cu_seqlens_q = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * sizes.new_tokens
         small = {(i + 1) * sizes.new_tokens: c for i, c in enumerate(self.one_launch) if c}
-        split = max((n * c.attend.splits for n, c in small.items() if c.merging), default=0)
-        self.words = triton_launch.Workspace.allocate(max(small), split, sizes, device) if small else None
+        splits = max((n * c.attend.splits for n, c in small.items() if c.merging), default=0) * sizes.num_q_heads
+        scores = max(small, default=0) * sizes.index_heads * sizes.num_blocks
+        self.words = Words.allocate(scores, splits, sizes.head_dim, device) if small else None
 
-    def _partials(self, max_batch: int, dtype: torch.dtype, device: torch.device) -> triton_decode.Workspace:
-        """Of attention to steps of up to so many sequences."""
+    def _partials(self, max_batch: int, dtype: torch.dtype, device: torch.device) -> Partials:
+        """Allocates what attention needs for steps of up to `max_batch` sequences."""
         sizes = self.sizes
         rows, parts = triton_decode.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)
         heads = sizes.num_kv_heads * parts
         plain = self.attend["plain"][:max_batch]  # stored rows are split as plain ones
         splits = [(i + 1) * sizes.new_tokens * c.splits for i, c in enumerate(plain) if c.splits > 1]
         programs, most = max_batch * sizes.new_tokens * heads, max(splits, default=0) * heads
-        return triton_decode.Workspace.allocate(programs, most, rows, sizes.head_dim, dtype, device)
+        return Partials.allocate(programs, most, rows, sizes.head_dim, dtype, device)
 
     def refuse(self, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys) -> str | None:
-        """Why the kernels cannot read these formats, or None."""
+        """Says why the kernels cannot read these formats; returns None where they can."""
         if index_keys.format == "certified" and not isinstance(index_q, Tensor):
             return f"index_q must be plain ({index_keys.dtype}) beside certified index keys, got {index_q.format}"
         return triton_decode.refuse(q, kv, None, self.sizes.block_size)
@@ -88,56 +92,32 @@ class Kernels:
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """One layer; the arguments are taken as checked."""
-        config = self.one_launch[kv.batch - 1]
-        plain = kv.format == "plain" and index_keys.format in ("plain", "certified")
+        """Runs one layer; the arguments are taken as checked."""
+        config, format = self.one_launch[kv.batch - 1], index_keys.format
+        plain = kv.format == "plain" and format in ("plain", "certified")
         if config is None or self.words is None or not (plain and isinstance(q, Tensor) and isinstance(index_q, Tensor)):
-            self._stages(q, kv, index_q, index_keys, softmax_scale, blocks, out, lse)
+            self._stages(Step(q, kv, index_q, index_keys, softmax_scale, blocks, out, lse))
             return
-        exact = exact_keys(index_keys)
+        exact = exact_keys(index_keys) if format == "certified" else index_keys
         assert isinstance(exact, PagedIndexKeys)
+        step = Step(q, kv, index_q, exact, softmax_scale, blocks, out, lse)
         for kind in (SCORE, ATTEND, MERGE) if self.interpreted else (EVERY,):
-            triton_launch.launch(
-                *(config, self.sizes, self.words, q, kv, index_q, exact, softmax_scale, blocks, out, lse),
-                pdl=self.pdl,
-                kind=kind.value,
-            )
+            triton_launch.launch(config, self.sizes, self.words, step, pdl=self.pdl, kind=kind.value)
 
-    def _stages(
-        self,
-        q: Tensor | E4M3,
-        kv: PagedKV,
-        index_q: Tensor | E4M3,
-        index_keys: PagedIndexKeys,
-        softmax_scale: float,
-        blocks: Tensor,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        sizes, config = self.sizes, self.attend[kv.format][kv.batch - 1]
-        certified = self.certified if _exact_bytes(kv.batch, index_keys.capacity, sizes) > BOUNDS_PAY else None
-        if certified is not None and self.parts is not None and self._pays(kv.batch, index_keys.capacity):
-            due = index_keys.format == "certified" and self.parts.due(kv, index_keys)
-            if due and isinstance(q, Tensor) and isinstance(index_q, Tensor):
-                starts, buffers = self.cu_seqlens_q[: kv.batch + 1], Buffers(certified, self.partials)
-                whole = Part(q, kv, index_q, index_keys, starts, softmax_scale, blocks, out, lse, sizes, buffers)
-                if self.parts.serve(whole):
-                    return
-        decode_select(
-            *(index_q, index_keys.keys, index_keys.page_table, index_keys.seq_lens, self.cu_seqlens_q[: kv.batch + 1]),
-            max_seqlen_q=sizes.new_tokens,
-            max_seqlen_k=index_keys.capacity,
-            block_size=sizes.block_size,
-            topk=sizes.topk,
-            init_blocks=sizes.init_blocks,
-            local_blocks=sizes.local_blocks,
-            workspace=self.scores,
-            certified=certified,
-            out=blocks,
-        )
+    def _stages(self, step: Step) -> None:
+        """Runs one layer with a launch or more a stage."""
+        sizes, batch, capacity = self.sizes, step.kv.batch, step.index_keys.capacity
+        certified = self.certified if _exact_bytes(batch, capacity, sizes) > BOUNDS_PAY else None
+        starts = self.cu_seqlens_q[: batch + 1]
+        if certified is not None and self.parts is not None and self._pays(batch, capacity):
+            due = step.index_keys.format == "certified" and self.parts.due(step.kv, step.index_keys)
+            plain = isinstance(step.q, Tensor) and isinstance(step.index_q, Tensor)
+            if due and plain and self.parts.serve(Part(step, starts, sizes, Buffers(certified, self.partials))):
+                return
+        select(step.index_q, step.index_keys, starts, sizes, self.scores, certified, step.blocks)
         triton_decode.launch(
-            *(config, self.partials, q, kv, None, blocks, kv.seq_lens, sizes.new_tokens, sizes.block_size),
-            *(softmax_scale, out, lse, self.pdl),
+            *(self.attend[step.kv.format][batch - 1], self.partials, step.q, step.kv, None, step.blocks, step.kv.seq_lens),
+            *(sizes.new_tokens, sizes.block_size, step.softmax_scale, step.out, step.lse, self.pdl),
         )
 
     def _pays(self, batch: int, capacity: int) -> bool:
@@ -146,13 +126,54 @@ class Kernels:
         return batch > 1 and unsplit and _exact_bytes(batch, capacity, self.sizes) >= two_parts.LEAST_BYTES
 
 
+def scores_held(tokens: int, capacity: int, sizes: Sizes) -> int:
+    """How many float32 elements `select` needs for so many new tokens and `capacity` keys a sequence."""
+    return tokens * sizes.index_heads * ceil_div(capacity, sizes.block_size) + tokens
+
+
+def select(
+    index_q: Tensor | E4M3,
+    index_keys: PagedIndexKeys,
+    starts: Tensor,
+    sizes: Sizes,
+    held: Tensor,
+    certified: triton_certified.Workspace | None,
+    out: Tensor,
+) -> None:
+    """Selects the blocks that each new token reads, as `openmsa.select_blocks` does, in two launches, or four with bounds. The
+    arguments are taken as checked. It never allocates and never waits, and all lengths are read on the device when it runs.
+
+    starts:     int32 ``[batch + 1]``: where each sequence's new tokens start, sizes.new_tokens at most of each.
+    held:       float32, contiguous, at least `scores_held` elements, whose content after the call is undefined.
+    certified:  buffers with which `CertifiedKeys` are read as bounds first, for the same selection; `held` is then left alone.
+    out:        int32 ``[total_q, index_heads, topk]``, contiguous, which receives the ids.
+    """
+    (total_q, heads, _), num_blocks = index_q.shape, ceil_div(index_keys.capacity, sizes.block_size)
+    if total_q == 0 or num_blocks == 0:
+        out.fill_(-1)
+        return
+    if certified is not None and isinstance(index_keys.keys, CertifiedKeys):
+        assert isinstance(index_q, Tensor)
+        bounds_first = selection(index_q, index_keys, starts, sizes, certified)
+        bounds_first.run(sizes.init_blocks, sizes.local_blocks, out)
+        return
+    count = total_q * heads * num_blocks
+    scores = held[:count].view(total_q, heads, num_blocks).transpose(0, 1)
+    visible = held[count : count + total_q].view(torch.int32)
+    device, tile, pdl = devices.facts(index_q.device), Tile.of(sizes.block_size), devices.has_pdl(index_q.device)
+    lengths = Lengths(starts, None, index_keys.seq_lens, None, sizes.new_tokens, index_keys.capacity)
+    keys = KeyTiles.of_pool(index_keys.keys, index_keys.page_table, tile, device)
+    launch_scores(index_q, keys, tile, lengths, scores, visible, device, pdl=pdl)
+    launch_topk(scores, visible, sizes.init_blocks, sizes.local_blocks, out, pdl=pdl)
+
+
 def _exact_bytes(batch: int, capacity: int, sizes: Sizes) -> int:
-    """Of 16-bit index keys of so many sequences, of `capacity` keys each."""
+    """How many bytes 16-bit index keys of so many sequences take, of `capacity` keys each."""
     return batch * sizes.index_key_heads * capacity * sizes.index_dim * 2
 
 
 def _certified(max_batch: int, capacity: int, sizes: Sizes, device: torch.device) -> triton_certified.Workspace | None:
-    """For steps of up to so many sequences; None where bounds never come first."""
+    """Allocates buffers of bounds for steps of up to `max_batch` sequences; None where bounds never come first."""
     rows, walks = sizes.new_tokens * sizes.index_heads // sizes.index_key_heads, max_batch * sizes.index_key_heads
     free, all_rows = sizes.topk - sizes.init_blocks - sizes.local_blocks, max_batch * sizes.new_tokens * sizes.index_heads
     can = triton_certified.certifies(rows, sizes.num_blocks, free, all_rows, walks, sizes.block_size)
@@ -160,13 +181,14 @@ def _certified(max_batch: int, capacity: int, sizes: Sizes, device: torch.device
 
 
 def _bounds(max_batch: int, sizes: Sizes, device: torch.device) -> triton_certified.Workspace:
-    """For steps of up to so many sequences."""
+    """Allocates buffers of bounds for steps of up to `max_batch` sequences."""
     heads, key_heads, new = sizes.index_heads, sizes.index_key_heads, sizes.new_tokens
     walks, blocks = (new * heads // key_heads, max_batch * key_heads), (sizes.num_blocks, sizes.block_size)
     return triton_certified.Workspace.allocate(max_batch * new, heads, *walks, *blocks, device)
 
 
 def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> triton_decode.Config:
+    """Says how a launch of attention alone is cut for so many sequences."""
     group = sizes.num_q_heads // sizes.num_kv_heads
     shape = (sizes.num_kv_heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
     return triton_decode.configure(batch * sizes.new_tokens, *shape, facts, FORMAT_IDS[form])

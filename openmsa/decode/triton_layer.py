@@ -1,67 +1,247 @@
 # SPDX-License-Identifier: MIT
-
+# mypy: allow-untyped-defs
+# ruff: noqa: RUF005 (kernels know no unpacking)
 """A decode layer of a small batch in one launch: scoring, selection, attention and merge.
 
-Three kinds of programs, in the order of their tickets (see `openmsa.decode.triton_words`). Scoring: a share of one sequence's
-blocks for one index key head and all its rows. Attention: one token, KV head and split; while the scores are made it loads its
-queries, then selects for itself (every program of a row finds the same blocks) and reads its tiles of them. Merge: one token
-and query head, or half of its columns. Latency bounds it: a launch costs more than what is computed, and so does a flag behind
-a fence.
+Three kinds of programs take their work in the order of their tickets (see `openmsa.primitives.waiting`). A scoring program
+scores a share of one sequence's blocks, for one index key head and all its rows. An attention program serves one token, KV head
+and split: while the scores are made it loads its queries, then it selects for itself (every program of a row finds the same
+blocks) and reads its tiles of them. A merge program serves one token and query head, or half of its columns. Latency bounds the
+layer: a launch costs more than what is computed, and so does a flag behind a fence.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.decode.triton_scoring import fetch_share, pages_ahead, score_share
 from openmsa.decode.triton_select import LANES, chosen_ids, load_words, no_words, select
-from openmsa.decode.triton_words import absent, any_of, arrived, draw, look, put, put_pairs, value_of
-from openmsa.sparse_attention.triton_decode_tiles import first_keys, store_rows, walk
+from openmsa.primitives.operands import KeyRows, PageTable, QueryRows
+from openmsa.primitives.queries import load_rows
+from openmsa.primitives.rows import Tile, tile_start
+from openmsa.primitives.scoring import block_maxima
+from openmsa.primitives.waiting import absent, any_of, arrived, draw, fetch_ahead, look, put, put_pairs, value_of
+from openmsa.sparse_attention.triton_decode import Config as Cut
+from openmsa.sparse_attention.triton_decode_kernel import Shape, first_keys, store_rows, walk
 
 EVERY, SCORE, ATTEND, MERGE = (tl.constexpr(i) for i in range(4))  # kinds of programs in a launch
 
 
+class IndexBranch(NamedTuple):
+    """The operands of scoring: index queries, the pool of index keys, their page table and lengths int32 [batch]."""
+
+    q: QueryRows
+    k: KeyRows
+    table: PageTable
+    seq_lens: Tensor
+
+
+class MainBranch(NamedTuple):
+    """The operands of attention: queries, the pools of keys and values, their page table and lengths int32 [batch]."""
+
+    q: QueryRows
+    k: KeyRows
+    v: KeyRows
+    table: PageTable
+    seq_lens: Tensor
+
+
+class Words(NamedTuple):
+    """What the programs of one launch at a time hand each other, in words; `counter` numbers the launches from 1 on.
+
+    scores:   int64 [tokens, index heads, num_blocks].
+    part:     int64 [tokens, q heads, splits, head_dim].
+    lse:      int64 [tokens, q heads, splits].
+    counter:  int64 [1].
+    """
+
+    scores: Tensor
+    part: Tensor
+    lse: Tensor
+    counter: Tensor
+
+    @classmethod
+    def allocate(cls, scores: int, splits: int, head_dim: int, device: torch.device) -> Words:
+        """scores: tokens x index heads x blocks of the largest launch. splits: the most tokens x query heads x splits of a
+        launch."""
+        counts = (scores, splits * head_dim, splits)
+        first, part, lse = (torch.zeros(n, dtype=torch.int64, device=device) for n in counts)
+        return cls(first, part, lse, torch.full((1,), 1 << 20, dtype=torch.int64, device=device))
+
+
+class Scoring(NamedTuple):
+    """What scoring programs are compiled for. rows: (token, head) rows of a program, padded. share: tiles of a program,
+    padded."""
+
+    heads: int
+    key_heads: int
+    dim: int
+    dim_pad: int
+    page: int
+    tile: Tile
+    rows: int
+    share: int
+    num_stages: int
+
+
+class Attending(NamedTuple):
+    """What attention and merge programs are compiled for. pages_pad: pages of a row of the page table. reps: scores of a row
+    that a thread holds. merge_parts: merge programs of a query head. Names that end in _pad are padded to powers of two."""
+
+    heads: int
+    index_heads: int
+    shape: Shape
+    cut: Cut
+    init_blocks: int
+    local_blocks: int
+    topk_pad: int
+    pages_pad: int
+    splits_pad: int
+    reps: int
+    merge_parts: int
+
+
+@triton.jit
+def pages_ahead(i, table, index_capacity, scoring, splits, tiles, SCORING: tl.constexpr):
+    """Loads, for `fetch_share`, the pages of the tiles of scoring program i as the table has them now; -1 where there is
+    none."""
+    TILE: tl.constexpr = SCORING.tile
+    SHARE: tl.constexpr = SCORING.share
+    pages = ()
+    for u in tl.static_range(SHARE):
+        i_k = tile_start(i % splits * tiles + u, TILE.block, TILE.keys, TILE.sub, TILE.parts)
+        p_page = table.ids + (i // splits // SCORING.key_heads).to(tl.int64) * table.s_sequence + i_k // SCORING.page
+        exists = (i < scoring) & (u < tiles) & (i_k < index_capacity)
+        pages = pages + (tl.load(p_page, mask=exists, other=-1, cache_modifier=".cg"),)  # The L1 cache would keep them.
+    return pages
+
+
+@triton.jit
+def fetch_share(i, pages, keys, index_pages, splits, tiles, SCORING: tl.constexpr):
+    """Brings the index keys of a scoring program closer while the kernel in front still runs. It uses no value that may yet
+    change: a page table that does costs a useless fetch inside the pool."""
+    TILE: tl.constexpr = SCORING.tile
+    SHARE: tl.constexpr = SCORING.share
+    LINES: tl.constexpr = (SCORING.dim * keys.data.dtype.element_ty.primitive_bitwidth // 8 + 127) // 128
+    i_h = i // splits % SCORING.key_heads
+    o_n = tl.arange(0, TILE.tile)
+    for u in tl.static_range(SHARE):
+        i_k, i_page = tile_start(i % splits * tiles + u, TILE.block, TILE.keys, TILE.sub, TILE.parts), pages[u]
+        exists = (i_page >= 0) & (i_page < index_pages)
+        p_k = keys.data + i_page.to(tl.int64) * keys.s_page + i_h.to(tl.int64) * keys.s_head
+        for line in tl.static_range(LINES):
+            p_line = p_k + (i_k % SCORING.page + o_n).to(tl.int64) * keys.s_row + line * (SCORING.dim // LINES)
+            fetch_ahead(p_line, tl.full([TILE.tile], 1, tl.int1) & exists)
+
+
+@triton.jit
+def score_share(
+    i, index, tma, words, tag, queries, num_blocks, index_pages, index_capacity, splits, tiles,
+    SCORING: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Puts the words of the blocks of `tiles` tiles, at most SCORING.share. Pages hold whole tiles. tma is a descriptor of
+    tiles of index keys, or None."""
+    TILE: tl.constexpr = SCORING.tile
+    GROUP: tl.constexpr = SCORING.heads // SCORING.key_heads
+    q, keys, table = index.q, index.k, index.table
+    # 1. The program's sequence, key head and tiles, the pages of all its tiles, and its rows.
+    i_split, i_s, i_h = i % splits, i // splits // SCORING.key_heads, i // splits % SCORING.key_heads
+    first = i_split * tiles
+    o_u = tl.arange(0, SCORING.share)
+    b_start = tile_start(first + o_u, TILE.block, TILE.keys, TILE.sub, TILE.parts)
+    p_page = table.ids + i_s.to(tl.int64) * table.s_sequence + b_start // SCORING.page
+    b_page = tl.load(p_page, mask=(b_start < index_capacity) & (o_u < tiles), other=-1)  # needs no length
+    length = tl.load(index.seq_lens + i_s)
+    o_r = tl.arange(0, SCORING.rows)
+    m_row = o_r < queries * GROUP
+    p_q = q.data + (i_s * queries).to(tl.int64) * q.s_token
+    b_q = load_rows(p_q, o_r, queries, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, SCORING.dim, SCORING.dim_pad)
+    n_k = tl.minimum(length, index_capacity)
+    i_last = tl.minimum(length - queries + o_r // GROUP, n_k - 1)  # last key each row sees
+    last = tl.minimum(tiles, tl.cdiv(tl.maximum(n_k, 0), TILE.block * TILE.sub) * TILE.parts - first)
+    p_w = words.scores
+    p_w += ((i_s * queries + o_r // GROUP).to(tl.int64) * SCORING.heads + i_h * GROUP + o_r % GROUP) * num_blocks
+    best = tl.full([SCORING.rows], float("-inf"), tl.float32)  # of the parts of a block so far
+    o_d = tl.arange(0, SCORING.dim_pad)
+    # 2. The walk over the tiles.
+    for u in tl.range(0, last, num_stages=SCORING.num_stages):
+        i_t = first + u
+        i_k = tile_start(i_t, TILE.block, TILE.keys, TILE.sub, TILE.parts)
+        i_page = tl.sum(tl.where(o_u == u, b_page, 0), 0)
+        if tma is not None:  # A page outside the pool reads as zeros.
+            b_k = tma.load([i_page, i_h, i_k % SCORING.page, 0]).reshape(TILE.tile, SCORING.dim_pad)
+        else:
+            o_n = i_k % SCORING.page + tl.arange(0, TILE.tile)
+            m_k = (i_k + tl.arange(0, TILE.tile) < n_k) & (i_page >= 0) & (i_page < index_pages)
+            p_k = keys.data + i_page.to(tl.int64) * keys.s_page + i_h.to(tl.int64) * keys.s_head
+            p_k += o_n.to(tl.int64) * keys.s_row
+            m_kd = m_k[:, None] & (o_d < SCORING.dim)[None, :]
+            b_k = tl.load(p_k[:, None] + (o_d * keys.s_dim)[None, :], mask=m_kd, other=0)
+        m = block_maxima(tl.dot(b_k, b_q.T), i_k, i_last, TILE.tile, TILE.keys, TILE.sub, True, True)
+        if TILE.parts == 2:
+            m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
+            best = m
+        m = tl.where(m > float("-inf"), m, float("-inf"))
+        if TILE.sub > 1:
+            o_b = i_t * TILE.sub + tl.arange(0, TILE.sub)
+            put(p_w[:, None] + o_b[None, :], m, tag, m_row[:, None] & (o_b < num_blocks)[None, :], WAIT)
+        elif TILE.parts == 1:
+            put(p_w + i_t, m, tag, m_row, WAIT)
+        else:
+            put(p_w + i_t // 2, m, tag, m_row & (i_t % 2 == 1), WAIT)
+
+
 @triton.jit
 def attend_share(
-    i, q, k, v, table, seq_lens, index_lens, words, part, part_lse, tag, blocks, out, lse, scale, queries, num_blocks,
-    num_pages, capacity, index_capacity, tiles, stride_qt, stride_qh, stride_qd, stride_kp, stride_kh, stride_kn, stride_kd,
-    stride_vp, stride_vh, stride_vn,
-    stride_vd,
-    stride_tb, stride_tp, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
-    HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    INIT: tl.constexpr, LOCAL: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PAGES_PAD: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, REPS: tl.constexpr,
-    STAGES: tl.constexpr, WAIT: tl.constexpr,
+    i, main, index_lens, words, tag, blocks, out, scale, queries, num_blocks, num_pages, capacity, index_capacity, tiles,
+    ATTENDING: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Partial words of one split, [tokens, q heads, SPLITS, D], or the output itself when there is one split."""
-    ROW_TILES: tl.constexpr = (G + BM - 1) // BM
-    PER: tl.constexpr = BLOCK // BN
-    i_s, i_p = i % SPLITS, i // SPLITS
+    """Puts the partial words of one split, or stores the output itself where there is one split."""
+    SHAPE: tl.constexpr = ATTENDING.shape
+    CUT: tl.constexpr = ATTENDING.cut
+    REPS: tl.constexpr = ATTENDING.reps
+    INIT: tl.constexpr = ATTENDING.init_blocks
+    LOCAL: tl.constexpr = ATTENDING.local_blocks
+    HEADS: tl.constexpr = ATTENDING.heads
+    INDEX_HEADS: tl.constexpr = ATTENDING.index_heads
+    G: tl.constexpr = SHAPE.group
+    D: tl.constexpr = SHAPE.dim
+    ROW_TILES: tl.constexpr = (G + CUT.rows - 1) // CUT.rows
+    PER: tl.constexpr = SHAPE.block // CUT.keys
+    q, table = main.q, main.table
+    # 1. The program's token, heads and split, its queries, and how many keys they see.
+    i_s, i_p = i % CUT.splits, i // CUT.splits
     i_t, i_h = i_p // (HEADS * ROW_TILES), i_p // ROW_TILES % HEADS
     i_b = i_t // queries
-    o_r = (i_p % ROW_TILES) * BM + tl.arange(0, BM)  # head in the group
+    o_r = (i_p % ROW_TILES) * CUT.rows + tl.arange(0, CUT.rows)  # head in the group
     m_r = o_r < G
-    o_d = tl.arange(0, BD)
-    p_q = q + i_t.to(tl.int64) * stride_qt + (i_h * G + o_r[:, None]) * stride_qh + o_d[None, :] * stride_qd
-    b_q = tl.load(p_q, mask=m_r[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, BD]
+    o_d = tl.arange(0, SHAPE.dim_pad)
+    p_q = q.data + i_t.to(tl.int64) * q.s_token + (i_h * G + o_r[:, None]) * q.s_head + o_d[None, :] * q.s_dim
+    b_q = tl.load(p_q, mask=m_r[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, DIM_PAD]
     # Both caches hold as many keys. Did they not, no program may wait for words that none writes: the fewer count.
-    length = tl.minimum(tl.load(seq_lens + i_b), tl.minimum(tl.load(index_lens + i_b), index_capacity))
+    length = tl.minimum(tl.load(main.seq_lens + i_b), tl.minimum(tl.load(index_lens + i_b), index_capacity))
     n_k = tl.minimum(tl.minimum(length, capacity), length - queries + i_t % queries + 1)  # keys that the query sees
-    n_blocks = tl.maximum(n_k + BLOCK - 1, 0) // BLOCK
+    n_blocks = tl.maximum(n_k + SHAPE.block - 1, 0) // SHAPE.block
 
+    # 2. The sequence's row of the page table: the pages of selected blocks then come from the L1 cache, and a bound of its ids
+    # serves as well as num_pages.
     i_row = i_t * INDEX_HEADS + (i_h if INDEX_HEADS > 1 else 0)
-    p_w = words + i_row.to(tl.int64) * num_blocks
+    p_w = words.scores + i_row.to(tl.int64) * num_blocks
     low, high = tl.minimum(n_blocks, INIT), tl.maximum(n_blocks - LOCAL, tl.minimum(n_blocks, INIT))
-    p_table = table + i_b.to(tl.int64) * stride_tb
-    o_p = tl.arange(0, PAGES_PAD)
-    b_table = tl.load(p_table + o_p * stride_tp, mask=o_p * PAGE < capacity, other=-1)
-    # The whole row, so that pages of selected blocks then come from the L1 cache; a bound as good as num_pages is its use.
+    p_table = table.ids + i_b.to(tl.int64) * table.s_sequence
+    o_p = tl.arange(0, ATTENDING.pages_pad)
+    b_table = tl.load(p_table + o_p * table.s_page, mask=o_p * SHAPE.page < capacity, other=-1)
     end_page = tl.max(tl.where(b_table < num_pages, b_table, -1), 0) + 1
     b_q = arrived(b_q, WAIT)
-    if WAIT and REPS > 1:  # one word a lane, about the last to come: programs that ask for all at a time crowd the L2 cache
+
+    # 3. The wait for scores. First it asks for one word a lane, about the last to come: programs that ask for all words at a
+    # time crowd the L2 cache.
+    if WAIT and REPS > 1:
         o_b = tl.maximum(high - LANES, low) + tl.arange(0, LANES)
         missing = True
         while missing:
@@ -69,51 +249,58 @@ def attend_share(
     b_words, missing = no_words(REPS), True
     while missing:
         b_words, missing = load_words(p_w, tag, low, high, num_blocks, REPS, WAIT)
-    b_rows = select(b_words, n_blocks, REPS, TOPK, INIT, LOCAL)
-    b_u = i_s * TILES + tl.arange(0, TILES)
-    b_id = tl.where(b_u < TOPK * PER, chosen_ids(b_rows, b_u // PER, REPS), -1)
-    b_first, b_page = first_keys(b_u, b_id, p_table, stride_tp, n_k, n_blocks, end_page, BLOCK, PAGE, BN)
+
+    # 4. The selection, and attention to this split's tiles of it.
+    b_rows = select(b_words, n_blocks, REPS, SHAPE.topk, INIT, LOCAL)
+    b_u = i_s * CUT.tiles + tl.arange(0, CUT.tiles)
+    b_id = tl.where(b_u < SHAPE.topk * PER, chosen_ids(b_rows, b_u // PER, REPS), -1)
+    b_first, b_page = first_keys(b_u, b_id, p_table, table.s_page, n_k, n_blocks, end_page, SHAPE, CUT)
     b_acc, b_m, b_z = walk(
-        b_q, k + i_h.to(tl.int64) * stride_kh, v + i_h.to(tl.int64) * stride_vh, b_first, b_page, blocks, 1, p_table, stride_tp,
-        i_s, tiles, 0, n_k, n_blocks, num_pages, scale, stride_kp, stride_kn, stride_kd, stride_vp, stride_vn, stride_vd,
-        D, TOPK, BLOCK, PAGE, BM, BN, BD, TILES, False, STAGES,
+        b_q, main.k, main.v, i_h, b_first, b_page, blocks, 1, p_table, table.s_page, i_s, tiles, 0, n_k, n_blocks, num_pages,
+        scale, SHAPE, CUT,
     )  # fmt: skip
-    if SPLITS == 1:
-        out += i_t.to(tl.int64) * stride_ot + i_h * G * stride_oh
-        lse += i_t.to(tl.int64) * stride_lt + i_h * G * stride_lh
-        store_rows(out, lse, b_acc, b_m, b_z, o_r, o_d, m_r, stride_oh, stride_od, stride_lh, D)
+
+    # 5. The output, or the words of a partial.
+    if CUT.splits == 1:
+        p_out = out.rows + (i_t.to(tl.int64) * out.s_token + i_h * G * out.s_head)
+        p_lse = out.lse + (i_t.to(tl.int64) * out.s_lse_token + i_h * G * out.s_lse_head)
+        store_rows(out, p_out, p_lse, b_acc, b_m, b_z, o_r, o_d, m_r, D)
     else:
-        o_p = ((i_t * HEADS + i_h) * G + o_r) * SPLITS + i_s
+        o_p = ((i_t * HEADS + i_h) * G + o_r) * CUT.splits + i_s
         b_part = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
-        o_c = tl.arange(0, BD // 2) * 2  # D is even
-        p_part = part + o_p[:, None].to(tl.int64) * D + o_c[None, :]
-        b_even, b_odd = tl.split(b_part.reshape(BM, BD // 2, 2))
+        o_c = tl.arange(0, SHAPE.dim_pad // 2) * 2  # D is even
+        p_part = words.part + o_p[:, None].to(tl.int64) * D + o_c[None, :]
+        b_even, b_odd = tl.split(b_part.reshape(CUT.rows, SHAPE.dim_pad // 2, 2))
         put_pairs(p_part, b_even, b_odd, tag, m_r[:, None] & (o_c < D)[None, :], WAIT)
-        put(part_lse + o_p, b_m + tl.log2(b_z), tag, m_r, WAIT)
-    if (i_s == 0) & (i_h < INDEX_HEADS) & (i_p % ROW_TILES == 0):  # last: nothing waits for it
-        o_k = tl.arange(0, TOPK_PAD)
-        tl.store(blocks + i_row.to(tl.int64) * TOPK + o_k, chosen_ids(b_rows, o_k, REPS), mask=o_k < TOPK)
+        put(words.lse + o_p, b_m + tl.log2(b_z), tag, m_r, WAIT)
+
+    # 6. The selection, by one program of a row and last, because nothing waits for it.
+    if (i_s == 0) & (i_h < INDEX_HEADS) & (i_p % ROW_TILES == 0):
+        o_k = tl.arange(0, ATTENDING.topk_pad)
+        tl.store(blocks + i_row.to(tl.int64) * SHAPE.topk + o_k, chosen_ids(b_rows, o_k, REPS), mask=o_k < SHAPE.topk)
 
 
 @triton.jit
-def merge_share(
-    i, part, part_lse, tag, out, lse, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
-    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    MERGE_PARTS: tl.constexpr, WAIT: tl.constexpr,
-):  # fmt: skip
-    """One of MERGE_PARTS parts of the output of a token and query head."""
-    i_part, i = i % MERGE_PARTS, i // MERGE_PARTS
-    o_s, o_d = tl.arange(0, SPLITS_PAD), i_part * (BD // MERGE_PARTS) + tl.arange(0, BD // MERGE_PARTS)
+def merge_share(i, words, tag, out, ATTENDING: tl.constexpr, WAIT: tl.constexpr):
+    """Merges one of ATTENDING.merge_parts parts of the output of a token and query head."""
+    SHAPE: tl.constexpr = ATTENDING.shape
+    SPLITS: tl.constexpr = ATTENDING.cut.splits
+    PARTS: tl.constexpr = ATTENDING.merge_parts
+    WIDTH: tl.constexpr = SHAPE.dim_pad // PARTS
+    HEADS: tl.constexpr = ATTENDING.heads * SHAPE.group
+    D: tl.constexpr = SHAPE.dim
+    i_part, i = i % PARTS, i // PARTS
+    o_s, o_d = tl.arange(0, ATTENDING.splits_pad), i_part * WIDTH + tl.arange(0, WIDTH)
     m_s = o_s < SPLITS
     m_sd = m_s[:, None] & (o_d < D)[None, :]
-    p_lse = part_lse + i * SPLITS + tl.minimum(o_s, SPLITS - 1)
-    p_part = part + i.to(tl.int64) * (SPLITS * D) + (o_s[:, None] * D + o_d[None, :])
+    p_lse = words.lse + i * SPLITS + tl.minimum(o_s, SPLITS - 1)
+    p_part = words.part + i.to(tl.int64) * (SPLITS * D) + (o_s[:, None] * D + o_d[None, :])
     b_heads = look(p_lse, WAIT)
     if WAIT:
         while any_of(absent(b_heads, tag, m_s)):
             b_heads = look(p_lse, WAIT)
-    b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)  # [SPLITS_PAD, BD // MERGE_PARTS]
-    b_lse = value_of(b_heads, m_s)  # what needs no partials is computed while they are on their way
+    b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)  # [SPLITS_PAD, WIDTH]
+    b_lse = value_of(b_heads, m_s)  # What needs no partials is computed while they are on their way.
     b_m = tl.max(b_lse, 0)
     b_w = tl.exp2(b_lse - tl.where(b_m == float("-inf"), 0.0, b_m))
     b_z = tl.sum(b_w, 0)
@@ -123,8 +310,10 @@ def merge_share(
     b_part = tl.where(m_sd, b_words.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
     b_out = tl.sum(b_part * b_w[:, None], 0) / tl.where(b_z == 0, 1.0, b_z)
     i_t, i_h = (i // HEADS).to(tl.int64), i % HEADS
-    tl.store(out + i_t * stride_ot + i_h * stride_oh + o_d * stride_od, b_out.to(out.dtype.element_ty), mask=o_d < D)
-    tl.store(lse + i_t * stride_lt + i_h * stride_lh, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=i_part == 0)
+    p_out = out.rows + i_t * out.s_token + i_h * out.s_head + o_d * out.s_dim
+    tl.store(p_out, b_out.to(out.rows.dtype.element_ty), mask=o_d < D)
+    p_lse = out.lse + i_t * out.s_lse_token + i_h * out.s_lse_head
+    tl.store(p_lse, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=i_part == 0)
 
 
 RUNTIME_NUMBERS = [
@@ -135,62 +324,44 @@ RUNTIME_NUMBERS = [
 
 @triton.jit(do_not_specialize=RUNTIME_NUMBERS)
 def layer_kernel(
-    index_q, index_keys, key_pool, index_table, index_lens, q, k, v, table, seq_lens, words, part, part_lse, counter, blocks,
-    out, lse, scale,
+    index, tma, main, words, blocks, out, scale,
     queries, num_blocks, index_pages, index_capacity, num_pages, capacity, score_splits, score_tiles, tiles,
     scoring, attending, programs,
-    stride_iqt, stride_iqh, stride_iqd, stride_ip, stride_ih, stride_in, stride_id, stride_itb, stride_qt, stride_qh, stride_qd,
-    stride_kp, stride_kh, stride_kn, stride_kd, stride_vp, stride_vh, stride_vn, stride_vd, stride_tb, stride_tp,
-    stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
-    INDEX_HEADS: tl.constexpr, INDEX_KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    INDEX_PAGE: tl.constexpr,
-    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr,
-    TMA: tl.constexpr, SCORE_STAGES: tl.constexpr,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, INIT: tl.constexpr,
-    LOCAL: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PAGES_PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, REPS: tl.constexpr,
-    MERGE_PARTS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
+    SCORING: tl.constexpr, ATTENDING: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs). index_keys: key_pool, or its descriptor for the copy engine. KIND: EVERY, or the one kind of programs
-    that this launch is, which then waits for nothing. FETCH: `fetch_share` before waiting for the kernel in front."""
+    """Grid (programs): `scoring` programs, then `attending` ones, then those that merge.
+
+    index is `IndexBranch`, main is `MainBranch`, words is `Words`, out is `Output`; tma is a descriptor of tiles of index keys,
+    or None where they are read by address; blocks int32 [tokens, index heads, topk] receives the selection. queries counts the
+    new tokens of a sequence, num_blocks the blocks of the longest one; score_tiles are the tiles of a scoring program,
+    score_splits the scoring programs of a sequence and key head, tiles the tiles of an attention program. KIND is EVERY, or the
+    one kind of programs that this launch has, which then waits for nothing. FETCH says whether programs call `fetch_share`
+    before they wait for the kernel in front."""
     WAIT: tl.constexpr = KIND == 0
+    # Nested tuples are built anew, because Triton 3.6 forgets the constants in nested parameters at the first branch.
+    index = IndexBranch(index.q, index.k, index.table, index.seq_lens)
+    main = MainBranch(main.q, main.k, main.v, main.table, main.seq_lens)
     if WAIT:
         if FETCH:  # by place in the grid, which is known before the ticket: every share is fetched by some program
             ahead = tl.program_id(0)
-            pages = pages_ahead(
-                ahead, index_table, index_capacity, scoring, score_splits, score_tiles, stride_itb,
-                INDEX_KEY_HEADS, INDEX_PAGE, BLOCK, KEYS, SUB, PARTS, SHARE,
-            )  # fmt: skip
-        i, tag = draw(counter, programs)
-        if PDL:  # tickets are drawn before the next launch may start, and nothing is read before the last one has ended
+            pages = pages_ahead(ahead, index.table, index_capacity, scoring, score_splits, score_tiles, SCORING)
+        i, tag = draw(words.counter, programs)
+        if PDL:  # Tickets are drawn before the next launch may start, and nothing is read before the last one has ended.
             gdc_launch_dependents()
             if FETCH and ahead < scoring:
-                fetch_share(
-                    ahead, pages, key_pool, index_pages, score_splits, score_tiles, stride_ip, stride_ih, stride_in,
-                    INDEX_KEY_HEADS, DIM, INDEX_PAGE, BLOCK, TILE, KEYS, SUB, PARTS, SHARE,
-                )  # fmt: skip
+                fetch_share(ahead, pages, index.k, index_pages, score_splits, score_tiles, SCORING)
             gdc_wait()
     else:
         i, tag = tl.program_id(0) + (scoring if KIND > 1 else 0) + (attending if KIND > 2 else 0), tl.full([], 1, tl.int32)
     if i < scoring:
         score_share(
-            i, index_q, index_keys, index_table, index_lens, words, tag, queries, num_blocks, index_pages, index_capacity,
-            score_splits, score_tiles, stride_iqt, stride_iqh, stride_iqd, stride_ip, stride_ih, stride_in, stride_id,
-            stride_itb,
-            INDEX_HEADS, INDEX_KEY_HEADS, DIM, DIM_PAD, INDEX_PAGE, BLOCK, TILE, KEYS, SUB, PARTS, ROWS, SHARE, TMA,
-            SCORE_STAGES, WAIT,
+            i, index, tma, words, tag, queries, num_blocks, index_pages, index_capacity, score_splits, score_tiles,
+            SCORING, WAIT,
         )  # fmt: skip
     elif i < scoring + attending:
         attend_share(
-            i - scoring, q, k, v, table, seq_lens, index_lens, words, part, part_lse, tag, blocks, out, lse, scale, queries,
-            num_blocks, num_pages, capacity, index_capacity, tiles, stride_qt, stride_qh, stride_qd, stride_kp, stride_kh,
-            stride_kn, stride_kd, stride_vp, stride_vh, stride_vn, stride_vd, stride_tb, stride_tp, stride_ot, stride_oh,
-            stride_od, stride_lt, stride_lh,
-            HEADS, INDEX_HEADS, G, D, TOPK, TOPK_PAD, INIT, LOCAL, BLOCK, PAGE, PAGES_PAD, BM, BN, BD, TILES, SPLITS, REPS,
-            STAGES, WAIT,
+            i - scoring, main, index.seq_lens, words, tag, blocks, out, scale, queries, num_blocks, num_pages, capacity,
+            index_capacity, tiles, ATTENDING, WAIT,
         )  # fmt: skip
     else:
-        merge_share(
-            i - scoring - attending, part, part_lse, tag, out, lse, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
-            HEADS * G, D, BD, SPLITS, SPLITS_PAD, MERGE_PARTS, WAIT,
-        )  # fmt: skip
+        merge_share(i - scoring - attending, words, tag, out, ATTENDING, WAIT)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
 # ruff: noqa: RUF005 (kernels know no unpacking)
 """Selection by every program that needs it: each warp holds all scores of a row, so that no barrier is met.
 
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 
 from openmsa.block_topk.triton_topk import free_range, next_id, ordered, popcount
-from openmsa.decode.triton_words import absent, any_of, look, value_of
+from openmsa.primitives.waiting import absent, any_of, look, value_of
 
 LANES = tl.constexpr(32)
 

@@ -16,80 +16,76 @@ import torch
 from torch import Tensor
 
 from openmsa.block_topk.triton_certified import Selection, Workspace
-from openmsa.decode.triton_launch import Sizes
+from openmsa.decode.triton_launch import Sizes, Step
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV
 from openmsa.primitives.scoring import Lengths
 from openmsa.runtime import devices
 from openmsa.runtime.integers import next_power_of_two
 from openmsa.sparse_attention import triton_decode
+from openmsa.sparse_attention.triton_decode_kernel import Partials
 
 LEAST_BYTES = 1 << 30
-"""Of exact index keys, for which two parts pay where attention to the step is not split. Measured on an H200, sequences x keys,
-time over that in one part: 32 x 128K 0.96; 64 x 64K, 64 x 128K and 128 x 32K 0.96 to 0.98; fewer bytes 32 x 64K 1.03,
-32 x 32K 1.05; attention split 16 x 128K 1.03, 8 x 512K and 4 x 1M 1.02."""
+"""Bytes of exact index keys from which two parts pay on an H200 where attention to the step is not split."""
 
 
 def first_part(batch: int) -> int:
-    """How many of so many sequences are the first part. Of 32, 24 are best; 22 and 26 cost 2 % more."""
+    """How many of so many sequences are the first part: 24 of 32 are best, and 22 and 26 cost 2 % more."""
     return batch * 3 // 4
+
+
+def selection(index_q: Tensor, index_keys: PagedIndexKeys, starts: Tensor, sizes: Sizes, bounds: Workspace) -> Selection:
+    """The selection of a step's blocks by way of bounds. starts: as of `openmsa.decode.kernels.select`."""
+    assert isinstance(index_keys.keys, CertifiedKeys)
+    lengths = Lengths(starts, None, index_keys.seq_lens, None, sizes.new_tokens, index_keys.capacity)
+    return Selection(index_q, index_keys.keys, index_keys.page_table, lengths, sizes.block_size, bounds)
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Of one part at a time."""
+    """The memory that serves one part at a time: of bounds and of attention."""
 
     bounds: Workspace
-    partials: triton_decode.Workspace
+    partials: Partials
 
 
 @dataclass(frozen=True)
 class Part:
-    """Sequences of a layer's step, their tensors, and what serves them."""
+    """Some sequences of a layer's step, and what serves them. starts: int32 [batch + 1], where new tokens start."""
 
-    q: Tensor
-    kv: PagedKV
-    index_q: Tensor
-    index_keys: PagedIndexKeys
-    cu_seqlens_q: Tensor
-    softmax_scale: float
-    blocks: Tensor
-    out: Tensor
-    lse: Tensor
+    step: Step
+    starts: Tensor
     sizes: Sizes
     buffers: Buffers
 
     def of(self, first: int, last: int, buffers: Buffers) -> Part:
-        """The same of sequences `first` up to `last` alone."""
-        kv, keys, new = self.kv, self.index_keys, self.sizes.new_tokens
+        """The part that is sequences `first` up to `last` alone, with buffers of its own."""
+        step, kv, keys, new = self.step, self.step.kv, self.step.index_keys, self.sizes.new_tokens
         rows = slice(first * new, last * new)
-        return Part(
-            q=self.q[rows],
+        own = Step(
+            q=step.q[rows],
             kv=PagedKV(kv.k, kv.v, kv.page_table[first:last], kv.seq_lens[first:last]),
-            index_q=self.index_q[rows],
+            index_q=step.index_q[rows],
             index_keys=PagedIndexKeys(keys.keys, keys.page_table[first:last], keys.seq_lens[first:last]),
-            cu_seqlens_q=self.cu_seqlens_q[: last - first + 1],
-            softmax_scale=self.softmax_scale,
-            blocks=self.blocks[rows],
-            out=self.out[rows],
-            lse=self.lse[rows],
-            sizes=self.sizes,
-            buffers=buffers,
+            softmax_scale=step.softmax_scale,
+            blocks=step.blocks[rows],
+            out=step.out[rows],
+            lse=step.lse[rows],
         )
+        return Part(own, self.starts[: last - first + 1], self.sizes, buffers)
 
     @property
     def selection(self) -> Selection:
-        keys = self.index_keys
-        assert isinstance(keys.keys, CertifiedKeys)
-        lengths = Lengths(self.cu_seqlens_q, None, keys.seq_lens, None, self.sizes.new_tokens, keys.capacity)
-        return Selection(self.index_q, keys.keys, keys.page_table, lengths, self.sizes.block_size, self.buffers.bounds)
+        """The selection of its blocks."""
+        assert isinstance(self.step.index_q, Tensor)
+        return selection(self.step.index_q, self.step.index_keys, self.starts, self.sizes, self.buffers.bounds)
 
     def finish(self, config: triton_decode.Config) -> None:
-        """Selection with the bounds that are there, and attention."""
-        sizes, pdl = self.sizes, devices.has_pdl(self.q.device)
-        self.selection.select(sizes.init_blocks, sizes.local_blocks, self.blocks)
+        """Selects with the bounds that are there, and attends."""
+        step, sizes, pdl = self.step, self.sizes, devices.has_pdl(self.step.out.device)
+        self.selection.select(sizes.init_blocks, sizes.local_blocks, step.blocks)
         triton_decode.launch(
-            *(config, self.buffers.partials, self.q, self.kv, None, self.blocks, self.kv.seq_lens, sizes.new_tokens),
-            *(sizes.block_size, self.softmax_scale, self.out, self.lse, pdl),
+            *(config, self.buffers.partials, step.q, step.kv, None, step.blocks, step.kv.seq_lens, sizes.new_tokens),
+            *(sizes.block_size, step.softmax_scale, step.out, step.lse, pdl),
         )
 
 
@@ -106,11 +102,12 @@ class Side:
         return devices.capturing(self.stream.device)
 
     def mark(self) -> None:
-        """What runs `beside` follows all that was launched up to here."""
+        """Marks the place: what runs `beside` follows all that was launched up to here."""
         self.ready.record(torch.cuda.current_stream(self.stream.device))
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
+        """Within, launches go to this stream."""
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(self.ready)
             try:
@@ -119,12 +116,12 @@ class Side:
                 self.done.record(self.stream)
 
     def join(self) -> None:
-        """What is launched from here on follows what ran `beside`."""
+        """Lets what is launched from here on follow what ran `beside`."""
         torch.cuda.current_stream(self.stream.device).wait_event(self.done)
 
 
 class InTurn:
-    """In the place of `Side` in the interpreter, where every step is served, as if for a graph."""
+    """Takes the place of `Side` in the interpreter, where every step is served as if for a graph."""
 
     def serves(self) -> bool:
         return True
@@ -139,7 +136,7 @@ class InTurn:
 
 
 class TwoParts:
-    """What serves steps in two parts. second: buffers for the last quarter of the largest step; the first part has those of the
+    """Serves steps in two parts. second: buffers for the last quarter of the largest step; the first part has those of the
     whole step. attend: how attention is cut, by format of keys and values, for 1, 2, ... sequences."""
 
     def __init__(self, second: Buffers, attend: dict[str, list[triton_decode.Config]], side: Side | InTurn) -> None:
@@ -156,14 +153,14 @@ class TwoParts:
         if self.side.serves():
             self._run(whole)
             return True
-        out = whole.out  # may be the queries' memory, which the step that counts still has to read
+        out = whole.step.out  # may be the queries' memory, which the step that counts still has to read
         scratch = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
-        self._run(replace(whole, out=scratch))
-        self._loaded.add(_like(whole.kv, whole.index_keys))
+        self._run(replace(whole, step=whole.step._replace(out=scratch)))
+        self._loaded.add(_like(whole.step.kv, whole.step.index_keys))
         return False
 
     def _run(self, whole: Part) -> None:
-        batch, configs = whole.kv.batch, self.attend[whole.kv.format]
+        batch, configs = whole.step.kv.batch, self.attend[whole.step.kv.format]
         cut = first_part(batch)
         first, second = whole.of(0, cut, whole.buffers), whole.of(cut, batch, self.second)
         first.selection.bound()
@@ -178,5 +175,5 @@ class TwoParts:
 
 
 def _like(kv: PagedKV, index_keys: PagedIndexKeys) -> tuple[int, str, int]:
-    """What tells apart the kernels that steps of a plan take."""
+    """Returns what tells apart the kernels that steps of a plan take."""
     return kv.batch, kv.format, next_power_of_two(index_keys.capacity)

@@ -61,13 +61,13 @@ class PageTable(NamedTuple):
 class Bounds(NamedTuple):
     """int32 tensors that say where the rows of each sequence start and how many there are.
 
-    cu_q:      [batch + 1], first queries.
+    cu_q:      [batch + 1], first queries; None where every sequence has equally many.
     cu_k:      [batch + 1], first keys; None where seq_lens holds the numbers of keys.
     seq_lens:  [batch], numbers of keys; None where cu_k says them.
     q_offset:  [batch], positions of the first queries; None where queries are the last positions of their keys.
     """
 
-    cu_q: Tensor
+    cu_q: Tensor | None
     cu_k: Tensor | None
     seq_lens: Tensor | None
     q_offset: Tensor | None
@@ -84,6 +84,13 @@ class Output(NamedTuple):
     lse: Tensor | None = None
     s_lse_token: int = 0
     s_lse_head: int = 0
+
+    @classmethod
+    def of(cls, rows: Tensor, lse: Tensor | None) -> Output:
+        """Returns the tensors with their strides."""
+        s_token, s_head, s_dim = rows.stride()
+        s_lse_token, s_lse_head = (0, 0) if lse is None else lse.stride()
+        return cls(rows, s_token, s_head, s_dim, lse, s_lse_token, s_lse_head)
 
 
 class Scores(NamedTuple):

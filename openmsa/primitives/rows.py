@@ -76,7 +76,8 @@ class KeyView(NamedTuple):
                    the exact ones.
         native:    see `Form`.
         items:     whether codes of int8, NVFP4 and MXFP4 are read two bytes at a time where they can be.
-        words:     how many scales of groups are read at a time where they can be: at most 1 (as bytes), 4 (int32) or 8 (int64).
+        words:     how many scales of groups are read at a time where they can be: 1 (as bytes), 4 (int32), or 8 (int64, or
+                   int32, of a power of two of groups).
         """
         keys = keys.exact if isinstance(keys, CertifiedKeys) else keys
         dim = keys.shape[-1]
@@ -126,7 +127,7 @@ class Scales(NamedTuple):
             linear = keys.layout == "linear"
             scale = in_items(octets, torch.int64, words >= 8 and linear and keys.groups in (8, 16))
             if scale is octets:
-                scale = in_items(octets, torch.int32, words >= 4 and keys.groups in (4, 8, 16))
+                scale = in_items(octets, torch.int32, keys.groups in {1: (), 4: (4, 8, 12, 16)}.get(words, (4, 8, 16)))
             strides = _group_strides(scale) if linear else _row_numbers(keys.shape)
             form = NO_FACTOR if keys.global_scale is None else WHOLE_FACTOR
             return cls((scale, *strides, keys.global_scale, 0, 0), form, not linear)

@@ -7,7 +7,9 @@ import torch
 pytest.importorskip("triton")
 
 from openmsa import E4M3, MXFP4, NVFP4, Int8, PagedIndexKeys
-from openmsa.block_topk import reference, triton_decode, triton_fused, triton_select, triton_topk
+from openmsa.block_topk import reference, triton_fused, triton_select, triton_topk
+from openmsa.decode import kernels
+from openmsa.decode.triton_launch import Sizes
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import paged, problem
@@ -154,24 +156,13 @@ def test_decode(q_lens, query, keys):
     cu_seqlens_q = torch.tensor([0, *q_lens], device=DEVICE).cumsum(0, dtype=torch.int32)
     lengths = cache.layout(Sequences(cu_seqlens_q), total_q, DEVICE)
     expected = reference.select_blocks(index_q, cache, lengths, 64, 3, 0, 1)
-    size = triton_decode.decode_select_workspace(total_q, 4, cache.capacity, 64)
-    workspace = torch.full((size,), torch.nan, device=DEVICE)
+    attention = {"num_q_heads": 4, "num_kv_heads": 4, "head_dim": 64}
+    index = {"index_heads": 4, "index_key_heads": 1, "index_dim": 64, "page_size": 64, "num_blocks": cache.capacity // 64}
+    selection = {"topk": 3, "init_blocks": 0, "local_blocks": 1, "block_size": 64}
+    sizes = Sizes(new_tokens=max(q_lens), **attention, **index, **selection)
+    held = torch.full((kernels.scores_held(total_q, cache.capacity, sizes),), torch.nan, device=DEVICE)
     out = poisoned(total_q, 4, 3)
-    triton_decode.decode_select(
-        index_q,
-        cache.keys,
-        cache.page_table,
-        cache.seq_lens,
-        cu_seqlens_q,
-        max_seqlen_q=max(q_lens),
-        max_seqlen_k=cache.capacity,
-        block_size=64,
-        topk=3,
-        init_blocks=0,
-        local_blocks=1,
-        workspace=workspace,
-        out=out,
-    )
+    kernels.select(index_q, cache, cu_seqlens_q, sizes, held, None, out)
     assert_equal("blocks", out, expected)
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The decode layer of one launch: its three kinds of programs one after the other, in the interpreter without a GPU."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -10,8 +8,8 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from openmsa.decode import triton_launch  # noqa: E402
-from openmsa.decode.triton_launch import Sizes, Workspace, configure  # noqa: E402
-from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE  # noqa: E402
+from openmsa.decode.triton_launch import Sizes, Step, configure  # noqa: E402
+from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Words  # noqa: E402
 from openmsa.decode.triton_select import chosen_ids, load_words, select  # noqa: E402
 from openmsa.runtime.devices import COMPILE_TARGETS  # noqa: E402
 from openmsa.testing.compare import assert_close, assert_equal  # noqa: E402
@@ -77,15 +75,14 @@ def _layer(p, kv, index_keys, tokens, dim, block, topk, cut):
         tokens, p.q.shape[1], heads, dim, index_heads, 1, 32, kv.page_size, kv.capacity // block, topk, 0, 1, block
     )  # fmt: skip
     config = _config(sizes, 3, *cut)
-    workspace = Workspace.allocate(3 * tokens, 3 * tokens * config.attend.splits, sizes, DEVICE)
+    splits = 3 * tokens * sizes.num_q_heads * config.attend.splits
+    words = Words.allocate(3 * tokens * index_heads * sizes.num_blocks, splits, dim, DEVICE)
     blocks = torch.full((3 * tokens, index_heads, topk), -7, dtype=torch.int32, device=DEVICE)
     out = torch.full_like(p.q, torch.nan, device=DEVICE)
     lse = torch.full(p.q.shape[:2], torch.nan, device=DEVICE)
+    step = Step(p.q.to(DEVICE), kv, p.index_q.to(DEVICE), index_keys, 0.2, blocks, out, lse)
     for kind in (EVERY,) if CUDA else (SCORE, ATTEND, MERGE):
-        triton_launch.launch(
-            *(config, sizes, workspace, p.q.to(DEVICE), kv, p.index_q.to(DEVICE), index_keys, 0.2, blocks, out, lse),
-            kind=kind.value,
-        )
+        triton_launch.launch(config, sizes, words, step, kind=kind.value)
     return blocks.cpu(), out.cpu(), lse.cpu()
 
 
@@ -123,13 +120,12 @@ def test_caches_that_disagree_about_their_lengths():
 
 def _config(sizes, batch, keys, tiles, share):
     """By hand, so that small problems are cut as large ones are."""
-    base = configure(1, dataclasses.replace(sizes, page_size=256), COMPILE_TARGETS[90])
+    base = configure(1, sizes._replace(page_size=256), COMPILE_TARGETS[90])
     tokens, total = batch * sizes.new_tokens, triton_launch.Tile.of(sizes.block_size).count(sizes.num_blocks)
     splits = -(-sizes.topk * sizes.block_size // (keys * tiles))
     row_tiles = triton_launch.triton_decode.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)[1]
-    attend = dataclasses.replace(base.attend, keys=keys, tiles=triton.next_power_of_2(tiles), splits=splits, num_stages=2)
-    return dataclasses.replace(
-        base,
+    attend = base.attend._replace(keys=keys, tiles=triton.next_power_of_2(tiles), splits=splits, num_stages=2)
+    return base._replace(
         attend=attend,
         score_tiles=share,
         score_splits=-(-total // share),
@@ -147,8 +143,8 @@ def test_the_choice_is_a_pure_function_of_sizes():
     assert (two.scoring, two.attending, two.merging, two.attend.keys, two.attend.tiles) == (256, 256, 256, 64, 1)
     assert (four.scoring, four.attending, four.merging, four.attend.keys, four.attend.tiles) == (128, 128, 256, 128, 2)
     assert [configure(b, M3, hopper) is not None for b in (1, 2, 4, 8, 32)] == [True, True, True, False, False]
-    assert configure(1, dataclasses.replace(M3, num_blocks=512), hopper) is None
-    many = configure(1, dataclasses.replace(M3, topk=64, num_q_heads=16, num_kv_heads=1), hopper)
+    assert configure(1, M3._replace(num_blocks=512), hopper) is None
+    many = configure(1, M3._replace(topk=64, num_q_heads=16, num_kv_heads=1), hopper)
     assert many.attend.splits <= triton_launch.MOST_SPLITS
-    assert configure(1, dataclasses.replace(M3, page_size=16), hopper) is None
-    assert configure(1, dataclasses.replace(M3, page_size=64), hopper) is None
+    assert configure(1, M3._replace(page_size=16), hopper) is None
+    assert configure(1, M3._replace(page_size=64), hopper) is None

@@ -108,7 +108,7 @@ def test_formats_against_the_truth(name, queries, storage, page, head_dim, group
     splits, warps = -(-3 * block // 32 // tiles), 2 if apart else 4
     config = Config(triton_decode.row_tiles(group, head_dim)[0], 32, tiles, splits, False, warps, 3, apart, together)
     with PoisonedOutputs():
-        out, lse = triton_decode.sparse_attention(**checked, config=config)
+        out, lse = triton_decode.sparse_attention(*checked, config=config)
     reads = oracle.reads_of_blocks(blocks, block)
     truth, truth_lse = oracle.attention(stored.numbers, reads, SCALE)
     honest, honest_lse = oracle.honest_attention(stored.honest(out.dtype), reads, SCALE)
@@ -168,11 +168,11 @@ def test_counters_return_to_zero_and_runs_repeat_bitwise():
     blocks = random_blocks(p, 4, 32, 2)
     lengths = layout(p.seqs, 3, 290, DEVICE)
     config = Config(16, 32, 1, 4, False, 4, 2)
-    workspace = triton_decode.Workspace.allocate(8, 32, 16, 32, torch.float16, DEVICE)
+    partials = triton_decode.Partials.allocate(8, 32, 16, 32, torch.float16, DEVICE)
     outs = [torch.full_like(p.q, torch.nan) for _ in range(2)]
     for out in outs:
-        triton_decode.launch(config, workspace, p.q, p.k, p.v, blocks, lengths, 2, 32, SCALE, out, None)
-        assert not workspace.arrived.any()
+        triton_decode.launch(config, partials, p.q, p.k, p.v, blocks, lengths, 2, 32, SCALE, out, None)
+        assert not partials.arrived.any()
     assert_equal("second run", outs[1], outs[0])
 
 
