@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# mypy: allow-untyped-defs, disable-error-code="assignment, misc, attr-defined"
+# mypy: allow-untyped-defs, disable-error-code="assignment, attr-defined"
 """Scores of paged NVFP4 keys of 128 elements for up to four rows on Hopper, in Gluon: the kernel of `triton_lanes` with its
 copies placed by hand.
 
@@ -173,8 +173,8 @@ def sm90_lane_kernel(
             async_copy.wait_group(SLOTS - 1)
             codes, groups = (), ()
             for i in gl.static_range(SLOT // STEP):
-                codes += (ring.index(j).slice(i * STEP, STEP, 0).load(CODES),)  # type: ignore[assignment]
-                groups += (ring_scales.index(j).slice(i * STEP, STEP, 0).load(ROW),)  # type: ignore[assignment]
+                codes += (ring.index(j).slice(i * STEP, STEP, 0).load(CODES),)
+                groups += (ring_scales.index(j).slice(i * STEP, STEP, 0).load(ROW),)
             send(p_k, p_g, there, ring, ring_words, j, FORM.swizzled)
             for i in gl.static_range(SLOT // STEP):
                 s = mma_v2(lane_keys(codes[i], groups[i]), b_q, nothing)
@@ -184,12 +184,12 @@ def sm90_lane_kernel(
                 best = gl.maximum(best, s)
         m = gl.max(best, 0) * 256.0 * b_f  # see `openmsa.primitives.queries.raised`
         m = gl.where(m > float("-inf"), m, float("-inf"))
-        gl.store(p_s + i_t.to(gl.int64) * scores.s_block, m, mask=m_row, eviction_policy="evict_last")  # type: ignore[attr-defined]
+        gl.store(p_s + i_t.to(gl.int64) * scores.s_block, m, mask=m_row, eviction_policy="evict_last")
     async_copy.wait_group(0)
     if FILL:
         unseen = gl.full([4], float("-inf"), gl.float32, gl.SliceLayout(0, ROW))
         for i_b in range(gl.maximum(first, i_end), last):
-            gl.store(p_s + i_b.to(gl.int64) * scores.s_block, unseen, mask=m_row)  # type: ignore[attr-defined]
+            gl.store(p_s + i_b.to(gl.int64) * scores.s_block, unseen, mask=m_row)
 
 
 RING = BLOCK.value * (64 + 8)  # bytes of a program's ring: codes and scales

@@ -177,8 +177,8 @@ def sm90_score_kernel(
     if first < i_end:
         tiles, full = (), ()
         for i in gl.static_range(4):  # apart, so that the compiler sees that what is copied to one is not read from another
-            tiles += (gl.allocate_shared_memory(gl.float8e4nv, [1, 1, BLOCK, DIM], tma_keys.layout),)  # type: ignore[assignment]
-            full += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)  # type: ignore[assignment]
+            tiles += (gl.allocate_shared_memory(gl.float8e4nv, [1, 1, BLOCK, DIM], tma_keys.layout),)
+            full += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
             mbarrier.init(full[i], count=1)
         fence_async_shared()
         gl.thread_barrier()
@@ -193,11 +193,11 @@ def sm90_score_kernel(
         q_low = load_rows(q, q_start, i_row + HALF, q_len, i_h * GROUP, GROUP, DIM, HALF, LEFT)
 
         # The compiler knows a product that crosses the end of the loop only if it is the one that all wait for.
-        mbarrier.wait(full[0], 0)  # type: ignore[misc]
+        mbarrier.wait(full[0], 0)
         never = num_blocks < 0
         s_top = gl.zeros([HALF, BLOCK], gl.float32, PRODUCT)
         s_low = s_top
-        top = multiply(q_top, tiles[0], s_top, never, DIM)  # type: ignore[misc]
+        top = multiply(q_top, tiles[0], s_top, never, DIM)
         phase = 0
         i_edge = first + gl.maximum(gl.minimum(i_full, i_end - 1) - first, 0) // 4 * 4
         COLUMN: gl.constexpr = gl.SliceLayout(1, PRODUCT)
@@ -220,11 +220,11 @@ def sm90_score_kernel(
                     low = multiply(q_low, tiles[i], s_low, never, DIM)
                     if not EDGE:
                         mbarrier.wait(full[(i + 1) % 4], phase)
-                    tops += (thread_maxima(s_top, i_t, last_top, EDGE, PRODUCT),)  # type: ignore[assignment]
+                    tops += (thread_maxima(s_top, i_t, last_top, EDGE, PRODUCT),)
                     mbarrier.expect(full[(i + 3) % 4], tma_keys.block_type.nbytes, pred=here)
                     top = multiply(q_top, tiles[(i + 1) % 4], s_top, never, DIM)
                     s_low = warpgroup_mma_wait(1, deps=(low,))
-                    lows += (thread_maxima(s_low, i_t, last_low, EDGE, PRODUCT),)  # type: ignore[assignment]
+                    lows += (thread_maxima(s_low, i_t, last_low, EDGE, PRODUCT),)
                     gl.thread_barrier()  # every warp has waited for the products of tile i_t - 1
                     tma.async_copy_global_to_shared(
                         tma_keys, [i_page, i_h, i_key, 0], full[(i + 3) % 4], tiles[(i + 3) % 4], pred=here
@@ -232,9 +232,9 @@ def sm90_score_kernel(
                 m_4 = (i_4 + o_4 < i_end)[None, :]
                 m_1 = m_top[:, None] & m_4 if EDGE else m_top[:, None]
                 m_2 = m_low[:, None] & m_4 if EDGE else m_low[:, None]
-                m = block_maxima(tops[0], tops[1], tops[2], tops[3], EXCHANGED, FOUR)  # type: ignore[misc]
+                m = block_maxima(tops[0], tops[1], tops[2], tops[3], EXCHANGED, FOUR)
                 gl.store(p_top + i_4, scored(m, b_f), mask=m_1)
-                m = block_maxima(lows[0], lows[1], lows[2], lows[3], EXCHANGED, FOUR)  # type: ignore[misc]
+                m = block_maxima(lows[0], lows[1], lows[2], lows[3], EXCHANGED, FOUR)
                 gl.store(p_low + i_4, scored(m, b_f), mask=m_2)
         warpgroup_mma_wait(0, deps=(top,))
     if FILL:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# mypy: allow-untyped-defs, disable-error-code="assignment, misc"
+# mypy: allow-untyped-defs, disable-error-code="assignment"
 # ruff: noqa: RUF005 (kernels know no unpacking)
 """Scores and selects in one kernel: the scores of a tile never leave the multiprocessor.
 
@@ -47,8 +47,8 @@ def empty_list(ROWS: tl.constexpr, SLOTS: tl.constexpr):
     values = (tl.full([ROWS], float("-inf"), tl.float32),)
     ids = (tl.full([ROWS], _NONE, tl.int32),)
     for _ in tl.static_range(SLOTS - 1):
-        values = values + (values[0],)  # type: ignore[assignment]
-        ids = ids + (ids[0],)  # type: ignore[assignment]
+        values = values + (values[0],)
+        ids = ids + (ids[0],)
     return values, ids
 
 
@@ -70,7 +70,7 @@ def insert(values, ids, x, i_x, SLOTS: tl.constexpr):
         if j == SLOTS - 1:
             new_values, new_ids = value, id_
         else:
-            new_values, new_ids = value + new_values, id_ + new_ids  # type: ignore[assignment]
+            new_values, new_ids = value + new_values, id_ + new_ids
     return new_values, new_ids
 
 

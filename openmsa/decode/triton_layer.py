@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment"
 # ruff: noqa: RUF005 (kernels know no unpacking)
 """A decode layer of a small batch in one launch: scoring, selection, attention and merge.
 

@@ -67,7 +67,7 @@ class Bounds(NamedTuple):
     q_offset:  [batch], positions of the first queries; None where queries are the last positions of their keys.
     """
 
-    cu_q: Tensor | None
+    cu_q: Any
     cu_k: Tensor | None
     seq_lens: Tensor | None
     q_offset: Tensor | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment, misc"
 # ruff: noqa: RET505, RUF005 (kernels return from branches on constants and know no unpacking)
 """The kernel of split decode attention: the walks over tiles of selected keys, plain and stored, and the merge of partials.
 
