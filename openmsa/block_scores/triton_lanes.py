@@ -182,7 +182,7 @@ def lane_kernel(
     b_m = tl.full([STEP, ROWS], float("-inf"), tl.float32)  # of the chunks of a tile so far
     for i in tl.range(first * CHUNKS, i_full * CHUNKS, num_stages=STAGES):
         i_t = i // CHUNKS
-        i_k = tile_start(i_t, CUT.block, CUT.keys, 1, CUT.parts)
+        i_k = tile_start(i_t, CUT)
         p_k, o_g, there = lane_tile(keys, page_row, i_h, i_k, k_start, num_pages, PAGING, CUT.tile)
         for i_n in tl.static_range(0, CHUNK, STEP):
             i_n += i % CHUNKS * CHUNK
@@ -197,7 +197,7 @@ def lane_kernel(
             b_m = tl.full([STEP, ROWS], float("-inf"), tl.float32)
     # 4. Tiles at the end of the keys, with a mask.
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
-        i_k = tile_start(i_t, CUT.block, CUT.keys, 1, CUT.parts)
+        i_k = tile_start(i_t, CUT)
         m = lane_maxima_masked(b_q, keys, page_row, i_h, i_k, i_last, k_start, k_len, num_pages, FORM, PAGING, CUT.tile)
         if CUT.parts == 2:
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)

@@ -74,7 +74,7 @@ def score_kernel(
         held = tl.full([ROWS, 8], float("-inf"), tl.float32)
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
     for i_t in tl.range(first, i_full, num_stages=STAGES):
-        i_k = tile_start(i_t, CUT.block, CUT.keys, CUT.sub, CUT.parts)
+        i_k = tile_start(i_t, CUT)
         m = score_tile(
             b_q, keys, tma, page_row, i_h, i_k, i_last, k_start, k_len, num_pages, FORM, PAGING, CUT, PRODUCT, False, False
         )  # fmt: skip
@@ -94,7 +94,7 @@ def score_kernel(
         )
     # 4. Tiles on the diagonal and at the end of the keys, with a mask.
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
-        i_k = tile_start(i_t, CUT.block, CUT.keys, CUT.sub, CUT.parts)
+        i_k = tile_start(i_t, CUT)
         m = score_tile(
             b_q, keys, tma, page_row, i_h, i_k, i_last, k_start, k_len, num_pages, FORM, PAGING, CUT, PRODUCT, True, True
         )  # fmt: skip

@@ -213,7 +213,7 @@ def bounds_kernel(
     p_w += tl.arange(0, WORDS)
     # 3. Tiles that all rows see whole, then those at the end of the keys, with a mask.
     for i_t in tl.range(first, i_full, num_stages=STAGES):
-        i_k = tile_start(i_t, CUT.block, CUT.keys, CUT.sub, CUT.parts)
+        i_k = tile_start(i_t, CUT)
         m, words = bound_tile(
             b_n, b_unit, b_norm, b_grain, keys, tma, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             DIM, DIM_PAD, PAGING, CUT, False,
@@ -224,7 +224,7 @@ def bounds_kernel(
         store_maxima(p_b, m, None, i_t, num_blocks, s_block, m_c, CUT.sub, CUT.parts)
         tl.store(p_w + i_t * WORDS, words.to(candidates.dtype.element_ty), eviction_policy="evict_last")
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
-        i_k = tile_start(i_t, CUT.block, CUT.keys, CUT.sub, CUT.parts)
+        i_k = tile_start(i_t, CUT)
         m, words = bound_tile(
             b_n, b_unit, b_norm, b_grain, keys, tma, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
             DIM, DIM_PAD, PAGING, CUT, True,

@@ -177,7 +177,7 @@ def rescore_kernel(
         i_16 = (i_b % SUB * WORDS)[:, None] + o_w % (TILE // 16)  # words in a tile
         i_tile = (i_b // SUB * PARTS)[:, None] + o_w // (TILE // 16)
         words = candidate_words(candidates, i_tile, i_16, m_b, i_r // 4, TILE).reshape(SLOTS)
-        i_16 = (tile_start(i_tile, CUT.block, CUT.keys, SUB, PARTS) + i_16 * 16).reshape(SLOTS)
+        i_16 = (tile_start(i_tile, CUT) + i_16 * 16).reshape(SLOTS)
         if PAGING.mode == 1:  # a tile lies in one page
             i_page = tl.load(page_row + page_number(i_16, PAGING.page_size), mask=i_16 < k_len, other=-1)
         words &= (1 << tl.minimum(tl.maximum(i_last + 1 - i_16, 0), 16)) - 1  # keys that the row sees

@@ -134,7 +134,7 @@ def fused_kernel(
     values, ids = empty_list(ROWS, SLOTS)
     best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
     for i_t in tl.range(INIT * PARTS, i_full, num_stages=STAGES):
-        i_k = tile_start(i_t, BLOCK, CUT.keys, CUT.sub, PARTS)
+        i_k = tile_start(i_t, CUT)
         m = score_tile(
             b_q, keys, tma, page_row, i_h, i_k, i_last, k_start, k_len, num_pages, FORM, PAGING, CUT, PRODUCT, False, False
         )  # fmt: skip
@@ -147,7 +147,7 @@ def fused_kernel(
         values, ids = insert(values, ids, m, i_t // PARTS, SLOTS)
     # 4. Tiles at the end of what rows see.
     for i_t in tl.range(i_full, i_end, num_stages=1):
-        i_k = tile_start(i_t, BLOCK, CUT.keys, CUT.sub, PARTS)
+        i_k = tile_start(i_t, CUT)
         m = score_tile(
             b_q, keys, tma, page_row, i_h, i_k, i_last, k_start, k_len, num_pages, FORM, PAGING, CUT, PRODUCT, True, LOCAL == 0
         )  # fmt: skip

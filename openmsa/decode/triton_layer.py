@@ -114,7 +114,7 @@ def pages_ahead(i, table, index_capacity, scoring, splits, tiles, SCORING: tl.co
     SHARE: tl.constexpr = SCORING.share
     pages = ()
     for u in tl.static_range(SHARE):
-        i_k = tile_start(i % splits * tiles + u, TILE.block, TILE.keys, TILE.sub, TILE.parts)
+        i_k = tile_start(i % splits * tiles + u, TILE)
         p_page = table.ids + (i // splits // SCORING.key_heads).to(tl.int64) * table.s_sequence + i_k // SCORING.page
         exists = (i < scoring) & (u < tiles) & (i_k < index_capacity)
         pages = pages + (tl.load(p_page, mask=exists, other=-1, cache_modifier=".cg"),)  # The L1 cache would keep them.
@@ -131,7 +131,7 @@ def fetch_share(i, pages, keys, index_pages, splits, tiles, SCORING: tl.constexp
     i_h = i // splits % SCORING.key_heads
     o_n = tl.arange(0, TILE.tile)
     for u in tl.static_range(SHARE):
-        i_k, i_page = tile_start(i % splits * tiles + u, TILE.block, TILE.keys, TILE.sub, TILE.parts), pages[u]
+        i_k, i_page = tile_start(i % splits * tiles + u, TILE), pages[u]
         exists = (i_page >= 0) & (i_page < index_pages)
         p_k = keys.data + i_page.to(tl.int64) * keys.s_page + i_h.to(tl.int64) * keys.s_head
         for line in tl.static_range(LINES):
@@ -153,7 +153,7 @@ def score_share(
     i_split, i_s, i_h = i % splits, i // splits // SCORING.key_heads, i // splits % SCORING.key_heads
     first = i_split * tiles
     o_u = tl.arange(0, SCORING.share)
-    b_start = tile_start(first + o_u, TILE.block, TILE.keys, TILE.sub, TILE.parts)
+    b_start = tile_start(first + o_u, TILE)
     p_page = table.ids + i_s.to(tl.int64) * table.s_sequence + b_start // SCORING.page
     b_page = tl.load(p_page, mask=(b_start < index_capacity) & (o_u < tiles), other=-1)  # needs no length
     length = tl.load(index.seq_lens + i_s)
@@ -171,7 +171,7 @@ def score_share(
     # 2. The walk over the tiles.
     for u in tl.range(0, last, num_stages=SCORING.num_stages):
         i_t = first + u
-        i_k = tile_start(i_t, TILE.block, TILE.keys, TILE.sub, TILE.parts)
+        i_k = tile_start(i_t, TILE)
         i_page = tl.sum(tl.where(o_u == u, b_page, 0), 0)
         if tma is not None:  # A page outside the pool reads as zeros.
             b_k = tma.load([i_page, i_h, i_k % SCORING.page, 0]).reshape(TILE.tile, SCORING.dim_pad)

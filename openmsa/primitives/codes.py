@@ -118,7 +118,6 @@ def e4m3_numbers(b_x, PRODUCT: tl.constexpr):
 
 
 PLAIN, E4M3, INT8, NVFP4, MXFP4 = 0, 1, 2, 3, 4
-NO_SCALE, TILE_SCALE, KEY_SCALE = 0, 1, 2
 
 
 def padded(dim: int, format: int) -> int:

@@ -163,30 +163,21 @@ def _row_numbers(shape: torch.Size) -> tuple[int, int, int, int]:
     return (shape[1] * shape[2], shape[2], 1, 0) if len(shape) == 4 else (0, 1, shape[1], 0)
 
 
-def tma_strides(pool: Tensor) -> list[int] | None:
-    """Strides with which the copy engine reads tiles of a pool ``[pages, heads, rows, columns]``, or None where it cannot.
+def tma_tiles(pool: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+    """A TMA descriptor of tiles ``[1, 1, rows, columns]`` of a pool ``[pages, heads, rows, columns]``, where columns of a tile
+    are a power of two; None where the copy engine cannot read them.
 
     It can where columns are contiguous, 16 bytes to 256 elements, and the address and all other strides multiples of 16 bytes.
     The stride of a dimension of one is never used, so any will do."""
     size = pool.element_size()
-    (pages, heads, rows, columns), (s_page, s_head, s_row, s_column) = pool.shape, pool.stride()
-    if s_column != 1 or columns * size < 16 or columns > 256 or pages * heads * rows == 0 or pool.data_ptr() % 16:
+    (pages, heads, length, width), (s_page, s_head, s_row, s_column) = pool.shape, pool.stride()
+    if s_column != 1 or width * size < 16 or width > 256 or pages * heads * length == 0 or pool.data_ptr() % 16:
         return None
-    s_page, s_head, s_row = 16 if pages == 1 else s_page, 16 if heads == 1 else s_head, 16 if rows == 1 else s_row
+    s_page, s_head, s_row = 16 if pages == 1 else s_page, 16 if heads == 1 else s_head, 16 if length == 1 else s_row
     even = (s_page | s_head | s_row) * size % 16 == 0
-    fits = even and min(s_page, s_head, s_row) > 0 and max(s_page, s_head, s_row) * size < 2**40
-    return [s_page, s_head, s_row, 1] if fits else None
-
-
-def fits_tma(pool: Tensor) -> bool:
-    """Whether the copy engine can read tiles of a pool (`tma_strides`)."""
-    return tma_strides(pool) is not None
-
-
-def tma_tiles(pool: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
-    """A TMA descriptor of tiles ``[1, 1, rows, columns]`` of a pool, columns a power of two; None where it does not fit."""
-    strides = tma_strides(pool)
-    return None if strides is None else TensorDescriptor(pool, list(pool.shape), strides, [1, 1, rows, columns])
+    if not even or min(s_page, s_head, s_row) <= 0 or max(s_page, s_head, s_row) * size >= 2**40:
+        return None
+    return TensorDescriptor(pool, list(pool.shape), [s_page, s_head, s_row, 1], [1, 1, rows, columns])
 
 
 class Tile(NamedTuple):
@@ -225,10 +216,6 @@ class Tile(NamedTuple):
     def count(self, num_blocks: int) -> int:
         """How many tiles cover so many blocks."""
         return -(-num_blocks // self.sub) * self.parts
-
-    def constexprs(self) -> dict[str, int]:
-        """The numbers by name, for kernels that take each as a constexpr."""
-        return {"BLOCK": self.block, "TILE": self.tile, "KEYS": self.keys, "SUB": self.sub, "PARTS": self.parts}
 
 
 class Paging(NamedTuple):
@@ -287,9 +274,9 @@ PACKED = Paging(FLAT, 1)
 
 
 @triton.jit
-def tile_start(i_t, BLOCK: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr):
+def tile_start(i_t, CUT: tl.constexpr):
     """The first key of tile i_t."""
-    return i_t * KEYS if PARTS == 1 else (i_t // PARTS) * BLOCK + (i_t % PARTS) * (BLOCK - KEYS)
+    return i_t * CUT.keys if CUT.parts == 1 else (i_t // CUT.parts) * CUT.block + (i_t % CUT.parts) * (CUT.block - CUT.keys)
 
 
 @triton.jit

@@ -19,7 +19,6 @@ from openmsa.primitives.rows import (
     KeyTiles,
     KeyView,
     Tile,
-    fits_tma,
     pool_of,
     tma_tiles,
 )
@@ -47,7 +46,6 @@ TABLE = torch.zeros(4, 5, dtype=torch.int32)
     ],
 )
 def test_what_the_copy_engine_reads(pool, fits):
-    assert fits_tma(pool) == fits
     tiles = tma_tiles(pool, 16, 64)
     assert (tiles is not None) == fits
     if fits:
