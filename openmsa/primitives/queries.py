@@ -117,6 +117,18 @@ def raised(b_q):
 
 
 @triton.jit
+def in_range(b_q, scale):
+    """bfloat16 rows times powers of two, so that float16 holds them exactly (but for what is 2**30 times smaller than the
+    largest of its row), and the scale of each row divided by them."""
+    largest = tl.max(tl.abs(b_q.to(tl.float32)), 1)
+    exponent = largest.to(tl.int32, bitcast=True) >> 23
+    power = tl.minimum(268 - exponent, 187)  # the largest comes between 2**14 and 2**15, or is multiplied by 2**60
+    factor = (power << 23).to(tl.float32, bitcast=True)
+    scale = tl.maximum(scale * ((254 - power) << 23).to(tl.float32, bitcast=True), 1e-37)
+    return b_q.to(tl.float32) * factor[:, None], scale
+
+
+@triton.jit
 def float16_rows(b_q):
     """Rows of queries in float16 times powers of two, bf16 ones `raised`; and what, times 2**8, makes scores of their products
     with e2m1 numbers times 2**-14."""

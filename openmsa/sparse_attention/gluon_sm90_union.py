@@ -23,32 +23,33 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from openmsa.primitives import queries as query_rows
 from openmsa.primitives.operands import KeyRows, QueryRows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.integers import ceil_div
 from openmsa.runtime.launch import launch_kernel
-from openmsa.sparse_attention import triton_lists, triton_union
+from openmsa.sparse_attention import triton_lists
 from openmsa.sparse_attention.triton_config import PrefillConfig
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Keys
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
 
 OPTIONS = {"STAGES": 3, "ATTEND_REGISTERS": 208, "CONVERT_REGISTERS": 96, "num_warps": 4}
 """Registers of a thread that attends to second tiles, and of one that converts; those of first tiles get what is left of 504.
-Eight less for those that attend cost 8 % where values no longer fit."""
+Fewer for those that attend cost time: values no longer fit."""
 LONGEST_ROW = 1 << 24
 """Elements from a key to the next: offsets within a block are of 32 bits."""
 BLOCK = gl.constexpr(128)
 """Keys of a block, and of a tile of the ring."""
 HALF = gl.constexpr(64)
-"""Of its keys, converted at a time."""
+"""Keys of a block that are converted at a time."""
 DIM = gl.constexpr(128)
-"""Of heads."""
+"""Elements of a head."""
 ROWS = gl.constexpr(64)
-"""Of a tile of queries, tokens times heads."""
+"""Rows of a tile of queries: tokens times heads."""
 NOTHING = gl.constexpr(1 << 30)
-"""In the place of a block behind the end of a list."""
+"""It stands in the place of a block behind the end of a list."""
 
-in_range = gluon.jit(triton_union.in_range.fn)  # the same sources, in Gluon
+in_range = gluon.jit(query_rows.in_range.fn)  # the same sources, in Gluon
 load_tile = gluon.jit(triton_lists.load_tile.fn)
 
 
@@ -377,7 +378,7 @@ def serves(device: Device, queries: QueryRows, keys: Keys, config: PrefillConfig
 
 
 def _rows(rows: KeyRows) -> KeyRows:
-    """The same with strides of 16 where there is one page, head or row, whose stride is never used."""
+    """These rows with strides of 16 where there is one page, head or row, whose stride is never used."""
     pages, heads, keys, _ = rows.data.shape
     s_page, s_head = 16 if pages == 1 else rows.s_page, 16 if heads == 1 else rows.s_head
     return rows._replace(s_page=s_page, s_head=s_head, s_row=16 if keys == 1 else rows.s_row)

@@ -102,7 +102,7 @@ def copies_of(keys: Keys, dtype: torch.dtype) -> Keys:
 
 
 def _room(keys: Keys, view: KeyView, dtype: torch.dtype) -> KeyView:
-    """The same keys, or values, as numbers that are still to be written."""
+    """Room for the numbers of these keys or values, which nothing has written yet."""
     pool = torch.empty((1, keys.heads, keys.total, view.dim), dtype=dtype, device=view.rows.data.device)
     s_page, s_head, s_row, s_dim = pool.stride()
     rows = view.rows._replace(data=pool, s_page=s_page, s_head=s_head, s_row=s_row, s_dim=s_dim, scales=None)

@@ -99,7 +99,7 @@ class Keys(NamedTuple):
         return self.by_row and block_size % config.union_keys == 0
 
     def descriptors(self, config: PrefillConfig, block_size: int) -> Descriptors:
-        """Of boxes of one step of the union kernel, where it may and can read them."""
+        """Descriptors of boxes of one step of the union kernel, where it may and can read them."""
         if not config.union_tma or not self.steps_by_row(config, block_size) or self.k.form.split > 1:
             return None, None
         columns = padded_dim(self.k.dim, self.dtype)

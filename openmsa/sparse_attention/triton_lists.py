@@ -40,15 +40,15 @@ from openmsa.types import Layout
 
 NO_REST, KV_OUTER, FEW = (tl.constexpr(i) for i in range(3))  # where tiles go that do not stay together
 TILE_FIELDS = tl.constexpr(4)
-"""Of a tile: first token, number of tokens, sequence, position of the first token."""
+"""A tile is its first token, number of tokens, sequence, position of the first token."""
 SIZE_FIELDS = tl.constexpr(2)
-"""Of a union list: its blocks (-1: the tile does not stay together), and how many of them all its queries see whole."""
+"""The sizes of a union list are its blocks (-1: the tile does not stay together), and those that all its queries see whole."""
 ITEM_FIELDS = tl.constexpr(4)
-"""Of an item: begin and end in the entries, sequence, block (-1 - block: some query of its list sees only a part of it)."""
+"""An item is its begin and end in the entries, sequence, block (-1 - block: some query of its list sees only a part of it)."""
 UNIT_FIELDS = tl.constexpr(8)
-"""Of a unit: first key row, keys to read, block, sequence, keys of the sequence, position of token 0; two are unused."""
+"""A unit is its first key row, keys to read, block, sequence, keys of the sequence, position of token 0; two are unused."""
 COUNT_FIELDS = tl.constexpr(2)
-"""Of the number of a head's units: those from the front, those from the back."""
+"""The units of a head are counted twice: those from the front, those from the back."""
 SCAN_STEP = 2048
 """Buckets that a program adds up at a time."""
 ALIGNED = 4

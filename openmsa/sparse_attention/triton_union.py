@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from openmsa.kv_cache.triton_numbers import NVFP4
+from openmsa.primitives.queries import in_range
 from openmsa.primitives.softmax import inverse_sums, nothing_read, online_step, store_result
 from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention.triton_config import KeyCut
@@ -28,18 +29,6 @@ from openmsa.sparse_attention.triton_keys import (
     row_place,
 )
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall, load_tile
-
-
-@triton.jit
-def in_range(b_q, scale):
-    """bfloat16 rows times powers of two, so that float16 holds them exactly (but for what is 2**30 times smaller than the
-    largest of its row), and the scale of each row divided by them."""
-    largest = tl.max(tl.abs(b_q.to(tl.float32)), 1)
-    exponent = largest.to(tl.int32, bitcast=True) >> 23
-    power = tl.minimum(268 - exponent, 187)  # the largest comes between 2**14 and 2**15, or is multiplied by 2**60
-    factor = (power << 23).to(tl.float32, bitcast=True)
-    scale = tl.maximum(scale * ((254 - power) << 23).to(tl.float32, bitcast=True), 1e-37)
-    return b_q.to(tl.float32) * factor[:, None], scale
 
 
 @triton.jit
