@@ -2,7 +2,6 @@
 """Decode plans: the same results as the stages, over steps updated in place, through the stages and through the kernels."""
 
 import importlib.util
-from dataclasses import replace
 
 import pytest
 import torch
@@ -226,7 +225,7 @@ def test_parts_may_be_split(device, monkeypatch):
     def attend(batch, sizes, facts, form):
         config = whole(batch, sizes, facts, form)
         splits = 1 if batch == 4 else 2
-        return replace(config, splits=splits, tiles=config.tiles * config.splits // splits)
+        return config._replace(splits=splits, tiles=config.tiles * config.splits // splits)
 
     whole = kernels._attend
     monkeypatch.setattr(kernels, "_attend", attend)
@@ -239,7 +238,7 @@ def test_parts_may_be_split(device, monkeypatch):
     for _ in range(2):
         poison(plan)
         for x in partials:
-            x.part.fill_(torch.nan), x.part_lse.fill_(torch.nan)
+            x.rows.fill_(torch.nan), x.lse.fill_(torch.nan)
         check(plan, p, plan.run(p.q.to(device), kv, p.index_q.to(device), keys))
         for x in partials:
             assert x.arrived.numel()

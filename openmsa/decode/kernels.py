@@ -93,12 +93,12 @@ class Kernels:
         lse: Tensor,
     ) -> None:
         """Runs one layer; the arguments are taken as checked."""
-        config, format = self.one_launch[kv.batch - 1], index_keys.format
-        plain = kv.format == "plain" and format in ("plain", "certified")
-        if config is None or self.words is None or not (plain and isinstance(q, Tensor) and isinstance(index_q, Tensor)):
+        config, keys = self.one_launch[kv.batch - 1], index_keys.keys
+        plain = isinstance(q, Tensor) and isinstance(kv.k, Tensor) and isinstance(index_q, Tensor)
+        if config is None or self.words is None or not (plain and isinstance(keys, (Tensor, CertifiedKeys))):
             self._stages(Step(q, kv, index_q, index_keys, softmax_scale, blocks, out, lse))
             return
-        exact = exact_keys(index_keys) if format == "certified" else index_keys
+        exact = exact_keys(index_keys) if isinstance(keys, CertifiedKeys) else index_keys
         assert isinstance(exact, PagedIndexKeys)
         step = Step(q, kv, index_q, exact, softmax_scale, blocks, out, lse)
         for kind in (SCORE, ATTEND, MERGE) if self.interpreted else (EVERY,):

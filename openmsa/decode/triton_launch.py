@@ -140,9 +140,10 @@ def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = F
     if programs == 0:
         return
     assert isinstance(pool, Tensor)
+    (batch, pages), page_size = table.shape, sizes.page_size
     scoring, attending = constants(config, sizes)
     tma = tma_tiles(pool, scoring.tile.tile, scoring.dim_pad) if devices.facts(pool.device).has_tma else None
-    read = kv.batch * sizes.index_key_heads * sizes.num_blocks * sizes.block_size * sizes.index_dim * pool.element_size()
+    read = batch * sizes.index_key_heads * sizes.num_blocks * sizes.block_size * sizes.index_dim * pool.element_size()
     launch_kernel(
         layer_kernel,
         (programs,),
@@ -164,7 +165,8 @@ def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = F
         blocks,
         Output.of(out, lse),
         softmax_scale,
-        *(sizes.new_tokens, sizes.num_blocks, index_keys.num_pages, index_keys.capacity, kv.num_pages, kv.capacity),
+        *(sizes.new_tokens, sizes.num_blocks, pool.shape[0], pages * page_size),
+        *(kv.k.shape[0], kv.page_table.shape[1] * page_size),
         *(config.score_splits, config.score_tiles, attend.tiles, config.scoring, config.attending, config.programs),
         SCORING=scoring,
         ATTENDING=attending,
