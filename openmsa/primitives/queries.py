@@ -193,13 +193,14 @@ def query_factors(
     if PRODUCT.grouped:
         GROUPS: tl.constexpr = triton.next_power_of_2(PRODUCT.dim // (16 if FORM.format == 3 else 32))
         return grouped_parts(b_q, GROUPS, FORM.split)
-    if PRODUCT.swap and PRODUCT.rows < 16:
-        b_q = spread_rows(b_q, 16)
-    if FORM.format >= 2:
-        b_q = query_parts(b_q, FORM.split)
-    if HOLD:
-        b_q = hold_rows(b_q, PRODUCT.dim_pad)
-    return b_q
+    else:
+        if PRODUCT.swap and PRODUCT.rows < 16:
+            b_q = spread_rows(b_q, 16)
+        if FORM.format >= 2:
+            b_q = query_parts(b_q, FORM.split)
+        if HOLD:
+            b_q = hold_rows(b_q, PRODUCT.dim_pad)
+        return b_q
 
 
 @triton.jit
