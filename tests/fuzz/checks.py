@@ -163,7 +163,9 @@ class Round:
         """Compares out and lse."""
         blocks = None if blocks is None else blocks.cpu()
         near = self.near
-        if self.case.keys == "e4m3 page" and "dense" not in name and (self.interpreted or self.device != "cpu"):
+        scales = getattr(getattr(self.here.kv[0], "v", None), "scale", None)
+        by_page = self.case.keys.startswith("e4m3") and scales is not None and scales.dim() == 2
+        if by_page and "dense" not in name and (self.interpreted or self.device != "cpu"):
             near = torch.bfloat16  # in which Triton's prefill kernels weigh values that have a scale a page
         key = causal, near, blocks if blocks is None else blocks.numpy().tobytes()
         if key not in self.known:
