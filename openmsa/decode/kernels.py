@@ -19,10 +19,10 @@ from openmsa.kv_cache import E4M3, CertifiedKeys, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.rows import KeyTiles, Tile
 from openmsa.primitives.scoring import Lengths
+from openmsa.primitives.softmax import Partials
 from openmsa.runtime import devices
 from openmsa.runtime.integers import ceil_div
 from openmsa.sparse_attention import triton_decode
-from openmsa.sparse_attention.triton_decode_kernel import Partials
 
 FORMATS = ("plain", "e4m3", "nvfp4")
 """Formats of keys and values that the kernels read."""

@@ -19,10 +19,10 @@ from openmsa.block_topk.triton_certified import Selection, Workspace
 from openmsa.decode.triton_launch import Sizes, Step
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV
 from openmsa.primitives.scoring import Lengths
+from openmsa.primitives.softmax import Partials
 from openmsa.runtime import devices
 from openmsa.runtime.integers import next_power_of_two
 from openmsa.sparse_attention import triton_decode
-from openmsa.sparse_attention.triton_decode_kernel import Partials
 
 LEAST_BYTES = 1 << 30
 """Bytes of exact index keys from which two parts pay on an H200 where attention to the step is not split."""

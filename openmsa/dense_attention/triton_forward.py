@@ -31,12 +31,13 @@ from openmsa.dense_attention.triton_config import (
     Forms,
     configure,
 )
-from openmsa.dense_attention.triton_kernel import Partials, dense_kernel
+from openmsa.dense_attention.triton_kernel import dense_kernel
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
 from openmsa.kv_cache.stored import format_of, out_dtype
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, QueryRows, Scores
 from openmsa.primitives.rows import pool_of, tma_tiles
+from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import ceil_div
@@ -169,6 +170,9 @@ def _launch(
     staged = None
     if config.stages_rows(keys.format > 0 or isinstance(q, E4M3), q.dtype == torch.float16, device.arch):
         staged = (torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out).view(torch.int16)
+    programs, partials = seqs.batch * tiles * num_kv_heads, UNSPLIT
+    if splits > 1:
+        partials = Partials.allocate(programs, programs * splits, cut.rows, cut.dim, out_dtype(q), q.device)
     capacity = page_rows if table is None else table.shape[1] * page_rows * (num_pages > 0)
     launch_kernel(
         dense_kernel,
@@ -182,7 +186,7 @@ def _launch(
         _output(out, lse),
         Scores(None, 0, 0, 1) if max_score is None else Scores(max_score, max_score.stride(0), max_score.stride(1), 1),
         staged,
-        _partials(splits, seqs.batch * tiles * num_kv_heads, cut, out_dtype(q), q.device),
+        partials,
         softmax_scale * LOG2_E,
         *(tiles, splits, num_pages, 0 if max_score is None else max_score.shape[2], capacity),
         CUT=cut,
@@ -211,14 +215,3 @@ def _output(out: Tensor | None, lse: Tensor | None) -> Output:
     """The results that are not None, whose elements and heads lie side by side."""
     token, head = (0, 0) if out is None else (out.stride(0), out.stride(1))
     return Output(out, token, head, 1, lse, 0 if lse is None else lse.stride(0), 1)
-
-
-def _partials(splits: int, tiles: int, cut: Cut, dtype: torch.dtype, device: torch.device) -> Partials:
-    """Memory for the results of each split, which nobody has filled, and counters at 0."""
-    if splits == 1:
-        return Partials(None, None, None)
-    return Partials(
-        torch.empty(tiles * splits * cut.rows * cut.dim, dtype=dtype, device=device),
-        torch.empty(tiles * splits * cut.rows, dtype=torch.float32, device=device),
-        torch.zeros(tiles, dtype=torch.int32, device=device),
-    )

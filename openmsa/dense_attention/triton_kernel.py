@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from openmsa.dense_attention import triton_config
 from openmsa.kv_cache.triton_numbers import E4M3, NVFP4, PLAIN, e4m3, swizzled_byte, swizzled_word
@@ -42,19 +41,6 @@ shl.b32 e, b, 9;  and.b32 e, e, 0x0E000E00;  shl.b32 s, b, 12;  and.b32 s, s, 0x
 shl.b32 e, a, 5;  and.b32 e, e, 0x0E000E00;  shl.b32 s, a, 8;  and.b32 s, s, 0x80008000;  or.b32 $2, e, s;
 shl.b32 e, b, 5;  and.b32 e, e, 0x0E000E00;  shl.b32 s, b, 8;  and.b32 s, s, 0x80008000;  or.b32 $3, e, s;
 }""")
-
-
-class Partials(NamedTuple):
-    """What programs that share the keys of a tile leave behind; None each where a tile has one program.
-
-    rows:    [tiles, splits, rows, head_dim], normalised and rounded as the outputs are.
-    lse:     float32 [tiles, splits, rows], their logarithms to base 2 of sums of exponentials.
-    arrived: int32 [tiles], how many programs have come; 0 before and after every launch.
-    """
-
-    rows: Tensor | None
-    lse: Tensor | None
-    arrived: Tensor | None
 
 
 class HeadRows(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,11 +22,26 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class Partials(NamedTuple):
-    """What programs leave that have read a part of a row's keys: softmax over that part. rows: the results, dim elements each,
-    contiguous. lse: float32, the base-2 logarithm of each row's sum of exponentials."""
+    """What programs leave that have read a part of a row's keys: softmax over that part. All are None where no row is split.
 
-    rows: Tensor
-    lse: Tensor
+    rows:     the results, contiguous, dim elements each, rounded as the writer likes.
+    lse:      float32, the base-2 logarithm of each row's sum of exponentials.
+    arrived:  int32, how many programs of each tile have come, where the last one to come merges; 0 before and after a launch.
+    """
+
+    rows: Tensor | None
+    lse: Tensor | None
+    arrived: Tensor | None = None
+
+    @classmethod
+    def allocate(cls, tiles: int, partials: int, rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Partials:
+        """tiles: groups of programs that merge, of `rows` rows each. partials: tiles x splits of a launch that splits, or 0."""
+        results = torch.empty(partials * rows * dim, dtype=dtype, device=device)
+        lse = torch.empty(partials * rows, dtype=torch.float32, device=device)
+        return cls(results, lse, torch.zeros(tiles if partials else 0, dtype=torch.int32, device=device))
+
+
+UNSPLIT = Partials(None, None, None)
 
 
 class Result(NamedTuple):

@@ -20,11 +20,12 @@ from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, Selection
 from openmsa.primitives.queries import query_rows
 from openmsa.primitives.rows import UNSCALED, Form, Scales
+from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.integers import ceil_div, next_power_of_two
 from openmsa.runtime.launch import launch_kernel
-from openmsa.sparse_attention.triton_decode_kernel import UNSPLIT, Partials, Shape, sparse_decode_kernel
+from openmsa.sparse_attention.triton_decode_kernel import Shape, sparse_decode_kernel
 from openmsa.types import Layout
 
 MIN_KEYS = 256
@@ -153,8 +154,7 @@ def padded_dim(head_dim: int, form: int) -> int:
 
 
 def key_rows(rows: Tensor | Stored) -> tuple[KeyRows, Scales]:
-    """Shows kernels a pool [pages, heads, rows, dim], or packed rows [total, heads, dim] as the only page; codes are read as
-    int16 words."""
+    """Shows kernels a pool [pages, heads, rows, dim], or packed rows [total, heads, dim]; codes are read as int16 words."""
     if isinstance(rows, Stored):
         data, scales = rows.data.view(torch.uint8).view(torch.int16), Scales.of(rows, words=4)
     else:

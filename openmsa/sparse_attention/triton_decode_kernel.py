@@ -27,10 +27,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.kv_cache.triton_numbers import e4m3, swizzled_byte
@@ -53,32 +51,6 @@ class Shape(NamedTuple):
     topk: int
     block: int
     page: int
-
-
-class Partials(NamedTuple):
-    """What the splits of one launch at a time leave for its merge, None where nothing is split. `arrived` is zero before and
-    after each launch.
-
-    rows:     in the dtype of the outputs [programs, splits, rows, head_dim].
-    lse:      float32 [programs, splits, rows], base 2.
-    arrived:  int32 [programs].
-    """
-
-    rows: Tensor | None
-    lse: Tensor | None
-    arrived: Tensor | None
-
-    @classmethod
-    def allocate(
-        cls, programs: int, partials: int, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> Partials:
-        """programs: tokens x KV heads x row tiles. partials: the most programs x splits of a launch that splits, or 0."""
-        part = torch.empty(partials * rows * head_dim, dtype=dtype, device=device)
-        lse = torch.empty(partials * rows, dtype=torch.float32, device=device)
-        return cls(part, lse, torch.zeros(programs if partials else 0, dtype=torch.int32, device=device))
-
-
-UNSPLIT = Partials(None, None, None)
 
 
 @triton.jit
