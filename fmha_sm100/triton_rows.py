@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openmsa.primitives.operands import Scores
-from openmsa.runtime.integers import ceil_div, next_power_of_two
-from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 
 COLUMNS = 256
 """A program of `cut_kernel` copies so many pages."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from openmsa.inputs import ScoringCall, check_scoring
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.runtime import refusals
+from openmsa.runtime import dispatch
 from openmsa.runtime.dispatch import Implementation, Stage, never
 from openmsa.types import Sequences
 
@@ -50,8 +50,8 @@ TRITON_READS = {"index_q": ("plain", "e4m3"), "index_k": ("plain", "e4m3", "int8
 
 
 def _refuse_triton(call: ScoringCall) -> str | None:
-    reason = refusals.unless_reads(TRITON_READS, index_q=call.index_q, index_k=call.index_k)
-    return reason or refusals.unless_cuda_inference(call.index_q, call.index_k)
+    reason = dispatch.unless_reads(TRITON_READS, index_q=call.index_q, index_k=call.index_k)
+    return reason or dispatch.unless_cuda_inference(call.index_q, call.index_k)
 
 
 STAGE = Stage(
@@ -62,13 +62,13 @@ STAGE = Stage(
         Implementation(
             "cpu",
             "openmsa.block_scores.cpu:block_scores",
-            lambda call: refusals.unless_cpu_inference(call.index_q, call.index_k),
+            lambda call: dispatch.unless_cpu_inference(call.index_q, call.index_k),
         ),
         Implementation(
             "reference",
             "openmsa.block_scores.reference:block_scores",
             never,
-            lambda call: refusals.on_gpu_by_name_only(call.index_q),
+            lambda call: dispatch.on_gpu_by_name_only(call.index_q),
         ),
     ),
 )

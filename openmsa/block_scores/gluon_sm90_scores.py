@@ -35,11 +35,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from openmsa.primitives import scoring
 from openmsa.primitives.operands import QueryRows, Scores
 from openmsa.primitives.rows import KeyTiles, Tile
-from openmsa.primitives.scoring import Lengths
-from openmsa.primitives.walks import Kind, splits
+from openmsa.primitives.scoring import Kind, Lengths, splits
 from openmsa.runtime.devices import Device
-from openmsa.runtime.integers import ceil_div
-from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.launch import ceil_div, launch_kernel
 
 BLOCK = gl.constexpr(128)
 """A block has so many keys, and a tile is one block."""

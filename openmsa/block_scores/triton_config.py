@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import functools
 
-from openmsa.primitives.walks import Config, Kind, tall_rows, walk
+from openmsa.primitives.scoring import Config, Kind, tall_rows, walk
 from openmsa.runtime.devices import Device
-from openmsa.runtime.integers import next_power_of_two
+from openmsa.runtime.launch import next_power_of_two
 
 
 @functools.lru_cache(256)

@@ -14,15 +14,12 @@ from openmsa.block_scores.triton_config import config
 from openmsa.block_scores.triton_lanes import lane_kernel
 from openmsa.block_scores.triton_score_kernel import score_kernel
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.primitives.codes import padded
+from openmsa.primitives.factors import product_type, query_rows
 from openmsa.primitives.operands import QueryRows, Scores
-from openmsa.primitives.queries import product_type, query_rows
-from openmsa.primitives.rows import PAGE_FACTOR, KeyTiles, Tile
-from openmsa.primitives.scoring import Lengths, Product
-from openmsa.primitives.walks import Kind, in_words, kind_of, splits
+from openmsa.primitives.rows import PAGE_FACTOR, KeyTiles, Tile, padded
+from openmsa.primitives.scoring import Kind, Lengths, Product, in_words, kind_of, splits
 from openmsa.runtime.devices import Device, facts
-from openmsa.runtime.integers import ceil_div
-from openmsa.runtime.launch import launch_kernel, runs_hopper_kernels
+from openmsa.runtime.launch import ceil_div, launch_kernel, runs_hopper_kernels
 from openmsa.types import Layout
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from openmsa.primitives.queries import query_factors, row_factors
+from openmsa.primitives.factors import query_factors, row_factors
 from openmsa.primitives.rows import tile_start
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from openmsa.inputs import SelectionCall, TopkCall, check_scores, check_selection
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.runtime import refusals
+from openmsa.runtime import dispatch
 from openmsa.runtime.dispatch import Implementation, Stage, never
 from openmsa.types import Sequences
 
@@ -84,8 +84,8 @@ TRITON_READS = {"index_q": ("plain", "e4m3"), "index_k": ("plain", "e4m3", "int8
 
 
 def _refuse_triton(call: SelectionCall) -> str | None:
-    reason = refusals.unless_reads(TRITON_READS, index_q=call.index_q, index_k=call.index_k)
-    reason = reason or refusals.unless_cuda_inference(call.index_q, call.index_k)
+    reason = dispatch.unless_reads(TRITON_READS, index_q=call.index_q, index_k=call.index_k)
+    reason = reason or dispatch.unless_cuda_inference(call.index_q, call.index_k)
     if reason is None:
         from openmsa.block_topk import triton_select
 
@@ -95,8 +95,8 @@ def _refuse_triton(call: SelectionCall) -> str | None:
 
 def _refuse_triton_certified(call: SelectionCall) -> str | None:
     reads = {"index_q": ("plain",), "index_k": ("certified",)}
-    reason = refusals.unless_reads(reads, index_q=call.index_q, index_k=call.index_k)
-    reason = reason or refusals.unless_cuda_inference(call.index_q, call.index_k)
+    reason = dispatch.unless_reads(reads, index_q=call.index_q, index_k=call.index_k)
+    reason = reason or dispatch.unless_cuda_inference(call.index_q, call.index_k)
     if reason is None:
         from openmsa.block_topk import triton_certified
 
@@ -105,7 +105,7 @@ def _refuse_triton_certified(call: SelectionCall) -> str | None:
 
 
 def _refuse_triton_scores(call: TopkCall) -> str | None:
-    reason = refusals.unless_cuda_inference(call.scores.detach(), dtypes=(torch.float32, torch.float16, torch.bfloat16))
+    reason = dispatch.unless_cuda_inference(call.scores.detach(), dtypes=(torch.float32, torch.float16, torch.bfloat16))
     if reason is None:
         from openmsa.block_topk import triton_topk
 
@@ -114,11 +114,11 @@ def _refuse_triton_scores(call: TopkCall) -> str | None:
 
 
 def _unless_cpu(call: SelectionCall) -> str | None:
-    return refusals.unless_cpu_inference(call.index_q, call.index_k)
+    return dispatch.unless_cpu_inference(call.index_q, call.index_k)
 
 
 def _by_name_only(call: SelectionCall) -> str | None:
-    return refusals.on_gpu_by_name_only(call.index_q)
+    return dispatch.on_gpu_by_name_only(call.index_q)
 
 
 STAGE = Stage(
@@ -148,13 +148,13 @@ SCORES_STAGE = Stage(
         Implementation(
             "cpu",
             "openmsa.block_topk.cpu:select_from_scores",
-            lambda call: refusals.unless_cpu_inference(call.scores.detach()),
+            lambda call: dispatch.unless_cpu_inference(call.scores.detach()),
         ),
         Implementation(
             "reference",
             "openmsa.block_topk.reference:select_from_scores",
             never,
-            lambda call: refusals.on_gpu_by_name_only(call.scores),
+            lambda call: dispatch.on_gpu_by_name_only(call.scores),
         ),
     ),
 )

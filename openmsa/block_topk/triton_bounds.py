@@ -19,9 +19,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.kv_cache import Int8
-from openmsa.primitives import codes
+from openmsa.primitives import operands
+from openmsa.primitives.factors import fixed_point, load_rows, query_rows
 from openmsa.primitives.operands import Scores
-from openmsa.primitives.queries import fixed_point, load_rows, query_rows
 from openmsa.primitives.rows import (
     KeyTiles,
     Tile,
@@ -30,13 +30,24 @@ from openmsa.primitives.rows import (
     key_strides,
     load_keys,
     load_of_keys,
+    padded,
     tile_start,
 )
-from openmsa.primitives.scoring import RUNTIME_LENGTHS, Lengths, rows_of, sequence_bounds, store_maxima, store_visible, tiles_of
-from openmsa.primitives.walks import Config, Kind, splits, walk
+from openmsa.primitives.scoring import (
+    RUNTIME_LENGTHS,
+    Config,
+    Kind,
+    Lengths,
+    rows_of,
+    sequence_bounds,
+    splits,
+    store_maxima,
+    store_visible,
+    tiles_of,
+    walk,
+)
 from openmsa.runtime.devices import Device, facts
-from openmsa.runtime.integers import ceil_div, next_power_of_two
-from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 
 
 @dataclass(frozen=True)
@@ -239,7 +250,7 @@ def bounds_kernel(
 def bounds_config(device: Device, rows: int, dim: int, tile: Tile, indirect: bool, tma: bool) -> Config:
     """Chooses for so many rows, the most that a sequence has for a key head. indirect: whether keys lie in pages."""
     rows = Words.of(rows, tile).rows
-    width = codes.padded(dim, codes.INT8)
+    width = padded(dim, operands.INT8)
     kind = Kind(dim, tile.tile, width, width, False, 0, False, indirect, tma)
     stages, resident = walk(device, max(16, 2 * rows) * width, kind, swap=True)
     return Config(rows, True, False, 4, stages, resident)
@@ -300,7 +311,7 @@ def launch_bounds(
         KEY_HEADS=key_heads,
         GROUP=group,
         DIM=dim,
-        DIM_PAD=codes.padded(dim, codes.INT8),
+        DIM_PAD=padded(dim, operands.INT8),
         PAGING=keys.paging,
         CUT=tile,
         ROWS=chosen.rows,

@@ -40,12 +40,11 @@ from openmsa.block_topk.triton_topk import (
 )
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
-from openmsa.primitives.queries import query_rows
+from openmsa.primitives.factors import query_rows
 from openmsa.primitives.rows import PAGES, KeyTiles, Tile, exists, page_number, tile_start
 from openmsa.primitives.scoring import Lengths, sequence_bounds
 from openmsa.runtime.devices import Device, facts, has_pdl
-from openmsa.runtime.integers import ceil_div, next_power_of_two
-from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.types import Layout
 
 MAX_ROWS = 16

@@ -21,9 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.primitives.codes import ASM
-from openmsa.runtime.integers import next_power_of_two
-from openmsa.runtime.launch import launch_kernel
+from openmsa.primitives.factors import ASM
+from openmsa.runtime.launch import launch_kernel, next_power_of_two
 
 MAX_BLOCKS = 16384
 EARLY_ROWS = 1024  # up to so many, time is what one row takes, not what memory does

@@ -76,7 +76,7 @@ def _gpu(index: int) -> dict[str, Any]:
 def _launches() -> str:
     import torch
 
-    from openmsa.runtime.refusals import has_triton
+    from openmsa.runtime.dispatch import has_triton
 
     if not (torch.cuda.is_available() and has_triton()):
         return "none: there is no CUDA device, or no triton"

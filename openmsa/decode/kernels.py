@@ -21,7 +21,7 @@ from openmsa.primitives.rows import KeyTiles, Tile
 from openmsa.primitives.scoring import Lengths
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime import devices
-from openmsa.runtime.integers import ceil_div
+from openmsa.runtime.launch import ceil_div
 from openmsa.sparse_attention import triton_decode
 
 FORMATS = ("plain", "e4m3", "nvfp4")

@@ -11,13 +11,12 @@ from torch import Tensor
 from openmsa.decode.triton_layer import EVERY, Attending, IndexBranch, MainBranch, Scoring, Words, layer_kernel
 from openmsa.decode.triton_select import LANES
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
+from openmsa.primitives.factors import query_rows
 from openmsa.primitives.operands import Output, PageTable
-from openmsa.primitives.queries import query_rows
 from openmsa.primitives.rows import Tile, tma_tiles
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
-from openmsa.runtime.integers import ceil_div, next_power_of_two
-from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention import triton_decode
 from openmsa.sparse_attention.triton_decode import key_rows
 from openmsa.sparse_attention.triton_decode_kernel import Shape

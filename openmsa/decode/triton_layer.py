@@ -21,8 +21,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.decode.triton_select import LANES, chosen_ids, load_words, no_words, select
+from openmsa.primitives.factors import load_rows
 from openmsa.primitives.operands import KeyRows, PageTable, QueryRows
-from openmsa.primitives.queries import load_rows
 from openmsa.primitives.rows import Tile, tile_start
 from openmsa.primitives.scoring import block_maxima
 from openmsa.primitives.waiting import absent, any_of, arrived, draw, fetch_ahead, look, put, put_pairs, value_of

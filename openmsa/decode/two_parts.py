@@ -21,7 +21,7 @@ from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV
 from openmsa.primitives.scoring import Lengths
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime import devices
-from openmsa.runtime.integers import next_power_of_two
+from openmsa.runtime.launch import next_power_of_two
 from openmsa.sparse_attention import triton_decode
 
 LEAST_BYTES = 1 << 30

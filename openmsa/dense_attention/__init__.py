@@ -9,7 +9,7 @@ from torch import Tensor
 
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.runtime import checks, refusals
+from openmsa.runtime import checks, dispatch
 from openmsa.runtime.dispatch import Implementation, Stage, never
 from openmsa.types import Layout, Sequences
 
@@ -98,7 +98,7 @@ TRITON_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "nvfp4")}
 
 
 def _refuse_triton(call: DenseCall) -> str | None:
-    return refusals.unless_reads(TRITON_READS, q=call.q, k=call.k) or refusals.unless_cuda_inference(*call[:3])
+    return dispatch.unless_reads(TRITON_READS, q=call.q, k=call.k) or dispatch.unless_cuda_inference(*call[:3])
 
 
 STAGE = Stage(
@@ -107,13 +107,13 @@ STAGE = Stage(
     (
         Implementation("triton", "openmsa.dense_attention.triton_forward:dense_attention", _refuse_triton),
         Implementation(
-            "cpu", "openmsa.dense_attention.cpu:dense_attention", lambda call: refusals.unless_cpu_inference(*call[:3])
+            "cpu", "openmsa.dense_attention.cpu:dense_attention", lambda call: dispatch.unless_cpu_inference(*call[:3])
         ),
         Implementation(
             "reference",
             "openmsa.dense_attention.reference:dense_attention",
             never,
-            lambda call: refusals.on_gpu_by_name_only(call.q),
+            lambda call: dispatch.on_gpu_by_name_only(call.q),
         ),
     ),
 )

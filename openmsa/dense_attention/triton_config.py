@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS, LEAST_SUM
 from openmsa.runtime.devices import Device
-from openmsa.runtime.integers import next_power_of_two
+from openmsa.runtime.launch import next_power_of_two
 
 MAX_SPLITS = 64
 MIN_SHARE = 4  # spans of keys that are worth a program

@@ -40,8 +40,7 @@ from openmsa.primitives.rows import pool_of, tma_tiles
 from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
-from openmsa.runtime.integers import ceil_div
-from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.launch import ceil_div, launch_kernel
 from openmsa.types import Layout
 
 LOG2_E = 1.4426950408889634

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openmsa.kv_cache.stored import PLAIN_DTYPES, Stored, check_alike, check_rows, check_values, format_of, kind_of, rows_of
 from openmsa.runtime import checks
-from openmsa.runtime.refusals import has_triton
+from openmsa.runtime.dispatch import has_triton
 from openmsa.types import Layout, Sequences, layout, starts
 
 POOL = "[num_pages, heads, page_size, dim]"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from openmsa.runtime import checks
-from openmsa.runtime.refusals import has_triton
+from openmsa.runtime.dispatch import has_triton
 
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """The dtypes of plain pools; float64 serves checks against the truth."""

@@ -38,8 +38,7 @@ from openmsa.kv_cache.triton_numbers import (
     rounded_up,
     swizzled_byte,
 )
-from openmsa.runtime.integers import ceil_div, next_power_of_two
-from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 
 GROUPS = {"nvfp4": 16, "mxfp4": 32}
 """Elements that share a scale in the formats of which two elements share a byte."""

@@ -113,3 +113,6 @@ class Selection(NamedTuple):
     s_token: int
     s_head: int
     s_slot: int
+
+
+PLAIN, E4M3, INT8, NVFP4, MXFP4 = 0, 1, 2, 3, 4

@@ -6,7 +6,7 @@ reads a tile.
 
 `KeyView` is what the host knows of keys or values, `KeyRows` in it is what kernels take, and `Form` the constant that says how
 to read it. Codes may be read several at a time: FP4 in fours (in twos where strides forbid it), int8 in twos. They are not put
-back in order: every `split`-th element of a key makes a tile of its own, and `openmsa.primitives.queries.query_parts` cuts
+back in order: every `split`-th element of a key makes a tile of its own, and `openmsa.primitives.factors.query_parts` cuts
 queries likewise.
 
 A stored number is code * scale of its group, key or page * factor of its head or tensor. Scales of groups of elements (FP4) are
@@ -29,21 +29,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from openmsa.kv_cache import E4M3, MXFP4, NVFP4, CertifiedKeys, Int8, PagedIndexKeys, Stored
 from openmsa.kv_cache.stored import in_items
 from openmsa.kv_cache.triton_numbers import swizzled_byte, swizzled_word
-from openmsa.primitives import codes
-from openmsa.primitives.operands import KeyRows, PageTable
+from openmsa.primitives import operands
+from openmsa.primitives.operands import PLAIN, KeyRows, PageTable
 from openmsa.runtime.devices import Device
-from openmsa.runtime.integers import next_power_of_two
+from openmsa.runtime.launch import next_power_of_two
 
 FLAT, PAGE, PAGES = 0, 1, 2  # contiguous sequences; pages that hold whole tiles; pages that tiles may cross
 NO_FACTOR, WHOLE_FACTOR, PAGE_FACTOR = 0, 1, 2
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float8_e4m3fn: tl.float8e4nv}
-_FORMATS = {"e4m3": codes.E4M3, "int8": codes.INT8, "nvfp4": codes.NVFP4, "mxfp4": codes.MXFP4}
+_FORMATS = {"e4m3": operands.E4M3, "int8": operands.INT8, "nvfp4": operands.NVFP4, "mxfp4": operands.MXFP4}
 
 
 class Form(NamedTuple):
     """How rows are stored: a constant of the kernels that read them.
 
-    format:    `codes.PLAIN`, E4M3, INT8, NVFP4 or MXFP4.
+    format:    `operands.PLAIN`, E4M3, INT8, NVFP4 or MXFP4.
     factor:    whose `KeyRows.factor` is: WHOLE_FACTOR of the tensor or of each head, PAGE_FACTOR of each page (and head),
                NO_FACTOR where there is none.
     swizzled:  whether the scales of groups lie in the 128x4 layout.
@@ -82,14 +82,14 @@ class KeyView(NamedTuple):
         keys = keys.exact if isinstance(keys, CertifiedKeys) else keys
         dim = keys.shape[-1]
         if isinstance(keys, Tensor):
-            data, stored, scales = keys, codes.PLAIN, UNSCALED
+            data, stored, scales = keys, operands.PLAIN, UNSCALED
         else:
             data, stored, scales = keys.data, _FORMATS[keys.format], Scales.of(keys, words)
-        if stored == codes.E4M3:
+        if stored == operands.E4M3:
             data = data if native else data.view(torch.uint8)
-        elif stored != codes.PLAIN and items:
-            data = in_items(data, torch.int16, dim >= (32 if stored == codes.INT8 else 64))
-        split = data.itemsize * (1 if stored == codes.INT8 else 2) if stored >= codes.INT8 else 1
+        elif stored != operands.PLAIN and items:
+            data = in_items(data, torch.int16, dim >= (32 if stored == operands.INT8 else 64))
+        split = data.itemsize * (1 if stored == operands.INT8 else 2) if stored >= operands.INT8 else 1
         form = Form(stored, scales.factor_form, scales.swizzled, split, native)
         if page_table is None:
             pool, table = pool_of(data), NO_TABLE
@@ -261,7 +261,7 @@ class KeyTiles(NamedTuple):
             paging = Paging(PAGE if tile.whole and view.page_size % tile.span == 0 else PAGES, view.page_size)
         tma = None
         if device.has_tma and paging.mode != PAGES and not by_address:
-            tma = tma_tiles(view.rows.data, tile.tile, codes.padded(view.dim, view.form.format) // view.form.split)
+            tma = tma_tiles(view.rows.data, tile.tile, padded(view.dim, view.form.format) // view.form.split)
         return cls(view, paging, tma)
 
     @property
@@ -428,3 +428,8 @@ def key_scales(b_s):
 def key_errors(b_s):
     """Errors in float32, from words (`Int8.words`)."""
     return (b_s & -65536).to(tl.float32, bitcast=True)
+
+
+def padded(dim: int, format: int) -> int:
+    """Elements to which a row of a tile is padded: a power of two, and what the matrix unit and loads take at least."""
+    return max(next_power_of_two(dim), 16 if format == PLAIN else 32)

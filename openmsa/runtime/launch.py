@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The one place that launches kernels of Triton and Gluon.
-
-For every launch, ``kernel[grid](...)`` works out anew which compiled variant serves, and that takes the host several times as
-long as the launch itself. Here variants are remembered, under all that Triton's choice depends on: the device, the types of the
-arguments; of tensors the dtype, and whether the address is a multiple of 16; of integers whether they are 1 or multiples of 16,
-and their width; of TMA descriptors what is compiled in; every constexpr and option. What is not remembered yet Triton chooses,
-compiles and launches. A tuple of arguments counts as its elements do, each with a type of its own.
-"""
+"""Whole numbers of the host. Triton's functions of this kind are made for kernels and take a hundred times as long."""
 
 from __future__ import annotations
 
@@ -25,6 +18,17 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from openmsa.runtime.devices import facts
+
+
+def ceil_div(value: int, by: int) -> int:
+    """value / by, rounded up."""
+    return -(-value // by)
+
+
+def next_power_of_two(value: int) -> int:
+    """The smallest power of two that is at least `value`."""
+    return 1 << max(value - 1, 0).bit_length()
+
 
 MOST_VARIANTS = 4096
 MOST_DESCRIPTORS = 256

@@ -25,7 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from openmsa.runtime import devices, refusals
+from openmsa.runtime import devices, dispatch
 
 GPU = torch.device("cuda", 0)
 
@@ -96,7 +96,7 @@ def recording(arch: int) -> Iterator[list[Launch]]:
         (JITFunction, "_do_compile", recorded),
         (driver, "_active", there),
         (devices, "_read", lambda index: devices.COMPILE_TARGETS[arch]),
-        (refusals, "_capability", lambda device: capability),
+        (dispatch, "_capability", lambda device: capability),
         *((torch.cuda, name, value) for name, value in _CUDA.items()),
     ]
     with contextlib.ExitStack() as stack:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.runtime import checks, refusals
+from openmsa.runtime import checks, dispatch
 from openmsa.runtime.dispatch import Implementation, Stage, never
 from openmsa.types import Layout, Sequences
 
@@ -118,7 +118,7 @@ DECODE_READS = PREFILL_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "
 
 
 def _cannot_decode(call: SparseCall) -> str | None:
-    reason = refusals.unless_reads(DECODE_READS, q=call.q, k=call.k) or refusals.unless_cuda_inference(*call[:3])
+    reason = dispatch.unless_reads(DECODE_READS, q=call.q, k=call.k) or dispatch.unless_cuda_inference(*call[:3])
     if reason is None:
         from openmsa.sparse_attention import triton_decode
 
@@ -130,7 +130,7 @@ def _cannot_prefill(call: SparseCall) -> str | None:
     entries = call.blocks.numel()
     if entries >= 2**31:
         return f"it numbers the selected blocks with int32 and blocks has {entries} of them; split the queries"
-    return refusals.unless_reads(PREFILL_READS, q=call.q, k=call.k) or refusals.unless_cuda_inference(*call[:3])
+    return dispatch.unless_reads(PREFILL_READS, q=call.q, k=call.k) or dispatch.unless_cuda_inference(*call[:3])
 
 
 STAGE = Stage(
@@ -145,13 +145,13 @@ STAGE = Stage(
         ),
         Implementation("triton_prefill", "openmsa.sparse_attention.triton_prefill:sparse_attention", _cannot_prefill),
         Implementation(
-            "cpu", "openmsa.sparse_attention.cpu:sparse_attention", lambda call: refusals.unless_cpu_inference(*call[:3])
+            "cpu", "openmsa.sparse_attention.cpu:sparse_attention", lambda call: dispatch.unless_cpu_inference(*call[:3])
         ),
         Implementation(
             "reference",
             "openmsa.sparse_attention.reference:sparse_attention",
             never,
-            lambda call: refusals.on_gpu_by_name_only(call.q),
+            lambda call: dispatch.on_gpu_by_name_only(call.q),
         ),
     ),
 )

@@ -23,11 +23,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from openmsa.primitives import queries as query_rows
+from openmsa.primitives import factors
 from openmsa.primitives.operands import KeyRows, QueryRows
 from openmsa.runtime.devices import Device, facts
-from openmsa.runtime.integers import ceil_div
-from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.launch import ceil_div, launch_kernel
 from openmsa.sparse_attention import triton_lists
 from openmsa.sparse_attention.triton_config import PrefillConfig
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Keys
@@ -49,7 +48,7 @@ ROWS = gl.constexpr(64)
 NOTHING = gl.constexpr(1 << 30)
 """It stands in the place of a block behind the end of a list."""
 
-in_range = gluon.jit(query_rows.in_range.fn)  # the same sources, in Gluon
+in_range = gluon.jit(factors.in_range.fn)  # the same sources, in Gluon
 load_tile = gluon.jit(triton_lists.load_tile.fn)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from openmsa.kv_cache.triton_numbers import LEAST_SUM
-from openmsa.runtime.integers import next_power_of_two
+from openmsa.runtime.launch import next_power_of_two
 
 SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10, 12: 99 << 10}  # a program's shared memory, by major capability
 MAX_HEADS = 64  # heads of one group that a program takes; wider groups are split

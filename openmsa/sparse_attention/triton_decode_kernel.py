@@ -32,7 +32,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.kv_cache.triton_numbers import e4m3, swizzled_byte
-from openmsa.primitives.codes import e2m1_parts
+from openmsa.primitives.factors import e2m1_parts
 from openmsa.primitives.waiting import fetch_pages
 
 # This turns the two bytes of each half of a word, first the low bytes, then the high ones, into float16.

@@ -18,10 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openmsa.primitives.codes import PLAIN
+from openmsa.primitives.operands import PLAIN
 from openmsa.primitives.rows import NO_TABLE, TYPES, KeyView
-from openmsa.runtime.integers import ceil_div, next_power_of_two
-from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention.triton_keys import HeadRows, Keys, head_start, key_place, load_codes, numbers
 from openmsa.types import Layout
 

@@ -18,8 +18,7 @@ import triton.language as tl
 from openmsa.primitives.operands import QueryRows
 from openmsa.primitives.softmax import LEAST, Partials, nothing_read, online_step
 from openmsa.runtime.devices import facts
-from openmsa.runtime.integers import ceil_div
-from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.launch import ceil_div, launch_kernel
 from openmsa.sparse_attention.triton_config import KeyCut
 from openmsa.sparse_attention.triton_keys import HeadRows, key_place, row_place
 from openmsa.sparse_attention.triton_lists import (

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from openmsa.primitives.operands import Bounds, QueryRows, Selection
 from openmsa.primitives.softmax import Result
-from openmsa.runtime.integers import ceil_div, next_power_of_two
-from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention.triton_config import (
     FEW_READERS,
     PrefillConfig,

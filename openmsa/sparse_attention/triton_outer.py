@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openmsa.primitives.softmax import Partials, inverse_sums, store_result
-from openmsa.runtime.integers import ceil_div
-from openmsa.runtime.launch import launch_kernel
+from openmsa.runtime.launch import ceil_div, launch_kernel
 from openmsa.sparse_attention.triton_config import KeyCut
 from openmsa.sparse_attention.triton_keys import (
     SMALLEST_SCALE,

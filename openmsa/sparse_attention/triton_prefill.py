@@ -15,9 +15,8 @@ from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
-from openmsa.primitives.codes import NVFP4
-from openmsa.primitives.operands import Bounds, QueryRows
-from openmsa.primitives.queries import query_rows
+from openmsa.primitives.factors import query_rows
+from openmsa.primitives.operands import NVFP4, Bounds, QueryRows
 from openmsa.primitives.softmax import Result
 from openmsa.runtime.devices import facts
 from openmsa.runtime.launch import runs_hopper_kernels
@@ -81,7 +80,7 @@ def sparse_attention(
     if config is None and path in ("auto", "union"):
         tuned = _tuned(queries, keys, prefill_config(*tile), block_size)
     copies = None  # of stored keys, for Triton's union kernel: Hopper's own and KV-outer read them as they are
-    if path == "auto" and tuned is None and expands(keys, queries.data.dtype, readers, workspace_bytes):
+    if path == "auto" and tuned is None and keys.stored and expands(keys, queries.data.dtype, readers, workspace_bytes):
         copies = copies_of(keys, queries.data.dtype)
     converted = keys.stored and tuned is None and copies is None
     if path == "auto" and converted and not keys.dtype == queries.data.dtype == torch.float8_e4m3fn:

@@ -15,7 +15,7 @@ from openmsa.block_scores import reference, triton_route
 from openmsa.block_scores.triton_config import config
 from openmsa.block_scores.triton_route import launch_scores
 from openmsa.primitives.rows import KeyTiles, Tile
-from openmsa.primitives.walks import Kind, reads_lanes, splits
+from openmsa.primitives.scoring import Kind, reads_lanes, splits
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, strided

@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("triton")
 
 from openmsa import E4M3, MXFP4, NVFP4, Int8, PagedIndexKeys
-from openmsa.block_topk import reference, triton_fused, triton_select, triton_topk
+from openmsa.block_topk import reference, triton_select, triton_topk
 from openmsa.decode import kernels
 from openmsa.decode.triton_launch import Sizes
 from openmsa.runtime.devices import COMPILE_TARGETS
@@ -76,7 +76,7 @@ def test_select(name, storage, way):
         lengths = keys.layout(p.seqs, total_q, DEVICE)
     expected = reference.select_blocks(p.index_q, keys, lengths, block, topk, init, local)
     out = poisoned(total_q, heads, topk)
-    select = {"fused": triton_fused.launch_fused, "two": triton_select.score_then_select}[way]
+    select = {"fused": triton_select.launch_fused, "two": triton_select.score_then_select}[way]
     select(p.index_q, keys, lengths, block, init, local, out)
     assert_equal("blocks", out, expected)
 
@@ -122,7 +122,7 @@ def test_select_formats(name, query, keys, way):
     lengths = cache.layout(p.seqs, sum(q_lens), DEVICE)
     expected = reference.select_blocks(index_q, cache, lengths, block, topk, init, local)
     out = poisoned(sum(q_lens), heads, topk)
-    select = {"fused": triton_fused.launch_fused, "two": triton_select.score_then_select}[way]
+    select = {"fused": triton_select.launch_fused, "two": triton_select.score_then_select}[way]
     select(index_q, cache, lengths, block, init, local, out)
     assert_equal("blocks", out, expected)
 

@@ -26,7 +26,7 @@ from openmsa import (
 from openmsa.block_topk import CERTIFIED_STAGE
 from openmsa.explain import STAGES
 from openmsa.kv_cache import Stored
-from openmsa.runtime import refusals
+from openmsa.runtime import dispatch
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close, assert_equal, compare
 from openmsa.testing.inputs import packed_order, problem, random_blocks, strided
@@ -54,11 +54,11 @@ def interpreter():
         plain = [x for x in tensors if x is not None and getattr(x, "format", "plain") == "plain"]
         return None if all(x.dtype in dtypes for x in plain) else f"it needs {dtypes}"
 
-    refused, refusals.unless_cuda_inference = refusals.unless_cuda_inference, unless_read
+    refused, dispatch.unless_cuda_inference = dispatch.unless_cuda_inference, unless_read
     try:
         yield
     finally:
-        refusals.unless_cuda_inference = refused
+        dispatch.unless_cuda_inference = refused
 
 
 class Round:

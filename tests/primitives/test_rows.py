@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from openmsa import E4M3, MXFP4, NVFP4, Int8
 from openmsa.kv_cache import CertifiedKeys
-from openmsa.primitives import codes
+from openmsa.primitives import operands
 from openmsa.primitives.rows import (
     FLAT,
     NO_FACTOR,
@@ -59,13 +59,13 @@ def test_what_the_copy_engine_reads(pool, fits):
 @pytest.mark.parametrize(
     ("store", "form", "factor", "split"),
     [
-        (lambda x: x, codes.PLAIN, NO_FACTOR, 1),
-        (lambda x: E4M3.quantize(x), codes.E4M3, NO_FACTOR, 1),
-        (lambda x: E4M3.quantize(x, per="head"), codes.E4M3, WHOLE_FACTOR, 1),
-        (lambda x: Int8.quantize(x), codes.INT8, NO_FACTOR, 2),
-        (lambda x: NVFP4.quantize(x), codes.NVFP4, WHOLE_FACTOR, 4),
-        (lambda x: MXFP4.quantize(x), codes.MXFP4, NO_FACTOR, 4),
-        (lambda x: CertifiedKeys.quantize(x), codes.PLAIN, NO_FACTOR, 1),
+        (lambda x: x, operands.PLAIN, NO_FACTOR, 1),
+        (lambda x: E4M3.quantize(x), operands.E4M3, NO_FACTOR, 1),
+        (lambda x: E4M3.quantize(x, per="head"), operands.E4M3, WHOLE_FACTOR, 1),
+        (lambda x: Int8.quantize(x), operands.INT8, NO_FACTOR, 2),
+        (lambda x: NVFP4.quantize(x), operands.NVFP4, WHOLE_FACTOR, 4),
+        (lambda x: MXFP4.quantize(x), operands.MXFP4, NO_FACTOR, 4),
+        (lambda x: CertifiedKeys.quantize(x), operands.PLAIN, NO_FACTOR, 1),
     ],
 )
 def test_views(store, form, factor, split, table):

@@ -11,8 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from openmsa.runtime.integers import ceil_div, next_power_of_two  # noqa: E402
-from openmsa.runtime.launch import launch_kernel, why_not_remembered  # noqa: E402
+from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two, why_not_remembered  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV
 from openmsa.runtime.devices import COMPILE_TARGETS
-from openmsa.runtime.integers import next_power_of_two
+from openmsa.runtime.launch import next_power_of_two
 from openmsa.sparse_attention import STAGE, triton_expand, triton_lists, triton_prefill
 from openmsa.sparse_attention.triton_config import few_queries, few_union_limit, prefill_config, union_limit
 from openmsa.testing.allocations import PoisonedOutputs
