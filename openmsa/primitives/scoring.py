@@ -295,7 +295,8 @@ def times(b_q, b_k, s, SWAP: tl.constexpr):
     """Products of rows and keys [rows, keys], or with SWAP [keys, rows]; added to s unless that is None."""
     if SWAP:
         return tl.dot(b_k, b_q.T, s)
-    return tl.dot(b_q, b_k.T, s)
+    else:
+        return tl.dot(b_q, b_k.T, s)
 
 
 @triton.jit
