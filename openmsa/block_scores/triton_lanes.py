@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-# ruff: noqa: RET505 (kernels return from branches on constants)
+
 """Scores of NVFP4 keys of 128 elements for up to four rows: one warp a program, no exchange between threads until a block ends.
 
 Keys are copied to shared memory CHUNK at a time, one or more ahead: loads into registers the compiler moves next to their use.

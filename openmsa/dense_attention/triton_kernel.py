@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-# ruff: noqa: RET505, RUF005 (the compiler drops a branch only where an else stands; kernels know no unpacking)
+# ruff: noqa: RUF005 (the compiler drops a branch only where an else stands; kernels know no unpacking)
 """The dense kernel: one tile of (query token, head of the group) rows walks its keys, or its share of them.
 
 Keys and values are loaded as they are stored and become numbers in registers; every conversion is exact. A stored operand

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-# ruff: noqa: RET505 (kernels return from branches on constants)
+
 """Rows of keys: where they and their scales lie (packed, in pages, in a format), how they are cut into tiles, and how a kernel
 reads a tile.
 

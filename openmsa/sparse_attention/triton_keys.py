@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-# ruff: noqa: RET505 (kernels return from branches on constants)
+
 """Keys and values of the prefill kernels: packed tensors and paged pools, plain and in formats.
 
 A stored number is code * scale of its group * factor. Codes and scales of groups become exact 16-bit numbers where a tile is
