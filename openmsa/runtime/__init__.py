@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Dispatch, argument checks, device facts and settings. Knows nothing of attention."""
+"""This room holds dispatch, launches, argument checks, device facts and settings; it knows nothing of attention."""

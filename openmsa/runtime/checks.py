@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Argument checks. Every error names the argument, the rule and the value; none of them reads device memory."""
+"""Every check raises an error that names the argument, the rule and the value. Only `finite` and `in_range` read tensors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def alike(name: str, value: Any, other_name: str, other: Any, dtype: bool = True
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """`value` must be an int from `low` to `high` (no upper bound when None). Returned as a plain one, also of an `IntEnum`."""
+    """`value` must be an int from `low` to `high` (no upper bound when None). An `IntEnum` is returned as a plain int."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__} ({value!r})")
     if value < low or (high is not None and value > high):
@@ -105,5 +105,5 @@ def in_range(name: str, value: Tensor, low: int, high: int) -> None:
 
 
 def needs_grad(*tensors: Any) -> bool:
-    """Whether autograd would have to record an operation on these."""
+    """Says whether autograd would have to record an operation on these values."""
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Triton's compiler key, remembered between processes.
+"""Triton's compiler key is remembered between processes.
 
 Every process that looks into Triton's cache first hashes the whole compiler, some 400 MB, which takes longer than loading a
 kernel. `remember` makes Triton take the same key from a file beside its kernels as long as size and time of every hashed file
@@ -36,7 +36,8 @@ def remember() -> None:
 
 
 def remembered(compute: Callable[[], str], root: Path, record: Path) -> str:
-    """The key in `record` if it was written for the files under `root` as they are, else ``compute()``, which is recorded."""
+    """Returns the key in `record` if it was written for the files under `root` as they are, else ``compute()``, and records
+    it."""
     state = fingerprint(root)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(record.read_text())
@@ -52,7 +53,7 @@ def remembered(compute: Callable[[], str], root: Path, record: Path) -> str:
 
 
 def fingerprint(root: Path) -> list[list[str | int]]:
-    """Path, bytes and time of change of each file of Triton that can change what it compiles."""
+    """Returns the path, bytes and time of change of each file of Triton that can change what it compiles."""
     found: list[list[str | int]] = []
     for folder in ("compiler", "backends", "language", "runtime", "_C"):
         for path in sorted((root / folder).rglob("*")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Facts about a device that configurations depend on, read once a device and never at import."""
+"""Configurations depend on these facts about a device, which are read once a device and never at import."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from openmsa.runtime import compiler_key
 
 
 class Device(NamedTuple):
-    """arch: 80 (Ampere, Ada), 90 (Hopper), 100 (Blackwell, data center) or 120 (Blackwell, workstation).
-    num_sms: streaming multiprocessors. shared_bytes: shared memory that one program may use."""
+    """Configurations depend on these facts about a device.
+
+    arch:          80 (Ampere, Ada), 90 (Hopper), 100 (Blackwell, data center) or 120 (Blackwell, workstation).
+    num_sms:       streaming multiprocessors.
+    shared_bytes:  bytes of shared memory that one program may use.
+    """
 
     arch: int
     num_sms: int
@@ -30,25 +34,26 @@ COMPILE_TARGETS = {
     100: Device(100, 148, 227 * 1024),
     120: Device(120, 170, 99 * 1024),
 }
-"""A typical device of each architecture, for compiling without one."""
+"""Kernels are compiled for these typical devices of each architecture where there is no GPU."""
 
-_INTERPRETED = Device(90, 4, 227 * 1024)  # CPU tensors: Triton's interpreter
+_INTERPRETED = Device(90, 4, 227 * 1024)  # Triton's interpreter, which CPU tensors use
 
 
 def facts(device: torch.device) -> Device:
-    """The facts of a CUDA device; of a small Hopper GPU for any other device."""
+    """Returns the facts of a CUDA device, and those of a small Hopper GPU for any other device."""
     if device.type != "cuda":
         return _INTERPRETED
     return _read(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def has_pdl(device: torch.device) -> bool:
-    """Whether a kernel may start before the one in front has ended and wait for it inside (programmatic dependent launch)."""
+    """Says whether a kernel may start before the one in front has ended and wait for it inside (programmatic dependent
+    launch)."""
     return device.type == "cuda" and facts(device).arch >= 90
 
 
 def resolved(name: str, device: torch.device | str) -> torch.device:
-    """A CPU, or a CUDA device of this machine with its index, as the device of a tensor has it."""
+    """Returns a CPU, or a CUDA device of this machine with its index, as tensors name their device."""
     try:
         found = torch.device(device)
     except RuntimeError:
@@ -63,13 +68,13 @@ def resolved(name: str, device: torch.device | str) -> torch.device:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream of the device is being captured in a CUDA graph."""
+    """Says whether the current stream of the device is being captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
 def _read(index: int) -> Device:
-    compiler_key.remember()  # whoever asks is about to launch
+    compiler_key.remember()  # a launch follows, which needs the key
     properties = torch.cuda.get_device_properties(index)
     major, minor = properties.major, properties.minor
     arch = {8: 80, 9: 90, 10: 100, 11: 100}.get(major, 120)

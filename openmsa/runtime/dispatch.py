@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One table of implementations per stage; refusals are sentences; no silent fall-back."""
+"""Every stage has one table of implementations; refusals are sentences, and nothing falls back silently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from openmsa.runtime import compiler_key
 from openmsa.runtime.checks import needs_grad
 
 CallT = TypeVar("CallT", bound="tuple[Any, ...]")
-"""The checked call of a stage, a named tuple: its fields are the parameters of every implementation, in order."""
+"""The checked call of a stage is a named tuple, whose fields are the parameters of every implementation, in order."""
 
 
 def never(call: Any) -> None:
@@ -27,7 +27,7 @@ def never(call: Any) -> None:
 
 @dataclass(frozen=True)
 class Implementation(Generic[CallT]):
-    """One way to run a stage: a row of the stage's table.
+    """An implementation is one way to run a stage: a row of the stage's table.
 
     name:     what ``impl=`` calls it.
     path:     ``"package.module:function"``, imported when first used; the function takes the fields of a call in order.
@@ -42,7 +42,7 @@ class Implementation(Generic[CallT]):
     reserve: Callable[[CallT], str | None] = never
 
     def load(self) -> Callable[..., Any]:
-        """The function itself."""
+        """Imports and returns the function."""
         module, function = _imported(self.path)
         return getattr(module, function)
 
@@ -58,7 +58,7 @@ def _imported(path: str) -> tuple[ModuleType, str]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which implementation of a stage serves a call, and why each other one does not."""
+    """An explanation says which implementation of a stage serves a call, and why each other one does not."""
 
     stage: str
     chosen: str | None
@@ -71,8 +71,8 @@ class Explanation:
 
 
 class Stage(Generic[CallT]):
-    """A public operation: the public function, the function that checks its arguments, and the table of its implementations in
-    order of preference.
+    """A stage is a public operation: the public function, the function that checks its arguments, and the table of its
+    implementations in order of preference.
 
     ``check_call`` takes each argument of the public function but ``impl``, none left out, and returns the checked call.
     """
@@ -89,11 +89,11 @@ class Stage(Generic[CallT]):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The names of the fields of a checked call."""
+        """Returns the names of the fields of a checked call."""
         return get_type_hints(self.check_call)["return"]._fields
 
     def check(self, *args: Any, **kwargs: Any) -> CallT:
-        """The checked call of the public function with these arguments and, for those left out, its defaults."""
+        """Returns the checked call of the public function with these arguments and, for those left out, its defaults."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return self.check_call(**{name: value for name, value in bound.arguments.items() if name != "impl"})
@@ -105,7 +105,7 @@ class Stage(Generic[CallT]):
             raise ValueError(f"impl must be 'auto' or one of {names} for {self.name}, got {impl!r}")
 
     def explain(self, impl: str, call: CallT) -> Explanation:
-        """What `run` would choose for this checked call, and why."""
+        """Says what `run` would choose for this checked call, and why."""
         self.check_name(impl)
         chosen, reasons = None, {}
         for row in self.table:
@@ -125,7 +125,7 @@ class Stage(Generic[CallT]):
         """Calls the first implementation that can serve; NotImplementedError lists every refusal when none can."""
         for row in self.table:
             if impl == "auto" and row.reserve(call) is not None:
-                continue  # asked first: it looks at shapes, where `refuse` may import kernels
+                continue  # `reserve` goes first: it looks at shapes, where `refuse` may import kernels
             if impl in ("auto", row.name) and row.refuse(call) is None:
                 return row.load()(*call)
         explanation = self.explain(impl, call)
@@ -133,7 +133,7 @@ class Stage(Generic[CallT]):
 
 
 def unless_cpu_inference(*tensors: Any) -> str | None:
-    """For implementations that read CPU memory and compute no gradients."""
+    """Refuses tensors that an implementation which reads CPU memory and computes no gradients cannot serve."""
     for tensor in tensors:
         if tensor is not None and tensor.device.type != "cpu":
             return f"it needs CPU tensors, got {tensor.device}"
@@ -144,7 +144,7 @@ def unless_cpu_inference(*tensors: Any) -> str | None:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether the triton package is installed."""
+    """Says whether the triton package is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -154,7 +154,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def unless_cuda_inference(*tensors: Any, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) -> str | None:
-    """For Triton kernels without a backward. dtypes: of plain tensors; which formats a kernel reads `unless_reads` says."""
+    """Refuses tensors that a Triton kernel without a backward cannot serve. dtypes: of plain tensors; `unless_reads` checks
+    formats."""
     if not has_triton():
         return "the triton package is not installed"
     for tensor in tensors:
@@ -172,8 +173,8 @@ def unless_cuda_inference(*tensors: Any, dtypes: tuple[torch.dtype, ...] = (torc
 
 
 def unless_reads(reads: Mapping[str, tuple[str, ...]], **operands: Any) -> str | None:
-    """For implementations that read some storage formats only. reads: for each operand the formats that its kernels take, the
-    name of a tensor without one being "plain". An operand may be a tensor, a cache or None."""
+    """Refuses operands in storage formats that an implementation does not read. reads: for each operand the formats that its
+    kernels take, the name of a tensor without one being "plain". An operand may be a tensor, a cache or None."""
     for name, operand in operands.items():
         stored = getattr(operand, "format", "plain")
         if stored not in reads[name]:
@@ -182,7 +183,7 @@ def unless_reads(reads: Mapping[str, tuple[str, ...]], **operands: Any) -> str |
 
 
 def on_gpu_by_name_only(tensor: Any) -> str | None:
-    """For the references: on a GPU a slow path must never be taken unnoticed."""
+    """Refuses a reference on a GPU, where a slow path must never be taken unnoticed."""
     if tensor.device.type == "cpu":
         return None
     return "on a GPU the reference runs only when asked for by name: impl='reference'"

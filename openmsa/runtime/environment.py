@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Settings read from environment variables; docs/environment.md lists them."""
+"""These settings are read from environment variables; docs/environment.md lists them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def _mebibytes(name: str, default: int) -> int:
 
 
 def cpu_workspace_bytes() -> int:
-    """Scratch memory that one call of a CPU implementation may use beside its inputs and outputs."""
+    """Returns how many bytes of scratch memory a call of a CPU implementation may use beside its inputs and outputs."""
     return _mebibytes("OPENMSA_CPU_WORKSPACE_MIB", 256)
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept."""
+    """Returns the folder of files that can be made again."""
     text = os.environ.get("OPENMSA_CACHE_DIR", "")
     return Path(text).expanduser() if text else Path.home() / ".cache" / "openmsa"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A folder of our own for compiled kernels, which Triton uses where ``TRITON_CACHE_DIR`` names it.
+"""Compiled kernels have a folder of our own, which Triton uses where ``TRITON_CACHE_DIR`` names it.
 
 Nothing here changes where Triton looks: `scripts/warmup_fmha_sm100.py` fills the folder and prints the line to export.
 """
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from openmsa.runtime.environment import cache_folder
 
-MARK = "openmsa-kernels"  # a file that says the folder is ours to clear
+MARK = "openmsa-kernels"  # this file says that the folder is ours to clear
 
 
 @dataclass(frozen=True)
 class Info:
-    """What a folder holds: kernels (one folder each) and bytes."""
+    """A folder holds so many kernels (one folder each) and bytes."""
 
     folder: Path
     kernels: int
@@ -26,12 +26,12 @@ class Info:
 
 
 def folder() -> Path:
-    """Our folder of compiled kernels, existing or not."""
+    """Returns our folder of compiled kernels, existing or not."""
     return cache_folder() / "triton"
 
 
 def prepare() -> Path:
-    """Our folder, made and marked as ours. Raises FileExistsError where something else stands there."""
+    """Makes our folder and marks it as ours. Raises FileExistsError where something else stands there."""
     ours = folder()
     if ours.exists() and any(ours.iterdir()) and not (ours / MARK).exists():
         raise FileExistsError(f"{ours} must be empty or written by openmsa, but it holds something else; see OPENMSA_CACHE_DIR")
@@ -41,7 +41,7 @@ def prepare() -> Path:
 
 
 def info(where: Path | None = None) -> Info:
-    """What `where` (None: our folder) holds; nothing where it does not exist. Links are not followed."""
+    """Says what `where` (None: our folder) holds, which is nothing where it does not exist. Links are not followed."""
     where, kernels, size = folder() if where is None else where, 0, 0
     for root, _, files in os.walk(where):
         kernels += any(name.endswith((".cubin", ".hsaco")) for name in files)
@@ -50,7 +50,7 @@ def info(where: Path | None = None) -> Info:
 
 
 def clear() -> Info:
-    """Removes our folder and returns what it held. Without our mark on it: FileExistsError, nothing removed."""
+    """Removes our folder and returns what it held. Without our mark on it this raises FileExistsError and removes nothing."""
     held = info()
     if held.folder.is_symlink():
         raise FileExistsError(f"{held.folder} must be a folder to be cleared, got a link")
@@ -59,6 +59,6 @@ def clear() -> Info:
     if not (held.folder / MARK).exists() and any(held.folder.iterdir()):
         raise FileExistsError(f"{held.folder} must have been written by openmsa to be cleared; it holds something else")
     doomed = held.folder.with_name(f"triton.{os.getpid()}.removed")
-    held.folder.rename(doomed)  # at once, so that nobody sees half a cache
+    held.folder.rename(doomed)  # renaming is one step, so no process sees half a cache
     shutil.rmtree(doomed)
     return held

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Whole numbers of the host. Triton's functions of this kind are made for kernels and take a hundred times as long."""
+"""`launch_kernel` launches kernels in little time of the host; the roundings here are the host's, since Triton's are made for
+kernels and are slow."""
 
 from __future__ import annotations
 
@@ -21,30 +22,30 @@ from openmsa.runtime.devices import facts
 
 
 def ceil_div(value: int, by: int) -> int:
-    """value / by, rounded up."""
+    """Returns value / by, rounded up."""
     return -(-value // by)
 
 
 def next_power_of_two(value: int) -> int:
-    """The smallest power of two that is at least `value`."""
+    """Returns the smallest power of two that is at least `value`."""
     return 1 << max(value - 1, 0).bit_length()
 
 
 MOST_VARIANTS = 4096
 MOST_DESCRIPTORS = 256
-"""Remembered at a time, descriptors of each variant; past that all are forgotten, and made again."""
+"""So many variants, and descriptors of each, are remembered at a time; past that all are forgotten, and made again."""
 
 
 class Variant(NamedTuple):
-    """A compiled kernel as it is launched."""
+    """A variant is a compiled kernel as it is launched."""
 
-    kernel: Any  # kept alive: its id is in the key
-    launch: Callable[..., None]  # Triton's launcher, in C, for kernels with such arguments
+    kernel: Any  # kept alive, because its id is in the key
+    launch: Callable[..., None]  # Triton's launcher, in C, for kernels with these arguments
     function: int
     cooperative: bool
     pdl: bool
     metadata: tuple[int, ...]
-    constexprs: tuple[None, ...]  # counted by the launcher, and not looked at
+    constexprs: tuple[None, ...]  # the launcher counts them and does not read them
     descriptors: tuple[tuple[int, Any], ...]  # place and layout of each TMA descriptor, last ones first
     encoded: dict[Any, list[Any]]  # what the launcher takes in their places
 
@@ -53,7 +54,7 @@ _variants: dict[Any, Variant] = {}
 
 
 def why_not_remembered(kernel: Any) -> str | None:
-    """Why Triton chooses at every launch of `kernel`, a sentence; None where variants are remembered."""
+    """Says why Triton chooses at every launch of `kernel`, a sentence; None where variants are remembered."""
     if not isinstance(kernel, JITFunction):
         return "the kernel runs in Triton's interpreter"
     if not _is_triton_3_6():
@@ -63,8 +64,8 @@ def why_not_remembered(kernel: Any) -> str | None:
 
 
 def runs_hopper_kernels(device: torch.device) -> bool:
-    """Whether kernels written for Hopper in Gluon run there: the interpreter knows no Gluon, and Gluon's names change between
-    versions."""
+    """Says whether kernels written for Hopper in Gluon run there: the interpreter knows no Gluon, and Gluon's names change
+    between versions."""
     return device.type == "cuda" and facts(device).arch == 90 and _is_triton_3_6()
 
 
@@ -73,7 +74,7 @@ def _is_triton_3_6() -> bool:
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> None:
-    """``kernel[grid](*arguments, **constants)``.
+    """Does what ``kernel[grid](*arguments, **constants)`` does, in less time of the host.
 
     arguments:  the parameters of the kernel that are no constexprs, all of them, in order. Tensors lie on the current device.
                 A NamedTuple is one parameter, whose fields the kernel reads by name: tensors, numbers, bools, None or
@@ -81,7 +82,7 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
                 integer of a NamedTuple.
     constants:  constexprs and options, such as num_warps. A constexpr may be a NamedTuple of numbers.
 
-    Where anyone wants to hear of launches (hooks of a profiler, debug mode), they go through Triton.
+    Where launches are observed (hooks of a profiler, debug mode), they go through Triton.
     """
     if not isinstance(kernel, JITFunction) or _observed(kernel):
         kernel[grid](*arguments, **constants)
@@ -102,10 +103,10 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
         variant.function,
         variant.cooperative,
         variant.pdl,
-        None,  # no scratch memory,
+        None,  # there is no scratch memory
         None,
         variant.metadata,
-        None,  # and no hooks
+        None,  # there are no hooks
         None,
         None,
         *values,
@@ -122,8 +123,9 @@ def _observed(kernel: JITFunction[Any]) -> bool:
 
 @functools.cache
 def _reader(types: tuple[type, ...], inside: bool = False) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """A function of arguments of these types that returns what the choice of a variant depends on, and what is launched with:
-    addresses in the place of tensors. Written out for its arguments, as it runs at every launch. inside: of a tuple."""
+    """Makes a function of arguments of these types that returns what the choice of a variant depends on, and what is launched
+    with: addresses in the place of tensors. Its text is generated for these types, because it runs at every launch. inside: the
+    arguments are fields of a tuple."""
     names = [f"a{i}" for i in range(len(types))]
     lines, chosen_by, values = [], [], list(names)
     for i, (name, kind) in enumerate(zip(names, types, strict=True)):
@@ -142,7 +144,7 @@ def _reader(types: tuple[type, ...], inside: bool = False) -> Callable[..., tupl
             chosen_by += [f"t{i}", f"c{i}"]
         elif kind.__name__ == "TensorDescriptor" and not inside:
             chosen_by.append(f"compiled_in({name})")
-        elif kind not in (float, bool, type(None)):  # of which the type says all
+        elif kind not in (float, bool, type(None)):  # whose types say all
             numbers = "an int, a float, a bool, None or a NamedTuple"
             known = f"a tensor, {numbers}" if inside else f"a tensor, a TMA descriptor, {numbers}"
             raise TypeError(f"{'element' if inside else 'argument'} {i}{' of a tuple' * inside} must be {known}, got {kind}")
@@ -154,13 +156,13 @@ def _reader(types: tuple[type, ...], inside: bool = False) -> Callable[..., tupl
 
 
 def _compiled_in(descriptor: Any) -> tuple[Any, ...]:
-    """What a kernel that takes this TMA descriptor is compiled for."""
-    layout = getattr(descriptor, "layout", None)  # of Gluon's descriptors
+    """Returns what a kernel that takes this TMA descriptor is compiled for."""
+    layout = getattr(descriptor, "layout", None)  # Gluon's descriptors have one
     return (descriptor.base.dtype, tuple(descriptor.block_shape), descriptor.padding, layout)
 
 
 def _encoded(variant: Variant, place: int, layout: Any, descriptor: Any) -> list[Any]:
-    """A TMA descriptor as the launcher takes it. It holds an address and sizes, and nothing of what lies there."""
+    """Returns a TMA descriptor as the launcher takes it: an address and sizes, and nothing of what lies there."""
     key = (place, descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
     found = variant.encoded.get(key)
     if found is None:
@@ -171,7 +173,7 @@ def _encoded(variant: Variant, place: int, layout: Any, descriptor: Any) -> list
 
 
 def _launch_first(key: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Through Triton; where that can be, the variant is remembered."""
+    """Launches through Triton and, where that can be, remembers the variant."""
     late, early = kernel.params[len(arguments) :], kernel.params[: len(arguments)]
     if not all(parameter.is_constexpr for parameter in late) or any(parameter.is_constexpr for parameter in early):
         raise TypeError(f"{kernel.__name__} must be given every run-time argument by position and every constexpr by name")
@@ -182,7 +184,7 @@ def _launch_first(key: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple
     places = [i for i, argument in enumerate(arguments) if type(argument).__name__ == "TensorDescriptor"]
     layouts = getattr(compiled.metadata, "tensordesc_meta", None) or [None] * len(places)
     if launcher.global_scratch_size or launcher.profile_scratch_size or None in layouts:
-        return  # memory or arguments that Triton makes at every launch
+        return  # Triton makes memory or arguments at every launch
     launch = launcher.launch
     if places:  # the launcher in C stands behind a function that makes descriptors
         launch = inspect.getclosurevars(launch).nonlocals["launcher"]

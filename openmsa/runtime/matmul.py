@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Matrix products: the fastest in float32 that PyTorch offers on this CPU, and one in which 0 times NaN is 0."""
+"""These are matrix products: the fastest in float32 that PyTorch offers on this CPU, and one in which 0 times NaN is 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @cache
 def has_onednn_linear() -> bool:
-    """Whether this build exposes oneDNN's inner product: on AVX-512 AMD cores about twice as fast as MKL's sgemm."""
+    """Says whether this build exposes oneDNN's inner product, which is faster than MKL's sgemm on AVX-512 AMD cores."""
     if not torch.backends.mkldnn.is_available():
         return False
     try:
@@ -22,21 +22,21 @@ def has_onednn_linear() -> bool:
 
 
 def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
-    """``a [m, d] @ b [n, d].T -> [m, n]`` on CPU, float32 or float64.
+    """Computes ``a [m, d] @ b [n, d].T -> [m, n]`` on a CPU, in float32 or float64.
 
     oneDNN compiles and keeps a kernel for each shape, so callers with many row counts round them up.
-    From 12 rows on in both, a row of the result does not depend on how many rows stand beside it (checked over head dims 64 to
-    256): what callers rely on to make results independent of chunk sizes.
+    From 12 rows on in both, a row of the result does not depend on how many rows stand beside it (for head dims 64 to 256), so
+    that callers can make results independent of chunk sizes.
     """
     if a.dtype == torch.float32 and a.numel() and b.numel() and has_onednn_linear():
         if not (b.is_contiguous() or b.t().is_contiguous()):
-            b = b.contiguous()  # on rows with gaps oneDNN falls to a loop that is hundreds of times slower
+            b = b.contiguous()  # oneDNN is slow on rows with gaps
         return torch.ops.mkldnn._linear_pointwise(a.contiguous(), b, None, "none", [], "")
     return torch.mm(a, b.t())
 
 
 def weighted_sum(weights: Tensor, values: Tensor, reads: Tensor) -> Tensor:
-    """``out[q, h] = sum over the k that q reads of weights[q, h, k] * values[k, h]``, in which the others may be NaN or inf.
+    """Computes ``out[q, h] = sum over the k that q reads of weights[q, h, k] * values[k, h]``; the others may be NaN or inf.
 
     weights ``[q, h, k]``, 0 where ``reads`` (the same shape or one that broadcasts) is False; values ``[k, h, dim]``.
     """

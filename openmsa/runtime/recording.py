@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What host code would launch on an architecture, found without a GPU.
+"""`recording` finds what host code would launch on an architecture, without a GPU.
 
 Within `recording`, the machine seems to have one GPU of that architecture. Its tensors are CPU tensors that say that they lie
 on "cuda", so that host code runs as it stands and may read them; memory that nothing writes costs nothing. Every launch goes
@@ -32,12 +32,12 @@ GPU = torch.device("cuda", 0)
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch as Triton sees it.
+    """This is a launch as Triton sees it.
 
-    signature:   its type of each parameter by name, a NamedTuple of types for a NamedTuple.
+    signature:   Triton's type of each parameter by name, a NamedTuple of types for a NamedTuple.
     constexprs:  values of what is compiled in, by path: the place of a parameter, and of a field within.
     attributes:  what is known of the others by path, such as divisibility by 16.
-    options:     Triton's, such as num_warps.
+    options:     Triton's options, such as num_warps.
     variant:     Triton's name of all this: launches of one kernel and architecture that share it run the same machine code.
     """
 
@@ -52,7 +52,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Of the kernel."""
+        """Returns the name of the kernel."""
         return str(self.kernel.__name__)
 
     def compile(self) -> CompiledKernel:
@@ -64,7 +64,8 @@ class Launch:
 
 @contextlib.contextmanager
 def recording(arch: int) -> Iterator[list[Launch]]:
-    """Within, every launch is appended to the list instead. arch: 80, 90, 100 or 120, with the facts of `COMPILE_TARGETS`.
+    """Within this context, every launch is appended to the list instead of run. arch: 80, 90, 100 or 120, with the facts of
+    `COMPILE_TARGETS`.
 
     Raises RuntimeError where kernels run in Triton's interpreter (TRITON_INTERPRET), which has no launches to record.
     """
@@ -108,7 +109,7 @@ def recording(arch: int) -> Iterator[list[Launch]]:
 
 
 class _OnGPU(Tensor):
-    """A CPU tensor that says that it lies on a GPU; what is computed from it says so too."""
+    """This is a CPU tensor that says that it lies on a GPU; what is computed from it says so too."""
 
     device = property(lambda self: GPU)
     is_cuda = property(lambda self: True)
@@ -141,14 +142,14 @@ class _Machine(TorchFunctionMode):
 
 
 def _device(value: Any) -> torch.device | None:
-    """The device that an argument names."""
+    """Returns the device that an argument names."""
     if isinstance(value, str):
         return torch.device(value)
     return value if isinstance(value, torch.device) else None
 
 
 class _Ordered:
-    """A stream or an event, of which nothing is asked."""
+    """This stands for a stream or an event; its methods do nothing."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.device, self.cuda_stream = GPU, 0
