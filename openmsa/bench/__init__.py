@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The benchmark runner: named workloads, one file of costs, records as JSONL.
+"""The benchmark runner measures named workloads, costs each in one file, and writes records as JSONL.
 
 workloads.py  which shapes              cost.py      useful FLOPs and bytes, limits
 rows.py       what is measured on them  ceilings.py  what the device reaches in the same run

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the device reaches in this run: the fastest matrix product and the fastest copy and read that PyTorch offers on it."""
+"""The ceilings of a run are the fastest matrix product, copy and read that PyTorch offers on the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUNDS = 7
 def measure_ceilings(
     device: torch.device, dtype: torch.dtype, clock: Clock, gemm_size: int | None = None, buffer_bytes: int | None = None
 ) -> Ceilings:
-    """The best of several measurements each; gemm_size and buffer_bytes None: large enough to be honest."""
+    """Takes the best of several measurements each; gemm_size and buffer_bytes None: large enough for the full rate."""
     n = gemm_size or GEMM_SIZE[device.type]
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     products: list[Run] = [partial(torch.mm, a, b.t())]
@@ -43,7 +43,7 @@ def measure_ceilings(
 
 
 def best_of(a: Ceilings, b: Ceilings) -> Ceilings:
-    """The higher rates and the shorter launch of two measurements."""
+    """Returns the higher rates and the shorter launch of two measurements."""
     fp8 = max(a.gemm_fp8 or 0, b.gemm_fp8 or 0) or None
     return Ceilings(max(a.gemm, b.gemm), max(a.copy, b.copy), max(a.read, b.read), min(a.launch, b.launch), fp8)
 

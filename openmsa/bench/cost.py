@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Useful work of every row: the FLOPs and bytes that the operation cannot do without, and the time below which it cannot be.
+"""The useful work of a row is the FLOPs and bytes that its operation cannot do without; it sets the least time possible.
 
 FLOPs count a multiply and an add as two and only what causality lets a query see: 2 per element of a score, 4 per element of
-attention (QK^T and PV). No softmax, no top-k, no masked half of a tile, no partial results. For a selection the query's own
-block is taken to be among the `topk`, as the rule demands, so that its visible part alone counts there.
-Bytes count every input once and every output once; of keys and values those that the selections name at most.
+attention (QK^T and PV). Softmax, top-k, the masked half of a tile and partial results count nothing. For a selection the
+query's own block is taken to be among the `topk`, as the rule demands, so that its visible part alone counts there.
+Bytes count every input once and every output once, but at most those keys and values that the selections name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPAN, SPARE = 64, 8  # a clustered selection: neighbours a span, and blocks beyo
 
 @dataclass(frozen=True)
 class Cost:
-    """Useful FLOPs and bytes of one call; fp8_flops: those of the FLOPs whose factors are both e4m3."""
+    """One call has so many useful FLOPs and bytes; fp8_flops counts those FLOPs whose factors are both e4m3."""
 
     flops: int
     bytes: int
@@ -28,8 +28,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Form:
-    """How the tensors of a workload are stored. index, kv: bits an element of index keys and of keys and values, scales
-    included; None: the workload's dtype. fp8_scores: index queries are e4m3 as well."""
+    """A form says how the tensors of a workload are stored. index, kv: bits an element of index keys and of keys and values,
+    scales included; None: the workload's dtype. fp8_scores: index queries are e4m3 as well."""
 
     index: float | None = None
     kv: float | None = None
@@ -46,12 +46,12 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reached in the same run.
+    """The device reached these rates in the same run.
 
-    gemm:    FLOP/s of a matrix product in the workload's dtype. gemm_fp8: the same in e4m3, None where there is none.
+    gemm:    FLOP/s of a matrix product in the workload's dtype. gemm_fp8: of one in e4m3, None where there is none.
     copy, read: bytes/s of a copy (read and written) and of a read.
-    launch:  seconds of the smallest call (on a GPU out of a CUDA graph). No part of a limit: it says how much of a short row's
-             time is none of its own.
+    launch:  seconds of the smallest call (on a GPU out of a CUDA graph). It is part of no limit and says how much of a short
+             row's time is overhead.
     """
 
     gemm: float
@@ -66,19 +66,19 @@ class Ceilings:
 
 
 def limit_seconds(cost: Cost, ceilings: Ceilings) -> tuple[float, str]:
-    """The least time the work could take, and what sets it: "flops" or "bytes"."""
+    """Returns the least time the work could take, and what sets it: "flops" or "bytes"."""
     compute = (cost.flops - cost.fp8_flops) / ceilings.gemm + cost.fp8_flops / (ceilings.gemm_fp8 or ceilings.gemm)
     memory = cost.bytes / ceilings.bandwidth
     return (compute, "flops") if compute >= memory else (memory, "bytes")
 
 
 def visible_keys(w: Workload) -> int:
-    """Keys seen, summed over the queries of all sequences."""
+    """Counts the keys that queries see, summed over the queries of all sequences."""
     return w.batch * (_triangle(w.context) - _triangle(w.context - w.q_len))
 
 
 def selected_keys(w: Workload) -> int:
-    """Visible keys of the selected blocks, summed over the queries of all sequences."""
+    """Counts visible keys of the selected blocks, summed over the queries of all sequences."""
     return w.batch * (_selected_before(w, w.context) - _selected_before(w, w.context - w.q_len))
 
 
@@ -87,7 +87,7 @@ def _triangle(n: int) -> int:
 
 
 def _selected_before(w: Workload, position: int) -> int:
-    """Selected keys summed over the queries at positions below `position`."""
+    """Counts selected keys, summed over the queries at positions below `position`."""
     everything = w.topk * w.block_size  # up to here a query reads all it sees
     if position <= everything:
         return _triangle(position)
@@ -97,7 +97,7 @@ def _selected_before(w: Workload, position: int) -> int:
 
 
 def distinct_keys(w: Workload, clustered: bool = False) -> int:
-    """Keys that at least one query of a KV head may read, summed over the sequences."""
+    """Counts the keys that at least one query of a KV head may read, summed over the sequences."""
     if clustered:
         spans = -(-w.q_len // SPAN)
         named = (spans * (w.topk + SPARE) + -(-w.q_len // w.block_size) + 1) * w.block_size
@@ -132,40 +132,40 @@ def _id_bytes(w: Workload) -> int:
 
 
 def block_scores(w: Workload, form: Form = PLAIN) -> Cost:
-    """Index queries and keys in, float32 scores out."""
+    """Index queries and keys are read, float32 scores written."""
     flops = 2 * visible_keys(w) * w.num_kv_heads * w.index_dim
     return Cost(flops, _index_bytes(w, form) + _score_bytes(w), flops if form.fp8_scores else 0)
 
 
 def select_blocks(w: Workload, form: Form = PLAIN) -> Cost:
-    """As `block_scores`, with block ids out: the scores need never be written."""
+    """What `block_scores` reads is read, and block ids are written: the scores need never be."""
     scores = block_scores(w, form)
     return Cost(scores.flops, _index_bytes(w, form) + _id_bytes(w), scores.fp8_flops)
 
 
 def select_blocks_from_scores(w: Workload) -> Cost:
-    """Scores in, block ids out; comparisons are no FLOPs."""
+    """Scores are read and block ids written; comparisons are no FLOPs."""
     return Cost(0, _score_bytes(w) + _id_bytes(w))
 
 
 def sparse_attention(w: Workload, clustered: bool = False, form: Form = PLAIN) -> Cost:
-    """Queries, block ids and the selected keys and values in, output out."""
+    """Queries, block ids and the selected keys and values are read, the output is written."""
     flops = 4 * selected_keys(w) * w.num_q_heads * w.head_dim
     return Cost(flops, 2 * _q_bytes(w) + _id_bytes(w) + _kv_bytes(w, distinct_keys(w, clustered), form))
 
 
 def sparse_attention_clustered(w: Workload, form: Form = PLAIN) -> Cost:
-    """`sparse_attention` where neighbours share most blocks."""
+    """This is `sparse_attention` where neighbours share most blocks."""
     return sparse_attention(w, True, form)
 
 
 def dense_attention(w: Workload) -> Cost:
-    """Queries, keys and values in, output out."""
+    """Queries, keys and values are read, the output is written."""
     return Cost(4 * visible_keys(w) * w.num_q_heads * w.head_dim, 2 * _q_bytes(w) + _kv_bytes(w, w.batch * w.context, PLAIN))
 
 
 def msa_attention(w: Workload, form: Form = PLAIN) -> Cost:
-    """The whole path: selection and sparse attention, without writing the ids between them."""
+    """This is the whole path, selection and sparse attention, without writing the ids between them."""
     index, main = select_blocks(w, form), sparse_attention(w, form=form)
     return Cost(index.flops + main.flops, index.bytes + main.bytes - 2 * _id_bytes(w), index.fp8_flops)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The dense peer: `torch.nn.functional.scaled_dot_product_attention` in the best form for the shape.
+"""The dense peer is `torch.nn.functional.scaled_dot_product_attention` in the best form for the shape.
 
 Which form is the fastest depends on the machine, so the forms are timed on a slice of the inputs and the winner runs:
 packed (decode: the query heads of a group as rows of one product), gqa (PyTorch shares the KV heads), expanded (a head of
@@ -31,7 +31,7 @@ Form = Callable[[Tensor, Tensor, Tensor], Run]  # q [B, Hq, q_len, D], k, v [B, 
 
 
 def dense_peer(x: Inputs, clock: Clock) -> Run:
-    """A call of the fastest form on all inputs; the name of the form stands in ``x.chosen_forms["sdpa"]``."""
+    """Returns a call of the fastest form on all inputs; the name of the form stands in ``x.chosen_forms["sdpa"]``."""
     forms = _forms(x)
     if "sdpa" not in x.chosen_forms:
         x.chosen_forms["sdpa"] = _fastest(x, forms, clock)
@@ -40,7 +40,7 @@ def dense_peer(x: Inputs, clock: Clock) -> Run:
 
 
 def _heads_first(x: Inputs, q_len: int | None = None, context: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Views ``[batch, heads, length, head_dim]`` of the last `q_len` queries and the last `context` keys (None: all)."""
+    """Returns views ``[batch, heads, length, head_dim]`` of the last `q_len` queries and `context` keys (None: all)."""
     w = x.workload
     q_len, context = q_len or w.q_len, context or w.context
     q = x.q.unflatten(0, (w.batch, w.q_len)).transpose(1, 2)[:, :, w.q_len - q_len :]
@@ -62,17 +62,17 @@ def _fastest(x: Inputs, forms: dict[str, Form], clock: Clock) -> str:
 
 
 def _probe(form: Form, tensors: tuple[Tensor, Tensor, Tensor], clock: Clock) -> float | str:
-    """The least of a few measurements, or why the form cannot run."""
+    """Returns the least of a few measurements, or why the form cannot run."""
     try:
         run = form(*tensors)
         clock(run)
         return min(sample(run, clock, 5, 1.0))
-    except RuntimeError as error:  # a backend without this form
+    except RuntimeError as error:  # the backend lacks this form
         return str(error).strip().partition("\n")[0]
 
 
 def _forms(x: Inputs) -> dict[str, Form]:
-    """Every form that computes the workload's dense attention, by name."""
+    """Returns every form that computes the workload's dense attention, by name."""
     kind = x.workload.kind
     if kind == "decode":
         base: dict[str, Callable[..., Run]] = {"packed": _packed, "gqa": _gqa}
@@ -86,7 +86,7 @@ def _forms(x: Inputs) -> dict[str, Form]:
             if name.startswith("split") and label == "flash":
                 continue  # _split calls cuDNN's operator itself
             if name == "lower-right" and label == "cudnn":
-                continue  # CausalBias knows FlashAttention alone
+                continue  # CausalBias runs FlashAttention alone
             title = f"{name}, {label}" if label else name
             forms[title] = partial(_within, backend, form)
             forms[f"{title}, copied"] = partial(_copied, forms[title])
@@ -125,7 +125,7 @@ def _gqa(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Run:
 
 
 def _expand(q: Tensor, k: Tensor) -> Tensor:
-    """[B, Hkv, S, D] -> [B, Hq, S, D], without a copy where there is one KV head."""
+    """Expands [B, Hkv, S, D] to [B, Hq, S, D], without a copy where there is one KV head."""
     group = q.shape[1] // k.shape[1]
     return k[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
 
@@ -155,7 +155,7 @@ def _split(q: Tensor, k: Tensor, v: Tensor, expand: bool = False) -> Run:
 
 
 def _with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, q_len, D] and lse float32 [B, Hq, q_len, 1]."""
+    """Returns out [B, Hq, q_len, D] and lse float32 [B, Hq, q_len, 1]."""
     if q.device.type == "cuda":
         out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
     else:

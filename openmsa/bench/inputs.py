@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tensors of a workload: random inputs, flat and paged, and random and clustered selections."""
+"""A workload has these tensors: random inputs, flat and paged, and random and clustered selections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS_AT_A_TIME = 1 << 27  # random numbers held while a selection is drawn
 
 @dataclass(frozen=True)
 class Pages:
-    """The keys of a workload in shuffled pages of one block each.
+    """The keys of a workload lie in shuffled pages of one block each.
 
     pool:  ``[num_pages, num_kv_heads, block_size, 2 * head_dim]``, keys and values side by side as GPU engines keep them; the
            pools of `kv` are views of it. On a CPU they are two tensors and `pool` is None.
@@ -33,7 +33,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Stored:
-    """Operands in a low-precision form, as the public functions take them."""
+    """These are operands in a low-precision form, as the public functions take them."""
 
     index_q: Tensor | formats.Stored
     k: Tensor | formats.Stored | PagedKV
@@ -43,7 +43,7 @@ class Stored:
 
 @dataclass
 class Inputs:
-    """Random tensors of one workload on one device, from a fixed seed; what is large and rare is made on demand.
+    """One workload has these random tensors on one device, from a fixed seed; large ones that few rows need are made on demand.
 
     q, index_q:     ``[total_q, num_q_heads, head_dim]``, ``[total_q, num_kv_heads, index_dim]``.
     k, v, index_k:  ``[batch * context, num_kv_heads, head_dim]`` twice, ``[batch * context, 1, index_dim]``.
@@ -76,7 +76,7 @@ class Inputs:
         return Sequences(starts * w.q_len, starts * w.context, w.q_len, w.context, offset)
 
     def pages(self) -> Pages:
-        """A fresh copy of the keys in shuffled pages. context must be a multiple of block_size."""
+        """Makes a fresh copy of the keys in shuffled pages. context must be a multiple of block_size."""
         w = self.workload
         if w.context % w.block_size:
             raise ValueError(f"context must be a multiple of block_size ({w.block_size}) for pages, got {w.context}")
@@ -97,7 +97,7 @@ class Inputs:
         return Pages(PagedKV(k, v, page_table, lens[0]), PagedIndexKeys(index, page_table, lens[1]), pool)
 
     def stored(self, form: str, paged: bool) -> Stored:
-        """The keys in one of the forms of `openmsa.bench.cost.FORMS`, scales per tensor, and index queries to go with them."""
+        """Makes the keys in one of the `openmsa.bench.cost.FORMS`, scales per tensor, and index queries to go with them."""
         if paged:
             pages = self.pages()
             table, lens = pages.kv.page_table, pages.kv.seq_lens
@@ -120,7 +120,7 @@ class Inputs:
         return Stored(index_q, keys[0], keys[1], index)
 
     def selection(self, kind: str) -> Tensor:
-        """int32 ``[total_q, num_kv_heads, topk]``, distinct visible ids, each query's own block among them, -1 tail.
+        """Returns int32 ``[total_q, num_kv_heads, topk]``: distinct visible ids, each query's own block among them, -1 tail.
 
         kind: "random", independent for every query and head; or "clustered": each span of 64 queries draws topk + 8 blocks
         and each query keeps topk - 1 of them plus its own.
@@ -134,12 +134,12 @@ class Inputs:
         return self._selections[kind]
 
     def _own_blocks(self, start: int, stop: int) -> Tensor:
-        """int64 [stop - start]: the block of each query from `start` to `stop` of a sequence."""
+        """Returns the block of each query from `start` to `stop` of a sequence, int64 [stop - start]."""
         w = self.workload
         return torch.arange(w.context - w.q_len + start, w.context - w.q_len + stop, device=self.device) // w.block_size
 
     def _draw(self, below: Tensor, count: int) -> Tensor:
-        """int64 [num_kv_heads, len(below), count]: distinct random ids under `below`, -1 where there are too few."""
+        """Draws distinct random ids under `below`, int64 [num_kv_heads, len(below), count], -1 where there are too few."""
         w = self.workload
         chance = torch.rand(w.num_kv_heads, below.numel(), w.num_blocks, generator=self._generator, device=self.device)
         chance.masked_fill_(torch.arange(w.num_blocks, device=self.device) >= below[:, None], -1)
@@ -148,7 +148,7 @@ class Inputs:
         return torch.nn.functional.pad(ids, (0, count - ids.shape[-1]), value=-1)
 
     def _with_own(self, others: Tensor, own: Tensor) -> Tensor:
-        """[heads, queries, topk - 1] others and [queries] own -> int32 [queries, heads, topk], ascending, -1 tail."""
+        """Joins others [heads, queries, topk - 1] and own [queries] to int32 [queries, heads, topk], ascending, -1 tail."""
         ids = torch.cat((others, own.expand(others.shape[0], -1)[..., None]), dim=-1)
         last = torch.iinfo(torch.int64).max
         ids = ids.masked_fill(ids < 0, last).sort(dim=-1).values

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Speed-up over dense attention against context length, from records."""
+"""Records are plotted as speed-up over dense attention against context length."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 from openmsa.bench.record import Record
 
-WHOLE = ("decode_plan", "msa_attention", "msa_attention/paged")  # what was measured at most contexts is drawn, or the first
+WHOLE = ("decode_plan", "msa_attention", "msa_attention/paged")  # the row measured at most contexts is drawn, or the first such
 MODES = ("graph", "eager")
 PEER = "sdpa"
-ROOM = 1.17  # a value and the next one above it, so that both can be read
+ROOM = 1.17  # two values written at one context differ by this factor at least, so that both can be read
 MOST_LINES = 3
-KINDS = ("prefill", "decode", "chunk")  # of lines with as many points, those of an earlier kind are drawn
+KINDS = ("prefill", "decode", "chunk")  # among lines with equally many points, those of an earlier kind are drawn
 
 
 def series(records: list[Record]) -> dict[str, list[tuple[int, float]]]:
-    """(context, times faster than dense) by line of the plot, one for each kind of call and batch: the `MOST_LINES` with most
-    points. Of several records of the same point the last counts."""
+    """Returns (context, times faster than dense) by line of the plot, one for each kind of call and batch: the `MOST_LINES`
+    with most points. Of several records of the same point the last counts."""
     found: dict[tuple[str, int], dict[tuple[int, int], dict[int, float]]] = {}
     for r in records:
         if r["row"] in WHOLE and r["error"] is None and PEER in r["times_faster_than"]:
@@ -35,7 +35,7 @@ def series(records: list[Record]) -> dict[str, list[tuple[int, float]]]:
 
 
 def _line(r: Record) -> tuple[str, int]:
-    """The kind of call, and the number that tells lines of that kind apart."""
+    """Returns the kind of call, and the number that tells lines of that kind apart."""
     return r["kind"], {"prefill": 0, "chunk": r["shape"]["q_len"], "decode": r["shape"]["batch"]}[r["kind"]]
 
 
@@ -48,7 +48,7 @@ def _label(kind: str, number: int) -> str:
 
 
 def labelled(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The points whose values are written: of several near each other at one context the highest."""
+    """Returns the points whose values are written, which of several near each other at one context is the highest."""
     kept: list[tuple[int, float]] = []
     for point in sorted(points, reverse=True):
         if not kept or kept[-1][0] != point[0] or kept[-1][1] > ROOM * point[1]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Records: one JSON object a line, each complete in itself: where, with what and on which commit it was measured."""
+"""A record is one JSON object on a line, complete in itself: it says where, with what and on which commit it was measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's or the processor's name."""
+    """Returns the GPU's or the processor's name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -30,7 +30,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """openmsa, python, torch, triton, cuda and cudnn; None where it is not there."""
+    """Returns the versions of openmsa, python, torch, triton, cuda and cudnn; None where one is not there."""
     import openmsa
 
     cudnn = torch.backends.cudnn.version() if torch.version.cuda else None
@@ -52,14 +52,15 @@ def _installed(package: str) -> str | None:
 
 
 def checkout_commit() -> str | None:
-    """The commit of the checkout that this code runs from, with ``+`` behind it where tracked files differ; None elsewhere."""
+    """Returns the commit of the checkout that this code runs from, with ``+`` behind it where tracked files differ; None
+    elsewhere."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # a checkout of this project, not of one around it
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # fails where the checkout is not this project's
         commit = git("rev-parse", "--short=12", "HEAD")
         return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
@@ -67,7 +68,7 @@ def checkout_commit() -> str | None:
 
 
 def environment(device: torch.device, commit: str | None = None) -> Record:
-    """What every record of a run shares. commit None: that of the checkout."""
+    """Returns what every record of a run shares. commit None: that of the checkout."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or checkout_commit(),
@@ -87,7 +88,7 @@ def append(records: Iterable[Record], path: Path) -> None:
 
 
 def load(path: Path) -> list[Record]:
-    """The records of a JSONL file. Raises ValueError, naming the line, for any other."""
+    """Returns the records of a JSONL file. Raises ValueError, naming the line, for any other file."""
     records = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.strip():

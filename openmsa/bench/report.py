@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Records as a table for people."""
+"""Records are printed as tables for people."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE_WIDTH = 140
 
 
 def print_workloads(device: str | None = None) -> None:
-    """Every workload for `device` (None: any) and its shape, and below the rows that workloads share."""
+    """Prints every workload for `device` (None: any) and its shape, and below them the rows that workloads share."""
     listed = [w for w in workloads.WORKLOADS if device in (None, w.device)]
     table = Table(box=SIMPLE_HEAD)
     table.add_column("workload", no_wrap=True)
@@ -34,19 +34,19 @@ def print_workloads(device: str | None = None) -> None:
 
 
 def _console(wide: bool = False) -> Console:
-    """The terminal; where there is none, or on request, as wide as tables need."""
+    """Returns the terminal or, where there is none or on request, a console as wide as tables need."""
     console = Console()
     return console if console.is_terminal and not wide else Console(width=FILE_WIDTH)
 
 
 def summary(records: Iterable[Record], markdown: bool = False) -> RenderableType:
-    """One table a workload, in the order of the records."""
+    """Makes one table a workload, in the order of the records."""
     groups = groupby(records, key=lambda r: (r["workload"], r["date"]))
     return Group(*(_table(list(group), MARKDOWN if markdown else SIMPLE_HEAD) for _, group in groups))
 
 
 def print_summary(records: Iterable[Record], markdown: bool = False) -> None:
-    """`summary` on the terminal, or as wide as it needs to be where there is none."""
+    """Prints `summary` on the terminal, or as wide as it needs to be where there is none."""
     _console(wide=markdown).print(summary(records, markdown))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What can be measured on a workload: one row a call of ours or of a peer, what it costs, and what it is compared with."""
+"""A row is what can be measured on a workload: a call of ours or of a peer, its cost, and what it is compared with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from openmsa.testing.timing import Clock
 
 @dataclass(frozen=True)
 class Context:
-    """What a row may use to build its call: the tensors, the implementation asked for, the peers' folder and the clock."""
+    """A row may build its call from these: the tensors, the implementation asked for, the peers' folder and the clock."""
 
     x: Inputs
     impl: str
@@ -36,7 +36,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Row:
-    """One thing to measure.
+    """A row is one thing to measure.
 
     build:    makes the call; what it makes beforehand (pages, scores, selections, plans) is not timed.
     cost:     the useful work, a function of `openmsa.bench.cost`.
@@ -80,7 +80,7 @@ def _select_blocks_from_scores(c: Context) -> partial[Any]:
 
 
 def _sparse_attention(c: Context, selection: str = "own", paged: bool = False) -> partial[Any]:
-    """selection: "random", "clustered", or "own": what the index branch selects on these inputs."""
+    """Makes a call for a selection: "random", "clustered", or "own", which the index branch selects on these inputs."""
     blocks = _select_blocks(c)() if selection == "own" else c.x.selection(selection)
     if paged:
         return partial(sparse_attention, c.x.q, c.x.pages().kv, None, blocks, c.x.seqs, **_options(c))
@@ -94,7 +94,7 @@ def _dense_attention(c: Context, paged: bool = False) -> partial[Any]:
 
 
 def _stored(c: Context, stage: str, form: str, paged: bool = False, selection: str = "random") -> Callable[[], Any]:
-    """A stage, or "msa_attention", on operands of a form."""
+    """Makes a call of a stage, or of "msa_attention", on operands of a form."""
     x, seqs, topk = c.x.stored(form, paged), c.x.seqs, c.x.workload.topk
     choose = partial(select_blocks, x.index_q, x.index_k, topk, seqs, certified=form == "certified", **_options(c))
     attend = partial(sparse_attention, c.x.q, x.k, x.v, seqs=seqs, **_options(c))
@@ -135,7 +135,7 @@ def _without_vllm(c: Context) -> str | None:
 
 
 def _vllm_rows(form: str) -> dict[str, Row]:
-    """vLLM's stages on plain tensors ("") or all in e4m3."""
+    """Returns vLLM's stages on plain tensors ("") or all in e4m3."""
 
     def row(build: Callable[..., Any], costing: Callable[..., cost.Cost], *arguments: Any) -> Row:
         costing = partial(costing, form=cost.FORMS.get(form, cost.PLAIN))
@@ -152,7 +152,7 @@ def _vllm_rows(form: str) -> dict[str, Row]:
 
 
 def _in_form(stage: str, form: str, paged: bool = False, selection: str = "random") -> Row:
-    """A row of `_stored`; the peers are what a bf16 user would run instead."""
+    """Makes a row of `_stored`; its peers are what a bf16 user would run instead."""
     clustered = "_clustered" if stage == "sparse_attention" and selection == "clustered" else ""
     costing = partial(getattr(cost, stage + clustered), form=cost.FORMS[form])
     peers = {
@@ -210,6 +210,6 @@ ROWS: dict[str, Row] = {
 
 
 def with_peers(rows: tuple[str, ...], available: tuple[str, ...]) -> tuple[str, ...]:
-    """`rows` and the peers that they are compared with, as far as the workload has them, in the workload's order."""
+    """Returns `rows` and the peers that they are compared with, as far as the workload has them, in the workload's order."""
     wanted = set(rows) | {peer for row in rows for peer in ROWS[row].peers}
     return tuple(row for row in available if row in wanted)

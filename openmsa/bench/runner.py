@@ -37,7 +37,7 @@ LONG = 1.0  # seconds from which a first call that compiles nothing counts as a 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure.
+    """Settings say how to measure.
 
     rounds:   passes over the rows of a workload. samples, budget: per row and pass, at most so many measurements, stopping
               when so many seconds are spent, but at least one.
@@ -56,7 +56,7 @@ class Settings:
 
     @classmethod
     def for_device(cls, device: torch.device, rounds: int | None, **settings: Any) -> Settings:
-        """The defaults for a kind of device; rounds None: its default too."""
+        """Returns the defaults for a kind of device; rounds None: its default too."""
         if device.type == "cuda":
             return cls(device, rounds=rounds or 1, samples=30, budget=0.5, **settings)
         return cls(device, rounds=rounds or 3, **settings)
@@ -67,7 +67,7 @@ class Settings:
 
 @dataclass
 class Task:
-    """One row in one mode, and what was found so far."""
+    """A task is one row in one mode, and what was found of it so far."""
 
     row: str
     mode: str
@@ -89,7 +89,7 @@ def run(work: list[tuple[Workload, tuple[str, ...]]], settings: Settings, step: 
         step(f"{workload.name}: matrix product, copy and read")
         sizes = settings.gemm_size, settings.buffer_bytes
         now = measure_ceilings(settings.device, workload.dtype, clock, *sizes)
-        ceilings[workload.dtype] = best_of(now, ceilings.get(workload.dtype, now))  # noise only ever hides what it can do
+        ceilings[workload.dtype] = best_of(now, ceilings.get(workload.dtype, now))  # noise only lowers what is measured
         tasks = measure(workload, rows, settings, clock, step)
         for task in tasks:
             yield _record(workload, task, tasks, ceilings[workload.dtype], shared)
@@ -98,7 +98,7 @@ def run(work: list[tuple[Workload, tuple[str, ...]]], settings: Settings, step: 
 
 
 def count_steps(work: list[tuple[Workload, tuple[str, ...]]], settings: Settings) -> int:
-    """How often `run` will call `step` at most."""
+    """Counts how often `run` calls `step` at most."""
     rows = sum(len(_modes(w, row, settings)) for w, rows in work for row in with_peers(rows, w.rows))
     return rows * settings.rounds + 2 * len(work)
 
@@ -110,7 +110,7 @@ def _modes(w: Workload, row: str, settings: Settings) -> tuple[str, ...]:
 
 
 def measure(w: Workload, rows: tuple[str, ...], settings: Settings, clock: Clock, step: Step = lambda _: None) -> list[Task]:
-    """The samples of every row and mode of one workload."""
+    """Takes the samples of every row and mode of one workload."""
     step(f"{w.name}: inputs")
     context = Context(Inputs(w, settings.device), settings.impl, settings.peers, clock)
     tasks = [Task(row, mode) for row in with_peers(rows, w.rows) for mode in _modes(w, row, settings)]
@@ -148,7 +148,7 @@ def _one_round(task: Task, c: Context, settings: Settings) -> None:
 
 
 def _share(clock: Clock, layers: Callable[[], Any]) -> float:
-    """Seconds of one of `LAYERS` layers."""
+    """Returns the seconds of one of `LAYERS` layers."""
     return clock(layers) / LAYERS
 
 
@@ -157,7 +157,7 @@ def _compiles(row: str, settings: Settings) -> bool:
 
 
 def _implementation(call: Callable[[], Any]) -> str | None:
-    """Which implementation serves each stage of a call of ours; None for a peer's."""
+    """Says which implementation serves each stage of a call of ours; None for a peer's."""
     if not isinstance(call, partial) or call.func not in (*STAGES, msa_attention):
         return None
     explanation = explain(call.func, *call.args, **call.keywords)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The sparse peer: vLLM's public Triton kernels for MiniMax-M3, where a copy of them stands in a folder.
+"""The sparse peer is vLLM's public Triton kernels for MiniMax-M3, where a copy of them stands in a folder.
 
 The folder (`.peers` unless told otherwise) holds the package `vllm.vllm_m3`; it is not part of this project. Those kernels know
 pages of 128 keys, keys and values side by side, one index key head and CUDA.
@@ -25,7 +25,7 @@ CHUNK = 16384  # queries that an engine would prefill at a time
 
 
 def absent(device: torch.device, folder: Path) -> str | None:
-    """Why these kernels cannot be measured here, a sentence; None if they can."""
+    """Says why these kernels cannot be measured here, a sentence; None if they can."""
     if device.type != "cuda":
         return "vLLM's kernels need a GPU"
     if not (folder / "vllm" / "vllm_m3").is_dir():
@@ -40,9 +40,9 @@ def _load(folder: Path) -> ModuleType:
 
 
 class Peer:
-    """vLLM's calls on the tensors of a workload; a method makes a call, nothing runs before it is called.
+    """A peer makes vLLM's calls on the tensors of a workload; nothing runs before a call that it made is called.
 
-    e4m3: index queries and all caches in that format, keys and values with a scale each; these kernels take none for the index.
+    e4m3: index queries and all caches have that format, keys and values a scale each; these kernels take none for the index.
     """
 
     def __init__(self, x: Inputs, folder: Path, e4m3: bool = False) -> None:
@@ -62,11 +62,11 @@ class Peer:
 
     @property
     def everything(self) -> slice:
-        """All queries of the one sequence."""
+        """Returns the slice of all queries of the one sequence."""
         return slice(0, self.w.q_len)
 
     def lengths(self, rows: slice) -> tuple[Tensor, ...]:
-        """cu_seqlens_q, seq_lens and prefix_lens of the queries `rows` of the one sequence; made once."""
+        """Returns cu_seqlens_q, seq_lens and prefix_lens of the queries `rows` of the one sequence, which are made once."""
         if rows.start not in self._made:
             prefix, count = self.w.context - self.w.q_len + rows.start, rows.stop - rows.start
             values = [0, count], [prefix + count], [prefix]
@@ -74,49 +74,49 @@ class Peer:
         return self._made[rows.start]
 
     def scores(self, rows: slice) -> partial[Tensor]:
-        """Block scores of the queries `rows`."""
+        """Makes the call that scores blocks for the queries `rows`."""
         count, keys = rows.stop - rows.start, self.w.context - self.w.q_len + rows.stop
         arguments = self.index_q[rows], self.index, self.table, *self.lengths(rows), count, keys, self.w.num_kv_heads
         return partial(self.kernels.minimax_m3_index_score, *arguments)
 
     def topk(self, scores: Tensor, rows: slice) -> partial[Tensor]:
-        """Block ids ``[num_kv_heads, queries, topk]`` for given scores."""
+        """Makes the call that selects block ids ``[num_kv_heads, queries, topk]`` from given scores."""
         cu, _, before = self.lengths(rows)
         return partial(self.kernels.minimax_m3_index_topk, scores, cu, before, rows.stop - rows.start, self.w.topk, 0, 1)
 
     def attend(self, rows: slice, ids: Tensor) -> partial[None]:
-        """Attention of the queries `rows` over the blocks `ids`, into `out`."""
+        """Makes the call of attention of the queries `rows` over the blocks `ids`, into `out`."""
         tensors = self.x.q[rows], self.pool, ids, self.table, *self.lengths(rows)
         numbers = rows.stop - rows.start, self.w.num_kv_heads, self.w.head_dim**-0.5
         return partial(self.kernels.minimax_m3_sparse_attn, *tensors, *numbers, self.out[rows], **self.scales)
 
     def decode_select(self) -> partial[Tensor]:
-        """Block ids ``[num_kv_heads, batch, topk]`` of one new token a sequence."""
+        """Makes the call that selects block ids ``[num_kv_heads, batch, topk]`` for one new token a sequence."""
         tensors = self.index_q, self.index, self.table, self.lens
         numbers = self.w.context, self.w.topk, 0, 1, self.w.num_kv_heads, 1, 1
         return partial(self.kernels.minimax_m3_index_decode, *tensors, *numbers)
 
     def decode_attend(self, ids: Tensor) -> partial[None]:
-        """Attention of one new token a sequence over the blocks `ids`, into `out`."""
+        """Makes the call of attention of one new token a sequence over the blocks `ids`, into `out`."""
         tensors = self.x.q, self.pool, ids, self.table, self.lens
         numbers = self.w.num_kv_heads, self.w.head_dim**-0.5
         return partial(self.kernels.minimax_m3_sparse_attn_decode, *tensors, *numbers, self.out, 1, **self.scales)
 
 
 def scores(x: Inputs, folder: Path, e4m3: bool = False) -> Callable[[], Any]:
-    """Scores of all queries at once."""
+    """Makes the call that scores all queries at once."""
     peer = Peer(x, folder, e4m3)
     return peer.scores(peer.everything)
 
 
 def topk(x: Inputs, folder: Path) -> Callable[[], Any]:
-    """Top-k of scores made beforehand."""
+    """Makes the call of top-k over scores made beforehand."""
     peer = Peer(x, folder)
     return peer.topk(peer.scores(peer.everything)(), peer.everything)
 
 
 def select(x: Inputs, folder: Path, e4m3: bool = False) -> Callable[[], Any]:
-    """Scoring and top-k."""
+    """Makes the call of scoring and top-k."""
     peer = Peer(x, folder, e4m3)
     if x.workload.kind == "decode":
         return peer.decode_select()
@@ -125,13 +125,13 @@ def select(x: Inputs, folder: Path, e4m3: bool = False) -> Callable[[], Any]:
 
 
 def attend(x: Inputs, folder: Path, kind: str, e4m3: bool = False) -> Callable[[], Any]:
-    """Attention over the same random or clustered selection that our rows read."""
+    """Makes the call of attention over the same random or clustered selection that our rows read."""
     peer, ids = Peer(x, folder, e4m3), x.selection(kind).transpose(0, 1).contiguous()  # [num_kv_heads, total_q, topk]
     return peer.decode_attend(ids) if x.workload.kind == "decode" else peer.attend(peer.everything, ids)
 
 
 def path(x: Inputs, folder: Path, e4m3: bool = False) -> Callable[[], Any]:
-    """Scoring, top-k and attention, over chunks of queries as an engine prefills."""
+    """Makes the call of scoring, top-k and attention over chunks of queries, as an engine prefills."""
     peer, w = Peer(x, folder, e4m3), x.workload
     if w.kind == "decode":
         choose = peer.decode_select()

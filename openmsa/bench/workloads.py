@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The named workloads: which shapes are measured, on which device, with which rows."""
+"""The named workloads say which shapes are measured, on which device, with which rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DECODE_TOKENS = 8 * M  # a batch of contexts holds at most so many keys: keys an
 
 @dataclass(frozen=True)
 class Workload:
-    """One shape. The last `q_len` of the `context` positions of each of `batch` sequences are the queries.
+    """A workload is one shape. The last `q_len` of the `context` positions of each of `batch` sequences are the queries.
 
     device:  "cpu" or "cuda", the kind of machine that it is meant for.
     modes:   "eager" (the call as a user makes it) and, on a GPU, "graph" (replayed from a CUDA graph) and "layers" (a layer's
@@ -125,7 +125,7 @@ WORKLOADS: tuple[Workload, ...] = (
 
 
 def chosen(device: str, patterns: Iterable[str] = ()) -> list[tuple[Workload, tuple[str, ...]]]:
-    """The workloads for `device` and the rows of each that match.
+    """Returns the workloads for `device` and the rows of each that match.
 
     patterns:  shell patterns for ``workload`` or ``workload/row``; none: everything. A pattern without wildcards also matches
                where it is a part of the workload's name.

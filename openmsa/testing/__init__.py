@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: MIT
-"""What a kernel author needs to trust a kernel: the tolerance rule (`compare`), nasty inputs (`inputs`), poisoned outputs and
+"""A kernel author needs these to trust a kernel: the tolerance rule (`compare`), nasty inputs (`inputs`), poisoned outputs and
 peak memory (`allocations`), cold-cache timing (`timing`)."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What an operation does with memory: poison what it allocates without filling, and measure how much it holds at once."""
+"""These modes poison what an operation allocates without filling, and measure how much memory it holds at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNFILLED = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty
 
 
 class PoisonedOutputs(TorchDispatchMode):
-    """Within it, memory from ``torch.empty`` and its relatives holds NaN, or the lowest integer, instead of chance."""
+    """Within this mode, memory from ``torch.empty`` and its relatives holds NaN, or the lowest integer, instead of chance."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -29,7 +29,7 @@ class PoisonedOutputs(TorchDispatchMode):
 
 
 class PeakMemory(TorchDispatchMode):
-    """Within it, counts the bytes of tensors that operations create: ``peak``, the most alive at once, and ``largest``, the
+    """This mode counts the bytes of tensors that operations create: ``peak``, the most alive at once, and ``largest``, the
     biggest single one. Memory that an operator needs only while it runs is not seen; the inputs do not count."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def poison(dtype: torch.dtype) -> float | int | bool:
-    """A value that no correct result contains by chance."""
+    """Returns a value that no correct result contains by chance."""
     if dtype.is_floating_point:
         return torch.nan
     return True if dtype == torch.bool else torch.iinfo(dtype).min

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tolerance rule: at most twice the error of honest low-precision PyTorch, both measured against float64."""
+"""The tolerance rule allows at most twice the error of honest low-precision PyTorch, both measured against float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Comparison:
-    """Errors of a result and of honest PyTorch against the truth, the bounds that follow, and the worst element."""
+    """A comparison holds errors of a result and of honest PyTorch against the truth, the bounds that follow, and the worst
+    element."""
 
     error: float
     bound: float
@@ -23,7 +24,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether both errors keep their bounds."""
+        """Says whether both errors keep their bounds."""
         return self.error <= self.bound and self.rms_error <= self.rms_bound
 
     def __str__(self) -> str:
@@ -34,12 +35,12 @@ class Comparison:
 
 
 def compare(tested: Tensor, honest: Tensor, truth: Tensor, factor: float = 2.0) -> Comparison:
-    """The errors of `tested`, as a maximum and a root mean square, against `factor` times those of `honest`.
+    """Compares the errors of `tested`, as a maximum and a root mean square, with `factor` times those of `honest`.
 
     tested, honest:  results of the same dtype; honest is what plain PyTorch gives in the precision of the inputs.
     truth:           float64, from the same (already rounded) inputs.
 
-    Where the truth is not finite both must match it exactly, else the error is infinite. To the bound comes a floor: half a
+    Where the truth is not finite both must match it exactly, else the error is infinite. A floor is added to the bound: half a
     unit in the last place of the largest value for the rounding of the result, and eight roundings of the accumulator.
     """
     tested64, honest64 = tested.detach().double().cpu(), honest.detach().double().cpu()

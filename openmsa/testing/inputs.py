@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Nasty inputs: ragged lengths, strided views amid NaN, shuffled and shared pages, unordered block ids with gaps."""
+"""Nasty inputs have ragged lengths, strided views amid NaN, shuffled and shared pages, and unordered block ids with gaps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WILD_IDS = (-1, 2**31 - 1, -(2**31), 1_000_003)  # what a page table may hold wh
 
 @dataclass(frozen=True)
 class Problem:
-    """The inputs of every stage, with their lengths on the host."""
+    """A problem holds the inputs of every stage, with their lengths on the host."""
 
     q: Tensor  # [total_q, num_q_heads, head_dim]
     k: Tensor  # [total_k, num_kv_heads, head_dim]
@@ -30,28 +30,28 @@ class Problem:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Says where the tensors are."""
         return self.q.device
 
     @property
     def seqs(self) -> Sequences:
-        """The lengths, with `q_offset` only where it is not the default."""
+        """Returns the lengths, with `q_offset` only where it is not the default."""
         seqs = Sequences.from_lengths(list(self.q_lens), list(self.k_lens), self.device)
         if self.offsets == tuple(k - q for q, k in zip(self.q_lens, self.k_lens, strict=True)):
             return seqs
         return replace(seqs, q_offset=torch.tensor(self.offsets, dtype=torch.int32, device=self.device))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
-        """The same problem with ``change(tensor)`` in place of each tensor."""
+        """Returns the same problem with ``change(tensor)`` in place of each tensor."""
         index_q, index_k = change(self.index_q), change(self.index_k)
         return replace(self, q=change(self.q), k=change(self.k), v=change(self.v), index_q=index_q, index_k=index_k)
 
     def to(self, device: torch.device | str) -> Problem:
-        """The same problem on another device."""
+        """Returns the same problem on another device."""
         return self.map(lambda x: x.to(device))
 
     def permuted(self, order: Sequence[int]) -> Problem:
-        """The same sequences in another order in the batch."""
+        """Returns the same sequences in another order in the batch."""
         rows, keys = packed_order(self.q_lens, order), packed_order(self.k_lens, order)
         q_lens, k_lens, offsets = (tuple(x[b] for b in order) for x in (self.q_lens, self.k_lens, self.offsets))
         moved = replace(self, q_lens=q_lens, k_lens=k_lens, offsets=offsets, q=self.q[rows], index_q=self.index_q[rows])
@@ -59,7 +59,7 @@ class Problem:
 
 
 def packed_order(lens: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Packed rows of sequences of `lens` tokens, in the order in which the permuted batch holds them: int64 [total]."""
+    """Returns packed rows of sequences of `lens` tokens, in the order in which the permuted batch holds them: int64 [total]."""
     pieces = torch.arange(sum(lens)).split(list(lens))
     return torch.cat([pieces[b] for b in order] or [torch.arange(0)])
 
@@ -80,10 +80,10 @@ def problem(
     shared_prefix: int = 0,
     seed: int = 0,
 ) -> Problem:
-    """Random inputs on the CPU, normal values; the same arguments give the same values, rounded to `dtype`.
+    """Makes random inputs of normal values on the CPU; the same arguments give the same values, rounded to `dtype`.
 
-    index_heads: None: kv_heads. offsets: None: the queries are the last positions of their keys. integer_index: index
-    queries and keys from -2 to 2, whose dot products are exact in every dtype and often tie.
+    index_heads: None means kv_heads. offsets: None means that the queries are the last positions of their keys. integer_index:
+    index queries and keys are from -2 to 2, so that their dot products are exact in every dtype and often tie.
     """
     generator = torch.Generator().manual_seed(seed)
     total_q, total_k = sum(q_lens), sum(k_lens)
@@ -120,7 +120,7 @@ def problem(
 
 
 def strided(x: Tensor, step: int = 1) -> Tensor:
-    """A view of the same values, heads outermost, elements `step` apart, rows unaligned, NaN in between and around."""
+    """Returns a view of the same values, heads outermost, elements `step` apart, rows unaligned, NaN in between and around."""
     rows, heads, dim = x.shape
     base = x.new_full((heads + 1, rows + 2, dim * step + 1), torch.nan)
     view = base[1:, 1:-1, : dim * step : step].transpose(0, 1)  # [rows, heads, dim]
@@ -128,10 +128,10 @@ def strided(x: Tensor, step: int = 1) -> Tensor:
 
 
 def paged(p: Problem, page_size: int, *, seed: int = 0, interleaved: bool = False) -> tuple[PagedKV, PagedIndexKeys]:
-    """The problem's keys in two caches of one page table: pages in random order, those inside the shared prefix stored once,
-    NaN in every unused slot and page, wild ids where a sequence has no page.
+    """Puts the problem's keys in two caches of one page table: pages in random order, those inside the shared prefix stored
+    once, NaN in every unused slot and page, wild ids where a sequence has no page.
 
-    interleaved: pools that are views: tokens outside pages, pages outside heads, rows half of a wider row of odd length.
+    interleaved: pools are views, tokens outside pages, pages outside heads, rows half of a wider row of odd length.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-k_len // page_size) for k_len in p.k_lens]
@@ -168,8 +168,8 @@ def _pool(x: Tensor, num_pages: int, page_size: int, interleaved: bool) -> Tenso
 
 
 def random_blocks(p: Problem, topk: int, block_size: int, heads: int, seed: int = 0) -> Tensor:
-    """int32 ``[total_q, heads, topk]``: distinct ids of the query's sequence in random order, among them blocks that the query
-    does not see yet, with -1 in any place; some rows hold nothing but -1."""
+    """Returns int32 ``[total_q, heads, topk]``: distinct ids of the query's sequence in random order, among them blocks that
+    the query does not see yet, with -1 in any place; some rows hold nothing but -1."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for q_len, k_len in zip(p.q_lens, p.k_lens, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Clocks for honest measurements: wall time on a CPU, cold-L2 CUDA events, CUDA graphs, and peak memory."""
+"""These clocks measure wall time on a CPU and cold-L2 CUDA events; CUDA graphs and peak memory stand beside them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Run = Callable[[], Any]
 Clock = Callable[[Run], float]  # runs once, returns seconds
 
 MINIMUM_FLUSH = 256 << 20  # bytes
-SETTLING, PATIENCE = 0.08, 0.5  # seconds, at least and at most beyond
-CALM, SLACK = 8, 1.03  # reads in a row, and what they may take of the fastest
+SETTLING, PATIENCE = 0.08, 0.5  # seconds: the least wait, and the most beyond it
+CALM, SLACK = 8, 1.03  # reads in a row, and how far above the fastest they may be
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def wall_seconds(run: Run) -> float:
-    """Seconds that one call takes on the host."""
+    """Returns the seconds that one call takes on the host."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 class ColdCudaClock:
-    """Seconds between two CUDA events around one call, after the L2 cache was filled with other, clean lines.
+    """Returns the seconds between two CUDA events around one call, after the L2 cache was filled with other, clean lines.
 
     The flush reads a buffer of four times the cache (at least 256 MiB). Reading leaves no dirty lines whose write-back the
     timed call would pay for, and hides the launch of a short call.
@@ -48,7 +48,7 @@ class ColdCudaClock:
         self.fastest_read = math.inf
 
     def read_seconds(self) -> float:
-        """Of the flush alone, warm or cold: a plain read."""
+        """Returns the seconds of the flush alone, a plain read, warm or cold."""
         self._start.record()
         torch.amax(self._buffer, dim=1, out=self._rows)
         self._stop.record()
@@ -65,9 +65,8 @@ class ColdCudaClock:
 
 
 def settle(clock: Clock) -> None:
-    """Waits until a GPU is left alone: behind large allocations and frees the driver works on in the background (it clears
-    memory, probably), and for tens to hundreds of milliseconds kernels have 10 to 30 % less bandwidth, some of them or all
-    (measured on an H200). Elsewhere there is nothing to wait for."""
+    """Waits until a GPU is left alone: after large allocations and frees the driver works on in the background for tens to
+    hundreds of milliseconds, in which kernels have less bandwidth. Elsewhere there is nothing to wait for."""
     if isinstance(clock, ColdCudaClock):
         torch.cuda.synchronize(clock.device)
         time.sleep(SETTLING)
@@ -76,7 +75,7 @@ def settle(clock: Clock) -> None:
 
 def until_calm(read: Callable[[], float], fastest: float, deadline: float) -> float:
     """Calls `read` until `CALM` results in a row were within `SLACK` of the fastest, or until the deadline of
-    `time.perf_counter`. Returns the fastest result, `fastest` before it among them."""
+    `time.perf_counter`. Returns the least of `fastest` and all results."""
     calm = 0
     while calm < CALM and time.perf_counter() < deadline:
         seconds = read()
@@ -86,7 +85,8 @@ def until_calm(read: Callable[[], float], fastest: float, deadline: float) -> fl
 
 
 def captured(run: Run) -> Run:
-    """`run` as a CUDA graph: calling the result replays it. The graph and what `run` returned live as long as the result."""
+    """Captures `run` in a CUDA graph; calling the result replays it. The graph and what `run` returned live as long as the
+    result."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -104,7 +104,7 @@ def captured(run: Run) -> Run:
 
 
 def sample(run: Run, clock: Clock, most: int, budget: float, first: float | None = None) -> list[float]:
-    """Up to `most` measurements of `run`, at least one, stopping when `budget` seconds are spent.
+    """Takes up to `most` measurements of `run`, at least one, stopping when `budget` seconds are spent.
 
     first: a measurement already taken that counts as one of them; None: there is none.
     """
@@ -115,7 +115,7 @@ def sample(run: Run, clock: Clock, most: int, budget: float, first: float | None
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
+    """Returns the lower quartile, the median and the upper quartile."""
     if len(samples) == 1:
         return samples[0], samples[0], samples[0]
     low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -123,7 +123,8 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def peak_extra_memory(run: Run, device: torch.device | str) -> tuple[int | None, float]:
-    """Calls `run` once: bytes held at its peak beyond those held before it, results included, and its seconds on the host.
+    """Calls `run` once and returns the bytes held at its peak beyond those held before it, results included, and its seconds on
+    the host.
 
     On a GPU this is what PyTorch's allocator handed out; on a CPU the high-water mark of the resident set, which Linux alone
     can reset: None elsewhere.
