@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""OpenMSA: MiniMax Sparse Attention for every machine.
+"""OpenMSA runs MiniMax Sparse Attention on every machine.
 
 index_q, index_k -> `block_scores` -> `select_blocks` -> `sparse_attention` <- q, k, v; `msa_attention` is the whole path.
 Importing this package loads no kernel and touches no GPU.

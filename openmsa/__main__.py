@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`python -m openmsa`: the command line where the installed command is not on the path."""
+"""``python -m openmsa`` runs the command line where the installed command is not on the path."""
 
 from openmsa.cli import app
 

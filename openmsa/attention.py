@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The whole path: score, select, attend, over chunks of queries."""
+"""`msa_attention` runs the whole path, scoring, selection and attention, over chunks of queries."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def msa_attention(
         check=check,
     )
     stage = CERTIFIED if certified else SELECTION
-    for used in (stage, ATTENTION):  # before the first of them runs
+    for used in (stage, ATTENTION):  # both names are checked before a stage runs
         used.check_name(impl)
     total_q, heads, head_dim = q.shape
-    if total_q <= chunk:  # nothing to put together
+    if total_q <= chunk:  # one chunk holds all queries
         blocks = selected(stage, impl, selection)
         out, lse = ATTENTION.run(impl, attention_call(inputs, blocks, block_size))
         return (out, lse) if return_lse else out
@@ -90,14 +90,15 @@ def msa_attention(
 
 
 def selected(stage: Stage[SelectionCall], impl: str, call: SelectionCall) -> Tensor:
-    """The blocks of a checked selection: a certified one also says how many blocks it scored exactly."""
+    """Returns the blocks of a checked selection. A certified one also returns how many blocks it scored exactly, which is
+    dropped."""
     result = stage.run(impl, call)
     blocks: Tensor = result[0] if stage is CERTIFIED else result
     return blocks
 
 
 def attention_call(inputs: AttentionInputs, blocks: Tensor, block_size: int) -> SparseCall:
-    """The call of `sparse_attention` for checked inputs and the blocks selected for them, with lse."""
+    """Returns the call of `sparse_attention`, with lse, for checked inputs and the blocks selected for them."""
     return SparseCall(inputs.q, inputs.k, inputs.v, blocks, inputs.seqs, block_size, inputs.softmax_scale, True)
 
 
@@ -133,8 +134,8 @@ def check_path(
 
 
 def _same_lengths(q: Any, k: Any, index_q: Any, index_k: Any, seqs: Sequences | None) -> bool:
-    """Whether both branches surely have the same lengths, which then need not be worked out twice: on a GPU, where nobody reads
-    them. `q` and `k` are not checked yet."""
+    """Says whether both branches surely have the same lengths, so that one layout serves both. It says no on a CPU, where
+    lengths are compared instead. `q` and `k` are not checked yet."""
     if index_q.device.type == "cpu" or getattr(q, "device", None) != index_q.device or q.shape[:1] != index_q.shape[:1]:
         return False
     if getattr(k, "device", None) != index_q.device:
@@ -164,7 +165,7 @@ def _check_agreement(
 
 
 def _check_same_keys(index_lens: Tensor, lens: Tensor) -> None:
-    """Lengths come from caches where `seqs` gives none, and the two caches may differ."""
+    """Raises where the two caches, which give the lengths that `seqs` does not, hold different numbers of keys."""
     differ = (index_lens != lens).nonzero().flatten()
     if differ.numel():
         b = int(differ[0])

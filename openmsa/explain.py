@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`explain`: which implementation would serve a call, and why each other one would not."""
+"""`explain` says which implementation would serve a call, and why each other one would not."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ STAGES: dict[Callable[..., Any], Stage[Any]] = {
 
 
 class PathExplanation(tuple[Explanation, ...]):
-    """One `Explanation` a stage, in the order in which the stages run; prints as their texts."""
+    """A path is explained by one `Explanation` a stage, in the order in which the stages run; it prints as their texts."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))
 
 
 def explain(function: Callable[..., Any], *args: Any, impl: str = "auto", **kwargs: Any) -> Explanation | PathExplanation:
-    """What ``function(*args, impl=impl, **kwargs)`` would run, without running it.
+    """Says what ``function(*args, impl=impl, **kwargs)`` would run, without running it.
 
     function: a public operation of openmsa: `block_scores`, `select_blocks`, `select_blocks_from_scores`,
     `sparse_attention`, `dense_attention` or `msa_attention`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the operations are called with, checked: of scoring, of selection, and what sparse and dense attention share."""
+"""The arguments of scoring, of selection and of both attentions are checked here and become the calls of implementations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from openmsa.types import Layout, Sequences, layout
 
 
 class ScoringCall(NamedTuple):
-    """The checked arguments of `block_scores`."""
+    """These are the checked arguments of `block_scores`."""
 
     index_q: Tensor | Stored
     index_k: Tensor | Stored | PagedIndexKeys
@@ -55,7 +55,7 @@ def check_scoring(
 
 
 def exact_keys(index_k: Tensor | Stored | PagedIndexKeys) -> Tensor | Stored | PagedIndexKeys:
-    """The keys that scores are computed from: of `CertifiedKeys` the exact ones."""
+    """Returns the keys that scores are computed from, which are the exact ones of `CertifiedKeys`."""
     if isinstance(index_k, CertifiedKeys):
         return index_k.exact
     if isinstance(index_k, PagedIndexKeys) and isinstance(index_k.keys, CertifiedKeys):
@@ -64,7 +64,7 @@ def exact_keys(index_k: Tensor | Stored | PagedIndexKeys) -> Tensor | Stored | P
 
 
 class SelectionCall(NamedTuple):
-    """The checked arguments of `select_blocks`. In a certified selection, index_k are the certified keys whole."""
+    """These are the checked arguments of `select_blocks`. In a certified selection index_k holds both precisions."""
 
     index_q: Tensor | Stored
     index_k: Tensor | Stored | PagedIndexKeys
@@ -76,7 +76,7 @@ class SelectionCall(NamedTuple):
 
 
 class TopkCall(NamedTuple):
-    """The checked arguments of `select_blocks_from_scores`; visible_blocks is int32 ``[total_q]``."""
+    """These are the checked arguments of `select_blocks_from_scores`; visible_blocks is int32 ``[total_q]``."""
 
     scores: Tensor
     topk: int
@@ -172,7 +172,7 @@ def _lengths_of_scores(scores: Tensor, seqs: Sequences | None, block_size: int) 
 
 
 class AttentionInputs(NamedTuple):
-    """What every attention reads, checked: v is None where k is a `PagedKV`."""
+    """These are the checked arguments that all attentions share; v is None where k is a `PagedKV`."""
 
     q: Tensor | Stored
     k: Tensor | Stored | PagedKV
@@ -192,7 +192,7 @@ def check_qkv(
 ) -> AttentionInputs:
     """Checks shapes, head counts, dtypes, formats, devices and lengths, and the values when `check`.
 
-    known: what `seqs` was found to mean for as many queries and keys on the device of q; None where that is still to be found.
+    known: the layout of `seqs` for as many queries and keys on the device of q, where it is known; None: it is made here.
     """
     checks.flag("check", check)
     check_rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Packed sequences: which queries belong to which keys."""
+"""Packed sequences say which queries belong to which keys."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ INT32_MAX = 2**31 - 1  # positions and starts are int32
 
 @dataclass(frozen=True)
 class Sequences:
-    """Lengths of packed sequences. Query i of sequence b stands at position ``q_offset[b] + i`` of its sequence and sees
-    the keys at or before that position.
+    """`Sequences` gives the lengths of packed sequences. Query i of sequence b stands at position ``q_offset[b] + i`` of its
+    sequence and sees the keys at or before that position.
 
     cu_seqlens_q:  int32 [batch + 1], where each sequence's queries start in the packed tensor; None: one sequence.
-    cu_seqlens_k:  int32 [batch + 1], the same for keys; None: one sequence or, with a paged cache, its ``seq_lens``.
-                   With a paged cache the differences say how many of the cached keys exist for this call.
+    cu_seqlens_k:  int32 [batch + 1], where each sequence's keys start; None: one sequence or, with a paged cache, its
+                   ``seq_lens``. With a paged cache the differences say how many of the cached keys exist for this call.
     max_seqlen_q:  the longest query length or a bound on it; None: read from the tensor (on a GPU that is a host sync,
                    so pass it).
-    max_seqlen_k:  the same for keys; None with a paged cache on a GPU: the capacity of its page table.
+    max_seqlen_k:  the longest key length or a bound on it; None: as for queries, but the capacity of the page table with a
+                   paged cache on a GPU.
     q_offset:      int32 [batch], position of each sequence's first query; None: ``k_len - q_len``, so that the queries
                    are the last positions of their keys (bottom-right causal). A query before position 0 sees nothing.
 
@@ -39,7 +40,7 @@ class Sequences:
 
     @classmethod
     def from_lengths(cls, q_lens: list[int], k_lens: list[int], device: torch.device | str = "cpu") -> Sequences:
-        """From one query length and one key length a sequence, known on the host."""
+        """Makes sequences from their query lengths and key lengths, which are known on the host."""
         if len(q_lens) != len(k_lens):
             raise ValueError(f"k_lens must have one entry a sequence ({len(q_lens)}), got {len(k_lens)}")
         for name, lens in (("q_lens", q_lens), ("k_lens", k_lens)):
@@ -51,8 +52,9 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Layout:
-    """Checked `Sequences`: what the implementations of a stage receive. All tensors are contiguous. q_offset stays None where
-    the queries are the last of their keys: kernels find that themselves, which saves their launch two more."""
+    """`Layout` is what the implementations of a stage receive of checked `Sequences`. All tensors are contiguous. q_offset
+    stays None where the queries are the last of their keys: kernels then find positions themselves, which saves two
+    launches."""
 
     cu_seqlens_q: Tensor  # int32 [batch + 1]
     cu_seqlens_k: Tensor  # int32 [batch + 1]
@@ -63,23 +65,23 @@ class Layout:
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """Returns the number of sequences."""
         return self.cu_seqlens_q.numel() - 1
 
     def first_positions(self) -> Tensor:
-        """int32 [batch], of each sequence's first query."""
+        """Returns the position of each sequence's first query, int32 [batch]."""
         return (self.cu_seqlens_k - self.cu_seqlens_q).diff() if self.q_offset is None else self.q_offset
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks of the longest sequence."""
+        """Returns how many blocks the longest sequence has."""
         return -(-self.max_seqlen_k // block_size)
 
     def k_lens(self) -> Tensor:
-        """int32 [batch]."""
+        """Returns how many keys each sequence has, int32 [batch]."""
         return self.cu_seqlens_k.diff()
 
     def tokens(self, total_q: int) -> tuple[Tensor, Tensor]:
-        """For each query token its sequence, int64 [total_q], and the last key it sees, int32 [total_q] (below 0: none)."""
+        """Returns each query's sequence, int64 [total_q], and the last key that it sees, int32 [total_q] (below 0: none)."""
         token = torch.arange(total_q, device=self.cu_seqlens_q.device, dtype=torch.int32)
         sequence = torch.searchsorted(self.cu_seqlens_q[1:], token, right=True).clamp_(max=max(self.batch - 1, 0))
         if self.batch == 0:
@@ -88,7 +90,7 @@ class Layout:
         return sequence, torch.minimum(position, self.k_lens()[sequence] - 1)
 
     def visible_blocks(self, total_q: int, block_size: int) -> Tensor:
-        """int32 [total_q]: how many blocks hold a key that the query sees; its own block is the last of them."""
+        """Returns how many blocks hold a key that each query sees, int32 [total_q]; its own block is the last of them."""
         if self.batch == 1:
             token = torch.arange(total_q, device=self.cu_seqlens_q.device, dtype=torch.int32)
             last_key = torch.minimum(token + self.first_positions(), self.k_lens() - 1)
@@ -97,7 +99,7 @@ class Layout:
         return torch.div(last_key, block_size, rounding_mode="floor").clamp_(min=-1) + 1
 
     def query_chunk(self, start: int, stop: int) -> Layout:
-        """The layout of the packed queries [start, stop) alone. No host sync."""
+        """Returns the layout of the packed queries [start, stop) alone, without a host sync."""
         cu_q = self.cu_seqlens_q.clamp(start, stop) - start
         skipped = (start - self.cu_seqlens_q[:-1]).clamp_(min=0)
         skipped = torch.minimum(skipped, self.cu_seqlens_q.diff())
@@ -105,7 +107,8 @@ class Layout:
         return Layout(cu_q, self.cu_seqlens_k, longest, self.max_seqlen_k, self.first_positions() + skipped, self.longest_q)
 
     def on_host(self) -> list[tuple[int, int, int, int, int]]:
-        """For each sequence: first and end packed query, first packed key, k_len, position of the first query. Syncs."""
+        """Returns each sequence's first and end packed query, first packed key, k_len, and position of its first query. It
+        syncs."""
         cu_q, cu_k, offset = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist(), self.first_positions().tolist()
         return [(cu_q[b], cu_q[b + 1], cu_k[b], cu_k[b + 1] - cu_k[b], offset[b]) for b in range(self.batch)]
 
@@ -143,7 +146,7 @@ def layout(
     elif cached_lens is not None:
         if max_k is None and device.type != "cpu":
             max_k = cache_capacity
-        if not readable:  # lengths that nobody looks at must not lead past the page table
+        if not readable:  # lengths that the host does not read stay inside the page table
             cached_lens = cached_lens.clamp(0, min(checks.integer("seqs.max_seqlen_k", max_k, 0), cache_capacity))
         cu_k = torch.nn.functional.pad(cached_lens.cumsum(0, dtype=torch.int32), (1, 0))
     else:
@@ -188,8 +191,8 @@ def _integers(name: str, value: Tensor, shape: str, device: torch.device) -> Non
 
 
 def starts(name: str, value: Tensor, device: torch.device, total: int | None = None, what: str = "") -> Tensor:
-    """`value` as int32 [batch + 1] starts of sequences. With `what` its values are read: from 0, not decreasing, and up to
-    `total`, which is the number of `what` (None: any)."""
+    """Returns `value` as int32 [batch + 1] starts of sequences. With `what` its values are checked: they begin at 0, do not
+    decrease, and end at `total`, the number of `what` (None: at any number)."""
     _integers(name, value, "[batch + 1]", device)
     if value.numel() < 1:
         raise ValueError(f"{name} must have at least one entry, got shape {tuple(value.shape)}")
