@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Caches for keys, values and index keys, and the formats in which they are stored.
+"""This room holds caches for keys, values and index keys, and the formats in which they are stored.
 
 A pool holds fixed-size pages, ``[num_pages, heads, page_size, dim]``. A page table, int32 ``[batch, max_pages]``, names the
 physical page of each logical page of each sequence, in any order; pages may be shared between sequences, and -1 marks an

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Index keys twice: int8 with error bounds for a first pass, and exact for the blocks that it leaves open.
+"""Index keys are kept twice: as int8 with error bounds for a first pass, and exact for the blocks that it leaves open.
 
 Byte layout: that of `int8`, and that of plain rows, in tensors of the same shape.
 """
@@ -44,7 +44,7 @@ class CertifiedKeys(Stored):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The exact keys."""
+        """Returns the exact keys."""
         return self.exact
 
     @classmethod
@@ -55,7 +55,7 @@ class CertifiedKeys(Stored):
 
     @classmethod
     def quantize(cls, values: Tensor, dtype: torch.dtype | None = None) -> CertifiedKeys:
-        """Keys ``[..., dim]``; the exact ones in `dtype` (None: as they are, the same tensor)."""
+        """Quantises keys ``[..., dim]`` and keeps exact ones in `dtype` (None: as they are, the same tensor)."""
         check_quantizable(values)
         exact = values.detach() if dtype is None else values.detach().to(dtype)
         return cls(Int8.quantize(exact), exact)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""E4M3: one byte an element and float32 scales for the whole tensor, a head, or a page and head.
+"""`E4M3` stores one byte an element and float32 scales for the whole tensor, a head, or a page and head.
 
-float8_e4m3fn: sign, 4 exponent bits (bias 7), 3 mantissa bits; no infinity; 0x7F and 0xFF are NaN; largest 448, smallest 2**-9.
+float8_e4m3fn has a sign, 4 exponent bits (bias 7) and 3 mantissa bits; it has no infinity; 0x7F and 0xFF are NaN; the largest
+number is 448, the smallest 2**-9.
 
 Byte layout: ``dim`` bytes a row, element 0 first. The scales lie in a tensor of their own.
 """
@@ -28,24 +29,24 @@ def encode(values: Tensor) -> Tensor:
 
 def decode(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Gives the float32 or float64 numbers of codes (as uint8). On a CPU this goes through float16, whose bits are the same but
-    for a smaller bias of the exponent: PyTorch's conversion takes thirty times as long."""
+    for a smaller bias of the exponent: PyTorch's own conversion is slow there."""
     if codes.device.type != "cpu":
         return codes.view(torch.float8_e4m3fn).to(dtype)
-    wide = codes.view(torch.int8).to(torch.int16)  # the sign's bit and all above it
-    bits = (wide << 7).bitwise_and_(-0x4080)  # the sign alone in front of exponent and mantissa
+    wide = codes.view(torch.int8).to(torch.int16)  # the sign fills all bits above its own
+    bits = (wide << 7).bitwise_and_(-0x4080)  # the sign alone stands in front of exponent and mantissa
     numbers = bits.view(torch.float16).to(dtype).mul_(256.0)
     nan = (codes & 0x7F).eq_(0x7F)
     return numbers.masked_fill_(nan.bool(), torch.nan) if bool(nan.any()) else numbers
 
 
 def unit(amax: Tensor, largest: float) -> Tensor:
-    """The scale that makes `amax` the largest number of a format: their quotient, or 1 where that is 0 or NaN."""
+    """Returns the scale that makes `amax` the largest number of a format: their quotient, or 1 where that is 0 or NaN."""
     scale = divided(amax, largest)
     return torch.where(scale > 0, scale, 1.0)
 
 
 def finite_amax(values: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
-    """The largest finite magnitude, float32; 0 where there is none."""
+    """Returns the largest finite magnitude, float32; 0 where there is none."""
     magnitude = values.float().abs()
     magnitude = torch.where(magnitude.isfinite(), magnitude, 0)
     if not values.numel():
@@ -56,7 +57,7 @@ def finite_amax(values: Tensor, dims: tuple[int, ...], keepdim: bool = False) ->
 
 @dataclass(frozen=True, eq=False)
 class E4M3(Stored):
-    """number = data * scale.
+    """`E4M3` holds the numbers data * scale.
 
     data:   float8_e4m3fn ``[total, heads, dim]`` or a pool ``[num_pages, heads, page_size, dim]``, any strides (uint8 is taken
             as its bytes).
@@ -93,14 +94,14 @@ class E4M3(Stored):
 
     @classmethod
     def allocate(cls, shape: tuple[int, ...], device: torch.device | str = "cpu", scale: Tensor | float | None = None) -> E4M3:
-        """Zeros with the given scale."""
+        """Makes zeros with the given scale."""
         data = torch.zeros(shape, dtype=torch.uint8, device=device)
         return cls(data.view(torch.float8_e4m3fn), scale)  # type: ignore[arg-type]
 
     @classmethod
     def quantize(cls, values: Tensor, scale: Tensor | float | None = None, *, per: str | None = None) -> E4M3:
-        """Rows ``[total, heads, dim]`` or a pool of them. scale: as the class takes it. per: instead of it "tensor", "head" or
-        "page" (page and head) computes the largest finite magnitude / 448, or 1 where that is 0."""
+        """Quantises rows ``[total, heads, dim]`` or a pool of them. scale: as the class takes it. per: "tensor", "head" or
+        "page" (page and head) computes the scale instead, the largest finite magnitude / 448, or 1 where that is 0."""
         check_quantizable(values)
         if per is not None:
             if scale is not None:
@@ -112,7 +113,7 @@ class E4M3(Stored):
 
     @property
     def scale_strides(self) -> tuple[int, int]:
-        """Elements of `scale` from page to page and from head to head; 0 where one scale serves all of them."""
+        """Returns the elements of `scale` from page to page and from head to head; 0 where one scale serves all of them."""
         if self.scale is None or self.scale.dim() == 0:
             return 0, 0
         if self.scale.dim() == 1:
@@ -120,12 +121,12 @@ class E4M3(Stored):
         return self.scale.stride(0), 0 if self.scale.shape[1] == 1 else self.scale.stride(1)
 
     def __getitem__(self, rows: slice) -> E4M3:
-        """A slice of the first dimension (tokens or pages), a view."""
+        """Returns a slice of the first dimension (tokens or pages), a view."""
         paged = self.scale is not None and self.scale.dim() == 2
         return E4M3(self.data[rows], self.scale[rows] if paged and self.scale is not None else self.scale)
 
     def _scales(self, index: tuple[Any, ...]) -> Tensor | None:
-        """The scale of each row of ``self[index]``, float32; one for all stays a scalar."""
+        """Returns the scale of each row of ``self[index]``, float32; one for all stays a scalar."""
         if self.scale is None or self.scale.dim() == 0:
             return self.scale
         lead = self.data.shape[:-1]
@@ -143,7 +144,7 @@ class E4M3(Stored):
         values = values.detach().float()
         scale = self._scales(index)
         scaled = values if scale is None else values / scale
-        if scale is not None:  # 0 / 0 and inf / inf
+        if scale is not None:  # 0 / 0 and inf / inf become 0
             scaled = torch.where(scaled.isnan() & ~values.isnan(), 0.0, scaled)
         self.data.view(torch.uint8)[index] = encode(scaled).view(torch.uint8)
 

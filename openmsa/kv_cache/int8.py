@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Int8 index keys: one byte an element, and for each key a bfloat16 scale and a bfloat16 bound of the error.
+"""`Int8` stores index keys as one byte an element, and for each key a bfloat16 scale and a bfloat16 bound of the error.
 
 Byte layout: ``dim`` two's complement bytes a key, element 0 first; scale and error lie in tensors of their own or, as
 `Int8.allocate` lays them, side by side: four bytes a key, which GPU kernels read as one word.
@@ -16,22 +16,22 @@ from torch import Tensor
 from openmsa.kv_cache.stored import Stored, check_quantizable, divided, part
 
 STEPS = 127.49
-"""Steps of the scale in the largest magnitude. Rounding the scale up leaves more than 126.5, so the largest code is 127; and a
-key made of codes has the same scale again."""
+"""The largest magnitude is so many steps of the scale. Rounding the scale up leaves more than 126.5, so the largest code is
+127; and a key made of codes has the same scale again."""
 LARGEST = 2.0**127
-"""Magnitudes above it (infinities too) count as it, so that code times scale is finite."""
+"""Larger magnitudes (infinities too) count as this one, so that code times scale is finite."""
 FRACTION_BITS = 18
 MARGIN = 1 + 2.0**-20
 TINY = 2.0**-126
 
 
 def rounded_up(x: Tensor) -> Tensor:
-    """bfloat16 of float32 from 0 to infinity: the nearest that is not smaller."""
+    """Rounds float32 from 0 to infinity up to the nearest bfloat16 that is not smaller."""
     return ((x.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def encode(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes int8 ``[..., dim]``, scales and errors bfloat16 ``[...]`` of float32 keys ``[..., dim]``.
+    """Returns codes int8 ``[..., dim]``, and scales and errors bfloat16 ``[...]``, of float32 keys ``[..., dim]``.
 
     The error is the same whatever the order of the sum: with ``ratio = value / scale`` rounded to float32, at most
     127.5 * 2**-24 from the true ratio, each element's ``|ratio - code|`` is counted in units of 2**-18 and raised by two to
@@ -55,18 +55,18 @@ def encode(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Int8(Stored):
-    """Index keys: number = data * scale of the key.
+    """`Int8` holds index keys, whose numbers are data * scale of the key.
 
     data:   int8 ``[..., dim]`` from -127 to 127, any strides.
     scale:  bfloat16 ``data.shape[:-1]``, any strides.
     error:  bfloat16 of the same shape: at least the Euclidean norm of (key - data * scale), so that
             ``|q . key - q . (data * scale)| <= |q| * error``.
 
-    Quantising a key: scale = largest magnitude / 127.49, rounded up to bfloat16; codes rounded to nearest, ties to even; all
-    else in float32, and the error rounded up in the end. The largest code is 127, and numbers of the format stay as they are
-    (but below 2**-118, where bfloat16 is coarser). A key of zeros:
-    codes, scale and error 0. A key with NaN: codes and error 0, scale NaN, so that each of its products is NaN as the true ones
-    are. A magnitude above 2**127, infinity too, counts as 2**127, and the key's error is infinite.
+    Quantising a key takes scale = largest magnitude / 127.49, rounded up to bfloat16, and rounds codes to nearest, ties to
+    even; all else is in float32, and the error is rounded up in the end. The largest code is 127, and numbers of the format
+    stay as they are (but below 2**-118, where bfloat16 is coarser). A key of zeros has codes, scale and error 0. A key with NaN
+    has codes and error 0 and scale NaN, so that each of its products is NaN as the true ones are. A magnitude above 2**127,
+    infinity too, counts as 2**127, and the key's error is infinite.
     """
 
     data: Tensor
@@ -86,7 +86,7 @@ class Int8(Stored):
 
     @classmethod
     def quantize(cls, values: Tensor) -> Int8:
-        """Keys ``[..., dim]``, converted to float32 first."""
+        """Quantises keys ``[..., dim]``, which are converted to float32 first."""
         check_quantizable(values)
         stored = cls.allocate(tuple(values.shape), values.device)
         stored.fill(values)
@@ -99,12 +99,12 @@ class Int8(Stored):
         return Int8(self.data.to(device), *pairs.unbind(-1))
 
     def words(self) -> Tensor | None:
-        """Scale (the low half) and error of each key as one int32, ``data.shape[:-1]``, or None where they do not lie so."""
+        """Returns scale (the low half) and error of each key as one int32, ``data.shape[:-1]``; None if they lie apart."""
         scale, error = self.scale, self.error
         beside = error.data_ptr() - scale.data_ptr() == 2 and scale.stride() == error.stride()
         if not beside or any(n % 2 for n in (scale.storage_offset(), *scale.stride())) or scale.data_ptr() % 4:
             return None
-        if scale.untyped_storage().data_ptr() != error.untyped_storage().data_ptr():  # neighbours by chance
+        if scale.untyped_storage().data_ptr() != error.untyped_storage().data_ptr():  # neighbours only by chance
             return None
         return scale.as_strided((*scale.shape, 2), (*scale.stride(), 1)).view(torch.int32).squeeze(-1)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""MXFP4 index keys: two E2M1 codes a byte and one E8M0 scale for 32 elements.
+"""`MXFP4` stores index keys as two E2M1 codes a byte and one E8M0 scale for 32 elements.
 
 Byte layout: codes as in `nvfp4`, ``dim // 2`` bytes a key; scales ``dim // 32`` bytes a key, code c for 2**(c - 127), 255 NaN.
 """
@@ -20,7 +20,7 @@ NAN_CODE = 255
 
 
 def power_of_two(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """E8M0 codes (uint8) as float32 or float64."""
+    """Gives the numbers of E8M0 codes (uint8) in float32 or float64."""
     bits = codes.int() << 23
     numbers = torch.where(codes == 0, 1 << 22, bits).view(torch.float32)  # 2**-127 is subnormal
     return torch.where(codes == NAN_CODE, torch.nan, numbers).to(dtype)
@@ -28,14 +28,15 @@ def power_of_two(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class MXFP4(Stored):
-    """Index keys: number = e2m1 * scale of the group.
+    """`MXFP4` holds index keys, whose numbers are e2m1 * scale of the group.
 
     data:   uint8 ``[..., dim // 2]``, dim a multiple of 32, any strides.
     scale:  uint8 (float8_e8m0fnu is taken as its bytes) ``[..., dim // 32]``, any strides.
 
-    Quantising a group, in float32: scale = 2**(floor(log2(largest magnitude)) - 2), at least 2**-127; code = E2M1(value /
-    scale) to nearest, ties to even, saturating. An infinity counts as the largest float32 for the scale and becomes 6 * scale.
-    A group of zeros: scale code 0. -0.0, and what rounds to it, keeps its sign. A group with NaN: scale code 255, codes 0.
+    Quantising a group takes, in float32, scale = 2**(floor(log2(largest magnitude)) - 2), at least 2**-127, and code =
+    E2M1(value / scale) to nearest, ties to even, saturating. An infinity counts as the largest float32 for the scale and
+    becomes 6 * scale. A group of zeros has scale code 0. -0.0, and what rounds to it, keeps its sign. A group with NaN has
+    scale code 255 and codes 0.
     """
 
     data: Tensor
@@ -63,7 +64,7 @@ class MXFP4(Stored):
 
     @classmethod
     def quantize(cls, values: Tensor) -> MXFP4:
-        """Keys ``[..., dim]``, converted to float32 first."""
+        """Quantises keys ``[..., dim]``, which are converted to float32 first."""
         check_quantizable(values, GROUP)
         stored = cls.allocate(tuple(values.shape), values.device)
         stored.fill(values)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""NVFP4: two E2M1 codes a byte, one E4M3 scale for 16 elements, one float32 scale for the tensor.
+"""`NVFP4` stores two E2M1 codes a byte, one E4M3 scale for 16 elements, and one float32 scale for the tensor.
 
-Byte layout: ``dim // 2`` bytes a row; byte i holds element 2 i in its low and element 2 i + 1 in its high nibble. E2M1: sign, 2
-exponent bits, 1 mantissa bit; the codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6, those from 8 their negatives.
-Scales, linear: ``dim // 16`` bytes a row. Scales, 128x4: rows are counted in C order of the leading dimensions and padded to a
-multiple of 128, the groups of a row (cols) to a multiple of 4; the scale of (row, col) lies at byte
+Byte layout: ``dim // 2`` bytes a row; byte i holds element 2 i in its low and element 2 i + 1 in its high nibble. E2M1 has a
+sign, 2 exponent bits and 1 mantissa bit; the codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6, those from 8 their negatives.
+Linear scales take ``dim // 16`` bytes a row. For scales in the 128x4 layout, rows are counted in C order of the leading
+dimensions and padded to a multiple of 128, the groups of a row (cols) to a multiple of 4; the scale of (row, col) lies at byte
 ``((row // 128) * ceil(cols / 4) + col // 4) * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + col % 4``.
 """
 
@@ -38,7 +38,7 @@ def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
 def decode_pairs(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Gives the E2M1 numbers ``[..., dim]``, float32 or float64, of bytes ``[..., dim // 2]``."""
     pairs, byte = _pairs(data.device, dtype), data.reshape(-1).int()
-    if dtype == torch.float32:  # a pair as one element of 8 bytes: a third of the time
+    if dtype == torch.float32:  # a pair is read as one element of 8 bytes
         numbers = pairs.view(torch.float64).flatten().index_select(0, byte).view(dtype)
     else:
         numbers = pairs.index_select(0, byte)
@@ -49,7 +49,7 @@ def encode_pairs(values: Tensor) -> Tensor:
     """Rounds float32 numbers ``[..., dim]`` to bytes ``[..., dim // 2]``: to nearest, ties to the even code, saturating at 6;
     the sign of zero is kept. No number may be NaN."""
     magnitude, code = values.abs(), values.signbit().to(torch.uint8) * 8
-    for midpoint in (0.25, 1.25, 2.5, 5.0):  # below them an even code
+    for midpoint in (0.25, 1.25, 2.5, 5.0):  # the codes just below these midpoints are even
         code += magnitude > midpoint
     for midpoint in (0.75, 1.75, 3.5):
         code += magnitude >= midpoint
@@ -69,17 +69,17 @@ def swizzled_shape(rows: int, cols: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class NVFP4(Stored):
-    """number = e2m1 * scale of the group * global_scale.
+    """`NVFP4` holds the numbers e2m1 * scale of the group * global_scale.
 
     data:          uint8 ``[..., dim // 2]``, any strides.
     scale:         float8_e4m3fn (uint8 is taken as its bytes): linear ``[..., dim // 16]``, any strides; 128x4: contiguous
                    ``[rows padded to 128, dim // 16 padded to 4]`` or more rows.
     global_scale:  float32 ``[]`` (a float is taken too), positive and finite; None: 1.0.
-    layout:        of the scales, "linear" or "128x4".
+    layout:        that of the scales, "linear" or "128x4".
 
-    Quantising a group, in float32: scale = E4M3(largest magnitude / (6 * global_scale)), code = E2M1(value / (scale *
+    Quantising a group takes, in float32, scale = E4M3(largest magnitude / (6 * global_scale)) and code = E2M1(value / (scale *
     global_scale)), both to nearest, ties to even, saturating, so that an infinity is the largest number of the format. A group
-    with NaN: scale NaN (0x7F), codes 0. A group whose scale rounds to 0: codes 0. `write` keeps the global scale.
+    with NaN has scale NaN (0x7F) and codes 0. A group whose scale rounds to 0 has codes 0. `write` keeps the global scale.
     """
 
     data: Tensor
@@ -133,8 +133,8 @@ class NVFP4(Stored):
 
     @classmethod
     def quantize(cls, values: Tensor, global_scale: Tensor | float | None = None, layout: str = "linear") -> NVFP4:
-        """Rows ``[..., dim]``, converted to float32 first. global_scale None: the largest finite magnitude / (6 * 448), or 1
-        where that is 0."""
+        """Quantises rows ``[..., dim]``, which are converted to float32 first. global_scale None: the largest finite magnitude
+        / (6 * 448), or 1 where that is 0."""
         check_quantizable(values, GROUP)
         if global_scale is None:
             global_scale = e4m3.unit(e4m3.finite_amax(values.detach(), tuple(range(values.dim()))), LARGEST * e4m3.LARGEST)
@@ -156,7 +156,7 @@ class NVFP4(Stored):
         return swizzled_offset(rows[..., None], torch.arange(self.groups, device=self.device), self.groups)
 
     def _scales(self, index: tuple[Any, ...]) -> Tensor:
-        """Scale codes of ``self[index]``, uint8 ``[..., groups]``."""
+        """Returns scale codes of ``self[index]``, uint8 ``[..., groups]``."""
         scale = self.scale.view(torch.uint8)
         return scale[index] if self.layout == "linear" else scale.view(-1)[self._at(index)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`Stored`: rows of numbers kept in a low-precision format, which stand wherever a tensor of rows stands.
+"""`Stored` is rows of numbers kept in a low-precision format, which stand wherever a tensor of rows stands.
 
 Rows are packed, ``[total, heads, dim]``, or a pool of pages, ``[num_pages, heads, page_size, dim]``. A plain tensor has the
 format "plain": elements as PyTorch stores them, little endian, element 0 of a row first, and no scales. The functions below

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Stored bytes to numbers and back, for kernels of every stage: exact on every architecture, interpreter included.
+"""Kernels of every stage make numbers of stored bytes, and back, exactly on every architecture, interpreter included.
 
-Integer arithmetic on bit patterns; nothing here needs the conversion instructions of newer GPUs, and kernels that can use them
-may: the results are the same.
+All of it is integer arithmetic on bit patterns; nothing here needs the conversion instructions of newer GPUs, and kernels that
+can use them may: the results are the same.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ INT8 = tl.constexpr(2)
 NVFP4 = tl.constexpr(3)
 MXFP4 = tl.constexpr(4)
 LEAST_SUM = 32
-"""Elements that a product sums at least where an operand is unpacked in registers, two elements a byte (``tl.join``). Of such
-an operand Triton 3.6 gives each of the four threads that share a row eight neighbouring elements; of a row of 16 it then
+"""A product sums at least so many elements where an operand is unpacked in registers, two elements a byte (``tl.join``). Of
+such an operand Triton 3.6 gives each of the four threads that share a row eight neighbouring elements; of a row of 16 it then
 multiplies half of the elements twice and the other half never."""
 
 
@@ -57,14 +57,14 @@ def e8m0(codes):
 
 @triton.jit
 def swizzled_byte(i_row, i_group, GROUPS: tl.constexpr):
-    """Where the scale of a row's group lies in the 128x4 layout of `openmsa.kv_cache.nvfp4`, in bytes."""
+    """Says where the scale of a row's group lies in the 128x4 layout of `openmsa.kv_cache.nvfp4`, in bytes."""
     i_tile = i_row // 128 * ((GROUPS + 3) // 4) + i_group // 4
     return i_tile * 512 + i_row % 32 * 16 + i_row % 128 // 32 * 4 + i_group % 4
 
 
 @triton.jit
 def swizzled_word(i_row, i_word, WORDS: tl.constexpr):
-    """Where the scales of four neighbouring groups of a row lie in the 128x4 layout, in words of four. WORDS: of a row."""
+    """Says where the scales of four neighbouring groups of a row lie in the 128x4 layout, in words of four, WORDS a row."""
     return (i_row // 128 * WORDS + i_word) * 128 + i_row % 32 * 4 + i_row % 128 // 32
 
 
@@ -76,7 +76,7 @@ def magnitude_bits(x):
 
 @triton.jit
 def e2m1_code(x):
-    """uint8 E2M1 codes of float32: to nearest, ties to the even code, saturating; the sign of zero is kept; no NaN."""
+    """Makes uint8 E2M1 codes of float32, to nearest, ties to the even code, saturating; zero keeps its sign; NaN has none."""
     magnitude = tl.abs(x)
     code = (x.to(tl.int32, bitcast=True) >> 28) & 8
     code += (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32) + (magnitude > 1.25).to(tl.int32)
@@ -86,7 +86,7 @@ def e2m1_code(x):
 
 @triton.jit
 def e4m3_code(x):
-    """uint8 E4M3 codes of float32: to nearest, ties to even, saturating at 448; NaN becomes 0x7F."""
+    """Makes uint8 E4M3 codes of float32, to nearest, ties to even, saturating at 448; NaN becomes 0x7F."""
     bits = magnitude_bits(x)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     small = tl.minimum(tl.abs(x), 1.0) * 512.0 + 8388608.0  # rounds to whole multiples of 2**-9
@@ -103,5 +103,5 @@ def round_even(x):
 
 @triton.jit
 def rounded_up(x):
-    """Bits, int32, of the nearest bfloat16 that is not smaller, of float32 from 0 to infinity."""
+    """Returns the bits, int32, of the nearest bfloat16 that is not smaller than float32 from 0 to infinity."""
     return (x.to(tl.int32, bitcast=True) + 0xFFFF) >> 16

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Rows written in their format, and read as numbers, on a GPU: what `append`, `quantize` and `dequantize` of the caches run.
+"""Rows are written in their format, and read as numbers, on a GPU by what `append`, `quantize` and `dequantize` run.
 
 Every number is bit for bit what the format's own `write` and `rows` give in PyTorch. Nothing here waits for the device, and
 `append` allocates nothing, so that a CUDA graph can hold it: pages, lengths and numbers of tokens are read when kernels run.
@@ -41,14 +41,14 @@ from openmsa.kv_cache.triton_numbers import (
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 
 GROUPS = {"nvfp4": 16, "mxfp4": 32}
-"""Elements that share a scale in the formats of which two elements share a byte."""
+"""So many elements share a scale in the formats of which two elements share a byte."""
 ELEMENTS = 1024
-"""Elements of a program, which has two warps."""
+"""A program, which has two warps, has so many elements."""
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: None}
 
 
 class NewRows(NamedTuple):
-    """Rows to be written, ``[num_pages, heads, page_size, dim]`` as a pool has them, or tokens ``[1, heads, total, dim]``."""
+    """New rows have the shape ``[num_pages, heads, page_size, dim]`` of a pool or, as tokens, ``[1, heads, total, dim]``."""
 
     data: Tensor
     s_page: int
@@ -58,7 +58,7 @@ class NewRows(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What a format keeps beside its codes: a number a row, page or head, or codes of the scales of groups; None where it keeps
+    """A format keeps this beside its codes: a number a row, page or head, or codes of the scales of groups; None where it keeps
     none. Strides go from page to page, head to head, row to row and group to group."""
 
     data: Tensor | None
@@ -69,8 +69,8 @@ class Beside(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Stored rows ``[num_pages, heads, page_size, dim]`` as the kernels take them, packed ones as pages of one row: elements or
-    codes with their strides, their scales, the errors of int8 keys, and the scale of all groups."""
+    """A pool is stored rows ``[num_pages, heads, page_size, dim]`` as the kernels take them, packed ones as pages of one row:
+    elements or codes with their strides, their scales, the errors of int8 keys, and the scale of all groups."""
 
     data: Tensor
     s_page: int
@@ -83,8 +83,8 @@ class Pool(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where new tokens go: the page table ``[batch, pages]``, keys held before ``[batch]``, and where each sequence's tokens
-    start ``[batch + 1]``, None where each has as many. table is None where all rows of a pool are written."""
+    """These say where new tokens go: the page table ``[batch, pages]``, keys held before ``[batch]``, and where each sequence's
+    tokens start ``[batch + 1]``, None where each has as many. table is None where all rows of a pool are written."""
 
     table: Tensor | None
     s_sequence: int = 0
@@ -113,7 +113,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, pool: Tensor | Stored, dim: int) -> Cut:
-        """pool: plain rows or rows of a format. dim: elements of a row."""
+        """Returns what is compiled in for a pool of plain rows, or of a format, of `dim` elements a row."""
         name, padded = format_of(pool), next_power_of_two(dim)
         swizzled = getattr(pool, "layout", "linear") == "128x4"
         return cls(FORMAT_IDS[name], swizzled, dim, padded, GROUPS.get(name, 1), max(1, ELEMENTS // padded))
@@ -121,7 +121,7 @@ class Cut(NamedTuple):
 
 @triton.jit
 def locate(token, m_token, places, batch, steps, each, num_pages, max_pages, page_size):
-    """Page and row of new tokens, and whether they have a place: the token belongs to a sequence, its page to the pool."""
+    """Finds page and row of new tokens, and whether they have a place: the token is in a sequence, its page in the pool."""
     if places.cu_seqlens is None:
         sequence = token // each
         start = sequence * each
@@ -145,7 +145,7 @@ def locate(token, m_token, places, batch, steps, each, num_pages, max_pages, pag
 
 @triton.jit
 def group_offsets(page, head, row, heads, page_size, o_scale, o_group, s_group, CUT: tl.constexpr):
-    """Where the scales of groups lie, int64 [rows, groups]: from o_scale, that of the row's first, or in the 128x4 layout."""
+    """Says where scales of groups lie, int64 [rows, groups]: from o_scale, the row's first, or in the 128x4 layout."""
     if CUT.swizzled:
         number = ((page * heads + head) * page_size + row)[:, None]
         offsets = swizzled_byte(number, o_group, CUT.dim // CUT.group)
@@ -156,8 +156,8 @@ def group_offsets(page, head, row, heads, page_size, o_scale, o_group, s_group, 
 
 @triton.jit
 def scale_of_group(bits, FORMAT: tl.constexpr, whole):
-    """Scale code (uint8), its number times the whole tensor's scale, and whether the group has a NaN, from the largest
-    magnitude's bits."""
+    """Returns the scale code (uint8), its number times the whole tensor's scale, and whether the group has a NaN, from the
+    largest magnitude's bits."""
     m_nan = bits > 0x7F800000
     amax = tl.where(m_nan, 0, bits).to(tl.float32, bitcast=True)
     if FORMAT == NVFP4:
@@ -229,7 +229,7 @@ def write_kernel(
     PADDED: tl.constexpr = CUT.dim_pad
     GROUP: tl.constexpr = CUT.group
     FORMAT: tl.constexpr = CUT.format
-    # 1. Which rows, and where they go.
+    # 1. Rows and their places are found.
     scales = pool.scales
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = (i_row // heads).to(tl.int32), (i_row % heads).to(tl.int32)
@@ -244,7 +244,7 @@ def write_kernel(
     p_data = pool.data + page * pool.s_page + head * pool.s_head + row * pool.s_row
 
     if GROUP == 1:
-        # 2. A code an element.
+        # 2. Formats of a code an element are written.
         o_dim = tl.arange(0, PADDED)
         m_new = m_row[:, None] & (o_dim < CUT.dim)
         x = tl.load(p_new[:, None] + o_dim.to(tl.int64) * new.s_dim, mask=m_new, other=0)
@@ -260,7 +260,7 @@ def write_kernel(
         else:
             write_int8(p_out, x.to(tl.float32), m_new, scales, pool.errors, page, head, row, m_row, ROWS, PADDED)
     else:
-        # 3. Two codes a byte, and a scale a group.
+        # 3. Formats of two codes a byte, with a scale a group, are written.
         NUM: tl.constexpr = PADDED // GROUP
         o_group = tl.arange(0, NUM)
         o_pair = o_group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)  # [NUM, GROUP // 2] bytes of a row
@@ -383,7 +383,8 @@ def _write(
     max_pages: int,
     round_to: Any = None,
 ) -> None:
-    """new: ``[num_pages or 1, heads, rows, dim]``. sequences: their number, steps of the search for one, and tokens of each."""
+    """Launches `write_kernel`. new: ``[num_pages or 1, heads, rows, dim]``. sequences: their number, steps of the search for
+    one, and tokens of each."""
     if isinstance(pool, CertifiedKeys):
         _write(pool.exact, new, places, total, sequences, max_pages)
         _write(pool.coarse, new, places, total, sequences, max_pages, DTYPES[pool.exact.dtype])
@@ -404,7 +405,7 @@ def _write(
 
 
 def dequantize(stored: Stored, dtype: torch.dtype) -> Tensor:
-    """The rows of a packed tensor or a pool, contiguous, by one launch; dtype: float32, float16 or bfloat16."""
+    """Returns the rows of a packed tensor or a pool, contiguous, by one launch; dtype: float32, float16 or bfloat16."""
     out = torch.empty(stored.shape, dtype=dtype, device=stored.device)
     if not out.numel():
         return out
@@ -417,7 +418,7 @@ def dequantize(stored: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def pool_of(pool: Tensor | Stored) -> Pool:
-    """The tensors of plain rows or of a format, with their strides."""
+    """Returns the tensors of plain rows or of a format, with their strides."""
     whole, scales, errors = None, Beside(None), Beside(None)
     data = pool.data if isinstance(pool, Stored) else pool
     if isinstance(pool, E4M3Rows):
@@ -434,6 +435,6 @@ def pool_of(pool: Tensor | Stored) -> Pool:
 
 
 def _strides(rows: Tensor) -> tuple[int, int, int]:
-    """Strides of ``[num_pages, heads, page_size]``, or of packed rows, which are pages of one."""
+    """Returns the strides of ``[num_pages, heads, page_size]``, or of packed rows, which are pages of one."""
     page, head, *row = rows.stride()
     return page, head, row[0] if row else 0
