@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
 # ruff: noqa: SIM300 (kernels return from branches on constants)
-"""Factors of products inside kernels: rows of queries, and codes of stored keys as numbers.
+"""Kernels make the factors of products here: rows of queries, and codes of stored keys as numbers.
 
 Every conversion of codes is exact, and takes several codes at a time where an instruction does.
 `openmsa.kv_cache.triton_numbers` holds the same numbers in arithmetic that any GPU has; these are the forms that are fast.
@@ -23,7 +23,7 @@ from openmsa.primitives.operands import QueryRows
 from openmsa.primitives.rows import TYPES, KeyView
 
 ASM = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
-"""Whether instructions are written out; the interpreter knows only the plain ones."""
+"""This says whether instructions are written out; the interpreter knows only the plain ones."""
 # A word holds two halves of 16 bits; a line moves the sign of one e2m1 code of each half to bit 15 and its magnitude to where
 # exponent and mantissa of a small number are: times 2**-126 as bf16, times 2**-14 as fp16. As bf16 both lie so far apart that
 # one product shifts them.
@@ -37,16 +37,16 @@ shl.b32 a, $4, 4; shl.b32 b, $4, 1; lop3.b32 a, a, b, sign, 0xE4; and.b32 $2, a,
 shl.b32 a, a, 8; and.b32 $0, a, 0x8E008E00;
 shr.b32 b, $4, 3; lop3.b32 a, $4, b, sign, 0xE4; and.b32 $3, a, 0x8E008E00;
 shl.b32 a, a, 8; and.b32 $1, a, 0x8E008E00; }""")
-# Four e4m3 codes of a word as float32, the lowest first.
+# This makes float32 of the four e4m3 codes of a word, the lowest first.
 E4M3_WORD = tl.constexpr("""{ .reg .b16 a, b; .reg .b32 c, d; mov.b32 {a, b}, $4;
 cvt.rn.f16x2.e4m3x2 c, a; cvt.rn.f16x2.e4m3x2 d, b;
 mov.b32 {a, b}, c; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; mov.b32 {a, b}, d; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b; }""")
-# Four e8m0 codes of a word as float32, by way of two bf16 each: 2**-127 for 0, and infinity, times 0, makes NaN.
+# This makes float32 of the four e8m0 codes of a word, by way of two bf16 each: code 0 gives 2**-127, infinity times 0 NaN.
 E8M0_WORD = tl.constexpr("""{ .reg .b32 a, b, least, zero; mov.b32 least, 0x00400040; mov.b32 zero, 0;
 shl.b32 a, $4, 7; and.b32 a, a, 0x7F807F80; max.u16x2 a, a, least; fma.rn.bf16x2 a, a, zero, a;
 shr.b32 b, $4, 1; and.b32 b, b, 0x7F807F80; max.u16x2 b, b, least; fma.rn.bf16x2 b, b, zero, b;
 shl.b32 $0, a, 16; shl.b32 $1, b, 16; and.b32 $2, a, 0xFFFF0000; and.b32 $3, b, 0xFFFF0000; }""")
-# 128 + the low seven bits, as a mantissa, less 128, or 256 of a negative code.
+# This adds 128 to the low seven bits, as a mantissa, and subtracts 128, or 256 of a negative code.
 INT8_TO_BF16 = tl.constexpr("""{ .reg .b32 a, b, c, one, big; mov.b32 one, 0xBF80BF80; mov.b32 big, 0x43004300;
 lop3.b32 a, $2, 0x007F007F, big, 0xEA; lop3.b32 b, $2, 0x00800080, big, 0xEA; fma.rn.bf16x2 $0, b, one, a; shr.b32 c, $2, 8;
 lop3.b32 a, c, 0x007F007F, big, 0xEA; lop3.b32 b, c, 0x00800080, big, 0xEA; fma.rn.bf16x2 $1, b, one, a; }""")
@@ -54,7 +54,7 @@ lop3.b32 a, c, 0x007F007F, big, 0xEA; lop3.b32 b, c, 0x00800080, big, 0xEA; fma.
 
 @triton.jit
 def e4m3_bytes(codes):
-    """Numbers of e4m3 codes (uint8) in float32."""
+    """Gives the numbers of e4m3 codes (uint8) in float32."""
     c = codes.to(tl.int32)
     numbers = (((c & 0x80) << 24) | ((c & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
     return tl.where((c & 0x7F) == 0x7F, float("nan"), numbers)
@@ -62,15 +62,15 @@ def e4m3_bytes(codes):
 
 @triton.jit
 def e8m0_bytes(codes):
-    """Numbers of e8m0 codes (uint8) in float32: powers of two, and NaN for 255, which infinity times 0 makes."""
+    """Gives the numbers of e8m0 codes (uint8) in float32: powers of two, and NaN for 255, which infinity times 0 makes."""
     numbers = tl.maximum(codes.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
     return tl.fma(numbers, 0.0, numbers)
 
 
 @triton.jit
 def e2m1_parts(codes, PRODUCT: tl.constexpr):
-    """The e2m1 elements of each item, the lowest nibble first, four of int16 and two of uint8, as a tuple of PRODUCT times
-    2**-126 (bf16) or 2**-14 (fp16)."""
+    """Gives the e2m1 elements of each item, the lowest nibble first, four of int16 and two of uint8, as a tuple of PRODUCT
+    times 2**-126 (bf16) or 2**-14 (fp16)."""
     if ASM and codes.dtype == tl.int16 and PRODUCT == tl.bfloat16:
         BF16: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
         return tl.inline_asm_elementwise(E2M1_TO_BF16, "=r,=r,=r,=r,r", [codes], dtype=BF16, is_pure=True, pack=2)
@@ -86,15 +86,15 @@ def e2m1_parts(codes, PRODUCT: tl.constexpr):
 
 @triton.jit
 def e2m1(c, PRODUCT: tl.constexpr):
-    """The e2m1 number in the lowest four bits of int16."""
+    """Gives the e2m1 number in the lowest four bits of int16."""
     UP: tl.constexpr = 6 if PRODUCT == tl.bfloat16 else 9
     return (((c & 8) << 12) | ((c & 7) << UP)).to(tl.int16).to(PRODUCT, bitcast=True)
 
 
 @triton.jit
 def int8_parts(codes, PRODUCT: tl.constexpr):
-    """int8 numbers in PRODUCT, a tuple, the low byte of int16 first. A byte becomes the mantissa of a larger number, which
-    avoids the slow conversion instruction."""
+    """Gives int8 numbers in PRODUCT, a tuple, the low byte of int16 first. A byte becomes the mantissa of a larger number,
+    which avoids the slow conversion instruction."""
     if ASM and codes.dtype == tl.int16 and PRODUCT == tl.bfloat16:
         BF16: tl.constexpr = (tl.bfloat16, tl.bfloat16)
         return tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,r", [codes], dtype=BF16, is_pure=True, pack=2)
@@ -106,15 +106,15 @@ def int8_parts(codes, PRODUCT: tl.constexpr):
 
 @triton.jit
 def int8(codes, PRODUCT: tl.constexpr):
-    """The int8 number in the lowest eight bits."""
+    """Gives the int8 number in the lowest eight bits."""
     bits = (codes.to(tl.int32) & 0xFF) ^ 0x4B000080  # 2**23 + 128 + code
     return (bits.to(tl.float32, bitcast=True) - 8388736.0).to(PRODUCT)
 
 
 @triton.jit
 def e4m3_numbers(b_x, PRODUCT: tl.constexpr):
-    """Numbers of e4m3 codes, native or bytes, in PRODUCT. bf16 is reached by way of fp16 and float32, all exact, because the
-    direct conversion is slow."""
+    """Gives the numbers of e4m3 codes, native or bytes, in PRODUCT. bf16 is reached by way of fp16 and float32, all exact,
+    because the direct conversion is slow."""
     if b_x.dtype == tl.uint8:
         return e4m3_bytes(b_x).to(PRODUCT)
     elif PRODUCT == tl.bfloat16:
@@ -125,7 +125,7 @@ def e4m3_numbers(b_x, PRODUCT: tl.constexpr):
 
 @triton.jit
 def group_numbers(b_g, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """Scales of groups, float32 [TILE, groups], from their codes, bytes or words. NATIVE: whether the GPU converts e4m3."""
+    """Gives the scales of groups, float32 [TILE, groups], from codes, bytes or words. NATIVE: whether the GPU converts e4m3."""
     if b_g.dtype == tl.int32 and NATIVE and ASM:
         CODE: tl.constexpr = E4M3_WORD if FORMAT == 3 else E8M0_WORD
         FP32: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
@@ -144,8 +144,8 @@ def group_numbers(b_g, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def fp4_unit(b_k, b_g, FORMAT: tl.constexpr, PRODUCT: tl.constexpr, NATIVE: tl.constexpr):
-    """Two factors, a number and [TILE, width], exact in PRODUCT, that make the bare e2m1 numbers of `e2m1_parts` those of the
-    keys. b_k: items [TILE, width]; b_g: codes of the scales of groups [TILE, groups]."""
+    """Gives two factors, a number and [TILE, width], exact in PRODUCT, that make the bare e2m1 numbers of `e2m1_parts` those of
+    the keys. b_k: items [TILE, width]; b_g: codes of the scales of groups [TILE, groups]."""
     TILE: tl.constexpr = b_k.shape[0]
     WIDTH: tl.constexpr = b_k.shape[1]
     unit = tl.full([], 8.507059173023462e37 if PRODUCT == tl.bfloat16 else 16384.0, tl.float32).to(PRODUCT)
@@ -155,7 +155,7 @@ def fp4_unit(b_k, b_g, FORMAT: tl.constexpr, PRODUCT: tl.constexpr, NATIVE: tl.c
 
 
 def query_rows(index_q: Tensor | Stored, native: bool) -> QueryRows:
-    """Queries ``[total_q, heads, dim]`` as kernels take them. native: whether the GPU knows e4m3; else its codes are bytes."""
+    """Bundles queries ``[total_q, heads, dim]`` for kernels. native: whether the GPU knows e4m3; else its codes are bytes."""
     if isinstance(index_q, E4M3):
         data = index_q.data if native else index_q.data.view(torch.uint8)
         s_token, s_head, s_dim = data.stride()
@@ -166,8 +166,8 @@ def query_rows(index_q: Tensor | Stored, native: bool) -> QueryRows:
 
 
 def product_type(index_q: Tensor | Stored, keys: KeyView) -> Any:
-    """The Triton dtype of both factors of products of queries and keys: e4m3 on the matrix unit where it knows them, for e4m3
-    times e4m3; every other pair in 16 bits, in which both are exact."""
+    """Gives the Triton dtype of both factors of products of queries and keys: e4m3 on the matrix unit where it knows them, for
+    e4m3 times e4m3; every other pair has 16 bits, in which both are exact."""
     if not isinstance(index_q, E4M3):
         return TYPES[index_q.dtype]
     if keys.form.format == operands.E4M3:
@@ -177,7 +177,7 @@ def product_type(index_q: Tensor | Stored, keys: KeyView) -> Any:
 
 @triton.jit
 def load_rows(q, i_row, q_len, i_h, s_token, s_head, s_dim, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Index queries of rows i_row (query i_row // GROUP, head i_h + i_row % GROUP), [rows, DIM_PAD], zero past q_len."""
+    """Loads index queries of rows i_row (query i_row // GROUP, head i_h + i_row % GROUP), [rows, DIM_PAD], zero past q_len."""
     o_d = tl.arange(0, DIM_PAD)
     p_q = q + (i_row // GROUP).to(tl.int64) * s_token + (i_h + i_row % GROUP) * s_head
     m_q = (i_row // GROUP < q_len)[:, None] & (o_d < DIM)[None, :]
@@ -199,13 +199,13 @@ def hold_rows(b_q, DIM_PAD: tl.constexpr):
 
 @triton.jit
 def every_second(b_q):
-    """The elements of even and those of odd number, [rows, width / 2] each."""
+    """Gives the elements of even and those of odd number, [rows, width / 2] each."""
     return tl.split(b_q.reshape(b_q.shape[0], b_q.shape[1] // 2, 2))
 
 
 @triton.jit
 def query_parts(b_q, SPLIT: tl.constexpr):
-    """A tuple of SPLIT parts of rows of queries; part n has every SPLIT-th element from the n-th on."""
+    """Splits rows of queries into a tuple of SPLIT parts; part n has every SPLIT-th element from the n-th on."""
     if SPLIT == 1:
         return (b_q,)
     elif SPLIT == 2:
@@ -219,8 +219,8 @@ def query_parts(b_q, SPLIT: tl.constexpr):
 
 @triton.jit
 def spread_rows(b_q, COLUMNS: tl.constexpr):
-    """Rows of elements [rows, width] as every second of the first of COLUMNS, zero between and behind them: four rows then lie
-    in four threads of a product, not in two."""
+    """Puts rows of elements [rows, width] in every second of the first of COLUMNS, zero between and behind them: four rows then
+    lie in four threads of a product, not in two."""
     ROWS: tl.constexpr = b_q.shape[0]
     WIDTH: tl.constexpr = b_q.shape[1]
     o_c = tl.arange(0, COLUMNS // ROWS).reshape(COLUMNS // (2 * ROWS), 1, 2, 1)
@@ -229,7 +229,7 @@ def spread_rows(b_q, COLUMNS: tl.constexpr):
 
 @triton.jit
 def group_rows(b_q, GROUPS: tl.constexpr):
-    """Rows of elements [rows, width], once for each group of them and zero elsewhere, [groups * rows, width], in the order
+    """Repeats rows of elements [rows, width] once for each group of them, zero elsewhere, [groups * rows, width], in the order
     [pairs of groups, rows, groups of a pair]: of four rows and more, a lane then has the products of all groups."""
     ROWS: tl.constexpr = b_q.shape[0]
     WIDTH: tl.constexpr = b_q.shape[1]
@@ -241,19 +241,19 @@ def group_rows(b_q, GROUPS: tl.constexpr):
 
 @triton.jit
 def raised(b_q):
-    """bf16 rows of queries as float16 times powers of two that bring their largest elements to 2**6, so that products with bare
-    e2m1 numbers, whose unit is 2**-14, are of middling size; and, divided by 2**8, what undoes it: [rows, width] and [rows].
-    Exact down to 2**-23 of a row's largest element; below, off by at most 2**-31 of it."""
+    """Gives bf16 rows of queries as float16 times powers of two that bring their largest elements to 2**6, so that products
+    with bare e2m1 numbers, whose unit is 2**-14, are of middling size; and, divided by 2**8, what undoes it: [rows, width] and
+    [rows]. This is exact down to 2**-23 of a row's largest element; below, it is off by at most 2**-31 of it."""
     largest = tl.max(tl.abs(b_q.to(tl.float32)), 1)
     exponent = tl.minimum(tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -126), 127)
-    step = 6 - exponent  # up to 132, so in two
+    step = 6 - exponent  # up to 132, so it is multiplied in as two factors
     up = b_q.to(tl.float32) * power_of_two(step // 2)[:, None] * power_of_two(step - step // 2)[:, None]
     return up.to(tl.float16), power_of_two(exponent)
 
 
 @triton.jit
 def in_range(b_q, scale):
-    """bfloat16 rows times powers of two, so that float16 holds them exactly (but for what is 2**30 times smaller than the
+    """Gives bfloat16 rows times powers of two, so that float16 holds them exactly (but for what is 2**30 times smaller than the
     largest of its row), and the scale of each row divided by them."""
     largest = tl.max(tl.abs(b_q.to(tl.float32)), 1)
     exponent = largest.to(tl.int32, bitcast=True) >> 23
@@ -265,8 +265,8 @@ def in_range(b_q, scale):
 
 @triton.jit
 def float16_rows(b_q):
-    """Rows of queries in float16 times powers of two, bf16 ones `raised`; and what, times 2**8, makes scores of their products
-    with e2m1 numbers times 2**-14."""
+    """Gives rows of queries in float16 times powers of two, bf16 ones `raised`; and what, times 2**8, makes scores of their
+    products with e2m1 numbers times 2**-14."""
     if b_q.dtype == tl.bfloat16:
         return raised(b_q)
     else:
@@ -275,7 +275,7 @@ def float16_rows(b_q):
 
 @triton.jit
 def grouped_parts(b_q, GROUPS: tl.constexpr, SPLIT: tl.constexpr):
-    """`query_parts` of `float16_rows` spread over the groups of FP4 keys, and what multiplies their scores in the end."""
+    """Gives `query_parts` of `float16_rows` spread over the groups of FP4 keys, and what multiplies their scores in the end."""
     b_q, b_up = float16_rows(b_q)
     parts = query_parts(b_q, SPLIT)
     if SPLIT == 2:
@@ -287,13 +287,13 @@ def grouped_parts(b_q, GROUPS: tl.constexpr, SPLIT: tl.constexpr):
 
 @triton.jit
 def power_of_two(exponent):
-    """2**exponent in float32, of an exponent from -126 to 127."""
+    """Gives 2**exponent in float32, of an exponent from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def query_numbers(b_q, PRODUCT: tl.constexpr):
-    """Rows of queries as factors of type PRODUCT."""
+    """Gives rows of queries as factors of type PRODUCT."""
     if b_q.dtype == tl.uint8:
         return e4m3_numbers(b_q, PRODUCT)
     else:
@@ -302,8 +302,8 @@ def query_numbers(b_q, PRODUCT: tl.constexpr):
 
 @triton.jit
 def row_factors(q, keys, i_row, i_h, FORM: tl.constexpr, GROUP: tl.constexpr):
-    """What scales of tensors and heads multiply each row of scores by, the queries' times the keys'; None where there are none.
-    i_h: the key head."""
+    """Gives what scales of tensors and heads multiply each row of scores by, the queries' times the keys'; None where there are
+    none. i_h: the key head."""
     b_f = None
     if q.factor is not None or FORM.factor == 1:
         b_f = tl.full(i_row.shape, 1.0, tl.float32)
@@ -318,8 +318,8 @@ def row_factors(q, keys, i_row, i_h, FORM: tl.constexpr, GROUP: tl.constexpr):
 def query_factors(
     q, q_start, q_len, o_r, i_h, GROUP: tl.constexpr, FORM: tl.constexpr, PRODUCT: tl.constexpr, HOLD: tl.constexpr
 ):  # fmt: skip
-    """Rows o_r of a sequence's queries as factors of products with keys, a tuple of parts where the keys' items hold several
-    elements. Where products are grouped, those and what multiplies their scores in the end (`grouped_parts`)."""
+    """Gives rows o_r of a sequence's queries as factors of products with keys, a tuple of parts where the keys' items hold
+    several elements. Where products are grouped, these are `grouped_parts`."""
     p_q = q.data + q_start.to(tl.int64) * q.s_token
     b_q = load_rows(
         p_q, o_r, q_len, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, PRODUCT.dim, PRODUCT.dim_pad
@@ -340,10 +340,10 @@ def query_factors(
 
 @triton.jit
 def fixed_point(b_q):
-    """Rows of 16-bit queries [rows, width] as integers times a unit. Returns int8 [2 * rows, width], the high and the low part
-    of each row, with zeros behind them up to the 16 rows that Hopper's matrix unit is used for, and float32 [rows]: the unit,
-    and bounds of the norms of the row and of what the integers lack. A row with NaN, infinity or elements from 2**111 on
-    becomes zeros and has an infinite norm."""
+    """Expresses rows of 16-bit queries [rows, width] as integers times a unit. Returns int8 [2 * rows, width], the high and the
+    low part of each row, with zeros behind them up to the 16 rows that Hopper's matrix unit is used for, and float32 [rows]:
+    the unit, and bounds of the norms of the row and of what the integers lack. A row with NaN, infinity or elements from 2**111
+    on becomes zeros and has an infinite norm."""
     x = b_q.to(tl.float32)
     largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
     usable = largest < 2.0**111
@@ -352,7 +352,7 @@ def fixed_point(b_q):
     x = tl.where(usable[:, None], x, 0.0) * power_of_two(13 - exponent)[:, None]  # exact; at most 2**14 - 8 in magnitude
     n = tl.floor(x + 0.5)
     unit = power_of_two(exponent - 13)
-    MARGIN: tl.constexpr = 1 + 1e-4  # of float32 sums and roots; beside it what subnormal elements and squares could lose
+    MARGIN: tl.constexpr = 1 + 1e-4  # covers float32 sums and roots; 4e-37 below covers lost subnormal squares
     norm = tl.sqrt(tl.sum(x * x, 1)) * unit * MARGIN + 4e-37
     rest = tl.sqrt(tl.sum((x - n) * (x - n), 1)) * unit * MARGIN + (norm * 2.0**-64 + 4e-37)
     whole = n.to(tl.int32)

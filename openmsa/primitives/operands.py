@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 class KeyRows(NamedTuple):
-    """Rows of keys or of values, packed or in pages. Packed rows are the only page, whose rows are counted over all sequences.
+    """These are rows of keys or of values, packed or in pages. Packed rows are the only page, whose rows are counted over all
+    sequences.
 
     data:    the rows, or the codes of their format.
     scales:  what the format keeps beside the codes: codes of the scales of groups, or scales of keys; None where it keeps none.
@@ -39,8 +40,8 @@ class KeyRows(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """Packed rows of queries ``[total_q, heads, dim]``, plain or e4m3 codes, and the float32 factor of the tensor or of each
-    head, None where it is 1."""
+    """These are packed rows of queries ``[total_q, heads, dim]``, plain or e4m3 codes, and the float32 factor of the tensor or
+    of each head, None where it is 1."""
 
     data: Tensor
     s_token: int
@@ -51,7 +52,7 @@ class QueryRows(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """int32 ids of the pages of each sequence ``[batch, pages]``; ids is None where keys are packed."""
+    """A page table holds int32 ids of the pages of each sequence ``[batch, pages]``; ids is None where keys are packed."""
 
     ids: Tensor | None
     s_sequence: int = 0
@@ -59,7 +60,7 @@ class PageTable(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """int32 tensors that say where the rows of each sequence start and how many there are.
+    """These int32 tensors say where the rows of each sequence start and how many there are.
 
     cu_q:      [batch + 1], first queries; None where every sequence has equally many.
     cu_k:      [batch + 1], first keys; None where seq_lens holds the numbers of keys.
@@ -74,8 +75,8 @@ class Bounds(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What attention writes: rows ``[total_q, heads, dim]`` and their natural-log sums of exponentials ``[total_q, heads]`` in
-    float32; either is None where nobody wants it."""
+    """Attention writes these: rows ``[total_q, heads, dim]`` and their natural-log sums of exponentials ``[total_q, heads]`` in
+    float32; either is None where it is not needed."""
 
     rows: Tensor | None
     s_token: int
@@ -94,7 +95,7 @@ class Output(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What scoring writes: float32 maxima ``[index_heads, total_q, blocks]``, None where nobody wants them, and int32
+    """Scoring writes these: float32 maxima ``[index_heads, total_q, blocks]``, None where they are not needed, and int32
     ``[total_q]``, how many blocks each query sees; visible is None where scores of blocks that a query does not see are written
     as -inf instead."""
 
@@ -106,8 +107,8 @@ class Scores(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """int32 ids of the blocks that each query reads, ``[total_q, key heads, topk]``, -1 and ids past the visible blocks being
-    skipped. s_head is 0 where all heads share one selection."""
+    """A selection holds int32 ids of the blocks that each query reads, ``[total_q, key heads, topk]``; -1 and ids past the
+    visible blocks are skipped. s_head is 0 where all heads share one selection."""
 
     ids: Tensor
     s_token: int

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-
-"""Rows of keys: where they and their scales lie (packed, in pages, in a format), how they are cut into tiles, and how a kernel
-reads a tile.
+"""This file says of rows of keys where they and their scales lie (packed, in pages, in a format), how they are cut into tiles,
+and how a kernel reads a tile.
 
 `KeyView` is what the host knows of keys or values, `KeyRows` in it is what kernels take, and `Form` the constant that says how
 to read it. Codes may be read several at a time: FP4 in fours (in twos where strides forbid it), int8 in twos. They are not put
@@ -41,7 +40,7 @@ _FORMATS = {"e4m3": operands.E4M3, "int8": operands.INT8, "nvfp4": operands.NVFP
 
 
 class Form(NamedTuple):
-    """How rows are stored: a constant of the kernels that read them.
+    """A form says how rows are stored; it is a constant of the kernels that read them.
 
     format:    `operands.PLAIN`, E4M3, INT8, NVFP4 or MXFP4.
     factor:    whose `KeyRows.factor` is: WHOLE_FACTOR of the tensor or of each head, PAGE_FACTOR of each page (and head),
@@ -59,7 +58,7 @@ class Form(NamedTuple):
 
 
 class KeyView(NamedTuple):
-    """Keys or values, packed or in pages, plain or in a format, as kernels read them."""
+    """A view is keys or values, packed or in pages, plain or in a format, as kernels read them."""
 
     rows: KeyRows  # data: [num_pages, heads, rows of a page, items]; packed rows are the only page
     form: Form
@@ -72,7 +71,9 @@ class KeyView(NamedTuple):
 
     @classmethod
     def of(cls, keys: Tensor | Stored, page_table: Tensor | None, native: bool, items: bool = True, words: int = 8) -> KeyView:
-        """keys:   ``[num_pages, heads, page_size, dim]``; with no page table packed ``[total, heads, dim]``. Of `CertifiedKeys`
+        """Makes the view of these keys.
+
+        keys:      ``[num_pages, heads, page_size, dim]``; with no page table packed ``[total, heads, dim]``. Of `CertifiedKeys`
                    the exact ones.
         native:    see `Form`.
         items:     whether codes of int8, NVFP4 and MXFP4 are read two bytes at a time where they can be.
@@ -104,7 +105,7 @@ class KeyView(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What a format keeps beside its codes: operands are the fields of `KeyRows` from `scales` on."""
+    """A format keeps these beside its codes; as operands they are the fields of `KeyRows` from `scales` on."""
 
     operands: tuple[Any, ...]
     factor_form: int = NO_FACTOR
@@ -112,7 +113,7 @@ class Scales(NamedTuple):
 
     @classmethod
     def of(cls, keys: Stored, words: int) -> Scales:
-        """words: see `KeyView.of`."""
+        """Finds the scales of stored keys. words: see `KeyView.of`."""
         if isinstance(keys, E4M3):
             if keys.scale is None:
                 return UNSCALED
@@ -142,30 +143,30 @@ NO_TABLE = PageTable(None)
 
 
 def pool_of(rows: Tensor) -> Tensor:
-    """Packed rows ``[total, heads, columns]`` as the only page of a pool ``[1, heads, total, columns]``."""
+    """Views packed rows ``[total, heads, columns]`` as the only page of a pool ``[1, heads, total, columns]``."""
     return rows.unsqueeze(0).transpose(1, 2)
 
 
 def key_strides(numbers: Tensor) -> tuple[int, int, int]:
-    """Strides from page to page, head to head and key to key of ``[pages, heads, page_size]`` or packed ``[total, heads]``."""
+    """Gives strides of pages, heads and keys of numbers ``[pages, heads, page_size]`` or packed ``[total, heads]``."""
     strides = numbers.stride()
     return strides if len(strides) == 3 else (0, strides[1], strides[0])
 
 
 def _group_strides(scale: Tensor) -> tuple[int, int, int, int]:
-    """`key_strides` of scales of groups, and their stride from group to group."""
+    """Gives `key_strides` of scales of groups, and their stride from group to group."""
     strides = scale.stride()
     return strides if len(strides) == 4 else (0, strides[1], strides[0], strides[2])
 
 
 def _row_numbers(shape: torch.Size) -> tuple[int, int, int, int]:
-    """`_group_strides` where rows are counted in C order of the logical shape, as in the 128x4 layout."""
+    """Gives `_group_strides` where rows are counted in C order of the logical shape, as in the 128x4 layout."""
     return (shape[1] * shape[2], shape[2], 1, 0) if len(shape) == 4 else (0, 1, shape[1], 0)
 
 
 def tma_tiles(pool: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
-    """A TMA descriptor of tiles ``[1, 1, rows, columns]`` of a pool ``[pages, heads, rows, columns]``, where columns of a tile
-    are a power of two; None where the copy engine cannot read them.
+    """Makes a TMA descriptor of tiles ``[1, 1, rows, columns]`` of a pool ``[pages, heads, rows, columns]``, where columns of a
+    tile are a power of two; None where the copy engine cannot read them.
 
     It can where columns are contiguous, 16 bytes to 256 elements, and the address and all other strides multiples of 16 bytes.
     The stride of a dimension of one is never used, so any will do."""
@@ -181,11 +182,11 @@ def tma_tiles(pool: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
 
 
 class Tile(NamedTuple):
-    """How keys are cut into tiles: a constant of the kernels that walk them.
+    """A tile says how keys are cut; it is a constant of the kernels that walk them.
 
-    A tile is `tile` rows, a power of two up to 128, of which the first `keys` count. It holds `sub` whole blocks of `block`
-    keys (of 16, 32, 64 and 128), or one block padded to a power of two, or one of the `parts` = 2 overlapping halves of a block
-    of more than 128 keys: a maximum does not mind the overlap."""
+    It is `tile` rows, a power of two up to 128, of which the first `keys` count. It holds `sub` whole blocks of `block` keys
+    (of 16, 32, 64 and 128), or one block padded to a power of two, or one of the `parts` = 2 overlapping halves of a block of
+    more than 128 keys, whose overlap changes no maximum."""
 
     block: int
     tile: int
@@ -196,7 +197,7 @@ class Tile(NamedTuple):
     @classmethod
     @functools.cache
     def of(cls, block_size: int, single: bool = False) -> Tile:
-        """single: never more than one block a tile."""
+        """Cuts keys into tiles for blocks of this size. single: never more than one block a tile."""
         if block_size > 128:
             return cls(block_size, 128, -(-block_size // 2), 1, 2)
         if 128 % block_size == 0 and not single:
@@ -205,21 +206,21 @@ class Tile(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether all rows of a tile count: then tiles that start in a page of so many times `span` keys end in it too."""
+        """Says whether all rows of a tile count: then tiles that start in a page of so many times `span` keys end in it too."""
         return self.keys == self.tile
 
     @property
     def span(self) -> int:
-        """Keys of the whole blocks that a tile belongs to."""
+        """Counts the keys of the whole blocks that a tile belongs to."""
         return self.block * self.sub
 
     def count(self, num_blocks: int) -> int:
-        """How many tiles cover so many blocks."""
+        """Says how many tiles cover so many blocks."""
         return -(-num_blocks // self.sub) * self.parts
 
 
 class Paging(NamedTuple):
-    """Where tiles of keys lie: a constant of the kernels that walk them.
+    """Paging says where tiles of keys lie; it is a constant of the kernels that walk them.
 
     mode:       FLAT, PAGE or PAGES.
     page_size:  keys of a page; 1 of packed keys, since their number must not be a constant.
@@ -230,7 +231,7 @@ class Paging(NamedTuple):
 
 
 class KeyTiles(NamedTuple):
-    """Keys as the scoring kernels walk them. tma: a descriptor of tiles, or None where they are read by address."""
+    """These are keys as the scoring kernels walk them. tma: a descriptor of tiles, or None where they are read by address."""
 
     view: KeyView
     paging: Paging
@@ -238,7 +239,7 @@ class KeyTiles(NamedTuple):
 
     @classmethod
     def of(cls, index_k: Tensor | Stored | PagedIndexKeys, tile: Tile, device: Device) -> KeyTiles:
-        """index_k: packed keys, or pages of them."""
+        """Takes packed keys, or pages of them."""
         if isinstance(index_k, PagedIndexKeys):
             return cls.of_pool(index_k.keys, index_k.page_table, tile, device)
         return cls.of_pool(index_k, None, tile, device)
@@ -253,7 +254,7 @@ class KeyTiles(NamedTuple):
         items: bool = True,
         by_address: bool = False,
     ) -> KeyTiles:
-        """keys, page_table, items: see `KeyView.of`. by_address: makes no descriptor, whatever fits."""
+        """Takes a pool or packed keys. keys, page_table, items: see `KeyView.of`. by_address: no descriptor is made."""
         view = KeyView.of(keys, page_table, device.arch >= 90, items)
         if page_table is None:
             paging = PACKED
@@ -266,7 +267,7 @@ class KeyTiles(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Heads of keys."""
+        """Returns the number of heads of keys."""
         return self.view.heads
 
 
@@ -275,33 +276,33 @@ PACKED = Paging(FLAT, 1)
 
 @triton.jit
 def tile_start(i_t, CUT: tl.constexpr):
-    """The first key of tile i_t."""
+    """Gives the first key of tile i_t."""
     return i_t * CUT.keys if CUT.parts == 1 else (i_t // CUT.parts) * CUT.block + (i_t % CUT.parts) * (CUT.block - CUT.keys)
 
 
 @triton.jit
 def page_number(i_k, PAGE_SIZE: tl.constexpr):
-    """The place of key i_k's page in its sequence's row of the page table. It is unsigned, so that one shift finds it where
-    pages hold a power of two."""
+    """Gives the place of key i_k's page in its sequence's row of the page table. It is unsigned, so that one shift finds it
+    where pages hold a power of two."""
     return i_k.to(tl.uint32) // PAGE_SIZE
 
 
 @triton.jit
 def row_in_page(i_k, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The row of key i_k, the first of a tile, in a page that holds whole tiles."""
+    """Gives the row of key i_k, the first of a tile, in a page that holds whole tiles."""
     return 0 if PAGE_SIZE == TILE else (i_k.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
 
 
 @triton.jit
 def exists(i_page, num_pages):
-    """Whether a page id is that of a page."""
+    """Says whether a page id is that of a page."""
     return i_page.to(tl.uint32, bitcast=True) < num_pages.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def place(page_row, i_k, k_start, k_len, num_pages, PAGING: tl.constexpr, TILE: tl.constexpr, BOUNDED: tl.constexpr = True):
-    """Where keys i_k to i_k + TILE lie: the page (one number, or one a key), the row in it [TILE], and which keys exist [TILE].
-    BOUNDED: some may lie past k_len."""
+    """Says where keys i_k to i_k + TILE lie: the page (one number, or one a key), the row in it [TILE], and which keys exist
+    [TILE]. BOUNDED: some may lie past k_len."""
     o_k = i_k + tl.arange(0, TILE)
     m_k = o_k < k_len if BOUNDED or PAGING.mode == 2 else tl.full([TILE], True, tl.int1)
     if PAGING.mode == 0:
@@ -323,8 +324,8 @@ def load_keys(
     keys, tma, page_row, i_h, i_k, k_start, k_len, num_pages,
     PAGING: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Keys i_k to i_k + TILE of a sequence as they are stored, [TILE, WIDTH_PAD], zero past WIDTH and in pages that do not
-    exist. tma: a descriptor of tiles or None. BOUNDED: also zero past k_len; without it every key counted must exist."""
+    """Loads keys i_k to i_k + TILE of a sequence as they are stored, [TILE, WIDTH_PAD], zero past WIDTH and in pages that do
+    not exist. tma: a descriptor of tiles or None. BOUNDED: also zero past k_len; without it every key counted must exist."""
     if tma is not None:
         if PAGING.mode == 0:
             b_k = tma.load([0, i_h, k_start + i_k, 0])
@@ -353,8 +354,8 @@ def load_group_scales(
     keys, page_row, i_h, i_k, k_start, k_len, num_pages,
     PAGING: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, SWIZZLED: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Codes of the scales of each key's groups, uint8 [TILE, GROUPS padded to a power of two], or int32 of four groups each.
-    keys.scales: bytes, int32 or, of eight groups, int64, in which strides are. SWIZZLED (128x4, no int64): strides count
+    """Loads codes of the scales of each key's groups, uint8 [TILE, GROUPS padded to a power of two], or int32 of four groups
+    each. keys.scales: bytes, int32 or, of eight groups, int64, in which strides are. SWIZZLED (128x4, no int64): strides count
     rows."""
     scales = keys.scales
     i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, PAGING, TILE, BOUNDED)
@@ -383,8 +384,8 @@ def load_scales(
     keys, page_row, i_h, i_k, k_start, k_len, num_pages,
     FORM: tl.constexpr, PAGING: tl.constexpr, TILE: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """float32 scales beside those of groups, tensors and heads: those of each key [TILE]; the one of a tile that lies in one
-    page, a number; 1 where there are none. BOUNDED: some key may not exist."""
+    """Loads float32 scales beside those of groups, tensors and heads: those of each key [TILE]; one number of a tile that lies
+    in one page; 1 where there are none. BOUNDED: some key may not exist."""
     if FORM.format == 2:
         return key_scales(
             load_of_keys(
@@ -410,7 +411,7 @@ def load_of_keys(
     numbers, s_page, s_head, s_row, page_row, i_h, i_k, k_start, k_len, num_pages,
     PAGING: tl.constexpr, TILE: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """What each key has one of, [TILE], as it is stored; 0 of keys that do not exist."""
+    """Loads what each key has one of, [TILE], as it is stored; 0 of keys that do not exist."""
     i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, PAGING, TILE, BOUNDED)
     p_n = numbers + o_row.to(tl.int64) * s_row + i_h.to(tl.int64) * s_head
     if PAGING.mode != 0:
@@ -420,16 +421,16 @@ def load_of_keys(
 
 @triton.jit
 def key_scales(b_s):
-    """Scales in float32, from numbers or from words (`Int8.words`)."""
+    """Gives scales in float32, from numbers or from words (`Int8.words`)."""
     return (b_s << 16).to(tl.float32, bitcast=True) if b_s.dtype == tl.int32 else b_s.to(tl.float32)
 
 
 @triton.jit
 def key_errors(b_s):
-    """Errors in float32, from words (`Int8.words`)."""
+    """Gives errors in float32, from words (`Int8.words`)."""
     return (b_s & -65536).to(tl.float32, bitcast=True)
 
 
 def padded(dim: int, format: int) -> int:
-    """Elements to which a row of a tile is padded: a power of two, and what the matrix unit and loads take at least."""
+    """Returns the elements to which a row of a tile is padded: a power of two that the matrix unit and loads can take."""
     return max(next_power_of_two(dim), 16 if format == PLAIN else 32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
 
-"""Scores of index queries with a tile of index keys, and the maxima of its blocks: how a program walks tiles, how a context is
-cut, which rows a program serves, products, and how maxima are written."""
+"""Index queries are scored with tiles of index keys, and the maxima of blocks taken: this file says how a program walks tiles,
+how a context is cut, which rows a program serves, what it multiplies, and how maxima are written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from openmsa.types import Layout
 
 
 class Kind(NamedTuple):
-    """What a configuration must know of tiles of keys.
+    """A configuration depends on these facts about tiles of keys.
 
     key_bytes:     bytes of a key as it is stored, and `factor_bytes` as a factor of the product; converted: they differ.
     groups:        groups of elements that have a scale, of FP4 keys; 0 of others. must_group: factors cannot hold the scales.
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
     @classmethod
     @functools.lru_cache(256)
     def of(cls, dim: int, tile: int, format: int, product: Any, indirect: bool, tma: bool, lanes: bool = False) -> Kind:
-        """format: how keys are stored; product: the Triton dtype of factors."""
+        """Derives the facts. format: how keys are stored; product: the Triton dtype of factors."""
         padded, fp4 = next_power_of_two(dim), format >= operands.NVFP4
         key_bytes = padded // 2 if fp4 else padded * (2 if format == operands.PLAIN else 1)
         factor_bytes = padded * product.primitive_bitwidth // 8
@@ -57,13 +57,13 @@ class Kind(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """Whether factors are bytes."""
+        """Says whether factors are bytes."""
         return self.factor_bytes == next_power_of_two(self.dim)
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a scoring kernel runs.
+    """A configuration says how a scoring kernel runs.
 
     rows:           (query, head) rows of a program.
     swap:           keys are the left factor, not rows.
@@ -87,15 +87,15 @@ class Config:
 
 
 def tall_rows(device: Device, kind: Kind) -> tuple[int, bool]:
-    """Rows of a program where rows are the left factor, and whether they are held in registers. Rows of e4m3 are not: their
-    layout in registers is not the one of a product's result, and is made anew for every tile. Beside keys that are converted
-    there is no room for them."""
+    """Gives the rows of a program where rows are the left factor, and whether they are held in registers. Rows of e4m3 are not:
+    their layout in registers is not the one of a product's result, and is made anew for every tile. Beside keys that are
+    converted there is no room for them."""
     wide = (device.arch == 90 or (device.arch == 100 and not kind.converted)) and kind.tma and kind.dim <= 128
     return 128 if wide else 64, device.arch == 90 and kind.tma and not kind.narrow and not kind.converted
 
 
 def walk(device: Device, row_bytes: int, kind: Kind, swap: bool = False) -> tuple[int, int]:
-    """Stages of the walk, and resident programs a multiprocessor, that fit its shared memory beside the rows there.
+    """Gives the stages of the walk, and resident programs a multiprocessor, that fit its shared memory beside the rows there.
 
     Keys of a byte an element and less take more buffers where rows are many; where rows are few (swap) three buffers and more
     programs stream faster than deeper ones."""
@@ -111,9 +111,9 @@ def walk(device: Device, row_bytes: int, kind: Kind, swap: bool = False) -> tupl
 
 @functools.lru_cache(4096)
 def splits(programs: int, tiles: int, slots: int, least: int, step: int = 1) -> int:
-    """Into how many parts the walk over `tiles` key tiles is cut, each a multiple of `step` and at least `least`: time is the
-    number of rounds that `slots` places need, times a part's tiles and its start-up, worth two. The finest within 3 % of the
-    best."""
+    """Says into how many parts the walk over `tiles` key tiles is cut, each a multiple of `step` and at least `least`. Time is
+    the number of rounds that `slots` places need, times a part's tiles and its start-up, worth two; the finest cut within 3 %
+    of the least time is taken."""
     if not programs or programs >= 8 * slots:
         return 1
     most = max(1, min(tiles // least, 8 * slots // programs))
@@ -123,14 +123,14 @@ def splits(programs: int, tiles: int, slots: int, least: int, step: int = 1) -> 
 
 
 def kind_of(keys: KeyTiles, product: Any, tile: Tile) -> Kind:
-    """What the configuration of a call depends on. product: the Triton dtype of factors."""
+    """Collects what the configuration of a call depends on. product: the Triton dtype of factors."""
     view, tma = keys.view, keys.tma is not None
     return Kind.of(view.dim, tile.tile, view.form.format, product, keys.paging.mode != FLAT, tma, reads_lanes(keys, tile))
 
 
 def reads_lanes(keys: KeyTiles, tile: Tile) -> bool:
-    """Whether `openmsa.block_scores.triton_lanes` can read keys: NVFP4 of 128 elements, whole tiles of one block or a part of
-    one, scales in words, offsets in a tile of 32 bits."""
+    """Says whether `openmsa.block_scores.triton_lanes` can read keys: NVFP4 of 128 elements, whole tiles of one block or a part
+    of one, scales in words, offsets in a tile of 32 bits."""
     rows, form = keys.view.rows, keys.view.form
     if form.format != operands.NVFP4 or keys.view.dim != 128 or form.split != 4 or keys.paging.mode == PAGES:
         return False
@@ -161,14 +161,14 @@ def in_words(rows: KeyRows, form: Form) -> KeyRows:
 
 
 def words_a_stride(rows: KeyRows, form: Form) -> int:
-    """By what strides of scales are multiplied to count words of four; in the 128x4 layout they count rows, and stay."""
+    """Says by what strides of scales are multiplied to count words of four; in the 128x4 layout they count rows, and stay."""
     assert rows.scales is not None
     return 1 if form.swizzled else rows.scales.itemsize // 4
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the sequences of a batch: int32 tensors that kernels read when they run, and numbers that bound them."""
+    """Sequences of a batch have these lengths: int32 tensors that kernels read when they run, and numbers that bound them."""
 
     cu_seqlens_q: Tensor  # [batch + 1]
     cu_seqlens_k: Tensor | None  # [batch + 1]; None: seq_lens
@@ -187,12 +187,12 @@ class Lengths:
 
     @property
     def bounds(self) -> Bounds:
-        """The tensors, as kernels take them."""
+        """Bundles the tensors as kernels take them."""
         return Bounds(self.cu_seqlens_q, self.cu_seqlens_k, self.seq_lens, self.q_offset)
 
 
 class Product(NamedTuple):
-    """How rows of queries are multiplied with a tile of keys: a constant of the scoring kernels.
+    """A product says how rows of queries are multiplied with a tile of keys; it is a constant of the scoring kernels.
 
     dtype:    the Triton dtype of both factors.
     dim:      elements of a row, and `dim_pad` to how many they are padded.
@@ -211,7 +211,7 @@ class Product(NamedTuple):
 
 @triton.jit
 def sequence_bounds(bounds, i_s, capacity, max_keys):
-    """First query, number of queries, first key, number of keys and position of the first query of sequence i_s."""
+    """Gives the first query, number of queries, first key, number of keys and position of the first query of sequence i_s."""
     q_start = tl.load(bounds.cu_q + i_s)
     q_len = tl.load(bounds.cu_q + i_s + 1) - q_start
     if bounds.cu_k is None:
@@ -226,8 +226,8 @@ def sequence_bounds(bounds, i_s, capacity, max_keys):
 
 @triton.jit
 def rows_of(i_m, q_len, k_len, offset, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Numbers of the (query, head) rows i_m * ROWS to (i_m + 1) * ROWS of a sequence, which of them exist (the first one does),
-    and the last key that each sees, [ROWS] each; then how many keys all of them see, and how many any of them."""
+    """Gives numbers of the (query, head) rows i_m * ROWS to (i_m + 1) * ROWS of a sequence, which of them exist (the first one
+    does), and the last key that each sees, [ROWS] each; then how many keys all of them see, and how many any of them."""
     o_r = i_m * ROWS + tl.arange(0, ROWS)
     i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)
     seen_by_all = tl.maximum(tl.minimum(offset + i_m * ROWS // GROUP, k_len - 1) + 1, 0)
@@ -245,7 +245,7 @@ def store_visible(visible, q_start, o_r, m_row, i_last, chosen, GROUP: tl.conste
 
 @triton.jit
 def tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, CUT: tl.constexpr):
-    """The first tile of a split, the first one behind it, the first that not all rows see whole, and the first that none
+    """Gives the first tile of a split, the first one behind it, the first that not all rows see whole, and the first that none
     sees."""
     first = i_split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, tl.cdiv(num_blocks, CUT.sub) * CUT.parts)
@@ -259,7 +259,7 @@ def block_maxima(
     s, i_k, i_last,
     TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, SWAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Best product of each row with each block of a tile, [rows, SUB] ([rows] when SUB is 1); NaN where all are NaN.
+    """Takes the best product of each row with each block of a tile, [rows, SUB] ([rows] when SUB is 1); NaN where all are NaN.
     s: [rows, TILE], or with SWAP [TILE, rows]. i_last: the last key that each row sees."""
     o_k = tl.arange(0, TILE)
     if SWAP:
@@ -283,7 +283,7 @@ def block_maxima(
 
 @triton.jit
 def unspread(s, ROWS: tl.constexpr):
-    """Products of keys with `spread_rows`, [keys, rows]: what a thread has of other columns is dropped."""
+    """Gives products of keys with `spread_rows`, [keys, rows]; what a thread has of other columns is dropped."""
     s = tl.split(s.reshape(s.shape[0], s.shape[1] // 2, 2))[0]
     if s.shape[1] > ROWS:
         s = tl.split(s.reshape(s.shape[0], 2, s.shape[1] // 2).permute(0, 2, 1))[0]
@@ -292,7 +292,7 @@ def unspread(s, ROWS: tl.constexpr):
 
 @triton.jit
 def times(b_q, b_k, s, SWAP: tl.constexpr):
-    """Products of rows and keys [rows, keys], or with SWAP [keys, rows]; added to s unless that is None."""
+    """Gives products of rows and keys [rows, keys], or with SWAP [keys, rows]; added to s unless that is None."""
     if SWAP:
         return tl.dot(b_k, b_q.T, s)
     else:
@@ -316,8 +316,8 @@ def score_tile(
     FORM: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr, PRODUCT: tl.constexpr,
     BOUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Maxima of the blocks of one tile (`block_maxima`), scales of pages, keys and groups included.
-    BOUNDED: some key may not exist; MASKED: some row does not see every key."""
+    """Gives maxima of the blocks of one tile (`block_maxima`), scales of pages, keys and groups included. BOUNDED: some key may
+    not exist; MASKED: some row does not see every key."""
     FORMAT: tl.constexpr = FORM.format
     TILE: tl.constexpr = CUT.tile
     SWAP: tl.constexpr = PRODUCT.swap
@@ -349,7 +349,7 @@ def score_tile(
         else:
             for i in tl.static_range(len(parts)):
                 s = times(b_q[i], parts[i], s, SWAP)
-    elif PRODUCT.grouped:  # `grouped_parts`
+    elif PRODUCT.grouped:  # b_q has `grouped_parts`
         parts = e2m1_parts(b_k, tl.float16)
         s = times(side_by_side(b_q), side_by_side(parts), None, True)
         b_x = group_numbers(b_g, FORMAT, FORM.native)
@@ -366,7 +366,7 @@ def score_tile(
     if SWAP and s.shape[1] > ROWS:
         s = unspread(s, ROWS)
     # 3. Products become maxima of blocks.
-    PAGE_SCALE: tl.constexpr = FORM.factor == 2 and PAGING.mode == 1  # one of the tile
+    PAGE_SCALE: tl.constexpr = FORM.factor == 2 and PAGING.mode == 1  # one scale serves the tile
     if FORMAT == 2 or (FORM.factor == 2 and PAGING.mode != 1):
         s = s * (b_s[:, None] if SWAP else b_s[None, :])
     m = block_maxima(s, i_k, i_last, TILE, CUT.keys, CUT.sub, SWAP, MASKED)
@@ -379,7 +379,7 @@ def score_tile(
 
 @triton.jit
 def scored(m, b_f):
-    """Maxima [rows, blocks] as scores: times the factor of each row (None: 1), and NaN as -inf."""
+    """Gives maxima [rows, blocks] as scores: times the factor of each row (None: 1), and NaN as -inf."""
     m = m if b_f is None else m * b_f[:, None]
     return tl.where(m > float("-inf"), m, float("-inf"))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Softmax over keys that come a tile at a time: the online step, what a program leaves that has read a part of the keys, and
-how a finished row is written.
+"""Softmax over keys that come a tile at a time has its parts here: the online step, what a program leaves that has read a part
+of the keys, and how a finished row is written.
 
 Logits are multiplied by a scale that contains log2(e) and is not negative, so that weights are powers of two. A row's state is
 the sum of its weighted values, the greatest logit so far (before the scale) and the sum of weights relative to it.
@@ -17,12 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 LEAST = tl.constexpr(-1e30)
-"""The greatest logit of a row that has read nothing: finite, so that differences of two such are 0, not NaN."""
+"""The greatest logit of a row that has read nothing is finite, so that differences of two such are 0, not NaN."""
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class Partials(NamedTuple):
-    """What programs leave that have read a part of a row's keys: softmax over that part. All are None where no row is split.
+    """Programs that have read a part of a row's keys leave these: softmax over that part. All are None where no row is split.
 
     rows:     the results, contiguous, dim elements each, rounded as the writer likes.
     lse:      float32, the base-2 logarithm of each row's sum of exponentials.
@@ -35,7 +35,8 @@ class Partials(NamedTuple):
 
     @classmethod
     def allocate(cls, tiles: int, partials: int, rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Partials:
-        """tiles: groups of programs that merge, of `rows` rows each. partials: tiles x splits of a launch that splits, or 0."""
+        """Makes room. tiles: groups of programs that merge, of `rows` rows each. partials: tiles x splits of a launch that
+        splits, or 0."""
         results = torch.empty(partials * rows * dim, dtype=dtype, device=device)
         lse = torch.empty(partials * rows, dtype=torch.float32, device=device)
         return cls(results, lse, torch.zeros(tiles if partials else 0, dtype=torch.int32, device=device))
@@ -45,7 +46,7 @@ UNSPLIT = Partials(None, None, None)
 
 
 class Result(NamedTuple):
-    """What attention writes, both contiguous. rows: ``[total_q, heads, dim]``. lse: float32 ``[total_q, heads]``, the natural
+    """Attention writes these, both contiguous. rows: ``[total_q, heads, dim]``. lse: float32 ``[total_q, heads]``, the natural
     logarithm of each row's sum of exponentials."""
 
     rows: Tensor
@@ -54,14 +55,14 @@ class Result(NamedTuple):
 
 @triton.jit
 def nothing_read(ROWS: tl.constexpr, DIM_PAD: tl.constexpr):
-    """The state of rows that have read no key: sums of values [ROWS, DIM_PAD], greatest logits and sums of weights [ROWS]."""
+    """Gives the state of rows that have read no key: sums of values [ROWS, DIM_PAD], greatest logits, sums of weights [ROWS]."""
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     return acc, tl.full([ROWS], LEAST, tl.float32), tl.zeros([ROWS], tl.float32)
 
 
 @triton.jit
 def online_step(s, m_i, l_i, scale, s_scale, m_member):
-    """The weights [rows, keys] of logits s, the new greatest logits and sums of weights, and by what earlier sums shrink.
+    """Gives the weights [rows, keys] of logits s, the new greatest logits and sums of weights, and by what earlier sums shrink.
 
     scale: one number, or one a row; s_scale: the same number, or [rows, 1]. m_member: the rows that count these keys, None: all
     rows. An infinite offset makes every weight of the other rows exactly 0, at no cost an element.
@@ -80,7 +81,7 @@ def online_step(s, m_i, l_i, scale, s_scale, m_member):
 
 @triton.jit
 def inverse_sums(l_i):
-    """What makes results of sums of weighted values: 1 over the sums of weights, 0 where nothing was read."""
+    """Gives what makes results of sums of weighted values: 1 over the sums of weights, 0 where nothing was read."""
     m_any = l_i > 0
     return tl.where(m_any, 1.0 / tl.where(m_any, l_i, 1.0), 0.0)
 
