@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How much does each key block matter to each query? The index branch's scores."""
+"""Block scores, of the index branch, say how much each key block matters to each query."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def block_scores(
     impl: str = "auto",
     check: bool = False,
 ) -> Tensor:
-    """Maximum raw dot product of each index query with the visible keys of each block.
+    """Computes the maximum raw dot product of each index query with the visible keys of each block.
 
     index_q:  ``[total_q, index_heads, index_dim]``, index_dim a multiple of 16 up to 256, float32, float16, bfloat16 or
               float64, any strides; or `E4M3` with one scale for the tensor or one a head.
@@ -46,7 +46,7 @@ def block_scores(
 
 
 TRITON_READS = {"index_q": ("plain", "e4m3"), "index_k": ("plain", "e4m3", "int8", "nvfp4", "mxfp4")}
-"""The formats that the scoring kernel takes: a new one is named here."""
+"""The scoring kernel takes these formats: a new one is named here."""
 
 
 def _refuse_triton(call: ScoringCall) -> str | None:

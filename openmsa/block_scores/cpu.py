@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`block_scores` on CPU: matrix products over cache-sized tiles, unseen tiles skipped, the diagonal alone masked."""
+"""`block_scores` on a CPU takes products of cache-sized tiles, skips unseen tiles, and masks the diagonal alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndex
     """See `openmsa.block_scores.block_scores`."""
     scores = _score(index_q, index_k, seqs, block_size, nan_is_lowest=False)
     lost = scores.isnan()
-    if bool(lost.any()):  # rare: once more, dropping single products, which may round the other scores differently
+    if bool(lost.any()):  # rare: all is scored again, dropping single products, which may round the others differently
         scores = torch.where(lost, _score(index_q, index_k, seqs, block_size, nan_is_lowest=True), scores)
     return scores
 
@@ -39,7 +39,7 @@ def _score(
     group = heads // key_heads
     dtype = wide_dtype(index_q)
     scores = torch.full((heads, total_q, seqs.num_blocks(block_size)), -torch.inf, dtype=dtype)
-    # Decode: a property of the whole call, and then a token at a time, so that query chunks change nothing.
+    # Few rows are a property of the whole call, and are scored a token at a time, so that query chunks change nothing.
     few = seqs.longest_q * group < MIN_ROWS
     tile_rows, tile_keys = (32, 256) if dtype == torch.float64 else (TILE_ROWS, TILE_KEYS)
     tile_tokens = 1 if few else max(1, tile_rows // group)
@@ -72,9 +72,9 @@ def _score(
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
-    """Dot products ``[group, tokens, keys]``."""
+    """Returns dot products ``[group, tokens, keys]``."""
     group, tokens, dim = q.shape
-    if q.dtype == torch.float64:  # for checks; MKL's float64 rows depend on their neighbours at every size
+    if q.dtype == torch.float64:  # serves checks; MKL's float64 rows depend on their neighbours at every size
         return torch.linalg.vecdot(q[:, :, None], k)
     rows, num_keys = q.reshape(group * tokens, dim), k.shape[0]
     rows, k = (torch.nn.functional.pad(x, (0, 0, 0, max(0, MIN_ROWS - x.shape[0]))) for x in (rows, k))
@@ -82,7 +82,7 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _whole_blocks(q: Tensor, keys: Rows, head: int, num_blocks: int, block_size: int) -> Tensor:
-    """Scores ``[group, num_blocks]`` of the first blocks, all of whose keys the query ``[group, dim]`` sees."""
+    """Returns scores ``[group, num_blocks]`` of the first blocks, all of whose keys the query ``[group, dim]`` sees."""
     pool = None  # [num_pages, page_size, dim]
     if keys.pages is not None and isinstance(keys.rows, Tensor):
         pool = keys.rows[:, head]
@@ -92,7 +92,7 @@ def _whole_blocks(q: Tensor, keys: Rows, head: int, num_blocks: int, block_size:
         of_pages = best.unflatten(1, (pool.shape[0], -1))  # [group, num_pages, blocks a page]
         pages = keys.pages[: -(-num_blocks // of_pages.shape[2])]
         return of_pages.index_select(1, pages).flatten(1)[:, :num_blocks]
-    viewed = keys.pages is None and isinstance(keys.rows, Tensor)  # else copied: fewer at a time, which stay in cache
+    viewed = keys.pages is None and isinstance(keys.rows, Tensor)  # others are copied, fewer at a time, which stay in cache
     tile = (FEW_ROWS_KEYS if viewed else FEW_ROWS_KEYS // 4) // block_size
     parts = []
     for first in range(0, num_blocks, tile):
@@ -103,17 +103,17 @@ def _whole_blocks(q: Tensor, keys: Rows, head: int, num_blocks: int, block_size:
 
 
 def _mostly_ours(pool: Tensor, num_keys: int, block_size: int) -> bool:
-    """Whether to score the whole pool where it lies and pick the sequence's scores, which reads each key once."""
+    """Says whether to score the whole pool where it lies and pick the sequence's scores, which reads each key once."""
     num_pages, page_size, _ = pool.shape
     return page_size % block_size == 0 and pool.is_contiguous() and 2 * num_keys >= num_pages * page_size
 
 
 def _block_max_of_few(q: Tensor, k: Tensor, block_size: int) -> Tensor:
-    """``[group, blocks]`` of q ``[group, dim]``: keys are the rows of the product, read once, and maxima are taken by halves,
-    all lanes at a time."""
+    """Returns block maxima ``[group, blocks]`` of q ``[group, dim]``: keys are the rows of the product, read once, and maxima
+    are taken by halves, all lanes at a time."""
     group = q.shape[0]
     if group == 1:
-        q = q.expand(2, -1)  # one column would be a matrix-vector product, four times slower
+        q = q.expand(2, -1)  # one column would be a matrix-vector product, which is slower
     width, lanes = block_size, len(q)
     best = torch.mm(k, q.t()).view(-1, block_size * lanes)  # [blocks, block_size * lanes]
     while width % 2 == 0:
@@ -123,7 +123,7 @@ def _block_max_of_few(q: Tensor, k: Tensor, block_size: int) -> Tensor:
 
 
 def _block_max(products: Tensor, block_size: int) -> Tensor:
-    """Maximum over each block of keys: ``[group, tokens, keys] -> [group, tokens, blocks]``; the last block may be short."""
+    """Takes the maximum over each block: ``[group, tokens, keys] -> [group, tokens, blocks]``; the last block may be short."""
     full = products.shape[2] // block_size * block_size
     parts = [products[..., :full].unflatten(2, (-1, block_size)).amax(3)] if full else []
     if full < products.shape[2]:

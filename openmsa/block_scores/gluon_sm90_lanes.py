@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="assignment, attr-defined"
-"""Scores of paged NVFP4 keys of 128 elements for up to four rows on Hopper, in Gluon: the kernel of `triton_lanes` with its
+"""Paged NVFP4 keys of 128 elements are scored for up to four rows on Hopper, in Gluon, by the kernel of `triton_lanes` with its
 copies placed by hand.
 
 A program is one warp with a ring of one tile, 128 keys, in shared memory. It takes SLOT keys from the ring into registers,
@@ -39,13 +39,13 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 4))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, 4))
 LANES = gl.constexpr([[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]])
 ROW = gl.constexpr(gl.DistributedLinearLayout([[8, 0], [16, 0]], LANES, [], [], [32, 4]))
-"""Layout of [STEP, 4]: each lane has the products of one row, or the pairs of scales of the elements that it has."""
+"""In this layout of [STEP, 4] each lane has the products of one row, or the pairs of scales of the elements that it has."""
 CODES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [16, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [], [], [32, 32]
     )
 )
-"""Layout of [STEP, 32]: each lane has 16 bytes of a key."""
+"""In this layout of [STEP, 32] each lane has 16 bytes of a key."""
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0]))
 COPIED_SCALES = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -57,7 +57,7 @@ power_of_two = gluon.jit(factors.power_of_two.fn)
 
 @gluon.jit
 def lane_keys(b_k, b_g):
-    """Keys as `triton_lanes.lane_keys` has them."""
+    """Gives keys as `triton_lanes.lane_keys` has them."""
     b_x = scale_pairs(b_g, True)
     b_x = gl.join(b_x, b_x)
     b_x = gl.convert_layout(gl.join(b_x, b_x).reshape([STEP, 32]), CODES, assert_trivial=True)
@@ -66,7 +66,7 @@ def lane_keys(b_k, b_g):
 
 @gluon.jit
 def lane_queries(q, q_start, q_len, i_h, GROUP: gl.constexpr, PRODUCT_TYPE: gl.constexpr):
-    """The four rows from query q_start on in every second of eight columns, as `triton_lanes.lane_queries` has them."""
+    """Gives the four rows from query q_start on in every second of eight columns, as `triton_lanes.lane_queries` has them."""
     o_e = gl.arange(0, 128, gl.SliceLayout(1, RIGHT))
     o_e = (o_e & 12) * 8 + (o_e & 16) + (o_e & 3) * 4 + (o_e & 32) // 16 + o_e // 64
     o_c = gl.arange(0, 8, gl.SliceLayout(0, RIGHT))
@@ -78,19 +78,19 @@ def lane_queries(q, q_start, q_len, i_h, GROUP: gl.constexpr, PRODUCT_TYPE: gl.c
     if b_q.dtype == gl.bfloat16:
         largest = gl.max(gl.abs(b_q.to(gl.float32)), 0)
         exponent = gl.minimum(gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) - 127, -126), 127)
-        up = 6 - exponent  # up to 132, so in two
+        up = 6 - exponent  # up to 132, so it is multiplied in as two factors
         b_q = b_q.to(gl.float32) * power_of_two(up // 2)[None, :] * power_of_two(up - up // 2)[None, :]
         b_f = power_of_two(exponent)
     else:
         b_f = gl.full([8], 64.0, gl.float32, gl.SliceLayout(0, RIGHT))
-    b_f = gl.max(b_f.reshape([4, 2]), 1)  # odd columns are zero and have the least there is
+    b_f = gl.max(b_f.reshape([4, 2]), 1)  # odd columns are zero and have the least factor there is
     return b_q.to(gl.float16), gl.convert_layout(b_f, gl.SliceLayout(0, ROW))
 
 
 @gluon.jit
 def tile_place(keys, p_keys, p_scales, pages, i, i_row, there, num_pages):
-    """The addresses of the keys and scales of a tile, which starts with row i_row of the page that lane i has, and whether
-    there is such a page and a tile. p_keys, p_scales: where those of the head start."""
+    """Gives the addresses of the keys and scales of a tile, which starts with row i_row of the page that lane i has, and
+    whether there is such a page and a tile. p_keys, p_scales: where those of the head start."""
     i_page = gl.sum(gl.gather(pages, gl.full([1], i, gl.int32, pages.type.layout), 0), 0)
     there = there & exists(i_page, num_pages)
     i_page = gl.where(there, i_page, 0).to(gl.int64)
@@ -120,8 +120,8 @@ def sm90_lane_kernel(
     KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, FORM: gl.constexpr, PAGE_SIZE: gl.constexpr, PRODUCT_TYPE: gl.constexpr,
     FILL: gl.constexpr, PDL: gl.constexpr, SLOT: gl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, batch * key heads). tiles_per_split: at most `SHARE`. SLOT: keys that are copied at a time. A key is 32
-    words of 16 bits, its scales two of 32, and neighbours lie side by side; strides of scales from page to page and head to
+    """The grid is (splits, batch * key heads). tiles_per_split: at most `SHARE`. SLOT: keys that are copied at a time. A key is
+    32 words of 16 bits, its scales two of 32, and neighbours lie side by side; strides of scales from page to page and head to
     head count words in both layouts."""
     if PDL:
         gdc_launch_dependents()
@@ -195,8 +195,8 @@ RING = BLOCK.value * (64 + 8)  # bytes of a program's ring: codes and scales
 
 @dataclass(frozen=True)
 class Config:
-    """slot: keys that are copied at a time; max_registers: of a thread; resident: programs that a multiprocessor holds; share:
-    tiles of a program at most."""
+    """The kernel runs with these numbers. slot: keys that are copied at a time; max_registers: of a thread; resident: programs
+    that a multiprocessor holds; share: tiles of a program at most."""
 
     slot: int
     max_registers: int
@@ -205,13 +205,13 @@ class Config:
 
 
 CONFIG = Config(slot=32, max_registers=128, resident=16, share=8)
-"""A quarter of a multiprocessor has registers for four warps of 128. Programs are twice as many as are resident, so they do not
-all start at once, which is faster than one round of longer ones."""
+"""A quarter of a multiprocessor has registers for four warps of 128. Programs are twice as many as are resident, so that they
+do not all start at once."""
 
 
 def serves(device: Device, keys: KeyTiles, queries: QueryRows, tile: Tile, rows: int, lanes: bool) -> bool:
-    """Whether the kernel serves so many rows a sequence and key head: keys that `triton_lanes` reads (lanes), in pages of whole
-    blocks of 128, keys and scales contiguous in a page, at addresses that 16 bytes are copied from."""
+    """Says whether the kernel serves so many rows a sequence and key head: keys that `triton_lanes` reads (lanes), in pages of
+    whole blocks of 128, keys and scales contiguous in a page, at addresses that 16 bytes are copied from."""
     if device.arch != 90 or not lanes or rows > 4 or keys.paging.mode != PAGE or tile.block != BLOCK.value:
         return False
     own, form = keys.view.rows, keys.view.form
@@ -223,7 +223,7 @@ def serves(device: Device, keys: KeyTiles, queries: QueryRows, tile: Tile, rows:
 
 
 def cut(programs: int, tiles: int, num_sms: int) -> int:
-    """How many tiles a program has, where `programs` of them would walk `tiles` each if contexts were not cut."""
+    """Says how many tiles a program has, where `programs` of them would walk `tiles` each if contexts were not cut."""
     parts = splits(programs, tiles, CONFIG.resident * num_sms, 1)
     return min(ceil_div(tiles, parts), CONFIG.share)
 
@@ -244,7 +244,7 @@ def launch(
     programs = lengths.batch * view.heads
     share = cut(programs, num_blocks, device.num_sms)
     rows = in_words(view.rows, view.form)
-    if view.form.swizzled:  # whose strides count rows of two words
+    if view.form.swizzled:  # strides of swizzled scales count rows of two words
         rows = rows._replace(s_scales_page=2 * rows.s_scales_page, s_scales_head=2 * rows.s_scales_head)
     launch_kernel(
         sm90_lane_kernel,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="assignment, misc"
-"""Block scores of many e4m3 queries with e4m3 keys on Hopper, in Gluon.
+"""Many e4m3 queries are scored with e4m3 keys on Hopper, in Gluon.
 
 A program holds two tiles of (query, head) rows in the registers from which the matrix unit reads them, and keys come through a
 ring of tiles in shared memory. While the unit multiplies one tile of rows, the threads take the maxima of the other:
@@ -10,7 +10,8 @@ ring of tiles in shared memory. While the unit multiplies one tile of rows, the 
                       top(0)  low(0)  top(1)  low(1) ...
 
 With rows in registers, shared memory moves 96 bytes a clock at the unit's full rate (64 for the product, 32 for the copy engine
-that fills the ring); rows in shared memory would take all of its 128. Triton cannot hold them so: `triton_config.tall_rows`.
+that fills the ring); rows in shared memory would take all of its 128. Triton cannot hold them so (see
+`openmsa.primitives.scoring.tall_rows`).
 
 The walk goes by four tiles, the places of the ring, so that places and phases are constants. What each thread found of them is
 exchanged between the threads of a row once in four tiles.
@@ -47,8 +48,8 @@ scored = gluon.jit(scoring.scored.fn)
 
 @gluon.constexpr_function
 def four_blocks(num_warps, dims):
-    """The layout of maxima of four blocks, [rows, 4], in which rows lie where the matrix unit has them and a thread holds two
-    rows of one block; with dims 3, [rows, 4, 4], behind what each of the four threads of a row held before."""
+    """Gives the layout of maxima of four blocks, [rows, 4], in which rows lie where the matrix unit has them and a thread holds
+    two rows of one block; with dims 3, [rows, 4, 4], behind what each of the four threads of a row held before."""
     here = [0] * (dims - 2)
     held = [[0, 1, 0], [0, 2, 0]] if dims == 3 else []
     lanes = [[0, *here, 1], [0, *here, 2], *([1 << i, *here, 0] for i in range(3))]
@@ -59,7 +60,7 @@ def four_blocks(num_warps, dims):
 
 @gluon.jit
 def load_rows(q, q_start, i_row, q_len, i_h, GROUP: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Rows i_row to i_row + ROWS (query q_start + i_row // GROUP, head i_h + i_row % GROUP) as left factors, zero past
+    """Loads rows i_row to i_row + ROWS (query q_start + i_row // GROUP, head i_h + i_row % GROUP) as left factors, zero past
     q_len."""
     o_r = i_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     o_d = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
@@ -70,7 +71,7 @@ def load_rows(q, q_start, i_row, q_len, i_h, GROUP: gl.constexpr, DIM: gl.conste
 
 @gluon.jit
 def tile_place(page_row, i_t, here, k_start, PAGING: gl.constexpr):
-    """The page of key tile i_t, and its first row in it. here: whether there is such a tile."""
+    """Gives the page of key tile i_t, and its first row in it. here: whether there is such a tile."""
     if PAGING.mode == 0:
         i_page, i_key = 0, k_start + i_t * BLOCK
     else:
@@ -94,7 +95,7 @@ def taken(m):
 
 @gluon.jit
 def thread_maxima(s, i_t, i_last, EDGE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Largest product of each row among those that one thread holds, [rows, 4]; EDGE: some rows do not see all of tile i_t."""
+    """Takes the largest product of each row in one thread, [rows, 4]; EDGE: some rows do not see all of tile i_t."""
     if EDGE:
         o_k = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
         sees = (i_last - i_t * BLOCK)[:, None] - (o_k & 6)[None, :]  # the part of o_k that differs between threads
@@ -112,7 +113,7 @@ def block_maxima(p_0, p_1, p_2, p_3, EXCHANGED: gl.constexpr, FOUR: gl.constexpr
 
 @gluon.jit
 def row_factors(q, keys, o_r, i_h, FORM: gl.constexpr, GROUP: gl.constexpr):
-    """What scales of tensors and heads multiply each row of scores by, None if neither has one."""
+    """Gives what scales of tensors and heads multiply each row of scores by, None if neither has one."""
     b_f = None
     if q.factor is not None:
         b_f = gl.load(q.factor + (i_h * GROUP + o_r % GROUP) * q.s_factor_head)
@@ -128,10 +129,10 @@ def sm90_score_kernel(
     KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, FORM: gl.constexpr, PAGING: gl.constexpr,
     FILL: gl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, row tiles of 32 rows a warp, batch * key heads); late rows, which see most keys, start first.
+    """The grid is (splits, row tiles of 32 rows a warp, batch * key heads); late rows, which see most keys, start first.
     blocks_per_split: a multiple of 8."""
     HALF: gl.constexpr = 16 * gl.num_warps()
-    gl.static_assert(HALF % GROUP == 0)  # so that rows HALF apart are of the same head
+    gl.static_assert(HALF % GROUP == 0)  # rows HALF apart are of the same head
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK, 32])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 4)
     FOUR: gl.constexpr = four_blocks(gl.num_warps(), 2)
@@ -249,20 +250,20 @@ SECTOR = 8
 
 @dataclass(frozen=True)
 class Config:
-    """resident: programs that one multiprocessor holds at a time."""
+    """The kernel runs with these numbers. resident: programs that one multiprocessor holds at a time."""
 
     num_warps: int
     resident: int
 
     @property
     def rows(self) -> int:
-        """Rows of a program: two tiles of 16 rows for each warp."""
+        """Counts the rows of a program: two tiles of 16 rows for each warp."""
         return 32 * self.num_warps
 
 
 def serves(device: Device, kind: Kind, tile: Tile, rows: int, group: int) -> bool:
-    """Whether the kernel serves so many rows a sequence and key head: e4m3 times e4m3, blocks of 128 keys, and groups of heads
-    that divide the rows of a product."""
+    """Says whether the kernel serves so many rows a sequence and key head: e4m3 times e4m3, blocks of 128 keys, and groups of
+    heads that divide the rows of a product."""
     factors = kind.narrow and not kind.converted and kind.dim in (64, 128)
     return device.arch == 90 and kind.tma and factors and tile.block == 128 and rows > 64 and 64 % group == 0
 

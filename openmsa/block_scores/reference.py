@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`block_scores` in plain PyTorch: the specification."""
+"""This is `block_scores` in plain PyTorch, which is its specification."""
 
 from __future__ import annotations
 

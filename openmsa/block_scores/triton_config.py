@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which form of the scoring kernels serves a call, and with which tiles, warps and stages."""
+"""The form of the scoring kernels that serves a call is chosen here, with its tiles, warps and stages."""
 
 from __future__ import annotations
 

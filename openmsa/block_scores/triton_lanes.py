@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-
-"""Scores of NVFP4 keys of 128 elements for up to four rows: one warp a program, no exchange between threads until a block ends.
+"""NVFP4 keys of 128 elements are scored for up to four rows by one warp a program; its threads exchange nothing until a block
+ends.
 
 Keys are copied to shared memory CHUNK at a time, one or more ahead: loads into registers the compiler moves next to their use.
 From there four neighbouring lanes take a key, 32 elements each and the two scales of these. They convert them in registers,
@@ -40,7 +40,7 @@ from openmsa.primitives.scoring import (
 
 STEP = tl.constexpr(32)
 """A warp multiplies so many keys at a time."""
-# Eight e2m1 codes of a word and two equal float16 factors as four words of float16, the lowest nibbles first.
+# This makes four words of float16 of eight e2m1 codes of a word and two equal float16 factors, the lowest nibbles first.
 SCALED = tl.constexpr("""{ .reg .b32 a, b, c, sign; mov.b32 sign, 0x80808080;
 shl.b32 a, $4, 4; shl.b32 b, $4, 1; lop3.b32 a, a, b, sign, 0xE4; and.b32 c, a, 0x8E008E00; mul.rn.f16x2 $2, c, $5;
 shl.b32 a, a, 8; and.b32 c, a, 0x8E008E00; mul.rn.f16x2 $0, c, $5;
@@ -51,7 +51,7 @@ E4M3_PAIR = tl.constexpr("{ .reg .b32 a; cvt.rn.f16x2.e4m3x2 a, $2; mov.b32 {$0,
 
 @triton.jit
 def scale_pairs(b_g, NATIVE: tl.constexpr):
-    """Codes of two e4m3 scales each, int16 [keys, 4], as float16 [keys, 4, 2]."""
+    """Gives codes of two e4m3 scales each, int16 [keys, 4], as float16 [keys, 4, 2]."""
     if ASM and NATIVE:
         FP16: tl.constexpr = (tl.float16, tl.float16)
         low, high = tl.inline_asm_elementwise(E4M3_PAIR, "=h,=h,h", [b_g], dtype=FP16, is_pure=True, pack=1)
@@ -62,7 +62,7 @@ def scale_pairs(b_g, NATIVE: tl.constexpr):
 
 @triton.jit
 def scaled_codes(b_k, b_x):
-    """Codes int16 [keys, 32] times float16 factors [keys, 32] as `lane_keys`."""
+    """Multiplies codes int16 [keys, 32] by float16 factors [keys, 32], in the form of `lane_keys`."""
     KEYS: tl.constexpr = b_k.shape[0]
     if ASM:
         FP16: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
@@ -76,7 +76,7 @@ def scaled_codes(b_k, b_x):
 
 @triton.jit
 def lane_keys(b_k, b_g, NATIVE: tl.constexpr):
-    """Codes int16 [keys, 32] and scales int16 [keys, 4] as float16 numbers times 2**-14, [keys, 128], in the order of
+    """Gives codes int16 [keys, 32] and scales int16 [keys, 4] as float16 numbers times 2**-14, [keys, 128], in the order of
     `lane_queries`."""
     KEYS: tl.constexpr = b_k.shape[0]
     return scaled_codes(b_k, tl.broadcast_to(scale_pairs(b_g, NATIVE)[:, :, :, None], [KEYS, 4, 2, 4]).reshape(KEYS, 32))
@@ -84,9 +84,9 @@ def lane_keys(b_k, b_g, NATIVE: tl.constexpr):
 
 @triton.jit
 def lane_queries(b_q):
-    """Rows of queries [rows, 128] as float16 columns [128, 8], and what multiplies their scores in the end, but for 2**8, with
-    which it may be infinite. Elements, numbered [lane, scale, item, high bit, low bit of the nibble in its item], are put as
-    [low bit, high bit, scale, lane, item]."""
+    """Gives rows of queries [rows, 128] as float16 columns [128, 8], and what multiplies their scores in the end, but for 2**8,
+    with which it may be infinite. Elements, numbered [lane, scale, item, high bit, low bit of the nibble in its item], are put
+    as [low bit, high bit, scale, lane, item]."""
     ROWS: tl.constexpr = b_q.shape[0]
     b_q, b_up = float16_rows(b_q)
     b_q = b_q.reshape(ROWS, 4, 2, 4, 2, 2).permute(0, 5, 4, 2, 1, 3).reshape(ROWS, 128)
@@ -95,8 +95,8 @@ def lane_queries(b_q):
 
 @triton.jit
 def lane_tile(keys, page_row, i_h, i_k, k_start, num_pages, PAGING: tl.constexpr, TILE: tl.constexpr):
-    """Where the tile that starts with key i_k lies: the address of its first key, where its scales start, in the strides' unit,
-    and whether it exists."""
+    """Says where the tile that starts with key i_k lies: the address of its first key, where its scales start, in the strides'
+    unit, and whether it exists."""
     zero = tl.full([], 0, tl.int64)
     i_page, there, o_row = zero, zero == 0, zero + k_start + i_k
     if PAGING.mode != 0:
@@ -112,8 +112,8 @@ def lane_tile(keys, page_row, i_h, i_k, k_start, num_pages, PAGING: tl.constexpr
 
 @triton.jit
 def lane_loads(keys, p_k, o_g, i_n, m_k, SWIZZLED: tl.constexpr):
-    """Codes int16 [STEP, 32] and scales, two an int16, [STEP, 4] of keys i_n and following of a tile, where m_k. Words with
-    two pairs are read: asynchronous copies move four bytes and more."""
+    """Loads codes int16 [STEP, 32] and scales, two an int16, [STEP, 4] of keys i_n and following of a tile, where m_k. Words
+    with two pairs are read: asynchronous copies move four bytes and more."""
     scales, s_row = keys.scales, keys.s_scales_row
     o_n, o_p = tl.arange(0, STEP)[:, None], tl.arange(0, 2)[None, :]
     if SWIZZLED:
@@ -129,7 +129,7 @@ def lane_loads(keys, p_k, o_g, i_n, m_k, SWIZZLED: tl.constexpr):
 
 @triton.jit
 def lane_products(b_k, b_g, b_q, ROWS: tl.constexpr, NATIVE: tl.constexpr):
-    """Products of STEP keys with rows, float32 [STEP, ROWS]."""
+    """Gives products of STEP keys with rows, float32 [STEP, ROWS]."""
     return unspread(tl.dot(lane_keys(b_k, b_g, NATIVE), b_q), ROWS)
 
 
@@ -138,7 +138,7 @@ def lane_maxima_masked(
     b_q, keys, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
     FORM: tl.constexpr, PAGING: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Best product of each row with the keys of a tile that exist and that it sees, times 2**8, [rows]."""
+    """Takes the best product of each row with the keys of a tile that exist and that it sees, times 2**8, [rows]."""
     ROWS: tl.constexpr = i_last.shape[0]
     p_k, o_g, there = lane_tile(keys, page_row, i_h, i_k, k_start, num_pages, PAGING, TILE)
     best = tl.full([STEP, ROWS], float("-inf"), tl.float32)
@@ -156,12 +156,12 @@ def lane_kernel(
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr,
     PRODUCT: tl.constexpr, FILL: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, row tiles, batch * key heads). keys: with scales in words of four. FILL, PDL: see `score_kernel`.
+    """The grid is (splits, row tiles, batch * key heads). keys: with scales in words of four. FILL, PDL: see `score_kernel`.
     CHUNK: keys that are copied at a time."""
     if PDL:
         gdc_launch_dependents()
     ROWS: tl.constexpr = PRODUCT.rows
-    # 1. Which rows, keys and tiles are this program's.
+    # 1. The program finds its rows, keys and tiles.
     i_split, i_m = tl.program_id(0), tl.program_id(1)
     i_s, i_h = tl.program_id(2) // KEY_HEADS, tl.program_id(2) % KEY_HEADS
     q_start, q_len, k_start, k_len, offset = sequence_bounds(bounds, i_s, capacity, max_keys)
@@ -184,10 +184,10 @@ def lane_kernel(
     if b_x is not None:
         b_f *= b_x
 
-    # 3. Tiles that all rows see whole, a chunk at a time.
-    best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
+    # 3. Tiles that all rows see whole are scored a chunk at a time.
+    best = tl.full([ROWS], float("-inf"), tl.float32)  # maxima of the parts of a block so far
     CHUNKS: tl.constexpr = CUT.tile // CHUNK
-    b_m = tl.full([STEP, ROWS], float("-inf"), tl.float32)  # of the chunks of a tile so far
+    b_m = tl.full([STEP, ROWS], float("-inf"), tl.float32)  # maxima of the chunks of a tile so far
     for i in tl.range(first * CHUNKS, i_full * CHUNKS, num_stages=STAGES):
         i_t = i // CHUNKS
         i_k = tile_start(i_t, CUT)
@@ -203,7 +203,7 @@ def lane_kernel(
                 best = m
             store_maxima(scores.maxima + o_s, m, b_f, i_t, num_blocks, s_block, m_row, 1, CUT.parts)
             b_m = tl.full([STEP, ROWS], float("-inf"), tl.float32)
-    # 4. Tiles at the end of the keys, with a mask.
+    # 4. Tiles at the end of the keys are scored with a mask.
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
         i_k = tile_start(i_t, CUT)
         m = lane_maxima_masked(b_q, keys, page_row, i_h, i_k, i_last, k_start, k_len, num_pages, FORM, PAGING, CUT.tile)
@@ -211,6 +211,6 @@ def lane_kernel(
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
             best = m
         store_maxima(scores.maxima + o_s, m, b_f, i_t, num_blocks, s_block, m_row, 1, CUT.parts)
-    # 5. Blocks that no row sees.
+    # 5. Blocks that no row sees are filled.
     if FILL:
         store_unseen(scores.maxima + o_s, first, last, i_end, num_blocks, s_block, m_row, CUT)

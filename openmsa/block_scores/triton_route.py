@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`block_scores` on the GPU: which of the scoring kernels serves a call, and its launch."""
+"""`block_scores` on the GPU chooses which of the scoring kernels serves a call, and launches it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ SECTOR = 8
 
 
 def score_rows(num_blocks: int) -> int:
-    """The length of a row of stored scores, an odd number of 32-byte sectors. Rows that lie a power of two apart would share
-    few places of the cache, and each 4-byte write would go to memory on its own."""
+    """Returns the length of a row of stored scores, an odd number of 32-byte sectors. Rows that lie a power of two apart would
+    share few places of the cache, and each 4-byte write would go to memory on its own."""
     return ceil_div(num_blocks, SECTOR) * SECTOR | SECTOR
 
 
@@ -125,8 +125,8 @@ def _tuned(
     device: Device,
     pdl: bool,
 ) -> Callable[..., None] | None:
-    """The function that launches one of Hopper's own kernels, or None where none of them serves. even: scores can be written in
-    sectors."""
+    """Returns the function that launches one of Hopper's own kernels, or None where none of them serves. even: scores can be
+    written in sectors."""
     from openmsa.block_scores import gluon_sm90_lanes, gluon_sm90_scores
 
     if gluon_sm90_lanes.serves(device, keys, queries, tile, rows, kind.lanes):
@@ -136,6 +136,6 @@ def _tuned(
 
 
 def _in_sectors(scores: Tensor) -> bool:
-    """Whether eight scores of a row, from a multiple of eight, can be written 16 bytes at a time."""
+    """Says whether eight scores of a row, from a multiple of eight, can be written 16 bytes at a time."""
     s_head, s_token, s_block = scores.stride()
     return s_block == 1 and s_head % 4 == s_token % 4 == 0 and scores.data_ptr() % 16 == 0

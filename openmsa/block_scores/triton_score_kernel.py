@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Block scores on the GPU: a program holds one tile of (query, head) rows and walks the keys.
+"""Block scores are computed on the GPU by programs that hold one tile of (query, head) rows each and walk the keys.
 
 The walk has no mask as long as every key is visible to every row of the tile; only the diagonal has one. Keys come through the
 copy engine (TMA) where their strides allow it. A context may be cut into splits, so that few queries on a long prefix fill the
@@ -36,13 +36,13 @@ def score_kernel(
     PRODUCT: tl.constexpr, HOLD: tl.constexpr, FILL: tl.constexpr, COLLECT: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, row tiles, batch * key heads); late rows, which see most keys, start first.
-    HOLD: rows stay in registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are
-    written eight blocks, a sector, at a time. PDL: let the kernel behind this one be launched while this one runs."""
+    """The grid is (splits, row tiles, batch * key heads); late rows, which see most keys, start first. HOLD: rows stay in
+    registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are written eight
+    blocks, a sector, at a time. PDL: let the kernel behind this one be launched while this one runs."""
     if PDL:
         gdc_launch_dependents()
     ROWS: tl.constexpr = PRODUCT.rows
-    # 1. Which rows, keys and tiles are this program's.
+    # 1. The program finds its rows, keys and tiles.
     i_split = tl.program_id(0)
     i_m = tl.num_programs(1) - 1 - tl.program_id(1)
     i_s, i_h = tl.program_id(2) // KEY_HEADS, tl.program_id(2) % KEY_HEADS
@@ -67,12 +67,12 @@ def score_kernel(
         b_q, b_up = b_q
         b_f = b_up if b_f is None else b_f * b_up
 
-    # 3. Tiles that all rows see whole, without a mask over keys.
+    # 3. Tiles that all rows see whole are scored without a mask over keys.
     if COLLECT:
         o_8 = tl.arange(0, 8)
         p_8 = scores.maxima + tl.multiple_of(o_s, 4)[:, None] + o_8[None, :]
         held = tl.full([ROWS, 8], float("-inf"), tl.float32)
-    best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
+    best = tl.full([ROWS], float("-inf"), tl.float32)  # maxima of the parts of a block so far
     for i_t in tl.range(first, i_full, num_stages=STAGES):
         i_k = tile_start(i_t, CUT)
         m = score_tile(
@@ -87,12 +87,12 @@ def score_kernel(
                 m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
                 best = m
             store_maxima(scores.maxima + o_s, m, b_f, i_t, num_blocks, s_block, m_row, CUT.sub, CUT.parts)
-    if COLLECT:  # what is left of the last eight
+    if COLLECT:  # the rest of the last eight is written
         o_held = i_full // 8 * 8 + o_8
         tl.store(
             p_8 + i_full // 8 * 8, scored(held, b_f), mask=m_row[:, None] & ((o_held >= first) & (o_held < i_full))[None, :]
         )
-    # 4. Tiles on the diagonal and at the end of the keys, with a mask.
+    # 4. Tiles on the diagonal and at the end of the keys are scored with a mask.
     for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
         i_k = tile_start(i_t, CUT)
         m = score_tile(
@@ -102,6 +102,6 @@ def score_kernel(
             m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
             best = m
         store_maxima(scores.maxima + o_s, m, b_f, i_t, num_blocks, s_block, m_row, CUT.sub, CUT.parts)
-    # 5. Blocks that no row sees.
+    # 5. Blocks that no row sees are filled.
     if FILL:
         store_unseen(scores.maxima + o_s, first, last, i_end, num_blocks, s_block, m_row, CUT)
