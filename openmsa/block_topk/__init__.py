@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which blocks does each query read? Exact, deterministic top-k over block scores."""
+"""Top-k over block scores, exact and deterministic, says which blocks each query reads."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def select_blocks(
 
     index_q, index_k, seqs, block_size, impl, check: as in `block_scores`.
     topk:          1 to 64.
-    init_blocks:   this many first blocks are always selected,
-    local_blocks:  and this many last visible blocks, the query's own block among them; both inside the k
-                   (init_blocks + local_blocks <= topk).
+    init_blocks:   first blocks that are always selected.
+    local_blocks:  last visible blocks that are always selected, the query's own block among them; init_blocks and
+                   local_blocks count among the k (init_blocks + local_blocks <= topk).
     certified:     the same selection, bit for bit, for fewer bytes: index_k are `CertifiedKeys` (or pages of them), of which
                    the int8 half bounds every score rigorously and only blocks that the bounds leave open are read exactly.
     rescored:      int32 ``[total_q, index_heads]``, receives how many blocks were scored exactly; only with `certified`.
@@ -41,7 +41,7 @@ def select_blocks(
     Returns int32 ``[total_q, index_heads, topk]``: block ids counted from the start of the query's sequence, ascending, then
     -1. Ties go to the lower id; the result is the same in every run. NaN counts as lowest: a block whose score is NaN or -inf
     is selected only where it is forced. A query that sees fewer than topk blocks gets all of them.
-    Memory is bounded: the scores of a few queries at a time.
+    Memory is bounded: the scores of a few queries are held at a time.
 
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, section 3.2.
@@ -66,9 +66,9 @@ def select_blocks_from_scores(
     visible_blocks: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """`select_blocks` for given scores ``[index_heads, total_q, num_blocks]`` (any float dtype, any strides).
+    """Does what `select_blocks` does for given scores ``[index_heads, total_q, num_blocks]`` (any float dtype, any strides).
 
-    seqs:            whose last visible key says which block is the query's own; None: one sequence whose keys fill all
+    seqs:            lengths whose last visible key says which block is the query's own; None: one sequence whose keys fill all
                      num_blocks blocks.
     visible_blocks:  int32 ``[total_q]``, how many leading blocks each query may read, instead of `seqs`; a value past
                      num_blocks means all of them.
@@ -80,7 +80,7 @@ def select_blocks_from_scores(
 
 
 TRITON_READS = {"index_q": ("plain", "e4m3"), "index_k": ("plain", "e4m3", "int8", "nvfp4", "mxfp4")}
-"""The formats that the selection's kernels take: a new one is named here."""
+"""The selection's kernels take these formats: a new one is named here."""
 
 
 def _refuse_triton(call: SelectionCall) -> str | None:

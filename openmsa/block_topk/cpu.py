@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`select_blocks` on CPU: scores of a bounded number of queries at a time, then one top-k over exact integer keys."""
+"""`select_blocks` on a CPU scores a bounded number of queries at a time, then takes one top-k over exact integer keys."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def select_from_scores(scores: Tensor, topk: int, visible_blocks: Tensor, init_b
 
 
 def _select(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: int, local_blocks: int) -> Tensor:
-    """int64 ``[heads, rows, min(topk, num_blocks)]``: chosen ids, ascending, then -1."""
+    """Returns chosen ids, ascending, then -1: int64 ``[heads, rows, min(topk, num_blocks)]``."""
     num_blocks = scores.shape[2]
     block, seen = torch.arange(num_blocks), visible_blocks[:, None]
     rank = _ordered(scores)  # int64 [heads, rows, num_blocks]
     rank.masked_fill_(block >= seen, LOWEST)
     rank.masked_fill_((block < seen) & ((block < init_blocks) | (block >= seen - local_blocks)), FORCED)
-    # The rank above, the inverted id below: one integer order in which the lower of two equal blocks is the greater.
+    # The rank lies above, the inverted id below: one integer order in which the lower of two equal blocks is the greater.
     key = rank.mul_(1 << ID_BITS).add_(num_blocks - 1 - block)
     best = torch.topk(key, min(topk, num_blocks), dim=-1, sorted=False).values
     ids = (num_blocks - 1 - best.bitwise_and((1 << ID_BITS) - 1)).masked_fill_(best >> ID_BITS == LOWEST, num_blocks)
@@ -68,8 +68,8 @@ def _select(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: int,
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """int64 ranks in the order of the scores, from LOWEST (-inf and NaN) to below FORCED; equal scores of at most 32 bits
-    have equal ranks."""
+    """Returns int64 ranks in the order of the scores, from LOWEST (-inf and NaN) to below FORCED; equal scores of at most 32
+    bits have equal ranks."""
     scores = torch.where(scores.isnan(), -torch.inf, scores) + 0.0  # + 0.0 turns -0.0 into 0.0
     if scores.dtype == torch.float64:
         order = scores.argsort(dim=-1, descending=True, stable=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`select_blocks(certified=True)` on CPU: bounds from int8 keys, exact scores only for blocks that they leave open.
+"""`select_blocks(certified=True)` on a CPU takes bounds from int8 keys, and exact scores only of blocks that they leave open.
 
 A key is ``data * scale`` plus an error of norm at most ``error``, so by Cauchy-Schwarz its product with q lies within
 ``|q| * error`` of that of ``data * scale``. Rounding is inside the bounds too: a dot product of `dim` terms, summed in any
@@ -76,7 +76,7 @@ def _scored_whole(
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of one sequence as int8 numbers, the norms of their errors (one column), and exact keys."""
+    """Keys of one sequence are int8 numbers, the norms of their errors (one column), and exact keys."""
 
     coarse: Rows
     error: Rows
@@ -85,7 +85,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Tile:
-    """Neighbouring queries of one sequence, and the heads that share a key head.
+    """A tile is neighbouring queries of one sequence, and the heads that share a key head.
 
     q: numbers ``[group, tokens, dim]``. position: int64 ``[tokens]``. visible: blocks that each token sees, int32 ``[tokens]``.
     """
@@ -99,17 +99,18 @@ class Tile:
 
     @property
     def stop(self) -> int:
-        """Keys that the last query sees."""
+        """Returns the number of keys that the last query sees."""
         return min(int(self.position[-1]) + 1, self.k_len)
 
     @property
     def unit(self) -> float:
-        """What two computed values of a dot product differ by at most, over the product of the norms: each is off by less than
-        dim * eps / 2; a little more, for the roundings around them."""
+        """Returns what two computed values of a dot product differ by at most, over the product of the norms: each is off by
+        less than dim * eps / 2; a little more, for the roundings around them."""
         return (self.q.shape[2] + 8) * torch.finfo(self.q.dtype).eps
 
     def select(self, keys: Keys, topk: int, init_blocks: int, local_blocks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Blocks int32 ``[tokens, group, topk]``, rescored blocks ``[tokens, group]``, and by token whether it is certain."""
+        """Returns blocks int32 ``[tokens, group, topk]``, counts ``[tokens, group]`` of rescored blocks, and which tokens are
+        certain."""
         lower, upper, doubt = self._bounds(keys)  # [group, tokens, blocks] each
         block, seen = torch.arange(lower.shape[2]), self.visible[:, None]
         forced = (block < seen) & ((block < init_blocks) | (block >= seen - local_blocks))  # [tokens, blocks]
@@ -126,7 +127,7 @@ class Tile:
         return chosen, open_.sum(-1, dtype=torch.int32).t(), certain
 
     def _bounds(self, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
-        """Lower and upper bounds of each block's score, and what two computed values of it may differ by."""
+        """Returns lower and upper bounds of each block's score, and what two computed values of it may differ by."""
         group, tokens, _ = self.q.shape
         shape = group, tokens, -(-self.stop // self.block_size)
         lower, upper, doubt = (torch.full(shape, -torch.inf, dtype=self.q.dtype) for _ in range(3))
@@ -152,7 +153,8 @@ class Tile:
         return lower, upper, doubt
 
     def _rescore(self, exact: Rows, open_: Tensor) -> Tensor:
-        """Scores ``[group, tokens, blocks]`` of the blocks that are open to any row of the tile; -inf for the others."""
+        """Returns scores ``[group, tokens, blocks]`` of the blocks that are open to any row of the tile; -inf for the
+        others."""
         scores = torch.full(open_.shape, -torch.inf, dtype=self.q.dtype)
         blocks = open_.any(0).any(0).nonzero().flatten()
         place = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()  # [blocks * block_size]
@@ -164,7 +166,7 @@ class Tile:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """The norms of rows ``[..., dim]``, or a little more, as squares below the smallest normal number may be lost."""
+    """Returns the norms of rows ``[..., dim]``, or a little more, as squares below the smallest normal number may be lost."""
     return torch.linalg.vector_norm(x, dim=-1) + (x.shape[-1] * torch.finfo(x.dtype).tiny) ** 0.5
 
 
@@ -174,8 +176,8 @@ def _block_max(products: Tensor, block_size: int) -> Tensor:
 
 
 def _nth_best(values: Tensor, n: Tensor) -> Tensor:
-    """The n-th largest (int64 ``[tokens]``, from 0) of each row ``[group, tokens, count]``, ``[group, tokens, 1]``: +inf for 0,
-    -inf past the count."""
+    """Returns the n-th largest (int64 ``[tokens]``, from 0) of each row ``[group, tokens, count]``, ``[group, tokens, 1]``:
+    +inf for 0, -inf past the count."""
     ordered = values.sort(dim=-1, descending=True).values
     first, last = (torch.full_like(values[..., :1], x) for x in (torch.inf, -torch.inf))
     n = n.clamp(max=values.shape[-1] + 1).expand(values.shape[:-1])[..., None]
@@ -183,8 +185,8 @@ def _nth_best(values: Tensor, n: Tensor) -> Tensor:
 
 
 def _certain(scores: Tensor, doubt: Tensor, places: Tensor) -> Tensor:
-    """Whether the best `places` (``[group, tokens]``) of each row are the same however the scores were rounded: two ways to
-    compute a score differ by at most `doubt`, without a limit where infinities may meet."""
+    """Says whether the best `places` (``[group, tokens]``) of each row are the same however the scores were rounded: two ways
+    to compute a score differ by at most `doubt`, without a limit where infinities may meet."""
     ordered, order = scores.sort(dim=-1, descending=True)
     doubt = doubt.gather(-1, order)
     kept = torch.arange(ordered.shape[-1]) < places[..., None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`select_blocks` in plain PyTorch: the specification."""
+"""This is `select_blocks` in plain PyTorch, which is its specification."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def select_from_scores(scores: Tensor, topk: int, visible_blocks: Tensor, init_b
     visible = block < seen  # [total_q, num_blocks]
     forced = visible & ((block < init_blocks) | (block >= seen - local_blocks))
     scores = scores.detach().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).masked_fill(~visible, -torch.inf)
-    # Forced blocks first, then by score, then by lower id: two stable sorts, the less important one first.
+    # Forced blocks come first, then higher scores, then lower ids: two stable sorts, the less important one first.
     order = scores.argsort(dim=-1, descending=True, stable=True)
     first = forced.expand_as(scores).gather(-1, order).byte().argsort(dim=-1, descending=True, stable=True)
     chosen = order.gather(-1, first)[..., :topk]  # [heads, total_q, at most topk]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Which keys can have the best score of their block, found from bounds of their scores: one bit for each key and row.
+"""Bounds of scores say which keys can have the best score of their block: one bit for each key and row.
 
 A key with the best exact score has an upper bound that is not below it, nor so below any lower bound of its block. All such
 keys are found, ties and zeros of either sign too, and others with them. The bits lie as the threads of a product hold them, so
@@ -52,8 +52,8 @@ from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 
 @dataclass(frozen=True)
 class Words:
-    """How `possible_maxima` lies in memory: for each sequence and key head and each tile `number` words of `dtype`, which has a
-    bit for each of `rows`, those of a product with keys: at least the sequence's, at most 16."""
+    """`possible_maxima` lies in memory like this: each sequence and key head and each tile has `number` words of `dtype`, with
+    a bit for each of `rows`, those of a product with keys: at least the sequence's, at most 16."""
 
     rows: int
     number: int
@@ -61,12 +61,12 @@ class Words:
 
     @classmethod
     def of(cls, rows: int, tile: Tile) -> Words:
-        """rows: the most a sequence has for a key head."""
+        """Chooses the words. rows: the most a sequence has for a key head."""
         held = max(4, next_power_of_two(rows))
         return cls(held, min(2 * tile.tile, 128), torch.int16 if held > 8 else torch.int8)
 
     def bytes(self, tile: Tile, num_blocks: int) -> int:
-        """Bytes of the words of a sequence and key head."""
+        """Returns the bytes of the words of a sequence and key head."""
         return tile.count(num_blocks) * self.number * self.dtype.itemsize
 
 
@@ -74,9 +74,9 @@ class Words:
 def grouped_maxima(
     s, i_k, i_last, TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Maxima of the blocks of a tile, as `block_maxima` takes them of s [TILE, rows], and maxima [groups, rows] of groups of
-    keys that one warp holds, for which it waits for no other. Group g has every `groups`-th 16 neighbours from the g-th on, all
-    of one block."""
+    """Takes maxima of the blocks of a tile, as `block_maxima` takes them of s [TILE, rows], and maxima [groups, rows] of groups
+    of keys that one warp holds, for which it waits for no other. Group g has every `groups`-th 16 neighbours from the g-th on,
+    all of one block."""
     WARPS: tl.constexpr = min(TILE // 16, 4)
     LOOPS: tl.constexpr = TILE // (16 * WARPS)
     ROWS: tl.constexpr = s.shape[1]
@@ -95,10 +95,10 @@ def grouped_maxima(
 
 @triton.jit
 def possible_maxima(upper, least, KEYS: tl.constexpr):
-    """Which of a tile's keys can have their block's best score for a row: upper [keys, rows] is not below least [groups, rows],
-    the best lower bound of their group, whose NaN bounds nothing. A group has every `groups`-th 16 neighbours. Words [keys / 16
-    up to 4, 8, 4] laid flat: bit 4 * c + 2 * j + i of word (w, l, r) is that of key 64 * j + 16 * w + 8 * i + l and row
-    4 * c + r: what one thread holds of the product."""
+    """Says which of a tile's keys can have their block's best score for a row: upper [keys, rows] is not below least [groups,
+    rows], the best lower bound of their group, whose NaN bounds nothing. A group has every `groups`-th 16 neighbours. Words
+    [keys / 16 up to 4, 8, 4] laid flat: bit 4 * c + 2 * j + i of word (w, l, r) is that of key 64 * j + 16 * w + 8 * i + l and
+    row 4 * c + r: what one thread holds of the product."""
     TILE: tl.constexpr = upper.shape[0]
     ROWS: tl.constexpr = upper.shape[1]
     WARPS: tl.constexpr = min(TILE // 16, 4)
@@ -118,9 +118,9 @@ def possible_maxima(upper, least, KEYS: tl.constexpr):
 
 @triton.jit
 def candidate_words(candidates, i_tile, i_16, m_unit, i_four, TILE: tl.constexpr):
-    """Keys that can have the best score of their block for a row (`possible_maxima`), as bits of words of 16 neighbours: words
-    i_16 of tiles i_tile, [units, words], where m_unit [units]; 0 elsewhere. candidates: those of the first tile, from word
-    row % 4 on; i_four: row // 4."""
+    """Loads which keys can have the best score of their block for a row (`possible_maxima`), as bits of words of 16 neighbours:
+    words i_16 of tiles i_tile, [units, words], where m_unit [units]; 0 elsewhere. candidates: those of the first tile, from
+    word row % 4 on; i_four: row // 4."""
     WARPS: tl.constexpr = min(TILE // 16, 4)
     o_l = tl.arange(0, 8)[None, None, :]
     o_w = i_tile.to(tl.int64) * (WARPS * 32) + i_16 % WARPS * 32
@@ -130,7 +130,8 @@ def candidate_words(candidates, i_tile, i_16, m_unit, i_four, TILE: tl.constexpr
 
 
 class KeyErrors(NamedTuple):
-    """Errors of int8 keys that lie apart from their scales, as kernels take them; None stands for words that hold both."""
+    """These are errors of int8 keys that lie apart from their scales, as kernels take them; None stands for words that hold
+    both."""
 
     data: Tensor
     s_page: int
@@ -143,10 +144,10 @@ def bound_tile(
     b_n, b_unit, b_norm, b_grain, keys, tma, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Maxima of the blocks of one tile (`grouped_maxima`) of lower (even rows of the result) and upper bounds (odd ones), and
-    words of the keys that can have the best score (`possible_maxima`; also of rows that do not see them).
-    b_norm, b_grain: what an error and a scale of a key count, the latter times 2**20: where sums could overflow, and infinities
-    meet, these products do. MASKED: some key may not exist, some row does not see every key."""
+    """Takes maxima of the blocks of one tile (`grouped_maxima`) of lower (even rows of the result) and upper bounds (odd ones),
+    and words of the keys that can have the best score (`possible_maxima`; also of rows that do not see them). b_norm, b_grain:
+    what an error and a scale of a key count, the latter times 2**20: where sums could overflow, and infinities meet, these
+    products do. MASKED: some key may not exist, some row does not see every key."""
     ROWS: tl.constexpr = b_unit.shape[0]
     TILE: tl.constexpr = CUT.tile
     CUT_OFF: tl.constexpr = MASKED or CUT.keys < TILE
@@ -172,7 +173,7 @@ def bound_tile(
     s = (high * 128 + low).to(tl.float32) * b_unit[None, :] * b_s[:, None]
     b_e *= (1 + 2 * DIM * 2.0**-22) * 1048576.0
     radius = b_norm[None, :] * b_e[:, None] + b_grain[None, :] * b_s[:, None]
-    radius = radius * 2.0**-20 + DIM * 2.0**-124  # products and sums in the subnormal range, flushed or rounded
+    radius = radius * 2.0**-20 + DIM * 2.0**-124  # covers products and sums in the subnormal range, flushed or rounded
     upper = s + radius
     unbounded = tl.where(b_s == b_s, float("inf"), b_s)  # infinities met; a key of NaN has no score
     upper = tl.where(upper == upper, upper, unbounded[:, None])
@@ -188,11 +189,11 @@ def bounds_kernel(
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGING: tl.constexpr,
     CUT: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, batch * key heads). scores: where maxima of lower bounds go; those of upper bounds lie s_side behind them.
-    candidates: see `Words`. PDL: let the kernel behind this one be launched while this one runs."""
+    """The grid is (splits, batch * key heads). scores: where maxima of lower bounds go; those of upper bounds lie s_side behind
+    them. candidates: see `Words`. PDL: let the kernel behind this one be launched while this one runs."""
     if PDL:
         gdc_launch_dependents()
-    # 1. Which rows, keys and tiles are this program's.
+    # 1. The program finds its rows, keys and tiles.
     i_split, i_s, i_h = tl.program_id(0), tl.program_id(1) // KEY_HEADS, tl.program_id(1) % KEY_HEADS
     q_start, q_len, k_start, k_len, offset = sequence_bounds(bounds, i_s, capacity, max_keys)
     if q_len <= 0:
@@ -207,7 +208,7 @@ def bounds_kernel(
     p_q = q.data + q_start.to(tl.int64) * q.s_token
     b_q = load_rows(p_q, o_r, q_len, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, DIM, DIM_PAD)
     b_n, b_unit, b_norm, b_rest = fixed_point(b_q)
-    SUM: tl.constexpr = DIM * 2.0**-22  # rounding of a sum to the sum of magnitudes; the matrix unit may truncate
+    SUM: tl.constexpr = DIM * 2.0**-22  # rounding of a sum relative to its magnitudes; the matrix unit may truncate
     LARGEST: tl.constexpr = 127.0 * DIM**0.5  # norm of the codes
     b_grain = (b_norm * (SUM + 2.0**-21) + b_rest) * (LARGEST * 1048576.0)
 
@@ -218,11 +219,11 @@ def bounds_kernel(
     p_b = scores.maxima + (o_c % 2).to(tl.int64) * s_side + (i_h * GROUP + o_r % GROUP).to(tl.int64) * scores.s_head
     p_b += (q_start + o_r // GROUP).to(tl.int64) * scores.s_token
     s_block = tl.full([], 1, tl.int64)
-    best = tl.full([2 * ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
+    best = tl.full([2 * ROWS], float("-inf"), tl.float32)  # maxima of the parts of a block so far
     WORDS: tl.constexpr = min(2 * CUT.tile, 128)
     p_w = candidates + tl.program_id(1).to(tl.int64) * (tl.cdiv(num_blocks, CUT.sub) * CUT.parts * WORDS)
     p_w += tl.arange(0, WORDS)
-    # 3. Tiles that all rows see whole, then those at the end of the keys, with a mask.
+    # 3. Tiles that all rows see whole come first, then those at the end of the keys, with a mask.
     for i_t in tl.range(first, i_full, num_stages=STAGES):
         i_k = tile_start(i_t, CUT)
         m, words = bound_tile(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""`select_blocks(certified=True)` on the GPU, for decode and a few queries a sequence: four kernels.
+"""`select_blocks(certified=True)` on the GPU, for decode and a few queries a sequence, is four kernels.
 
 Int8 keys give a lower and an upper bound of every key's score (rounding of all the arithmetic included), and so of every
 block's, which is its best key's. A key whose upper bound is below the best lower one of 32 keys of its block does not matter;
@@ -55,35 +55,35 @@ MAX_BLOCKS = 8192
 
 
 def certifies(rows: int, num_blocks: int, free: int, all_rows: int, walks: int, block_size: int) -> bool:
-    """Whether bounds come first. rows: the most that a sequence has for a key head. free: places that are not forced.
+    """Says whether bounds come first. rows: the most that a sequence has for a key head. free: places that are not forced.
     all_rows: queries times heads. walks: sequences times key heads."""
     held = 16 * all_rows * score_rows(num_blocks) + walks * _candidate_bytes(rows, num_blocks, block_size)
     return rows <= MAX_ROWS and 0 < free < num_blocks <= MAX_BLOCKS and held <= triton_select.WORKSPACE
 
 
 def _candidate_bytes(rows: int, num_blocks: int, block_size: int) -> int:
-    """Bytes of the candidates of a sequence and key head."""
+    """Returns the bytes of the candidates of a sequence and key head."""
     tile = Tile.of(block_size)
     return Words.of(rows, tile).bytes(tile, num_blocks)
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """What the kernels of one selection at a time hand on; a smaller one takes the front of each tensor."""
+    """The kernels of one selection at a time hand these on; a smaller one takes the front of each tensor."""
 
     bounds: Tensor  # float32 [2 * total_q * heads * score_rows(num_blocks)]: lower and upper ones
     candidates: Tensor  # int8 [batch * key heads * bytes]: `Words`
     open_blocks: Tensor  # int32 [total_q * heads * num_blocks]: of each row, in ascending order
-    scores: Tensor  # float32, as many: theirs
+    scores: Tensor  # float32, as many: scores of the open blocks
     visible: Tensor  # int32 [total_q]
-    rescored: Tensor  # int32 [total_q * heads]: how many are open
+    rescored: Tensor  # int32 [total_q * heads]: how many blocks of a row are open
 
     @classmethod
     def allocate(
         cls, total_q: int, heads: int, rows: int, walks: int, num_blocks: int, block_size: int, device: torch.device
     ) -> Workspace:
-        """Room for selections up to this size. rows: the most that a sequence has for a key head. walks: sequences times key
-        heads."""
+        """Makes room for selections up to this size. rows: the most that a sequence has for a key head. walks: sequences times
+        key heads."""
         all_rows = total_q * heads
         bounds = torch.empty(2 * all_rows * score_rows(num_blocks), dtype=torch.float32, device=device)
         candidates = torch.empty(walks * _candidate_bytes(rows, num_blocks, block_size), dtype=torch.int8, device=device)
@@ -92,7 +92,7 @@ class Workspace:
         return cls(bounds, candidates, ids, scores, *counts)
 
     def bounds_of(self, total_q: int, heads: int, num_blocks: int) -> Tensor:
-        """Lower and upper bounds of one selection, ``[2, heads, total_q, num_blocks]``."""
+        """Returns lower and upper bounds of one selection, ``[2, heads, total_q, num_blocks]``."""
         width = score_rows(num_blocks)
         held = self.bounds[: 2 * total_q * heads * width].view(2, total_q, heads, width)
         return held[..., :num_blocks].transpose(1, 2)
@@ -104,8 +104,8 @@ def settle_kernel(
     HEADS: tl.constexpr, FREE: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, REPS: tl.constexpr, COLS: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (total_q * heads). A block is open whose upper bound reaches the FREE-th best lower one. EARLY: whole rows are read,
-    without waiting to know how many blocks they see."""
+    """The grid is (total_q * heads). A block is open whose upper bound reaches the FREE-th best lower one. EARLY: whole rows
+    are read, without waiting to know how many blocks they see."""
     i_row = tl.program_id(0)
     i_t, i_h = i_row // HEADS, i_row % HEADS
     if PDL:
@@ -138,12 +138,12 @@ def rescore_kernel(
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGING: tl.constexpr,
     CUT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows of a sequence and key head, batch * key heads, shares): the shares of a row take turns at its open blocks, as
-    many at a time as have `SLOTS` words of keys."""
+    """The grid is (rows of a sequence and key head, batch * key heads, shares): the shares of a row take turns at its open
+    blocks, as many at a time as have `SLOTS` words of keys."""
     TILE: tl.constexpr = CUT.tile
     SUB: tl.constexpr = CUT.sub
     PARTS: tl.constexpr = CUT.parts
-    WORDS: tl.constexpr = TILE * PARTS // (16 * SUB)  # of a block
+    WORDS: tl.constexpr = TILE * PARTS // (16 * SUB)  # words of a block
     UNITS: tl.constexpr = SLOTS // WORDS
     i_r, i_share, shares = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     i_s, i_kh = tl.program_id(1) // KEY_HEADS, tl.program_id(1) % KEY_HEADS
@@ -168,7 +168,7 @@ def rescore_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    ids = tl.load(open_blocks + i_row * num_blocks + rank, mask=rank < num_blocks, other=0)  # beside their number
+    ids = tl.load(open_blocks + i_row * num_blocks + rank, mask=rank < num_blocks, other=0)  # read beside their number
     count = tl.load(rescored + i_row)
     for _ in range(i_share * UNITS, count, shares * UNITS):
         m_b = rank < count
@@ -225,7 +225,7 @@ def choose_kernel(
     HEADS: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
     REPS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (total_q * heads). Selects as usual among open blocks alone, which as a rule are fewer than `FEW` times columns."""
+    """The grid is (total_q * heads). It selects among open blocks alone, which as a rule are fewer than `FEW` times columns."""
     FREE: tl.constexpr = TOPK - INIT - LOCAL
     i_row = tl.program_id(0)
     if PDL:
@@ -245,14 +245,14 @@ def choose_kernel(
 
 @dataclass(frozen=True)
 class RescoreConfig:
-    """num_stages: stages of the walk over keys of a program's words. resident: programs that one multiprocessor holds at a
-    time."""
+    """The rescoring kernel runs with these numbers. num_stages: stages of the walk over keys of a program's words. resident:
+    programs that one multiprocessor holds at a time."""
 
     num_stages: int
     resident: int
 
     def shares(self, rows: int, num_blocks: int, tile: Tile, device: Device) -> int:
-        """How many programs serve each row: a quarter more than are resident, as those without a block end at once."""
+        """Says how many programs serve each row: a quarter more than are resident, as those without a block end at once."""
         turns = ceil_div(tile.count(num_blocks) * tile.tile, 16 * SLOTS.value)
         return min(max(self.resident * device.num_sms * 5 // (4 * rows), 1), turns)
 
@@ -270,7 +270,7 @@ def rescore_config(device: Device, dim: int, indirect: bool) -> RescoreConfig:
 def refuse(
     index_q: Any, index_k: Any, seqs: Layout, block_size: int, topk: int, init_blocks: int, local_blocks: int
 ) -> str | None:
-    """Why these kernels cannot select, or None."""
+    """Says why these kernels cannot select, or None."""
     exact = exact_keys(index_k)
     dtype = exact.dtype
     if dtype not in (torch.float16, torch.bfloat16) or dtype != index_q.dtype:
@@ -308,7 +308,7 @@ def select_blocks(
 
 @dataclass(frozen=True)
 class Selection:
-    """What the four kernels take; they allocate nothing and read lengths on the device. keys: a pool with a page table, or
+    """The four kernels take these; they allocate nothing and read lengths on the device. keys: a pool with a page table, or
     packed."""
 
     index_q: Tensor

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 # ruff: noqa: RUF005 (kernels know no unpacking)
-"""`select_blocks` on the GPU: one fused kernel for many queries, scores and top-k in turn for few.
+"""`select_blocks` on the GPU runs one fused kernel for many queries, and scores and top-k in turn for few.
 
 A program of the fused kernel walks the keys of a tile of (query, head) rows as the scoring kernel does, and the scores of a
 tile never leave the multiprocessor. Each thread keeps the best scores of one row so far, with their block ids, in registers in
@@ -45,7 +45,7 @@ def config(device: Device, kind: Kind) -> Config:
 
 @triton.jit
 def empty_list(ROWS: tl.constexpr, SLOTS: tl.constexpr):
-    """Values and ids of a list that holds nothing."""
+    """Gives the values and ids of a list that holds nothing."""
     values = (tl.full([ROWS], float("-inf"), tl.float32),)
     ids = (tl.full([ROWS], _NONE, tl.int32),)
     for _ in tl.static_range(SLOTS - 1):
@@ -99,11 +99,11 @@ def fused_kernel(
     PRODUCT: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, HOLD: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, batch * key heads); late rows, which see most keys, start first. HOLD: rows stay in registers."""
+    """The grid is (row tiles, batch * key heads); late rows, which see most keys, start first. HOLD: rows stay in registers."""
     ROWS: tl.constexpr = PRODUCT.rows
     BLOCK: tl.constexpr = CUT.block
     PARTS: tl.constexpr = CUT.parts
-    # 1. Which rows are this program's, and which tiles they walk: none of blocks that are forced.
+    # 1. The program finds its rows and the tiles that they walk: none of blocks that are forced.
     SLOTS: tl.constexpr = TOPK - INIT - LOCAL
     i_m = tl.num_programs(0) - 1 - tl.program_id(0)
     i_s, i_h = tl.program_id(1) // KEY_HEADS, tl.program_id(1) % KEY_HEADS
@@ -132,9 +132,9 @@ def fused_kernel(
         b_q, b_up = b_q
         b_f = b_up if b_f is None else b_f * b_up
 
-    # 3. Tiles that all rows see whole, without a mask over keys.
+    # 3. Tiles that all rows see whole are scored without a mask over keys.
     values, ids = empty_list(ROWS, SLOTS)
-    best = tl.full([ROWS], float("-inf"), tl.float32)  # of the parts of a block so far
+    best = tl.full([ROWS], float("-inf"), tl.float32)  # maxima of the parts of a block so far
     for i_t in tl.range(INIT * PARTS, i_full, num_stages=STAGES):
         i_k = tile_start(i_t, CUT)
         m = score_tile(
@@ -147,7 +147,7 @@ def fused_kernel(
             best = tl.where(i_t % 2 == 0, m, float("-inf"))
             m = tl.where(i_t % 2 == 0, float("-inf"), m)
         values, ids = insert(values, ids, m, i_t // PARTS, SLOTS)
-    # 4. Tiles at the end of what rows see.
+    # 4. Tiles at the end of what rows see are scored.
     for i_t in tl.range(i_full, i_end, num_stages=1):
         i_k = tile_start(i_t, CUT)
         m = score_tile(
@@ -221,7 +221,7 @@ WORKSPACE = 256 * 2**20
 
 
 def refuse(seqs: Layout, block_size: int, topk: int, init_blocks: int, local_blocks: int) -> str | None:
-    """Why these kernels cannot select so many of so many blocks, or None."""
+    """Says why these kernels cannot select so many of so many blocks, or None."""
     if seqs.num_blocks(block_size) > MAX_BLOCKS and not 0 < topk - init_blocks - local_blocks <= MAX_FREE:
         return (
             f"with more than {MAX_BLOCKS} blocks it needs topk - init_blocks - local_blocks from 1 to {MAX_FREE}, "
@@ -231,7 +231,7 @@ def refuse(seqs: Layout, block_size: int, topk: int, init_blocks: int, local_blo
 
 
 def fuses(rows: int, num_blocks: int, free: int, device: Device, narrow: bool = False) -> bool:
-    """Whether one kernel that keeps a list a thread is the faster way. rows: (query, head) rows in all. narrow: e4m3 by
+    """Says whether one kernel that keeps a list a thread is the faster way. rows: (query, head) rows in all. narrow: e4m3 by
     e4m3.
 
     It runs at the rate of the scoring kernel, and top-k is saved; but it cannot cut the context, so it needs rows for most
@@ -275,12 +275,12 @@ def score_then_select(
     local_blocks: int,
     out: Tensor,
 ) -> None:
-    """Two kernels for as many queries at a time as `WORKSPACE` holds scores of. They do not overlap: programs of the second
-    that are resident early take more from the first than the gap between the two costs."""
+    """Runs two kernels for as many queries at a time as `WORKSPACE` holds scores of. They do not overlap: programs of the
+    second that are resident early take more from the first than the gap between the two costs."""
     total_q, heads, _ = index_q.shape
     num_blocks = seqs.num_blocks(block_size)
     most = max(WORKSPACE // (4 * heads * num_blocks), 16)
-    chunk = -(-total_q // -(-total_q // most))  # equal parts
+    chunk = -(-total_q // -(-total_q // most))  # parts are equal
     scores = torch.empty(chunk, heads, score_rows(num_blocks), dtype=torch.float32, device=index_q.device)[..., :num_blocks]
     visible = torch.empty(chunk, dtype=torch.int32, device=index_q.device)
     for start in range(0, total_q, chunk):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Exact top-k of given scores on the GPU: one program a row, which it holds in registers.
+"""Top-k of given scores on the GPU is exact: one program serves a row, which it holds in registers.
 
 The k-th largest score is found by bisection: count the scores at or above a threshold, halve the interval. The interval starts
 between the smallest of more than k maxima, of parts of the row, and the largest of all. Halving is between values first, which
@@ -25,13 +25,13 @@ from openmsa.primitives.factors import ASM
 from openmsa.runtime.launch import launch_kernel, next_power_of_two
 
 MAX_BLOCKS = 16384
-EARLY_ROWS = 1024  # up to so many, time is what one row takes, not what memory does
+EARLY_ROWS = 1024  # up to so many rows, the time of one row counts, not that of memory
 _NONE = tl.constexpr(0x7FFFFFFF)  # larger than any block id
 
 
 def num_warps(num_blocks: int) -> int:
-    """Warps of a program. A thread holds up to 32 scores, the bits of a word: rounds of bisection inside one warp need no
-    barrier, so warps are few."""
+    """Returns the warps of a program. A thread holds up to 32 scores, the bits of a word: rounds of bisection inside one warp
+    need no barrier, so warps are few."""
     return max(1, next_power_of_two(num_blocks) // 1024)
 
 
@@ -43,19 +43,19 @@ def ordered(bits):
 
 @triton.jit
 def key_of(x):
-    """The key of a float32 (not NaN): an int32 of the same order."""
+    """Gives the key of a float32 (not NaN): an int32 of the same order."""
     return ordered(x.to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def value_of(key):
-    """The float32 of a key."""
+    """Gives the float32 of a key."""
     return ordered(key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def popcount(x):
-    """How many bits of an int32 are set."""
+    """Counts the set bits of an int32."""
     if ASM:
         count = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -80,8 +80,8 @@ def as_words(ones, REPS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def at_least(x, threshold, REPS: tl.constexpr, COLS: tl.constexpr):
-    """Which of x [REPS, COLS] reach the threshold, as words, and how many. Written out, a comparison that gives one or zero is
-    one instruction, and what comes of it is not turned back into selections between powers of two."""
+    """Says which of x [REPS, COLS] reach the threshold, as words, and how many. Written out, a comparison that gives one or
+    zero is one instruction, and what comes of it is not turned back into selections between powers of two."""
     if ASM:
         ones = tl.inline_asm_elementwise(
             "set.ge.f32.f32 $0, $1, $2;", "=f,f,f", [x, threshold], dtype=tl.float32, is_pure=True, pack=1
@@ -121,7 +121,7 @@ def bisect(x, low, high, count, words, REPS: tl.constexpr, COLS: tl.constexpr, G
 
 @triton.jit
 def goal_reached(x, REPS: tl.constexpr, COLS: tl.constexpr, GOAL: tl.constexpr):
-    """A threshold that at least GOAL of x [REPS, COLS] reach, how many do, and, unless they are more than GOAL, which, as
+    """Finds a threshold that at least GOAL of x [REPS, COLS] reach, how many do, and, unless they are more than GOAL, which, as
     words. They are more only when the GOAL-th largest has equals, and fewer when fewer are above -inf. NaN counts as -inf."""
     GROUPS: tl.constexpr = min(COLS, triton.next_power_of_2(GOAL + 1))
     CHAINS: tl.constexpr = min(REPS, 4)
@@ -141,13 +141,13 @@ def goal_reached(x, REPS: tl.constexpr, COLS: tl.constexpr, GOAL: tl.constexpr):
 
 @triton.jit
 def bit_of(power):
-    """Which bit is set of an int32 that has one."""
+    """Says which bit is set of an int32 that has one."""
     return (power.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # exact
 
 
 @triton.jit
 def next_id(words, COLS: tl.constexpr):
-    """The lowest id whose flag is set (`_NONE` when there is none), and the words without it."""
+    """Gives the lowest id whose flag is set (`_NONE` when there is none), and the words without it."""
     lowest = words & -words
     ids = tl.where(words != 0, bit_of(lowest) * COLS + tl.arange(0, COLS), _NONE)
     first = tl.min(ids, 0)
@@ -156,8 +156,8 @@ def next_id(words, COLS: tl.constexpr):
 
 @triton.jit
 def best_of(x, REPS: tl.constexpr, COLS: tl.constexpr, GOAL: tl.constexpr):
-    """Flags, as words, of the GOAL best of x [REPS, COLS] (fewer when fewer are above -inf; NaN counts as -inf), and their
-    number. The id of x[r, c] is r * COLS + c; ties go to the lower id."""
+    """Gives flags, as words, of the GOAL best of x [REPS, COLS] (fewer when fewer are above -inf; NaN counts as -inf), and
+    their number. The id of x[r, c] is r * COLS + c; ties go to the lower id."""
     low, count, words = goal_reached(x, REPS, COLS, GOAL)
     if count > GOAL:
         words = as_words(tl.where(x > low, 1.0, 0.0), REPS, COLS)
@@ -202,7 +202,7 @@ def as_bitmap(words, COLS: tl.constexpr):
 
 @triton.jit
 def free_range(seen, INIT: tl.constexpr, LOCAL: tl.constexpr):
-    """The first block that is not forced, of a row that sees `seen`, and the first of those that are forced behind it."""
+    """Gives the first block that is not forced, of a row that sees `seen`, and the first of those that are forced behind it."""
     n_init = tl.minimum(seen, INIT)
     return n_init, tl.maximum(seen - LOCAL, n_init)
 
@@ -249,8 +249,8 @@ def topk_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (total_q * heads). Forced blocks have no score: the first ones lead the ids and the last ones close them. EARLY: the
-    whole row is read, without waiting to know how many blocks it sees."""
+    """The grid is (total_q * heads). Forced blocks have no score: the first ones lead the ids and the last ones close them.
+    EARLY: the whole row is read, without waiting to know how many blocks it sees."""
     FREE: tl.constexpr = TOPK - INIT - LOCAL
     i_row = tl.program_id(0)
     i_t, i_h = i_row // HEADS, i_row % HEADS
@@ -266,7 +266,7 @@ def topk_kernel(
     if FREE > 0:
         o_r, o_c = tl.arange(0, REPS)[:, None] * COLS, tl.arange(0, COLS)[None, :]
         p_s = scores + i_t.to(tl.int64) * s_t + i_h.to(tl.int64) * s_h + (o_r + o_c).to(tl.int64) * s_b
-        m_free = o_r < i_local - o_c  # so written, a comparison with a constant each
+        m_free = o_r < i_local - o_c  # this form is one comparison with a constant each
         if INIT > 0:
             m_free = m_free & (o_r >= n_init - o_c)
         if EARLY:
@@ -279,7 +279,7 @@ def topk_kernel(
 
 
 def refuse(scores: Tensor) -> str | None:
-    """Why these rows cannot be held, or None."""
+    """Says why these rows cannot be held, or None."""
     return None if scores.shape[2] <= MAX_BLOCKS else f"it needs at most {MAX_BLOCKS} blocks, got {scores.shape[2]}"
 
 
@@ -293,13 +293,14 @@ def select_from_scores(scores: Tensor, topk: int, visible_blocks: Tensor, init_b
 
 
 def row_constants(num_blocks: int) -> dict[str, int]:
-    """The constexprs of a kernel whose programs hold a row of so many blocks each, and its number of warps."""
+    """Returns the constexprs of a kernel whose programs hold a row of so many blocks each, and its number of warps."""
     warps = num_warps(num_blocks)
     return {"REPS": max(next_power_of_two(num_blocks) // (32 * warps), 1), "COLS": 32 * warps, "num_warps": warps}
 
 
 def selection_constants(heads: int, topk: int, num_blocks: int, init_blocks: int, local_blocks: int) -> dict[str, int]:
-    """`row_constants` and the constexprs of a kernel that writes the selection of rows to ``[total_q, heads, topk]``."""
+    """Returns `row_constants` and the constexprs of a kernel that writes the selection of rows to ``[total_q, heads,
+    topk]``."""
     chosen = {"HEADS": heads, "TOPK": topk, "TOPK_PAD": next_power_of_two(topk), "INIT": init_blocks, "LOCAL": local_blocks}
     return chosen | row_constants(num_blocks)
 
@@ -312,8 +313,9 @@ def launch_topk(
     out: Tensor,
     pdl: bool = False,
 ) -> None:
-    """Selects. scores: ``[heads, total_q, num_blocks]``, any strides, at most `MAX_BLOCKS` blocks. out: int32 ``[total_q,
-    heads, topk]``, contiguous. pdl: wait for the kernel before inside this one, so that the two launches overlap."""
+    """Launches `topk_kernel`. scores: ``[heads, total_q, num_blocks]``, any strides, at most `MAX_BLOCKS` blocks. out: int32
+    ``[total_q, heads, topk]``, contiguous. pdl: wait for the kernel before inside this one, so that the two launches
+    overlap."""
     heads, total_q, num_blocks = scores.shape
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     launch_kernel(
