@@ -41,7 +41,7 @@ def msa_attention(
     impl: str = "auto",
     check: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """MiniMax Sparse Attention: every query attends to the `topk` key blocks that its index branch selects.
+    """Computes MiniMax Sparse Attention: every query attends to the `topk` key blocks that its index branch selects.
 
     q, k, v, seqs, softmax_scale, return_lse: as in `sparse_attention`.
     index_q, index_k, topk, block_size, init_blocks, local_blocks, certified: as in `select_blocks`; index_q has as many heads

@@ -138,7 +138,7 @@ def block_scores(w: Workload, form: Form = PLAIN) -> Cost:
 
 
 def select_blocks(w: Workload, form: Form = PLAIN) -> Cost:
-    """What `block_scores` reads is read, and block ids are written: the scores need never be."""
+    """This reads what `block_scores` reads and writes block ids: scores need not be written."""
     scores = block_scores(w, form)
     return Cost(scores.flops, _index_bytes(w, form) + _id_bytes(w), scores.fp8_flops)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The two kinds of paged caches, `PagedKV` and `PagedIndexKeys`: this file says what they hold and allocates them."""
+"""Paged caches are of two kinds, `PagedKV` and `PagedIndexKeys`: this file says what they hold and allocates them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from openmsa.runtime import checks
 from openmsa.runtime.dispatch import has_triton
 
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-"""The dtypes of plain pools; float64 serves checks against the truth."""
+"""Plain pools have one of these dtypes; float64 serves checks against the truth."""
 KEY_FORMATS = ("e4m3", "nvfp4")
 """Keys and values may be stored in these formats beside plain tensors."""
 INDEX_FORMATS = ("e4m3", "int8", "nvfp4", "mxfp4", "certified")
@@ -39,7 +39,7 @@ class Stored:
 
     @property
     def shape(self) -> torch.Size:
-        """The logical shape, its last dimension counted in elements."""
+        """Returns the logical shape, its last dimension counted in elements."""
         return self.data.shape
 
     def dim(self) -> int:

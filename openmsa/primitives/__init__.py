@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Device code that two launch families or more share, a subject a file. It stands above the caches and below the stages."""
+"""This room holds device code that several launch families share. It stands above the caches and below the stages."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The operands of kernels, a tuple each: a launch passes tensors with their strides, and the kernel reads the fields by name.
+"""Operands of kernels are a tuple each: a launch passes tensors with their strides, and the kernel reads the fields by name.
 
 A field that holds None or the integer 1 is a constant of the compiled kernel, and an integer that is a multiple of 16 is
 compiled as one. A number that differs from call to call, such as a length, is therefore never a field: it is a parameter of its

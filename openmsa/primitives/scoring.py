@@ -47,7 +47,7 @@ class Kind(NamedTuple):
     @classmethod
     @functools.lru_cache(256)
     def of(cls, dim: int, tile: int, format: int, product: Any, indirect: bool, tma: bool, lanes: bool = False) -> Kind:
-        """Derives the facts. format: how keys are stored; product: the Triton dtype of factors."""
+        """Derives the facts of keys. format: how keys are stored; product: the Triton dtype of factors."""
         padded, fp4 = next_power_of_two(dim), format >= operands.NVFP4
         key_bytes = padded // 2 if fp4 else padded * (2 if format == operands.PLAIN else 1)
         factor_bytes = padded * product.primitive_bitwidth // 8

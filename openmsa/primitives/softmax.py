@@ -55,7 +55,7 @@ class Result(NamedTuple):
 
 @triton.jit
 def nothing_read(ROWS: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Gives the state of rows that have read no key: sums of values [ROWS, DIM_PAD], greatest logits, sums of weights [ROWS]."""
+    """Gives the state of rows that have read no key: sums of values [ROWS, DIM_PAD], greatest logits, sums of weights."""
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     return acc, tl.full([ROWS], LEAST, tl.float32), tl.zeros([ROWS], tl.float32)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""How programs wait for other programs: memory is asked for before a wait, and values pass between programs of one launch.
+"""Programs wait for other programs: memory is asked for before a wait, and values pass between programs of one launch.
 
 Memory that is asked for while a kernel waits for the one in front comes from the L2 cache when it is read.
 

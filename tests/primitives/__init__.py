@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Tests of openmsa.primitives."""
+"""These are tests of openmsa.primitives."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Keys as kernels see them: what the copy engine can read, and what the host says of packed rows, pages and formats."""
+"""Kernels see keys like this: what the copy engine can read, and what the host says of packed rows, pages and formats."""
 
 import pytest
 import torch
@@ -34,14 +34,14 @@ TABLE = torch.zeros(4, 5, dtype=torch.int32)
         (POOL, True),
         (POOL[:, :, ::2], True),
         (pool_of(torch.zeros(100, 2, 64)), True),
-        (POOL[:1].expand(3, -1, -1, -1), False),  # pages that share memory
-        (POOL[..., ::2], False),  # columns apart
+        (POOL[:1].expand(3, -1, -1, -1), False),  # pages share memory
+        (POOL[..., ::2], False),  # columns lie apart
         (POOL[..., 1:49], False),  # an address between multiples of 16
         (POOL[..., :4], False),  # less than 16 bytes
-        (POOL[:0], False),  # nothing
-        (torch.zeros(3, 2, 32, 68, dtype=torch.bfloat16)[..., :64], False),  # rows between multiples of 16
+        (POOL[:0], False),  # there is nothing to read
+        (torch.zeros(3, 2, 32, 68, dtype=torch.bfloat16)[..., :64], False),  # rows start between multiples of 16
         (torch.zeros(3, 1, 16 * 68, dtype=torch.bfloat16).as_strided((3, 1, 16, 64), (1088, 4, 64, 1)), True),  # one head
-        (torch.zeros(2, 1, 1, 512), False),  # a row longer than a box
+        (torch.zeros(2, 1, 1, 512), False),  # a row is longer than a box
         (torch.empty(2, 2**33, 1, 64, dtype=torch.bfloat16, device="meta").expand(2, -1, 3, -1), False),
     ],
 )
@@ -88,7 +88,7 @@ def test_scales_of_groups_are_read_so_many_at_a_time():
     swizzled = NVFP4.quantize(torch.randn(2, 1, 32, 128), layout="128x4")
     view = KeyView.of(swizzled, TABLE, True)
     assert view.form.swizzled
-    assert view.rows[6:10] == (32, 32, 1, 0)  # counted in rows
+    assert view.rows[6:10] == (32, 32, 1, 0)  # strides count rows
 
 
 def test_codes_are_bytes_where_the_gpu_knows_no_e4m3():

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Tests of openmsa.runtime."""
+"""These are tests of openmsa.runtime."""

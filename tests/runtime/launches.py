@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Launches of random arguments through `launch_kernel` and through Triton, over a driver and a compiler that do nothing:
+"""Random arguments are launched through `launch_kernel` and through Triton, over a driver and a compiler that do nothing:
 ``python -m tests.runtime.launches SEED``. Triton must not be in interpreter mode.
 
 Each variant that Triton would compile gets a number of its own, and the launcher in C writes down what it is called with.
@@ -46,7 +46,7 @@ class Launcher:
 
 
 def compiled(self: Any, key: str, signature: Any, device: int, constants: Any, options: Any, attrs: Any, warmup: bool) -> Any:
-    """In the place of Triton's compiler."""
+    """Stands in the place of Triton's compiler."""
     kernel = CompiledKernel.__new__(CompiledKernel)
     layout = {"swizzle": 0, "elem_size": 2, "elem_type": 0, "block_size": [1], "fp4_padded": False}
     layouts = [layout for kind in signature.values() if str(kind).startswith("tensordesc")]
@@ -60,7 +60,7 @@ def compiled(self: Any, key: str, signature: Any, device: int, constants: Any, o
 
 
 class Driver:
-    """Of an H100 that is not there."""
+    """This is the driver of an H100 that is not there."""
 
     utils = SimpleNamespace(fill_tma_descriptor=lambda *what: ("map", *(tuple(x) if isinstance(x, list) else x for x in what)))
     current = 0
@@ -86,14 +86,14 @@ def described(p, d, a, e, b, A: tl.constexpr):
 
 
 class Pages(NamedTuple):
-    """An argument inside of an argument."""
+    """This is an argument inside of an argument."""
 
     table: Any
     stride: int
 
 
 class Rows(NamedTuple):
-    """An argument of several."""
+    """This argument has several fields."""
 
     pool: Any
     scales: Any
@@ -104,14 +104,14 @@ class Rows(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Fields of the types that `Pages` has."""
+    """These fields have the types of those of `Pages`."""
 
     pool: Any
     stride: int
 
 
 class Cut(NamedTuple):
-    """A constexpr of several."""
+    """This constexpr has several fields."""
 
     tile: int
     whole: bool
@@ -135,7 +135,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.int32, torch.uint8, torch.float8_
 
 
 def tensor() -> torch.Tensor | None:
-    """Of some dtype, at 16 bytes, beside them, or empty; or none."""
+    """Makes a tensor of some dtype, at 16 bytes, beside them, or empty; or None."""
     dtype = random.choice(DTYPES)
     start = 16 * random.randrange(8) + random.choice((0, 0, dtype.itemsize, 8))
     stop = start if random.random() < 0.1 else start + 64
@@ -190,7 +190,7 @@ def options_of(kernel: Any) -> dict[str, Any]:
 
 
 def calls() -> Iterator[tuple[Any, tuple[int, ...], list[Any], dict[str, Any]]]:
-    """Each is an earlier one, but for an argument or two, or a field of one, or the options."""
+    """Yields calls, each an earlier one but for an argument or two, or a field of one, or the options."""
     earlier = [(kernel, [make() for make in MAKERS[kernel]], options_of(kernel)) for kernel in KERNELS for _ in range(4)]
     while True:
         kernel, arguments, options = random.choice(earlier)
@@ -206,7 +206,7 @@ def calls() -> Iterator[tuple[Any, tuple[int, ...], list[Any], dict[str, Any]]]:
 
 
 def addresses(values: tuple[Any, ...]) -> list[Any]:
-    """What the launcher reads; of tuples it reads the elements."""
+    """Returns what the launcher reads; of tuples it reads the elements."""
     return [addresses(x) if isinstance(x, tuple) else x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values]
 
 
@@ -216,7 +216,7 @@ def flat(values: Any) -> Iterator[Any]:
 
 
 def compare(trials: int) -> int:
-    """Launches that did not go through Triton."""
+    """Counts launches that did not go through Triton."""
     direct = 0
     for kernel, grid, arguments, options in itertools.islice(calls(), trials):
         Driver.current = random.randrange(2)
@@ -229,7 +229,8 @@ def compare(trials: int) -> int:
         assert not remembered or not any(isinstance(x, torch.Tensor) for x in flat(found)), found
         first = len(arguments) + sum(isinstance(x, TensorDescriptor) for x in arguments) * 4
         assert not CALLS
-        # Grid, stream, function, how to launch; no scratch; warps. Then hooks, of which Triton passes empty chains.
+        # Both have grid, stream, function, how to launch, no scratch and warps. Then come hooks, of which Triton passes empty
+        # chains.
         assert found[:10] == expected[:10], (found[:10], expected[:10], arguments, options)
         assert addresses(found[13 : 13 + first]) == addresses(expected[13 : 13 + first]), (found, expected)
         assert len(found) == len(expected)

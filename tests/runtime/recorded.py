@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Launches recorded without a GPU: ``python -m tests.runtime.recorded``. Triton must not be in interpreter mode."""
+"""Launches are recorded without a GPU: ``python -m tests.runtime.recorded``. Triton must not be in interpreter mode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARCHS = (80, 90, 100, 120)
 
 
 class Rows(NamedTuple):
-    """An argument of several."""
+    """This argument has several fields."""
 
     pool: Any
     scale: Any
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A constexpr of several."""
+    """This constexpr has several fields."""
 
     tile: int
     whole: bool
@@ -52,7 +52,7 @@ def copy(rows, out, d, n, m, scale, flag, CUT: tl.constexpr, B: tl.constexpr):
 
 
 def launches_are_those_of_triton(arch: int) -> None:
-    """Types, values and attributes, parameter by parameter."""
+    """Types, values and attributes agree, parameter by parameter."""
     backend, cut = CUDABackend(GPUTarget("cuda", arch, 32)), Cut(64, True)
     with recording(arch) as launches:
         x = torch.empty(4096, dtype=torch.bfloat16, device="cuda")
@@ -77,7 +77,7 @@ def launches_are_those_of_triton(arch: int) -> None:
 
 
 def calls_return_what_they_return_on_a_gpu(arch: int) -> None:
-    """Shapes, dtypes and the device; memory of the CPU; the kernels of the architecture."""
+    """Shapes, dtypes and the device are right; memory is the CPU's; the kernels are the architecture's."""
     with recording(arch) as launches:
         assert devices.facts(GPU) == devices.COMPILE_TARGETS[arch]
         q = torch.empty(300, 32, 128, dtype=torch.bfloat16, device="cuda")
@@ -124,7 +124,7 @@ def the_calls_of_the_compile_check_run(arch: int) -> None:
 
 
 def nothing_is_left_behind() -> None:
-    """Also where a call raises."""
+    """Everything is restored, also where a call raises."""
     before = JITFunction.run, JITFunction._do_compile, driver._active, devices._read, torch.cuda.current_device
     with pytest.raises(ZeroDivisionError), recording(90):
         raise ZeroDivisionError
@@ -137,7 +137,7 @@ def nothing_is_left_behind() -> None:
 
 
 def a_recorded_launch_compiles() -> None:
-    """Without a driver."""
+    """It needs no driver."""
     with recording(80) as launches:
         x = torch.empty(64, dtype=torch.float32, device="cuda")
         launch_kernel(copy, (1,), Rows(x, None, 1), x, None, 0, 1, 0.5, False, CUT=Cut(16, False), B=1, num_warps=1)

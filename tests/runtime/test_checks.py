@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What checks hand on."""
+"""Checks hand on what later code may rely on."""
 
 from enum import IntEnum
 
@@ -13,7 +13,7 @@ class Size(IntEnum):
 
 
 def test_integers_are_plain():
-    """Launches of kernels tell types of arguments apart."""
+    """Launches of kernels tell types of arguments apart, so a plain int must come back."""
     assert type(checks.integer("block_size", Size.BLOCK, 16)) is int
     assert checks.integer("block_size", Size.BLOCK, 16) == 128
     with pytest.raises(ValueError, match="block_size must be at least 129, got 128"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Our folder of compiled kernels, and the command that fills it: nothing but our own folder is ever removed."""
+"""Our folder of compiled kernels, and the command that fills it, never remove anything but our own folder."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "warmup_fmha_sm100.py"
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A home of our own; what stands beside the cache must survive every test."""
+    """Gives each test a home of its own; what stands beside the cache must survive every test."""
     monkeypatch.setenv("OPENMSA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     (tmp_path / "cache").mkdir()
@@ -130,7 +130,7 @@ def test_a_preset_for_an_architecture_needs_no_gpu(command, capsys):
 
 
 def test_every_task_is_a_call_that_fmha_sm100_takes(command, monkeypatch):
-    """On CPU tensors, where nothing compiles: the arguments are what counts."""
+    """Arguments are what counts, so the tensors are on a CPU, where nothing compiles."""
     monkeypatch.setattr(command, "DEVICE", "cpu")
     monkeypatch.setattr(command, "CONTEXT", 512)
     monkeypatch.setattr(command, "MANY", 40)
@@ -143,7 +143,7 @@ def test_every_task_is_a_call_that_fmha_sm100_takes(command, monkeypatch):
 def test_kernels_compile_in_workers():
     pytest.importorskip("triton")
     flags = ["--arch", "90", "--preset", "all", "--match", "selection 8/8 bf16", "-j", "1"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}  # of the tests; workers must not see it
+    environment = os.environ | {"TRITON_INTERPRET": "1"}  # only tests use the interpreter; workers must not see it
     done = subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 tasks done, 0 failed" in done.stdout

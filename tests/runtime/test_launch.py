@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="variants are remembered with triton 3.6")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_arguments_get_the_variant_that_triton_chooses(seed):
-    """Addresses beside multiples of 16, strides of 1 and 16, numbers past 32 bits, descriptors, tuples, options, two devices,
-    kernels of Triton and of Gluon."""
+    """Arguments have addresses beside multiples of 16, strides of 1 and 16, numbers past 32 bits, descriptors, tuples, options,
+    two devices, and kernels of Triton and of Gluon."""
     space = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.runtime.launches", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=space | {"PYTHONPATH": str(ROOT)})
@@ -28,7 +28,7 @@ def test_random_arguments_get_the_variant_that_triton_chooses(seed):
 
 
 class Kernel:
-    """Of the interpreter, as far as a launch sees it."""
+    """This is a kernel of the interpreter, as far as a launch sees it."""
 
     def __init__(self):
         self.calls = []
