@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Exact attention over the selected blocks: the main branch."""
+"""This stage, the main branch, computes exact attention over the selected blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sparse_attention(
     impl: str = "auto",
     check: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention of every query over the visible keys of its selected blocks.
+    """Computes softmax attention of every query over the visible keys of its selected blocks.
 
     q:              ``[total_q, num_q_heads, head_dim]``, head_dim a multiple of 16 up to 256, float32, float16, bfloat16 or
                     float64, any strides; or `E4M3` with one scale for the tensor or one a head.
@@ -54,7 +54,7 @@ def sparse_attention(
 
 
 class SparseCall(NamedTuple):
-    """The checked arguments of `sparse_attention`."""
+    """Holds the checked arguments of `sparse_attention`."""
 
     q: Tensor | Stored
     k: Tensor | Stored | PagedKV
@@ -104,7 +104,7 @@ def _check_ids(blocks: Tensor, num_blocks: int) -> None:
         )
 
 
-DECODE_QUERIES = 16  # queries a sequence up to which the decode kernel is preferred
+DECODE_QUERIES = 16  # the decode kernel is preferred up to so many queries a sequence
 
 
 def _many_queries(call: SparseCall) -> str | None:
@@ -114,7 +114,7 @@ def _many_queries(call: SparseCall) -> str | None:
 
 
 DECODE_READS = PREFILL_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "nvfp4")}
-"""The formats that the kernels take (v has that of k): a new one is named here."""
+"""The kernels take these formats of q and of k; v has the format of k."""
 
 
 def _cannot_decode(call: SparseCall) -> str | None:

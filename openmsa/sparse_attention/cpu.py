@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""`sparse_attention` on CPU. Many queries: KV-outer, the queries of a block gathered, partial results merged by their lse. Few
-queries (decode): the selected keys of each query gathered."""
+"""This module runs `sparse_attention` on CPU. Many queries go KV-outer: the queries of a block are gathered, and their partial
+results merged by lse. For few queries (decode) the selected keys of each query are gathered."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.runtime.matmul import matmul_nt
 from openmsa.types import Layout
 
-TILE_ROWS = 4096  # (query, head) rows of a tile: 2 MB of logits
-ROUND_ROWS = 256  # rows of a tile are rounded up to multiples of it: a few shapes of products, not thousands
-MERGED_QUERIES = 256  # merged at a time, so that they stay in cache
-FEW_QUERIES = 8  # up to here a sequence's queries share too few blocks for KV-outer to pay
+TILE_ROWS = 4096  # (query, head) rows of a tile, whose logits take 2 MB
+ROUND_ROWS = 256  # rows of a tile are rounded up to multiples of it: products then have a few shapes, not thousands
+MERGED_QUERIES = 256  # so many queries are merged at a time, and their partials stay in cache
+FEW_QUERIES = 8  # up to so many queries of a sequence share too few blocks for KV-outer to pay
 
 
 @dataclass(frozen=True)
 class _Head:
-    """One KV head of one sequence with the queries of its group."""
+    """Describes one KV head of one sequence with the queries of its group."""
 
     q: Tensor  # [q_len, group, dim]
     scale: float
-    dtype: torch.dtype  # of the computation
+    dtype: torch.dtype  # that of the computation
     ids: Tensor  # int64 [q_len, topk]; -1 where nothing is to be read
     last_key: Tensor  # int64 [q_len]
     keys: Rows
@@ -48,7 +48,7 @@ def sparse_attention(
     softmax_scale: float,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `openmsa.sparse_attention.sparse_attention`."""
+    """Does what `openmsa.sparse_attention.sparse_attention` says."""
     total_q, heads, dim = q.shape
     k_pool, v_pool = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
     assert v_pool is not None
@@ -73,7 +73,7 @@ def sparse_attention(
 
 
 def _gather_keys(p: _Head, out: Tensor, lse: Tensor) -> None:
-    """A query at a time over all its keys, ``[topk * block_size]`` of them."""
+    """Attends with one query at a time to all its selected keys, up to topk * block_size of them."""
     within = torch.arange(p.block_size)
     for i in range(p.q.shape[0]):
         position = (p.ids[i, :, None] * p.block_size + within).flatten()  # [topk * block_size]
@@ -89,12 +89,12 @@ def _gather_keys(p: _Head, out: Tensor, lse: Tensor) -> None:
 
 
 def _gather_queries(p: _Head, out: Tensor, lse: Tensor) -> None:
-    """KV-outer over chunks of queries, whose partial results fill the workspace."""
+    """Attends KV-outer with a chunk of queries at a time, whose partial results fill the workspace."""
     q_len, group, dim = p.q.shape
     topk = p.ids.shape[1]
     chunk = max(1, min(q_len, cpu_workspace_bytes() // (topk * group * dim * p.dtype.itemsize)))
-    partial = torch.empty(chunk * topk + 1, group * dim, dtype=p.dtype)  # in (block, query) order; the last row is the
-    partial_lse = torch.empty(chunk * topk + 1, group, dtype=p.dtype)  # neutral element, which skipped slots point at
+    partial = torch.empty(chunk * topk + 1, group * dim, dtype=p.dtype)  # The rows are in (block, query) order; the last is
+    partial_lse = torch.empty(chunk * topk + 1, group, dtype=p.dtype)  # the neutral element, which skipped slots point at.
     partial[-1], partial_lse[-1] = 0, -torch.inf
     for start in range(0, q_len, chunk):
         rows = slice(start, min(start + chunk, q_len))
@@ -112,8 +112,8 @@ def _gather_queries(p: _Head, out: Tensor, lse: Tensor) -> None:
 def _by_block(ids: Tensor, num_blocks: int, neutral: int) -> tuple[Tensor, list[int], Tensor]:
     """Sorts the (block, query) pairs of ``ids [rows, topk]`` and drops skipped ones.
 
-    Returns the query of each pair, ascending within a block; how many pairs each block has; and int32 ``[rows, topk]``, where
-    each pair went (`neutral` when dropped).
+    Returns the query of each pair, ascending within a block; the number of pairs of each block; and int32 ``[rows, topk]``,
+    the place of each pair in this order (`neutral` where it was dropped).
     """
     rows, topk = ids.shape
     ids = torch.where(ids < 0, num_blocks, ids).flatten()
@@ -127,7 +127,7 @@ def _by_block(ids: Tensor, num_blocks: int, neutral: int) -> tuple[Tensor, list[
 
 
 def _attend_block(p: _Head, queries: Tensor, query: Tensor, last_key: Tensor, block: int, out: Tensor, lse: Tensor) -> None:
-    """Normalised attention of the chosen queries over one block: out ``[n, group * dim]``, lse ``[n, group]``."""
+    """Writes normalised attention of the chosen queries over one block: out ``[n, group * dim]``, lse ``[n, group]``."""
     group = lse.shape[1]
     first, stop = block * p.block_size, min((block + 1) * p.block_size, p.k_len)
     keys, values = (rows.span(p.head, first, stop).to(p.dtype).contiguous() for rows in (p.keys, p.values))
@@ -136,16 +136,16 @@ def _attend_block(p: _Head, queries: Tensor, query: Tensor, last_key: Tensor, bl
         chosen = query[n : n + tile]
         m = chosen.numel()
         rounding = max(1, (ROUND_ROWS if m * group > ROUND_ROWS else ROUND_ROWS // 8) // group)
-        padded = torch.nn.functional.pad(chosen, (0, -m % rounding))  # with query 0; its results are dropped
+        padded = torch.nn.functional.pad(chosen, (0, -m % rounding))  # The padding is query 0, whose results are dropped.
         logits = matmul_nt(queries.index_select(0, padded).view(-1, keys.shape[1]), keys)  # [padded * group, keys]
-        if int(last_key[chosen[0]]) < stop - 1:  # queries ascend, so those inside this block come first
+        if int(last_key[chosen[0]]) < stop - 1:  # Queries ascend: those inside this block come first.
             seen = last_key[chosen]
             inside = int((seen < stop - 1).sum())
             hidden = torch.arange(first, stop) > seen[:inside, None]
             logits.view(-1, group, stop - first)[:inside].masked_fill_(hidden[:, None], -torch.inf)
         largest = logits[: m * group].amax(1)
         weights = torch.softmax(logits, 1, out=logits)
-        lse[n : n + m] = (largest - weights[: m * group].amax(1).log_()).view(m, group)  # the largest is 1 / denominator
+        lse[n : n + m] = (largest - weights[: m * group].amax(1).log_()).view(m, group)  # The largest is 1 / denominator.
         out[n : n + m] = matmul_nt(weights, values.t())[: m * group].view(m, -1)
 
 
@@ -153,7 +153,7 @@ def _merge(partial: Tensor, partial_lse: Tensor, place: Tensor, out: Tensor, lse
     """Combines the partial results of each query: out ``[rows, group, dim]``, lse ``[rows, group]``."""
     topk, group = place.shape[1], partial_lse.shape[1]
     head = torch.arange(group, dtype=torch.int32)[:, None]
-    partial = partial.view(partial.shape[0] * group, -1)  # a row for each (pair, head)
+    partial = partial.view(partial.shape[0] * group, -1)  # There is a row for each (pair, head).
     for start in range(0, place.shape[0], MERGED_QUERIES):
         rows = slice(start, start + MERGED_QUERIES)
         at = place[rows]
@@ -162,7 +162,7 @@ def _merge(partial: Tensor, partial_lse: Tensor, place: Tensor, out: Tensor, lse
         weights = logs.sub_(total.clamp(min=torch.finfo(logs.dtype).min)[..., None]).exp_()  # [rows, group, topk]
         index = (at[:, None] * group + head).flatten()
         bags = torch.arange(0, index.numel(), topk, dtype=torch.int32)
-        # A weighted sum of gathered rows in one pass; with int32 indices it takes the fast path.
+        # This is a weighted sum of gathered rows in one pass, which int32 indices make fast.
         merged = torch.embedding_bag(partial, index, bags, mode=0, per_sample_weights=weights.flatten())[0]
         out[rows] = merged.view(len(at), group, -1)
         lse[rows] = total

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Union tiles whose keys and values are E4M3 codes, on Hopper, in Gluon: each block is converted once for two tiles.
+"""This Gluon kernel attends to E4M3 keys and values in union tiles on Hopper, and converts each block once for two tiles.
 
 Triton's union kernel converts a block for 64 rows, which costs more than the bytes that codes save. Here a program serves
 neighbouring tiles of a head in pairs, and three groups of four warps share its work:
 
     convert     reads the codes of the next block, and writes them as float16 to a ring in shared memory
     attend 0    multiplies the rows of the first tile with keys and values of the ring
-    attend 1    those of the second
+    attend 1    does the same for the rows of the second tile
 
 All three walk the two ascending lists of blocks as one: the smaller block is next, and where both lists have it, it is
 converted once for both tiles. Neighbours select alike, so most blocks are. While one group takes the exponentials of its
@@ -33,28 +33,28 @@ from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Keys
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
 
 OPTIONS = {"STAGES": 3, "ATTEND_REGISTERS": 208, "CONVERT_REGISTERS": 96, "num_warps": 4}
-"""Registers of a thread that attends to second tiles, and of one that converts; those of first tiles get what is left of 504.
-Fewer for those that attend cost time: values no longer fit."""
+"""The ring has STAGES tiles. The registers are those of a thread that attends with second tiles, and of one that converts; a
+thread of first tiles has what is left of 504. With fewer than 208 the values of a thread that attends do not fit."""
 LONGEST_ROW = 1 << 24
-"""Elements from a key to the next: offsets within a block are of 32 bits."""
+"""A key is at most so many elements from the next, because offsets within a block have 32 bits."""
 BLOCK = gl.constexpr(128)
-"""Keys of a block, and of a tile of the ring."""
+"""A block, and a tile of the ring, has so many keys."""
 HALF = gl.constexpr(64)
-"""Keys of a block that are converted at a time."""
+"""So many keys of a block are converted at a time."""
 DIM = gl.constexpr(128)
-"""Elements of a head."""
+"""A head has so many elements."""
 ROWS = gl.constexpr(64)
-"""Rows of a tile of queries: tokens times heads."""
+"""A tile of queries has so many rows, one for each token and head."""
 NOTHING = gl.constexpr(1 << 30)
 """It stands in the place of a block behind the end of a list."""
 
-in_range = gluon.jit(factors.in_range.fn)  # the same sources, in Gluon
+in_range = gluon.jit(factors.in_range.fn)  # Gluon compiles the sources of the Triton functions.
 load_tile = gluon.jit(triton_lists.load_tile.fn)
 
 
 class Ring(NamedTuple):
-    """Tiles of keys and of values in shared memory, [STAGES, BLOCK, DIM] float16 each, and a barrier a tile that says that both
-    are written, and one that both tiles of queries have read them."""
+    """Holds tiles of keys and of values in shared memory, [STAGES, BLOCK, DIM] float16 each, with two barriers for each tile:
+    `full` says that both are written, and `free` that both tiles of queries have read them."""
 
     k: Any
     v: Any
@@ -64,8 +64,8 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def tile_of(i_tile, i_h, union, cu_k, num_tiles, num_kv_heads):
-    """Number of a tile's list, the blocks in it (-1: the tile is none of this kernel's), how many of them all its queries see
-    whole; its first token, tokens, sequence, first position, and the last key that any of its queries sees."""
+    """Returns the number of a tile's list, the blocks in it (-1: the tile goes to another kernel) and how many of them all its
+    queries see whole; its first token, tokens, sequence, first position, and the last key that any of its queries sees."""
     here = i_tile < num_tiles
     i_tile = gl.minimum(i_tile, num_tiles - 1)
     i_list = i_tile * num_kv_heads + i_h
@@ -79,22 +79,22 @@ def tile_of(i_tile, i_h, union, cu_k, num_tiles, num_kv_heads):
 
 @gluon.jit
 def entry(p, i, size):
-    """Entry i of a list of `size` entries, or NOTHING behind its end."""
+    """Loads entry i of a list of `size` entries; behind its end it is NOTHING."""
     return gl.load(p + i, mask=i < size, other=NOTHING)
 
 
 @gluon.constexpr_function
 def code_layout():
-    """The layout of the codes of HALF keys in words of four, [64, 32]: a thread has 16 neighbours. Eight lanes that write at a
-    time take the even chunks of one row and the odd ones of the next, which the swizzle puts into different banks."""
+    """Returns the layout of the codes of HALF keys in words of four, [64, 32]: a thread has 16 neighbouring codes. Eight lanes
+    that write together take the even chunks of one row and the odd ones of the next, which the swizzle puts in other banks."""
     lanes = [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [16, 0], [32, 0]], lanes, [[4, 0], [8, 0]], [], [64, 32])
 
 
 @gluon.jit
 def load_codes(x, place, limit, s_row, FIRST: gl.constexpr):
-    """Codes of the HALF keys from FIRST on of the block that is `place` elements behind x. They are 0 behind the block's key
-    `limit`, which may lie behind the block; with -1 nothing is read."""
+    """Loads the codes of HALF keys, from key FIRST on, of the block that lies `place` elements behind x. They are 0 behind the
+    block's key `limit`, which may lie behind the block; with limit -1 nothing is read."""
     LAYOUT: gl.constexpr = code_layout()
     o_n = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
     o_d = gl.arange(0, DIM // 4, gl.SliceLayout(0, LAYOUT))
@@ -105,7 +105,7 @@ def load_codes(x, place, limit, s_row, FIRST: gl.constexpr):
 
 @gluon.jit
 def write_numbers(words, tile, FIRST: gl.constexpr):
-    """The codes as float16 to the rows from FIRST on of a tile of the ring."""
+    """Writes the codes as float16 to a tile of the ring, from row FIRST on."""
     low, high = gl.inline_asm_elementwise(
         """{
         .reg .b16 low, high;
@@ -123,9 +123,9 @@ def write_numbers(words, tile, FIRST: gl.constexpr):
 
 @gluon.jit
 def next_block(a, a_row, last_a, b, b_row, last_b, same, keys, PAGE_SIZE: gl.constexpr):
-    """The smaller of the blocks that come next in two lists: whether it is the first list's, the second's (both where they are
-    equal and the tiles of the same sequence), and whether there is one; where it lies; and up to which of its keys it is read,
-    -1 where there is none. last_a, last_b: positions of the last keys that the tiles see."""
+    """Picks the smaller of the blocks that come next in two lists. Returns whether it is the first list's and whether it is the
+    second's (both where they are equal and the tiles of one sequence), whether there is one, where it lies, and up to which of
+    its keys it is read (-1: there is none). last_a, last_b: positions of the last keys that the tiles see."""
     take_a, take_b = a <= b, b < a + same
     block = gl.minimum(a, b)
     left = block < NOTHING
@@ -143,7 +143,7 @@ def convert(
     ring, keys, v, cu_k, union, num_pairs, num_tiles, num_kv_heads, capacity,
     PARTS: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The converter's share of a program. Half a tile of codes is on its way while another is written."""
+    """Does the converter's share of a program. Half a tile of codes is on its way while another half is written."""
     t = 0
     for i_pair in range(gl.program_id(0), num_pairs, gl.num_programs(0)):
         i_h = i_pair // PARTS % num_kv_heads
@@ -176,22 +176,22 @@ def convert(
             k_lower = load_codes(x_k, place, limit, keys.s_row, HALF)
             write_numbers(v_lower, ring.v.index(t % STAGES), HALF)
             fence_async_shared()
-            gl.thread_barrier()  # every thread has written before one says so
+            gl.thread_barrier()  # Every thread has written before one says so.
             mbarrier.arrive(ring.full.index(t % STAGES), count=1)
             t += 1
 
 
 @gluon.constexpr_function
 def quad_layout():
-    """[ROWS, 4]: what each of the four threads has that hold a row of a product."""
+    """Returns the layout [ROWS, 4] of one number from each of the four threads that hold a row of a product."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
 
 @gluon.jit
 def in_threads(x, REDUCE: gl.constexpr):
-    """What a thread holds of each row of a product with 128 columns, reduced: [ROWS, 4]. Pair by pair, so that few instructions
-    wait for each other. REDUCE: gl.max or gl.sum."""
+    """Reduces what each thread holds of each row of a product with 128 columns, to [ROWS, 4]. It goes pair by pair, so that few
+    instructions wait for each other. REDUCE: gl.max or gl.sum."""
     x = REDUCE(x.reshape([ROWS, 16, 4, 2]), 3)
     x = REDUCE(x.reshape([ROWS, 2, 8, 4]), 1)
     x = REDUCE(x.reshape([ROWS, 2, 4, 4]), 1)
@@ -201,8 +201,8 @@ def in_threads(x, REDUCE: gl.constexpr):
 
 @gluon.jit
 def kept(x):
-    """x. ptxas 12.8 gives the registers of the queries, behind their last product in the loop, to the weights, and the next
-    round multiplies those; not so where the queries seem to be computed anew in each round."""
+    """Returns x, computed anew as far as ptxas can see. Without this, ptxas 12.8 gives the registers of the queries, behind
+    their last product in the loop, to the weights, and the next round multiplies those."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.float16, False, 2)
 
 
@@ -212,7 +212,7 @@ def attend(
     SIDE: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr, NEGATIVE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The share of the first (SIDE 0) or second tile of each pair."""
+    """Does a program's share of attention: the first (SIDE 0) or the second tile of each pair."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUTPUTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     QUERIES: gl.constexpr = gl.DotOperandLayout(0, LOGITS, 2)
@@ -276,7 +276,7 @@ def attend(
                     s = gl.where(o_key[None, :] <= last_key[:, None], s, -float("inf"))
                 largest = gl.convert_layout(gl.max(in_threads(s, gl.max), 1), ROW, assert_trivial=True)
                 m_new = gl.maximum(m_i, gl.where(m_member, largest, -1e30))
-                # Rows of other queries: an infinite offset makes every weight exactly 0 at no cost an element.
+                # Queries that did not select the block get an infinite offset, which makes every weight of theirs exactly 0.
                 offset = gl.where(m_member, m_new * x_scale, float("inf"))
                 p = gl.exp2(s * x_scale[:, None] - offset[:, None])
                 alpha = gl.exp2((m_i - m_new) * x_scale)
@@ -287,7 +287,7 @@ def attend(
                 acc = warpgroup_mma(weights, ring.v.index(t % STAGES), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 b_q = kept(b_q)
-            gl.thread_barrier()  # every warp has read before one thread says so
+            gl.thread_barrier()  # Every warp has read before one thread says so.
             mbarrier.arrive(ring.free.index(t % STAGES), count=1)
             t += 1
 
@@ -300,7 +300,7 @@ def attend(
         o_out = row * num_kv_heads * GROUP + head
         gl.store(result.rows + o_out[:, None] * DIM + o_d[None, :], gl.convert_layout(b_out, MEMORY), mask=m_row[:, None])
         b_lse = (m_i * x_scale + gl.log2(gl.where(m_any, l_i, 1.0))) * 0.6931471805599453
-        b_lse = gl.where(m_any, b_lse, l_i - float("inf"))  # of a NaN query NaN
+        b_lse = gl.where(m_any, b_lse, l_i - float("inf"))  # The lse of a NaN query is NaN.
         gl.store(result.lse + o_out, gl.convert_layout(b_lse, gl.SliceLayout(1, MEMORY)), mask=m_row)
 
 
@@ -308,11 +308,11 @@ def attend(
 def sm90_union_kernel(
     queries,  # QueryRows
     keys,  # KeyRows
-    values,  # KeyRows with the same strides
+    values,  # KeyRows with the strides of `keys`
     result,  # Result
     cu_k,
-    union,  # UnionLists; has_union 0: no tile stays together, not even an empty one
-    scale,  # times log2(e), not negative
+    union,  # UnionLists; where has_union is 0, no tile stays together, not even an empty one
+    scale,  # the softmax scale times log2(e), not negative
     num_tiles,
     num_kv_heads,
     capacity,
@@ -320,12 +320,12 @@ def sm90_union_kernel(
     HEADS: gl.constexpr,
     PARTS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
-    NEGATIVE: gl.constexpr,  # the scale's sign
+    NEGATIVE: gl.constexpr,  # whether the softmax scale is negative
     STAGES: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr,
     CONVERT_REGISTERS: gl.constexpr,
 ):
-    """Grid: as many programs as run at a time; they share the pairs of tiles."""
+    """Attends in pairs of union tiles, which the programs share. The grid has as many programs as run at a time."""
     num_pairs = (num_tiles + 1) // 2 * num_kv_heads * PARTS * gl.minimum(gl.load(union.has_union), 1)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], gl.float16)
     ring_k = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK, DIM], TILE)
@@ -360,9 +360,9 @@ def sm90_union_kernel(
 
 
 def serves(device: Device, queries: QueryRows, keys: Keys, config: PrefillConfig, block_size: int) -> bool:
-    """Whether the kernel serves these: 16-bit queries of dim 128 in tiles of 64 rows; blocks of 128 keys, packed or whole in
-    pages; E4M3 keys and values, laid out alike, a key's codes together, without factors or with those of tensors or heads. With
-    dim 64, where the exponentials of a tile weigh twice as much, copies were 3 % faster."""
+    """Tells whether the kernel serves this call: 16-bit queries of dim 128 in tiles of 64 rows; blocks of 128 keys, packed or
+    whole in pages; and E4M3 keys and values, laid out alike, a key's codes together, with factors of tensors, of heads or none.
+    At dim 64 the exponentials of a tile weigh twice as much, and copies of the keys in 16 bits serve better."""
     rows = config.union_tokens * config.heads
     if device.arch != 90 or (block_size, rows, keys.k.dim) != (BLOCK.value, ROWS.value, DIM.value) or not keys.by_row:
         return False
@@ -371,20 +371,20 @@ def serves(device: Device, queries: QueryRows, keys: Keys, config: PrefillConfig
     if keys.factors_by_page or queries.s_dim != 1:
         return False
     k, v = _rows(keys.k.rows), _rows(keys.v.rows)
-    strides = k[1:5]  # of pages, heads, rows and elements
+    strides = k[1:5]  # those of pages, heads, rows and elements
     whole = all(n % 16 == 0 for n in (k.data.data_ptr(), v.data.data_ptr(), *strides[:3]))
     return whole and strides == v[1:5] and k.s_dim == 1 and k.s_row < LONGEST_ROW
 
 
 def _rows(rows: KeyRows) -> KeyRows:
-    """These rows with strides of 16 where there is one page, head or row, whose stride is never used."""
+    """Returns these rows with a stride of 16 where there is only one page, head or row, so that its stride is never used."""
     pages, heads, keys, _ = rows.data.shape
     s_page, s_head = 16 if pages == 1 else rows.s_page, 16 if heads == 1 else rows.s_head
     return rows._replace(s_page=s_page, s_head=s_head, s_row=16 if keys == 1 else rows.s_row)
 
 
 def launch_sm90_union(call: PrefillCall) -> None:
-    """Attention of the tiles that stay together; `has_union` must be among the lists."""
+    """Launches attention of the tiles that stay together; the lists must have `has_union`."""
     keys, plan, config = call.keys, call.plan, call.config
     launch_kernel(
         sm90_union_kernel,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`sparse_attention` in plain PyTorch: the specification."""
+"""This module is the specification of `sparse_attention`, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sparse_attention(
     softmax_scale: float,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `openmsa.sparse_attention.sparse_attention`. Holds one sequence's full logit matrix."""
+    """Does what `openmsa.sparse_attention.sparse_attention` says, holding one sequence's full logit matrix."""
     dtype, result, cu_k = wide_dtype(q), out_dtype(q), seqs.cu_seqlens_k
     if isinstance(k, PagedKV):
         k, v, cu_k = k.gather(seqs.k_lens(), dtype)
@@ -36,7 +36,7 @@ def sparse_attention(
         k0, k1 = cu_k[b : b + 2].tolist()
         num_blocks = -(-(k1 - k0) // block_size)
         ids = blocks[q0:q1].expand(-1, kv_heads, -1).long()  # [q_len, kv_heads, topk]
-        ids = ids.masked_fill((ids < 0) | (ids >= num_blocks), num_blocks)  # one more block, dropped below
+        ids = ids.masked_fill((ids < 0) | (ids >= num_blocks), num_blocks)  # Skipped ids go to one more block, dropped below.
         selected = torch.zeros(q1 - q0, kv_heads, num_blocks + 1, dtype=torch.bool, device=q.device)
         selected = selected.scatter(2, ids, True)[..., :num_blocks].repeat_interleave(block_size, dim=2)[..., : k1 - k0]
         position = seqs.first_positions()[b] + torch.arange(q1 - q0, device=q.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tile shapes of the Triton prefill kernels, chosen by a pure function."""
+"""Pure functions choose the tile shapes of the Triton prefill kernels here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from openmsa.kv_cache.triton_numbers import LEAST_SUM
 from openmsa.runtime.launch import next_power_of_two
 
 SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10, 12: 99 << 10}  # a program's shared memory, by major capability
-MAX_HEADS = 64  # heads of one group that a program takes; wider groups are split
-MAX_UNION_TOKENS = 32  # membership is a bit of an int32
+MAX_HEADS = 64  # A program takes at most so many heads of one group; wider groups are split.
+MAX_UNION_TOKENS = 32  # A tile has at most so many queries: membership is a bit of an int32.
 
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How the queries of one call are tiled.
+    """Says how the queries of one call are tiled.
 
     heads:         query heads of one group in a tile, a power of two; a wider group takes several programs.
     union_tokens:  neighbouring queries of a union tile.
@@ -30,8 +30,8 @@ class PrefillConfig:
     outer_tokens:  gathered queries a step of the KV-outer kernel.
     outer_keys:    keys that a KV-outer program holds; a wider block takes several programs and partials.
     outer_item:    queries of one block that a KV-outer program walks; more are split across programs.
-    few_hold:      whether queries are loaded once a unit, not once a step; the product must read them from shared memory, else
-                   registers do not suffice.
+    few_hold:      whether queries are loaded once a unit, not once a step: only where products read them from shared memory,
+                   since registers have no room for them.
     few_buckets:   blocks whose lists one program cuts into units.
     few_programs:  programs a multiprocessor that share the units.
     """
@@ -55,10 +55,10 @@ class PrefillConfig:
 
 
 class RowTile(NamedTuple):
-    """How (query, head) rows are tiled: a constant of the kernels that attend.
+    """Says how (query, head) rows are tiled; it is a constant of the kernels that attend.
 
     group:          query heads of a key head.
-    heads, parts:   of them in a tile, a power of two, and how many tiles cover the group.
+    heads, parts:   heads of the group in a tile, a power of two, and tiles that cover the group.
     tokens:         queries of a tile.
     dim, dim_pad:   elements of a head, and of a tile's row.
     """
@@ -72,7 +72,7 @@ class RowTile(NamedTuple):
 
 
 class KeyCut(NamedTuple):
-    """How keys are cut: a constant of the kernels that attend.
+    """Says how keys are cut into tiles; it is a constant of the kernels that attend.
 
     block:      keys of a block.
     keys:       keys of a tile; a block takes one or more.
@@ -87,7 +87,8 @@ class KeyCut(NamedTuple):
 
 
 def padded_dim(head_dim: int, keys: torch.dtype) -> int:
-    """Elements of a row of a tile: at least those that a product takes. uint8: two elements a byte, or E4M3 codes."""
+    """Returns the elements of a row of a tile, at least as many as a product takes. keys: the dtype in memory; uint8 stands for
+    two elements a byte, or for E4M3 codes."""
     least = {torch.float8_e4m3fn: 32, torch.uint8: LEAST_SUM}.get(keys, 16)
     return max(next_power_of_two(head_dim), least)
 
@@ -102,10 +103,11 @@ def prefill_config(
     stored: bool = False,
     four_bits: bool = False,
 ) -> PrefillConfig:
-    """Tuned for 16 heads a group, head dim 128 and blocks of 128 on compute capability 9; the rest follows from memory.
+    """Chooses the tiles of a call. They are tuned for 16 heads a group, head dim 128 and blocks of 128 on compute capability 9;
+    elsewhere they follow from the sizes of memory.
 
-    major: of the compute capability. stored: whether keys are in a cache format, whose conversion takes registers. four_bits:
-    whether that format has two elements a byte.
+    major: the major compute capability. stored: whether keys are in a cache format, whose conversion takes registers.
+    four_bits: whether that format has two elements a byte.
     """
     dim = next_power_of_two(head_dim)
     shared = SHARED_BYTES.get(major, 99 << 10)
@@ -116,7 +118,7 @@ def prefill_config(
     wide = dim * element_bytes > 256
     union_rows = 64
     union_tokens = max(1, min(MAX_UNION_TOKENS, union_rows // heads))
-    full = union_tokens * heads >= 64  # fewer heads than two leave half a tile
+    full = union_tokens * heads >= 64  # A tile of one head a token is half full.
     union_keys = min(keys, 64 if full and (roomy or not (wide or stored)) else 32)
     union_warps = 8 if wide else 4 if full else 2
 
@@ -143,26 +145,28 @@ def prefill_config(
 
 
 FEW_LIST_BYTES = 64 << 20
+"""The lists of the KV-outer form for few queries take at most so many bytes."""
 FEW_READERS = 12
+"""A block is read by at most so many queries on average where that form is the faster one."""
 
 
 def few_queries(total_q: int, head_dim: int, topk: int, num_kv_heads: int, num_buckets: int) -> bool:
-    """Whether tiles that do not stay together take the KV-outer form for few queries. Measured: up to 12 queries a block on
-    average it is faster on them than the form for many."""
+    """Tells whether tiles that do not stay together take the KV-outer form for few queries: their lists fit, and few queries on
+    average read a block."""
     lists = total_q * num_kv_heads * num_buckets * 4
     return head_dim <= 128 and lists <= FEW_LIST_BYTES and total_q * topk <= FEW_READERS * num_buckets
 
 
 def few_union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> int:
-    """`union_limit` beside the form for few queries. Measured: up to one query a block that form wins on random and on
-    clustered selections, above it a union tile costs as much where it keeps three quarters of the blocks; -1: no tile."""
+    """Does for the form for few queries what `union_limit` does for the form for many. Up to one query a block that form serves
+    every tile (-1); above, a tile whose union has at most three quarters of its queries' blocks goes to the union kernel."""
     return -1 if queries_per_block <= 1 else topk * config.union_tokens * 3 // 4
 
 
 def union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> int:
-    """A tile whose queries select at most this many blocks together goes to the union kernel.
+    """Returns up to how many blocks the queries of a tile select together for the tile to go to the union kernel.
 
-    queries_per_block: how many queries read a block on average: reading the block costs a KV-outer program what 8 queries cost.
+    queries_per_block: how many queries read a block on average; to read it costs a KV-outer program as much as 8 queries.
     """
     gathered_steps = topk * config.union_tokens / config.outer_tokens
     return max(1, int(config.union_gain * gathered_steps * (1 + 8 / max(queries_per_block, 1e-3))))

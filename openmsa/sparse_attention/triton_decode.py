@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Sparse attention for a few new tokens a sequence: how it is cut into programs, and its one launch.
+"""This module cuts sparse attention for a few new tokens a sequence into programs, and launches it, once a call.
 
 The selected blocks of a token and KV head are split over programs, and the last program to arrive merges what all of them found
-(`openmsa.sparse_attention.triton_decode_kernel`). Bytes bound it: 2 * topk * block_size * head_dim elements a token and KV
-head. Outputs and plain keys are bfloat16 or float16.
+(`openmsa.sparse_attention.triton_decode_kernel`). Its time is that of reading 2 * topk * block_size * head_dim elements for
+each token and KV head. Outputs and plain keys are bfloat16 or float16.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from openmsa.sparse_attention.triton_decode_kernel import Shape, sparse_decode_k
 from openmsa.types import Layout
 
 MIN_KEYS = 256
-"""Keys of a program: fewer cost more in the merge than they save, unless half of the multiprocessors would idle."""
+"""A program has at least so many keys, as fewer cost more than they save, unless half of the multiprocessors would idle."""
 
 
 class Config(NamedTuple):
-    """How the work is cut, the constexpr CUT of kernels.
+    """Says how the work is cut; it is the constexpr CUT of the kernel.
 
     rows:      query heads of a program, padded.
     keys:      keys of a tile.
@@ -55,7 +55,7 @@ class Config(NamedTuple):
 
     @property
     def walks(self) -> int:
-        """The number of walks over keys that a program makes at a time."""
+        """Returns how many walks over keys a program makes at a time."""
         return self.num_warps if self.apart else 1
 
 
@@ -69,8 +69,8 @@ def configure(
     tokens: int, num_kv_heads: int, group: int, head_dim: int, topk: int, block_size: int, page_size: int, device: Device,
     form: int = 0,
 ) -> Config:  # fmt: skip
-    """Chooses tiles and splits, a pure function; page_size 0 means packed keys. Up to one program a multiprocessor streams best
-    with deep buffers and the widest tiles, two programs with two buffers each, three with narrow tiles."""
+    """Chooses tiles and splits; it is a pure function, and page_size 0 means packed keys. A program alone on a multiprocessor
+    streams best with deep buffers and the widest tiles, two programs with two buffers each, and three with narrow tiles."""
     rows, parts = row_tiles(group, head_dim)
     programs = max(tokens * num_kv_heads * parts, 1)
     three = 2 * device.num_sms < programs <= 3 * device.num_sms
@@ -93,9 +93,9 @@ def configure(
 
 
 def for_stored(config: Config, form: int, head_dim: int, alone: bool, device: Device) -> Config:
-    """Returns the configuration for rows in a stored format, with as many splits; a pure function. Warps walk apart where one
-    warp can hold the sums of all rows; otherwise they share tiles, narrow ones where wider ones spill. alone: at most one
-    program a multiprocessor, whose warps take tiles of NVFP4 in pairs, because no other program fills their waits."""
+    """Returns the configuration for rows in a stored format, with as many splits; it is a pure function. Warps walk apart where
+    one warp can hold the sums of all rows; otherwise they share tiles, narrow ones where wider ones spill. alone: whether a
+    multiprocessor has at most one program, whose warps take tiles of NVFP4 in pairs, as no other program fills their waits."""
     if config.rows > 16:
         return narrowed(config, 32 if device.arch < 90 else 64 if form == 3 else 128)
     if head_dim > 128:
@@ -136,19 +136,19 @@ def refuse(q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored 
 
 
 def _in_words(rows: Stored) -> bool:
-    """Whether rows can be read as 16-bit words."""
+    """Tells whether rows can be read as 16-bit words."""
     *outer, innermost = rows.data.stride()
     even = innermost == 1 and all(stride % 2 == 0 for stride in outer) and rows.data.storage_offset() % 2 == 0
     return even and rows.shape[-1] % 4 == 0
 
 
 def format_id(rows: Tensor | Stored) -> int:
-    """Returns `Form.format`."""
+    """Returns the number by which kernels know the format of rows, the field `format` of `Form`."""
     return FORMAT_IDS[rows.format] if isinstance(rows, Stored) else 0
 
 
 def padded_dim(head_dim: int, form: int) -> int:
-    """Returns `Shape.dim_pad`: a matrix instruction takes 16 words or more."""
+    """Returns the padded elements of a row, the field `dim_pad` of `Shape`: a matrix instruction takes 16 words or more."""
     return max(next_power_of_two(head_dim), {0: 16, 1: 32, 3: 64}[form])
 
 
@@ -181,8 +181,8 @@ def launch(
     pdl: bool = False,
 ) -> None:
     """Launches the kernel once. lengths: a `Layout`, or seq_lens int32 [batch] with exactly `queries` new tokens a sequence.
-    pdl: start before the kernel in front has ended and wait for it inside; of the inputs only `blocks` may come from kernels
-    launched since the last one that was launched without this attribute."""
+    pdl: whether to start before the kernel in front has ended and to wait for it inside; of the inputs only `blocks` may come
+    from kernels launched since the last one that was launched without this attribute."""
     first, second = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
     assert second is not None
     (keys, k_scales), (values, v_scales) = key_rows(first), key_rows(second)
@@ -232,7 +232,7 @@ def sparse_attention(
     return_lse: bool,
     config: Config | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Serves `openmsa.sparse_attention.sparse_attention`. config: how to cut the work; None: as `configure` says."""
+    """Does what `openmsa.sparse_attention.sparse_attention` says. config: how to cut the work; None: `configure` chooses."""
     keys, page_size = (k.k, k.page_size) if isinstance(k, PagedKV) else (k, 0)
     (total_q, num_q_heads, head_dim), num_kv_heads = q.shape, keys.shape[1]
     out = torch.empty((total_q, num_q_heads, head_dim), dtype=out_dtype(q), device=q.device)

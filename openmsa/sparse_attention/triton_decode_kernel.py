@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="assignment, misc"
 # ruff: noqa: RUF005 (kernels return from branches on constants and know no unpacking)
-"""The kernel of split decode attention: the walks over tiles of selected keys, plain and stored, and the merge of partials.
+"""This is the kernel of split decode attention: it walks tiles of selected keys, plain or stored, and merges partials.
 
 One program serves one query token, one KV head (the query heads of its group are the rows of the tile, padded to 16) and one
 share of the token's selected blocks. The selected blocks are one list of topk * block keys, cut into tiles. Where tiles lie
@@ -42,8 +42,8 @@ prmt.b32 t, $2, $2, 0x3131; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $1, a; }""")
 
 
 class Shape(NamedTuple):
-    """The sizes that kernels are compiled for, their constexpr SHAPE. group: query heads of a KV head; page: keys of a page, 0
-    for packed keys."""
+    """Holds the sizes that the kernel is compiled for, its constexpr SHAPE. group: query heads of a KV head; block: keys of a
+    block; page: keys of a page, 0 for packed keys."""
 
     group: int
     dim: int
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 @triton.jit
 def partial(partials, i_p, i_s, n_s, o_d, D: tl.constexpr, BM: tl.constexpr):
-    """Loads the partial [BM, DIM_PAD] of split i_s and its lse [BM]; from split n_s on zeros and -inf."""
+    """Loads the partial [BM, DIM_PAD] of split i_s and its lse [BM], which are zeros and -inf from split n_s on."""
     o_s = (i_p * n_s + i_s) * BM + tl.arange(0, BM)
     m_s = tl.full([BM], 1, tl.int1) & (i_s < n_s)
     b_lse = tl.load(partials.lse + o_s, mask=m_s, other=-float("inf"), cache_modifier=".cg")
@@ -153,7 +153,7 @@ def walk(
     for u in tl.range(0, tiles, num_stages=CUT.num_stages):
         p_k, p_v = p_k0, p_v0  # These point at the tile; offsets in it are 32 bits wide, so that an address is one addition.
         if CUT.lookup:
-            o_c = (i_s * CUT.tiles + u) * BN + o_n  # place in the list of selected keys
+            o_c = (i_s * CUT.tiles + u) * BN + o_n  # places in the list of selected keys
             b_key_id = tl.load(p_ids + (o_c // SHAPE.block) * s_slot, mask=o_c < SHAPE.topk * SHAPE.block, other=-1)
             m_n = (b_key_id >= 0) & (b_key_id < n_blocks)
             o_key = tl.where(m_n, b_key_id, 0) * SHAPE.block + o_c % SHAPE.block
@@ -262,8 +262,8 @@ def parts_of(words, FORM: tl.constexpr):
 
 @triton.jit
 def load_parts(p_q, m_r, s_dim, SHAPE: tl.constexpr, PARTS: tl.constexpr):
-    """Loads every PARTS-th element of the rows at p_q, from element 0, 1 .. on: PARTS tensors [rows, DIM_PAD // PARTS], as they
-    are stored."""
+    """Loads every PARTS-th element of the rows at p_q, from elements 0 to PARTS - 1 on: PARTS tensors [rows, DIM_PAD // PARTS],
+    as they are stored."""
     parts = ()
     for p in tl.static_range(PARTS):
         o_d = tl.arange(0, SHAPE.dim_pad // PARTS) * PARTS + p
@@ -283,7 +283,7 @@ def query_parts(parts, WALKS: tl.constexpr):
         b_most = tl.maximum(b_most, tl.abs(b_q))
     b_most = tl.max(b_most, 1)
     b_power = (b_most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    b_power = tl.where(b_power < 7.888609052210118e-31, 7.888609052210118e-31, b_power)  # 2**-100; infinity stays
+    b_power = tl.where(b_power < 7.888609052210118e-31, 7.888609052210118e-31, b_power)  # 2**-100; infinity stays infinite
     for p in tl.static_range(len(parts)):
         halves = halves + (per_walk((numbers[p] * (1024.0 / b_power)[:, None]).to(tl.float16), WALKS),)
     return halves, b_power * 0.0009765625
@@ -421,7 +421,7 @@ def sparse_decode_kernel(
     queries, num_pages, capacity, tiles,
     SHAPE: tl.constexpr, CUT: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (sequences * queries, KV heads * row tiles, splits).
+    """Attends, and merges partials, in a grid of (sequences * queries, KV heads * row tiles, splits) programs.
 
     q is `QueryRows`, k and v are `KeyRows`, blocks is `Selection`, table is `PageTable`, bounds is `Bounds`, out is `Output`,
     and partials is `Partials`. Lengths come from bounds.seq_lens, with `queries` tokens a sequence that are the last of its
@@ -435,10 +435,10 @@ def sparse_decode_kernel(
     FORMAT: tl.constexpr = FORM.format
     BY_PAGE: tl.constexpr = FORM.factor == 2
     ROW_TILES: tl.constexpr = (G + CUT.rows - 1) // CUT.rows
-    # 1. The program's token, heads and split, and how many keys the token sees.
+    # 1. The program finds its token, heads and split, and how many keys the token sees.
     i_b, i_q = tl.program_id(0) // queries, tl.program_id(0) % queries
     i_h, i_s = tl.program_id(1) // ROW_TILES, tl.program_id(2)
-    o_r = (tl.program_id(1) % ROW_TILES) * CUT.rows + tl.arange(0, CUT.rows)  # head in the group
+    o_r = (tl.program_id(1) % ROW_TILES) * CUT.rows + tl.arange(0, CUT.rows)  # heads in the group
     m_r = o_r < G
     o_d = tl.arange(0, SHAPE.dim_pad)
     if PDL:
@@ -459,10 +459,10 @@ def sparse_decode_kernel(
         last = n_k - end + i_t if bounds.q_offset is None else tl.load(bounds.q_offset + i_b) + i_q
     if PAGE:
         n_k = tl.minimum(n_k, capacity)
-    n_k = tl.minimum(n_k, last + 1)  # keys that the query sees; below 1: none
+    n_k = tl.minimum(n_k, last + 1)  # The query sees so many keys, none where this is below 1.
     n_blocks = (n_k + SHAPE.block - 1) // SHAPE.block
 
-    # 2. Queries and factors, which need no block ids, and the page table on its way.
+    # 2. Queries and factors, which need no block ids, are loaded, and the page table is fetched.
     p_q = q.data + i_t.to(tl.int64) * q.s_token + (i_h * G + o_r) * q.s_head
     if FORMAT == 0:
         b_q = tl.load(p_q[:, None] + o_d[None, :] * q.s_dim, mask=m_r[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, DIM_PAD]
@@ -477,14 +477,14 @@ def sparse_decode_kernel(
     if PAGE:
         p_table = table.ids + i_b.to(tl.int64) * table.s_sequence
     o_u = tl.arange(0, TILES)
-    if PDL and PAGE:  # index keys have driven the page table out of the cache
+    if PDL and PAGE:  # Index keys have driven the page table out of the cache.
         fetch_pages(p_table, table.s_page, tl.cdiv(tl.maximum(n_k, 0), PAGE))
     if PDL:  # Only `blocks` comes from the kernel in front.
         if FORMAT != 0:
             b_qs, b_row = query_parts(parts, CUT.walks)
         gdc_wait()
 
-    # 3. The walk over the tiles of this split.
+    # 3. The walk goes over the tiles of this split.
     b_first, b_page = o_u, o_u
     if not CUT.lookup:
         b_u = i_s * TILES + o_u
@@ -502,13 +502,13 @@ def sparse_decode_kernel(
         if BY_PAGE:
             i_page = b_home.to(tl.int64)
             k_f, v_f = factors(k, i_page, i_h, m_u), factors(v, i_page, i_h, m_u)
-        if not PDL:  # while the page table is read
+        if not PDL:  # The page table is read meanwhile.
             b_qs, b_row = query_parts(parts, CUT.walks)
         b_acc, b_m, b_z = walk_stored(
             b_qs, b_row * q_f, k, v, k_f, v_f, b_first, b_home, i_h, tiles, i_k0, n_k, scale, SHAPE, CUT, FORM
         )
 
-    # 4. The output, or a partial, which the last program of the token and head merges with the others.
+    # 4. The output is stored, or a partial, which the last program of the token and head merges with the others.
     p_out = out.rows + (i_t.to(tl.int64) * out.s_token + i_h * G * out.s_head)
     p_lse = out.lse
     if out.lse is not None:

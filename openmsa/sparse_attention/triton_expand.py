@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Stored keys and values as 16-bit numbers, for calls whose queries read every block many times.
+"""This kernel converts stored keys and values to 16-bit numbers, for calls whose queries read every block many times.
 
 KV-outer converts a block once for hundreds of queries, a union tile for a handful: there the conversion costs more than the
-bytes that it saves. So where many queries are to come and some tile stays together, all keys are converted once for the union
-kernel, which costs a few percent of the call. KV-outer reads the codes, and so does Hopper's own union kernel, which takes E4M3
-keys (gluon_sm90_union.py). Codes times group scales are exact in 16 bits; the float32 factors stay outside, as in the kernels
-that read codes.
+bytes that it saves. So where many queries read each block and some tile stays together, all keys are converted once for the
+union kernel, at a small part of the call's cost. KV-outer reads the codes, and so does Hopper's own union kernel, which takes
+E4M3 keys (gluon_sm90_union.py). Codes times group scales are exact in 16 bits; the float32 factors stay outside, as in the
+kernels that read codes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention.triton_keys import HeadRows, Keys, head_start, key_place, load_codes, numbers
 from openmsa.types import Layout
 
-MIN_READERS = 64  # queries that read a block on average; then expanding costs less than a tenth of the call
-ROWS = 64  # of a tile
-PROGRAMS = 512  # a head: enough to fill the largest GPU, few enough to end at once where nothing is wanted
+MIN_READERS = 64  # Where so many queries read a block on average, copies cost less than a tenth of the call.
+ROWS = 64  # A tile has so many keys.
+PROGRAMS = 512  # A head has so many programs: enough to fill a GPU, few enough to end at once where no copies are needed.
 
 
 class Copies(NamedTuple):
-    """Where numbers are written, ``[key heads, total, dim]`` each, contiguous. wanted: int32 [1], 0 where none are needed."""
+    """Holds where numbers are written, ``[key heads, total, dim]`` each, contiguous, and `wanted`, int32 [1], which is 0 where
+    none are needed."""
 
     k: Tensor
     v: Tensor
@@ -38,8 +39,8 @@ class Copies(NamedTuple):
 
 
 def expands(keys: Keys, query_dtype: torch.dtype, readers: float, workspace_bytes: int) -> bool:
-    """Whether all keys are converted first: for queries of 16 bits, many readers, and copies within the bound. A factor that
-    goes by page has no place in them."""
+    """Tells whether all keys are converted first: where queries have 16 bits, many read a block, and copies fit the workspace.
+    Copies have no place for factors of pages."""
     if not keys.stored or query_dtype not in (torch.float16, torch.bfloat16) or readers < MIN_READERS:
         return False
     return not keys.factors_by_page and 2 * query_dtype.itemsize * keys.total * keys.heads * keys.k.dim <= workspace_bytes
@@ -65,7 +66,8 @@ def expand_rows(
     V_FORM: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Grid (programs, heads); they share the tiles, ROWS neighbouring keys of a sequence and `row_tiles` a sequence."""
+    """Writes keys and values as numbers. In the grid (programs, heads) programs share the tiles of a head: ROWS neighbouring
+    keys of a sequence each, `row_tiles` in a sequence."""
     if tl.load(copies.wanted) == 0:
         return
     i_h = tl.program_id(1).to(tl.int64)
@@ -95,13 +97,13 @@ def expand_rows(
 
 
 def copies_of(keys: Keys, dtype: torch.dtype) -> Keys:
-    """Room for the same keys, packed, as numbers of a 16-bit dtype; sizes follow from bounds. A head's keys lie together, and
-    factors stay what they are."""
+    """Allocates room for the same keys, packed, as numbers of a 16-bit dtype; sizes follow from bounds. A head's keys lie
+    together, and factors stay what they are."""
     return Keys(_room(keys, keys.k, dtype), _room(keys, keys.v, dtype), keys.heads, dtype, keys.total, True)
 
 
 def _room(keys: Keys, view: KeyView, dtype: torch.dtype) -> KeyView:
-    """Room for the numbers of these keys or values, which nothing has written yet."""
+    """Allocates room for the numbers of these keys or values."""
     pool = torch.empty((1, keys.heads, keys.total, view.dim), dtype=dtype, device=view.rows.data.device)
     s_page, s_head, s_row, s_dim = pool.stride()
     rows = view.rows._replace(data=pool, s_page=s_page, s_head=s_head, s_row=s_row, s_dim=s_dim, scales=None)
@@ -110,7 +112,7 @@ def _room(keys: Keys, view: KeyView, dtype: torch.dtype) -> KeyView:
 
 
 def expand(keys: Keys, copies: Keys, seqs: Layout, wanted: Tensor) -> None:
-    """Fills the copies unless `wanted` (int32 [1], on the device) is 0. One launch, no host sync."""
+    """Fills the copies unless `wanted` (int32 [1], on the device) is 0, in one launch and without host sync."""
     k, v = copies.k.rows.data, copies.v.rows.data
     row_tiles = ceil_div(min(seqs.max_seqlen_k, keys.total), ROWS)
     launch_kernel(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""KV-outer for few queries: a block is read by one or a handful of them, and bytes bound the call.
+"""These kernels attend KV-outer where one or a few queries read a block, so that bytes bound the call; tensors are plain.
 
 Every (query, slot) has a place in its block's list, which has room for all queries of a sequence (`tile_lists`).
-`few_units`: a unit is up to TOKENS queries of one block; units are numbered block after block, from the front those whose
-queries see the whole block, from the back the others. `attend_few`: a fixed number of programs, each of which walks its share
-of the units in one flat loop over (unit, part of its block), so that the next keys are under way while these are multiplied.
-Each unit ends in partials, merged by `combine_outer`. Plain tensors only.
+`few_units` cuts the lists into units, up to TOKENS queries of one block each. Units are numbered block after block, from the
+front those whose queries see the whole block, from the back the others. `attend_few` has a fixed number of programs, each of
+which walks its share of the units in one flat loop over (unit, part of its block), so that the next keys are under way while
+these are multiplied. Each unit ends in partials, which `combine_outer` merges.
 The order within a list depends on timing; no result does, as the slot in the query's own row says where a partial goes.
 """
 
@@ -33,14 +33,15 @@ from openmsa.sparse_attention.triton_lists import (
 from openmsa.sparse_attention.triton_outer import combine, partials_of
 
 UNITS_AT_ONCE = 16
-"""Units of each block that a program writes at a time."""
+"""A program writes so many units of each block at a time."""
 
 _LENGTHS = ["batch", "search_steps", "num_buckets", "room", "unit_bound", "num_pages"]
 
 
 @triton.jit
 def _units_of(few, o_b, m_b, i_h, num_buckets, room, TOKENS: tl.constexpr):
-    """Queries, units and keys seen (0: all by all) of buckets."""
+    """Returns, of each of these buckets, its queries, its units, and the most keys that a query sees where not every query sees
+    the whole block, else 0."""
     count = tl.minimum(tl.load(few.counts + i_h * num_buckets + o_b, mask=m_b, other=0), room)
     seen = tl.load(few.partly + i_h * num_buckets + o_b, mask=m_b, other=0)
     return count, (count + TOKENS - 1) // TOKENS, seen
@@ -65,8 +66,8 @@ def few_units(
     BUCKETS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """One program a (KV head, BUCKETS neighbouring buckets)."""
-    # 1. The units of the buckets in front.
+    """Cuts the lists of blocks into units. A program serves a KV head and BUCKETS neighbouring buckets."""
+    # 1. The units of the buckets in front are counted.
     i_h = tl.program_id(0)
     front, back = 0, 0
     for start in range(0, tl.program_id(1) * BUCKETS, STEP):
@@ -76,7 +77,7 @@ def few_units(
         front += tl.sum(tl.where(seen == 0, own, 0), 0)
         back += tl.sum(tl.where(seen == 0, 0, own), 0)
 
-    # 2. The units of these buckets, and where each bucket's begin.
+    # 2. The units of these buckets are counted, which says where each bucket's begin.
     o_b = tl.program_id(1) * BUCKETS + tl.arange(0, BUCKETS)
     count, own, seen = _units_of(few, o_b, o_b < num_buckets, i_h, num_buckets, room, TOKENS)
     is_part = seen > 0
@@ -87,7 +88,7 @@ def few_units(
         tl.store(few.num_units + i_h * COUNT_FIELDS, front + tl.sum(own_front, 0))
         tl.store(few.num_units + i_h * COUNT_FIELDS + 1, back + tl.sum(own_back, 0))
 
-    # 3. What the units of a bucket have in common.
+    # 3. The fields that the units of a bucket have in common are found.
     i_b = sequence_of(bounds.cu_k, o_b, batch, search_steps, BLOCK)
     k_begin, k_end = tl.load(bounds.cu_k + i_b), tl.load(bounds.cu_k + i_b + 1)
     q_begin, q_end = tl.load(bounds.cu_q + i_b), tl.load(bounds.cu_q + i_b + 1)
@@ -100,7 +101,7 @@ def few_units(
         row = tl.minimum(tl.maximum(page, 0), num_pages - 1) * PAGE_SIZE + block * BLOCK % PAGE_SIZE
     seen = tl.where(is_part, seen, BLOCK)
 
-    # 4. The units.
+    # 4. The units are written.
     p_entries = few.entries + (i_h.to(tl.int64) * num_buckets + o_b) * room
     o_j = tl.arange(0, AT_ONCE)[None, :]
     shape: tl.constexpr = [BUCKETS, AT_ONCE]
@@ -129,8 +130,8 @@ def _walk(
     k_tma,
     v_tma,
     table,
-    partials,  # of this head
-    units,  # at the first unit of the share
+    partials,  # Partials of this head
+    units,  # the fields of the first unit of the share
     unit_entries,
     n_units,
     scale,
@@ -162,8 +163,8 @@ def _walk(
     o_head = (head * queries.s_head)[:, None] + o_d[None, :] * queries.s_dim
     o_within = (head * DIM)[:, None] + o_d[None, :]
 
-    # 1. The first unit. Queries are loaded a step ahead of their use (HOLD: only where a unit begins), their entries two steps
-    # ahead, a unit's fields one.
+    # 1. The first unit is loaded. Queries are loaded a step ahead of their use (with HOLD only where a unit begins), their
+    # entries two steps ahead, and a unit's fields one step.
     b_q = tl.zeros([TOKENS * HEADS, DIM_PAD], queries.data.dtype.element_ty)
     ahead, row = o_t, 0
     seen, block, i_b, k_len, position = 0, 0, 0, 0, 0
@@ -179,9 +180,9 @@ def _walk(
             k_len, position = tl.load(units + 4), tl.load(units + 5)
     acc, m_i, l_i = nothing_read(TOKENS * HEADS, DIM_PAD)
     for i in tl.range(0, n_units * STEPS, num_stages=STAGES):
-        # 2. Keys and values of this step.
+        # 2. Keys and values of this step are loaded.
         step = i % STEPS
-        o_key = step * KEYS + o_n  # within the block
+        o_key = step * KEYS + o_n  # places in the block
         if k_tma is not None:
             at = row + step * KEYS
             page = at // PAGE_SIZE if PAGE_SIZE > 0 else 0
@@ -205,7 +206,7 @@ def _walk(
             o_v = page * values.rows.s_page + at * values.rows.s_row
             b_k = tl.load(keys.data + o_k[:, None] + o_d[None, :] * keys.rows.s_dim, mask=m_kv, other=0.0)
             b_v = tl.load(values.data + o_v[:, None] + o_d[None, :] * values.rows.s_dim, mask=m_kv, other=0.0)
-        # 3. Logits, and the queries of the next step.
+        # 3. Logits are multiplied, and the queries of the next step loaded.
         b_a = (-b_q.to(tl.float32)).to(b_q.dtype) if NEGATIVE else b_q
         s = tl.dot(b_a, tl.trans(b_k))  # [ROWS, KEYS]
         m_next = (ahead >= 0) & m_head & (step == STEPS - 1) if HOLD else (ahead >= 0) & m_head
@@ -216,10 +217,10 @@ def _walk(
             reader = tl.load(unit_entries + i // STEPS * TOKENS + o_t)
             last_key = tl.minimum(position + reader // TOPK, k_len - 1) - block * BLOCK
             s = tl.where(o_key[None, :] <= tl.minimum(last_key, BLOCK - 1)[:, None], s, -float("inf"))
-        # 4. Softmax. In a new unit, what was gathered counts for nothing.
+        # 4. The softmax goes on. In a new unit it starts anew: what was gathered counts for nothing.
         p, m_i, l_i, shrink = online_step(s, tl.where(step == 0, LEAST, m_i), l_i, scale, scale, None)
         acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None])
-        # 5. The partials of a unit that ends here.
+        # 5. The partials of a unit that ends here are stored.
         if step == STEPS - 1:
             writer = tl.load(unit_entries + i // STEPS * TOKENS + o_t)
             o_row = (writer + writer // TOPK * ((num_kv_heads - 1) * TOPK)).to(tl.int64) * GROUP
@@ -227,7 +228,7 @@ def _walk(
             b_o = (acc * (1.0 / tl.maximum(l_i, 1e-30))[:, None]).to(partials.rows.dtype.element_ty)
             tl.store(partials.rows + (o_row * DIM)[:, None] + o_within, b_o, mask=m_row[:, None] & m_d[None, :])
             tl.store(partials.lse + o_row + head, m_i * scale + tl.log2(l_i), mask=m_row)
-        # 6. The next step's unit.
+        # 6. The fields of the next step's unit are loaded.
         p_unit = units + tl.minimum((i + 1) // STEPS, n_units - 1) * UNIT_FIELDS
         row = tl.load(p_unit)
         if MASKED:
@@ -245,26 +246,26 @@ def attend_few(
     v_tma,
     partials,  # Partials, rows [total_q, kv_heads, TOPK, group, dim]
     few,  # FewLists
-    scale,  # times log2(e), not negative
+    scale,  # the softmax scale times log2(e), not negative
     unit_bound,
     num_kv_heads,
     num_pages,
     TILE: tl.constexpr,  # RowTile
     CUT: tl.constexpr,  # KeyCut
     TOPK: tl.constexpr,
-    NEGATIVE: tl.constexpr,  # the scale's sign
+    NEGATIVE: tl.constexpr,  # whether the softmax scale is negative
     STAGES: tl.constexpr,
     HOLD: tl.constexpr,
 ):
-    """Grid (shares of the units, KV heads * parts of the group)."""
-    # 1. This program's share of the units.
+    """Attends to all units and writes their partials. The grid is (shares of the units, KV heads * parts of the group)."""
+    # 1. The program finds its share of the units.
     i_h, i_part = tl.program_id(1) // TILE.parts, tl.program_id(1) % TILE.parts
     i_p, n_p = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     n_front, n_back = tl.load(few.num_units + i_h * COUNT_FIELDS), tl.load(few.num_units + i_h * COUNT_FIELDS + 1)
     i_front, i_back = (i_p * n_front // n_p).to(tl.int32), (i_p * n_back // n_p).to(tl.int32)
     n_front, n_back = ((i_p + 1) * n_front // n_p).to(tl.int32) - i_front, ((i_p + 1) * n_back // n_p).to(tl.int32) - i_back
 
-    # 2. What it reads and writes of its head.
+    # 2. It finds what it reads and writes of its head.
     head = i_part * TILE.heads + tl.arange(0, TILE.tokens * TILE.heads) % TILE.heads
     q = queries.data + i_h * TILE.group * queries.s_head
     queries = QueryRows(q, queries.s_token, queries.s_head, queries.s_dim, None, 0)
@@ -273,7 +274,7 @@ def attend_few(
     lse = partials.lse + i_h.to(tl.int64) * TOPK * TILE.group
     partials = Partials(partials.rows + i_h.to(tl.int64) * TOPK * TILE.group * TILE.dim, lse)
 
-    # 3. Units whose queries see the whole block, then the others.
+    # 3. It attends to units whose queries see the whole block, then to the others.
     first = i_h.to(tl.int64) * unit_bound + i_front
     _walk(
         queries, k_head, v_head, k_tma, v_tma, table, partials,
@@ -289,7 +290,7 @@ def attend_few(
 
 
 def launch_few(call: PrefillCall, few: FewLists) -> None:
-    """Attention of the tiles that do not stay together: units, partials, merge."""
+    """Launches attention of the tiles that do not stay together: it cuts units, writes partials and merges them."""
     keys, plan, config = call.keys, call.plan, call.config
     launch_kernel(
         few_units,

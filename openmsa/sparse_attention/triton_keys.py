@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-
-"""Keys and values of the prefill kernels: packed tensors and paged pools, plain and in formats.
+"""This module lets the prefill kernels read keys and values, packed or paged, plain or in formats.
 
 A stored number is code * scale of its group * factor. Codes and scales of groups become exact 16-bit numbers where a tile is
 loaded; factors (float32: of the tensor, a head or a page; NVFP4's global scale) multiply logits and outputs.
@@ -27,18 +26,17 @@ from openmsa.sparse_attention.triton_config import PrefillConfig, padded_dim
 from openmsa.types import Layout
 
 Descriptors = tuple[TensorDescriptor | None, TensorDescriptor | None]
-"""TMA descriptors of keys and of values; both None where tiles are read by address."""
-
+"""These are TMA descriptors of keys and of values, both None where tiles are read by address."""
 
 SMALLEST_SCALE = tl.constexpr(1e-37)
-"""Masked logits are -inf times the scale and must stay -inf: a scale of 0 becomes one too small to matter."""
+"""A softmax scale of 0 becomes this number, too small to matter, so that masked logits, -inf times the scale, stay -inf."""
 
 
 class Products(NamedTuple):
-    """In which types tiles are multiplied: a constant of the kernels that attend.
+    """Says in which types tiles are multiplied; it is a constant of the kernels that attend.
 
-    qk:        of queries and keys.
-    v:         of weights and values.
+    qk:        type of queries and keys.
+    v:         type of weights and values.
     in_range:  whether bfloat16 queries are brought into float16's range first (`in_range`).
     """
 
@@ -48,18 +46,18 @@ class Products(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """K and V, laid out alike, as the kernels take them."""
+    """Holds K and V, laid out alike, as the kernels take them."""
 
     k: KeyView
     v: KeyView
     heads: int
-    dtype: torch.dtype  # of keys in memory; codes of e4m3 may be bytes
-    total: int  # bound on the keys of all sequences together
-    by_row: bool  # no block crosses pages
+    dtype: torch.dtype  # that of keys in memory; codes of e4m3 may be bytes
+    total: int  # a bound on the keys of all sequences together
+    by_row: bool  # whether no block crosses pages
 
     @classmethod
     def of(cls, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, seqs: Layout, block_size: int, native: bool) -> Keys:
-        """native: whether the GPU has a type for e4m3 codes; otherwise they are bytes."""
+        """Describes the k and v of a call. native: whether the GPU has a type for e4m3 codes; otherwise they are bytes."""
         if isinstance(k, PagedKV):
             pools, table = (k.k, k.v), k.page_table
             total, by_row = seqs.batch * min(seqs.max_seqlen_k, k.capacity), k.page_size % block_size == 0
@@ -71,35 +69,35 @@ class Keys(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        """Keys of a page, 0 where keys are packed."""
+        """Returns the keys of a page, 0 where keys are packed."""
         return self.k.page_size
 
     @property
     def stored(self) -> bool:
-        """Whether keys are codes of a format."""
+        """Tells whether keys are codes of a format."""
         return self.k.form.format != PLAIN
 
     @property
     def factors_by_page(self) -> bool:
-        """Whether a page has a factor of its own, of keys or of values."""
+        """Tells whether a page has a factor of its own, of keys or of values."""
         return PAGE_FACTOR in (self.k.form.factor, self.v.form.factor)
 
     @property
     def operands(self) -> tuple[KeyRows, KeyRows, PageTable]:
-        """Keys, values and the table of their pages."""
+        """Returns keys, values and the table of their pages as operands of a kernel."""
         return self.k.rows, self.v.rows, self.k.table
 
     @property
     def forms(self) -> dict[str, Form]:
-        """The constants that say how both are stored."""
+        """Returns the constants that tell a kernel how keys and values are stored."""
         return {"K_FORM": self.k.form, "V_FORM": self.v.form}
 
     def steps_by_row(self, config: PrefillConfig, block_size: int) -> bool:
-        """Whether a step of the union kernel reads neighbouring rows."""
+        """Tells whether a step of the union kernel reads neighbouring rows."""
         return self.by_row and block_size % config.union_keys == 0
 
     def descriptors(self, config: PrefillConfig, block_size: int) -> Descriptors:
-        """Descriptors of boxes of one step of the union kernel, where it may and can read them."""
+        """Returns descriptors of the boxes that a step of the union kernel reads, None where it may not or cannot read them."""
         if not config.union_tma or not self.steps_by_row(config, block_size) or self.k.form.split > 1:
             return None, None
         columns = padded_dim(self.k.dim, self.dtype)
@@ -108,7 +106,8 @@ class Keys(NamedTuple):
 
 
 class HeadRows(NamedTuple):
-    """Keys or values of one head inside a kernel: the `KeyRows` of all heads, and where this one's data and scales begin."""
+    """Holds keys or values of one head inside a kernel: the `KeyRows` of all heads, and where this head's data and scales
+    begin."""
 
     rows: Any
     data: Any
@@ -117,7 +116,7 @@ class HeadRows(NamedTuple):
 
 @functools.cache
 def products(q: torch.dtype, k: torch.dtype, k_form: Form, v_form: Form, union: bool) -> Products:
-    """The types in which the union kernel or KV-outer multiplies. q, k: in memory (uint8: codes).
+    """Chooses the types in which the union kernel or KV-outer multiplies. q, k: dtypes in memory (uint8: codes).
 
     Codes are multiplied as float16, which holds them exactly, or as they are where queries and keys are e4m3 and the GPU has
     the type. The union kernel converts keys in every step, where float16 costs a quarter of bfloat16, and brings its queries
@@ -137,7 +136,7 @@ def products(q: torch.dtype, k: torch.dtype, k_form: Form, v_form: Form, union: 
 
 @triton.jit
 def key_place(
-    position,  # int32 [n]: keys of one sequence
+    position,  # int32 [n]: positions of keys of one sequence
     m_key,
     first_row,  # packed row of the sequence's first key
     table_row,  # the sequence's row of the page table
@@ -145,7 +144,8 @@ def key_place(
     s_table_page,
     PAGE_SIZE: tl.constexpr,  # 0: packed keys
 ):
-    """int64 [n] each: page and row in it; a page id outside the pool is replaced by one inside. Packed keys are one page."""
+    """Returns the page of each key and its row in it, int64 [n] each; a page id outside the pool is replaced by one inside.
+    Packed keys are one page."""
     if PAGE_SIZE > 0:
         page = tl.load(table_row + position // PAGE_SIZE * s_table_page, mask=m_key, other=0)
         page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
@@ -158,7 +158,8 @@ def key_place(
 
 @triton.jit
 def row_place(row, PAGE_SIZE: tl.constexpr):
-    """int64 page and row in it of a key by its row in the packed tensor, or in the pool seen as num_pages * PAGE_SIZE rows."""
+    """Returns the page of a key and its row in it, int64, from its row in the packed tensor, or in the pool taken as num_pages
+    * PAGE_SIZE rows."""
     if PAGE_SIZE > 0:
         page, row = (row // PAGE_SIZE).to(tl.int64), (row % PAGE_SIZE).to(tl.int64)
     else:
@@ -169,8 +170,8 @@ def row_place(row, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def head_start(rows, i_h, FORM: tl.constexpr):
-    """Where the data and the scales of head i_h begin, for `HeadRows`. Scales in the 128x4 layout lie by row number, so they
-    begin where those of all heads do; 0 where there are none."""
+    """Returns where the data and the scales of head i_h begin, for `HeadRows`. Scales in the 128x4 layout lie by row number, so
+    they begin where those of all heads do; 0 stands for none."""
     i_h = i_h.to(tl.int64)
     if FORM.format != NVFP4:
         return rows.data + i_h * rows.s_head, 0
@@ -182,7 +183,7 @@ def head_start(rows, i_h, FORM: tl.constexpr):
 
 @triton.jit
 def factor_at(rows, i_h, page, BY_PAGE: tl.constexpr):
-    """Where the factor of a head lies, with BY_PAGE that of pages (int64, one or several)."""
+    """Returns where the factor of a head lies; with BY_PAGE, where those of the head's pages lie (int64, one or several)."""
     p_factor = rows.factor + i_h * rows.s_factor_head
     if BY_PAGE:
         p_factor += page * rows.s_factor_page
@@ -191,7 +192,7 @@ def factor_at(rows, i_h, page, BY_PAGE: tl.constexpr):
 
 @triton.jit
 def converted(x, TYPE: tl.constexpr):
-    """Plain numbers, or e4m3 codes (as float8, or as bytes where the GPU has no such type), as TYPE."""
+    """Converts plain numbers, or e4m3 codes (float8, or bytes where the GPU has no such type), to TYPE."""
     if x.dtype == tl.uint8:
         x = e4m3(x)
     elif x.dtype == tl.float8e4nv:
@@ -213,7 +214,8 @@ def load_codes(
     PAGE_SIZE: tl.constexpr,
     MASKED: tl.constexpr,  # False: every key exists
 ):
-    """Keys as they are stored, for `numbers`: [n, DIM_PAD], or half as many bytes and [n, DIM_PAD // 16] scales of groups."""
+    """Loads keys as they are stored, for `numbers`: [n, DIM_PAD], or half as many bytes and [n, DIM_PAD // 16] scales of
+    groups."""
     rows = head.rows
     o_row = page * rows.s_page + row * rows.s_row
     if FORM.format == NVFP4:
@@ -241,7 +243,7 @@ def load_codes(
 
 @triton.jit
 def numbers(b_x, b_g, FORM: tl.constexpr, TYPE: tl.constexpr):
-    """What `load_codes` returned as [n, DIM_PAD] numbers without their factor."""
+    """Converts what `load_codes` returned to numbers [n, DIM_PAD] without their factor."""
     if FORM.format == NVFP4:
         low, high = e2m1_pair(b_x)
         n: tl.constexpr = b_x.shape[0]

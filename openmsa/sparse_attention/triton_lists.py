@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Kernels that turn a selection into work: union lists of neighbouring queries, and the query list of each block.
+"""These kernels turn a selection into work: union lists of neighbouring queries, and the query list of each block.
 
 A tile is `TOKENS` neighbouring queries of one sequence. Tile i belongs to the last sequence b with
 ``cu_q[b] // TOKENS + b <= i``, so tiles need no list of their own (some are empty). Blocks are numbered the same way over
@@ -8,8 +8,8 @@ all sequences: block j of sequence b is bucket ``cu_k[b] // BLOCK + b + j``.
 
 A tile of which each head's union is small keeps its union list (ids ascending, membership bits); for the others each
 (query, slot) is an entry in its block's list. Lists of KV-outer belong to a segment, (query chunk, KV head), so that every
-size is bounded on the host: counts -> offsets -> entries and items, an item being up to `ITEM` queries of one block. Those
-for few queries (`triton_few`) have room for every query of a sequence and are written at once.
+size is bounded on the host: counts give offsets, and these entries and items, an item being up to `ITEM` queries of one block.
+Lists for few queries (`triton_few`) have room for every query of a sequence and are written at once.
 Their order within a list depends on timing; no result does, as the slot in the query's own row says where a partial goes.
 """
 
@@ -37,7 +37,7 @@ from openmsa.sparse_attention.triton_config import (
 from openmsa.sparse_attention.triton_keys import Descriptors, Keys
 from openmsa.types import Layout
 
-NO_REST, KV_OUTER, FEW = (tl.constexpr(i) for i in range(3))  # where tiles go that do not stay together
+NO_REST, KV_OUTER, FEW = (tl.constexpr(i) for i in range(3))  # They say where tiles go that do not stay together.
 TILE_FIELDS = tl.constexpr(4)
 """A tile is its first token, number of tokens, sequence, position of the first token."""
 SIZE_FIELDS = tl.constexpr(2)
@@ -49,20 +49,20 @@ UNIT_FIELDS = tl.constexpr(8)
 COUNT_FIELDS = tl.constexpr(2)
 """The units of a head are counted twice: those from the front, those from the back."""
 SCAN_STEP = 2048
-"""Buckets that a program adds up at a time."""
+"""A program adds up so many buckets at a time."""
 ALIGNED = 4
 """Lists begin at multiples of so many elements, so that their addresses are always of one alignment."""
 
 
 class UnionLists(NamedTuple):
-    """Tiles, and the union lists of those that stay together; int32.
+    """Holds the tiles, and the union lists of those that stay together; int32.
 
     tiles:      [num_tiles, TILE_FIELDS].
     sizes:      [num_tiles, key heads, SIZE_FIELDS].
     ids:        [num_tiles, key heads, capacity], block ids, ascending.
     rows:       the same shape: first key row of the block in k, where blocks do not cross pages.
-    bits:       the same shape: bit i: token i of the tile selected it.
-    has_union:  [1], 1 where some tile stays together, be it empty; None where nobody asks.
+    bits:       the same shape: bit i says that token i of the tile selected it.
+    has_union:  [1], 1 where some tile stays together, be it empty; None where no kernel reads it.
     """
 
     tiles: Tensor
@@ -74,11 +74,12 @@ class UnionLists(NamedTuple):
 
 
 class OuterLists(NamedTuple):
-    """Which queries read a block, for KV-outer; int32 where nothing else is said. A segment is a chunk of tiles and a key head.
+    """Says which queries read a block, for KV-outer; int32 where nothing else is said. A segment is a chunk of tiles and a key
+    head.
 
     counts:         [segments, num_buckets], queries a block.
     partly:         the same shape: not 0 where some query does not see all of the block.
-    slots:          int64 [total_q, key heads], bit i: slot i has a partial.
+    slots:          int64 [total_q, key heads], bit i says that slot i has a partial.
     ranks:          [total_q, key heads, topk], place in the block's list, -1: nothing to read.
     entries:        [segments, chunk.entries], token * topk + slot.
     entry_offsets:  [segments, num_buckets], where a block's list starts in its segment.
@@ -99,11 +100,11 @@ class OuterLists(NamedTuple):
 
 
 class FewLists(NamedTuple):
-    """Which queries read a block, where these are few; int32 where nothing else is said.
+    """Says which queries read a block, where these are few; int32 where nothing else is said.
 
     counts:        [key heads, num_buckets], queries a block.
     partly:        the same shape: the most keys that a query sees where not all see the whole block, else 0.
-    slots:         int64 [total_q, key heads], bit i: slot i has a partial.
+    slots:         int64 [total_q, key heads], bit i says that slot i has a partial.
     entries:       [key heads, num_buckets, room], token * topk + slot.
     units:         [key heads, units, UNIT_FIELDS].
     unit_entries:  [key heads, units, tokens], entries of a unit, -1 where there is none.
@@ -120,7 +121,8 @@ class FewLists(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Which work a call is. Tiles that do not stay together are KV-outer's, in one of its forms, unless there are none."""
+    """Holds the work of a call. Tiles that do not stay together go to KV-outer in one of its two forms; both are None where no
+    tile can."""
 
     union: UnionLists
     outer: OuterLists | None
@@ -128,12 +130,12 @@ class Lists(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Bounds of lists.
+    """Holds the bounds of lists.
 
-    max_blocks:   of a sequence; nothing is listed past them, whatever the lengths say.
+    max_blocks:   blocks of a sequence; nothing is listed past them, whatever the lengths say.
     union_limit:  blocks of a tile that stays together; -1: no tile stays together.
-    capacity:     of a union list.
-    room:         of a block's list for few queries.
+    capacity:     entries of a union list.
+    room:         entries of a block's list for few queries.
     """
 
     max_blocks: int
@@ -143,7 +145,7 @@ class Limits(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Bounds of a chunk of tiles, whose partials are held at a time: tiles; entries and items of each key head."""
+    """Holds the bounds of a chunk of tiles, whose partials are held at a time: tiles; entries and items of each key head."""
 
     tiles: int
     entries: int
@@ -151,7 +153,7 @@ class Chunk(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Sizes of one call, all known on the host."""
+    """Holds the sizes of one call, all known on the host."""
 
     group: int
     parts: int  # programs that share the heads of one group
@@ -164,7 +166,7 @@ class Plan(NamedTuple):
     num_chunks: int
     chunk: Chunk
     num_buckets: int
-    num_units: int  # of a head, for few queries
+    num_units: int  # units of a head, for few queries
     cuts: int  # partials of a block
     partial_dtype: torch.dtype
 
@@ -183,23 +185,24 @@ class Plan(NamedTuple):
         workspace_bytes: int,
         tuned: bool,
     ) -> Plan:
-        """path, partial_dtype, workspace_bytes: of the call. plain: neither queries nor keys are in a format. tuned: whether
-        union tiles go to Hopper's own kernel."""
+        """Computes the sizes from the arguments of the call. plain: whether neither queries nor keys are in a format. tuned:
+        whether union tiles go to Hopper's own kernel."""
         total_q, num_q_heads, head_dim = queries.data.shape
         tokens, group = config.union_tokens, num_q_heads // keys.heads
         num_buckets = buckets_of(keys, seqs, block_size)
         most = min(tokens * topk, seqs.num_blocks(block_size))
         num_tiles = ceil_div(total_q, tokens) + seqs.batch - 1
         readers = total_q * topk / num_buckets
-        query_bytes = num_q_heads * topk * head_dim * partial_dtype.itemsize  # of partials, for each cut of a block
+        query_bytes = num_q_heads * topk * head_dim * partial_dtype.itemsize  # a query's partials, for each cut of a block
         may_be_few = path == "auto" and plain and total_q * query_bytes <= workspace_bytes
         few = path == "few" or (may_be_few and few_queries(total_q, head_dim, topk, keys.heads, num_buckets))
         cuts = 1 if few else ceil_div(block_size, config.outer_keys)
         num_chunks = 1 if few else ceil_div(num_tiles, max(1, workspace_bytes // (tokens * cuts * query_bytes)))
         chunk_tiles = ceil_div(num_tiles, num_chunks)
         entries = chunk_tiles * tokens * topk
-        # Not of the chunk: but for the form for few queries, the workspace must not change which kernel serves a tile.
-        scarce = few or (tuned and readers <= FEW_READERS)  # Hopper's kernel walks a wide union in too few programs
+        # The limit does not depend on the chunk: except for the form for few queries, the workspace must not change which
+        # kernel serves a tile. Hopper's kernel walks a wide union in too few programs.
+        scarce = few or (tuned and readers <= FEW_READERS)
         limit = (few_union_limit if scarce else union_limit)(config, topk, readers)
         limit = {"union": most, "outer": 0, "few": -1}.get(path, limit)
         return cls(
@@ -221,41 +224,42 @@ class Plan(NamedTuple):
 
 
 class PrefillCall(NamedTuple):
-    """One call with its lists, ready for the kernels that attend."""
+    """Holds one call with its lists, ready for the kernels that attend."""
 
     queries: QueryRows
     keys: Keys
-    tma: Descriptors  # of the keys that the union kernel reads
+    tma: Descriptors  # those of the keys that the union kernel reads
     bounds: Bounds
     plan: Plan
     config: PrefillConfig
     lists: Lists
     result: Result
-    scale: float  # times log2(e), not negative
-    negative: bool  # the sign of the caller's scale
+    scale: float  # the absolute softmax scale times log2(e)
+    negative: bool  # whether the softmax scale is negative
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """Returns the number of sequences."""
         return self.bounds.cu_q.numel() - 1
 
     def row_tile(self, tokens: int) -> RowTile:
-        """Rows of so many queries."""
+        """Returns the rows of a tile of so many queries."""
         dim, plan = self.queries.data.shape[2], self.plan
         return RowTile(plan.group, self.config.heads, plan.parts, tokens, dim, padded_dim(dim, self.keys.dtype))
 
 
 def buckets_of(keys: Keys, seqs: Layout, block_size: int) -> int:
-    """Bound on the blocks of all sequences together, as they are numbered."""
+    """Returns a bound on the blocks of all sequences together, as they are numbered."""
     return ceil_div(keys.total, block_size) + seqs.batch - 1
 
 
 def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: PrefillConfig, flag: bool) -> Lists:
-    """The lists of a call, filled by one to three launches. keys: the union kernel's. flag: whether `has_union` is wanted."""
+    """Builds the lists of a call with one to three launches. keys: those that the union kernel reads. flag: whether `has_union`
+    is needed."""
     tile_heads, segments, total_q = plan.num_tiles * keys.heads, plan.num_chunks * keys.heads, plan.total_q
     room = tile_heads * plan.limits.capacity
     union_sizes = (plan.num_tiles * TILE_FIELDS.value, tile_heads * SIZE_FIELDS.value, room, room, room)
-    num_slots = 2 * total_q * keys.heads  # an int64 each
+    num_slots = 2 * total_q * keys.heads  # two elements make an int64
     num_counts = segments * plan.num_buckets if plan.rest != NO_REST.value else 0
     has_union: Tensor | None = None
     if num_counts or flag:
@@ -290,7 +294,7 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
 
 
 def _split(like: Tensor, *sizes: int) -> list[Tensor]:
-    """Tensors of at least so many elements, in one allocation, all aligned."""
+    """Returns tensors of at least so many elements each, in one allocation, all aligned."""
     rooms = [size + -size % ALIGNED for size in sizes]
     return list(like.new_empty(sum(rooms)).split(rooms))
 
@@ -354,13 +358,14 @@ _LENGTHS += ["max_blocks", "union_limit", "capacity", "room"]
 
 @triton.jit
 def _either(id_a, bits_a, id_b, bits_b):
-    """Scan step over sorted ids: the members seen so far of the run that ends here."""
+    """Combines two entries in a scan over sorted ids: the bits are the members so far of the run that ends here."""
     return id_b, tl.where(id_a == id_b, bits_a | bits_b, bits_b)
 
 
 @triton.jit
 def sequence_of(numbered, i, batch, search_steps, SIZE: tl.constexpr):
-    """The sequences of tiles of SIZE queries (numbered: cu_q) or of buckets of SIZE keys (cu_k); i is one number or several."""
+    """Finds the sequences of tiles of SIZE queries (numbered: cu_q) or of buckets of SIZE keys (cu_k); i is one number or
+    several."""
     low = i * 0
     high = low + batch - 1
     for _ in range(search_steps):
@@ -373,21 +378,21 @@ def sequence_of(numbered, i, batch, search_steps, SIZE: tl.constexpr):
 
 @triton.jit
 def position_of_token_zero(q_offset, i_b, q_begin, q_end, k_len):
-    """What is to be added to the numbers of packed queries of a sequence for their positions. q_offset None: they are the last
-    of the keys."""
+    """Returns what is added to the numbers of a sequence's packed queries to give their positions. Without q_offset the queries
+    are the last of the keys."""
     return k_len - q_end if q_offset is None else tl.load(q_offset + i_b) - q_begin
 
 
 @triton.jit
 def load_tile(tiles, i_tile):
-    """First token, number of tokens, sequence and position of the first token of a tile."""
+    """Loads the first token, number of tokens, sequence and position of the first token of a tile."""
     p_tile = tiles + i_tile * TILE_FIELDS
     return tl.load(p_tile), tl.load(p_tile + 1), tl.load(p_tile + 2), tl.load(p_tile + 3)
 
 
 @triton.jit
 def selected_at(selection, row, i_h, SLOTS: tl.constexpr):
-    """Where the block ids of rows of queries (int64) lie, [rows, SLOTS]."""
+    """Returns where the block ids of these queries (int64 rows) lie, [rows, SLOTS]."""
     o_s = tl.arange(0, SLOTS)
     return selection.ids + row[:, None] * selection.s_token + i_h * selection.s_head + o_s[None, :] * selection.s_slot
 
@@ -417,8 +422,8 @@ def tile_lists(
     PAGE_SIZE: tl.constexpr,  # 0: packed keys, or pages that blocks may cross
     REST: tl.constexpr,  # NO_REST, KV_OUTER or FEW
 ):
-    """One program a (tile, KV head): its union list, or its queries' places in the lists of their blocks."""
-    # 1. The tile.
+    """Writes the union list of a tile and KV head, one a program, or its queries' places in the lists of their blocks."""
+    # 1. The program finds its tile.
     i_tile = tl.program_id(0) // num_kv_heads
     i_h = tl.program_id(0) % num_kv_heads
     i_b = sequence_of(bounds.cu_q, i_tile, batch, search_steps, TOKENS)
@@ -434,7 +439,7 @@ def tile_lists(
         tl.store(p_tile + 2, i_b)
         tl.store(p_tile + 3, position)
 
-    # 2. The blocks that its queries selected and see.
+    # 2. It loads the blocks that the tile's queries selected and see.
     o_t, o_s = tl.arange(0, TOKENS), tl.arange(0, SLOTS)
     last_key = tl.minimum(position + o_t, k_end - k_begin - 1)  # [TOKENS]
     visible = tl.minimum(tl.where(last_key >= 0, last_key // BLOCK + 1, 0), max_blocks)
@@ -443,7 +448,7 @@ def tile_lists(
     b_ids = tl.load(selected_at(selection, row, i_h, SLOTS), mask=m_slot, other=-1)  # [TOKENS, SLOTS]
     m_read = (b_ids >= 0) & (b_ids < visible[:, None])
 
-    # 3. Their union: sorted by block, then token, each block's run ends where the next id differs.
+    # 3. It forms their union: sorted by block, then token, each block's run ends where the next id differs.
     NOTHING: tl.constexpr = 2147483647
     N: tl.constexpr = TOKENS * SLOTS
     keys = tl.where(m_read, b_ids * TOKENS + o_t[:, None], NOTHING)
@@ -456,7 +461,7 @@ def tile_lists(
     size = tl.sum(m_end.to(tl.int32), 0)
     _, bits = tl.associative_scan((ids, 1 << (keys % TOKENS)), 0, _either)
 
-    # 4. The list of a tile that stays together, or an entry in its block's list for each (query, slot).
+    # 4. It writes the list of a tile that stays together, or an entry in its block's list for each (query, slot).
     last_common = tl.min(tl.where(o_t < tokens, last_key, NOTHING), 0)
     whole = tl.sum((m_end & (ids * BLOCK + BLOCK - 1 <= last_common)).to(tl.int32), 0)
     o_list = (i_tile * num_kv_heads + i_h).to(tl.int64)
@@ -464,7 +469,7 @@ def tile_lists(
     tl.store(union.sizes + o_list * SIZE_FIELDS, tl.where(is_union, size, -1))
     tl.store(union.sizes + o_list * SIZE_FIELDS + 1, whole)
     if is_union:
-        if union.has_union is not None:  # thousands of programs would write to one address
+        if union.has_union is not None:  # The test keeps thousands of programs from one address.
             tl.store(union.has_union, 1, mask=(tokens > 0) & (tl.load(union.has_union) == 0))
         o_entry = o_list * capacity + place
         tl.store(union.ids + o_entry, ids, mask=m_end)
@@ -486,7 +491,7 @@ def tile_lists(
     elif REST == FEW:
         o_b = i_h * num_buckets + k_begin // BLOCK + i_b + tl.where(m_read, b_ids, 0)
         rank = tl.atomic_add(rest.counts + o_b, 1, mask=m_read, sem="relaxed")
-        m_read &= rank < room  # ids are distinct; were they not, nothing is written past the list
+        m_read &= rank < room  # Nothing is written past the list, even if ids are not distinct.
         tl.store(rest.entries + o_b.to(tl.int64) * room + rank, (first + o_t)[:, None] * TOPK + o_s[None, :], mask=m_read)
         first_last = tl.minimum(position - first + q_begin, k_end - k_begin - 1)  # the last key that every query sees
         seen = tl.minimum(last_key[:, None] - b_ids * BLOCK + 1, BLOCK)
@@ -503,7 +508,7 @@ def bucket_offsets(
     ITEM: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """One program a segment: prefix sums over its blocks."""
+    """Computes prefix sums over the blocks of a segment, one a program: where their entries and items start."""
     i_segment = tl.program_id(0)
     entries, items = 0, 0
     for start in range(0, num_buckets, STEP):
@@ -536,8 +541,8 @@ def fill_lists(
     BLOCK: tl.constexpr,
     ITEM: tl.constexpr,
 ):
-    """One program a (tile, KV head): writes the entries of a KV-outer tile, and the items that begin with them."""
-    # 1. The blocks of the tile, and its queries' places in their lists.
+    """Writes the entries of a KV-outer tile and KV head, one a program, and the items that begin with them."""
+    # 1. The blocks of the tile, and its queries' places in their lists, are loaded.
     i_tile = tl.program_id(0) // num_kv_heads
     i_h = tl.program_id(0) % num_kv_heads
     if tl.load(union.sizes + (i_tile * num_kv_heads + i_h) * SIZE_FIELDS) >= 0:
@@ -550,7 +555,7 @@ def fill_lists(
     m_read = rank >= 0  # [TOKENS, SLOTS]
     b_ids = tl.load(selected_at(selection, row, i_h, SLOTS), mask=m_read, other=0)
 
-    # 2. An entry for each of them.
+    # 2. An entry is written for each (query, slot).
     i_segment = (i_tile // chunk_tiles * num_kv_heads + i_h).to(tl.int64)
     o_b = i_segment * num_buckets + tl.load(cu_k + i_b) // BLOCK + i_b + b_ids
     begin = tl.load(outer.entry_offsets + o_b, mask=m_read, other=0)

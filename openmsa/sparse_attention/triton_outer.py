@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""KV-outer: one program an item, up to some hundred queries of one block. It holds the block's keys and values, gathers the
-queries a few at a time, and writes a partial for each (query, slot); a second kernel merges each query's partials.
+"""This is KV-outer attention: a program serves an item, up to some hundred queries of one block. It holds the block's keys and
+values, gathers the queries a few at a time, and writes a partial for each (query, slot); a second kernel merges each query's
+partials.
 
 The causal mask is applied only where some query in the block's list does not see the whole block. Rows of K and V past the last
 key that any query of the item sees are not loaded; those in front of it must be finite.
@@ -48,7 +49,7 @@ def attend_outer(
     bounds,  # Bounds
     tiles,
     outer,  # OuterLists
-    scale,  # times log2(e), not negative
+    scale,  # the softmax scale times log2(e), not negative
     i_chunk,
     chunk_tiles,
     chunk_entries,
@@ -62,10 +63,11 @@ def attend_outer(
     PRODUCTS: tl.constexpr,
     TOPK: tl.constexpr,
     ITEM: tl.constexpr,
-    NEGATIVE: tl.constexpr,  # the scale's sign
+    NEGATIVE: tl.constexpr,  # whether the softmax scale is negative
 ):
-    """One program a (item of the chunk, KV head, part of its group and cut of the block)."""
-    # 1. The item.
+    """Writes the partials of an item. A program serves an item of the chunk, a KV head, a part of its group and a cut of the
+    block."""
+    # 1. The program finds its item.
     GROUP: tl.constexpr = TILE.group
     HEADS: tl.constexpr = TILE.heads
     TOKENS: tl.constexpr = TILE.tokens
@@ -75,15 +77,15 @@ def attend_outer(
     KEYS: tl.constexpr = CUT.keys
     PAGE_SIZE: tl.constexpr = CUT.page_size
     CUTS: tl.constexpr = (BLOCK + KEYS - 1) // KEYS
-    ONE_PAGE: tl.constexpr = PAGE_SIZE > 0 and PAGE_SIZE % BLOCK == 0  # holds the block, which then has one factor
-    i_item = item_bound - 1 - tl.program_id(0)  # the newest blocks first: their lists, with their own queries, are the longest
+    ONE_PAGE: tl.constexpr = PAGE_SIZE > 0 and PAGE_SIZE % BLOCK == 0  # It holds the block, which then has one factor.
+    i_item = item_bound - 1 - tl.program_id(0)  # The newest blocks come first: their lists are longest.
     i_h = tl.program_id(1)
     i_part = tl.program_id(2) % TILE.parts
     i_cut = tl.program_id(2) // TILE.parts
     i_segment = (i_chunk * num_kv_heads + i_h).to(tl.int64)
     p_item = outer.items + (i_segment * item_bound + i_item) * ITEM_FIELDS
     begin, end, i_b, marked = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3)
-    # A list begins at 0 or later; past the last item, whatever it says. Named here, its load goes beside the count's.
+    # No list begins before 0; past the last item `begin` holds anything. To test it here puts its load beside the count's.
     if (i_item >= tl.load(outer.num_items + i_segment)) | (begin < 0):
         return
     entries = outer.entries + i_segment * chunk_entries
@@ -93,7 +95,7 @@ def attend_outer(
     q_begin, q_end = tl.load(bounds.cu_q + i_b), tl.load(bounds.cu_q + i_b + 1)
     position = position_of_token_zero(bounds.q_offset, i_b, q_begin, q_end, k_len)
 
-    # 2. Its first queries. Queries are loaded a step ahead of their use, entries two steps ahead.
+    # 2. It loads its first queries. Queries are loaded a step ahead of their use, entries two steps ahead.
     o_r, o_n, o_d = tl.arange(0, TOKENS * HEADS), tl.arange(0, KEYS), tl.arange(0, DIM_PAD)
     head = i_part * HEADS + o_r % HEADS
     m_d = o_d < DIM
@@ -105,7 +107,7 @@ def attend_outer(
     m_q = ((o_e < end) & (head < GROUP))[:, None] & m_d[None, :]
     b_q = tl.load(q + ((entry // TOPK).to(tl.int64) * queries.s_token)[:, None] + o_head, mask=m_q, other=0.0)
 
-    # 3. Where its keys lie, and the last one that any query sees.
+    # 3. It finds where its keys lie, and the last one that any query sees.
     is_masked = marked < 0
     block = tl.where(is_masked, -1 - marked, marked)
     last_of_item = block * BLOCK + BLOCK - 1
@@ -128,7 +130,7 @@ def attend_outer(
     else:
         page, row = key_place(key, m_key, k_begin, table_row, num_pages, table.s_page, PAGE_SIZE)
 
-    # 4. Keys and values. They and the first queries are on their way together; then codes are converted.
+    # 4. It loads keys and values, on their way together with the first queries; then codes are converted.
     b_k, b_gk = load_codes(k_head, page, row, m_key, i_h, num_kv_heads, K_FORM, DIM, DIM_PAD, PAGE_SIZE, True)
     b_v, b_gv = load_codes(v_head, page, row, m_key, i_h, num_kv_heads, V_FORM, DIM, DIM_PAD, PAGE_SIZE, True)
     if K_FORM.factor == 2 and not ONE_PAGE:
@@ -139,7 +141,7 @@ def attend_outer(
         value_scale = tl.load(factor_at(values, i_h, page, True), mask=m_key, other=0.0)  # [KEYS]
     elif V_FORM.factor > 0:
         v_scale = tl.load(factor_at(values, i_h, page, V_FORM.factor == 2))
-    if queries.factor is not None:  # one factor a row
+    if queries.factor is not None:  # There is one factor a row.
         p_factor = queries.factor + (i_h * GROUP + head) * queries.s_factor_head
         row_factor = tl.load(p_factor, mask=head < GROUP, other=1.0)
     b_k, b_v = tl.trans(numbers(b_k, b_gk, K_FORM, PRODUCTS.qk)), numbers(b_v, b_gv, V_FORM, PRODUCTS.v)
@@ -147,7 +149,7 @@ def attend_outer(
         is_masked = True
         key = tl.where(o_key < BLOCK, key, 2147483647)
 
-    # 5. Softmax of each query over the block. A partial's row is
+    # 5. It computes the softmax of each query over the block. A partial's row is
     # (((token of the chunk * heads + this head) * TOPK + slot) * CUTS + cut) * GROUP + head in the group.
     other_heads = (num_kv_heads - 1) * TOPK
     o_first = (i_h - first_token.to(tl.int64) * num_kv_heads) * TOPK * CUTS + i_cut
@@ -173,7 +175,7 @@ def attend_outer(
             s = tl.where(key[None, :] <= last_key[:, None], s, -float("inf"))
         m_i = tl.max(s, 1) * scale
         if CUTS > 1:
-            m_i = tl.where(m_i == -float("inf"), 0.0, m_i)  # a cut of the block that this query does not see
+            m_i = tl.where(m_i == -float("inf"), 0.0, m_i)  # The query sees nothing of this cut of the block.
         p = tl.exp2(s * scale - m_i[:, None])
         l_i = tl.sum(p, 1)
         inverse = 1.0 / (tl.maximum(l_i, 1e-30) if CUTS > 1 else l_i)
@@ -185,7 +187,7 @@ def attend_outer(
         o_row = (entry + entry // TOPK * other_heads).to(tl.int64) * (CUTS * GROUP)
         m_o = m_row[:, None] & m_d[None, :]
         p_o = o_part + (o_row * DIM)[:, None] + o_within
-        tl.store(p_o, o.to(o_part.dtype.element_ty), mask=m_o, cache_modifier=".cs")  # queries stay in the L2 cache
+        tl.store(p_o, o.to(o_part.dtype.element_ty), mask=m_o, cache_modifier=".cs")  # Queries stay in the L2 cache.
         tl.store(lse_part + o_row + head, m_i + tl.log2(l_i), mask=m_row)
         b_q, entry, ahead = b_next, ahead, after
 
@@ -193,7 +195,7 @@ def attend_outer(
 @triton.jit(do_not_specialize=["first_tile"])
 def combine_outer(
     partials,  # Partials of `attend_outer` or of `attend_few`
-    slots,  # int64 [total_q, kv_heads], bit i: slot i has a partial
+    slots,  # int64 [total_q, kv_heads], where bit i says that slot i has a partial
     union,  # UnionLists
     result,  # Result
     first_tile,
@@ -203,8 +205,8 @@ def combine_outer(
     TOPK: tl.constexpr,
     CUTS: tl.constexpr,
 ):
-    """Grid ((tile, KV head) of the chunk, part of the group, programs that share a tile's queries). Slots in order, so that
-    the sum is always the same."""
+    """Merges the partials of each query. The grid is ((tile, KV head) of the chunk, part of the group, programs that share a
+    tile's queries). Slots are added in order, so that the sum is always the same."""
     GROUP: tl.constexpr = TILE.group
     HEADS: tl.constexpr = TILE.heads
     DIM: tl.constexpr = TILE.dim
@@ -229,7 +231,7 @@ def combine_outer(
         token = first + in_tile
         filled = tl.load(slots + token.to(tl.int64) * num_kv_heads + i_h, mask=m_row, other=0)
         local = (token - first_of_chunk).to(tl.int64)
-        o_p = (local * num_kv_heads + i_h) * PARTIALS * GROUP + head  # of slot 0
+        o_p = (local * num_kv_heads + i_h) * PARTIALS * GROUP + head  # the partial of slot 0
 
         m_i = tl.full([ROWS], -float("inf"), tl.float32)
         for i_0 in range(0, PARTIALS, UNROLL):
@@ -255,7 +257,7 @@ def combine_outer(
 
 
 def partials_of(call: PrefillCall, tokens: int) -> Partials:
-    """Room for the partials of so many queries."""
+    """Allocates room for the partials of so many queries."""
     plan = call.plan
     rows = tokens * call.keys.heads * plan.topk * plan.cuts * plan.group
     lse = call.result.lse
@@ -265,7 +267,7 @@ def partials_of(call: PrefillCall, tokens: int) -> Partials:
 def combine(
     call: PrefillCall, partials: Partials, slots: Tensor, first_tile: int, num_tiles: int, shares: int, num_warps: int
 ) -> None:
-    """Merges the partials of so many tiles. shares: programs that share the queries of a tile."""
+    """Launches the merge of the partials of so many tiles. shares: programs that share the queries of a tile."""
     config, plan, heads = call.config, call.plan, call.keys.heads
     launch_kernel(
         combine_outer,
@@ -285,7 +287,7 @@ def combine(
 
 
 def launch_outer(call: PrefillCall, outer: OuterLists) -> None:
-    """Attention of the tiles that do not stay together, a chunk at a time."""
+    """Launches attention of the tiles that do not stay together, a chunk at a time."""
     keys, plan, config = call.keys, call.plan, call.config
     partials = partials_of(call, plan.chunk.tiles * config.union_tokens)
     tile = call.row_tile(config.outer_tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`sparse_attention` for many queries, in Triton: union tiles where neighbours select alike, KV-outer for the rest.
+"""This module runs `sparse_attention` for many queries, in Triton: union tiles where neighbours select alike, else KV-outer.
 
 The choice is made on the device, tile by tile; nothing is read on the host, and every size follows from shapes, `Layout`
 bounds and arguments. See triton_lists.py, triton_union.py and triton_outer.py.
@@ -29,7 +29,7 @@ from openmsa.sparse_attention.triton_outer import launch_outer
 from openmsa.sparse_attention.triton_union import launch_union
 from openmsa.types import Layout
 
-WORKSPACE_BYTES = 2 << 30  # partials held at a time
+WORKSPACE_BYTES = 2 << 30  # The partials held at a time take at most so many bytes.
 PATHS = ("auto", "few", "union", "outer")
 
 
@@ -48,14 +48,14 @@ def sparse_attention(
     workspace_bytes: int = WORKSPACE_BYTES,
     config: PrefillConfig | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `openmsa.sparse_attention.sparse_attention`.
+    """Does what `openmsa.sparse_attention.sparse_attention` says.
 
     path:             "union" or "outer" sends every tile to that kernel; "few" is KV-outer in the form for few queries (plain
                       tensors only); "auto": each where it is faster.
-    partial_dtype:    of KV-outer's partial outputs; None: the output's.
+    partial_dtype:    dtype of KV-outer's partial outputs; None: the output's.
     workspace_bytes:  bound on the partial outputs held at a time (lists and lse add a few percent), at least one tile's; and on
                       the copies of stored keys as 16-bit numbers ("auto", many queries; E4M3 keys on Hopper need none).
-    config:           None: `prefill_config`.
+    config:           tile shapes; None: those of `prefill_config`.
 
     A key that a query does not read gets weight 0 but may be multiplied by it: of a block that some query of a sequence reads,
     K and V rows up to the position of the sequence's last query must be finite. All others may hold NaN.
@@ -73,23 +73,23 @@ def sparse_attention(
         out.zero_(), lse.fill_(-torch.inf)
         return (out, lse) if return_lse else out
 
-    # 1. Which kernel serves the tiles that stay together, and what it reads.
+    # 1. The kernel for tiles that stay together is chosen, and what it reads.
     readers = q.shape[0] * blocks.shape[2] / buckets_of(keys, seqs, block_size)
     tile = (q.shape[2], q.shape[1] // keys.heads, block_size, device.arch // 10)
     tuned = None
     if config is None and path in ("auto", "union"):
         tuned = _tuned(queries, keys, prefill_config(*tile), block_size)
-    copies = None  # of stored keys, for Triton's union kernel: Hopper's own and KV-outer read them as they are
+    copies = None  # Triton's union kernel reads stored keys as copies; Hopper's own and KV-outer read them as they are.
     if path == "auto" and tuned is None and keys.stored and expands(keys, queries.data.dtype, readers, workspace_bytes):
         copies = copies_of(keys, queries.data.dtype)
     converted = keys.stored and tuned is None and copies is None
     if path == "auto" and converted and not keys.dtype == queries.data.dtype == torch.float8_e4m3fn:
-        path = "outer"  # which converts a block once; the union kernel loses more by converting than it gains
+        path = "outer"  # KV-outer converts a block once; the union kernel loses more by converting than it gains.
     if config is None:
         four_bits = converted and keys.k.form.format == NVFP4
         config = prefill_config(*tile, 2 if keys.stored else keys.dtype.itemsize, converted, four_bits)
 
-    # 2. The work, tile by tile.
+    # 2. The work is listed, tile by tile.
     scale = max(abs(softmax_scale) * math.log2(math.e), SMALLEST_SCALE.value)
     bounds = Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset)
     plan = Plan.of(
@@ -101,10 +101,10 @@ def sparse_attention(
     if copies is not None and lists.union.has_union is not None:
         expand(keys, copies, seqs, lists.union.has_union)
 
-    # 3. Attention.
+    # 3. The kernels attend.
     tma: Descriptors = (None, None)
     if (plan.limits.union_limit >= 0 and tuned is None) or lists.few is not None:
-        tma = (copies or keys).descriptors(config, block_size)  # few queries never have copies
+        tma = (copies or keys).descriptors(config, block_size)  # Few queries never have copies.
     call = PrefillCall(queries, keys, tma, bounds, plan, config, lists, Result(out, lse), scale, softmax_scale < 0)
     if plan.limits.union_limit >= 0 and tuned is not None:
         tuned(call)
@@ -118,7 +118,7 @@ def sparse_attention(
 
 
 def _tuned(queries: QueryRows, keys: Keys, config: PrefillConfig, block_size: int) -> Callable[[PrefillCall], None] | None:
-    """The launch of Hopper's own union kernel where it serves, else None. Plain keys never ask for its module."""
+    """Returns the launch of Hopper's own union kernel where it serves, else None. For plain keys its module is not imported."""
     if not keys.stored or not runs_hopper_kernels(queries.data.device):
         return None
     from openmsa.sparse_attention import gluon_sm90_union

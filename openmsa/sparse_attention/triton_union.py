@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Union tiles: neighbouring queries against the union of their blocks, membership masked, online softmax, no partials.
+"""This kernel attends in union tiles: neighbouring queries read the union of their blocks, and a mask holds each query's own.
 
 A key that another query of the tile reads and this one does not has weight exactly 0 here, but it is multiplied: rows of K
 and V that some query of the tile reads must be finite. Rows that none reads are not loaded.
@@ -36,13 +36,13 @@ def _load_step(
     head, tma, page, at, m_key, i_h, num_kv_heads,
     FORM: tl.constexpr, TYPE: tl.constexpr, TILE: tl.constexpr, CUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of a step as numbers [keys, dim_pad], through the copy engine where `tma` is given. With MASKED each key
-    has its page and row; without, the first one's, behind which the others lie."""
+    """Loads keys or values of a step as numbers [keys, dim_pad], through the copy engine where `tma` is given. With MASKED page
+    and row are those of each key; without, those of the first key, behind which the others lie."""
     if tma is not None:
         b_x = converted(tl.reshape(tma.load([page, i_h, at, 0]), [CUT.keys, TILE.dim_pad]), TYPE)
     else:
         o_n = tl.arange(0, CUT.keys)
-        if not MASKED and FORM.format == NVFP4:  # whose scales may lie by row number
+        if not MASKED and FORM.format == NVFP4:  # Its scales may lie by row number.
             at += o_n.to(tl.int64)
             page += at * 0
         elif not MASKED:
@@ -60,13 +60,13 @@ def _load_step(
 def _span(
     state,  # sums of weighted values, greatest logits, sums of weights
     b_q,
-    scales,  # one number twice, or one a row: [ROWS] and [ROWS, 1]
-    seen,  # token of each row, the last key that it sees, and the last one that any row sees
+    scales,  # the scale of logits as one number twice, or one a row: [ROWS] and [ROWS, 1]
+    seen,  # the token of each row, the last key that it sees, and the last one that any row sees
     keys,  # HeadRows
     values,
     k_tma,
     v_tma,
-    entries,  # ids, rows and bits of the union list
+    entries,  # where ids, rows and bits of the union list lie
     begin,
     end,
     first_row,
@@ -83,7 +83,7 @@ def _span(
     MASKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The state after entries [begin, end) of a union list. MASKED: keys may lie past block, sequence or query."""
+    """Returns the state after entries [begin, end) of a union list. MASKED: keys may lie past block, sequence or query."""
     BLOCK: tl.constexpr = CUT.block
     KEYS: tl.constexpr = CUT.keys
     STEPS: tl.constexpr = (BLOCK + KEYS - 1) // KEYS
@@ -98,8 +98,8 @@ def _span(
         block = tl.load(p_ids + begin)
         row = tl.load(p_rows + begin)
     for i in tl.range(begin * STEPS, end * STEPS, num_stages=STAGES):
-        # 1. Where the keys of this step lie.
-        o_key = i % STEPS * KEYS + o_n  # within the block
+        # 1. Keys and values of this step are found and loaded.
+        o_key = i % STEPS * KEYS + o_n  # places in the block
         i_next = tl.minimum((i + 1) // STEPS, end - 1)
         m_key = o_key >= 0
         if k_tma is not None:
@@ -114,21 +114,21 @@ def _span(
             page, at = row_place(row + i % STEPS * KEYS, CUT.page_size)
         b_k = _load_step(keys, k_tma, page, at, m_key, i_h, num_kv_heads, K_FORM, PRODUCTS.qk, TILE, CUT, MASKED)
         b_v = _load_step(values, v_tma, page, at, m_key, i_h, num_kv_heads, V_FORM, PRODUCTS.v, TILE, CUT, MASKED)
-        # 2. Logits; those of keys past block, sequence or query are -inf.
+        # 2. Logits are multiplied; those of keys past block, sequence or query are -inf.
         s = tl.dot(b_q, tl.trans(b_k))  # [ROWS, KEYS]
         if K_FORM.factor == 2:
             p_factor = factor_at(keys.rows, i_h, tl.cast(page, tl.int64), True)
             s *= tl.load(p_factor, mask=m_key, other=1.0)[None, :] if MASKED else tl.load(p_factor)
         if MASKED:
             s = tl.where((o_key < BLOCK)[None, :] & (position[None, :] <= last_key[:, None]), s, -float("inf"))
-        # 3. Softmax of the rows whose query selected the block.
+        # 3. The softmax goes on in the rows whose query selected the block.
         m_member = ((bits >> token) & 1) != 0  # [ROWS]
         p, m_i, l_i, shrink = online_step(s, m_i, l_i, scales[0], scales[1], m_member)
         if V_FORM.factor == 2:
             p_factor = factor_at(values.rows, i_h, tl.cast(page, tl.int64), True)
             p *= tl.load(p_factor, mask=m_key, other=0.0)[None, :] if MASKED else tl.load(p_factor)
         acc = tl.dot(p.to(PRODUCTS.v), b_v, acc * shrink[:, None])
-        # 4. The next step's entry.
+        # 4. The next step's entry is loaded.
         bits = tl.load(p_bits + i_next)
         if MASKED:
             block = tl.load(p_ids + i_next)
@@ -148,7 +148,7 @@ def attend_union(
     result,  # Result
     cu_k,
     union,  # UnionLists
-    scale,  # times log2(e), not negative
+    scale,  # the softmax scale times log2(e), not negative
     num_kv_heads,
     num_pages,
     capacity,
@@ -157,11 +157,11 @@ def attend_union(
     K_FORM: tl.constexpr,
     V_FORM: tl.constexpr,
     PRODUCTS: tl.constexpr,
-    NEGATIVE: tl.constexpr,  # the scale's sign
+    NEGATIVE: tl.constexpr,  # whether the softmax scale is negative
     STAGES: tl.constexpr,
 ):
-    """One program a (tile, KV head, part of its group)."""
-    # 1. The tile, and whether it stays together.
+    """Attends with the queries of a union tile. A program serves a tile, a KV head and a part of its group."""
+    # 1. The program finds its tile, and returns unless it stays together.
     HEADS: tl.constexpr = TILE.heads
     ROWS: tl.constexpr = TILE.tokens * HEADS
     i_list = tl.program_id(0) // TILE.parts
@@ -176,7 +176,7 @@ def attend_union(
     k_begin = tl.load(cu_k + i_b)
     k_len = tl.load(cu_k + i_b + 1) - k_begin
 
-    # 2. Its queries, as factors of products with keys.
+    # 2. It loads the tile's queries as factors of products with keys.
     o_r, o_d = tl.arange(0, ROWS), tl.arange(0, TILE.dim_pad)
     token = o_r // HEADS
     head = i_part * HEADS + o_r % HEADS
@@ -188,7 +188,7 @@ def attend_union(
     b_q = tl.load(p_q, mask=m_q, other=0.0)
     if K_FORM.factor == 1:
         scale = tl.maximum(scale * tl.load(factor_at(keys, i_h, 0, False)), SMALLEST_SCALE)
-    # A row of scales: of the queries, and where bfloat16 queries meet keys that are exact in float16, to their range.
+    # Each row has a scale: that of its queries, and what brings bfloat16 queries into float16's range, in which keys are exact.
     if queries.factor is not None:
         p_factor = queries.factor + head * queries.s_factor_head
         scale = tl.maximum(scale * tl.load(p_factor, mask=m_row, other=1.0), SMALLEST_SCALE)  # [ROWS]
@@ -200,7 +200,7 @@ def attend_union(
     ROW_SCALE: tl.constexpr = (queries.factor is not None) or PRODUCTS.in_range
     scales = (scale, scale[:, None] if ROW_SCALE else scale)
 
-    # 3. Blocks that all of them see whole, then the others.
+    # 3. It walks blocks that all these queries see whole, then the others.
     seen = (token, tl.minimum(position + token, k_len - 1), tl.minimum(position + tokens - 1, k_len - 1))
     p_k, p_ks = head_start(keys, i_h, K_FORM)
     p_v, p_vs = head_start(values, i_h, V_FORM)
@@ -223,7 +223,7 @@ def attend_union(
         num_pages, i_h, num_kv_heads, TILE, CUT, K_FORM, V_FORM, PRODUCTS, True, 1,
     )  # fmt: skip
 
-    # 4. The result.
+    # 4. It stores the result.
     inverse = inverse_sums(l_i)
     if V_FORM.factor == 1:
         inverse *= tl.load(factor_at(values, i_h, 0, False))
@@ -232,7 +232,7 @@ def attend_union(
 
 
 def launch_union(call: PrefillCall) -> None:
-    """Attention of the tiles that stay together."""
+    """Launches attention of the tiles that stay together."""
     keys, plan, config = call.keys, call.plan, call.config
     launch_kernel(
         attend_union,
