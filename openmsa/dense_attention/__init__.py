@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Attention over every visible key: the baseline, dense layers, short contexts, and per-block maximum scores."""
+"""This stage attends to every visible key: as the baseline, in dense layers, on short contexts, and for a block's max scores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dense_attention(
     impl: str = "auto",
     check: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Softmax attention of every query over all keys it sees.
+    """Computes softmax attention of every query over all keys that it sees.
 
     q, k, v, seqs, softmax_scale, block_size, impl, check: as in `openmsa.sparse_attention`.
     causal:            True: a query sees the keys at or before its position (`Sequences.q_offset` moves it); False: all keys
@@ -50,7 +50,7 @@ def dense_attention(
 
 
 class DenseCall(NamedTuple):
-    """The checked arguments of `dense_attention`."""
+    """Holds the checked arguments of `dense_attention`."""
 
     q: Tensor | Stored
     k: Tensor | Stored | PagedKV
@@ -88,13 +88,13 @@ def check_dense(
 
 
 def chosen_results(out: Tensor | None, lse: Tensor | None, max_score: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-    """What a call returns: the results that are not None, in order; one alone without a tuple."""
+    """Returns the results that are not None, in order: several as a tuple, one alone as it is."""
     results = tuple(result for result in (out, lse, max_score) if result is not None)
     return results[0] if len(results) == 1 else results
 
 
 TRITON_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "nvfp4")}
-"""The formats that the kernel takes (v has that of k): a new one is named here."""
+"""The kernel takes these formats of q and of k; v has the format of k."""
 
 
 def _refuse_triton(call: DenseCall) -> str | None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""`dense_attention` on CPU over PyTorch's fused kernel: keys before the first query unmasked, the rest causal, merged."""
+"""This module runs `dense_attention` on CPU with PyTorch's fused kernel, which takes keys before the first query unmasked and
+the rest causal; both results are merged."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from openmsa.kv_cache.rows import Rows
 from openmsa.kv_cache.stored import out_dtype, rows_of, wide_dtype
 from openmsa.types import Layout
 
-SPLIT_KEYS = 16384  # few queries: the fused kernel works in parallel over heads and queries only, so keys are split too
-DEQUANTIZED_KEYS = 2048  # of a format, held as numbers at a time
+SPLIT_KEYS = 16384  # Keys are split beside few queries, as the fused kernel works in parallel over heads and queries only.
+DEQUANTIZED_KEYS = 2048  # So many keys of a format are held as numbers at a time.
 
 
 def dense_attention(
@@ -33,7 +34,7 @@ def dense_attention(
     return_max_score: bool,
 ) -> Tensor | tuple[Tensor, ...]:
     """Does what `openmsa.dense_attention.dense_attention` says."""
-    if not causal:  # every query stands behind the last key
+    if not causal:  # Every query is placed behind the last key.
         seqs = replace(seqs, q_offset=seqs.k_lens())
     out = lse = max_score = None
     if return_out or return_lse:
@@ -55,8 +56,8 @@ def _attend(
     out = torch.zeros(total_q, heads, dim, dtype=out_dtype(q))
     lse = torch.full((total_q, heads), -torch.inf, dtype=wide_dtype(q))
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
-        q0 -= min(offset, 0)  # queries before position 0 see nothing
-        prefix = min(max(offset, 0), k_len)  # keys that all queries see
+        q0 -= min(offset, 0)  # Queries before position 0 see nothing.
+        prefix = min(max(offset, 0), k_len)  # All queries see so many keys.
         if q0 >= q1 or not k_len:
             continue
         pages = k.page_table[b] if isinstance(k, PagedKV) else None
@@ -78,7 +79,7 @@ def _attend(
 
 
 def _read(rows: tuple[Rows, Rows], first: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [first, stop) of all heads, ``[kv_heads, stop - first, dim]``: views where packed and plain."""
+    """Returns keys and values [first, stop) of all heads, ``[kv_heads, stop - first, dim]``; packed plain ones are views."""
     keys, values = (
         rows_of(r.rows, slice(r.start + first, r.start + stop), dtype=dtype).to(dtype).transpose(0, 1)
         if r.pages is None
@@ -89,9 +90,9 @@ def _read(rows: tuple[Rows, Rows], first: int, stop: int, dtype: torch.dtype) ->
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """PyTorch's flash kernel: q, k, v ``[batch, heads, len, dim]``, causal from the top left; out and lse."""
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # it takes rows for dense
-    if scale == 0:  # and scales for positive
+    """Calls PyTorch's flash kernel for q, k, v ``[batch, heads, len, dim]``, causal from the top left; returns out and lse."""
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # The kernel assumes that rows are dense
+    if scale == 0:  # and that the scale is positive.
         out, lse = _fused(torch.zeros_like(q, dtype=torch.float64), k.double(), v.double(), 1.0, causal)
         return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
     if scale < 0:
@@ -100,13 +101,13 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))  # one KV head serves its group
+    k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))  # One KV head serves its group.
     return _fused(q, k, v, scale, True)
 
 
 def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     kv_heads, group, q_len, dim = q.shape
-    rows = q.reshape(kv_heads, 1, group * q_len, dim)  # the group's heads are rows of one product
+    rows = q.reshape(kv_heads, 1, group * q_len, dim)  # The group's heads are rows of one product.
     splits = max(1, k.shape[1] // SPLIT_KEYS) if group * q_len <= 64 else 1
     length = k.shape[1] // splits
     tail = slice(length * splits, None)
@@ -121,7 +122,7 @@ def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Te
 
 
 def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Partial results over disjoint keys: out ``[..., dim]`` and lse ``[...]`` each."""
+    """Merges partial results over disjoint keys: out ``[..., dim]`` and lse ``[...]`` each."""
     if len(parts) == 1:
         return parts[0]
     logs = torch.stack([lse for _, lse in parts])

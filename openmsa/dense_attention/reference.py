@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`dense_attention` in plain PyTorch: the specification."""
+"""This module is the specification of `dense_attention`, in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tiles and splits of the dense kernel, chosen by a pure function."""
+"""Pure functions choose the tiles and splits of the dense kernel here."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import next_power_of_two
 
 MAX_SPLITS = 64
-MIN_SHARE = 4  # spans of keys that are worth a program
-LONGEST_WALK = 1 << 16  # keys a program may have to walk where a batch holds sequences of very different lengths
+MIN_SHARE = 4  # A program has at least so many spans of keys.
+LONGEST_WALK = 1 << 16  # Splits keep a program's walk to so many keys where a batch holds sequences of very different lengths.
 
 NO_FACTOR, HEAD_FACTOR, PAGE_FACTOR, GROUPS, SWIZZLED, GROUP_WORDS, SWIZZLED_WORDS = range(7)
-"""The forms of what multiplies stored keys or values: nothing, a factor of each head, a factor of each page, or scales of
+"""These forms say what multiplies stored keys or values: nothing, a factor of each head, a factor of each page, or scales of
 groups of elements, linear or in the 128x4 layout, read a byte at a time or, in the last two forms, in words of four groups."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """rows: (token, head) pairs a program; keys: keys a tile; splits: programs that share the keys of a tile of rows.
-    qk8: whether E4M3 queries and keys are multiplied as they are; otherwise stored numbers become float16 first.
+    """Says how a call is cut. rows: (token, head) pairs a program; keys: keys a tile; splits: programs that share the keys of a
+    tile of rows. qk8: whether E4M3 queries and keys are multiplied as they are; otherwise stored numbers become float16 first.
     """
 
     rows: int
@@ -34,8 +34,9 @@ class Config:
     qk8: bool = False
 
     def stages_rows(self, stored: bool, half: bool, arch: int) -> bool:
-        """Whether queries pass through memory once they are converted (see `openmsa.dense_attention.triton_kernel`). stored:
-        whether queries or keys have a format; half: whether the queries are float16."""
+        """Tells whether queries pass through memory once they are converted, as the matrix unit reads loaded rows from shared
+        memory, and computed rows fill registers. stored: whether queries or keys have a format; half: whether queries are
+        float16."""
         return arch == 90 and self.rows >= 64 and stored and not half and not self.qk8
 
 
@@ -52,13 +53,13 @@ def configure(
     query_format: str = "plain",
     max_score: bool = False,
 ) -> Config:
-    """Tiles and split for one regime. A pure function. max_score: whether products are a result; those that Hopper's matrix
-    unit makes of E4M3 numbers are off by up to 3e-4 of the largest, and float16 makes them then."""
+    """Chooses tiles and splits; it is a pure function. max_score: whether products are a result, made in float16 then, because
+    Hopper's matrix unit makes products of E4M3 numbers that are off by up to 3e-4 of the largest."""
     pairs, roomy, stored = max_seqlen_q * group, device.shared_bytes > 128 * 1024, key_format != "plain"
-    if pairs <= 32:  # bound by bytes: one program a multiprocessor with deep buffers
+    if pairs <= 32:  # Bytes bound the call: a multiprocessor has one program with deep buffers.
         keys = 64 if head_dim <= 128 else 32
         config, resident = Config(16 if pairs <= 16 else 32, keys, 1, 4, 4 if roomy else 3), 1
-        if stored and roomy:  # bound by conversions too: two programs, one loading while the other converts
+        if stored and roomy:  # Conversions bound it too: one of two programs loads while the other converts.
             config, resident = replace(config, keys=2 * keys, num_stages=3), 2
     elif head_dim <= 128 and device.arch == 90 and pairs >= 512:
         config, resident = Config(128, 64, 1, 4, 3 if stored else 2), 2
@@ -74,19 +75,19 @@ def configure(
 
 
 def padded_dim(head_dim: int, key_format: int) -> int:
-    """Elements of a row of a tile: a power of two, and at least those that a product sums. key_format: of `FORMAT_IDS`."""
+    """Returns the elements of a row of a tile: a power of two, at least what a product sums. key_format: one of `FORMAT_IDS`."""
     return max(next_power_of_two(head_dim), LEAST_SUM if key_format == FORMAT_IDS["nvfp4"] else 16)
 
 
 class Cut(NamedTuple):
-    """How rows and keys are cut into tiles, which the kernel has compiled in.
+    """Says how rows and keys are cut into tiles; the kernel is compiled for it.
 
     group:      query heads that share a KV head; neighbouring rows of a tile are heads of one group.
-    rows, keys: those of a tile.
+    rows, keys: rows and keys of a tile.
     span:       keys that make one tile or, where they are more than `keys`, all tiles of one block.
     blocks:     blocks in a tile that holds several.
     page_size:  keys in a page; 0 where keys are packed.
-    dim:        elements of a row, padded to `dim_pad`.
+    dim:        elements of a row, which are padded to `dim_pad`.
     """
 
     group: int
@@ -101,15 +102,15 @@ class Cut(NamedTuple):
     @classmethod
     @functools.lru_cache(256)
     def of(cls, config: Config, group: int, dim: int, page_size: int, key_format: int, block_size: int | None) -> Cut:
-        """key_format: one of `FORMAT_IDS`. block_size: None without max scores."""
+        """Computes the cut of a call. key_format: one of `FORMAT_IDS`. block_size: None without max scores."""
         span, blocks = spans(config.keys, block_size)
         return cls(group, config.rows, config.keys, span, blocks, page_size, dim, padded_dim(dim, key_format))
 
 
 class Forms(NamedTuple):
-    """How keys and values are stored and multiplied, which the kernel has compiled in.
+    """Says how keys and values are stored and multiplied; the kernel is compiled for it.
 
-    format:       of both, one of `FORMAT_IDS`.
+    format:       the format of both, one of `FORMAT_IDS`.
     keys, values: the form of what multiplies them, one of the constants above.
     qk8:          whether E4M3 queries and keys are multiplied as they are.
     """
@@ -121,8 +122,8 @@ class Forms(NamedTuple):
 
 
 def spans(keys: int, block_size: int | None) -> tuple[int, int]:
-    """Keys a span and blocks a tile: without max scores (block_size None) a span is a tile; with them tiles keep to blocks,
-    several blocks a tile where they divide it, else one block a span of one or more tiles."""
+    """Returns keys a span and blocks a tile: without max scores (block_size None) a span is a tile; with them tiles keep to
+    blocks, several blocks a tile where they divide it, else one block a span of one or more tiles."""
     if block_size is None:
         return keys, 1
     return (keys, keys // block_size) if keys % block_size == 0 else (block_size, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Dense attention in Triton: prefill, short queries on a long prefix, and decode, by one kernel.
+"""This module runs dense attention in Triton: one kernel serves prefill, short queries on a long prefix, and decode.
 
 A tile's rows are (query token, head of the group) pairs of one sequence and KV head, tokens outermost, so that a key is read
 once for the whole group and any group size fills the tile. Where the rows alone do not fill the GPU the keys are split over
@@ -78,12 +78,12 @@ def dense_attention(
 
 
 class Operand(NamedTuple):
-    """Keys or values as the kernel takes them.
+    """Holds keys or values as the kernel takes them.
 
     pool:   ``[num_pages, heads, page_size, columns]``; packed rows are one page.
-    rows:   the same with their strides, scales and factors.
+    rows:   the pool with its strides, scales and factors.
     format: one of `FORMAT_IDS`.
-    form:   that of what multiplies them, one of the constants of `openmsa.dense_attention.triton_config`.
+    form:   the form of what multiplies them, one of the constants of `openmsa.dense_attention.triton_config`.
     """
 
     pool: Tensor
@@ -93,7 +93,7 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor | Stored | None, native: bool) -> Operand:
-        """Packed ``[total, heads, dim]`` or a pool. native: whether the GPU knows E4M3; otherwise its bytes are passed."""
+        """Describes packed ``[total, heads, dim]`` or a pool. native: whether the GPU knows E4M3, else its bytes are passed."""
         assert rows is not None
         if isinstance(rows, E4M3):
             pool = _pool(codes(rows.data, native))
@@ -111,8 +111,8 @@ class Operand(NamedTuple):
 
 
 def _groups(rows: NVFP4, scales: Tensor) -> tuple[int, tuple[int, int, int, int]]:
-    """The form of scales of groups, and their strides from page to page, head, key and group: bytes, words or, in the 128x4
-    layout, rows of scales. They are read four at a time where a tile's row holds four and they lie so."""
+    """Returns the form of scales of groups, and their strides from page to page, head, key and group, in bytes, in words or, in
+    the 128x4 layout, in rows of scales. They are read four at a time where a tile's row holds four and they lie so."""
     words = rows.shape[-1] > 32 and scales.data_ptr() % 4 == 0
     if rows.layout == "linear":
         page, head, row, group = _strides(_pool(scales))
@@ -124,17 +124,17 @@ def _groups(rows: NVFP4, scales: Tensor) -> tuple[int, tuple[int, int, int, int]
 
 
 def codes(data: Tensor, native: bool) -> Tensor:
-    """E4M3 data, as bytes unless `native`."""
+    """Returns E4M3 data, as bytes unless `native`."""
     return data if native else data.view(torch.uint8)
 
 
 def _pool(rows: Tensor) -> Tensor:
-    """Gives packed rows as one page, and a pool as it is."""
+    """Returns packed rows as one page, and a pool as it is."""
     return pool_of(rows) if rows.dim() == 3 else rows
 
 
 def _strides(pool: Tensor) -> tuple[int, int, int, int]:
-    """Strides from page to page, head to head, row to row and column to column."""
+    """Returns the strides from page to page, head to head, row to row and column to column."""
     page, head, row, column = pool.stride()
     return page, head, row, column
 
@@ -152,7 +152,7 @@ def _launch(
     block_size: int,
     results: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
-    """results: out, lse and max_score as they are allocated; None where nobody wants one."""
+    """Launches the kernel once. results: out, lse and max_score as they are allocated; None where one is not returned."""
     out, lse, max_score = results
     (_, heads, head_dim), (num_pages, num_kv_heads, page_rows, _) = q.shape, keys.pool.shape
     group = heads // num_kv_heads
@@ -200,7 +200,7 @@ def _launch(
 
 
 def _queries(q: Tensor | Stored, native: bool) -> QueryRows:
-    """native: whether the GPU knows E4M3."""
+    """Describes queries to the kernel. native: whether the GPU knows E4M3."""
     if isinstance(q, E4M3):
         rows = codes(q.data, native)
         token, head, dim = rows.stride()
@@ -211,6 +211,6 @@ def _queries(q: Tensor | Stored, native: bool) -> QueryRows:
 
 
 def _output(out: Tensor | None, lse: Tensor | None) -> Output:
-    """The results that are not None, whose elements and heads lie side by side."""
+    """Describes the results that are not None to the kernel; elements of out, and heads of lse, lie side by side."""
     token, head = (0, 0) if out is None else (out.stride(0), out.stride(1))
     return Output(out, token, head, 1, lse, 0 if lse is None else lse.stride(0), 1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 # ruff: noqa: RUF005 (the compiler drops a branch only where an else stands; kernels know no unpacking)
-"""The dense kernel: one tile of (query token, head of the group) rows walks its keys, or its share of them.
+"""This is the dense kernel: a program holds one tile of (query token, head of the group) rows and walks keys, all or a share.
 
 Keys and values are loaded as they are stored and become numbers in registers; every conversion is exact. A stored operand
 becomes float16: E4M3 codes are float16 numbers, and so is an E2M1 code times its E4M3 scale (at most six significant bits from
@@ -21,7 +21,7 @@ from openmsa.kv_cache.triton_numbers import E4M3, NVFP4, PLAIN, e4m3, swizzled_b
 from openmsa.primitives.softmax import LN_2
 
 GROUP_UNIT = tl.constexpr(256.0)
-"""What rows of groups are multiplied with in the end: their elements are kept 2**8 times smaller."""
+"""Elements of rows with groups are kept so many times smaller, and products with them multiplied by it in the end."""
 WHOLE = tl.constexpr(32768.0)
 """Weights, at most 1, are kept so many times larger in float16, so that small ones stay normal numbers."""
 WHOLE_LOG2 = tl.constexpr(15.0)
@@ -44,7 +44,8 @@ shl.b32 e, b, 5;  and.b32 e, e, 0x0E000E00;  shl.b32 s, b, 8;  and.b32 s, s, 0x8
 
 
 class HeadRows(NamedTuple):
-    """Keys or values of one head inside the kernel: all rows, where those of the head start, and the TMA descriptor or None."""
+    """Holds keys or values of one head inside the kernel: the rows of all heads, where those of this head start, and the TMA
+    descriptor or None."""
 
     rows: Any
     p_head: Any
@@ -52,9 +53,9 @@ class HeadRows(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """The rows of a tile inside the kernel: the factors of products [rows, dim], which rows exist, the last key that each one
-    sees, what makes raw products of their products (a number a row or None), what makes logits to base 2 of them, and where
-    their maximum scores go or None."""
+    """Holds the rows of a tile inside the kernel: the factors of products [rows, dim], which rows exist, the last key that each
+    one sees, what turns their products into raw products (a number a row or None) and what turns them into logits to base 2,
+    and where their maximum scores go or None."""
 
     b_q: Any
     m_row: Any
@@ -65,8 +66,8 @@ class TileRows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The state of an online softmax: each row's largest logit, sum of weights and weighted sum of values; the sums count in
-    units of the largest page factor so far."""
+    """Holds the state of an online softmax: each row's largest logit, sum of weights and weighted sum of values; that last sum
+    counts in units of b_unit, the largest page factor so far."""
 
     b_m: Any
     b_z: Any
@@ -85,7 +86,7 @@ def e4m3_half(codes):
 
 @triton.jit
 def key_offsets(i_page, i_row, o_n, s_page, s_row, ONE: tl.constexpr):
-    """Gives the offsets of the keys of a tile: from row i_row of one page, or each key in a page and row of its own."""
+    """Returns the offsets of the keys of a tile: from row i_row of one page, or each key in a page and row of its own."""
     if ONE:
         return i_page.to(tl.int64) * s_page + i_row.to(tl.int64) * s_row + o_n * s_row
     else:
@@ -129,8 +130,8 @@ def load_groups(
 
 @triton.jit
 def e2m1_halves(packed):
-    """Gives both elements of each byte, float16 times 2**-14: sign and three bits go where a float16 has them. The instructions
-    do for four bytes what the expressions, which the interpreter takes, do for one."""
+    """Returns both elements of each byte, float16 times 2**-14: sign and three bits go where a float16 has them. The
+    instructions do for four bytes what the expressions, which the interpreter takes, do for one."""
     if INTERPRETED:
         codes = packed.to(tl.uint16)
         low = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.float16, bitcast=True)
@@ -215,7 +216,7 @@ def walk(
     CUT: tl.constexpr, FORMS: tl.constexpr, SOFTMAX: tl.constexpr, OUT: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
     POSITIVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gives the `Sums` of a `TileRows` after tiles [i_lo, i_hi) of the keys, and stores maximum scores on the way. p_table:
+    """Returns the `Sums` of a `TileRows` after tiles [i_lo, i_hi) of the keys, and stores maximum scores on the way. p_table:
     where the sequence's row of the page table starts."""
     PAGE: tl.constexpr = CUT.page_size
     SPAN: tl.constexpr = CUT.span
@@ -235,7 +236,7 @@ def walk(
         i_next = i_lo // C * SPAN + i_lo % C * BN
         i_next_page = tl.load(p_table + (i_next // PAGE) * s_table, mask=i_lo < i_hi, other=0)
     for i in tl.range(i_lo, i_hi, num_stages=STAGES):
-        # 1. Which keys the tile holds, and in which page.
+        # 1. The keys of the tile, and their page, are found.
         i_first = (i // C) * SPAN + (i % C) * BN
         o_key = i_first + o_n
         m_n = o_key < n_k
@@ -253,7 +254,7 @@ def walk(
         else:
             i_page = i_k0 * 0
             i_row = i_k0 + i_first
-        # 2. Their products with the rows.
+        # 2. They are multiplied with the rows.
         b_k = load_tile(keys, i_page, i_row, o_n, m_n, i_h, CUT, FORMAT, FORMS.keys, ONE, TMA, MASKED)
         if FORMAT == E4M3 and not FORMS.qk8:
             b_k = e4m3_half(b_k)
@@ -263,7 +264,7 @@ def walk(
             b_s *= b_factor if ONE else b_factor[None, :]
         if MASKED:
             m_s = m_n[None, :] & (o_key[None, :] <= b_last[:, None])
-        # 3. Their maxima a block.
+        # 3. The maximum products of each block are stored.
         if p_max is not None:
             b_x = tl.where(b_s == b_s, b_s, -float("inf"))
             if MASKED:
@@ -281,7 +282,7 @@ def walk(
                     b_x = tl.where(b_x > -float("inf"), b_x * b_raw, b_x)
                 tl.store(p_max + i // C, b_x, mask=m_r & (i // C < num_blocks))
         if SOFTMAX:
-            # 4. Their weights: exponentials of logits less the largest so far.
+            # 4. Weights are the exponentials of logits less the largest logit so far.
             if MASKED or not POSITIVE:
                 b_s *= b_logit if b_raw is None else b_logit[:, None]
                 if MASKED:
@@ -296,7 +297,7 @@ def walk(
             b_old = tl.exp2(b_m - (b_safe + SHIFT))
             b_z = b_z * b_old + tl.sum(b_p, 1)
             b_m = b_m_new
-            # 5. The sum of their values. Factors of pages are divided by the largest so far: weights stay at most WHOLE.
+            # 5. Weighted values are added. Factors of pages are divided by the largest so far: weights stay at most WHOLE.
             if OUT:
                 if FORMS.values == PAGE_FACTOR:
                     b_factor = page_factors(values.rows, i_page, i_h, m_n, i_first < n_k, ONE)
@@ -316,7 +317,7 @@ def walk(
 
 @triton.jit
 def load_partial(partials, i_p, i_s, n_s, splits, o_d, CUT: tl.constexpr, OUT: tl.constexpr):
-    """Loads one partial [rows, dim_pad] and its lse [rows]; past the last one zeros and -inf."""
+    """Loads one partial [rows, dim_pad] and its lse [rows], which are zeros and -inf past the last one."""
     BM: tl.constexpr = CUT.rows
     o_s = (i_p * splits + i_s) * BM + tl.arange(0, BM)
     m_s = tl.full([BM], 1, tl.int1) & (i_s < n_s)
@@ -330,7 +331,7 @@ def load_partial(partials, i_p, i_s, n_s, splits, o_d, CUT: tl.constexpr, OUT: t
 
 @triton.jit
 def merge(partials, i_p, n_s, splits, o_d, CUT: tl.constexpr, OUT: tl.constexpr):
-    """Gives the weighted sum [rows, dim_pad] of the first n_s partials, their greatest lse and the sum of weights [rows]. As
+    """Returns the weighted sum [rows, dim_pad] of the first n_s partials, their greatest lse and the sum of weights [rows]. As
     many as registers hold are read at once."""
     BM: tl.constexpr = CUT.rows
     BD: tl.constexpr = CUT.dim_pad
@@ -382,14 +383,14 @@ def dense_kernel(
                 blocks of scores lie side by side.
     key_box, value_box: TMA descriptors of the same keys and values, or None.
     staged:     memory for a row of 16 bits a query and head, through which converted queries pass; or None.
-    scale:      of logits, times log2(e). POSITIVE: it is more than 0.
+    scale:      the softmax scale times log2(e). POSITIVE: whether it is more than 0.
     CUT, FORMS: `Cut` and `Forms` of `openmsa.dense_attention.triton_config`.
     """
     BM: tl.constexpr = CUT.rows
     BN: tl.constexpr = CUT.keys
     BD: tl.constexpr = CUT.dim_pad
     SPAN: tl.constexpr = CUT.span
-    # 1. Which rows the program has; those that see the most keys come first.
+    # 1. The program finds its rows; those that see the most keys come first.
     i_b, i_m = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     i_h, i_s = tl.program_id(1), tl.program_id(2)
     i_q0 = tl.load(bounds.cu_q + i_b)
@@ -407,9 +408,9 @@ def dense_kernel(
     m_r = o_t < n_q
     o_d = tl.arange(0, BD)
 
-    # 2. Which tiles of keys it walks: without masks up to i_full, which every row sees, then up to i_hi.
-    n_all = n_k  # keys that every row sees
-    n_any = n_k  # keys that some row sees
+    # 2. It finds the tiles of keys to walk: without masks up to i_full, which every row sees, then up to i_hi.
+    n_all = n_k  # number of keys that every row sees
+    n_any = n_k  # number of keys that some row sees
     b_last = tl.full([BM], 0, tl.int32) + (n_k - 1)
     if CAUSAL:
         b_last = tl.minimum(b_last, i_position + o_t)
@@ -422,7 +423,7 @@ def dense_kernel(
         i_full = n_all // BN
     i_lo = 0
     i_hi = n_spans * C
-    n_active = 1  # splits that have keys; a short sequence does not use them all
+    n_active = 1  # number of splits that have keys; a short sequence does not use them all
     if SPLIT:
         n_share = tl.maximum((n_spans + splits - 1) // splits, MIN_SHARE)
         n_active = tl.maximum((n_spans + n_share - 1) // n_share, 1)
@@ -430,9 +431,9 @@ def dense_kernel(
             return
         i_lo = i_s * n_share * C
         i_hi = tl.minimum(i_hi, i_lo + n_share * C)
-    i_full = tl.maximum(tl.minimum(i_full // C * C, i_hi), i_lo)  # a block is not divided between the walks
+    i_full = tl.maximum(tl.minimum(i_full // C * C, i_hi), i_lo)  # A block is not divided between the walks.
 
-    # 3. The queries as factors of products, and what multiplies products and sums of values.
+    # 3. It loads queries as factors of products, and finds what multiplies products and sums of values.
     o_token = (i_q0 + o_t).to(tl.int64)
     p_q = queries.data + o_token[:, None] * queries.s_token + o_h[:, None] * queries.s_head + o_d[None, :] * queries.s_dim
     b_q = tl.load(p_q, mask=m_r[:, None] & (o_d[None, :] < CUT.dim), other=0.0)  # [BM, BD]
@@ -465,7 +466,7 @@ def dense_kernel(
         elif FORMS.values > PAGE_FACTOR:
             b_value *= GROUP_UNIT if values.factor is None else GROUP_UNIT * tl.load(values.factor)
 
-    # 4. The walk.
+    # 4. It walks the keys.
     p_table = table.ids
     if CUT.page_size:
         p_table = table.ids + i_b.to(tl.int64) * table.s_sequence
@@ -492,7 +493,7 @@ def dense_kernel(
         CUT, FORMS, SOFTMAX, OUT, True, False, POSITIVE, STAGES,
     )  # fmt: skip
 
-    # 5. The results, or a partial; the last program of a tile to arrive merges the partials.
+    # 5. It stores results or a partial; the last program of a tile to arrive merges the partials.
     if SOFTMAX:
         if FORMS.format != PLAIN:
             b_z *= 1.0 / WHOLE
@@ -507,7 +508,7 @@ def dense_kernel(
                 p_part = partials.rows + o_p[:, None].to(tl.int64) * CUT.dim + o_d[None, :]
                 tl.store(p_part, b_part.to(partials.rows.dtype.element_ty), mask=o_d[None, :] < CUT.dim)
             tl.store(partials.lse + o_p, b_m + tl.log2(b_z))
-            tl.debug_barrier()  # every thread's partial is written before one thread publishes it
+            tl.debug_barrier()  # Every thread's partial is written before one thread publishes it.
             if tl.atomic_add(partials.arrived + i_p, 1, sem="acq_rel") == n_active - 1:
                 b_acc, b_m, b_z = merge(partials, i_p, n_active, splits, o_d, CUT, OUT)
                 store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT)
