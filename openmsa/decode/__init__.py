@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Decode steps: `DecodePlan` and the kernel that runs a whole layer of a small batch in one launch."""
+"""This folder serves decode steps, with `DecodePlan` and the kernel that runs a layer of a small batch in one launch."""
 
 from openmsa.decode.plan import DecodePlan
 

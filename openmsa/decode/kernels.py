@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""A plan's kernels and their buffers: one launch a layer for few sequences, three for many, five with certified index keys, or
-in a CUDA graph ten in two parts."""
+"""This module holds a plan's kernels and buffers. A layer takes one launch for few sequences, three for many, five with
+certified index keys, or in a CUDA graph ten in two parts."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from openmsa.runtime.launch import ceil_div
 from openmsa.sparse_attention import triton_decode
 
 FORMATS = ("plain", "e4m3", "nvfp4")
-"""Formats of keys and values that the kernels read."""
+"""The kernels read keys and values in these formats."""
 BOUNDS_PAY = 64 << 20
-"""Bytes of exact index keys beside `CertifiedKeys` up to which they are read without bounds first, which is then as fast on an
-H200."""
+"""Exact index keys beside `CertifiedKeys`, up to so many bytes, are read without bounds first, which is as fast on an H200."""
 
 
 class Kernels:
-    """The kernels of a plan and their buffers for up to `max_batch` sequences. A run never waits for the device and allocates
-    nothing, but outside of a graph for what `TwoParts.serve` loads."""
+    """Holds the kernels of a plan and their buffers for up to `max_batch` sequences. A run never waits for the device. It
+    allocates nothing, except where `TwoParts.serve` loads kernels outside of a graph."""
 
     def __init__(self, sizes: Sizes, max_batch: int, max_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         if sizes.num_blocks > MAX_BLOCKS:
@@ -47,7 +46,7 @@ class Kernels:
         self.pdl = devices.has_pdl(device)
         self._allocate(max_batch, max_pages * sizes.page_size, dtype, device)
         if not self.interpreted:
-            torch.cuda.current_stream(device).synchronize()  # the counters are written before any stream runs the plan
+            torch.cuda.current_stream(device).synchronize()  # The counters are written before any stream runs the plan.
 
     def _allocate(self, max_batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         sizes, tokens = self.sizes, max_batch * self.sizes.new_tokens
@@ -70,7 +69,7 @@ class Kernels:
         sizes = self.sizes
         rows, parts = triton_decode.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)
         heads = sizes.num_kv_heads * parts
-        plain = self.attend["plain"][:max_batch]  # stored rows are split as plain ones
+        plain = self.attend["plain"][:max_batch]  # Stored rows are split as plain ones.
         splits = [(i + 1) * sizes.new_tokens * c.splits for i, c in enumerate(plain) if c.splits > 1]
         programs, most = max_batch * sizes.new_tokens * heads, max(splits, default=0) * heads
         return Partials.allocate(programs, most, rows, sizes.head_dim, dtype, device)
@@ -121,13 +120,13 @@ class Kernels:
         )
 
     def _pays(self, batch: int, capacity: int) -> bool:
-        """Whether certified keys of so many sequences, of `capacity` keys each, are served in two parts."""
+        """Tells whether certified keys of so many sequences, of `capacity` keys each, are served in two parts."""
         unsplit = self.attend["plain"][batch - 1].splits == 1
         return batch > 1 and unsplit and _exact_bytes(batch, capacity, self.sizes) >= two_parts.LEAST_BYTES
 
 
 def scores_held(tokens: int, capacity: int, sizes: Sizes) -> int:
-    """How many float32 elements `select` needs for so many new tokens and `capacity` keys a sequence."""
+    """Returns how many float32 elements `select` needs for so many new tokens and `capacity` keys a sequence."""
     return tokens * sizes.index_heads * ceil_div(capacity, sizes.block_size) + tokens
 
 
@@ -143,7 +142,7 @@ def select(
     """Selects the blocks that each new token reads, as `openmsa.select_blocks` does, in two launches, or four with bounds. The
     arguments are taken as checked. It never allocates and never waits, and all lengths are read on the device when it runs.
 
-    starts:     int32 ``[batch + 1]``: where each sequence's new tokens start, sizes.new_tokens at most of each.
+    starts:     int32 ``[batch + 1]``: where each sequence's new tokens start; it has at most sizes.new_tokens of them.
     held:       float32, contiguous, at least `scores_held` elements, whose content after the call is undefined.
     certified:  buffers with which `CertifiedKeys` are read as bounds first, for the same selection; `held` is then left alone.
     out:        int32 ``[total_q, index_heads, topk]``, contiguous, which receives the ids.
@@ -168,7 +167,7 @@ def select(
 
 
 def _exact_bytes(batch: int, capacity: int, sizes: Sizes) -> int:
-    """How many bytes 16-bit index keys of so many sequences take, of `capacity` keys each."""
+    """Returns how many bytes the 16-bit index keys of so many sequences take, of `capacity` keys each."""
     return batch * sizes.index_key_heads * capacity * sizes.index_dim * 2
 
 
@@ -188,7 +187,7 @@ def _bounds(max_batch: int, sizes: Sizes, device: torch.device) -> triton_certif
 
 
 def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> triton_decode.Config:
-    """Says how a launch of attention alone is cut for so many sequences."""
+    """Chooses how a launch of attention alone is cut for so many sequences."""
     group = sizes.num_q_heads // sizes.num_kv_heads
     shape = (sizes.num_kv_heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
     return triton_decode.configure(batch * sizes.new_tokens, *shape, facts, FORMAT_IDS[form])

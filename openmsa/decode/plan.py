@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`DecodePlan`: the sparse attention of a decode step, with buffers that live as long as the plan."""
+"""`DecodePlan` runs the sparse attention of a decode step with buffers that live as long as the plan."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from openmsa.sparse_attention import sparse_attention
 from openmsa.types import Sequences
 
 MAX_NEW_TOKENS = 16
-MAX_INDEX_ROWS = 64  # new tokens x index heads of one index key head, which the scoring kernel takes as one tile
+MAX_INDEX_ROWS = 64  # The scoring kernel takes the new tokens x index heads of one index key head as one tile.
 
 
 @dataclass(kw_only=True, eq=False)
 class DecodePlan:
-    """Index scoring, selection and attention of the newest tokens of each sequence, one layer a `run`.
+    """Scores index keys, selects blocks and attends for the newest tokens of each sequence, one layer a `run`.
 
     max_batch:        sequences of the largest step; a run may have fewer.
-    num_q_heads, num_kv_heads, head_dim:  of the main branch, as in `sparse_attention`.
-    page_size, max_pages:  of the caches: keys a page, and the widest page table (pages a sequence).
+    num_q_heads, num_kv_heads, head_dim:  sizes of the main branch, as in `sparse_attention`.
+    page_size, max_pages:  sizes of the caches: keys a page, and the widest page table (pages a sequence).
     new_tokens:       query tokens a sequence, 1 to 16, each with a selection of its own; they are the last of its keys.
     index_heads:      num_kv_heads (None), or 1: one selection shared by all KV heads.
-    index_key_heads, index_dim:  of the index branch, as in `block_scores`.
+    index_key_heads, index_dim:  sizes of the index branch, as in `block_scores`.
     topk, block_size, init_blocks, local_blocks:  as in `select_blocks`.
     softmax_scale:    as in `sparse_attention`.
-    dtype:            of outputs and of queries and caches that are plain tensors. On a GPU float16 or bfloat16; on a CPU any
-                      float. Queries may also be `E4M3`, and caches may be in any format of theirs, which a run may change.
-    device:           a CUDA device: Triton kernels, one launch a run for few sequences, three for many. A CPU: the stages
-                      `select_blocks` and `sparse_attention`, with their own memory, for programs that serve both.
+    dtype:            dtype of outputs, and of plain queries and caches: float16 or bfloat16 on a GPU, any float on a CPU.
+                      Queries may also be `E4M3`, and caches may be in any of their formats, which a run may change.
+    device:           a CUDA device, which runs Triton kernels, one launch a run for few sequences, three for many; or a CPU,
+                      which runs the stages `select_blocks` and `sparse_attention` with their own memory.
 
-    `CertifiedKeys` with exact keys of `dtype` give the selection of these, bit for bit: int8 keys come first, then of open
-    blocks the exact ones that can be the best (five launches). Exact keys alone are read where that is as fast: where those of
-    a run's page tables are at most 64 MiB (256K keys of dim 128), where one launch serves the run, or where new_tokens *
+    `CertifiedKeys` with exact keys of `dtype` give the selection of these, bit for bit: int8 keys are read first, then those
+    exact keys of open blocks that can be the best (five launches). Exact keys alone are read where that is as fast: where those
+    of a run's page tables are at most 64 MiB (256K keys of dim 128), where one launch serves the run, or where new_tokens *
     index_heads / index_key_heads is more than 16; and where topk - init_blocks - local_blocks is 0 or at least the blocks of
     `max_pages`, where these are more than 8,192, and where bounds and what they find would take more than 256 MiB for
     `max_batch`. Other plans on a GPU hold memory for bounds. Index queries must be plain beside `CertifiedKeys` on a GPU.
 
     In a CUDA graph, with plain queries, a run whose page tables have room for 1 GiB of exact certified keys, and whose
-    attention fills the GPU unsplit, serves its sequences in two parts, ten launches on two streams: the same selection, outputs
-    rounded as for fewer sequences, up to half as much memory again. Capture after a like run: it loads kernels, and allocates.
+    attention fills the GPU unsplit, serves its sequences in two parts, ten launches on two streams: with the same selection,
+    outputs rounded as for fewer, up to half as much memory again. A like run must come before the capture: it loads kernels.
 
     On a GPU a run neither allocates nor waits for the device, and lengths and page tables are read when the kernels run:
     capture it in a CUDA graph and update ``seq_lens`` and ``page_table`` in place between replays. No memory is shared
@@ -138,12 +138,12 @@ class DecodePlan:
 
     @property
     def blocks(self) -> Tensor:
-        """What the last run selected: int32 ``[tokens, index_heads, topk]``, overwritten by the next."""
+        """Returns what the last run selected: int32 ``[tokens, index_heads, topk]``, which the next run overwrites."""
         return self._blocks[: self._tokens]
 
     @property
     def lse(self) -> Tensor:
-        """The softmax denominators of the last run, natural logarithm: ``[tokens, num_q_heads]``, overwritten by the next."""
+        """Returns the last run's lse, natural logarithm: ``[tokens, num_q_heads]``, which the next run overwrites."""
         return self._lse[: self._tokens]
 
     def run(
@@ -155,7 +155,7 @@ class DecodePlan:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """One layer's sparse attention for the new tokens.
+        """Runs one layer's sparse attention for the new tokens.
 
         q:           ``[batch * new_tokens, num_q_heads, head_dim]``, the tokens of a sequence next to each other; any strides.
         kv:          the layer's cache, the new tokens already appended and counted by ``seq_lens``. A sequence of length 0
@@ -246,5 +246,5 @@ class DecodePlan:
 
 
 def uses_kernels(device: torch.device) -> bool:
-    """Whether plans on this device run the Triton kernels."""
+    """Tells whether plans on this device run the Triton kernels."""
     return device.type == "cuda"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""When a decode layer is one launch, how it is cut into programs, and the launch."""
+"""This module decides whether a decode layer is one launch, cuts it into programs and launches it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from openmsa.sparse_attention.triton_decode import key_rows
 from openmsa.sparse_attention.triton_decode_kernel import Shape
 
 MAX_BLOCKS = 256
-"""Blocks of a sequence up to which one launch was measured to be faster: those of 32K keys."""
+"""One launch is faster than three where a sequence has at most so many blocks, those of 32K keys."""
 MAX_ROWS = 2
-"""Outputs (token and head) a multiprocessor up to which it was: those of four sequences of 64 heads, not of eight."""
+"""One launch is faster than three where a multiprocessor has at most so many outputs (token and head)."""
 RESIDENT = 4
-"""Programs of all kinds a multiprocessor for which scoring is cut."""
+"""Scoring is cut so that a multiprocessor has so many programs of all kinds."""
 MOST_SPLITS = 64
-"""Splits that a merge program holds."""
+"""A merge program holds at most so many splits."""
 LEAST_SHARE = 2
-"""Tiles of a scoring program: with one, programs of all kinds are too many to be resident together."""
+"""A scoring program has at least so many tiles: with one, programs of all kinds are too many to be resident together."""
 FETCH_BYTES = 12 << 20
-"""Bytes of index keys up to which they are fetched ahead of the kernel in front."""
+"""Index keys of at most so many bytes are fetched while the kernel in front still runs."""
 
 
 class Sizes(NamedTuple):
-    """What a layer of a plan looks like, in the terms of `DecodePlan`; num_blocks is the most blocks of a sequence."""
+    """Holds the sizes of a plan's layer, in the terms of `DecodePlan`; num_blocks is the most blocks of a sequence."""
 
     new_tokens: int
     num_q_heads: int
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The checked arguments of one layer of a decode step, and where its results go."""
+    """Holds the checked arguments of one layer of a decode step, and where its results go."""
 
     q: Tensor | E4M3
     kv: PagedKV
@@ -67,7 +67,7 @@ class Step(NamedTuple):
 
 
 class Config(NamedTuple):
-    """How one launch is cut into programs.
+    """Says how one launch is cut into programs.
 
     attend:       how attention is cut.
     score_tiles:  key tiles of a scoring program.
@@ -89,21 +89,21 @@ class Config(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """The number of programs of all kinds."""
+        """Returns the number of programs of all kinds."""
         return self.scoring + self.attending + self.merging
 
 
 def configure(batch: int, sizes: Sizes, device: Device) -> Config | None:
-    """Says how one launch serves `batch` sequences, or None where three launches do. A pure function."""
+    """Chooses how one launch serves `batch` sequences, or None where three launches do; it is a pure function."""
     attend, attending = attend_config(batch, sizes, device)
     tile = Tile.of(sizes.block_size)
-    whole = tile.whole and sizes.page_size % tile.span == 0  # pages hold whole tiles
+    whole = tile.whole and sizes.page_size % tile.span == 0  # whether pages hold whole tiles
     outputs = batch * sizes.new_tokens * sizes.num_q_heads
     if attend.lookup or not whole or sizes.num_blocks > MAX_BLOCKS:
         return None
     if attending > 2 * device.num_sms or outputs > MAX_ROWS * device.num_sms:
         return None
-    merge_parts = 2 if attend.tiles == 1 and outputs <= device.num_sms else 1  # where splits are many
+    merge_parts = 2 if attend.tiles == 1 and outputs <= device.num_sms else 1  # Splits are many where a program has one tile.
     merging = outputs * merge_parts if attend.splits > 1 else 0
     tiles, walks = tile.count(sizes.num_blocks), batch * sizes.index_key_heads
     room = max(RESIDENT * device.num_sms - attending - merging, (1 + (attending > device.num_sms)) * device.num_sms)
@@ -117,9 +117,9 @@ def configure(batch: int, sizes: Sizes, device: Device) -> Config | None:
 
 
 def attend_config(batch: int, sizes: Sizes, device: Device) -> tuple[triton_decode.Config, int]:
-    """Returns how attention is cut, and the number of its programs: as for a launch of their own, but one tile of 64 keys a
-    program where that makes at most one program a multiprocessor, or two for one or two tokens, because a merge costs no
-    counter here."""
+    """Returns how attention is cut, and the number of its programs. It is cut as for a launch of its own, but into one tile of
+    64 keys a program where that makes at most one program a multiprocessor, or two for one or two tokens, because a merge costs
+    no counter here."""
     tokens, group = batch * sizes.new_tokens, sizes.num_q_heads // sizes.num_kv_heads
     shape = (sizes.num_kv_heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
     config = triton_decode.configure(tokens, *shape, device)
@@ -131,8 +131,8 @@ def attend_config(batch: int, sizes: Sizes, device: Device) -> tuple[triton_deco
 
 
 def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = False, kind: int = EVERY.value) -> None:
-    """Launches one layer of plain tensors. pdl: it may start before the kernel in front has ended, and waits for its end
-    inside. kind: EVERY, or programs of one kind alone, for an interpreter that runs one program after the other."""
+    """Launches one layer of plain tensors. pdl: whether it may start before the kernel in front has ended, and waits for its
+    end inside. kind: EVERY, or programs of one kind alone, for an interpreter that runs one program after the other."""
     q, kv, index_q, index_keys, softmax_scale, blocks, out, lse = step
     attend, pool, table = config.attend, index_keys.keys, index_keys.page_table
     programs = (config.programs, config.scoring, config.attending, config.merging)[kind]
@@ -179,7 +179,7 @@ def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = F
 
 @functools.lru_cache(256)
 def constants(config: Config, sizes: Sizes) -> tuple[Scoring, Attending]:
-    """Returns what the kernel is compiled for."""
+    """Returns the constants that the kernel is compiled for."""
     attend, group = config.attend, sizes.num_q_heads // sizes.num_kv_heads
     scoring = Scoring(
         heads=sizes.index_heads,

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 # ruff: noqa: RUF005 (kernels know no unpacking)
-"""A decode layer of a small batch in one launch: scoring, selection, attention and merge.
+"""This kernel runs a decode layer of a small batch in one launch: scoring, selection, attention and merge.
 
 Three kinds of programs take their work in the order of their tickets (see `openmsa.primitives.waiting`). A scoring program
 scores a share of one sequence's blocks, for one index key head and all its rows. An attention program serves one token, KV head
 and split: while the scores are made it loads its queries, then it selects for itself (every program of a row finds the same
 blocks) and reads its tiles of them. A merge program serves one token and query head, or half of its columns. Latency bounds the
-layer: a launch costs more than what is computed, and so does a flag behind a fence.
+layer: a second launch costs more than what is computed, and so does a flag behind a fence.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from openmsa.primitives.waiting import absent, any_of, arrived, draw, fetch_ahea
 from openmsa.sparse_attention.triton_decode import Config as Cut
 from openmsa.sparse_attention.triton_decode_kernel import Shape, first_keys, store_rows, walk
 
-EVERY, SCORE, ATTEND, MERGE = (tl.constexpr(i) for i in range(4))  # kinds of programs in a launch
+EVERY, SCORE, ATTEND, MERGE = (tl.constexpr(i) for i in range(4))  # These are the kinds of programs in a launch.
 
 
 class IndexBranch(NamedTuple):
-    """The operands of scoring: index queries, the pool of index keys, their page table and lengths int32 [batch]."""
+    """Holds the operands of scoring: index queries, the pool of index keys, their page table and lengths int32 [batch]."""
 
     q: QueryRows
     k: KeyRows
@@ -42,7 +42,7 @@ class IndexBranch(NamedTuple):
 
 
 class MainBranch(NamedTuple):
-    """The operands of attention: queries, the pools of keys and values, their page table and lengths int32 [batch]."""
+    """Holds the operands of attention: queries, the pools of keys and values, their page table and lengths int32 [batch]."""
 
     q: QueryRows
     k: KeyRows
@@ -52,7 +52,7 @@ class MainBranch(NamedTuple):
 
 
 class Words(NamedTuple):
-    """What the programs of one launch at a time hand each other, in words; `counter` numbers the launches from 1 on.
+    """Holds what the programs of one launch hand each other, in words; `counter` numbers the launches from 1 on.
 
     scores:   int64 [tokens, index heads, num_blocks].
     part:     int64 [tokens, q heads, splits, head_dim].
@@ -67,15 +67,15 @@ class Words(NamedTuple):
 
     @classmethod
     def allocate(cls, scores: int, splits: int, head_dim: int, device: torch.device) -> Words:
-        """scores: tokens x index heads x blocks of the largest launch. splits: the most tokens x query heads x splits of a
-        launch."""
+        """Allocates the words. scores: tokens x index heads x blocks of the largest launch. splits: the most tokens x query
+        heads x splits of a launch."""
         counts = (scores, splits * head_dim, splits)
         first, part, lse = (torch.zeros(n, dtype=torch.int64, device=device) for n in counts)
         return cls(first, part, lse, torch.full((1,), 1 << 20, dtype=torch.int64, device=device))
 
 
 class Scoring(NamedTuple):
-    """What scoring programs are compiled for. rows: (token, head) rows of a program, padded. share: tiles of a program,
+    """Says what scoring programs are compiled for. rows: (token, head) rows of a program, padded. share: tiles of a program,
     padded."""
 
     heads: int
@@ -90,8 +90,8 @@ class Scoring(NamedTuple):
 
 
 class Attending(NamedTuple):
-    """What attention and merge programs are compiled for. pages_pad: pages of a row of the page table. reps: scores of a row
-    that a thread holds. merge_parts: merge programs of a query head. Names that end in _pad are padded to powers of two."""
+    """Says what attention and merge programs are compiled for. pages_pad: pages of a row of the page table. reps: scores of a
+    row that a thread holds. merge_parts: merge programs of a query head. Names in _pad are padded to powers of two."""
 
     heads: int
     index_heads: int
@@ -108,8 +108,7 @@ class Attending(NamedTuple):
 
 @triton.jit
 def pages_ahead(i, table, index_capacity, scoring, splits, tiles, SCORING: tl.constexpr):
-    """Loads, for `fetch_share`, the pages of the tiles of scoring program i as the table has them now; -1 where there is
-    none."""
+    """Loads, for `fetch_share`, the pages of the tiles of scoring program i as the table has them now; -1 stands for none."""
     TILE: tl.constexpr = SCORING.tile
     SHARE: tl.constexpr = SCORING.share
     pages = ()
@@ -149,26 +148,26 @@ def score_share(
     TILE: tl.constexpr = SCORING.tile
     GROUP: tl.constexpr = SCORING.heads // SCORING.key_heads
     q, keys, table = index.q, index.k, index.table
-    # 1. The program's sequence, key head and tiles, the pages of all its tiles, and its rows.
+    # 1. The program finds its sequence, key head and tiles, and loads the pages of all its tiles and its rows.
     i_split, i_s, i_h = i % splits, i // splits // SCORING.key_heads, i // splits % SCORING.key_heads
     first = i_split * tiles
     o_u = tl.arange(0, SCORING.share)
     b_start = tile_start(first + o_u, TILE)
     p_page = table.ids + i_s.to(tl.int64) * table.s_sequence + b_start // SCORING.page
-    b_page = tl.load(p_page, mask=(b_start < index_capacity) & (o_u < tiles), other=-1)  # needs no length
+    b_page = tl.load(p_page, mask=(b_start < index_capacity) & (o_u < tiles), other=-1)  # Pages need no length.
     length = tl.load(index.seq_lens + i_s)
     o_r = tl.arange(0, SCORING.rows)
     m_row = o_r < queries * GROUP
     p_q = q.data + (i_s * queries).to(tl.int64) * q.s_token
     b_q = load_rows(p_q, o_r, queries, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, SCORING.dim, SCORING.dim_pad)
     n_k = tl.minimum(length, index_capacity)
-    i_last = tl.minimum(length - queries + o_r // GROUP, n_k - 1)  # last key each row sees
+    i_last = tl.minimum(length - queries + o_r // GROUP, n_k - 1)  # the last key that each row sees
     last = tl.minimum(tiles, tl.cdiv(tl.maximum(n_k, 0), TILE.block * TILE.sub) * TILE.parts - first)
     p_w = words.scores
     p_w += ((i_s * queries + o_r // GROUP).to(tl.int64) * SCORING.heads + i_h * GROUP + o_r % GROUP) * num_blocks
-    best = tl.full([SCORING.rows], float("-inf"), tl.float32)  # of the parts of a block so far
+    best = tl.full([SCORING.rows], float("-inf"), tl.float32)  # the maximum over the parts of a block so far
     o_d = tl.arange(0, SCORING.dim_pad)
-    # 2. The walk over the tiles.
+    # 2. It walks the tiles and puts the maxima of their blocks.
     for u in tl.range(0, last, num_stages=SCORING.num_stages):
         i_t = first + u
         i_k = tile_start(i_t, TILE)
@@ -214,22 +213,22 @@ def attend_share(
     ROW_TILES: tl.constexpr = (G + CUT.rows - 1) // CUT.rows
     PER: tl.constexpr = SHAPE.block // CUT.keys
     q, table = main.q, main.table
-    # 1. The program's token, heads and split, its queries, and how many keys they see.
+    # 1. The program finds its token, heads and split, loads its queries, and finds how many keys they see.
     i_s, i_p = i % CUT.splits, i // CUT.splits
     i_t, i_h = i_p // (HEADS * ROW_TILES), i_p // ROW_TILES % HEADS
     i_b = i_t // queries
-    o_r = (i_p % ROW_TILES) * CUT.rows + tl.arange(0, CUT.rows)  # head in the group
+    o_r = (i_p % ROW_TILES) * CUT.rows + tl.arange(0, CUT.rows)  # heads in the group
     m_r = o_r < G
     o_d = tl.arange(0, SHAPE.dim_pad)
     p_q = q.data + i_t.to(tl.int64) * q.s_token + (i_h * G + o_r[:, None]) * q.s_head + o_d[None, :] * q.s_dim
     b_q = tl.load(p_q, mask=m_r[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, DIM_PAD]
-    # Both caches hold as many keys. Did they not, no program may wait for words that none writes: the fewer count.
+    # Both caches hold as many keys. Where they do not, the fewer count, so that no program waits for words that none writes.
     length = tl.minimum(tl.load(main.seq_lens + i_b), tl.minimum(tl.load(index_lens + i_b), index_capacity))
-    n_k = tl.minimum(tl.minimum(length, capacity), length - queries + i_t % queries + 1)  # keys that the query sees
+    n_k = tl.minimum(tl.minimum(length, capacity), length - queries + i_t % queries + 1)  # The query sees so many keys.
     n_blocks = tl.maximum(n_k + SHAPE.block - 1, 0) // SHAPE.block
 
-    # 2. The sequence's row of the page table: the pages of selected blocks then come from the L1 cache, and a bound of its ids
-    # serves as well as num_pages.
+    # 2. It loads the sequence's row of the page table: the pages of selected blocks then come from the L1 cache, and a bound of
+    # its ids serves as well as num_pages.
     i_row = i_t * INDEX_HEADS + (i_h if INDEX_HEADS > 1 else 0)
     p_w = words.scores + i_row.to(tl.int64) * num_blocks
     low, high = tl.minimum(n_blocks, INIT), tl.maximum(n_blocks - LOCAL, tl.minimum(n_blocks, INIT))
@@ -239,8 +238,8 @@ def attend_share(
     end_page = tl.max(tl.where(b_table < num_pages, b_table, -1), 0) + 1
     b_q = arrived(b_q, WAIT)
 
-    # 3. The wait for scores. First it asks for one word a lane, about the last to come: programs that ask for all words at a
-    # time crowd the L2 cache.
+    # 3. It waits for scores, first for one word a lane, about the last to come: programs that load all words again and again
+    # crowd the L2 cache.
     if WAIT and REPS > 1:
         o_b = tl.maximum(high - LANES, low) + tl.arange(0, LANES)
         missing = True
@@ -250,7 +249,7 @@ def attend_share(
     while missing:
         b_words, missing = load_words(p_w, tag, low, high, num_blocks, REPS, WAIT)
 
-    # 4. The selection, and attention to this split's tiles of it.
+    # 4. It selects, and attends to this split's tiles of the selected blocks.
     b_rows = select(b_words, n_blocks, REPS, SHAPE.topk, INIT, LOCAL)
     b_u = i_s * CUT.tiles + tl.arange(0, CUT.tiles)
     b_id = tl.where(b_u < SHAPE.topk * PER, chosen_ids(b_rows, b_u // PER, REPS), -1)
@@ -260,7 +259,7 @@ def attend_share(
         scale, SHAPE, CUT,
     )  # fmt: skip
 
-    # 5. The output, or the words of a partial.
+    # 5. It stores the output, or puts the words of a partial.
     if CUT.splits == 1:
         p_out = out.rows + (i_t.to(tl.int64) * out.s_token + i_h * G * out.s_head)
         p_lse = out.lse + (i_t.to(tl.int64) * out.s_lse_token + i_h * G * out.s_lse_head)
@@ -274,7 +273,7 @@ def attend_share(
         put_pairs(p_part, b_even, b_odd, tag, m_r[:, None] & (o_c < D)[None, :], WAIT)
         put(words.lse + o_p, b_m + tl.log2(b_z), tag, m_r, WAIT)
 
-    # 6. The selection, by one program of a row and last, because nothing waits for it.
+    # 6. One program of a row stores the selection, and last, because nothing waits for it.
     if (i_s == 0) & (i_h < INDEX_HEADS) & (i_p % ROW_TILES == 0):
         o_k = tl.arange(0, ATTENDING.topk_pad)
         tl.store(blocks + i_row.to(tl.int64) * SHAPE.topk + o_k, chosen_ids(b_rows, o_k, REPS), mask=o_k < SHAPE.topk)
@@ -329,7 +328,7 @@ def layer_kernel(
     scoring, attending, programs,
     SCORING: tl.constexpr, ATTENDING: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs): `scoring` programs, then `attending` ones, then those that merge.
+    """Runs a decode layer. The grid is (programs): `scoring` programs, then `attending` ones, then those that merge.
 
     index is `IndexBranch`, main is `MainBranch`, words is `Words`, out is `Output`; tma is a descriptor of tiles of index keys,
     or None where they are read by address; blocks int32 [tokens, index heads, topk] receives the selection. queries counts the
@@ -342,7 +341,7 @@ def layer_kernel(
     index = IndexBranch(index.q, index.k, index.table, index.seq_lens)
     main = MainBranch(main.q, main.k, main.v, main.table, main.seq_lens)
     if WAIT:
-        if FETCH:  # by place in the grid, which is known before the ticket: every share is fetched by some program
+        if FETCH:  # The place in the grid is known before the ticket, and every share has a program to fetch it.
             ahead = tl.program_id(0)
             pages = pages_ahead(ahead, index.table, index_capacity, scoring, score_splits, score_tiles, SCORING)
         i, tag = draw(words.counter, programs)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 # ruff: noqa: RUF005 (kernels know no unpacking)
-"""Selection by every program that needs it: each warp holds all scores of a row, so that no barrier is met.
+"""Here every program that needs a selection makes it: each warp holds all scores of a row, so that no barrier is met.
 
-The exact rule of `openmsa.block_topk.triton_topk`, whose bisection this is, on REPS vectors of one score a lane: block
+It follows the exact rule of `openmsa.block_topk.triton_topk`, by the same bisection, on REPS vectors of one score a lane: block
 r * LANES + l is lane l of vector r. Ids come in ascending order, which places forced blocks at the ends.
 """
 
@@ -20,7 +20,7 @@ LANES = tl.constexpr(32)
 
 @triton.jit
 def no_words(REPS: tl.constexpr):
-    """REPS x [LANES] zeros."""
+    """Returns REPS words a lane that are 0, a tuple of [LANES] vectors."""
     words = ()
     for _ in tl.static_range(REPS):
         words = words + (tl.zeros([LANES], tl.int64),)
@@ -29,8 +29,8 @@ def no_words(REPS: tl.constexpr):
 
 @triton.jit
 def load_words(p_words, tag, low, high, num_blocks, REPS: tl.constexpr, WAIT: tl.constexpr):
-    """Words of a row, REPS x [LANES], and whether some of low <= b < high have not come. Loads without a condition: they are
-    issued together, where eight conditions would make the compiler wait for one before the next."""
+    """Loads the words of a row, REPS x [LANES], and tells whether some of low <= b < high have not come. Loads without conditions
+    are issued together; with conditions the compiler waits for each load before the next."""
     words = ()
     for r in tl.static_range(REPS):
         o_b = tl.minimum(r * LANES + tl.arange(0, LANES), num_blocks - 1)
@@ -44,7 +44,7 @@ def load_words(p_words, tag, low, high, num_blocks, REPS: tl.constexpr, WAIT: tl
 
 @triton.jit
 def _flags(xs, threshold, REPS: tl.constexpr):
-    """[LANES] words whose bit r says whether vector r reaches the threshold."""
+    """Returns [LANES] words whose bit r says whether vector r reaches the threshold."""
     words = (xs[0] >= threshold).to(tl.int32)
     for r in tl.static_range(1, REPS):
         words |= (xs[r] >= threshold).to(tl.int32) << r
@@ -53,7 +53,7 @@ def _flags(xs, threshold, REPS: tl.constexpr):
 
 @triton.jit
 def _counts(xs, t1, t2, t3, REPS: tl.constexpr):
-    """How many reach each of three thresholds, ten bits each."""
+    """Counts how many scores reach each of three thresholds, ten bits each."""
     n = tl.zeros([LANES], tl.int32)
     for r in tl.static_range(REPS):
         n += tl.where(xs[r] >= t1, 1, 0) + tl.where(xs[r] >= t2, 1 << 10, 0) + tl.where(xs[r] >= t3, 1 << 20, 0)
@@ -62,7 +62,7 @@ def _counts(xs, t1, t2, t3, REPS: tl.constexpr):
 
 @triton.jit
 def _count(xs, threshold, REPS: tl.constexpr):
-    """How many reach one threshold."""
+    """Counts how many scores reach one threshold."""
     n = tl.zeros([LANES], tl.int32)
     for r in tl.static_range(REPS):
         n += (xs[r] >= threshold).to(tl.int32)
@@ -71,7 +71,7 @@ def _count(xs, threshold, REPS: tl.constexpr):
 
 @triton.jit
 def _between(low, high, PART: tl.constexpr, rounds):
-    """A threshold low < t < high, so many quarters of the way: between the values first, then between the bits."""
+    """Returns a threshold low < t < high, PART quarters of the way: between the values first, then between the bits."""
     middle = low
     if rounds < 8:
         a, b = ordered(low).to(tl.float32, bitcast=True), ordered(high).to(tl.float32, bitcast=True)
@@ -84,15 +84,15 @@ def _between(low, high, PART: tl.constexpr, rounds):
 
 @triton.jit
 def _best(xs, REPS: tl.constexpr, GOAL: tl.constexpr):
-    """Flags of the GOAL best of xs (fewer when fewer are above -inf); ties go to the lower id. xs: `ordered` int32."""
+    """Returns flags of the GOAL best of xs (fewer when fewer are above -inf); ties go to the lower id. xs: `ordered` int32."""
     NOTHING: tl.constexpr = -2139095041  # -inf
     columns = xs[0]
     for r in tl.static_range(1, REPS):
         columns = tl.maximum(columns, xs[r])
     low, high = tl.min(columns, 0), tl.max(columns, 0) + 1
-    count = LANES + 0  # or more reach the smallest of all lanes' best
+    count = LANES + 0  # At least so many reach the smallest of all lanes' best scores.
     if (low <= NOTHING) | (GOAL >= LANES):
-        lowest = tl.full([LANES], 0x7F800000, tl.int32)  # of those above -inf
+        lowest = tl.full([LANES], 0x7F800000, tl.int32)  # the lowest of those above -inf
         for r in tl.static_range(REPS):
             lowest = tl.minimum(lowest, tl.where(xs[r] > NOTHING, xs[r], 0x7F800000))
         low = tl.min(lowest, 0)
@@ -107,7 +107,7 @@ def _best(xs, REPS: tl.constexpr, GOAL: tl.constexpr):
         count = tl.where(n3 >= GOAL, n3, tl.where(n2 >= GOAL, n2, tl.where(n1 >= GOAL, n1, count)))
         rounds += 1
     words = _flags(xs, low, REPS)
-    if count > GOAL:  # equals at the threshold: the lowest ids among them
+    if count > GOAL:  # Of equals at the threshold, the lowest ids are kept.
         above = _flags(xs, low + 1, REPS)
         tied = words ^ above
         room = GOAL - _count(xs, low + 1, REPS)
@@ -122,7 +122,7 @@ def _best(xs, REPS: tl.constexpr, GOAL: tl.constexpr):
 
 @triton.jit
 def select(words, seen, REPS: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr):
-    """The blocks selected from the words of a row that sees `seen` blocks: REPS int32 whose bit l stands for r * LANES + l."""
+    """Selects blocks from the words of a row that sees `seen` blocks: returns REPS int32 whose bit l is block r * LANES + l."""
     FREE: tl.constexpr = TOPK - INIT - LOCAL
     n_init, i_local = free_range(seen, INIT, LOCAL)
     o_l = tl.arange(0, LANES)
@@ -131,7 +131,7 @@ def select(words, seen, REPS: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constex
         xs = ()
         for r in tl.static_range(REPS):
             x = value_of(words[r], (r * LANES + o_l >= n_init) & (r * LANES + o_l < i_local))
-            xs = xs + (ordered((x + 0.0).to(tl.int32, bitcast=True)),)  # both zeros are one
+            xs = xs + (ordered((x + 0.0).to(tl.int32, bitcast=True)),)  # Both zeros become one.
         flags = _best(xs, REPS, FREE)
     rows = ()
     for r in tl.static_range(REPS):
@@ -143,9 +143,9 @@ def select(words, seen, REPS: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constex
 
 @triton.jit
 def chosen_ids(rows, o_k, REPS: tl.constexpr):
-    """The o_k-th lowest id of those in `rows` (see `select`); -1 past the last."""
+    """Returns the o_k-th lowest id of those in `rows` (see `select`); -1 past the last."""
     mask = tl.zeros_like(o_k) + rows[0]
-    first, place = tl.zeros_like(o_k), tl.zeros_like(o_k)  # ids before this row, and where it starts
+    first, place = tl.zeros_like(o_k), tl.zeros_like(o_k)  # number of ids before this row, and where it starts
     before = popcount(rows[0])
     for r in tl.static_range(1, REPS):
         later = o_k >= before

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""A step with certified index keys in two parts, on two streams.
+"""This module runs a step with certified index keys in two parts, on two streams.
 
-The kernels between bounds and attention wait for latency, some 15 microseconds in which memory idles. So bounds of the first
-three quarters of the sequences are read first; while those of the others are, the first part's blocks are chosen and attended
-to. That is for CUDA graphs: twice as many launches would keep the host of an eager caller busy for longer than the GPU.
+The kernels between bounds and attention wait for latency, while memory idles. So bounds of the first three quarters of the
+sequences are read first; while those of the others are read, the first part's blocks are chosen and attended to. That is for
+CUDA graphs: twice as many launches would keep the host of an eager caller busy for longer than the GPU.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from openmsa.runtime.launch import next_power_of_two
 from openmsa.sparse_attention import triton_decode
 
 LEAST_BYTES = 1 << 30
-"""Bytes of exact index keys from which two parts pay on an H200 where attention to the step is not split."""
+"""From so many bytes of exact index keys on, two parts pay on an H200 where attention is not split."""
 
 
 def first_part(batch: int) -> int:
-    """How many of so many sequences are the first part: 24 of 32 are best, and 22 and 26 cost 2 % more."""
+    """Returns how many of so many sequences are the first part."""
     return batch * 3 // 4
 
 
 def selection(index_q: Tensor, index_keys: PagedIndexKeys, starts: Tensor, sizes: Sizes, bounds: Workspace) -> Selection:
-    """The selection of a step's blocks by way of bounds. starts: as of `openmsa.decode.kernels.select`."""
+    """Returns the selection of a step's blocks by way of bounds. starts: as in `openmsa.decode.kernels.select`."""
     assert isinstance(index_keys.keys, CertifiedKeys)
     lengths = Lengths(starts, None, index_keys.seq_lens, None, sizes.new_tokens, index_keys.capacity)
     return Selection(index_q, index_keys.keys, index_keys.page_table, lengths, sizes.block_size, bounds)
@@ -42,7 +42,7 @@ def selection(index_q: Tensor, index_keys: PagedIndexKeys, starts: Tensor, sizes
 
 @dataclass(frozen=True)
 class Buffers:
-    """The memory that serves one part at a time: of bounds and of attention."""
+    """Holds the memory that bounds and attention need for one part at a time."""
 
     bounds: Workspace
     partials: Partials
@@ -50,7 +50,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Part:
-    """Some sequences of a layer's step, and what serves them. starts: int32 [batch + 1], where new tokens start."""
+    """Holds some sequences of a layer's step, and what serves them. starts: int32 [batch + 1], where new tokens start."""
 
     step: Step
     starts: Tensor
@@ -58,7 +58,7 @@ class Part:
     buffers: Buffers
 
     def of(self, first: int, last: int, buffers: Buffers) -> Part:
-        """The part that is sequences `first` up to `last` alone, with buffers of its own."""
+        """Returns the part that is sequences `first` up to `last` alone, with buffers of its own."""
         step, kv, keys, new = self.step, self.step.kv, self.step.index_keys, self.sizes.new_tokens
         rows = slice(first * new, last * new)
         own = Step(
@@ -75,12 +75,12 @@ class Part:
 
     @property
     def selection(self) -> Selection:
-        """The selection of its blocks."""
+        """Returns the selection of the part's blocks."""
         assert isinstance(self.step.index_q, Tensor)
         return selection(self.step.index_q, self.step.index_keys, self.starts, self.sizes, self.buffers.bounds)
 
     def finish(self, config: triton_decode.Config) -> None:
-        """Selects with the bounds that are there, and attends."""
+        """Selects blocks with the bounds, which are there, and attends to them."""
         step, sizes, pdl = self.step, self.sizes, devices.has_pdl(self.step.out.device)
         self.selection.select(sizes.init_blocks, sizes.local_blocks, step.blocks)
         triton_decode.launch(
@@ -90,7 +90,7 @@ class Part:
 
 
 class Side:
-    """A stream beside the caller's. Its kernels go first, where both have some to start: attention of the first part, whose
+    """Holds a stream beside the caller's. Where both have kernels to start, its own go first: attention of the first part, whose
     bounds are done, before bounds of the second."""
 
     def __init__(self, device: torch.device) -> None:
@@ -98,7 +98,7 @@ class Side:
         self.ready, self.done = torch.cuda.Event(), torch.cuda.Event()
 
     def serves(self) -> bool:
-        """Whether the caller is making a CUDA graph."""
+        """Tells whether the caller is capturing a CUDA graph."""
         return devices.capturing(self.stream.device)
 
     def mark(self) -> None:
@@ -107,7 +107,7 @@ class Side:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Within, launches go to this stream."""
+        """Sends the launches inside the context to this stream."""
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(self.ready)
             try:
@@ -136,7 +136,7 @@ class InTurn:
 
 
 class TwoParts:
-    """Serves steps in two parts. second: buffers for the last quarter of the largest step; the first part has those of the
+    """Serves steps in two parts. second: buffers for the last quarter of the largest step; the first part takes those of the
     whole step. attend: how attention is cut, by format of keys and values, for 1, 2, ... sequences."""
 
     def __init__(self, second: Buffers, attend: dict[str, list[triton_decode.Config]], side: Side | InTurn) -> None:
@@ -144,16 +144,16 @@ class TwoParts:
         self._loaded: set[tuple[int, str, int]] = set()
 
     def due(self, kv: PagedKV, index_keys: PagedIndexKeys) -> bool:
-        """Whether a step on such caches has to go through `serve`."""
+        """Tells whether a step on such caches has to go through `serve`."""
         return _like(kv, index_keys) not in self._loaded or self.side.serves()
 
     def serve(self, whole: Part) -> bool:
-        """Runs a layer's step in a CUDA graph. Returns False outside of one, where nothing is changed but the plan's own
-        memory: the first of like steps there loads their kernels, which a graph must find."""
+        """Runs a layer's step in a CUDA graph. Outside of one it returns False and changes only the plan's own memory: the
+        first of like steps there loads their kernels, which a graph must find loaded."""
         if self.side.serves():
             self._run(whole)
             return True
-        out = whole.step.out  # may be the queries' memory, which the step that counts still has to read
+        out = whole.step.out  # It may be the memory of the queries, which the step that counts still has to read.
         scratch = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
         self._run(replace(whole, step=whole.step._replace(out=scratch)))
         self._loaded.add(_like(whole.step.kv, whole.step.index_keys))
@@ -175,5 +175,5 @@ class TwoParts:
 
 
 def _like(kv: PagedKV, index_keys: PagedIndexKeys) -> tuple[int, str, int]:
-    """Returns what tells apart the kernels that steps of a plan take."""
+    """Returns a key that tells apart the kernels that steps of a plan take."""
     return kv.batch, kv.format, next_power_of_two(index_keys.capacity)
