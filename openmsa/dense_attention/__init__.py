@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""This stage attends to every visible key: as the baseline, in dense layers, on short contexts, and for a block's max scores."""
+"""This stage attends to every visible key: as the baseline, in dense layers, on short contexts, and for blocks' max scores."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def configure(
 
 
 def padded_dim(head_dim: int, key_format: int) -> int:
-    """Returns the elements of a row of a tile: a power of two, at least what a product sums. key_format: one of `FORMAT_IDS`."""
+    """Returns the elements of a row of a tile: a power of two, at least what a product sums. key_format: of `FORMAT_IDS`."""
     return max(next_power_of_two(head_dim), LEAST_SUM if key_format == FORMAT_IDS["nvfp4"] else 16)
 
 
