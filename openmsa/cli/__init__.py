@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The command line: `openmsa demo`, `openmsa doctor`, `openmsa bench`. Each command imports what it needs when it runs."""
+"""The command line has `openmsa demo`, `openmsa doctor` and `openmsa bench`; each imports what it needs when it runs."""
 
 from __future__ import annotations
 

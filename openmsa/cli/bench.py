@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`openmsa bench` and `python -m benchmarks`: measure named workloads, record them, plot records."""
+"""`openmsa bench` and `python -m benchmarks` measure named workloads, record them, and plot records."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _list(device: str | None, as_json: bool) -> None:
 
 
 def _progress() -> Progress:
-    """A bar on stderr that is drawn only between measurements: a thread that draws would be measured too."""
+    """Returns a bar on stderr that is drawn only between measurements: a thread that draws would be measured too."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`openmsa demo`: MSA on a real language model and real text, next to dense attention and two baselines."""
+"""`openmsa demo` runs MSA on a real language model and real text, next to dense attention and two baselines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`openmsa doctor`: versions, devices, settings, and which implementation serves each stage and why each other does not."""
+"""`openmsa doctor` shows versions, devices, settings, which implementation serves each stage and why the others do not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
 
 
 def examine() -> dict[str, Any]:
-    """``{versions, platform, devices, settings, launches, stages}``: plain values only.
+    """Returns ``{versions, platform, devices, settings, launches, stages}``, plain values only.
 
     launches: whether compiled variants of kernels are remembered from launch to launch, or why Triton chooses at each.
 
@@ -87,7 +87,7 @@ def _launches() -> str:
 
 
 def _stages(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Every stage on flat keys with as many queries as keys (prefill) and on paged keys with one query (decode)."""
+    """Explains every stage on flat keys with as many queries as keys (prefill) and on paged keys with one query (decode)."""
     where: dict[str, Any] = {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
     found = []
     for call, explanations in _calls(device, dtype).items():
@@ -138,12 +138,12 @@ def _explained(function: Callable[..., Any], *arguments: Any) -> Explanation:
     from openmsa.runtime.dispatch import Explanation
 
     explanation = explain(function, *arguments)
-    assert isinstance(explanation, Explanation)  # one stage each
+    assert isinstance(explanation, Explanation)  # Each of these functions is one stage.
     return explanation
 
 
 def _missing(explanation: Explanation) -> str | None:
-    """Why the chosen implementation cannot be imported, a sentence; None if it can."""
+    """Says in a sentence why the chosen implementation cannot be imported; returns None if it can."""
     from openmsa.explain import STAGES
 
     tables = {stage.name: stage.table for stage in STAGES.values()}

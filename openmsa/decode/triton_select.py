@@ -29,8 +29,8 @@ def no_words(REPS: tl.constexpr):
 
 @triton.jit
 def load_words(p_words, tag, low, high, num_blocks, REPS: tl.constexpr, WAIT: tl.constexpr):
-    """Loads the words of a row, REPS x [LANES], and tells whether some of low <= b < high have not come. Loads without conditions
-    are issued together; with conditions the compiler waits for each load before the next."""
+    """Loads the words of a row, REPS x [LANES], and tells whether some of low <= b < high have not come. The loads have no
+    condition, so that they are issued together; with conditions the compiler waits for each load before the next."""
     words = ()
     for r in tl.static_range(REPS):
         o_b = tl.minimum(r * LANES + tl.arange(0, LANES), num_blocks - 1)

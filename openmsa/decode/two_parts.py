@@ -90,8 +90,8 @@ class Part:
 
 
 class Side:
-    """Holds a stream beside the caller's. Where both have kernels to start, its own go first: attention of the first part, whose
-    bounds are done, before bounds of the second."""
+    """Holds a stream beside the caller's. Where both have kernels to start, its own go first: attention of the first part,
+    whose bounds are done, before bounds of the second."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)

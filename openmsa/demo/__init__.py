@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The demonstration on a real language model: each kind of attention, the heat map, paged decoding.
-
-`openmsa demo` runs it.
-"""
+"""This folder is the demonstration that `openmsa demo` runs on a real language model: kinds of attention, a heat map of the
+blocks read, and paged decoding."""
 
 import os
 
-# Read when transformers is first imported: without it the hub would be asked for newer files.
+# Transformers reads this when it is first imported; without it transformers looks for newer files on the hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

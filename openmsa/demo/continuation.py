@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Greedy decoding over paged caches: every layer appends its new key, selects blocks and attends to them."""
+"""This module decodes greedily over paged caches: every layer appends its new key, selects blocks and attends to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "openmsa-demo-paged"
 
 
 class PagedCaches:
-    """A `PagedKV` and a `PagedIndexKeys` for each layer, for one sequence, behind one page table in shuffled order."""
+    """Holds a `PagedKV` and a `PagedIndexKeys` for each layer, for one sequence, behind one page table in shuffled order."""
 
     def __init__(self, num_layers: int, capacity: int, num_kv_heads: int, head_dim: int) -> None:
         pages = -(-capacity // BLOCK_SIZE)
@@ -53,6 +53,6 @@ class PagedCaches:
 
 
 def decode_step(model: Any, token: int, position: int) -> Tensor:
-    """Logits ``[vocabulary]`` after one more token."""
+    """Returns the logits ``[vocabulary]`` after one more token."""
     hidden = hidden_states(model, torch.tensor([[token]]), position)
     return model.lm_head(hidden[0])

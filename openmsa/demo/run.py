@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The demonstration from end to end: the sweep over kinds of attention, the heat map, the continuation and its check."""
+"""This module runs the demonstration: the sweep over kinds of attention, the heat map, the continuation and its check."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from openmsa.demo.sweep import Watch, cross_entropy, hidden_states
 from openmsa.demo.variants import BLOCK_SIZE, Variant, attention_name, variants
 from openmsa.integrations.transformers import group_mean_index
 
-SHOWN = ("msa", 25)  # the variant that is drawn and that continues the text
-TOLERANCE = 1e-3  # on logits, between prefill and decode in float32
+SHOWN = ("msa", 25)  # This variant is drawn and continues the text.
+TOLERANCE = 1e-3  # Logits of prefill and of decode, in float32, may differ by so much.
 
 
 class Progress:
-    """Told what happens; does nothing with it. A progress bar overrides the three."""
+    """Receives the progress of a run and ignores it; a progress bar overrides its three methods."""
 
     def begin(self, units: int) -> None:
-        """How many ticks will come."""
+        """Receives how many ticks will come."""
 
     def stage(self, title: str) -> None:
-        """What runs now."""
+        """Receives what runs now."""
 
     def tick(self) -> None:
-        """One layer of a forward, or one decoded token, is done."""
+        """Is called when one layer of a forward, or one decoded token, is done."""
 
 
 @dataclass
 class Row:
-    """One line of the table. difference: cross_entropy less that of dense attention, in nats a token; attention_seconds: inside
-    the attention of all layers; speedup: dense attention's seconds divided by these."""
+    """Holds one line of the table. difference: cross_entropy less that of dense attention, in nats a token; attention_seconds:
+    time inside the attention of all layers; speedup: dense attention's seconds divided by these."""
 
     attention: str
     kind: str
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass
 class Result:
-    """What the demonstration found; as JSON it holds the same names."""
+    """Holds what the demonstration found, under the names that its JSON has."""
 
     model: str
     tokens: int
@@ -121,17 +121,18 @@ def run(
 
 
 class Record:
-    """What the shown variant's forward leaves behind: each layer's selection, and its keys and values in paged caches."""
+    """Keeps each layer's selection, and its keys and values in paged caches, from the forward of the shown variant."""
 
     def __init__(self, config: Any, topk: int, tokens: int, new_tokens: int) -> None:
-        self.prompt = min(tokens, config.max_position_embeddings - new_tokens)  # the continuation stays inside the positions
+        # The prompt leaves room for the new tokens among the positions of the model.
+        self.prompt = min(tokens, config.max_position_embeddings - new_tokens)
         self.topk, self.blocks = topk, dict[int, Tensor]()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.caches = PagedCaches(config.num_hidden_layers, self.prompt + new_tokens, config.num_key_value_heads, head_dim)
-        self.next_logits = torch.empty(0)  # [vocabulary], after the prompt
+        self.next_logits = torch.empty(0)  # [vocabulary], the logits after the prompt
 
     def keep(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """For `Watch.keep`."""
+        """Keeps what a layer attends to; `Watch` calls it once a layer."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
         index_q, index_k = group_mean_index(torch.nn.Identity(), q, k)
         self.blocks[layer] = select_blocks(index_q, index_k, self.topk, block_size=BLOCK_SIZE)
@@ -170,14 +171,14 @@ def sweep(model: Any, ids: Tensor, rows_to_run: list[Variant], shown: Variant, r
 
 
 def warm_up(model: Any, ids: Tensor, name: str) -> None:
-    """A short forward, so that the first row pays no first-use costs."""
+    """Runs a short forward, so that the time of the first row holds no first-use costs."""
     model.set_attn_implementation(name)
     hidden_states(model, ids[:, :256])
 
 
 def continue_text(model: Any, record: Record, new_tokens: int, progress: Progress) -> tuple[Tensor, Tensor]:
-    """Decodes greedily over the paged caches: the new tokens, int64 ``[new_tokens]``, and the logits after each of them,
-    ``[new_tokens, vocabulary]``."""
+    """Decodes greedily over the paged caches. Returns the new tokens, int64 ``[new_tokens]``, and the logits after each of
+    them, ``[new_tokens, vocabulary]``."""
     progress.stage(f"decoding {new_tokens} tokens over paged caches")
     model.set_attn_implementation(record.caches.register(record.topk))
     tokens, logits = [int(record.next_logits.argmax())], list[Tensor]()
@@ -189,7 +190,7 @@ def continue_text(model: Any, record: Record, new_tokens: int, progress: Progres
 
 
 def prefill_logits(model: Any, ids: Tensor, last: int, shown: Variant, progress: Progress) -> Tensor:
-    """Logits ``[last, vocabulary]`` at the last positions of ids ``[1, tokens]``, from one prefill."""
+    """Returns the logits ``[last, vocabulary]`` at the last positions of ids ``[1, tokens]``, from one prefill."""
     progress.stage("checking decode against prefill")
     name = attention_name(shown, model.config.num_hidden_layers, model.config.num_key_value_heads, ids.shape[1])
     Watch(progress.tick).install(model, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One forward of the model with one kind of attention: its loss, the time in its attention, and what its layers saw."""
+"""This module runs a forward of the model with one kind of attention, and finds its loss and the time in its attention."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 WATCHED = "openmsa-demo-watched"
-LOGIT_ROWS = 512  # positions whose logits exist at a time: [512, 49152] float32 is 100 MB
+LOGIT_ROWS = 512  # Logits of so many positions exist at a time: [512, 49152] float32 is 100 MB.
 
 
 @dataclass
 class Watch:
-    """Attention seconds of the layers so far. `keep` is called outside the clock, once a layer, with the layer's number and its
-    query, key and value ``[1, heads, tokens, head_dim]``; `tick` after each layer."""
+    """Counts the attention seconds of the layers so far. `keep` is called once a layer, outside of the time, with the layer's
+    number and its query, key and value ``[1, heads, tokens, head_dim]``; `tick` is called after each layer."""
 
     tick: Callable[[], None] = lambda: None
     keep: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
     seconds: float = field(default=0.0, init=False)
 
     def install(self, model: Any, name: str) -> None:
-        """Makes `model` use the attention registered as `name`, watched."""
+        """Makes `model` use the attention registered as `name`, timed."""
         forward = AttentionInterface()[name]
 
         def watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -44,13 +44,14 @@ class Watch:
 
 
 def hidden_states(model: Any, ids: Tensor, first_position: int = 0) -> Tensor:
-    """The last hidden states ``[tokens, hidden]`` of ids ``[1, tokens]`` that stand at `first_position` and after."""
+    """Returns the last hidden states ``[tokens, hidden]`` of ids ``[1, tokens]``, which stand at `first_position` and after."""
     positions = torch.arange(first_position, first_position + ids.shape[1])[None]
     return model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
 
 
 def cross_entropy(model: Any, hidden: Tensor, ids: Tensor) -> float:
-    """Mean negative log-likelihood (nats) of each next token of ids ``[1, tokens]`` given `hidden` ``[tokens, hidden]``."""
+    """Returns the mean negative log-likelihood (nats) of the next tokens of ids ``[1, tokens]`` given `hidden` ``[tokens,
+    hidden]``."""
     targets, total = ids[0, 1:], 0.0
     for start in range(0, targets.numel(), LOGIT_ROWS):
         target = targets[start : start + LOGIT_ROWS]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The kinds of attention that the demonstration compares, each registered with transformers under one name."""
+"""This module has the kinds of attention that the demonstration compares, each registered with transformers under one name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from openmsa.sparse_attention import sparse_attention
 from openmsa.types import Sequences
 
 BLOCK_SIZE = 64
-NAME = "openmsa-demo"  # what the sparse variants are registered as, one at a time
+NAME = "openmsa-demo"  # Sparse variants are registered under this name, one at a time.
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table. kind: "dense", "msa", "window" (the first block and the last ones) or "random" (the query's own
-    block and random ones); topk: blocks that a query reads, its budget; percent: that budget as the table names it."""
+    """Describes one row of the table. kind: "dense", "msa", "window" (the first block and the last ones) or "random" (the
+    query's own block and random ones); topk: blocks that a query reads; percent: that number as the table names it."""
 
     kind: str
     percent: int = 100
@@ -28,13 +28,13 @@ class Variant:
 
     @property
     def title(self) -> str:
-        """What the table calls it."""
+        """Returns the variant's name in the table."""
         names = {"dense": "dense", "msa": "MSA", "window": "sliding window", "random": "random blocks"}
         return names[self.kind] if self.kind == "dense" else f"{names[self.kind]}, {self.percent} %"
 
 
 def variants(tokens: int) -> list[Variant]:
-    """Dense, MSA at 6, 12, 25 and 50 % of the blocks of `tokens` keys, and the baselines at 12 and 25 %."""
+    """Returns dense attention, MSA at 6, 12, 25 and 50 % of the blocks of `tokens` keys, and the baselines at 12 and 25 %."""
     blocks = -(-tokens // BLOCK_SIZE)
     topk = {percent: max(2, min(64, blocks // divisor)) for percent, divisor in ((6, 16), (12, 8), (25, 4), (50, 2))}
     sparse = [("msa", percent) for percent in topk]
@@ -43,7 +43,7 @@ def variants(tokens: int) -> list[Variant]:
 
 
 def attention_name(variant: Variant, num_layers: int, num_kv_heads: int, tokens: int) -> str:
-    """Registers the variant and returns what transformers calls it. Dense is what the model runs by default."""
+    """Registers the variant and returns the name that transformers knows it by. Dense is what the model runs by default."""
     if variant.kind == "dense":
         return "sdpa"
     if variant.kind == "msa":
@@ -65,13 +65,13 @@ def attention_name(variant: Variant, num_layers: int, num_kv_heads: int, tokens:
 
 
 def _window_blocks(tokens: int, topk: int) -> Tensor:
-    """int32 ``[tokens, 1, topk]``: the first block and each query's last ``topk - 1``."""
+    """Returns the first block and each query's last ``topk - 1`` blocks, int32 ``[tokens, 1, topk]``."""
     scores = torch.zeros(1, tokens, -(-tokens // BLOCK_SIZE))
     seqs = Sequences.from_lengths([tokens], [tokens])
     return select_blocks_from_scores(scores, topk, seqs, block_size=BLOCK_SIZE, init_blocks=1, local_blocks=topk - 1)
 
 
 def _random_blocks(tokens: int, topk: int, num_kv_heads: int, seed: int) -> Tensor:
-    """int32 ``[tokens, num_kv_heads, topk]``: each query's own block and random visible ones."""
+    """Returns each query's own block and random visible ones, int32 ``[tokens, num_kv_heads, topk]``."""
     scores = torch.rand(num_kv_heads, tokens, -(-tokens // BLOCK_SIZE), generator=torch.Generator().manual_seed(seed))
     return select_blocks_from_scores(scores, topk, Sequences.from_lengths([tokens], [tokens]), block_size=BLOCK_SIZE)

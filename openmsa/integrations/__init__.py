@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Adapters to other libraries: each module needs its library installed and is imported by name."""
+"""This folder adapts the library to others: each module needs its library installed and is imported by name."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""MiniMax-M3 of Hugging Face transformers (`minimax_m3_vl`) on this library, on any device:
+"""This module runs MiniMax-M3 of Hugging Face transformers (`minimax_m3_vl`) on this library, on any device:
 
     register_minimax_m3("openmsa-m3")
     model = AutoModelForImageTextToText.from_pretrained(..., attn_implementation="openmsa-m3")
@@ -24,16 +24,16 @@ from openmsa.types import Sequences
 def register_minimax_m3(name: str = "openmsa-m3", *, impl: str = "auto") -> None:
     """Registers attention for MiniMax-M3 models under `name` with transformers' `AttentionInterface`.
 
-    name:  what ``attn_implementation=`` calls it. impl: as in `openmsa.sparse_attention` and `openmsa.dense_attention`.
+    name:  its name in ``attn_implementation=``. impl: as in `openmsa.sparse_attention` and `openmsa.dense_attention`.
 
     Sparse layers run `sparse_attention` over the blocks that their indexer selected, whatever their number (up to 64), block
     size (16 to 256), order and head_dim; full layers run `dense_attention`; the vision tower, which is bidirectional, runs
-    PyTorch's attention. Serves prefill and decode with any of transformers' caches and every 2D ``attention_mask``, as the
+    PyTorch's attention. They serve prefill and decode with any of transformers' caches and every 2D ``attention_mask``, as the
     model's eager path does: blocks are counted from the first slot of a row, padding included, and a query that sees no key,
     as in left padding, gives the mean of all values. That matters, because the indexer also scores the keys of padding. Only
-    padding between real tokens has other outputs than there in full layers: the mean, too.
+    the outputs at padding between real tokens differ from the eager path, in full layers: they are that mean, too.
 
-    What the model asks for beyond that raises NotImplementedError, as with `openmsa.integrations.transformers.register`.
+    Whatever else a model needs raises NotImplementedError, as with `openmsa.integrations.transformers.register`.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -77,9 +77,9 @@ def register_minimax_m3(name: str = "openmsa-m3", *, impl: str = "auto") -> None
 def _attend_blocks(
     query: Tensor, key: Tensor, value: Tensor, block_indices: Tensor, mask: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
-    """Attention over the selected blocks, ``[batch, q_len, num_q_heads, head_dim]``. mask: bool ``[batch, filled]``."""
+    """Attends to the selected blocks: returns ``[batch, q_len, num_q_heads, head_dim]``. mask: bool ``[batch, filled]``."""
     batch, _, q_len, _ = query.shape
-    filled = key.shape[2] if mask is None else mask.shape[1]  # a static cache hands over more keys than it holds
+    filled = key.shape[2] if mask is None else mask.shape[1]  # A static cache hands over more keys than it holds.
     q = query.transpose(1, 2).flatten(0, 1)  # [batch * q_len, num_q_heads, head_dim]
     k, v = (x[:, :, :filled].transpose(1, 2) for x in (key, value))  # [batch, filled, num_kv_heads, head_dim]
     ids = block_indices.transpose(1, 2).flatten(0, 1).to(torch.int32)  # [batch * q_len, index_heads, topk]
@@ -93,8 +93,8 @@ def _attend_blocks(
 
 
 def _filled_with_mean(out: Tensor, empty: Tensor, value: Tensor) -> Tensor:
-    """`out` ``[batch, q_len, num_q_heads, head_dim]`` with the mean of its head's `value` ``[batch, num_kv_heads, k_len,
-    head_dim]`` where `empty` (bool ``[batch, q_len, num_q_heads or 1]``): a softmax over logits all masked alike. Syncs."""
+    """Puts the mean of its head's `value` ``[batch, num_kv_heads, k_len, head_dim]`` into `out` ``[batch, q_len, num_q_heads,
+    head_dim]`` where `empty` (bool ``[batch, q_len, num_q_heads or 1]``): a softmax over logits all masked alike. It syncs."""
     if not bool(empty.any()):
         return out
     mean = value.mean(2).repeat_interleave(out.shape[2] // value.shape[1], 1)[:, None]  # [batch, 1, num_q_heads, head_dim]
@@ -104,7 +104,8 @@ def _filled_with_mean(out: Tensor, empty: Tensor, value: Tensor) -> Tensor:
 def _attend_around_padding(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, seqs: Sequences, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """out and lse. Blocks without padding in one call; each run of real keys in the other blocks as its own sequence; merged.
+    """Returns out and lse, merged from a call over blocks without padding and calls in which each run of real keys in the other
+    blocks is a sequence of its own.
 
     Left padding costs one call more, right padding none: what follows a row's last real token is seen by no real query.
     """
@@ -117,7 +118,7 @@ def _attend_around_padding(
         nn.functional.pad(mask | (slot > last), (0, tail), value=True).unflatten(1, (-1, block_size)).all(2)
     )  # [batch, blocks]
 
-    row = torch.arange(q.shape[0], device=q.device) // q_len  # sequence of each query
+    row = torch.arange(q.shape[0], device=q.device) // q_len  # the sequence of each query
     clean = whole[row[:, None, None], ids.clamp(0, whole.shape[1] - 1).long()]
     out, lse = sparse_attention(
         q, k.flatten(0, 1), v.flatten(0, 1), ids.masked_fill(~clean, -1), seqs, return_lse=True, **options
@@ -137,8 +138,8 @@ def _attend_around_padding(
 
 
 def _real_runs(partial: Tensor, block_size: int) -> list[tuple[Tensor, Tensor]]:
-    """Runs of True in ``[batch, filled]``, cut at block borders, the i-th of each row together: first slot and length, int64
-    ``[batch]`` each (length 0 where a row has fewer). Syncs with the host."""
+    """Returns the runs of True in ``[batch, filled]``, cut at block borders, the i-th of each row together: first slot and
+    length, int64 ``[batch]`` each (length 0 where a row has fewer). It syncs with the host."""
     border = torch.arange(partial.shape[1], device=partial.device) % block_size == 0
     before = nn.functional.pad(partial, (1, 0))[:, :-1] & ~border
     after = nn.functional.pad(partial & ~border, (0, 1))[:, 1:]
@@ -155,7 +156,7 @@ def _real_runs(partial: Tensor, block_size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two attentions over disjoint keys as one: ``[total_q, num_q_heads, head_dim]`` and lse ``[total_q, num_q_heads]``."""
+    """Merges two attentions over disjoint keys: ``[total_q, num_q_heads, head_dim]`` and lse ``[total_q, num_q_heads]``."""
     total = torch.logaddexp(lse, more_lse)
     safe = total.masked_fill(total == -torch.inf, 0)
     weight, more_weight = ((x - safe).exp()[..., None] for x in (lse, more_lse))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The block selection of transformers' MiniMax-M3 (`minimax_m3_vl`) on this library.
+"""This module runs the block selection of transformers' MiniMax-M3 (`minimax_m3_vl`) on this library.
 
 The model's own indexer holds the scores of every query with every key in float32; `select_blocks` holds those of a few queries
 at a time, which is what makes long prompts fit.
@@ -19,10 +19,10 @@ from openmsa.types import Sequences
 
 
 def replace_indexers(model: nn.Module, *, impl: str = "auto") -> int:
-    """Lets every sparse layer of a MiniMax-M3 model select its blocks with `openmsa.select_blocks`; how many there are.
+    """Lets every sparse layer of a MiniMax-M3 model select its blocks with `openmsa.select_blocks`; returns how many there are.
 
-    impl: as there. The weights, the cache and what the layers hand on stay as they are, so that any attention implementation
-    may follow, the eager one too; the ids of a query come ascending instead of by score. Calling it again sets `impl` anew.
+    impl: as in `openmsa.select_blocks`. Weights, cache and what the layers hand on stay as they are, so that any attention
+    implementation may follow, the eager one too; a query's ids ascend instead of following scores. A new call sets `impl` anew.
     Two cases stay with the model's own code, whose result is the same: hidden states that need gradients, and position ids that
     do not count up by one (left padding with positions counted from the first real token).
     Raises ValueError where the model has no such layer.
@@ -43,7 +43,7 @@ def _selection(impl: str) -> Any:
         past_key_values: Any,
         position_ids: Tensor,
     ) -> Tensor:
-        """int64 ``[batch, index_heads, q_len, topk]``, -1 behind the last block."""
+        """Returns the selected blocks, int64 ``[batch, index_heads, q_len, topk]``, -1 behind the last."""
         if (torch.is_grad_enabled() and hidden_states.requires_grad) or not _counts_up(position_ids):
             return type(self).forward(self, hidden_states, position_embeddings, past_key_values, position_ids)
         index_q, index_k = _branch(self, hidden_states, position_embeddings)
@@ -68,7 +68,7 @@ def _selection(impl: str) -> Any:
 
 
 def _branch(indexer: Any, hidden: Tensor, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Index queries ``[batch, index_heads, q_len, index_dim]`` and keys ``[batch, 1, q_len, index_dim]``, rotated."""
+    """Returns index queries ``[batch, index_heads, q_len, index_dim]`` and keys ``[batch, 1, q_len, index_dim]``, rotated."""
     queries = indexer.q_norm(indexer.q_proj(hidden).unflatten(-1, (-1, indexer.head_dim))).transpose(1, 2)
     keys = indexer.k_norm(indexer.k_proj(hidden).unflatten(-1, (1, indexer.head_dim))).transpose(1, 2)
     rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
@@ -76,7 +76,7 @@ def _branch(indexer: Any, hidden: Tensor, embeddings: tuple[Tensor, Tensor]) -> 
 
 
 def _counts_up(position_ids: Tensor) -> bool:
-    """Whether every row is first, first + 1, ...; a host sync where there is more than one query."""
+    """Tells whether every row is first, first + 1, ..., for which it syncs with the host where there is more than one query."""
     if position_ids.shape[1] == 1:
         return True
     steps = torch.arange(position_ids.shape[1], device=position_ids.device)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""MiniMax-M3 of SGLang (0.5.23) on this library outside SM100. SGLang itself cannot be installed where this is developed: what
-stands here follows its published sources and is tested against a stand-in with the same names and signatures.
+"""This module runs MiniMax-M3 of SGLang (0.5.23) on this library outside SM100. It follows SGLang's published sources and is
+tested against a stand-in with the same names and signatures, not against SGLang itself.
 
-A plug-in of SGLang's entry point group `sglang.srt.plugins`. It does nothing unless named, so that installing this package
-changes no server:
+It is a plug-in of SGLang's entry point group `sglang.srt.plugins`. It does nothing unless named, so that installing this
+package changes no server:
 
     SGLANG_PLUGINS=openmsa python -m sglang.launch_server --model-path MiniMaxAI/MiniMax-M3 --page-size 128 ...
 
 SGLang imports `fmha_sm100` by that name, so this distribution's package serves it as it is; the one gate is `msa_available`,
-which asks for compute capability 10.0 or 10.3. The indexer stays SGLang's own, and so does decode inside CUDA graphs unless
+which requires compute capability 10.0 or 10.3. The indexer stays SGLang's own, and so does decode inside CUDA graphs unless
 ``SGLANG_OPT_USE_MSA_DECODE_UNDER_GRAPH`` is set. ``SGLANG_DISABLE_MSA=1`` still turns the whole path off.
 """
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def plugin() -> None:
-    """Entry point `openmsa`: `register` where ``SGLANG_PLUGINS`` names it."""
+    """Calls `register` where ``SGLANG_PLUGINS`` names the entry point `openmsa`, which this is."""
     if "openmsa" in [part.strip() for part in os.environ.get("SGLANG_PLUGINS", "").split(",")]:
         register()
     else:
@@ -39,7 +39,7 @@ def register() -> None:
 
 
 def available(original: Callable[[], bool]) -> bool:
-    """Whether the MSA path can run: where SGLang says so, and on every other CUDA device that our kernels are made for."""
+    """Tells whether the MSA path can run: where SGLang says so, and on every other CUDA device that our kernels serve."""
     if original():
         return True
     import torch

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""MSA as an attention implementation of Hugging Face transformers, for any causal GQA model that reads its attention from
-`AttentionInterface`:
+"""This module makes MSA an attention implementation of Hugging Face transformers, for any causal GQA model that reads its
+attention from `AttentionInterface`:
 
     register("openmsa", topk=16, block_size=128)
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="openmsa")
@@ -29,7 +29,7 @@ except ImportError as error:
         "openmsa.integrations.transformers needs transformers 5.10 or newer: pip install 'openmsa[demo]'"
     ) from error
 
-# What a model may hand to its attention function that would change the result; every other keyword is ignored.
+# A model may hand these to its attention function, and they would change the result; every other keyword is ignored.
 UNSUPPORTED = {
     "dropout": "attention dropout",
     "sliding_window": "a sliding window",
@@ -44,12 +44,12 @@ UNSUPPORTED = {
 
 
 class PackedAttention(Protocol):
-    """Causal attention over packed sequences: q ``[total_q, num_q_heads, head_dim]``, k and v ``[total_k, num_kv_heads,
-    head_dim]``, where each sequence's queries are its last positions; returns what has q's shape. `module` is the model's
-    attention layer (``module.layer_idx`` tells which)."""
+    """Computes causal attention over packed sequences: q ``[total_q, num_q_heads, head_dim]``, k and v ``[total_k,
+    num_kv_heads, head_dim]``, where each sequence's queries are its last positions; the result has q's shape. `module` is the
+    model's attention layer (``module.layer_idx`` is its number)."""
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float) -> Tensor:
-        """As the class says."""
+        """Computes the attention that the class describes."""
         ...
 
 
@@ -57,7 +57,7 @@ Index = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def group_mean_index(module: nn.Module, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """An index branch without training: the index query is the mean of the group's queries, the index key the group's key.
+    """Gives an index branch without training: the index query is the mean of a group's queries, the index key is its key.
 
     q ``[total_q, num_q_heads, head_dim]``, k ``[total_k, num_kv_heads, head_dim]``, both as the model attends with them
     (after its position embedding). Returns index_q ``[total_q, num_kv_heads, head_dim]`` and index_k, which is k.
@@ -77,11 +77,11 @@ def register(
 ) -> None:
     """Registers `openmsa.msa_attention` under `name` with transformers' `AttentionInterface`.
 
-    name:   what ``attn_implementation=`` calls it; registering a name again replaces it for every model that uses it.
+    name:   its name in ``attn_implementation=``; registering a name again replaces it for every model that uses it.
     topk, block_size, init_blocks, local_blocks, impl: as in `openmsa.msa_attention`.
     index:  ``index(module, q, k) -> index_q, index_k`` on packed tensors; the default needs no trained weights.
 
-    Serves prefill and decode with any of transformers' caches, batches, and left or right padding given as a 2D
+    It serves prefill and decode with any of transformers' caches, batches, and left or right padding given as a 2D
     ``attention_mask``; blocks are counted from each sequence's first real token, so padding changes no result. Padding
     rows give 0. With a model or call that needs anything else (sliding windows, 4D masks, packed ``position_ids``,
     bidirectional attention, dropout, attention weights as an output), the forward raises NotImplementedError, which names it.
@@ -117,21 +117,21 @@ def register(
 
 
 def register_packed(name: str, attend: PackedAttention) -> None:
-    """Registers any causal attention over packed sequences under `name`; `register` is this with `msa_attention`.
+    """Registers any causal attention over packed sequences under `name`, as `register` does with `msa_attention`.
 
-    What is served and refused is what `register` says. A sequence's keys are those that the model's cache hands over.
+    It serves and refuses what `register` does. A sequence's keys are those that the model's cache hands over.
     """
     register_forward(name, packed_forward(name, attend))
 
 
 def register_forward(name: str, forward: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
-    """Registers ``forward(module, query, key, value, attention_mask, ...)`` under `name`; its masks are `padding_mask`'s."""
+    """Registers ``forward(module, query, key, value, attention_mask, ...)`` under `name`, with masks by `padding_mask`."""
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, padding_mask(name))
 
 
 def packed_forward(name: str, attend: PackedAttention) -> Callable[..., tuple[Tensor, None]]:
-    """`attend` as a function of transformers' `AttentionInterface`; `name` is what its refusals call it."""
+    """Wraps `attend` as a function of transformers' `AttentionInterface`, which `name` stands for in its errors."""
 
     def forward(
         module: nn.Module,
@@ -161,7 +161,7 @@ def packed_forward(name: str, attend: PackedAttention) -> Callable[..., tuple[Te
 
 
 def padding_mask(name: str) -> Callable[..., Tensor | None]:
-    """The function that prepares the mask of attention `name`: None where every key is real, else the 2D padding mask."""
+    """Returns the function that prepares the mask of attention `name`: None where every key is real, else a 2D mask."""
 
     def mask(
         batch_size: int,
@@ -179,7 +179,7 @@ def padding_mask(name: str) -> Callable[..., Tensor | None]:
             _refuse(
                 name, "a mask other than causal (a sliding window, chunks, packed position_ids, or bidirectional attention)"
             )
-        filled = int(q_offset) + q_length  # a static cache hands over more keys than it holds
+        filled = int(q_offset) + q_length  # A static cache hands over more keys than it holds.
         if filled > kv_length:
             _refuse(name, f"a cache that hands over {kv_length} keys for {filled} tokens")
         if attention_mask is None:
@@ -214,13 +214,13 @@ def refuse_unsupported(
 
 
 def equal_lengths(batch: int, q_len: int, k_len: int, device: torch.device) -> Sequences:
-    """`batch` sequences of q_len queries and k_len keys each."""
+    """Returns the lengths of `batch` sequences of q_len queries and k_len keys each."""
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
     return Sequences(starts * q_len, starts * k_len, q_len, k_len)
 
 
 def _real_tokens(mask: Tensor, q_len: int) -> tuple[Sequences, Tensor, Tensor]:
-    """The packed lengths, and which queries and keys are real: bool ``[batch, q_len]`` and ``[batch, k_len]``."""
+    """Returns the packed lengths, and which queries and keys are real: bool ``[batch, q_len]`` and ``[batch, k_len]``."""
     q_rows = mask[:, mask.shape[1] - q_len :]
     cu_q, cu_k = (nn.functional.pad(rows.sum(1).cumsum(0), (1, 0)).to(torch.int32) for rows in (q_rows, mask))
     return Sequences(cu_q, cu_k, q_len, mask.shape[1]), q_rows, mask

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""MiniMax-M3 of vLLM (0.33) on this library outside SM100. vLLM itself cannot be installed where this is developed: what stands
-here follows its published sources and is tested against stand-ins with the same names and signatures.
+"""This module runs MiniMax-M3 of vLLM (0.33) on this library outside SM100. It follows vLLM's published sources and is tested
+against stand-ins with the same names and signatures, not against vLLM itself.
 
-Two plug-ins of vLLM's entry point group `vllm.general_plugins`, which vLLM loads in each of its processes. They do nothing
-unless named, so that installing this package changes no server:
+It has two plug-ins of vLLM's entry point group `vllm.general_plugins`, which vLLM loads in each of its processes. They do
+nothing unless named, so that installing this package changes no server:
 
     VLLM_PLUGINS=openmsa_attend,openmsa_indexer vllm serve MiniMaxAI/MiniMax-M3 ...
 
 openmsa_attend:   prefill attention (`build_k2q_csr`, `sparse_atten_func`). Decode stays with vLLM's Triton kernels unless its
                   own setting ``minimax_m3_msa_decode_backend`` says otherwise.
-openmsa_indexer:  block scores and top-k of prefill, and the top-k of decode. The scores of decode are vLLM's CuTe-DSL kernel.
+openmsa_indexer:  block scores and top-k of prefill, and the top-k of decode. vLLM's CuTe-DSL kernel makes the scores of decode.
 
 Both put this distribution's `fmha_sm100` in the place of the copy that vLLM ships, ``vllm.third_party.fmha_sm100``.
 """
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 def attend_plugin() -> None:
-    """Entry point `openmsa_attend`: `register_attend` where ``VLLM_PLUGINS`` names it."""
+    """Calls `register_attend` where ``VLLM_PLUGINS`` names the entry point `openmsa_attend`, which this is."""
     if _asked_for("openmsa_attend"):
         register_attend()
 
 
 def indexer_plugin() -> None:
-    """Entry point `openmsa_indexer`: `register_indexer` where ``VLLM_PLUGINS`` names it."""
+    """Calls `register_indexer` where ``VLLM_PLUGINS`` names the entry point `openmsa_indexer`, which this is."""
     if _asked_for("openmsa_indexer"):
         register_indexer()
 
@@ -49,7 +49,7 @@ def register_attend() -> None:
 
 
 def register_indexer() -> None:
-    """The same for its MSA indexer."""
+    """Lets vLLM choose its MSA indexer on every CUDA device where it would for SM100. Calling it again changes nothing."""
     provide_package()
     _wrap(f"{MODELS}.common.indexer", "select_indexer_impl_cls", _select_indexer)
 
@@ -70,7 +70,7 @@ def provide_package() -> None:
 
 
 def _select_main(original: Callable[..., Any], *, topk_blocks: int, kv_cache_dtype: str, **more: Any) -> Any:
-    """(backend, implementation). vLLM's own choice wherever it is not Triton, and for what the MSA path never takes."""
+    """Returns (backend, implementation): vLLM's own choice wherever it is not Triton, and for what the MSA path never takes."""
     chosen = original(topk_blocks=topk_blocks, kv_cache_dtype=kv_cache_dtype, **more)
     fits = topk_blocks in (4, 8, 16, 32) and kv_cache_dtype != "fp8_e5m2"
     if not (fits and "Triton" in chosen[1].__name__ and _on_cuda()):
@@ -81,7 +81,7 @@ def _select_main(original: Callable[..., Any], *, topk_blocks: int, kv_cache_dty
 
 
 def _select_indexer(original: Callable[..., Any], *, topk_blocks: int, indexer_kv_dtype: str = "bf16", **more: Any) -> Any:
-    """The implementation's class. Outside SM100 vLLM itself would take Triton for bf16 and refuse fp8."""
+    """Returns the implementation's class. Outside SM100 vLLM itself takes Triton for bf16 and refuses fp8."""
     fits = topk_blocks == 16 and indexer_kv_dtype in ("bf16", "fp8", "fp8_e4m3")
     if not (fits and _on_cuda()):
         return original(topk_blocks=topk_blocks, indexer_kv_dtype=indexer_kv_dtype, **more)
