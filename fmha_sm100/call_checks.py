@@ -82,7 +82,7 @@ def _check_entries(plan: Plan) -> None:
         ends, x = name not in names[:2], tensors[name]
         plain = type(x) is Tensor and x.dtype == torch.int32 and x.layout == torch.strided
         if plain and x.shape == (rows + ends,) and x.is_contiguous():
-            continue  # no names are written out for what is right, as this runs at every call
+            continue  # Names are written out only for what is wrong, as this runs at every call.
         checks.tensor(f"plan_info[{name!r}]", x, "[rows + 1]" if ends else "[rows]", (torch.int32,))
         checks.size(f"plan_info[{name!r}]", x, 0, rows + ends, f"{rows} rows of the plan")
         if not x.is_contiguous():

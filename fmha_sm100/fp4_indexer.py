@@ -62,7 +62,7 @@ def fp4_indexer_block_scores(
 
     q_fp4:            ``[total_q, num_q_heads, dim // 2]``, two E2M1 codes a byte, low nibble first (uint8, int8 or
                       float4_e2m1fn_x2); any strides.
-    k_fp4:            the same, a pool ``[num_pages, num_k_heads, page_size, dim // 2]``; any strides. num_k_heads divides
+    k_fp4:            such codes in a pool ``[num_pages, num_k_heads, page_size, dim // 2]``; any strides. num_k_heads divides
                       num_q_heads.
     q_scale, k_scale: as `scale_layout` says. "public": ``[total_q, num_q_heads, groups]`` and ``[num_pages, num_k_heads,
                       page_size, groups]``; "preordered_mma": `fp4_indexer_mma_scale_storage_shape` of (total_q, num_q_heads)

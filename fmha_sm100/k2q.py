@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Turns a selection around, from the key blocks of each query to the queries of each key block: `build_k2q_csr`, its builder
-object, its form for checks, and the same for dense batches.
+object, its form for checks, and two functions for dense batches.
 
 `build_k2q_csr` runs on the device of its inputs as PyTorch operations. On a GPU nothing is read on the host, sizes follow from
 shapes and arguments, and the result does not depend on timing, so that building can be captured in a CUDA graph and repeats

@@ -52,7 +52,7 @@ def fmha_sm100_plan(
     Returns ``(False, 0, batch, plan, None)``, to be passed to `fmha_sm100`; ``plan`` is the dict of `_fmha_sm100_plan`.
 
     Names, order, defaults, the five-tuple with the dict at index 3, its keys and shapes are those of the public function, and
-    a sparse plan of short requests has one row for each query token, as there. Beyond it, this one launches nothing, shares
+    a sparse plan of short requests has one row for each query token, as its does. Beyond it, this one launches nothing, shares
     nothing between plans and takes requests in any order; ``causal=False`` is truly so whatever lengths are written later.
     Wrong arguments raise ValueError or TypeError.
     """
@@ -155,7 +155,7 @@ UNUSED = (
     *("packed_work_range", "packed_work_info", "kv_tile_begin_indices", "kv_tile_end_indices", "kv_split_indices"),
     *("workspace_o", "workspace_lse", "num_kv_splits_per_row", "cute_workspace_buffer"),
 )
-"""A plan holds the public kernels' workspaces under these keys; all are None here, as they are there where it needs none."""
+"""The public package keeps workspaces under these keys of a plan, or None where it needs none; here all are None."""
 
 
 def _lengths(name: str, value: Any, batch: int | None) -> Tensor:

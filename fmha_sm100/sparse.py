@@ -107,7 +107,7 @@ def sparse_atten_func(
     k, v:            ``[total_k, num_kv_heads, head_dim]`` (total_k may exceed the keys in use) or, with `page_table`, pools
                      ``[num_pages, num_kv_heads, page_size, head_dim]``; q's dtype or float8_e4m3fn; any strides.
     k2q_row_ptr, k2q_q_indices, topK:  from `build_k2q_csr` with the same lengths and block size.
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k:  as there.
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k:  the lengths that `build_k2q_csr` was given.
     causal:          query i of a sequence sees the keys up to ``k_len - q_len + i``; False: all keys of its blocks.
     page_table:      int32 ``[batch, max_pages]``. seqused_k: ``[batch]``, the keys of each sequence, with pages only; None:
                      from cu_seqlens_k.
@@ -203,7 +203,7 @@ def sparse_atten_nvfp4_kv_func(
                    "vllm" reads V's scales from a copy of the pages in `page_table`, made on each call.
     k_global_scale, v_global_scale:  a number, one float32 element on the device, or None (1.0).
 
-    number = e2m1 * scale * global scale. All else as in `sparse_atten_func`; q_scale is the queries' own.
+    A number is e2m1 * scale * global scale. Other arguments are as in `sparse_atten_func`; q_scale is the queries' own.
 
     Names, order, layouts and result are those of the public function. Beyond it, this one takes what `sparse_atten_func` adds
     and `kv_layout` "linear", and applies both global scales in every result.

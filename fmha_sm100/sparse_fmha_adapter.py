@@ -34,7 +34,7 @@ def sparse_fmha_plan(
     """Plans `sparse_fmha` as `_fmha_sm100_plan` does with ``sparse_kernel_mode="prefill"``, with a row for each request.
 
     Names, order, defaults and the dict with "MM-SA-Nv" are those of the public function. Beyond it, this one takes kv_block_num
-    from 1 to 64, page sizes from 16 to 256 and ``causal=False``. output_maxscore must be False, as there.
+    from 1 to 64, page sizes from 16 to 256 and ``causal=False``. Both require output_maxscore to be False.
     """
     if output_maxscore:
         raise ValueError("output_maxscore must be False: attention over selected blocks gives no max scores, got True")

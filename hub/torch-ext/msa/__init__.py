@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""MiniMax Sparse Attention for every machine, as the kernels library loads it: the operations of the public `fmha_sm100`.
+"""The kernels library loads this: MiniMax Sparse Attention for every machine, with the operations of the public `fmha_sm100`.
 
 `build_k2q_csr` and `sparse_atten_func` are what the MiniMax-M3 integration of transformers looks for.
 """
