@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The entry point; the runner is `openmsa.bench`."""
+"""This is the entry point; the runner is `openmsa.bench`."""
 
 from openmsa.cli.bench import app
 

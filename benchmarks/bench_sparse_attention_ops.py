@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Times the operations of `fmha_sm100`, dense and sparse, prefill and decode: the public package's command, on any device.
+"""Times the operations of `fmha_sm100`, dense and sparse, prefill and decode, with the public package's command, on any device.
 
     python benchmarks/bench_sparse_attention_ops.py --dtype bf16 --sections sparse_prefill,sparse_decode -o result.tsv
 
-Same flags, console and TSV columns as the public one. More: --device, --selection random|clustered (the public benchmark reads
-the first blocks for every query, which no model does) and --peaks: MFU and MBU stand against the device's data sheet where it
-is known, otherwise against what a matrix product and a copy reach on it in this run.
+Flags, console and TSV columns are those of the public one. This one also has --device, --selection random|clustered (the public
+benchmark reads the first blocks for every query, which no model does) and --peaks: MFU and MBU stand against the device's data
+sheet where it is known, otherwise against what a matrix product and a copy reach on it in this run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # The checkout need not be installed.
 
 import torch
 
@@ -44,7 +44,7 @@ HEADINGS = (
     "split%",
 )
 WIDTHS = (8, 8, 6, 5, 5, 5, 5, 10, 9, 9, 9, 8, 8)
-DATA_SHEET = {  # dense bf16 and fp8 TFLOP/s, GB/s; the first name that is part of the device's
+DATA_SHEET = {  # dense bf16 and fp8 TFLOP/s, GB/s; the first name that is part of the device's name counts
     "H200": (989, 1979, 4800),
     "H100 PCIe": (756, 1513, 2000),
     "H100": (989, 1979, 3350),
@@ -58,7 +58,7 @@ MOST_SAMPLES = 10_000
 
 
 def integers(text: str) -> list[int]:
-    """``"1,2,4"``."""
+    """Reads whole numbers such as ``"1,2,4"``."""
     values = [int(part) for part in text.split(",") if part.strip()]
     if not values or min(values) < 1:
         raise argparse.ArgumentTypeError(f"must be positive whole numbers with commas between, got {text!r}")
@@ -66,7 +66,7 @@ def integers(text: str) -> list[int]:
 
 
 def device_name(text: str) -> torch.device:
-    """``"cuda:1"``."""
+    """Reads the name of a device such as ``"cuda:1"``."""
     try:
         return torch.device(text)
     except RuntimeError:
@@ -74,7 +74,7 @@ def device_name(text: str) -> torch.device:
 
 
 def sections(text: str) -> list[str]:
-    """``"prefill,decode"`` or ``"all"``."""
+    """Reads the names of sections such as ``"prefill,decode"``, or ``"all"``."""
     names = [part.strip() for part in text.split(",") if part.strip()]
     if "all" in names:
         return list(SECTIONS)
@@ -84,7 +84,7 @@ def sections(text: str) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Returns the parser of the flags."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--gpu", type=int, default=0, help="index of the GPU")
     p.add_argument(
@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def peaks(device: torch.device, dtype: str, clock: Clock, measure: bool) -> tuple[float, float, str]:
-    """FLOP/s, bytes/s, and a sentence where they come from."""
+    """Returns FLOP/s, bytes/s, and a sentence that says where they come from."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     known = next((peak for part, peak in DATA_SHEET.items() if part in name), None)
     if known is not None and not measure:
@@ -135,14 +135,14 @@ def peaks(device: torch.device, dtype: str, clock: Clock, measure: bool) -> tupl
 
 
 def measured(call: Call, clock: Clock, dry_run_ms: float, repeat_ms: float) -> tuple[float, float]:
-    """Median and standard deviation in seconds."""
+    """Returns the median and the standard deviation of a call's time, in seconds."""
     sample(call.run, clock, MOST_SAMPLES, dry_run_ms / 1e3)
     samples = sample(call.run, clock, MOST_SAMPLES, repeat_ms / 1e3)
     return statistics.median(samples), statistics.stdev(samples) if len(samples) > 1 else 0.0
 
 
 def row(case: Case, call: Call, seconds: float, deviation: float, limits: tuple[float, float]) -> tuple[object, ...]:
-    """The values of `COLUMNS`."""
+    """Returns the values of `COLUMNS` for a case."""
     flops, rate = call.flops / seconds, call.bytes / seconds
     share = flops / limits[0] if case.prefill else rate / limits[1]
     shape = (case.q_len, case.kv_len, case.dtype, case.batch, case.num_q_heads, case.num_kv_heads, case.head_dim)
@@ -157,12 +157,12 @@ def row(case: Case, call: Call, seconds: float, deviation: float, limits: tuple[
 
 
 def line(values: Sequence[object]) -> str:
-    """One line of the console's table."""
+    """Formats one line of the console's table."""
     return " ".join(f"{value!s:>{width}}" for value, width in zip(values, WIDTHS, strict=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status."""
+    """Runs the command and returns its exit status."""
     p = parser()
     options = p.parse_args(arguments)
     device = torch.device(options.device or (f"cuda:{options.gpu}" if torch.cuda.is_available() else "cpu"))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The cases of `bench_sparse_attention_ops.py`: shapes, inputs, the calls of `fmha_sm100`, and the useful work of each.
+"""This module has the cases of `bench_sparse_attention_ops.py`: shapes, inputs, calls of `fmha_sm100`, and their useful work.
 
 FLOPs are 4 * head_dim for every pair of a query head and a key that the query sees: causality and, in sparse sections, the
-selection count, masked halves of blocks do not. Bytes are queries, output (2 bytes an element) and the keys and values that
-some query of the sequence may read, each once.
+selection limit the pairs, and masked parts of blocks do not count. Bytes are queries, output (2 bytes an element) and the keys
+and values that some query of the sequence may read, each once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from openmsa.bench.workloads import Workload
 
 SECTIONS = ("prefill", "paged_prefill", "sparse_prefill", "decode", "paged_decode", "sparse_decode")
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "nvfp4": torch.uint8}
-HEADS = (64, 4)  # query and KV heads without tensor parallelism
+HEADS = (64, 4)  # the query and KV heads without tensor parallelism
 DECODE_QUERIES, SPARSE_DECODE_QUERIES = 4, 8
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a table. table: the section that it is listed in; section: what is called."""
+    """Describes one row of a table. table: the section that it is listed in; section: the section that it measures."""
 
     table: str
     section: str
@@ -52,11 +52,11 @@ class Case:
 
     @property
     def pages(self) -> int:
-        """Pages, which are blocks, of one sequence."""
+        """Returns the number of pages of one sequence; a page is a block."""
         return -(-self.kv_len // self.block_size)
 
     def workload(self) -> Workload:
-        """The shape, for the generator of inputs."""
+        """Returns the shape for the generator of inputs."""
         heads: dict[str, Any] = {"num_q_heads": self.num_q_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
         sizes: dict[str, Any] = {"block_size": self.block_size, "topk": min(self.topk, self.pages)}
         return Workload(self.section, "", self.q_len, self.kv_len, (), self.batch, index_dim=16, **heads, **sizes)
@@ -64,7 +64,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Call:
-    """What is timed, and its useful work."""
+    """Holds the function that is timed, and its useful work."""
 
     run: Callable[[], Any]
     flops: int
@@ -73,7 +73,7 @@ class Call:
 
 
 def cases(options: Any) -> Iterator[Case]:
-    """The rows of the chosen sections in the order of the table; `options` are those of the command line."""
+    """Yields the rows of the chosen sections in the order of the table; `options` are those of the command line."""
     shared = {name: getattr(options, name) for name in ("dtype", "topk", "head_dim", "block_size", "selection", "output_mode")}
     for section in options.sections:
         if section.endswith("prefill"):
@@ -84,13 +84,13 @@ def cases(options: Any) -> Iterator[Case]:
         q_len = SPARSE_DECODE_QUERIES if section == "sparse_decode" else DECODE_QUERIES
         for n in options.decode_k:
             for batch in options.decode_b:
-                if section == "sparse_decode":  # the dense row that the sparse one is to be compared with
+                if section == "sparse_decode":  # The sparse row is compared with this dense one.
                     yield Case(section, "paged_decode", batch, q_len, n, *HEADS, **shared)
                 yield Case(section, section, batch, q_len, n, *HEADS, **shared)
 
 
 def prepare(case: Case, device: torch.device) -> Call:
-    """Inputs and plan of a case."""
+    """Makes the inputs and the plan of a case, and returns its call."""
     inputs = Inputs(case.workload(), device)
     blocks = selection(case, inputs) if case.sparse else None
     if case.dtype == "nvfp4":
@@ -101,7 +101,7 @@ def prepare(case: Case, device: torch.device) -> Call:
 
 
 def selection(case: Case, inputs: Inputs) -> Tensor:
-    """int32 ``[total_q, num_kv_heads, topk]``, ascending, -1 tail; "first" is what the public benchmark measures."""
+    """Returns block ids int32 ``[total_q, num_kv_heads, topk]``, ascending, then -1; the public benchmark measures "first"."""
     if case.selection != "first":
         return inputs.selection(case.selection)
     w = case.workload()
@@ -111,12 +111,12 @@ def selection(case: Case, inputs: Inputs) -> Tensor:
 
 
 def _positions(case: Case, inputs: Inputs) -> Tensor:
-    """int64 [total_q]: position of every query in its sequence."""
+    """Returns int64 ``[total_q]``, the position of every query in its sequence."""
     return torch.arange(case.kv_len - case.q_len, case.kv_len, device=inputs.device).repeat(case.batch)
 
 
 def work(case: Case, inputs: Inputs, blocks: Tensor | None) -> tuple[int, int]:
-    """(FLOPs, bytes) of the module's docstring."""
+    """Returns (FLOPs, bytes) of a case, as the module's docstring counts them."""
     w, size = case.workload(), 1 if case.dtype == "fp8" else 2
     group = case.num_q_heads // case.num_kv_heads
     positions = _positions(case, inputs)
@@ -220,7 +220,7 @@ def _nvfp4(case: Case, inputs: Inputs, blocks: Tensor) -> Callable[[], Any]:
 
 
 def _speedup(plan: Any) -> float:
-    """What the plan expects of splitting the keys: 1 where it says nothing."""
+    """Returns the speed-up that the plan expects of splitting the keys, 1 where it has none."""
     held = plan[3] if isinstance(plan, tuple) and len(plan) > 3 else plan
     value = held.get("predicted_speedup", 1.0) if isinstance(held, dict) else 1.0
     return float(value) if value is not None else 1.0

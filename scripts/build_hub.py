@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Builds the repository that the `kernels` library loads: pure Python, self-contained, movable.
+"""Builds the repository that the `kernels` library loads; it is pure Python, self-contained and movable.
 
     python scripts/build_hub.py OUTPUT
 
@@ -20,8 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("openmsa", "fmha_sm100")
-LEFT_OUT = ("bench", "cli", "demo", "integrations", "testing")  # of openmsa: nothing that an operation needs
-VARIANTS = {"torch-cpu": "cpu", "torch-cuda": "cuda", "torch-universal": "cpu"}  # the last for other backends, older libraries
+LEFT_OUT = ("bench", "cli", "demo", "integrations", "testing")  # No operation needs these folders of openmsa.
+VARIANTS = {"torch-cpu": "cpu", "torch-cuda": "cuda", "torch-universal": "cpu"}  # The last serves other backends and libraries.
 
 _NAMES = "|".join(PACKAGES)
 FROM = re.compile(rf"^(\s*)from ((?:{_NAMES})(?:\.\w+)*) import ", re.MULTILINE)
@@ -31,7 +31,7 @@ STRING = re.compile(rf'"((?:{_NAMES})\.\w+(?:\.\w+)*(?::\w+)?)"')
 
 
 def relative(source: str, path: Path) -> str:
-    """`source` of the module at `path` below the root module, without absolute imports of the packages.
+    """Returns the source of the module at `path` below the root module, without absolute imports of the packages.
 
     Names of modules in strings (tables that import lazily) start with the root's name, found when the module runs.
     """
@@ -44,7 +44,7 @@ def relative(source: str, path: Path) -> str:
 
 
 def module_files() -> dict[str, str]:
-    """Path inside the module and text of every file of it."""
+    """Returns the path inside the module and the text of each of its files."""
     files = {"__init__.py": (ROOT / "hub" / "torch-ext" / "msa" / "__init__.py").read_text()}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -58,7 +58,7 @@ def module_files() -> dict[str, str]:
 
 
 def write(files: dict[str, str], folder: Path) -> None:
-    """Each file under `folder`."""
+    """Writes each file under `folder`."""
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def write(files: dict[str, str], folder: Path) -> None:
 
 
 def build(output: Path) -> None:
-    """Writes the repository; replaces build/ and torch-ext/ of an earlier one there."""
+    """Writes the repository, and replaces build/ and torch-ext/ of an earlier one."""
     files = module_files()
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
     for folder in ("build", "torch-ext"):
@@ -77,7 +77,7 @@ def build(output: Path) -> None:
     for variant, backend in VARIANTS.items():
         metadata = {
             "name": "msa",
-            "id": f"_msa_{variant.removeprefix('torch-')}_{digest}",  # what the loaded module is called
+            "id": f"_msa_{variant.removeprefix('torch-')}_{digest}",  # the name of the loaded module
             "version": 0,
             "license": "MIT",
             "python-depends": [],
@@ -87,7 +87,7 @@ def build(output: Path) -> None:
 
 
 def main() -> int:
-    """Exit status."""
+    """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, metavar="OUTPUT")
     output: Path = parser.parse_args().output

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Benchmark rows of several checkouts side by side on one machine, whose processes take turns.
+"""Measures benchmark rows of several checkouts on one machine, in processes that take turns, and prints them side by side.
 
     PYTHONPATH=. python3 scripts/compare.py OLD NEW --match 'gpu-decode-b32-128k/decode_plan*' [--rounds 3] [--samples 15]
 
@@ -25,7 +25,7 @@ REPORT = "samples: "
 
 
 def measure(patterns: list[str], samples: int) -> Samples:
-    """Seconds of each row, with the `openmsa` that this process imports."""
+    """Returns the seconds of each row, with the `openmsa` that this process imports."""
     import torch
 
     from openmsa.bench.inputs import Inputs
@@ -51,7 +51,7 @@ def measure(patterns: list[str], samples: int) -> Samples:
 
 
 def launch(tree: Path, arguments: list[str]) -> Samples:
-    """`measure` in a new process on one checkout."""
+    """Runs `measure` in a new process on one checkout."""
     environment = os.environ | {"PYTHONPATH": str(tree)}
     done = subprocess.run([sys.executable, __file__, "--child", *arguments], env=environment, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith(REPORT)]
@@ -62,7 +62,7 @@ def launch(tree: Path, arguments: list[str]) -> Samples:
 
 
 def table(trees: list[str], found: list[Samples]) -> str:
-    """One line a row and checkout, microseconds."""
+    """Formats one line for each row and checkout, in microseconds."""
     lines = [f"{'row':44} {'checkout':20} {'median us':>10} {'quartiles':>19} {'times':>7}"]
     for row in dict.fromkeys(row for samples in found for row in samples):
         first = None
@@ -77,7 +77,7 @@ def table(trees: list[str], found: list[Samples]) -> str:
 
 
 def main() -> int:
-    """Exit status."""
+    """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs="*", type=Path, help="folders that hold openmsa")
     parser.add_argument("--match", action="append", required=True, help="workload/row, shell patterns; repeatable")

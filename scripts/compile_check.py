@@ -29,8 +29,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
-os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # which nobody reads here
+os.environ.pop("TRITON_INTERPRET", None)  # Triton reads this when it is imported.
+os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # Line numbers are not read here.
 
 import torch
 import triton
@@ -50,13 +50,13 @@ ARCHS = tuple(COMPILE_TARGETS)
 WGMMA = ("HGMMA", "QGMMA", "IGMMA")
 MATRIX = re.compile(r"(?<![.\w])(U?[A-Z0-9]*(?:MMA|TCHMMA|TCQMMA)[A-Z]*)[.\s]")
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/(.*)$", re.MULTILINE)
-MACHINES = {80: "SM80", 90: "SM90a", 100: "SM100a", 120: "SM120a"}  # as nvdisasm names what Triton compiles for
+MACHINES = {80: "SM80", 90: "SM90a", 100: "SM100a", 120: "SM120a"}  # nvdisasm has these names for what Triton compiles for.
 TOOLS = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin"
-CHUNK = 12  # variants that are disassembled at a time, since the tool takes 0.3 seconds to start
+CHUNK = 12  # So many variants are disassembled at a time, as the tool takes long to start.
 
 
 class Variant(NamedTuple):
-    """A launch to compile. files: the names of all launches with this machine code: call, kernel, number within the call."""
+    """Holds a launch to compile. files: the names of all launches with this machine code: call, kernel, number in the call."""
 
     launch: Launch
     files: list[str]
@@ -64,7 +64,7 @@ class Variant(NamedTuple):
 
 @dataclass
 class Inspection:
-    """What the machine code of one variant looks like."""
+    """Holds the facts about the machine code of one variant."""
 
     kernel: str
     arch: int
@@ -78,7 +78,7 @@ class Inspection:
 
 
 def variants(archs: list[int], match: str) -> tuple[list[Variant], list[str]]:
-    """What the calls would launch, each variant once, and what calls failed with."""
+    """Returns what the calls would launch, each variant once, and a sentence for each call that failed."""
     found: dict[Any, Variant] = {}
     failures = []
     for arch in archs:
@@ -104,7 +104,7 @@ def _cause(error: BaseException) -> str:
 
 
 def tool(name: str, *arguments: str) -> str:
-    """Output of one of the binary tools in triton's wheel."""
+    """Returns the output of one of the binary tools in triton's wheel."""
     return subprocess.run([str(TOOLS / name), *arguments], check=True, capture_output=True, text=True).stdout
 
 
@@ -137,11 +137,11 @@ def inspect(chunk: list[int], sass_to: Path | None) -> list[Inspection]:
     return found
 
 
-_WANTED: list[Variant] = []  # inherited by the processes that compile
+_WANTED: list[Variant] = []  # The processes that compile inherit it.
 
 
 def _text(cubin: bytes) -> bytes:
-    """The instructions of a cubin, an ELF file: its sections named .text."""
+    """Returns the instructions of a cubin, an ELF file: its sections named .text."""
     (start,), (size, count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HHH", cubin, 58)
     sections = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
     strings = sections[names][4]
@@ -149,7 +149,7 @@ def _text(cubin: bytes) -> bytes:
 
 
 def _disassembled(codes: list[bytes], arch: int) -> list[str]:
-    """Each as text, by one start of the tool for all."""
+    """Returns each of the codes as text, with one start of the tool for all."""
     starts = [sum(map(len, codes[:i])) for i in range(len(codes))]
     lines: list[list[str]] = [[] for _ in codes]
     if any(codes):
@@ -163,7 +163,7 @@ def _disassembled(codes: list[bytes], arch: int) -> list[str]:
 
 
 def _write(folder: Path, files: list[str], sass: str, ptx: str) -> None:
-    """The disassembly and, in the order of the launch, the types of the parameters, under every name."""
+    """Writes the disassembly and, in the order of the launch, the types of the parameters, under every name."""
     folder.mkdir(parents=True, exist_ok=True)
     parameters = re.findall(r"^\s*\.param (.*?) \w+_param_\d+(.*?),?$", ptx, re.MULTILINE)
     for ending, text in (("sass", sass), ("params", "".join(f"{kind}{size}\n" for kind, size in parameters))):
@@ -175,10 +175,10 @@ def _write(folder: Path, files: list[str], sass: str, ptx: str) -> None:
 
 
 def faults(found: Inspection, launch: Launch) -> list[str]:
-    """What is wrong with a variant, as sentences."""
+    """Returns what is wrong with a variant, as sentences."""
     sentences, known, limit = [], KNOWN.get(launch.name), COMPILE_TARGETS[found.arch].shared_bytes
     allowed = known.may_spill(launch) if known else 0
-    if found.reloads and found.stack > allowed:  # some sm_120 code reserves stack that it never reads
+    if found.reloads and found.stack > allowed:  # Some sm_120 code reserves stack that it never reads.
         sentences.append(f"spills: {found.stack} bytes of stack ({allowed} allowed), {found.reloads} reloads")
     if found.shared > limit:
         sentences.append(f"needs {found.shared} bytes of shared memory (limit {limit})")
@@ -190,8 +190,8 @@ def faults(found: Inspection, launch: Launch) -> list[str]:
 
 
 def chunks(wanted: list[Variant], jobs: int) -> Iterator[list[int]]:
-    """Places of variants of one architecture, those that take long first; the last chunks are small, so that all processes
-    end at about the same time."""
+    """Yields places of variants of one architecture, those that take long first; the last chunks are small, so that all
+    processes end at about the same time."""
     order = sorted(range(len(wanted)), key=lambda i: (wanted[i].launch.name not in KNOWN, i))
     small = [i for i in order if wanted[i].launch.name not in KNOWN][-4 * jobs :]
     for arch in ARCHS:
@@ -201,7 +201,7 @@ def chunks(wanted: list[Variant], jobs: int) -> Iterator[list[int]]:
 
 
 def show(results: list[Inspection], console: Console) -> None:
-    """One row a kernel and architecture, and the faults in full."""
+    """Prints one row for each kernel and architecture, and the faults in full."""
     table = Table("kernel", "arch", "variants", "regs", "stack", "LDL", "shared", "matrix", "")
     for column in table.columns[2:7]:
         column.justify = "right"
@@ -219,7 +219,7 @@ def show(results: list[Inspection], console: Console) -> None:
 
 
 def main() -> int:
-    """Exit status."""
+    """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHS, choices=ARCHS)
     parser.add_argument("--match", default="", help="only launches whose 'call kernel' contains this text")
@@ -227,7 +227,7 @@ def main() -> int:
     parser.add_argument("--sass", type=Path, help="also write disassembly and parameters of each launch to this directory")
     options = parser.parse_args()
     console, start = Console(width=None if sys.stdout.isatty() else 160), time.perf_counter()
-    torch.set_num_threads(1)  # processes are forked from this one
+    torch.set_num_threads(1)  # Processes are forked from this one.
     wanted, failures = variants(list(options.arch), options.match)
     _WANTED.extend(wanted)
     console.print(f"{len(wanted)} variants, recorded in {time.perf_counter() - start:.0f} s")

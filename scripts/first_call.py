@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""How long the first call of each operation takes: in a process with an empty Triton cache, and in a later one. Needs a GPU.
+"""Measures the first call of each operation, in a process with an empty Triton cache and in a later one. Needs a GPU.
 
     PYTHONPATH=. python3 scripts/first_call.py [--match TEXT] [--jobs 4] [--output RECORD.jsonl]
 
-One process an operation and kind of cache. Its clock starts when torch is imported, the CUDA context exists and the inputs lie
-on the device: what counts is the import of openmsa's kernels and of triton, and the call itself up to the end of its work.
+Each operation and kind of cache has a process. Its clock starts when torch is imported, the CUDA context exists and the inputs
+lie on the device: what counts is the import of openmsa's kernels and of triton, and the call itself up to the end of its work.
 Later processes find Python's bytecode, which installers write, and which some images and PYTHONDONTWRITEBYTECODE leave out.
 Prints a table and exits with 1 where a call misses its limits: 5 seconds a kernel when everything must be compiled, and 0.3
 seconds a kernel from the cache. Most operations are one kernel; sparse prefill is six.
@@ -32,7 +32,7 @@ REPORT = "first call: "
 
 
 def operations() -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
-    """Name and a function that makes the inputs and returns the call."""
+    """Yields the name of each operation and a function that makes its inputs and returns its call."""
     from openmsa import DecodePlan, PagedKV, block_scores, dense_attention, msa_attention, select_blocks, sparse_attention
     from openmsa.bench.inputs import Inputs
     from openmsa.bench.workloads import Workload
@@ -93,7 +93,7 @@ def operations() -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """In a process of its own: seconds of the first and the second call, and what was compiled."""
+    """Measures, in a process of its own, the seconds of the first and the second call, and lists what was compiled."""
     torch.ones(1, device="cuda").sum().item()
     run = dict(operations())[name]()
     torch.cuda.synchronize()
@@ -120,7 +120,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def launch(name: str, cache: Path, kind: str) -> dict[str, Any]:
-    """`measure` in a new process. Bytecode goes beside the caches."""
+    """Runs `measure` in a new process, whose bytecode goes beside the caches."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPYCACHEPREFIX": str(cache.parent / "bytecode")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, __file__, "--child", name]
@@ -132,14 +132,14 @@ def launch(name: str, cache: Path, kind: str) -> dict[str, Any]:
 
 
 def late(record: dict[str, Any]) -> bool:
-    """Whether a call fails or misses its limit."""
+    """Tells whether a call fails or misses its limit."""
     if "error" in record:
         return True
     return record["import_seconds"] + record["first_seconds"] > LIMITS[record["cache"]] * max(len(record["kernels"]), 1)
 
 
 def row(records: dict[str, dict[str, Any]]) -> str:
-    """One operation: empty cache, then cached."""
+    """Formats one operation: the call with an empty cache, then with a full one."""
     cells = []
     for kind in LIMITS:
         record = records[kind]
@@ -153,7 +153,7 @@ def row(records: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Exit status."""
+    """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--match", default="", help="only operations whose name contains this text")
     parser.add_argument("--jobs", type=int, default=1, help="operations measured at a time; more than one disturbs the times")

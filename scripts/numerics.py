@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What each format costs in accuracy, on random numbers and on real activations: the table of docs/numerics.md.
+"""Measures what each format costs in accuracy, on random numbers and on real activations: the table of docs/numerics.md.
 
     python scripts/numerics.py --write docs/numerics.md     # about five minutes on two cores
     python scripts/numerics.py --tokens 2048 --layers 9     # a quick look
@@ -43,8 +43,8 @@ BEGIN, END = "<!-- table of scripts/numerics.py: begin -->", "<!-- end -->"
 
 @dataclass(frozen=True)
 class Layer:
-    """What one attention layer reads: q ``[tokens, heads, dim]``, k and v ``[tokens, kv heads, dim]``, bf16; `data` says where
-    it comes from."""
+    """Holds what an attention layer reads: q ``[tokens, heads, dim]``, k and v ``[tokens, kv heads, dim]``, bf16; `data` says
+    where it comes from."""
 
     data: str
     q: Tensor
@@ -52,13 +52,13 @@ class Layer:
     v: Tensor
 
     def index(self) -> tuple[Tensor, Tensor]:
-        """index_q ``[tokens, kv heads, dim]`` and index_k, bf16."""
+        """Returns index_q ``[tokens, kv heads, dim]`` and index_k, bf16."""
         index_q, index_k = group_mean_index(torch.nn.Module(), self.q, self.k)
         return index_q.bfloat16(), index_k
 
 
 def captured(tokens: int, layers: list[int]) -> Iterator[Layer]:
-    """Layers of the model while it reads `tokens` tokens."""
+    """Yields what layers of the model read, for a text of `tokens` tokens."""
     model, tokenizer = load()
     kept: dict[int, Layer] = {}
 
@@ -79,19 +79,19 @@ def captured(tokens: int, layers: list[int]) -> Iterator[Layer]:
 
 
 def random_layer(tokens: int, q_heads: int = 9, kv_heads: int = 3, dim: int = 64) -> Layer:
-    """Normal numbers in the layout of the model."""
+    """Returns normally distributed numbers in the layout of the model."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(tokens, h, dim, generator=draw).bfloat16() for h in (q_heads, kv_heads, kv_heads))
     return Layer("random", q, k, v)
 
 
 def relative(x: Tensor, truth: Tensor) -> float:
-    """Root mean square of the difference over that of the truth."""
+    """Returns the root mean square of the difference over that of the truth."""
     return float((x.double() - truth.double()).norm() / truth.double().norm())
 
 
 def measure(layer: Layer) -> Iterator[tuple[str, ...]]:
-    """Rows of the table for one layer; the queries are its second half."""
+    """Yields the rows of the table for one layer; the queries are its second half."""
     half = layer.q.shape[0] // 2
     seqs = Sequences.from_lengths([layer.q.shape[0] - half], [layer.q.shape[0]])
     index_q, index_k = layer.index()
@@ -121,7 +121,7 @@ def measure(layer: Layer) -> Iterator[tuple[str, ...]]:
 
 
 def markdown(rows: list[tuple[str, ...]]) -> str:
-    """The table."""
+    """Formats the table."""
     head = ("data", "format", "error", "honest PyTorch's", "selection kept", "change of out")
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
+os.environ.pop("TRITON_INTERPRET", None)  # Triton reads this when it is imported.
 
 import torch
 from triton.runtime.jit import JITCallable
@@ -34,7 +34,7 @@ PACKAGES = (ROOT / "openmsa", ROOT / "fmha_sm100")
 
 @dataclass(frozen=True)
 class Reading:
-    """What one call takes to read. files: in the order in which a reader meets them; functions: host and device together."""
+    """Says what one call takes to read. files: in the order in which a reader meets them; functions: host and device ones."""
 
     files: tuple[Path, ...]
     functions: int
@@ -42,7 +42,7 @@ class Reading:
 
     @property
     def lines(self) -> int:
-        """Of all files."""
+        """Returns the lines of all files together."""
         return sum(len(path.read_text().splitlines()) for path in self.files)
 
 
@@ -73,7 +73,7 @@ def _ours(path: Path) -> bool:
 
 
 def _device_functions(kernel: JITCallable) -> Iterator[JITCallable]:
-    """The kernel and every device function that it names, or that one of these names, outside of Triton."""
+    """Yields the kernel and every device function that it names, or that one of these names, outside of Triton."""
     found, open_ = {kernel: None}, [kernel]
     while open_:
         function = open_.pop()
@@ -94,7 +94,7 @@ def _names(code: Any) -> Iterator[str]:
 
 
 def tensors(total_q: int, total_k: int) -> dict[str, Any]:
-    """bf16 tensors of MiniMax-M3's layout: 64 query heads, 4 KV heads, 4 index heads with one index key head."""
+    """Makes bf16 tensors of MiniMax-M3's layout: 64 query heads, 4 KV heads, 4 index heads with one index key head."""
     gpu = {"dtype": torch.bfloat16, "device": "cuda"}
     return {
         "q": torch.empty(total_q, 64, 128, **gpu),
@@ -106,13 +106,13 @@ def tensors(total_q: int, total_k: int) -> dict[str, Any]:
 
 
 def prefill(length: int) -> Callable[[], Any]:
-    """`msa_attention` of one packed sequence."""
+    """Returns a call of `msa_attention` for one packed sequence."""
     given = tensors(length, length)
     return lambda: msa_attention(**given, topk=16)
 
 
 def decode(batch: int, length: int) -> Callable[[], Any]:
-    """A step of a `DecodePlan` over pages of 128 keys, its plan already made."""
+    """Returns a step of a `DecodePlan` over pages of 128 keys, its plan already made."""
     pages = length // 128
     given = tensors(batch, batch * length)
     table = torch.empty(batch, pages, dtype=torch.int32, device="cuda")
@@ -132,7 +132,7 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
 
 
 def readings() -> dict[str, Reading]:
-    """What each of `CALLS` takes to read."""
+    """Returns what each of `CALLS` takes to read."""
     found = {}
     for name, prepare in CALLS.items():
         with recording(90) as launches:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""When each kernel of a benchmark row starts and ends, in a CUDA graph on a cold L2 cache. Needs a GPU.
+"""Prints when each kernel of a benchmark row starts and ends, in a CUDA graph on a cold L2 cache. Needs a GPU.
 
     PYTHONPATH=. python3 scripts/timeline.py gpu-decode-b32-128k/decode_plan/certified [MORE ROWS]
 
@@ -25,7 +25,7 @@ from openmsa.testing.timing import ColdCudaClock, captured, settle
 
 
 class Span(NamedTuple):
-    """A kernel, a copy or a fill on the GPU; microseconds."""
+    """Describes a kernel, a copy or a fill on the GPU; times are microseconds."""
 
     name: str
     start: float
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 def last_run(spans: Iterable[Span], flush: str) -> list[Span]:
-    """What follows the last span whose name contains `flush`, counted from its end, in the order of starts."""
+    """Returns what follows the last span whose name contains `flush`, counted from its end, in the order of starts."""
     ordered = sorted(spans, key=lambda span: span.start)
     last = max(i for i, span in enumerate(ordered) if flush in span.name)
     zero = ordered[last].end
@@ -41,7 +41,7 @@ def last_run(spans: Iterable[Span], flush: str) -> list[Span]:
 
 
 def observe(run: Callable[[], Any], clock: ColdCudaClock) -> list[Span]:
-    """The last of three runs."""
+    """Returns the spans of the last of three runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(3):
             clock(run)
@@ -50,7 +50,7 @@ def observe(run: Callable[[], Any], clock: ColdCudaClock) -> list[Span]:
 
 
 def table(title: str, spans: list[Span]) -> str:
-    """One line a span."""
+    """Formats one line for each span."""
     lines = [f"{title}\n{'':44} {'start':>9} {'end':>9} {'us':>9}"]
     lines += [f"{span.name[:44]:44} {span.start:9.1f} {span.end:9.1f} {span.end - span.start:9.1f}" for span in spans]
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # The checkout need not be installed.
 
 import torch
 from rich.console import Console
@@ -33,16 +33,16 @@ from openmsa.runtime import kernel_cache
 
 ARCHS = (80, 90, 100, 120)
 PRESETS = ("all", "m3-infer", "aime")
-M3_HEADS = ((64, 4), (32, 2), (16, 1))  # tensor parallelism 1, 2, 4
+M3_HEADS = ((64, 4), (32, 2), (16, 1))  # MiniMax-M3's query and KV heads under tensor parallelism 1, 2, 4
 KINDS = ("scores prefill", "scores decode", "selection", "sparse prefill", "sparse decode", "dense prefill", "dense decode")
 DECODE_KINDS = ("scores decode", "selection", "sparse decode", "dense decode")
 DEVICE = "cuda"
-PAGE, DIM, CONTEXT, MANY = 128, 128, 32768, 8192  # enough queries for the kernels of long prompts
+PAGE, DIM, CONTEXT, MANY = 128, 128, 32768, 8192  # MANY queries reach the kernels of long prompts.
 
 
 @dataclass(frozen=True)
 class Task:
-    """One operation on a GPU or (arch above 0) recorded for that architecture."""
+    """Describes one operation, to run on a GPU or (arch above 0) to be recorded for that architecture."""
 
     name: str
     kind: str
@@ -54,7 +54,7 @@ class Task:
 
 
 def gpu_tasks(preset: str, sparse_grid: bool) -> list[Task]:
-    """The operations of a preset; `sparse_grid`: also sparse attention for every group size and top-k."""
+    """Returns the operations of a preset; `sparse_grid` adds sparse attention for every group size and top-k."""
     heads, kinds = (M3_HEADS[:1], DECODE_KINDS) if preset == "aime" else (M3_HEADS, KINDS)
     if preset == "all":
         heads = (*M3_HEADS, (48, 8), (32, 8), (8, 8))
@@ -66,17 +66,17 @@ def gpu_tasks(preset: str, sparse_grid: bool) -> list[Task]:
 
 
 def offline_tasks(tasks: Sequence[Task], archs: Sequence[int]) -> list[Task]:
-    """The same operations for each architecture."""
+    """Returns these tasks for each architecture."""
     return [replace(task, name=f"sm_{arch} {task.name}", arch=arch) for arch in archs for task in tasks]
 
 
 def begin() -> None:
-    """In a worker, before triton is imported."""
+    """Turns Triton's interpreter off in a worker, before triton is imported."""
     os.environ.pop("TRITON_INTERPRET", None)
 
 
 def run(task: Task) -> float:
-    """Seconds that the task took in this process. Raises RuntimeError with one line that says what failed."""
+    """Runs a task in this process and returns its seconds. Raises RuntimeError with one line that says what failed."""
     start = time.perf_counter()
     try:
         if task.arch:
@@ -94,7 +94,7 @@ def run(task: Task) -> float:
 
 
 def _compile(task: Task) -> None:
-    """Each variant once."""
+    """Compiles each variant of a task once."""
     from openmsa.runtime.recording import recording
 
     torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def _compile(task: Task) -> None:
 
 
 def _call(task: Task) -> None:
-    """The operation, for one request of many queries or for eight of one, on pages."""
+    """Calls the operation of a task, for one request of many queries or for eight of one, on pages."""
     import fmha_sm100
 
     kind, many = task.kind, task.kind.endswith("prefill")
@@ -122,7 +122,7 @@ def _call(task: Task) -> None:
     q_heads, kv_heads = (task.num_kv_heads, 1) if index else (task.num_q_heads, task.num_kv_heads)
     q = torch.randn(total_q, q_heads, DIM, device=DEVICE).to(dtype)
     cache = torch.zeros(batch * blocks, kv_heads, PAGE, 2 * DIM, device=DEVICE).to(dtype)
-    k, v = cache.split(DIM, dim=-1)  # as engines keep them
+    k, v = cache.split(DIM, dim=-1)  # Engines keep them side by side.
     table = torch.arange(batch * blocks, dtype=torch.int32, device=DEVICE)
     options = {"num_kv_heads": kv_heads, "page_size": PAGE, "device": DEVICE, "use_fp8_kvcache": task.dtype == "fp8"}
     if not kind.startswith("sparse"):
@@ -137,7 +137,7 @@ def _call(task: Task) -> None:
 
 
 def _call_by_csr(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor, table: torch.Tensor) -> None:
-    """`build_k2q_csr` and `sparse_atten_func`, flat and paged, of one request."""
+    """Calls `build_k2q_csr` and `sparse_atten_func`, flat and paged, for one request."""
     from fmha_sm100.sparse import build_k2q_csr, sparse_atten_func
 
     cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=DEVICE) for n in (q.shape[0], CONTEXT))
@@ -151,7 +151,7 @@ def _call_by_csr(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.T
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Returns the parser of the flags."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("-j", "--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes that compile (%(default)s)")
     p.add_argument(
@@ -168,7 +168,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status."""
+    """Runs the command and returns its exit status."""
     p, console = parser(), Console(soft_wrap=True, highlight=False)
     options = p.parse_args(arguments)
     if options.jobs < 1:
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def warm(tasks: Sequence[Task], jobs: int, console: Console) -> int:
-    """Runs the tasks under a progress bar; how many failed."""
+    """Runs the tasks under a progress bar, and returns how many failed."""
     failed = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     context = multiprocessing.get_context("spawn")

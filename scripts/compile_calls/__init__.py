@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The calls whose kernels `compile_check` compiles, stage by stage."""
+"""This folder holds the calls whose kernels `compile_check` compiles, stage by stage."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PREFILL = (  # dtype, head_dim, heads to a key head, block, page
     *(("bf16", 64, 3, block, 0) for block in (16, 48, 64, 256)),
 )
 CALLS: tuple[Any, ...] = (
-    # Scores alone, which fill what nobody sees.
+    # These make scores alone, with a fill of what no query sees.
     Scores("bf16", "bf16", 4096),
     Scores("bf16", "bf16", 16),
     Scores("bf16", "bf16", 4096, dim=80, block=48),
     Scores("fp16", "nvfp4", 1, block=256),
     Scores("fp16", "int8 odd", 256, dim=64, block=64),
-    # Scores and top-k.
+    # These make scores and top-k.
     Select("bf16", "bf16", 4096, page=128),
     Select("fp16", "fp16 odd", 4096),
     Select("bf16", "bf16", 4096, page=16),
@@ -41,7 +41,7 @@ CALLS: tuple[Any, ...] = (
     *(Select("bf16", kind, 256, page=128) for kind in FORMATS),
     Select("bf16", "nvfp4", 256, dim=80, block=48, page=16),
     Select("fp16", "mxfp4", 1),
-    # One kernel for both.
+    # In these one kernel makes both.
     Select("bf16", "bf16", 16384),
     Select("bf16", "bf16", 16384, page=128),
     Select("fp16", "fp16", 16384, page=16, init=1),
@@ -51,19 +51,19 @@ CALLS: tuple[Any, ...] = (
     *(Select("bf16", kind, 16384, page=128) for kind in FORMATS if kind != "e4m3 page"),
     Select("e4m3 tensor", "e4m3", 16, keys=2 * 128 * 16384),
     Select("e4m3 tensor", "e4m3 page", 16, keys=2 * 128 * 16384, page=128),
-    # Certified keys.
+    # These have certified keys.
     Select("bf16", "certified", 4, batch=2, keys=8192, topk=8, page=128),
     Select("fp16", "certified fp16", 2, batch=2),
     Select("bf16", "certified", 4, batch=2),
     Select("bf16", "certified", 4, batch=66, keys=8192 * 32, block=32, page=128),
-    # Top-k of given scores.
+    # These take the top-k of given scores.
     TopK(16384, 1024, 16),
     TopK(8192, 8192, 16),
     TopK(1, 16384, 64),
-    # Few queries a sequence.
+    # These have few queries a sequence.
     *(Sparse("bf16", "bf16", 1, batch=batch, page=128) for batch in (1, 32)),
     Sparse("fp16", "fp16", 1, batch=32),
-    # Many queries a sequence: tiles of queries, and what they leave for blocks; then few.
+    # These have many queries a sequence, which go to union tiles and KV-outer; then few.
     *(Sparse(q, q, 4096, dim=dim, heads=HEADS[g], block=block, page=page) for q, dim, g, block, page in PREFILL),
     *(Sparse(q, q, **FEW, dim=dim, heads=HEADS[g], block=block, page=page) for q, dim, g, block, page in PREFILL),
     *(Sparse("bf16", "e4m3 tensor", queries, page=page) for queries in (4096, 512) for page in (0, 128)),
@@ -80,7 +80,7 @@ CALLS: tuple[Any, ...] = (
     Sparse("bf16", "nvfp4", 4096, page=128),
     Sparse("bf16", "nvfp4 128x4", 4096),
     Sparse("e4m3 tensor", "nvfp4 128x4", 512, page=128),
-    # Dense attention.
+    # These run dense attention.
     Dense("bf16", "bf16", 16384),
     Dense("bf16", "bf16", 16384, page=128, results="ol"),
     Dense("bf16", "bf16", 4096, keys=8192, results="olm"),
@@ -106,12 +106,12 @@ CALLS: tuple[Any, ...] = (
     Dense("bf16", "e4m3 page", 1, batch=32, keys=32768, page=16),
     Dense("bf16", "nvfp4", 1, batch=32, keys=32768, page=128, results="ol"),
     Dense("fp16", "nvfp4 128x4", 1, batch=32, keys=32768, page=16),
-    # Steps of decode in one launch.
+    # These are decode steps of one launch.
     Plan(1, 32768),
     Plan(4, 8192, *("fp16",) * 4),
     Plan(1, 32768, new=2, init=1),
     Plan(1, 25600, *("fp16",) * 4, heads=(12, 2), index_heads=1, dim=64, index_dim=64, block=256, page=256, topk=8),
-    # Steps of decode in several: plain keys, certified ones (the first in two parts), formats.
+    # These are decode steps of several launches: plain keys, certified ones (the first in two parts), formats.
     Plan(32, 32768),
     Plan(128, 32768),
     Plan(32, 32768, page=16),
@@ -142,9 +142,9 @@ CALLS: tuple[Any, ...] = (
     Plan(32, 32768, k="e4m3 tensor", heads=HEADS[64]),
     Plan(32, 32768, k="nvfp4", heads=HEADS[64]),
     Plan(32, 32768, k="nvfp4", heads=HEADS[32]),
-    # Caches.
+    # These append to caches.
     *(Append(kind) for kind in ("bf16", "e4m3 tensor", "int8", "nvfp4", "nvfp4 128x4", "mxfp4")),
-    # The drop-in package.
+    # These call the drop-in package.
     DropIn("scores", "bf16", 1, 4096),
     DropIn("scores", "bf16", 8, 1),
     DropIn("sparse", "bf16", 8, 1),
@@ -154,7 +154,7 @@ CALLS: tuple[Any, ...] = (
     ByKeys("bf16", 512),
 )
 HOPPER_CALLS: tuple[Any, ...] = (
-    # Kernels of Hopper's own, and further combinations of what all architectures compile.
+    # These launch Hopper's own kernels, and further combinations of what all architectures compile.
     Scores("e4m3 tensor", "e4m3 head", 4096),
     Scores("e4m3 tensor", "e4m3 head", 4096, dim=64, page=128),
     Scores("fp16", "nvfp4", 1, page=256),
@@ -181,13 +181,13 @@ HOPPER_CALLS: tuple[Any, ...] = (
 
 
 def label(call: Any) -> str:
-    """The name of a call: its fields, those with a usual value left out."""
+    """Returns the name of a call: its kind and those fields that differ from the defaults."""
     said = [value for name, value in call._asdict().items() if name not in call._field_defaults]
     said += [f"{name}={value}" for name, value in call._asdict().items() if value != call._field_defaults.get(name, value)]
     return " ".join([type(call).__name__, *map(str, said)])
 
 
 def calls(arch: int) -> Iterator[tuple[str, Any]]:
-    """Name and call of everything that is compiled for an architecture."""
+    """Yields the name and the call of everything that is compiled for an architecture."""
     for call in CALLS + (HOPPER_CALLS if arch == 90 else ()):
         yield label(call), call

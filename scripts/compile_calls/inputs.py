@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tensors and caches for calls that run under `openmsa.runtime.recording`.
+"""This module makes tensors and caches for calls that run under `openmsa.runtime.recording`.
 
 A kind of rows is "bf16" or "fp16", with "odd" behind it where TMA does not fit; "e4m3", with "tensor", "head" or "page" for its
 scales; "int8", with "apart" for scales and errors in tensors of their own; "certified", with "apart" or "fp16"; "nvfp4", with
@@ -21,7 +21,7 @@ PAGES = 35
 
 
 def rows(kind: str, *shape: int) -> Any:
-    """Rows of a kind: ``[total, heads, dim]``, or a pool ``[num_pages, heads, page_size, dim]``."""
+    """Makes rows of a kind: ``[total, heads, dim]``, or a pool ``[num_pages, heads, page_size, dim]``."""
     form, _, detail = kind.partition(" ")
     lead, dim = shape[:-1], shape[-1]
     if form in DTYPES:
@@ -45,30 +45,30 @@ def rows(kind: str, *shape: int) -> Any:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of the recorded GPU that nothing has written."""
+    """Makes a tensor of the recorded GPU without values."""
     return torch.empty(shape, dtype=dtype, device=GPU)
 
 
 def ones(shape: tuple[int, ...]) -> torch.Tensor:
-    """Scales."""
+    """Makes scales of 1."""
     return torch.ones(shape, device=GPU)
 
 
 def lengths(batch: int, queries: int, keys: int, packed: bool) -> Sequences:
-    """So many queries and keys for each of a batch; in pages, positions of the first queries are given."""
+    """Returns the lengths of a batch of equal sequences; where keys are in pages, positions of first queries are given."""
     start = torch.arange(batch + 1, dtype=torch.int32, device=GPU)
     offset = None if packed else torch.full((batch,), keys - queries, dtype=torch.int32, device=GPU)
     return Sequences(start * queries, start * keys if packed else None, queries, keys, offset)
 
 
 def paged(batch: int, keys: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A page table for so many keys a sequence, and their lengths."""
+    """Makes a page table for so many keys a sequence, and the lengths of the sequences."""
     table = torch.zeros(batch, -(-keys // page), dtype=torch.int32, device=GPU)
     return table, torch.full((batch,), keys, dtype=torch.int32, device=GPU)
 
 
 def kv(kind: str, batch: int, keys: int, heads: int, dim: int, page: int) -> tuple[Any, Any]:
-    """k and v of a call: packed rows, or a cache and None."""
+    """Makes k and v of a call: packed rows, or a cache and None."""
     if not page:
         return rows(kind, batch * keys, heads, dim), rows(kind, batch * keys, heads, dim)
     pools = (rows(kind, PAGES, heads, page, dim) for _ in range(2))
@@ -76,7 +76,7 @@ def kv(kind: str, batch: int, keys: int, heads: int, dim: int, page: int) -> tup
 
 
 def index_keys(kind: str, batch: int, keys: int, heads: int, dim: int, page: int) -> Any:
-    """Index keys of a call: packed rows, or a cache."""
+    """Makes the index keys of a call: packed rows, or a cache."""
     if not page:
         return rows(kind, batch * keys, heads, dim)
     return PagedIndexKeys(rows(kind, PAGES, heads, page, dim), *paged(batch, keys, page))

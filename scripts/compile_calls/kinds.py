@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Kinds of calls: a NamedTuple each, whose `run` makes the inputs and calls a public function."""
+"""Each kind of call is a NamedTuple here, whose `run` makes the inputs and calls a public function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = 131072
 
 
 class Scores(NamedTuple):
-    """`block_scores`."""
+    """Calls `block_scores`."""
 
     q: str
     k: str
@@ -38,7 +38,7 @@ class Scores(NamedTuple):
 
 
 class Select(NamedTuple):
-    """`select_blocks`, certified with certified keys."""
+    """Calls `select_blocks`, with certified=True where the keys are certified."""
 
     q: str
     k: str
@@ -63,7 +63,7 @@ class Select(NamedTuple):
 
 
 class TopK(NamedTuple):
-    """`select_blocks_from_scores`."""
+    """Calls `select_blocks_from_scores`."""
 
     queries: int
     blocks: int
@@ -75,7 +75,7 @@ class TopK(NamedTuple):
 
 
 class Sparse(NamedTuple):
-    """`sparse_attention`."""
+    """Calls `sparse_attention`."""
 
     q: str
     k: str
@@ -101,7 +101,7 @@ class Sparse(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """`dense_attention`; results: of "o" output, "l" lse and "m" max score."""
+    """Calls `dense_attention`. results: the letters of those returned, "o" output, "l" lse and "m" max score."""
 
     q: str
     k: str
@@ -123,7 +123,7 @@ class Dense(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A step of a `DecodePlan`."""
+    """Runs a step of a `DecodePlan`."""
 
     batch: int
     keys: int
@@ -158,7 +158,7 @@ class Plan(NamedTuple):
 
 
 class Append(NamedTuple):
-    """`append` to a cache, and its rows as numbers again."""
+    """Calls `append` of a cache, and `dequantize` of its rows where they have a format."""
 
     k: str
     dim: int = 128
@@ -173,7 +173,7 @@ class Append(NamedTuple):
 
 
 class DropIn(NamedTuple):
-    """`fmha_sm100`: of "scores", "dense" or "sparse" what is in `what`, with M3's heads on pages or packed."""
+    """Calls `fmha_sm100` with MiniMax-M3's heads on pages. what: "scores", "dense" or "sparse"."""
 
     what: str
     kind: str
@@ -202,7 +202,7 @@ class DropIn(NamedTuple):
 
 
 class TopKDropIn(NamedTuple):
-    """`sparse_topk_select`, of scores in both layouts."""
+    """Calls `sparse_topk_select` on scores in one of their two layouts."""
 
     queries: int
     blocks: int
@@ -216,7 +216,7 @@ class TopKDropIn(NamedTuple):
 
 
 class ByKeys(NamedTuple):
-    """`build_k2q_csr` and `sparse_atten_func`, of one request."""
+    """Calls `build_k2q_csr` and `sparse_atten_func` for one request."""
 
     kind: str
     queries: int

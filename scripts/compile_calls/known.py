@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What `compile_check` expects of kernels with matrix products: where wgmma is due, and which stack is known and accepted."""
+"""This table says what `compile_check` expects of kernels with matrix products: where wgmma is due, and how much stack."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any, NamedTuple
 
 from openmsa.runtime.recording import Launch
 
-WGMMA_ROWS = 64  # the fewest rows that one such instruction multiplies
+WGMMA_ROWS = 64  # A wgmma instruction multiplies at least so many rows.
 
 
 class Known(NamedTuple):
-    """wgmma: whether sm_90 must use it in a launch. may_spill: bytes of stack that a launch may have."""
+    """Says what is expected of a kernel. wgmma: whether sm_90 must use it in a launch. may_spill: bytes of stack that a launch
+    may have."""
 
     wgmma: Callable[[Launch], bool] = lambda launch: False
     may_spill: Callable[[Launch], int] = lambda launch: 0
 
 
 def constant(launch: Launch, *names: str) -> Any:
-    """The value of a constexpr of the first of these names that the kernel has, alone or as the field of a NamedTuple. A
-    run-time parameter that is always None or 1 counts too."""
+    """Returns the value of a constexpr, by the first of these names that the kernel has, alone or as the field of a NamedTuple.
+    A run-time parameter that is always None or 1 counts too."""
     for (place, *_), value in launch.constexprs.items():
         held = {launch.kernel.arg_names[place]: value, **getattr(value, "_asdict", dict)()}
         for name in names:
@@ -31,40 +32,41 @@ def constant(launch: Launch, *names: str) -> Any:
 
 
 def always(launch: Launch) -> bool:
-    """Of kernels whose products always have the rows."""
+    """Expects wgmma in every launch, as products always have enough rows."""
     return True
 
 
 def tiles(launch: Launch) -> bool:
-    """Of attention to tiles of tokens times heads."""
+    """Expects wgmma where a tile of tokens times heads has enough rows."""
     return constant(launch, "TOKENS") * constant(launch, "HEADS") >= WGMMA_ROWS
 
 
 def by_arch(plain: Mapping[int, int], stored: Mapping[int, int] | None = None) -> Callable[[Launch], int]:
-    """Bytes by architecture; stored: where keys are in a format."""
+    """Allows so many bytes by architecture; stored: those where keys are in a format."""
     return lambda launch: (stored if stored and constant(launch, "FORMAT") else plain).get(launch.arch, 0)
 
 
-STORED = {80: 96, 90: 104, 100: 216}  # conversions by integer arithmetic on sm_80, factors of two pages a block
+STORED = {80: 96, 90: 104, 100: 216}  # Integer arithmetic converts on sm_80; blocks of two pages have two factors.
 
 KNOWN = {
-    # The index branch. Registers are capped or full; on sm_90 nothing is spilled inside the long walk.
+    # In the index branch registers are capped or full; on sm_90 nothing is spilled inside the long walk.
     "score_kernel": Known(always, by_arch({80: 8, 90: 40, 100: 16, 120: 16})),
-    "fused_kernel": Known(always, by_arch({80: 48, 90: 64, 120: 32})),  # in the last steps only
+    "fused_kernel": Known(always, by_arch({80: 48, 90: 64, 120: 32})),  # It spills in its last steps only.
     "rescore_kernel": Known(always),
     "bounds_kernel": Known(),
     "lane_kernel": Known(),
-    "sm90_score_kernel": Known(always, lambda launch: 160 if constant(launch, "MODE") else 0),  # the last tiles of a walk
+    # This one spills in the last tiles of a walk.
+    "sm90_score_kernel": Known(always, lambda launch: 160 if constant(launch, "MODE") else 0),
     "sm90_lane_kernel": Known(),
-    # Prefill. Of dim 64 one register is stored before the loops and read behind them.
+    # In prefill with dim 64 one register is stored before the loops and read behind them.
     "attend_union": Known(tiles, by_arch({100: 8}, STORED)),
     "attend_outer": Known(tiles, by_arch({}, STORED)),
     "attend_few": Known(tiles, by_arch({80: 8, 90: 8, 100: 16, 120: 72})),
-    # In front of the loops; of groups that are no 16 heads, in the loop over pairs of tiles, not in those over blocks.
+    # Hopper's union kernel spills before its loops; for groups other than 16 heads, also between pairs of tiles.
     "sm90_union_kernel": Known(always, lambda launch: 16 if constant(launch, "GROUP") == 16 else 88),
-    # Decode and dense attention; 128 rows on 4 warps spill, most in the masked tail, and are the fastest that were measured.
     "sparse_decode_kernel": Known(),
     "layer_kernel": Known(),
+    # In dense attention 128 rows on 4 warps spill, mostly in the masked tail, and are faster than fewer rows.
     "dense_kernel": Known(
         lambda launch: constant(launch, "rows") >= WGMMA_ROWS, lambda launch: 640 if constant(launch, "rows") == 128 else 128
     ),
