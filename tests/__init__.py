@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Tests, in folders that mirror the package."""
+"""The tests stand in folders that mirror the package."""

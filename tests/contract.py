@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Who is tested and on what: every implementation of a stage on every device here, and the shapes that all must serve."""
+"""This module lists what is tested: every implementation of a stage on every device, and the shapes that all must serve."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Attention and block scores of a packed batch with whole masked matrices, on any device: for the public package's commands.
+"""This module computes attention and block scores of a packed batch with whole masked matrices, on any device.
 
-In float64 it is the truth; in the dtype of the inputs, what anyone would write in PyTorch, whose error is the yardstick.
+In float64 they are the truth; in the dtype of the inputs, what anyone would write in PyTorch, whose error is the yardstick. The
+tests of the public package's commands use it.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Problems whose keys, values, index keys or queries are stored in low-precision formats, with the numbers they stand for."""
+"""This module makes problems with keys, values, index keys or queries in low-precision formats, and the numbers of these."""
 
 from dataclasses import dataclass, field, replace
 

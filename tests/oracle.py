@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The truth, written apart from the package: one query row at a time, its keys gathered one list at a time, float64.
+"""The oracle computes the truth in float64, apart from the package: one query row at a time, its keys one list at a time.
 
-Beside it ``honest_*``: what anyone would write in PyTorch, a sequence's whole masked matrix in the dtype of the inputs; its
-error is the yardstick (see `openmsa.testing.compare`). Small sizes only; on the CPU, on one thread.
+Functions ``honest_*`` are what anyone would write in PyTorch, a sequence's whole masked matrix in the dtype of the inputs;
+their error is the yardstick (see `openmsa.testing.compare`). All run on the CPU, on one thread, and are meant for small sizes.
 """
 
 import functools

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Honest products of queries and keys: what PyTorch gives in the precision of the operands.
+"""This module makes honest products of queries and keys: what PyTorch gives in the precision of the operands.
 
-Of two E4M3 operands on a GPU that multiplies them as they are this is `torch._scaled_mm`: sums keep fewer bits than float32.
+For two E4M3 operands on a GPU that multiplies them as they are it is `torch._scaled_mm`: sums keep fewer bits than float32.
 """
 
 from dataclasses import dataclass

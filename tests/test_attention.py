@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`msa_attention`, the whole path: against the truth, in chunks, while decoding, in bounded memory."""
+"""`msa_attention`, the whole path, agrees with the truth, in chunks too, while decoding, and in bounded memory."""
 
 import functools
 

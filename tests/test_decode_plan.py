@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Decode plans: the same results as the stages, over steps updated in place, through the stages and through the kernels."""
+"""Decode plans give the results of the stages, over steps updated in place, through the stages and through the kernels."""
 
 import importlib.util
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Bad arguments of every public function: the error names the argument, the rule and the value, and no cache changes."""
+"""Bad arguments of public functions raise an error that names the argument, the rule and the value, and change no cache."""
 
 import functools
 import math

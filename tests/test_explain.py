@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`explain` and the choice it reports: reasons for every implementation, no silent fall-back."""
+"""`explain` reports the choice and the reasons for every implementation, and there is no silent fall-back."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Every stage on every format, against float64 on the numbers that the stored codes and scales stand for."""
+"""Every stage agrees, on every format, with float64 on the numbers that the stored codes and scales stand for."""
 
 import functools
 from dataclasses import replace

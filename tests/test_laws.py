@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Laws that hold for every implementation and any lengths: what must not change a result, and what results must be equal."""
+"""Laws hold for every implementation and any lengths: some changes must not change a result, some results must be equal."""
 
 import functools
 

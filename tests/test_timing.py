@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""When a measurement may start."""
+"""A measurement starts only when the device is calm: its reads are as fast as the fastest so far."""
 
 import itertools
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`Sequences` and the layout that stages receive: positions, visible blocks, chunks of queries, defaults, errors."""
+"""`Sequences` and the layout that stages receive are right: positions, visible blocks, chunks of queries, defaults, errors."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""scripts/compare.py: checkouts side by side."""
+"""scripts/compare.py measures checkouts side by side."""
 
 import os
 import runpy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The benchmark runner on tiny shapes: workloads, costs, inputs, peers, records, tables, plots. No time is ever asserted."""
+"""The benchmark runner works on tiny shapes: workloads, costs, inputs, peers, records, tables, plots. No time is asserted."""
 
 import dataclasses
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The public benchmark command at tiny shapes on the CPU: flags, console, TSV, and the useful work it counts."""
+"""The public benchmark command works at tiny shapes on the CPU: flags, console, TSV, and the useful work it counts."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""scripts/timeline.py: what it makes of a profile. The profile itself takes a GPU."""
+"""scripts/timeline.py reads a profile as it should; to take one needs a GPU and is not tested."""
 
 import runpy
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Scores as the scoring kernels leave them in poisoned memory."""
+"""These helpers return scores as the scoring kernels leave them in poisoned memory."""
 
 import torch
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The contract of `block_scores`, for every implementation."""
+"""Every implementation of `block_scores` keeps its contract."""
 
 import functools
 import math

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The Gluon scoring kernel for Hopper: when it is chosen, and on such a GPU its scores against the reference and, bit for bit,
-against the Triton kernel."""
+"""The Gluon scoring kernel for Hopper is chosen where it should be; on such a GPU its scores agree with the reference and, bit
+for bit, with the Triton kernel."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The Triton scoring kernel, in the interpreter or on a GPU where there is one, against the reference."""
+"""The Triton scoring kernel agrees with the reference, in the interpreter or on a GPU where there is one."""
 
 from itertools import product
 

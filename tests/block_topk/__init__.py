@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Tests of openmsa.block_topk."""
+"""These are tests of openmsa.block_topk."""

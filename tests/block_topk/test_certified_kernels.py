@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The kernels of certified selection one by one, in the interpreter: bounds, what they settle, and what is rescored."""
+"""The kernels of certified selection are right one by one, in the interpreter: bounds, what they settle, what is rescored."""
 
 import itertools
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The contract of `select_blocks` and `select_blocks_from_scores`, for every implementation."""
+"""Every implementation of `select_blocks` and `select_blocks_from_scores` keeps its contract."""
 
 import functools
 import math

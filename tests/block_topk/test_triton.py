@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The Triton selection kernels, in the interpreter or on a GPU where there is one, against the reference."""
+"""The Triton selection kernels agree with the reference, in the interpreter or on a GPU where there is one."""
 
 import pytest
 import torch

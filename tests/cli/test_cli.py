@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The commands: what they print, what they refuse, and that they import only what they need."""
+"""The commands print and refuse what they should, and import only what they need."""
 
 import json
 import subprocess

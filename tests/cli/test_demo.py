@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The demo's path from end to end on a tiny random model, what it refuses, and its heat map's numbers."""
+"""The demo runs from end to end on a tiny random model, refuses what it should, and its heat map has the right numbers."""
 
 import json
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The decode layer of one launch: its three kinds of programs one after the other, in the interpreter without a GPU."""
+"""The decode layer of one launch is right with its three kinds of programs in turn, in the interpreter without a GPU."""
 
 import pytest
 import torch

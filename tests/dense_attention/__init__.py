@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Tests of openmsa.dense_attention."""
+"""These are tests of openmsa.dense_attention."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The contract of `dense_attention`, for every implementation."""
+"""Every implementation of `dense_attention` keeps its contract."""
 
 import functools
 import itertools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The dense kernel, in the interpreter without a GPU: every regime, every result, flat and paged."""
+"""The dense kernel is right in every regime and result, flat and paged, in the interpreter without a GPU."""
 
 import pytest
 import torch

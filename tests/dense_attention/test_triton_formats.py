@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The dense kernel on stored queries, keys and values, in the interpreter without a GPU: every format and form of scale."""
+"""The dense kernel is right on stored queries, keys and values of every format and form of scale, in the interpreter without
+a GPU."""
 
 from dataclasses import replace
 

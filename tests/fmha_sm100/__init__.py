@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Tests of the drop-in package."""
+"""These are tests of the drop-in package."""

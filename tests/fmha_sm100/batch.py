@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Batches as callers of the drop-in package hold them, and what they must get: from the float64 oracle on the CPU."""
+"""This module makes batches as callers of the drop-in package hold them, and what they must get by the float64 oracle."""
 
 import functools
 

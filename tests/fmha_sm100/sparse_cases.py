@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Problems for the sparse functions, and what a caller of the public package would hand over."""
+"""This module makes problems for the sparse functions, as a caller of the public package would hand them over."""
 
 from dataclasses import replace
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""`fmha_sm100` against the float64 oracle: dense, scores, selected pages; storage, buffers, offsets, plans changed in place."""
+"""`fmha_sm100` agrees with the float64 oracle: dense, scores, selected pages; storage, buffers, offsets, plans changed in
+place."""
 
 import pytest
 import torch

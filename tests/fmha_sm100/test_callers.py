@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The sequences of calls of vLLM, SGLang, TensorRT-LLM, NeMo AutoModel and transformers, with their storage, at small sizes."""
+"""The sequences of calls of vLLM, SGLang, TensorRT-LLM, NeMo AutoModel and transformers work, with their storage."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`sparse_decode_atten_func` and `SparseDecodePagedAttentionWrapper`: dense and with a selection, in place, from buffers."""
+"""`sparse_decode_atten_func` and `SparseDecodePagedAttentionWrapper` are right, dense and with a selection, in place too."""
 
 from dataclasses import replace
 

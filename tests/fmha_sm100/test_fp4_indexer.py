@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`fp4_indexer_block_scores` and its scale layouts, against float64 scores of the numbers and plain formulas."""
+"""`fp4_indexer_block_scores` and its scale layouts agree with float64 scores of the numbers and with plain formulas."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Launches on a GPU: captured and replayed with other lengths, waiting for nothing, on two streams at once."""
+"""Launches on a GPU can be captured and replayed with other lengths, wait for nothing, and run on two streams at once."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`build_k2q_csr` against plain Python, and the selection read back from its result."""
+"""`build_k2q_csr` agrees with plain Python, and the selection can be read back from its result."""
 
 import pytest
 import torch

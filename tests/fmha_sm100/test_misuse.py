@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What `fmha_sm100` refuses: wrong arguments always, wrong values with ``check_input_valid=True``."""
+"""`fmha_sm100` refuses wrong arguments always, and wrong values with ``check_input_valid=True``."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""NVFP4: quantisers against a decoder of bits, layouts against the formula, attention against the numbers."""
+"""NVFP4 quantisers agree with a decoder of bits, layouts with the formula, and attention with the numbers."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`fmha_sm100_plan`: what it returns, that plans share nothing, and what it refuses."""
+"""`fmha_sm100_plan` returns and refuses what it should, and plans share nothing."""
 
 import inspect
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""float8 and bfloat16 operands with every scale, on every path of `fmha_sm100`."""
+"""float8 and bfloat16 operands work with every scale, on every path of `fmha_sm100`."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`sparse_atten_func` in float64 arithmetic of its own, as the callers of the public package call it, and with every option."""
+"""`sparse_atten_func` agrees with float64 arithmetic, as the callers of the public package call it, and with every option."""
 
 import inspect
 

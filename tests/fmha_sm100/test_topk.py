@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`sparse_topk_select` against the oracle's list of the best."""
+"""`sparse_topk_select` agrees with the oracle's list of the best."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Rounds of the fuzz by hand: ``python -m tests.fuzz --rounds 2000 --seed 7``, or one case again: ``--case "Case(...)"``."""
+"""Runs rounds of the fuzz (``python -m tests.fuzz --rounds 2000 --seed 7``), or one case again (``--case "Case(...)"``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections import Counter
 import torch
 
 if "--interpret" in sys.argv:
-    import tests.conftest  # noqa: F401  (which sets the interpreter up, before triton is imported)
+    import tests.conftest  # noqa: F401  (It sets the interpreter up before triton is imported.)
 from tests.fuzz.cases import Case, draw_case
 from tests.fuzz.checks import check_case, interpreter
 
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Draws cases, prints what failed, and sums up; 1 where something failed."""
+    """Draws cases, prints what failed, and sums up; returns 1 where something failed."""
     sizes = {"products": 2000, "longest": 150, "dims": (16, 32, 48, 80)} if options.interpret else {}
     if options.products is not None:
         sizes["products"] = options.products

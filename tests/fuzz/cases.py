@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""What a round of the fuzz calls: a `Case` of plain numbers and names, whose ``repr`` is the call that makes it again."""
+"""A `Case` says what a round of the fuzz calls, in plain numbers and names; its ``repr`` is the call that makes it again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-HEADS = ((1, 1), (1, 16), (4, 16), (2, 4), (3, 3), (2, 1), (4, 1), (1, 3), (2, 5), (1, 64))  # KV heads, query heads of each
+HEADS = ((1, 1), (1, 16), (4, 16), (2, 4), (3, 3), (2, 1), (4, 1), (1, 3), (2, 5), (1, 64))  # KV heads, query heads of a group
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 240, 256)
 BLOCKS = (16, 32, 48, 64, 80, 128, 200, 256)
 PAGES = (1, 7, 16, 48, 64, 100, 128, 256)
@@ -17,9 +17,9 @@ DTYPES = {"cpu": ("float32", "bfloat16", "float16"), "cuda": ("bfloat16", "float
 
 @dataclass(frozen=True)
 class Case:
-    """One drawn call.
+    """Describes one drawn call.
 
-    seed:          of the values.
+    seed:          the seed of the values.
     offsets:       position of each sequence's first query; None: the queries are the last of their keys.
     queries, keys, index_keys:  how they are stored: "plain", or the name of a format (`tests.low_precision.quantized`).
     storage:       "flat"; "strided", views amid NaN; "paged", shuffled pages; "interleaved pages", pages that are such views.
@@ -55,7 +55,7 @@ class Case:
     chunk: int | None = None
 
     def __repr__(self) -> str:
-        """The constructor's call with what differs from the defaults."""
+        """Returns the constructor's call with what differs from the defaults."""
         given = (
             (field.name, getattr(self, field.name)) for field in fields(self) if getattr(self, field.name) != field.default
         )
@@ -67,14 +67,14 @@ class Case:
 
     @property
     def decodes(self) -> bool:
-        """Whether a `DecodePlan` may serve it."""
+        """Tells whether a `DecodePlan` may serve the case."""
         tokens = set(self.q_lens)
         return self.paged and self.offsets is None and len(tokens) == 1 and 1 <= self.q_lens[0] <= 16
 
 
 def draw_case(random, device="cpu", products=400_000, longest=1500, dims=DIMS):
-    """A case from what has the methods of `random.Random`. products: query heads x queries x keys, at most about so many.
-    longest: sequence. dims: to draw head_dim and index_dim from."""
+    """Draws a case from what has the methods of `random.Random`. products: query heads x queries x keys, at most about so many.
+    longest: keys of the longest sequence. dims: the sizes that head_dim and index_dim are drawn from."""
     kv_heads, group = random.choice(HEADS)
     block_size, topk = random.choice(BLOCKS), random.choice((1, 2, 3, 5, 8, 16, 64))
     longest = min(longest, max(products // (kv_heads * group), 1))
@@ -123,7 +123,7 @@ def draw_case(random, device="cpu", products=400_000, longest=1500, dims=DIMS):
 
 
 def _lengths(random, block_size, longest, pairs):
-    """Of queries and keys of up to four sequences, at most about so many (query, key) pairs together."""
+    """Draws the queries and keys of up to four sequences, at most about so many (query, key) pairs together."""
     batch = random.choice((0, 1, 1, 2, 3, 4)) if random.random() < 0.5 else random.choice((1, 2, 3))
     edges = (0, 1, 2, block_size - 1, block_size, block_size + 1, 3 * block_size + 5)
     form = random.choice(("decode", "decode", "prefill", "mixed"))

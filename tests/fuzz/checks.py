@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Runs a `Case` through every public function and implementation that serves it, and compares; raises AssertionError."""
+"""Runs a `Case` through every public function and implementation that serves it, and raises AssertionError on a difference."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from tests.products import multiplies_e4m3
 
 
 def check_case(case, device="cpu", interpreted=False):
-    """How often each implementation was compared, by (function, implementation). interpreted: only kernels, on CPU tensors in
-    Triton's interpreter."""
+    """Checks a case and returns how often each (function, implementation) was compared. interpreted: only kernels run, on CPU
+    tensors in Triton's interpreter."""
     run = Round(case, device, interpreted)
     parts = [run.scores, run.selection, run.dense, run.sparse]
     for part in parts if interpreted else [*parts, run.path, run.plan, run.cache]:
@@ -48,7 +48,7 @@ def check_case(case, device="cpu", interpreted=False):
 
 @contextlib.contextmanager
 def interpreter():
-    """Within it Triton's kernels refuse CPU tensors for their dtype alone; for Triton's interpreter."""
+    """Lets Triton's kernels refuse CPU tensors for their dtype alone within the context, for Triton's interpreter."""
 
     def unless_read(*tensors, dtypes=(torch.float16, torch.bfloat16)):
         plain = [x for x in tensors if x is not None and getattr(x, "format", "plain") == "plain"]
@@ -62,11 +62,11 @@ def interpreter():
 
 
 class Round:
-    """The operands of a case, on the device and as float64 numbers, and the comparisons."""
+    """Holds the operands of a case, on the device and as float64 numbers, and makes the comparisons."""
 
     def __init__(self, case, device, interpreted=False):
         self.case, self.device, self.interpreted, self.compared = case, device, interpreted, Counter()
-        self.known = {}  # truths of attention
+        self.known = {}  # the truths of attention by their arguments
         self.dtype = getattr(torch, case.dtype)
         p = problem(
             case.q_lens, case.k_lens, kv_heads=case.kv_heads, group=case.group, index_heads=case.index_heads,
@@ -86,14 +86,14 @@ class Round:
         if case.storage != "flat":
             q, index_q = (strided(x, 2) if isinstance(x, torch.Tensor) else x for x in (self.here.q, self.here.index_q))
             self.here = replace(self.here, q=q, index_q=index_q)
-        self.near = torch.bfloat16 if case.queries == "e4m3" else self.dtype  # of honest numbers
+        self.near = torch.bfloat16 if case.queries == "e4m3" else self.dtype  # the dtype of honest numbers
         self.last = truth.last_keys(p)
         self.visible = self.last.clamp(min=-1).div(case.block_size, rounding_mode="floor") + 1
         self.chosen = {"init_blocks": case.init_blocks, "local_blocks": case.local_blocks}
 
     def run(self, function, *args, **kwargs):
-        """(implementation, name, result) of each implementation that serves the call, with poisoned outputs; and again, which
-        gives the same."""
+        """Yields (implementation, name, result) of each implementation that serves the call, with poisoned outputs, and checks
+        that a second call gives the same."""
         stages = [STAGES[select_blocks], STAGES[sparse_attention]] if function is msa_attention else [STAGES[function]]
         if kwargs.get("certified"):
             stages[0] = CERTIFIED_STAGE
@@ -102,7 +102,7 @@ class Round:
         if self.interpreted:
             names = [name for name in names if ".triton_" in tables[-1][name]]
         elif function is msa_attention and self.device != "cpu":
-            names.insert(0, "auto")  # whose stages may run kernels of different names
+            names.insert(0, "auto")  # Its stages may run kernels of different names.
         for impl in names:
             explanation = explain(function, *args, impl=impl, **kwargs)
             if any(stage.chosen is None for stage in (explanation if function is msa_attention else (explanation,))):
@@ -119,7 +119,7 @@ class Round:
 
     @functools.cached_property
     def index_truth(self):
-        """Scores in float64 and as honest PyTorch gives them."""
+        """Returns the scores in float64 and as honest PyTorch gives them."""
         exact = truth.scores(self.numbers.index_q, self.numbers.index_k, self.numbers, self.case.block_size)
         factors = self.stored.factors("index_q", "index_k", self.device)
         honest = oracle.honest_scores(self.stored.honest(self.near), self.case.block_size, **factors)
@@ -135,7 +135,7 @@ class Round:
                 assert_close(name, found, honest, exact)
 
     def selected(self, name, blocks):
-        """Compares a selection from the index branch."""
+        """Compares a selection from the index branch with the truth."""
         case, (exact, honest) = self.case, self.index_truth
         if case.whole:
             assert_equal(name, blocks, truth.selection(exact, self.visible, case.topk, **self.chosen))
@@ -160,13 +160,13 @@ class Round:
             assert_equal(f"{name} visible_blocks", blocks, expected)
 
     def attended(self, name, results, blocks, causal=True):
-        """Compares out and lse."""
+        """Compares out and lse with the truth."""
         blocks = None if blocks is None else blocks.cpu()
         near = self.near
         scales = getattr(getattr(self.here.kv[0], "v", None), "scale", None)
         by_page = self.case.keys.startswith("e4m3") and scales is not None and scales.dim() == 2
         if by_page and "dense" not in name and (self.interpreted or self.device != "cpu"):
-            near = torch.bfloat16  # in which Triton's prefill kernels weigh values that have a scale a page
+            near = torch.bfloat16  # Triton's prefill kernels weigh values that have a scale a page in bfloat16.
         key = causal, near, blocks if blocks is None else blocks.numpy().tobytes()
         if key not in self.known:
             self.known[key] = self.attention_truth(blocks, causal, near)
@@ -174,12 +174,12 @@ class Round:
             assert_close(f"{name} {which}", tested, near.to(tested.dtype), right)
 
     def attention_truth(self, blocks, causal, near):
-        """(out, lse) as honest PyTorch gives them, and in float64."""
+        """Returns (out, lse) as honest PyTorch gives them, and in float64."""
         case = self.case
         options = {"blocks": blocks, "block_size": case.block_size, "scale": case.scale, "causal": causal}
         exact = truth.attention(self.numbers, torch.float64, **options)
         factors = self.stored.factors("q", "k", self.device)
-        if factors and multiplies_e4m3(torch.device(self.device)):  # kernels there round weights to E4M3 too
+        if factors and multiplies_e4m3(torch.device(self.device)):  # Such kernels round weights to E4M3 too.
             honest = [truth.attention(self.numbers, torch.float32, factors=factors, form="e4m3", **options)]
         else:
             numbers = self.stored.honest(near)
@@ -230,7 +230,7 @@ class Round:
             self.reordered(arguments, options)
 
     def reordered(self, arguments, options):
-        """Sequences in another order give the same results in that order."""
+        """Checks that sequences in another order give the same results in that order."""
         case, here = self.case, self.here
         order = [*range(1, len(case.q_lens)), 0]
         rows, keys = packed_order(case.q_lens, order), packed_order(case.k_lens, order)
@@ -242,7 +242,7 @@ class Round:
                 assert_equal(f"{name} {which} reordered", result, whole[rows.to(self.device)])
 
     def plan(self):
-        """A `DecodePlan`, where the case is a decode step that it takes."""
+        """Checks a `DecodePlan` where the case is a decode step that it takes."""
         case, here = self.case, self.here
         if not case.decodes:
             return
@@ -256,7 +256,7 @@ class Round:
             )  # fmt: skip
             plan._out.fill_(torch.nan), plan._lse.fill_(torch.nan), plan._blocks.fill_(-7)
             out = plan.run(here.q, here.kv[0], here.index_q, here.index_k)
-        except NotImplementedError:  # some formats and sizes on a GPU
+        except NotImplementedError:  # A plan on a GPU refuses some formats and sizes.
             return
         first = [x.clone() for x in (out, plan.lse, plan.blocks)]
         out = plan.run(here.q, here.kv[0], here.index_q, here.index_k)
@@ -267,12 +267,12 @@ class Round:
         self.compared["DecodePlan", "plan"] += 1
 
     def cache(self):
-        """What is appended in pieces comes back as the format rounds it."""
+        """Checks that what is appended in pieces comes back as the format rounds it."""
         case = self.case
         if not case.paged or not case.q_lens:
             return
         p, table = self.numbers, self.here.kv[0].page_table
-        if case.shared_prefix:  # tokens of two sequences would share a place
+        if case.shared_prefix:  # Tokens of two sequences would share a place.
             table = torch.arange(table.numel(), dtype=torch.int32, device=self.device).flip(0).view_as(table)
         sizes = (table.numel() + 2 + len(case.k_lens),)
         kv = PagedKV.allocate(table, *sizes, case.kv_heads, case.page_size, case.head_dim, self.dtype, case.keys.split()[0])

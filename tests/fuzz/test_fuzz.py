@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The fuzz in the suites: seconds on CPU tensors, a few small cases in Triton's interpreter, minutes on CUDA tensors.
+"""The fuzz runs in the suites: seconds on CPU tensors, a few small cases in Triton's interpreter, minutes on CUDA tensors.
 
 Every run draws other cases. A failure prints its seed, the smallest case that hypothesis found and the command that runs it
 again. The environment variables FUZZ_SEED, of an earlier run, and FUZZ_SECONDS, how long each test draws, change both.
@@ -24,7 +24,7 @@ INTERPRETED = {"products": 500, "longest": 60, "dims": (16, 32, 48)}
 
 
 def fuzz(number, device, seconds, interpreted=False, **sizes):
-    """Checks cases until the time is over, one at least; behind a failure as many as hypothesis takes to find a smaller one."""
+    """Checks cases until the time is over, at least one; after a failure, as many as hypothesis needs for a smaller one."""
     seconds, checked, failed = float(os.environ.get("FUZZ_SECONDS", seconds)), [], []
     end = time.perf_counter() + seconds
 

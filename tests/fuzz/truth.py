@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is right, in float64, and what honest low-precision PyTorch makes of it: whole masked matrices of each sequence."""
+"""This module says what is right, in float64, and what honest low-precision PyTorch gives, by masked matrices of sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.products import products
 
 
 def last_keys(p):
-    """int64 [total_q]: the last key that each query sees, below 0 where it sees none."""
+    """Returns int64 [total_q], the last key that each query sees, below 0 where it sees none."""
     pieces = [
         (torch.arange(q_len) + offset).clamp(max=k_len - 1)
         for q_len, k_len, offset in zip(p.q_lens, p.k_lens, p.offsets, strict=True)
@@ -20,7 +20,8 @@ def last_keys(p):
 
 
 def sees(p, b, blocks, block_size, causal):
-    """bool [KV heads or 1, q_len, k_len] of sequence b. blocks: int32 [total_q, heads, topk] or None, all."""
+    """Returns which queries of sequence b see which keys, bool [KV heads or 1, q_len, k_len]. blocks: int32 [total_q, heads,
+    topk], or None for all."""
     own = slice(sum(p.q_lens[:b]), sum(p.q_lens[: b + 1]))
     keys = torch.arange(p.k_lens[b])
     last = last_keys(p)[own] if causal else torch.full((p.q_lens[b],), p.k_lens[b] - 1)
@@ -34,7 +35,7 @@ def sees(p, b, blocks, block_size, causal):
 
 
 def attention(p, dtype, blocks=None, block_size=128, scale=None, causal=True, factors=None, form="normalised"):
-    """out [total_q, query heads, dim] and lse, of a problem's numbers rounded to `dtype`; float64 makes them the truth.
+    """Returns out [total_q, query heads, dim] and lse of a problem's numbers rounded to `dtype`; float64 makes them the truth.
 
     factors:  `Codes` "q" and "k" where both are E4M3 and multiplied as they are.
     form:     how weights are rounded: "normalised", as ``softmax`` gives them; "raw", before they are divided by their sum, as
@@ -70,7 +71,7 @@ def attention(p, dtype, blocks=None, block_size=128, scale=None, causal=True, fa
 
 
 def worse(results, truth):
-    """Of several honest results, element by element, the one that is farther from the truth."""
+    """Returns, element by element, the one of several honest results that is farthest from the truth."""
     first, *others = results
     for other in others:
         first = torch.where((other.double() - truth).abs() > (first.double() - truth).abs(), other, first)
@@ -78,7 +79,7 @@ def worse(results, truth):
 
 
 def scores(q, k, p, block_size, causal=True):
-    """float64 [heads, total_q, blocks]: the largest product with a visible key of each block, -inf where there is none."""
+    """Returns float64 [heads, total_q, blocks], the largest product with a visible key of each block, or -inf without one."""
     blocks, group = -(-max(p.k_lens, default=0) // block_size), q.shape[1] // k.shape[1]
     found = [torch.zeros(q.shape[1], 0, blocks, dtype=torch.float64)]
     for b, own in enumerate(q.double().split(list(p.q_lens))):
@@ -90,7 +91,8 @@ def scores(q, k, p, block_size, causal=True):
 
 
 def selection(scores, visible, topk, init_blocks, local_blocks):
-    """int32 [total_q, heads, topk]: the forced blocks and the best visible others, ties to the lower id; ascending, then -1."""
+    """Selects the forced blocks and the best visible others, ties to the lower id: int32 [total_q, heads, topk], ascending,
+    then -1."""
     count = scores.shape[2]
     block, seen = torch.arange(count), visible.clamp(0, count)[:, None]
     forced = ((block < init_blocks) | (block >= seen - local_blocks)) & (block < seen)
@@ -102,8 +104,8 @@ def selection(scores, visible, topk, init_blocks, local_blocks):
 
 
 def assert_selected(name, blocks, scores, visible, slack, topk, init_blocks, local_blocks):
-    """Ids ascend, as many as there can be and then -1, the forced ones among them; no block left out scores above one that was
-    chosen freely by more than `slack`."""
+    """Checks that ids ascend, as many as there can be and then -1, the forced ones among them, and that no block left out
+    scores above one that was chosen freely by more than `slack`."""
     count = scores.shape[2]
     if not scores.numel():
         assert bool((blocks == -1).all()), f"{name}: blocks of sequences without keys"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Checks that need a GPU and a process of their own."""
+"""This folder holds checks that need a GPU and a process of their own."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The hub repository: self-contained, loadable from any folder by the kernels library, and what transformers looks for."""
+"""The hub repository is self-contained, loads from any folder by the kernels library, and has what transformers looks for."""
 
 import json
 import os

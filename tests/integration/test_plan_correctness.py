@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The plan as callers take it apart: a tuple with a dict at index 3 whose tensors are read when a launch runs."""
+"""Callers can take the plan apart: it is a tuple with a dict at index 3, whose tensors are read when a launch runs."""
 
 from dataclasses import replace
 

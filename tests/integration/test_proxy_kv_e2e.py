@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The whole pipeline after a prefix of half a million tokens: more than 4096 tiles."""
+"""The whole pipeline works after a prefix of half a million tokens, which is more than 4096 tiles."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""transformers' own integration of MSA, as it stands, with `fmha_sm100` where it expects the kernel from the hub."""
+"""transformers' own integration of MSA works, as it stands, with `fmha_sm100` where it expects the kernel from the hub."""
 
 import contextlib
 import types

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""transformers' MiniMax-M3 text model on our kernels, through its own hook, against its eager path; float64 is the truth."""
+"""transformers' MiniMax-M3 text model agrees, on our kernels and through its own hook, with its eager path; float64 is the
+truth."""
 
 import pytest
 import torch

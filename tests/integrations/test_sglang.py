@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The plug-in for SGLang against a stand-in of its hook registry; SGLang cannot be installed here."""
+"""The plug-in for SGLang works with a stand-in of its hook registry; SGLang itself is not installed."""
 
 import enum
 import sys

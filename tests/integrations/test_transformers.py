@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""MSA inside a tiny random Llama: all blocks = dense, padding and batching change nothing, decode = prefill, clear refusals."""
+"""MSA works inside a tiny random Llama: all blocks equal dense, padding and batching change nothing, decode equals prefill, and
+refusals are clear."""
 
 import pytest
 import torch

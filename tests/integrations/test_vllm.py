@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The plug-ins for vLLM against stand-ins with the names and signatures of its sources; vLLM cannot be installed here."""
+"""The plug-ins for vLLM work with stand-ins that have the names and signatures of its sources; vLLM itself is not installed."""
 
 import importlib
 import sys

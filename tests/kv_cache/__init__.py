@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Tests of openmsa.kv_cache."""
+"""These are tests of openmsa.kv_cache."""

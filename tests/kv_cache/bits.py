@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Low-precision codes bit by bit, in plain Python integers and fractions, apart from the package: what each code stands for,
-and which code a number must become."""
+"""This module knows low-precision codes bit by bit, in plain Python integers and fractions, apart from the package: what each
+code stands for, and which code a number must become."""
 
 from fractions import Fraction as F
 from functools import cache

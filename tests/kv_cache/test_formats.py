@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Formats against a decoder of their bits: every code, every rounding boundary, scales and layouts, special values."""
+"""Formats agree with a decoder of their bits: every code, every rounding boundary, scales and layouts, special values."""
 
 import itertools
 import math

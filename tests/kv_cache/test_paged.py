@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Paged caches: append, gather, shared and shuffled pages, and errors that change nothing."""
+"""Paged caches append and gather, with shared and shuffled pages, and errors change nothing."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Caches in low-precision formats: what is appended comes back as the format rounds it, wherever it lies."""
+"""What is appended to caches in low-precision formats comes back as the format rounds it, wherever it lies."""
 
 import pytest
 import torch

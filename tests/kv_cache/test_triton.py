@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The Triton kernels of the formats, in the interpreter or on a GPU where there is one, against PyTorch: every bit."""
+"""The Triton kernels of the formats agree with PyTorch in every bit, in the interpreter or on a GPU where there is one."""
 
 import pytest
 import torch

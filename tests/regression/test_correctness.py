@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`fmha_sm100` over many shapes: heads, lengths, pages, types, causal and not, scores; then random batches ("chaos")."""
+"""`fmha_sm100` is right over many shapes (heads, lengths, pages, types, causal and not, scores) and on random batches."""
 
 import random
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Attention over selected blocks through every door: `fmha_sm100` in both modes, the adapter, and `sparse_atten_func`."""
+"""Attention over selected blocks is right under each public name: `fmha_sm100` in both modes, the adapter, the CSR form."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The pipeline in small: proxy scores of an index cache, top-k, attention over the selected pages."""
+"""The pipeline works at small sizes: proxy scores of an index cache, top-k, attention over the selected pages."""
 
 import pytest
 import torch

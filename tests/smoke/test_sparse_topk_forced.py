@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`sparse_topk_select` with forced blocks. Also a command: python tests/smoke/test_sparse_topk_forced.py"""
+"""`sparse_topk_select` works with forced blocks. This is also a command: python tests/smoke/test_sparse_topk_forced.py"""
 
 import sys
 from pathlib import Path

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Tests of openmsa.sparse_attention."""
+"""These are tests of openmsa.sparse_attention."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The contract of `sparse_attention`, for every implementation."""
+"""Every implementation of `sparse_attention` keeps its contract."""
 
 import functools
 import math

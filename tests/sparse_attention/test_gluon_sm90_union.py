@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Hopper's own union kernel for E4M3 keys: when it is chosen, and on such a GPU its results against the truth."""
+"""Hopper's own union kernel for E4M3 keys is chosen where it should be, and on such a GPU its results are right."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Sparse prefill in Triton: union tiles and KV-outer, in the interpreter without a GPU."""
+"""Sparse prefill in Triton is right, in union tiles and KV-outer, in the interpreter without a GPU."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Split decode attention over selected blocks, in the interpreter without a GPU."""
+"""Split decode attention over selected blocks is right, in the interpreter without a GPU."""
 
 import pytest
 import torch

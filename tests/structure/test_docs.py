@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Documents are executed: paths they name exist, README's Python blocks run."""
+"""Documents are true: paths that they name exist, and README's Python blocks run."""
 
 import re
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The house as CONTRIBUTING.md describes it: where files stand, how long they are, what they import."""
+"""The code is laid out as CONTRIBUTING.md describes: where files stand, how long they are, what they import."""
 
 import ast
 import functools

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Tests of openmsa.testing."""
+"""These are tests of openmsa.testing."""

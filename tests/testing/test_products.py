@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Honest products of E4M3 operands, with a matrix unit that is float32 and checks what it is given."""
+"""Honest products of E4M3 operands are right with a matrix unit that is float32 and checks what it is given."""
 
 import pytest
 import torch
