@@ -163,7 +163,7 @@ def _attend(call: Call, blocks: Tensor) -> tuple[Tensor, Tensor]:
     result = sparse_attention(
         *(call.q, k, v, blocks, seqs), block_size=block_size, softmax_scale=call.softmax_scale, return_lse=True
     )
-    assert isinstance(result, tuple)  # as return_lse asks for
+    assert isinstance(result, tuple)  # return_lse makes it a pair.
     return result
 
 

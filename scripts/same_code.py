@@ -30,17 +30,17 @@ KINDS = ("identical", "loads", "work")
 
 
 def instructions(path: Path) -> list[str]:
-    """The instructions of a disassembly, offsets of parameters left out."""
+    """Returns the instructions of a disassembly without the offsets of parameters."""
     return [CONSTANT.sub("c[]", text) for text in INSTRUCTION.findall(path.read_text())]
 
 
 def opcodes(code: list[str]) -> Counter[str]:
-    """How often each opcode stands in the code, without those that only bring parameters and constants."""
+    """Counts how often each opcode stands in the code, without those that only bring parameters and constants."""
     return Counter(re.sub(r"^@!?U?P\w+ ", "", text).split()[0] for text in code if not OVERHEAD.match(text))
 
 
 def compared(before: Path, after: Path) -> tuple[str, int]:
-    """The kind of difference between two disassemblies, and how many instructions more the second has."""
+    """Returns the kind of difference between two disassemblies, and how many instructions more the second has."""
     old, new = instructions(before), instructions(after)
     if old == new:
         return "identical", 0
@@ -48,7 +48,7 @@ def compared(before: Path, after: Path) -> tuple[str, int]:
 
 
 def main() -> int:
-    """Exit status: 1 where launches of one folder are missing in the other."""
+    """Runs the command and returns its exit status: 1 where launches of one folder are missing in the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)

@@ -57,7 +57,7 @@ def table(title: str, spans: list[Span]) -> str:
 
 
 def main() -> int:
-    """Exit status."""
+    """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="+", help="workload/row, shell patterns")
     options = parser.parse_args()

@@ -17,7 +17,7 @@ from openmsa.kv_cache.rows import Rows
 from openmsa.kv_cache.stored import out_dtype, rows_of, wide_dtype
 from openmsa.types import Layout
 
-SPLIT_KEYS = 16384  # Keys are split beside few queries, as the fused kernel works in parallel over heads and queries only.
+SPLIT_KEYS = 16384  # Few queries have so many keys a call: the fused kernel works in parallel over heads and queries only.
 DEQUANTIZED_KEYS = 2048  # So many keys of a format are held as numbers at a time.
 
 

@@ -19,7 +19,7 @@ from openmsa.types import Layout
 TILE_ROWS = 4096  # (query, head) rows of a tile, whose logits take 2 MB
 ROUND_ROWS = 256  # rows of a tile are rounded up to multiples of it: products then have a few shapes, not thousands
 MERGED_QUERIES = 256  # so many queries are merged at a time, and their partials stay in cache
-FEW_QUERIES = 8  # up to so many queries of a sequence share too few blocks for KV-outer to pay
+FEW_QUERIES = 8  # So few queries of a sequence share too few blocks for KV-outer to pay.
 
 
 @dataclass(frozen=True)

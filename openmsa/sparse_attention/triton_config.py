@@ -118,7 +118,7 @@ def prefill_config(
     wide = dim * element_bytes > 256
     union_rows = 64
     union_tokens = max(1, min(MAX_UNION_TOKENS, union_rows // heads))
-    full = union_tokens * heads >= 64  # A tile of one head a token is half full.
+    full = union_tokens * heads >= 64  # With one head, 32 queries fill half of a tile's 64 rows.
     union_keys = min(keys, 64 if full and (roomy or not (wide or stored)) else 32)
     union_warps = 8 if wide else 4 if full else 2
 
@@ -158,8 +158,8 @@ def few_queries(total_q: int, head_dim: int, topk: int, num_kv_heads: int, num_b
 
 
 def few_union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> int:
-    """Does for the form for few queries what `union_limit` does for the form for many. Up to one query a block that form serves
-    every tile (-1); above, a tile whose union has at most three quarters of its queries' blocks goes to the union kernel."""
+    """Returns what `union_limit` returns, where blocks have few readers. Up to one query a block no tile goes to the union
+    kernel (-1); above, a tile does whose union has at most three quarters of the blocks that its queries select."""
     return -1 if queries_per_block <= 1 else topk * config.union_tokens * 3 // 4
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""This kernel attends in union tiles: neighbouring queries read the union of their blocks, and a mask holds each query's own.
+"""This kernel attends in union tiles: neighbouring queries read the union of their blocks, masked by membership, at once.
 
 A key that another query of the tile reads and this one does not has weight exactly 0 here, but it is multiplied: rows of K
 and V that some query of the tile reads must be finite. Rows that none reads are not loaded.
