@@ -29,7 +29,7 @@ LEAST_BYTES = 1 << 30
 
 
 def first_part(batch: int) -> int:
-    """Returns how many of so many sequences are the first part."""
+    """Returns how many sequences of a batch the first part serves."""
     return batch * 3 // 4
 
 
