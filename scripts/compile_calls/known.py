@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from openmsa.primitives.operands import KeyRows
 from openmsa.runtime.recording import Launch
 
 WGMMA_ROWS = 64  # A wgmma instruction multiplies at least so many rows.
@@ -46,14 +47,22 @@ def by_arch(plain: Mapping[int, int], stored: Mapping[int, int] | None = None) -
     return lambda launch: (stored if stored and constant(launch, "FORMAT") else plain).get(launch.arch, 0)
 
 
+def scoring(launch: Launch) -> int:
+    """Allows a few bytes, as registers are capped or full, and many where rows of plain keys are no multiple of 16 elements
+    apart: such keys are read through an address a row."""
+    place = launch.kernel.arg_names.index("keys")
+    s_row = (place, KeyRows._fields.index("s_row"))
+    odd = constant(launch, "FORMAT") == 0 and s_row not in launch.attributes and s_row not in launch.constexprs
+    return 720 if odd else {80: 32, 90: 40, 100: 16, 120: 16}[launch.arch]
+
+
 STORED = {80: 96, 90: 104, 100: 216}  # Integer arithmetic converts on sm_80; blocks of two pages have two factors.
 
 KNOWN = {
-    # In the index branch registers are capped or full; on sm_90 nothing is spilled inside the long walk.
-    "score_kernel": Known(always, by_arch({80: 8, 90: 40, 100: 16, 120: 16})),
-    "fused_kernel": Known(always, by_arch({80: 48, 90: 64, 120: 32})),  # It spills in its last steps only.
+    "score_kernel": Known(always, scoring),
+    "fused_kernel": Known(always, by_arch({80: 48, 90: 64, 100: 8, 120: 32})),  # It spills in its last steps only.
     "rescore_kernel": Known(always),
-    "bounds_kernel": Known(),
+    "bounds_kernel": Known(may_spill=by_arch({100: 8})),  # With dim 80 two registers are stored before the loops.
     "lane_kernel": Known(),
     # This one spills in the last tiles of a walk.
     "sm90_score_kernel": Known(always, lambda launch: 160 if constant(launch, "MODE") else 0),
@@ -64,7 +73,7 @@ KNOWN = {
     "attend_few": Known(tiles, by_arch({80: 8, 90: 8, 100: 16, 120: 72})),
     # Hopper's union kernel spills before its loops; for groups other than 16 heads, also between pairs of tiles.
     "sm90_union_kernel": Known(always, lambda launch: 16 if constant(launch, "GROUP") == 16 else 88),
-    "sparse_decode_kernel": Known(),
+    "sparse_decode_kernel": Known(may_spill=by_arch({120: 8})),  # One register is stored before the loops.
     "layer_kernel": Known(),
     # In dense attention 128 rows on 4 warps spill, mostly in the masked tail, and are faster than fewer rows.
     "dense_kernel": Known(
