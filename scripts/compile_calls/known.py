@@ -52,7 +52,7 @@ def scoring(launch: Launch) -> int:
     apart: such keys are read through an address a row."""
     place = launch.kernel.arg_names.index("keys")
     s_row = (place, KeyRows._fields.index("s_row"))
-    odd = constant(launch, "FORMAT") == 0 and s_row not in launch.attributes and s_row not in launch.constexprs
+    odd = constant(launch, "FORMAT") == 0 and not launch.attributes.get(s_row) and s_row not in launch.constexprs
     return 720 if odd else {80: 32, 90: 40, 100: 16, 120: 16}[launch.arch]
 
 
