@@ -157,11 +157,11 @@ def test_bounds_hold_and_are_close(shape, dtype):
     seen = torch.arange(best.shape[2]) < visible[:, None]
     assert bool((lower <= best)[:, seen].all())
     assert bool((best <= upper)[:, seen].all())
-    # |q| times the largest error, what the integers of the query lack (half a unit an element, none of most bf16 elements)
-    # times the largest key, and rounding.
+    # |q| times the largest error, what the integers of the query lack times the largest key, and rounding.
     queries = index_q.double().transpose(0, 1)
     unit = torch.exp2(queries.abs().amax(-1).log2().floor() - 13)
-    lack = unit / 2 * dim**0.5 * (dtype == torch.float16)
+    units = queries / unit[..., None]
+    lack = (units - (units + 0.5).floor()).norm(dim=-1) * unit
     radius = queries.norm(dim=-1) * float(coarse.error.max()) + lack * float(coarse.scale.max()) * 127 * dim**0.5
     assert bool((upper - lower <= 2.06 * radius[..., None])[:, seen].all())
 
