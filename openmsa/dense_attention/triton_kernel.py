@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-# ruff: noqa: RUF005 (the compiler drops a branch only where an else stands; kernels know no unpacking)
+# ruff: noqa: RUF005 (kernels know no unpacking)
 """This is the dense kernel: a program holds one tile of (query token, head of the group) rows and walks keys, all or a share.
 
 Keys and values are loaded as they are stored and become numbers in registers; every conversion is exact. A stored operand

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-# ruff: noqa: SIM300 (kernels return from branches on constants)
+# ruff: noqa: SIM300 (constants of a kernel stand on either side of a comparison)
 """Kernels make the factors of products here: rows of queries, and codes of stored keys as numbers.
 
 Every conversion of codes is exact, and takes several codes at a time where an instruction does.

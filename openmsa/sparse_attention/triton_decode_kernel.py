@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="assignment, misc"
-# ruff: noqa: RUF005 (kernels return from branches on constants and know no unpacking)
+# ruff: noqa: RUF005 (kernels know no unpacking)
 """This is the kernel of split decode attention: it walks tiles of selected keys, plain or stored, and merges partials.
 
 One program serves one query token, one KV head (the query heads of its group are the rows of the tile, padded to 16) and one
