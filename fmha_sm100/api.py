@@ -62,7 +62,8 @@ def fmha_sm100(
     q_offset_override: int, ``[batch]`` or ``[rows]``, instead of the plan's ``qo_offset``.
     out:               where to write, ``[total_q, num_qo_heads, head_dim]``, any strides.
     max_score:         where to write scores, float32 ``[num_qo_heads, max_k_tiles, total_q]`` or ``[total_q, num_qo_heads,
-                       max_k_tiles]``, any strides. Only tiles that a query sees are written: fill it with -inf once.
+                       max_k_tiles]``, any strides. Entries of tiles that a query does not see are left, or become -inf: fill
+                       it with -inf once.
     sm_scale:          the softmax scale; None stands for ``head_dim ** -0.5``.
     q_scale, k_scale, v_scale, o_scale:  numbers; None stands for 1. The logits are ``q . k * sm_scale * q_scale * k_scale``,
                        and out is multiplied by ``v_scale * o_scale``. With float8 keys k_scale and v_scale may be float32

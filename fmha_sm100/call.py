@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from fmha_sm100 import plan_rows
-from fmha_sm100.operands import Rows, scaled, write_out
+from fmha_sm100.operands import Rows, place, scaled, write_out
 from fmha_sm100.plan_rows import Plan
-from openmsa import E4M3, PagedIndexKeys, PagedKV, sparse_attention
+from openmsa import E4M3, PagedIndexKeys, PagedKV
 from openmsa.block_scores import STAGE as SCORING
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import check_dense
 from openmsa.inputs import check_scoring
-from openmsa.types import Layout, Sequences
-
-SCORES_AT_ONCE = 1 << 27
-"""Queries are scored in chunks of at most so many scores, so that scratch memory stays small beside the result."""
+from openmsa.sparse_attention import STAGE as SPARSE
+from openmsa.sparse_attention import check_sparse
+from openmsa.types import Sequences
 
 INT32 = 2**31
 
@@ -72,37 +71,13 @@ class Call:
 
 
 def score(call: Call) -> None:
-    """Writes the max scores of the tiles that each query sees, a chunk of the queries at a time."""
+    """Lets the kernels write the max scores of the tiles that each query sees into the caller's buffer."""
     assert call.max_score is not None
-    tiles, block_size = call.max_score.shape[2], call.plan["block_size"]
-    k, _, seqs = call.keys(tiles * block_size)
+    block_size = call.plan["block_size"]
+    k, _, seqs = call.keys(call.max_score.shape[2] * block_size)
     keys = PagedIndexKeys(k.k, k.page_table, k.seq_lens) if isinstance(k, PagedKV) else k
     scoring = check_scoring(call.q, keys, seqs, block_size, check=False)
-    layout, total_q = scoring.seqs, call.q.shape[0]
-    step = max(1, SCORES_AT_ONCE // max(layout.num_blocks(block_size) * call.q.shape[1], 1))
-    for start in range(0, total_q, step):
-        own = slice(start, min(start + step, total_q))
-        if step < total_q:
-            scoring = scoring._replace(index_q=call.q[own], seqs=layout.query_chunk(own.start, own.stop))
-        scores = SCORING.run("auto", scoring)
-        write_scores(call, scores, layout, own)
-
-
-def write_scores(call: Call, scores: Tensor, layout: Layout, own: slice) -> None:
-    """Copies into the caller's buffer the scores ``[num_qo_heads, queries, tiles]`` of the queries in the slice `own`, only
-    those of tiles that the query sees."""
-    assert call.max_score is not None
-    block_size, tiles = call.plan["block_size"], min(call.max_score.shape[2], scores.shape[2])
-    scores = scores[..., :tiles]
-    if plan_rows.uses_kernels(scores):
-        from fmha_sm100 import triton_rows
-
-        lengths = (call.plan["qo_segment_offsets"], call.plan["kv_segment_lens"], call.offset)
-        triton_rows.write(scores, call.max_score, own.start, *lengths, block_size)
-        return
-    target = call.max_score[:, own, :tiles]
-    visible = layout.visible_blocks(call.q.shape[0], block_size)  # [total_q]
-    target.copy_(torch.where(torch.arange(tiles, device=scores.device) < visible[own, None], scores, target))
+    SCORING.run("auto", scoring.writing(call.max_score[..., : scoring.seqs.num_blocks(block_size)]))
 
 
 def attend_densely(call: Call) -> tuple[Tensor | None, Tensor | None]:
@@ -119,12 +94,14 @@ def attend_densely(call: Call) -> tuple[Tensor | None, Tensor | None]:
         return_max_score=call.max_score is not None,
         check=False,
     )
-    results = DENSE.run("auto", dense)
+    read, max_score = (call.q, k, v), call.max_score
+    if max_score is not None:
+        max_score = max_score[..., : dense.seqs.num_blocks(call.plan["block_size"])]
+    out = place(call.out, *read, call.lse, max_score)
+    results = DENSE.run("auto", dense.writing(out, place(call.lse, *read, max_score), max_score))
     found = list(results) if isinstance(results, tuple) else [results]
-    if call.max_score is not None:
-        write_scores(call, found.pop(), dense.seqs, slice(0, call.q.shape[0]))
-    lse = write_out(call.lse, found.pop()) if call.wants_lse else None
-    return (write_out(call.out, found[0], factor) if call.wants_out else None), lse
+    out = write_out(call.out, found[0], factor) if call.wants_out else None
+    return out, write_out(call.lse, found[call.wants_out]) if call.wants_lse else None
 
 
 def attend_blocks(call: Call, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -138,19 +115,19 @@ def attend_blocks(call: Call, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
     kv_heads = call.k.shape[1]
     group = call.q.shape[1] // kv_heads
     if blocks.shape[1] in (1, kv_heads) or blocks.stride(1) == 0:
-        out, lse = _attend(call, blocks if blocks.shape[1] in (1, kv_heads) else blocks[:, :kv_heads])
+        results = _attend(call, blocks if blocks.shape[1] in (1, kv_heads) else blocks[:, :kv_heads])
     else:
         parts = []
         for member in range(group):
             own = slice(member, None, group)  # this member of every group
             q = E4M3(call.q.data[:, own], call.q.scale) if isinstance(call.q, E4M3) else call.q[:, own]
-            parts.append(_attend(replace(call, q=q), blocks[:, own]))
-        out, lse = (torch.stack(x, 2).flatten(1, 2) for x in zip(*parts, strict=True))  # [total_q, kv_heads * group, ...]
-    return write_out(call.out, out, factor), write_out(call.lse, lse) if call.wants_lse else None
+            parts.append(_attend(replace(call, q=q, out=None, lse=None), blocks[:, own]))
+        results = tuple(torch.stack(x, 2).flatten(1, 2) for x in zip(*parts, strict=True))  # [total_q, kv_heads * group, ...]
+    return write_out(call.out, results[0], factor), write_out(call.lse, results[1]) if call.wants_lse else None
 
 
-def _attend(call: Call, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns out and lse in new tensors, with a selection ``[total_q, num_kv_heads or 1, topk]``."""
+def _attend(call: Call, blocks: Tensor) -> tuple[Tensor, ...]:
+    """Returns out and, where it is wanted, lse, with a selection ``[total_q, num_kv_heads or 1, topk]``."""
     block_size = call.plan["block_size"] if call.kv_indices is None else call.page_size
     if reads_one_long_sequence(call):
         assert call.kv_indices is not None
@@ -160,11 +137,10 @@ def _attend(call: Call, blocks: Tensor) -> tuple[Tensor, Tensor]:
         v, seqs = None, plan_rows.paged(call.plan, position)
     else:
         k, v, seqs = call.keys(None)
-    result = sparse_attention(
-        *(call.q, k, v, blocks, seqs), block_size=block_size, softmax_scale=call.softmax_scale, return_lse=True
-    )
-    assert isinstance(result, tuple)  # return_lse makes it a pair.
-    return result
+    sparse = check_sparse(call.q, k, v, blocks, seqs, block_size, call.softmax_scale, call.wants_lse, check=False)
+    read = (call.q, k, v, blocks)
+    result = SPARSE.run("auto", sparse.writing(place(call.out, *read, call.lse), place(call.lse, *read)))
+    return result if isinstance(result, tuple) else (result,)
 
 
 def reads_one_long_sequence(call: Call) -> bool:

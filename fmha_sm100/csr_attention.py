@@ -15,9 +15,11 @@ from fmha_sm100 import operands
 from fmha_sm100.k2q_rows import Rows, selection
 from fmha_sm100.operands import Lengths, Operands
 from fmha_sm100.schedules import SparseAttentionSchedule
-from openmsa import E4M3, PagedKV, sparse_attention
+from openmsa import E4M3, PagedKV
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
 from openmsa.runtime import checks
+from openmsa.sparse_attention import STAGE as SPARSE
+from openmsa.sparse_attention import check_sparse
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -121,24 +123,21 @@ def attend(given: Operands, options: Options) -> Result:
         options.blk_kv,
     )
 
-    def run(softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def run(softmax_scale: float, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the output and the lse, which is empty where nobody asks for it."""
-        result = sparse_attention(
-            *(q, keys, values, blocks, seqs),
-            block_size=options.blk_kv,
-            softmax_scale=softmax_scale * given.logit_factor,
-            return_lse=options.return_softmax_lse,
-        )
+        scale = softmax_scale * given.logit_factor
+        call = check_sparse(q, keys, values, blocks, seqs, options.blk_kv, scale, options.return_softmax_lse, check=False)
+        result = SPARSE.run("auto", call.writing(out, None))
         if isinstance(result, Tensor):
             return result, result.new_empty(0, dtype=wide_dtype(q))
         return result
 
-    result, lse = run(scale)
+    result, lse = run(scale, operands.place(options.out, q, keys, values, blocks))
     result = operands.write_out(options.out, result, given.out_factor)
     if not options.return_softmax_lse:
         return result
     if not options.return_temperature_lse:
         return result, lse
     if math.isclose(options.lse_temperature_scale, 1.0, rel_tol=0, abs_tol=1e-12):
-        return result, lse, lse.clone()
+        return result, lse, lse
     return result, lse, run(scale / options.lse_temperature_scale)[1]

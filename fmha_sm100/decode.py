@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmha_sm100.operands import QUERIES, Lengths, Operands, Scale, check_operands, check_out, flags, write_out
+from fmha_sm100.k2q_rows import token_major
+from fmha_sm100.operands import QUERIES, Lengths, Operands, Scale, check_operands, check_out, flags, place, write_out
 from fmha_sm100.schedules import DecodeAttentionSchedule, SplitRules, decode_schedule
-from openmsa import dense_attention, sparse_attention
+from openmsa.dense_attention import STAGE as DENSE
+from openmsa.dense_attention import check_dense
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
 from openmsa.runtime import checks
+from openmsa.sparse_attention import STAGE as SPARSE
+from openmsa.sparse_attention import check_sparse
 
 
 def sparse_decode_atten_func(
@@ -76,29 +80,18 @@ def sparse_decode_atten_func(
     scale = rows.logit_factor * (q.shape[2] ** -0.5 if softmax_scale is None else checks.scale("softmax_scale", softmax_scale))
     cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
     cache, seqs = Lengths(cu_q, seqlen_q, max_seqlen_k, causal).over_pages(rows.k, rows.v, page_table, seqused_k)
-    options: dict[str, Any] = {"block_size": blk_kv, "softmax_scale": scale, "return_lse": return_softmax_lse}
+    read, asked = (q, cache, q2k_indices), bool(return_softmax_lse)
+    places = place(out, *read, lse), place(lse, *read) if asked else None
     if q2k_indices is None:
-        result: Any = dense_attention(rows.q, cache, None, seqs, **options)
+        dense = check_dense(rows.q, cache, None, seqs, True, scale, blk_kv, True, asked, False, check=False)
+        result = DENSE.run("auto", dense.writing(*places))
     else:
         blocks = token_major(q2k_indices, q.shape[0], k.shape[1])
-        result = sparse_attention(rows.q, cache, None, blocks, seqs, **options)
+        sparse = check_sparse(rows.q, cache, None, blocks, seqs, blk_kv, scale, asked, check=False)
+        result = SPARSE.run("auto", sparse.writing(*places))
     if not return_softmax_lse:
         return write_out(out, result, rows.out_factor)
     return write_out(out, result[0], rows.out_factor), write_out(lse, result[1])
-
-
-def token_major(q2k_indices: Tensor, total_q: int, num_kv_heads: int) -> Tensor:
-    """Returns a selection, in either order of its first two dimensions, as a view ``[total_q, num_kv_heads, topk]``."""
-    checks.tensor("q2k_indices", q2k_indices, "[num_kv_heads, total_q, topk]", (torch.int32,))
-    checks.integer("q2k_indices.shape[2] (topk)", q2k_indices.shape[2], 1, 64)
-    if tuple(q2k_indices.shape[:2]) == (num_kv_heads, total_q):
-        return q2k_indices.transpose(0, 1)
-    if tuple(q2k_indices.shape[:2]) != (total_q, num_kv_heads):
-        raise ValueError(
-            f"q2k_indices must have shape [num_kv_heads, total_q, topk] = [{num_kv_heads}, {total_q}, topk] or the first two "
-            f"exchanged, got {tuple(q2k_indices.shape)}"
-        )
-    return q2k_indices
 
 
 class SparseDecodePagedAttentionWrapper:

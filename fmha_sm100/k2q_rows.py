@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openmsa.runtime import devices
+from openmsa.runtime import checks, devices
 
 NOTHING = 2**31 - 1
 """This number stands for a row or a block that does not exist; attention skips every block id past the visible ones."""
@@ -174,3 +174,17 @@ def rebuilt(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows: R
         return (blocks[:, :-1].view(heads, total_q, topk),)
 
     return by_heads(of_heads, row_ptr, q_indices)[0].transpose(0, 1)
+
+
+def token_major(q2k_indices: Tensor, total_q: int, num_kv_heads: int) -> Tensor:
+    """Returns a selection, in either order of its first two dimensions, as a view ``[total_q, num_kv_heads, topk]``."""
+    checks.tensor("q2k_indices", q2k_indices, "[num_kv_heads, total_q, topk]", (torch.int32,))
+    checks.integer("q2k_indices.shape[2] (topk)", q2k_indices.shape[2], 1, 64)
+    if tuple(q2k_indices.shape[:2]) == (num_kv_heads, total_q):
+        return q2k_indices.transpose(0, 1)
+    if tuple(q2k_indices.shape[:2]) != (total_q, num_kv_heads):
+        raise ValueError(
+            f"q2k_indices must have shape [num_kv_heads, total_q, topk] = [{num_kv_heads}, {total_q}, topk] or the first two "
+            f"exchanged, got {tuple(q2k_indices.shape)}"
+        )
+    return q2k_indices

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from openmsa import E4M3, NVFP4, PagedKV, Sequences
+from openmsa.kv_cache.results import apart, tensors_of
 from openmsa.runtime import checks
 from openmsa.types import starts
 
@@ -182,15 +183,20 @@ def given_longest(name: str, bound: int, cu_seqlens: Tensor) -> int:
     return found
 
 
+def place(out: Tensor | None, *read: Any) -> Tensor | None:
+    """Returns the caller's buffer where kernels that read the given operands can write their results into it: where it is
+    contiguous and apart from them. Elsewhere they write to a new tensor, and `write_out` copies."""
+    return out if out is not None and out.is_contiguous() and apart(out, tensors_of(*read)) else None
+
+
 def write_out(out: Tensor | None, result: Tensor, factor: float | Tensor = 1.0) -> Tensor:
-    """Returns `result` times `factor`, in the caller's buffer where there is one."""
-    if out is None:
-        if isinstance(factor, float) and factor == 1:
+    """Returns `result` times `factor`, in the caller's buffer where there is one; `result` may be that buffer."""
+    one = isinstance(factor, float) and factor == 1
+    if out is None or out is result:
+        if one:
             return result
-        return result * factor if result.requires_grad else result.mul_(factor)
-    if isinstance(factor, float) and factor == 1:
-        return out.copy_(result)
-    return torch.mul(result, factor, out=out)
+        return result * factor if out is None and result.requires_grad else result.mul_(factor)
+    return out.copy_(result) if one else torch.mul(result, factor, out=out)
 
 
 def check_out(name: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Three kernels around a launch on a GPU: one cuts a page table from the flat one, one moves selections into one long
-sequence, and one writes scores where the caller wants them. `plan_rows` and `call` do the same in PyTorch."""
+"""Two kernels work in front of a launch on a GPU: one cuts a page table from the flat one, and one moves selections into one
+long sequence. `plan_rows` does the same in PyTorch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openmsa.primitives.operands import Scores
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 
 COLUMNS = 256
 """A program of `cut_kernel` copies so many pages."""
-
-TOKENS, TILES = 32, 64
-"""A program of `write_kernel` copies the scores of so many query tokens and tiles."""
 
 
 @triton.jit(do_not_specialize=["total", "width"])
@@ -71,51 +67,6 @@ def shift_kernel(
     tl.store(shifted + i_row.to(tl.int64) * (HEADS * TOPK) + o_e, b_id, mask=m_e)
 
 
-@triton.jit(do_not_specialize=["start", "count", "tiles", "rows", "steps"])
-def write_kernel(
-    scores,
-    target,
-    starts,
-    lens,
-    offset,
-    start,
-    count,
-    tiles,
-    rows,
-    steps,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """Copies the scores of tiles in which a query token sees a key, of the `count` tokens from the packed token `start` on.
-
-    The grid is (ceil(count / TOKENS), ceil(tiles / TILES), heads). `scores` and `target` are `Scores` of ``[heads, count,
-    tiles]`` and ``[heads, total_q, tiles]``. Each token belongs to one of `rows` rows, found by a binary search of `steps`
-    steps; the int32 tensors starts ``[rows + 1]``, lens and offset ``[rows]`` hold the rows' first tokens, their keys and the
-    positions of their first tokens. BLOCK is the keys of a tile.
-    """
-    o_t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    i_h = tl.program_id(2).to(tl.int64)
-    m_t = o_t < count
-    i_t = start + o_t
-    low = tl.zeros([TOKENS], tl.int32)  # ends as the last row whose first token is not behind this one
-    high = tl.zeros([TOKENS], tl.int32) + rows
-    for _ in tl.range(0, steps):
-        middle = (low + high) // 2
-        behind = tl.load(starts + middle, mask=m_t & (middle < rows), other=2147483647) > i_t
-        high = tl.where(behind, middle, high)
-        low = tl.where(behind, low, middle)
-    i_last = tl.load(offset + low, mask=m_t, other=0) + i_t - tl.load(starts + low, mask=m_t, other=0)
-    i_last = tl.minimum(i_last, tl.load(lens + low, mask=m_t, other=0) - 1)
-    n_seen = tl.maximum(i_last + BLOCK, 0) // BLOCK  # [TOKENS], the tiles that each token sees
-    o_b = tl.program_id(1) * TILES + tl.arange(0, TILES)
-    mask = m_t[:, None] & (o_b[None, :] < tiles) & (o_b[None, :] < n_seen[:, None])
-    o_b64 = o_b.to(tl.int64)[None, :]
-    p_s = scores.maxima + i_h * scores.s_head + o_t.to(tl.int64)[:, None] * scores.s_token + o_b64 * scores.s_block
-    p_t = target.maxima + i_h * target.s_head + i_t.to(tl.int64)[:, None] * target.s_token + o_b64 * target.s_block
-    tl.store(p_t, tl.load(p_s, mask=mask, other=0.0).to(tl.float32), mask=mask)
-
-
 def cut(flat: Tensor, first: Tensor, width: int) -> Tensor:
     """Returns the page table int32 ``[rows, width]``, cut from the flat one at the place of each row's first page, int32
     ``[rows]``."""
@@ -155,23 +106,3 @@ def shift(
             num_warps=1,
         )
     return shifted, keys, position
-
-
-def write(scores: Tensor, target: Tensor, start: int, starts: Tensor, lens: Tensor, offset: Tensor, block_size: int) -> None:
-    """Copies scores ``[heads, count, tiles]`` of the tokens from `start` on into target ``[heads, total_q, tiles or more]``,
-    both of any strides, where a token sees a key of the tile; starts, lens and offset are as in `write_kernel`."""
-    heads, count, tiles = scores.shape
-    grid = (ceil_div(count, TOKENS), ceil_div(tiles, TILES), heads)
-    if 0 in grid:
-        return
-    rows = lens.numel()
-    launch_kernel(
-        write_kernel,
-        grid,
-        Scores(scores, scores.stride(0), scores.stride(1), scores.stride(2)),
-        Scores(target, target.stride(0), target.stride(1), target.stride(2)),
-        *(starts, lens, offset, start, count, tiles, rows, rows.bit_length()),
-        BLOCK=block_size,
-        TOKENS=TOKENS,
-        TILES=TILES,
-    )

@@ -9,18 +9,27 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV, Stored
+from openmsa.kv_cache.results import check_scores_place, tensors_of
 from openmsa.kv_cache.stored import INDEX_FORMATS, KEY_FORMATS, QUERY_FORMATS, check_alike, check_rows, check_values, kind_of
 from openmsa.runtime import checks
 from openmsa.types import Layout, Sequences, layout
 
 
 class ScoringCall(NamedTuple):
-    """These are the checked arguments of `block_scores`."""
+    """These are the checked arguments of `block_scores`. scores: a place for the result, which the implementation returns, as
+    `check_scores_place` says; None: a new tensor."""
 
     index_q: Tensor | Stored
     index_k: Tensor | Stored | PagedIndexKeys
     seqs: Layout
     block_size: int
+    scores: Tensor | None = None
+
+    def writing(self, scores: Tensor) -> ScoringCall:
+        """Returns the call with the place of its result, which is checked."""
+        num_blocks = self.seqs.num_blocks(self.block_size)
+        check_scores_place("scores", scores, self.index_q, num_blocks, tensors_of(self.index_q, self.index_k))
+        return self._replace(scores=scores)
 
 
 def check_scoring(
@@ -101,7 +110,7 @@ def check_selection(
     checks.flag("certified", certified)
     _check_counts(topk, block_size, init_blocks, local_blocks)
     scoring = check_scoring(index_q, index_k, seqs, block_size, check)
-    call = SelectionCall(*scoring, topk, init_blocks, local_blocks)
+    call = SelectionCall(*scoring[:4], topk, init_blocks, local_blocks)
     if certified:
         _check_certified(call, index_k, rescored)
         return call._replace(index_k=index_k)

@@ -17,13 +17,19 @@ FEW_ROWS_KEYS = 32768  # few rows: keys are the rows of the product
 MIN_ROWS = 16  # below about 12 rows a product takes another kernel, which rounds differently (see `matmul_nt`)
 
 
-def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndexKeys, seqs: Layout, block_size: int) -> Tensor:
+def block_scores(
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
+    seqs: Layout,
+    block_size: int,
+    scores: Tensor | None = None,
+) -> Tensor:
     """See `openmsa.block_scores.block_scores`."""
-    scores = _score(index_q, index_k, seqs, block_size, nan_is_lowest=False)
-    lost = scores.isnan()
+    found = _score(index_q, index_k, seqs, block_size, nan_is_lowest=False)
+    lost = found.isnan()
     if bool(lost.any()):  # rare: all is scored again, dropping single products, which may round the others differently
-        scores = torch.where(lost, _score(index_q, index_k, seqs, block_size, nan_is_lowest=True), scores)
-    return scores
+        found = torch.where(lost, _score(index_q, index_k, seqs, block_size, nan_is_lowest=True), found)
+    return found if scores is None else scores.copy_(found[..., : scores.shape[2]])
 
 
 def _score(

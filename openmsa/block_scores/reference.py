@@ -11,7 +11,13 @@ from openmsa.kv_cache.stored import dequantized, wide_dtype
 from openmsa.types import Layout
 
 
-def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndexKeys, seqs: Layout, block_size: int) -> Tensor:
+def block_scores(
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
+    seqs: Layout,
+    block_size: int,
+    scores: Tensor | None = None,
+) -> Tensor:
     """See `openmsa.block_scores.block_scores`. It holds the full score matrix of one sequence."""
     total_q, heads, _ = index_q.shape
     dtype, cu_k = wide_dtype(index_q), seqs.cu_seqlens_k
@@ -22,7 +28,7 @@ def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndex
         keys = index_k
     index_q, keys = dequantized(index_q, dtype), dequantized(keys, dtype)
     num_blocks = seqs.num_blocks(block_size)
-    scores = torch.full((heads, total_q, num_blocks), -torch.inf, dtype=dtype, device=index_q.device)
+    found = torch.full((heads, total_q, num_blocks), -torch.inf, dtype=dtype, device=index_q.device)
     for b in range(seqs.batch):
         q0, q1 = seqs.cu_seqlens_q[b : b + 2].tolist()
         k0, k1 = cu_k[b : b + 2].tolist()
@@ -33,5 +39,5 @@ def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndex
         visible = torch.arange(k1 - k0, device=q.device) <= position[:, None]  # [q_len, k_len]
         products = products.masked_fill(~visible, -torch.inf)
         whole = torch.nn.functional.pad(products, (0, num_blocks * block_size - (k1 - k0)), value=-torch.inf)
-        scores[:, q0:q1] = whole.unflatten(2, (num_blocks, block_size)).amax(3)
-    return scores
+        found[:, q0:q1] = whole.unflatten(2, (num_blocks, block_size)).amax(3)
+    return found if scores is None else scores.copy_(found[..., : scores.shape[2]])

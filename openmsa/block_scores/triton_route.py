@@ -23,9 +23,20 @@ from openmsa.runtime.launch import ceil_div, launch_kernel, runs_hopper_kernels
 from openmsa.types import Layout
 
 
-def block_scores(index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndexKeys, seqs: Layout, block_size: int) -> Tensor:
+def block_scores(
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
+    seqs: Layout,
+    block_size: int,
+    scores: Tensor | None = None,
+) -> Tensor:
     """See `openmsa.block_scores.block_scores`."""
     total_q, heads, _ = index_q.shape
+    if scores is not None:
+        if scores.numel():
+            visible = torch.empty(total_q, dtype=torch.int32, device=index_q.device)
+            launch_scores(index_q, index_k, seqs, block_size, scores, visible)
+        return scores
     num_blocks = seqs.num_blocks(block_size)
     stored = torch.empty(heads, total_q, score_rows(num_blocks), dtype=torch.float32, device=index_q.device)
     scores = stored[..., :num_blocks]

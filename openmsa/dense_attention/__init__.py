@@ -9,6 +9,7 @@ from torch import Tensor
 
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV, Stored
+from openmsa.kv_cache.results import check_places, check_scores_place, tensors_of
 from openmsa.runtime import checks, dispatch
 from openmsa.runtime.dispatch import Implementation, Stage, never
 from openmsa.types import Layout, Sequences
@@ -50,7 +51,8 @@ def dense_attention(
 
 
 class DenseCall(NamedTuple):
-    """Holds the checked arguments of `dense_attention`."""
+    """Holds the checked arguments of `dense_attention`. out, lse: contiguous tensors that the results are written to, and that
+    the implementation returns; max_score: such a tensor too, but as `check_scores_place` says; None: new ones."""
 
     q: Tensor | Stored
     k: Tensor | Stored | PagedKV
@@ -62,6 +64,22 @@ class DenseCall(NamedTuple):
     return_out: bool
     return_lse: bool
     return_max_score: bool
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    max_score: Tensor | None = None
+
+    def writing(self, out: Tensor | None, lse: Tensor | None, max_score: Tensor | None = None) -> DenseCall:
+        """Returns the call with the places of its results, which are checked."""
+        wanted = {"out": self.return_out, "lse": self.return_lse, "max_score": self.return_max_score}
+        for (name, asked), place in zip(wanted.items(), (out, lse, max_score), strict=True):
+            if place is not None and not asked:
+                raise ValueError(f"{name} must be None with return_{name}=False, got {type(place).__name__}")
+        read = tensors_of(self.q, self.k, self.v)
+        check_places(self.q, read, out, lse)
+        if max_score is not None:
+            num_blocks = self.seqs.num_blocks(self.block_size)
+            check_scores_place("max_score", max_score, self.q, num_blocks, [*read, *tensors_of(out, lse)])
+        return self._replace(out=out, lse=lse, max_score=max_score)
 
 
 def check_dense(

@@ -32,29 +32,38 @@ def dense_attention(
     return_out: bool,
     return_lse: bool,
     return_max_score: bool,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    max_score: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Does what `openmsa.dense_attention.dense_attention` says."""
     if not causal:  # Every query is placed behind the last key.
         seqs = replace(seqs, q_offset=seqs.k_lens())
-    out = lse = max_score = None
     if return_out or return_lse:
-        out, lse = _attend(q, k, v, seqs, softmax_scale)
+        out, lse = _attend(q, k, v, seqs, softmax_scale, out, lse)
     if return_max_score:
         keys = PagedIndexKeys(k.k, k.page_table, k.seq_lens) if isinstance(k, PagedKV) else k
-        max_score = SCORING.run("cpu", ScoringCall(q, keys, seqs, block_size))
+        max_score = SCORING.run("cpu", ScoringCall(q, keys, seqs, block_size, max_score))
     return chosen_results(out if return_out else None, lse if return_lse else None, max_score)
 
 
 def _attend(
-    q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, seqs: Layout, scale: float
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
+    seqs: Layout,
+    scale: float,
+    out: Tensor | None,
+    lse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     total_q, heads, dim = q.shape
     k_pool, v_pool = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
     assert v_pool is not None
     kv_heads = k_pool.shape[1]
     dtype = wide_dtype(q) if isinstance(q, Stored) or isinstance(k_pool, Stored) else q.dtype
-    out = torch.zeros(total_q, heads, dim, dtype=out_dtype(q))
-    lse = torch.full((total_q, heads), -torch.inf, dtype=wide_dtype(q))
+    out = torch.empty(total_q, heads, dim, dtype=out_dtype(q)) if out is None else out
+    lse = torch.empty((total_q, heads), dtype=wide_dtype(q)) if lse is None else lse
+    out.zero_(), lse.fill_(-torch.inf)
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         q0 -= min(offset, 0)  # Queries before position 0 see nothing.
         prefix = min(max(offset, 0), k_len)  # All queries see so many keys.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from openmsa.dense_attention import chosen_results
 from openmsa.kv_cache import PagedKV, Stored
+from openmsa.kv_cache.results import delivered
 from openmsa.kv_cache.stored import dequantized, out_dtype, wide_dtype
 from openmsa.runtime.matmul import weighted_sum
 from openmsa.types import Layout
@@ -24,6 +25,9 @@ def dense_attention(
     return_out: bool,
     return_lse: bool,
     return_max_score: bool,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    max_score: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Does what `openmsa.dense_attention.dense_attention` says, holding one sequence's full logit matrix."""
     dtype, result, cu_k = wide_dtype(q), out_dtype(q), seqs.cu_seqlens_k
@@ -34,7 +38,7 @@ def dense_attention(
     heads = q.shape[1]
     group, num_blocks = heads // k.shape[1], seqs.num_blocks(block_size)
     outs, lses = [q.new_zeros((0, heads, q.shape[2]))], [q.new_zeros((0, heads))]
-    max_score = q.new_full((heads, q.shape[0], num_blocks), -torch.inf)
+    scores = q.new_full((heads, q.shape[0], num_blocks), -torch.inf)
     for b in range(seqs.batch):
         q0, q1 = seqs.cu_seqlens_q[b : b + 2].tolist()
         k0, k1 = cu_k[b : b + 2].tolist()
@@ -45,15 +49,15 @@ def dense_attention(
         keys, values = (x[k0:k1].repeat_interleave(group, dim=1) for x in (k, v))  # [k_len, heads, dim]
         products = torch.einsum("qhd,khd->hqk", q[q0:q1], keys)
         logits = (products * softmax_scale).masked_fill(~visible, -torch.inf)
-        lse = logits.logsumexp(-1)  # [heads, q_len]
-        weights = (logits - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+        sums = logits.logsumexp(-1)  # [heads, q_len]
+        weights = (logits - sums.masked_fill(sums == -torch.inf, 0)[..., None]).exp()
         outs.append(weighted_sum(weights.transpose(0, 1), values, visible[:, None]))
-        lses.append(lse.T)
-        scores = products.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).masked_fill(~visible, -torch.inf)
-        whole = torch.nn.functional.pad(scores, (0, num_blocks * block_size - (k1 - k0)), value=-torch.inf)
-        max_score[:, q0:q1] = whole.unflatten(2, (num_blocks, block_size)).amax(3)
+        lses.append(sums.T)
+        seen = products.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).masked_fill(~visible, -torch.inf)
+        whole = torch.nn.functional.pad(seen, (0, num_blocks * block_size - (k1 - k0)), value=-torch.inf)
+        scores[:, q0:q1] = whole.unflatten(2, (num_blocks, block_size)).amax(3)
     return chosen_results(
-        torch.cat(outs).to(result) if return_out else None,
-        torch.cat(lses) if return_lse else None,
-        max_score if return_max_score else None,
+        delivered(torch.cat(outs).to(result), out) if return_out else None,
+        delivered(torch.cat(lses), lse) if return_lse else None,
+        delivered(scores if max_score is None else scores[..., : max_score.shape[2]], max_score) if return_max_score else None,
     )

@@ -57,6 +57,9 @@ def dense_attention(
     return_out: bool,
     return_lse: bool,
     return_max_score: bool,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    max_score: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Does what `openmsa.dense_attention.dense_attention` says. config: tiles and split; None: those of `configure`."""
@@ -64,10 +67,12 @@ def dense_attention(
     stored, facts = (k.k, k.v) if isinstance(k, PagedKV) else (k, v), devices.facts(q.device)
     keys, values = (Operand.of(x, native=facts.arch >= 90) for x in stored)
     num_blocks, num_kv_heads = seqs.num_blocks(block_size), keys.pool.shape[1]
-    out = torch.empty((total_q, heads, head_dim), dtype=out_dtype(q), device=q.device) if return_out else None
-    lse = torch.empty((total_q, heads), dtype=torch.float32, device=q.device) if return_lse else None
-    shape = (heads, total_q, num_blocks)
-    max_score = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device) if return_max_score else None
+    if return_out and out is None:
+        out = torch.empty((total_q, heads, head_dim), dtype=out_dtype(q), device=q.device)
+    if return_lse and lse is None:
+        lse = torch.empty((total_q, heads), dtype=torch.float32, device=q.device)
+    if return_max_score and max_score is None:
+        max_score = torch.full((heads, total_q, num_blocks), -torch.inf, dtype=torch.float32, device=q.device)
     if config is None:
         sizes = (seqs.batch, seqs.max_seqlen_q, seqs.max_seqlen_k, num_kv_heads, heads // num_kv_heads, head_dim)
         config = configure(*sizes, facts, format_of(stored[0]), format_of(q), return_max_score)
@@ -183,7 +188,7 @@ def _launch(
         PageTable(None) if table is None else PageTable(table, table.stride(0), table.stride(1)),
         Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset),
         _output(out, lse),
-        Scores(None, 0, 0, 1) if max_score is None else Scores(max_score, max_score.stride(0), max_score.stride(1), 1),
+        _scores(max_score),
         staged,
         partials,
         softmax_scale * LOG2_E,
@@ -214,3 +219,11 @@ def _output(out: Tensor | None, lse: Tensor | None) -> Output:
     """Describes the results that are not None to the kernel; elements of out, and heads of lse, lie side by side."""
     token, head = (0, 0) if out is None else (out.stride(0), out.stride(1))
     return Output(out, token, head, 1, lse, 0 if lse is None else lse.stride(0), 1)
+
+
+def _scores(max_score: Tensor | None) -> Scores:
+    """Describes where maximum scores go to the kernel."""
+    if max_score is None:
+        return Scores(None, 0, 0, 1)
+    head, token, block = max_score.stride()
+    return Scores(max_score, head, token, block)

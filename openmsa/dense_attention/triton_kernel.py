@@ -55,7 +55,7 @@ class HeadRows(NamedTuple):
 class TileRows(NamedTuple):
     """Holds the rows of a tile inside the kernel: the factors of products [rows, dim], which rows exist, the last key that each
     one sees, what turns their products into raw products (a number a row or None) and what turns them into logits to base 2,
-    and where their maximum scores go or None."""
+    and where their maximum scores go or None, those of neighbouring blocks s_max apart."""
 
     b_q: Any
     m_row: Any
@@ -63,6 +63,7 @@ class TileRows(NamedTuple):
     b_raw: Any
     b_logit: Any
     p_max: Any
+    s_max: Any
 
 
 class Sums(NamedTuple):
@@ -227,7 +228,7 @@ def walk(
     C: tl.constexpr = (SPAN + BN - 1) // BN
     ONE: tl.constexpr = PAGE == 0 or (PAGE % BN == 0 and SPAN % BN == 0)  # a tile lies in one page, looked up one tile ahead
     SHIFT: tl.constexpr = WHOLE_LOG2 if FORMAT != PLAIN else 0.0
-    b_q, m_r, b_last, b_raw, b_logit, p_max = tile
+    b_q, m_r, b_last, b_raw, b_logit, p_max, s_max = tile
     b_m, b_z, b_acc, b_unit = sums
     o_n = tl.arange(0, BN)
     b_best = tl.full([BM], -float("inf"), tl.float32)
@@ -274,13 +275,13 @@ def walk(
                 b_x = tl.max(tl.reshape(b_x, (BM, NB, BN // NB)), 2)  # [rows, blocks]
                 if b_raw is not None:
                     b_x = tl.where(b_x > -float("inf"), b_x * b_raw[:, None], b_x)
-                tl.store(p_max[:, None] + o_b[None, :], b_x, mask=m_r[:, None] & (o_b < num_blocks)[None, :])
+                tl.store(p_max[:, None] + (o_b * s_max)[None, :], b_x, mask=m_r[:, None] & (o_b < num_blocks)[None, :])
             else:
                 b_best = tl.maximum(tl.max(b_x, 1), tl.where(i % C == 0, -float("inf"), b_best))
                 b_x = b_best
                 if b_raw is not None:
                     b_x = tl.where(b_x > -float("inf"), b_x * b_raw, b_x)
-                tl.store(p_max + i // C, b_x, mask=m_r & (i // C < num_blocks))
+                tl.store(p_max + i // C * s_max, b_x, mask=m_r & (i // C < num_blocks))
         if SOFTMAX:
             # 4. Weights are the exponentials of logits less the largest logit so far.
             if MASKED or not POSITIVE:
@@ -379,8 +380,8 @@ def dense_kernel(
 ):  # fmt: skip
     """Computes attention of a tile of rows. The grid is (sequences * tiles of rows, KV heads, splits).
 
-    queries, keys, values, table, bounds, out, scores: the operands of `openmsa.primitives.operands`; rows of out and the
-                blocks of scores lie side by side.
+    queries, keys, values, table, bounds, out, scores: the operands of `openmsa.primitives.operands`; elements
+                of out lie side by side.
     key_box, value_box: TMA descriptors of the same keys and values, or None.
     staged:     memory for a row of 16 bits a query and head, through which converted queries pass; or None.
     scale:      the softmax scale times log2(e). POSITIVE: whether it is more than 0.
@@ -476,7 +477,7 @@ def dense_kernel(
     SOFTMAX: tl.constexpr = out.rows is not None or out.lse is not None
     OUT: tl.constexpr = out.rows is not None
     TMA: tl.constexpr = key_box is not None
-    tile = TileRows(b_q, m_r, b_last, b_raw, b_logit, p_max)
+    tile = TileRows(b_q, m_r, b_last, b_raw, b_logit, p_max, tl.full([], 0, tl.int64) + scores.s_block)
     keys = HeadRows(keys, keys.data + i_h.to(tl.int64) * keys.s_head, key_box)
     values = HeadRows(values, values.data + i_h.to(tl.int64) * values.s_head, value_box)
     b_m = tl.full([BM], -float("inf"), tl.float32)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV, Stored
+from openmsa.kv_cache.results import check_places, tensors_of
 from openmsa.runtime import checks, dispatch
 from openmsa.runtime.dispatch import Implementation, Stage, never
 from openmsa.types import Layout, Sequences
@@ -54,7 +55,8 @@ def sparse_attention(
 
 
 class SparseCall(NamedTuple):
-    """Holds the checked arguments of `sparse_attention`."""
+    """Holds the checked arguments of `sparse_attention`. out, lse: contiguous tensors that the results are written to, and that
+    the implementation returns; None: new ones."""
 
     q: Tensor | Stored
     k: Tensor | Stored | PagedKV
@@ -64,6 +66,13 @@ class SparseCall(NamedTuple):
     block_size: int
     softmax_scale: float
     return_lse: bool
+    out: Tensor | None = None
+    lse: Tensor | None = None
+
+    def writing(self, out: Tensor | None, lse: Tensor | None) -> SparseCall:
+        """Returns the call with the places of its results, which are checked."""
+        check_places(self.q, tensors_of(self.q, self.k, self.v, self.blocks), out, lse)
+        return self._replace(out=out, lse=lse)
 
 
 def check_sparse(

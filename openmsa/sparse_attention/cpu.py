@@ -47,6 +47,8 @@ def sparse_attention(
     block_size: int,
     softmax_scale: float,
     return_lse: bool,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Does what `openmsa.sparse_attention.sparse_attention` says."""
     total_q, heads, dim = q.shape
@@ -55,8 +57,8 @@ def sparse_attention(
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
     dtype = wide_dtype(q)
-    out = torch.empty((total_q, heads, dim), dtype=out_dtype(q))
-    lse = torch.empty((total_q, heads), dtype=dtype)
+    out = torch.empty((total_q, heads, dim), dtype=out_dtype(q)) if out is None else out
+    lse = torch.empty((total_q, heads), dtype=dtype) if lse is None else lse
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         pages = k.page_table[b] if isinstance(k, PagedKV) else None
         keys, values = (Rows(pool, k0, pages, dtype) for pool in (k_pool, v_pool))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
+from openmsa.kv_cache.results import delivered
 from openmsa.kv_cache.stored import dequantized, out_dtype, wide_dtype
 from openmsa.runtime.matmul import weighted_sum
 from openmsa.types import Layout
@@ -21,6 +22,8 @@ def sparse_attention(
     block_size: int,
     softmax_scale: float,
     return_lse: bool,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Does what `openmsa.sparse_attention.sparse_attention` says, holding one sequence's full logit matrix."""
     dtype, result, cu_k = wide_dtype(q), out_dtype(q), seqs.cu_seqlens_k
@@ -45,9 +48,8 @@ def sparse_attention(
         keys, values = (x[k0:k1].repeat_interleave(group, dim=1) for x in (k, v))  # [k_len, heads, dim]
         logits = torch.einsum("qhd,khd->qhk", q[q0:q1], keys) * softmax_scale
         logits = logits.masked_fill(~reads, -torch.inf)
-        lse = logits.logsumexp(-1)  # [q_len, heads]
-        weights = (logits - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+        lses.append(logits.logsumexp(-1))  # [q_len, heads]
+        weights = (logits - lses[-1].masked_fill(lses[-1] == -torch.inf, 0)[..., None]).exp()
         outs.append(weighted_sum(weights, values, reads))
-        lses.append(lse)
-    out = torch.cat(outs).to(result)
-    return (out, torch.cat(lses)) if return_lse else out
+    out = delivered(torch.cat(outs).to(result), out)
+    return (out, delivered(torch.cat(lses), lse)) if return_lse else out

@@ -122,10 +122,8 @@ def refuse(q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored 
         if 128 * data.stride(-2 if data.dim() == 4 else 0) + data.shape[-1] * data.stride(-1) >= 2**31:  # 128: keys of a tile
             return f"offsets inside its tiles are 32 bits wide, got strides {tuple(data.stride())}"
     form = format_id(pools[0])
-    if isinstance(q, Stored) and not form:
-        return "it reads queries stored as e4m3 beside keys stored as e4m3 or nvfp4 only"
     if not form:
-        return None
+        return "it reads queries stored as e4m3 beside keys stored as e4m3 or nvfp4 only" if isinstance(q, Stored) else None
     run = math.gcd(block_size, k.page_size) if isinstance(k, PagedKV) else block_size
     if run & -run < 32:
         return f"it reads stored keys 32 in a row or more, got blocks of {block_size} and runs of {run & -run}"
@@ -230,13 +228,15 @@ def sparse_attention(
     block_size: int,
     softmax_scale: float,
     return_lse: bool,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Does what `openmsa.sparse_attention.sparse_attention` says. config: how to cut the work; None: `configure` chooses."""
     keys, page_size = (k.k, k.page_size) if isinstance(k, PagedKV) else (k, 0)
     (total_q, num_q_heads, head_dim), num_kv_heads = q.shape, keys.shape[1]
-    out = torch.empty((total_q, num_q_heads, head_dim), dtype=out_dtype(q), device=q.device)
-    lse = torch.empty((total_q, num_q_heads), dtype=torch.float32, device=q.device) if return_lse else None
+    out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse and lse is None else lse
     tokens, group = seqs.batch * seqs.max_seqlen_q, num_q_heads // num_kv_heads
     if total_q and num_q_heads and tokens:
         sizes = (num_kv_heads, group, head_dim, blocks.shape[2], block_size, page_size)
@@ -246,4 +246,4 @@ def sparse_attention(
         held = programs * config.splits if config.splits > 1 else 0
         partials = Partials.allocate(programs, held, rows, head_dim, out.dtype, q.device)
         launch(config, partials, q, k, v, blocks, seqs, seqs.max_seqlen_q, block_size, softmax_scale, out, lse)
-    return out if lse is None else (out, lse)
+    return (out, lse) if return_lse and lse is not None else out

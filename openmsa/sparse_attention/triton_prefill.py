@@ -42,6 +42,8 @@ def sparse_attention(
     block_size: int,
     softmax_scale: float,
     return_lse: bool,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
     *,
     path: str = "auto",
     partial_dtype: torch.dtype | None = None,
@@ -67,8 +69,8 @@ def sparse_attention(
     plain = isinstance(q, Tensor) and not keys.stored
     if path == "few" and not plain:
         raise ValueError("path must be 'auto', 'union' or 'outer' for stored queries or keys, got 'few'")
-    out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     if out.numel() == 0 or keys.k.rows.data.numel() == 0 or keys.total == 0:
         out.zero_(), lse.fill_(-torch.inf)
         return (out, lse) if return_lse else out

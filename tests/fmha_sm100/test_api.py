@@ -87,7 +87,7 @@ def test_selected_blocks_of_packed_keys(device):
 @pytest.mark.parametrize("page_size", [None, 32])
 @pytest.mark.parametrize("layout", ["new", "HKT", "THK", "wide THK"])
 def test_scores_alone(device, page_size, layout):
-    """Only the tiles that a query sees are written."""
+    """Tiles that a query sees are written; the others keep what they held or become -inf."""
     p = batch(dtype=dtype_of(device))
     here = p.to(device)
     k, table = here.index_k, None
@@ -129,18 +129,6 @@ def test_scores_beside_the_output(device, page_size):
     without = fmha_sm100(here.q, k, v, plan, kv_indices=table, output_maxscore=False, max_score=scores)
     assert without[1] is None
     assert torch.equal(without[0], out)
-
-
-@devices
-def test_scores_are_taken_some_queries_at_a_time(device, monkeypatch):
-    p = batch(dtype=dtype_of(device))
-    here = p.to(device)
-    plan = _fmha_sm100_plan(*lengths(p), 2, 1, torch.tensor(p.offsets), output_maxscore=True, device=device)
-    _, whole = _fmha_sm100(here.index_q, here.index_k, None, plan, output_o=False)
-    monkeypatch.setattr(call, "SCORES_AT_ONCE", 60)
-    _, pieces = _fmha_sm100(here.index_q, here.index_k, None, plan, output_o=False)
-    assert_scores("max_score", pieces.transpose(1, 2), p)
-    assert_scores("max_score", whole.transpose(1, 2), p)
 
 
 @devices

@@ -10,7 +10,7 @@ from fmha_sm100 import call, plan_rows
 from fmha_sm100.api import fmha_sm100, fmha_sm100_plan
 from openmsa.testing.compare import assert_equal
 from tests.contract import CUDA
-from tests.fmha_sm100.batch import assert_results, assert_scores, batch, lengths, pages, selection, truth
+from tests.fmha_sm100.batch import assert_results, batch, lengths, pages, selection, truth
 
 DEVICE = "cuda" if CUDA else "cpu"  # without a GPU in Triton's interpreter
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -51,20 +51,6 @@ def test_one_long_sequence(both):
         found = both(plan_rows.one_long_sequence, plan, plan["qo_offset"], ids, 37, 16)
         for name, torch_one, triton_one in zip(("blocks", "keys", "position"), *found, strict=True):
             assert_equal(name, triton_one, torch_one)
-
-
-@pytest.mark.parametrize("layout", ["HKT", "THK"])
-def test_scores(monkeypatch, layout):
-    p = batch("mixed", torch.float32 if DEVICE == "cpu" else torch.bfloat16)
-    here = p.to(DEVICE)
-    plan = fmha_sm100_plan(*lengths(p), 2, output_maxscore=True, device=DEVICE, block_size=16)
-    monkeypatch.setattr(plan_rows, "uses_kernels", lambda tensor: True)
-    monkeypatch.setattr(call, "SCORES_AT_ONCE", 900)
-    total, tiles = len(p.q), plan[3]["max_k_tiles"]
-    scores = torch.full((2, tiles, total) if layout == "HKT" else (total, 2, tiles), 5.0, device=DEVICE)
-    fmha_sm100(here.index_q, here.index_k, None, plan, max_score=scores, output_o=False)
-    found = scores.transpose(1, 2) if layout == "HKT" else scores.transpose(0, 1)
-    assert_scores("max_score", found, p, block_size=16, elsewhere=5.0)
 
 
 def test_a_decode_step(monkeypatch):

@@ -201,9 +201,6 @@ def drop_in() -> None:
     triton_rows.cut(torch.arange(9, dtype=torch.int32, device=DEVICE), first, 7)
     blocks = torch.tensor([[[0, -1, 2**30]]], dtype=torch.int32, device=DEVICE).expand(4, 2, 3)
     triton_rows.shift(blocks, first, lens, lens - 1, 9, 64)
-    starts = torch.tensor([0, 3, 3, 5], dtype=torch.int32, device=DEVICE)
-    target = torch.empty(2, 9, 5, device=DEVICE)
-    triton_rows.write(torch.randn(2, 6, 5, device=DEVICE), target, 3, starts, lens, lens - 1, 64)
 
 
 @triton.jit

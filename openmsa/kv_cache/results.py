@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: MIT
+"""A caller inside the library may say where results of a stage are written. This module checks such places: wrong ones raise
+ValueError or TypeError before anything is launched or changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmsa.kv_cache.stored import out_dtype, wide_dtype
+from openmsa.runtime import checks
+
+
+def tensors_of(*operands: Any) -> list[Tensor]:
+    """Returns the tensors that operands hold: tensors, rows in a format, caches of either, and None."""
+    found = []
+    for operand in operands:
+        if isinstance(operand, Tensor):
+            found.append(operand)
+        else:
+            found += tensors_of(*getattr(operand, "__dict__", {}).values())
+    return found
+
+
+def check_place(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, read: list[Tensor]) -> None:
+    """Results are written to `value`, a dense tensor of this shape and dtype that shares no memory with the tensors `read`, on
+    whose device it lies."""
+    dimensions = ", ".join(map(str, shape))
+    checks.tensor(name, value, f"[{dimensions}]", (dtype,))
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+    checks.written(name, value)
+    checks.alike(name, value, "the inputs", read[0], dtype=False)
+    if not apart(value, read):
+        raise ValueError(
+            f"{name} must share no memory with the inputs, got one that overlaps an input at {value.data_ptr():#x}"
+        )
+
+
+def apart(value: Tensor, others: list[Tensor]) -> bool:
+    """Says whether the addresses that `value` spans lie outside those that each of the others spans."""
+    first, stop = _span(value)
+    return first == stop or all(stop <= start or end <= first or start == end for start, end in map(_span, others))
+
+
+def _span(value: Tensor) -> tuple[int, int]:
+    """Returns the address of the first element and the one behind the last."""
+    start = value.data_ptr()
+    if value.numel() == 0:
+        return start, start
+    last = sum((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
+    return start, start + (last + 1) * value.itemsize
+
+
+def check_places(q: Any, read: list[Tensor], out: Tensor | None, lse: Tensor | None) -> None:
+    """Checks where attention writes its results for the queries `q`: contiguous tensors of the results' shapes and dtypes,
+    apart from those `read` and from each other."""
+    for name, place, shape, dtype in (("out", out, q.shape, out_dtype(q)), ("lse", lse, q.shape[:2], wide_dtype(q))):
+        if place is None:
+            continue
+        check_place(name, place, tuple(shape), dtype, read)
+        if not place.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {place.stride()}")
+        read = [*read, place]
+
+
+def check_scores_place(name: str, place: Tensor, q: Any, num_blocks: int, read: list[Tensor]) -> None:
+    """Checks where scores of the queries `q` are written: float32 ``[heads, total_q, blocks]``, any strides, blocks at most
+    `num_blocks`. Scores of blocks behind these are dropped; those of blocks that a query does not see become -inf or stay what
+    they were."""
+    blocks = min(place.shape[-1], num_blocks) if isinstance(place, Tensor) and place.dim() else num_blocks
+    check_place(name, place, (q.shape[1], q.shape[0], blocks), torch.float32, read)
+
+
+def delivered(result: Tensor, place: Tensor | None) -> Tensor:
+    """Returns a result, in its place where there is one."""
+    return result if place is None else place.copy_(result)
