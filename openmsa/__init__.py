@@ -13,6 +13,7 @@ from openmsa.decode import DecodePlan
 from openmsa.dense_attention import dense_attention
 from openmsa.explain import explain
 from openmsa.kv_cache import E4M3, MXFP4, NVFP4, CertifiedKeys, Int8, PagedIndexKeys, PagedKV
+from openmsa.plan import AttentionPlan
 from openmsa.sparse_attention import sparse_attention
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "E4M3",
     "MXFP4",
     "NVFP4",
+    "AttentionPlan",
     "CertifiedKeys",
     "DecodePlan",
     "Int8",

@@ -14,12 +14,14 @@ from openmsa.inputs import AttentionInputs, SelectionCall, check_qkv, check_sele
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
 from openmsa.runtime import checks
-from openmsa.runtime.dispatch import Stage
+from openmsa.runtime.dispatch import Stage, has_triton
+from openmsa.runtime.kinds import Call, Kinds, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention import SparseCall
-from openmsa.types import Sequences
+from openmsa.types import Sequences, layout
 
 QUERY_CHUNK = 16384  # queries whose selection (and, on a GPU, partial results) are held at a time
+CALLS = Kinds(shared=True)  # launches of earlier calls on a GPU, one chunk of queries each
 
 
 def msa_attention(
@@ -53,6 +55,12 @@ def msa_attention(
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, algorithm 1 without the loss.
     """
+    launches = None
+    if getattr(q, "is_cuda", False) and not check and has_triton():
+        numbers = (topk, block_size, init_blocks, local_blocks, softmax_scale, query_chunk, certified, return_lse, impl)
+        launches = CALLS.look(q, k, v, index_q, index_k, seqs, *numbers)
+        if launches.replays is not None:
+            return _again(launches, q, k, seqs, return_lse)
     selection, inputs, chunk = check_path(
         q,
         k,
@@ -73,19 +81,44 @@ def msa_attention(
     stage = CERTIFIED if certified else SELECTION
     for used in (stage, ATTENTION):  # both names are checked before a stage runs
         used.check_name(impl)
-    total_q, heads, head_dim = q.shape
-    if total_q <= chunk:  # one chunk holds all queries
+    total_q = q.shape[0]
+    if total_q > chunk:
+        out, lse = _results(q)
+        for start in range(0, total_q, chunk):
+            rows = slice(start, min(start + chunk, total_q))
+            seqs_of_rows = inputs.seqs.query_chunk(rows.start, rows.stop)
+            blocks = selected(stage, impl, selection._replace(index_q=index_q[rows], seqs=seqs_of_rows))
+            part = attention_call(inputs._replace(q=q[rows], seqs=seqs_of_rows), blocks, block_size)
+            ATTENTION.run(impl, part._replace(out=out[rows], lse=lse[rows]))
+    elif launches is not None and not checks.needs_grad(*tensors_in(q, k, v, index_q, index_k)):
+        out, lse = _results(q)
+
+        def run() -> None:
+            call = attention_call(inputs, selected(stage, impl, selection), block_size)
+            ATTENTION.run(impl, call._replace(out=out, lse=lse))
+
+        CALLS.first(launches, [run], (q, k, v, index_q, index_k, seqs, inputs.seqs, out, lse), ())
+    else:
         blocks = selected(stage, impl, selection)
         out, lse = ATTENTION.run(impl, attention_call(inputs, blocks, block_size))
-        return (out, lse) if return_lse else out
-    out = torch.empty((total_q, heads, head_dim), dtype=out_dtype(q), device=q.device)
-    lse = torch.empty((total_q, heads), dtype=wide_dtype(q), device=q.device)
-    for start in range(0, total_q, chunk):
-        rows = slice(start, min(start + chunk, total_q))
-        seqs_of_rows = inputs.seqs.query_chunk(rows.start, rows.stop)
-        blocks = selected(stage, impl, selection._replace(index_q=index_q[rows], seqs=seqs_of_rows))
-        part = inputs._replace(q=q[rows], seqs=seqs_of_rows)
-        out[rows], lse[rows] = ATTENTION.run(impl, attention_call(part, blocks, block_size))
+    return (out, lse) if return_lse else out
+
+
+def _results(q: Tensor | Stored) -> tuple[Tensor, Tensor]:
+    """Allocates out and lse."""
+    out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device)
+    return out, torch.empty(q.shape[:2], dtype=wide_dtype(q), device=q.device)
+
+
+def _again(
+    launches: Call, q: Tensor | Stored, k: Tensor | Stored | PagedKV, seqs: Sequences | None, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Makes the launches of a call whose kind is known. Only its lengths are computed by the host's code."""
+    total, device = q.shape[0], q.device
+    lengths = k.layout(seqs, total, device) if isinstance(k, PagedKV) else layout(seqs, total, k.shape[0], device)
+    out, lse = _results(q)
+    launches.addresses.extend(x.data_ptr() for x in tensors_in(lengths, out, lse))
+    CALLS.again(launches)
     return (out, lse) if return_lse else out
 
 

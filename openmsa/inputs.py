@@ -35,7 +35,7 @@ class ScoringCall(NamedTuple):
 def check_scoring(
     index_q: Tensor | Stored,
     index_k: Tensor | Stored | PagedIndexKeys,
-    seqs: Sequences | None,
+    seqs: Sequences | Layout | None,
     block_size: int,
     check: bool,
 ) -> ScoringCall:
@@ -73,7 +73,11 @@ def exact_keys(index_k: Tensor | Stored | PagedIndexKeys) -> Tensor | Stored | P
 
 
 class SelectionCall(NamedTuple):
-    """These are the checked arguments of `select_blocks`. In a certified selection index_k holds both precisions."""
+    """These are the checked arguments of `select_blocks`. In a certified selection index_k holds both precisions.
+
+    blocks:  where to write, int32 ``[total_q, index_heads, topk]``, contiguous, which the implementation returns; None: a new
+             tensor.
+    """
 
     index_q: Tensor | Stored
     index_k: Tensor | Stored | PagedIndexKeys
@@ -82,6 +86,7 @@ class SelectionCall(NamedTuple):
     topk: int
     init_blocks: int
     local_blocks: int
+    blocks: Tensor | None = None
 
 
 class TopkCall(NamedTuple):
@@ -98,7 +103,7 @@ def check_selection(
     index_q: Tensor | Stored,
     index_k: Tensor | Stored | PagedIndexKeys,
     topk: int,
-    seqs: Sequences | None,
+    seqs: Sequences | Layout | None,
     block_size: int,
     init_blocks: int,
     local_blocks: int,
@@ -194,7 +199,7 @@ def check_qkv(
     q: Tensor | Stored,
     k: Tensor | Stored | PagedKV,
     v: Tensor | Stored | None,
-    seqs: Sequences | None,
+    seqs: Sequences | Layout | None,
     softmax_scale: float | None,
     check: bool,
     known: Layout | None = None,

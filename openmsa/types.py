@@ -114,7 +114,7 @@ class Layout:
 
 
 def layout(
-    seqs: Sequences | None,
+    seqs: Sequences | Layout | None,
     total_q: int,
     total_k: int | None,
     device: torch.device,
@@ -122,11 +122,13 @@ def layout(
     cache_capacity: int = 0,
     check: bool = False,
 ) -> Layout:
-    """Checks `seqs` and fills in what it leaves None.
+    """Checks `seqs` and fills in what it leaves None. A `Layout` is returned as it is.
 
     total_k: packed keys, or None with a paged cache, for which `cached_lens` (int32 [batch]) and `cache_capacity` (keys a
     sequence) are given. Values on a GPU are read only when `check` is True or a maximum is missing.
     """
+    if isinstance(seqs, Layout):
+        return seqs
     if seqs is None:
         seqs = Sequences()
     if not isinstance(seqs, Sequences):

@@ -89,7 +89,7 @@ def _refuse_triton(call: SelectionCall) -> str | None:
     if reason is None:
         from openmsa.block_topk import triton_select
 
-        reason = triton_select.refuse(*call[2:])
+        reason = triton_select.refuse(*call[2:7])
     return reason
 
 
@@ -100,7 +100,7 @@ def _refuse_triton_certified(call: SelectionCall) -> str | None:
     if reason is None:
         from openmsa.block_topk import triton_certified
 
-        reason = triton_certified.refuse(*call)
+        reason = triton_certified.refuse(*call[:7])
     return reason
 
 

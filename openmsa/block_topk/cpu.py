@@ -26,12 +26,13 @@ def select_blocks(
     topk: int,
     init_blocks: int,
     local_blocks: int,
+    blocks: Tensor | None = None,
 ) -> Tensor:
     """See `openmsa.block_topk.select_blocks`."""
     total_q, heads, _ = index_q.shape
     chunk = max(64, cpu_workspace_bytes() // (BYTES_A_SCORE * heads * max(1, seqs.num_blocks(block_size))))
     visible_blocks = seqs.visible_blocks(total_q, block_size)
-    blocks = torch.full((total_q, heads, topk), -1, dtype=torch.int32)
+    blocks = torch.empty((total_q, heads, topk), dtype=torch.int32) if blocks is None else blocks
     for start in range(0, total_q, chunk):
         rows = slice(start, min(start + chunk, total_q))
         part = ScoringCall(index_q[rows].detach(), index_k, seqs.query_chunk(rows.start, rows.stop), block_size)

@@ -35,10 +35,12 @@ def select_blocks(
     topk: int,
     init_blocks: int,
     local_blocks: int,
+    blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `openmsa.block_topk.select_blocks`. Returns the blocks, and int32 ``[total_q, heads]``: how many were rescored."""
     total_q, heads, _ = index_q.shape
-    blocks = torch.full((total_q, heads, topk), -1, dtype=torch.int32)
+    blocks = torch.empty((total_q, heads, topk), dtype=torch.int32) if blocks is None else blocks
+    blocks.fill_(-1)
     rescored = torch.zeros(total_q, heads, dtype=torch.int32)
     pool = index_k.keys if isinstance(index_k, PagedIndexKeys) else index_k
     assert isinstance(pool, CertifiedKeys)

@@ -38,12 +38,14 @@ def select_blocks(
     topk: int,
     init_blocks: int,
     local_blocks: int,
+    blocks: Tensor | None = None,
 ) -> Tensor:
     """See `openmsa.block_topk.select_blocks`."""
     with torch.no_grad():
         scores = SCORING.run("reference", ScoringCall(index_q, index_k, seqs, block_size))
     visible_blocks = seqs.visible_blocks(index_q.shape[0], block_size)
-    return select_from_scores(scores, topk, visible_blocks, init_blocks, local_blocks)
+    chosen = select_from_scores(scores, topk, visible_blocks, init_blocks, local_blocks)
+    return chosen if blocks is None else blocks.copy_(chosen)
 
 
 def select_certified(
@@ -54,8 +56,9 @@ def select_certified(
     topk: int,
     init_blocks: int,
     local_blocks: int,
+    blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `openmsa.block_topk.select_blocks` with ``certified=True``: every visible block counts as scored exactly."""
-    blocks = select_blocks(index_q, exact_keys(index_k), seqs, block_size, topk, init_blocks, local_blocks)
+    blocks = select_blocks(index_q, exact_keys(index_k), seqs, block_size, topk, init_blocks, local_blocks, blocks)
     visible = seqs.visible_blocks(index_q.shape[0], block_size)
     return blocks, visible[:, None].expand(-1, index_q.shape[1])

@@ -286,6 +286,7 @@ def select_blocks(
     topk: int,
     init_blocks: int,
     local_blocks: int,
+    blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `openmsa.block_topk.select_blocks`. Returns the blocks, and int32 ``[total_q, heads]``: how many were rescored."""
     total_q, heads, _ = index_q.shape
@@ -295,11 +296,12 @@ def select_blocks(
     rows, free = seqs.max_seqlen_q * heads // key_heads, topk - init_blocks - local_blocks
     walks = seqs.batch * key_heads
     if not certifies(rows, num_blocks, free, total_q * heads, walks, block_size) or total_q == 0:
-        arguments = (seqs, block_size, topk, init_blocks, local_blocks)
+        arguments = (seqs, block_size, topk, init_blocks, local_blocks, blocks)
         blocks = triton_select.select_blocks(index_q, exact_keys(index_k), *arguments)
         return blocks, seqs.visible_blocks(total_q, block_size)[:, None].expand(-1, heads)
     workspace = Workspace.allocate(total_q, heads, rows, walks, num_blocks, block_size, index_q.device)
-    blocks = torch.empty(total_q, heads, topk, dtype=torch.int32, device=index_q.device)
+    if blocks is None:
+        blocks = torch.empty(total_q, heads, topk, dtype=torch.int32, device=index_q.device)
     page_table = index_k.page_table if isinstance(index_k, PagedIndexKeys) else None
     selection = Selection(index_q, pool, page_table, Lengths.of(seqs), block_size, workspace)
     selection.run(init_blocks, local_blocks, blocks)

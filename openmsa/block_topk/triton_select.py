@@ -250,11 +250,12 @@ def select_blocks(
     topk: int,
     init_blocks: int,
     local_blocks: int,
+    blocks: Tensor | None = None,
 ) -> Tensor:
     """See `openmsa.block_topk.select_blocks`."""
     total_q, heads, _ = index_q.shape
     num_blocks = seqs.num_blocks(block_size)
-    out = torch.empty(total_q, heads, topk, dtype=torch.int32, device=index_q.device)
+    out = torch.empty(total_q, heads, topk, dtype=torch.int32, device=index_q.device) if blocks is None else blocks
     if out.numel() == 0 or num_blocks == 0:
         return out.fill_(-1)
     keys = index_k.keys if isinstance(index_k, PagedIndexKeys) else index_k

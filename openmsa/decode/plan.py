@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from openmsa.block_topk import select_blocks
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.stored import QUERY_FORMATS, check_rows
 from openmsa.runtime import checks, devices
-from openmsa.sparse_attention import sparse_attention
-from openmsa.types import Sequences
+from openmsa.runtime.kinds import Kinds
 
 MAX_NEW_TOKENS = 16
 MAX_INDEX_ROWS = 64  # The scoring kernel takes the new tokens x index heads of one index key head as one tile.
@@ -73,7 +72,7 @@ class DecodePlan:
     device: torch.device | str = "cuda"
 
     def __post_init__(self) -> None:
-        self._device, self._tokens = devices.resolved("device", self.device), 0
+        self._device, self._tokens, self._kinds = devices.resolved("device", self.device), 0, Kinds()
         self._index_heads = self.num_kv_heads if self.index_heads is None else self.index_heads
         self._check_numbers()
         scale = self.softmax_scale
@@ -83,7 +82,6 @@ class DecodePlan:
         self._out = torch.zeros((tokens, self.num_q_heads, self.head_dim), dtype=self.dtype, device=self._device)
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self._lse = torch.full((tokens, self.num_q_heads), -torch.inf, dtype=wide, device=self._device)
-        self._cu_seqlens_q = torch.arange(self.max_batch + 1, dtype=torch.int32, device=self._device) * self.new_tokens
         if uses_kernels(self._device):
             self._allocate_for_kernels()
 
@@ -142,6 +140,11 @@ class DecodePlan:
         return self._blocks[: self._tokens]
 
     @property
+    def starts(self) -> Tensor:
+        """Returns where each sequence's tokens start, int32 ``[max_batch + 1]``."""
+        return torch.arange(self.max_batch + 1, dtype=torch.int32, device=self._device) * self.new_tokens
+
+    @property
     def lse(self) -> Tensor:
         """Returns the last run's lse, natural logarithm: ``[tokens, num_q_heads]``, which the next run overwrites."""
         return self._lse[: self._tokens]
@@ -167,17 +170,27 @@ class DecodePlan:
 
         Returns `out`. `blocks` and `lse` then hold the selection and the softmax denominators.
         """
+        call = self._kinds.look(q, kv, index_q, index_keys, out)
+        if call.replays is not None:
+            self._tokens = q.shape[0]
+            self._kinds.again(call)
+            return self._out[: q.shape[0]] if out is None else out
         self._check_call(q, kv, index_q, index_keys, out)
         self._tokens = q.shape[0]
-        out = self._out[: q.shape[0]] if out is None else out
+        to = self._out[: q.shape[0]] if out is None else out
         if q.shape[0] == 0:
-            return out
+            return to
         with torch.no_grad():
             if uses_kernels(q.device):
-                self._kernels.run(q, kv, index_q, index_keys, self._scale, self.blocks, out, self.lse)
+                run = partial(self._kernels.run, q, kv, index_q, index_keys, self._scale, self.blocks, to, self.lse)
+                # A plan that may serve its sequences in two parts decides anew each time.
+                recorded = self._kernels.parts is None and self._device.type == "cuda"
+                self._kinds.first(call, [run], (q, kv, index_q, index_keys, out)) if recorded else run()
             else:
-                self._run_stages(q, kv, index_q, index_keys, out)
-        return out
+                from openmsa.decode.cpu import run_stages
+
+                run_stages(self, q, kv, index_q, index_keys, to)
+        return to
 
     def _check_call(
         self, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, out: Tensor | None
@@ -223,26 +236,6 @@ class DecodePlan:
         pages = cache.page_table.shape[1]
         if pages > self.max_pages:
             raise ValueError(f"{name}.page_table.shape[1] must be at most max_pages ({self.max_pages}), got {pages}")
-
-    def _run_stages(
-        self, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, out: Tensor
-    ) -> None:
-        seqs = Sequences(cu_seqlens_q=self._cu_seqlens_q[: kv.batch + 1], max_seqlen_q=self.new_tokens)
-        blocks = select_blocks(
-            index_q,
-            index_keys,
-            self.topk,
-            seqs,
-            block_size=self.block_size,
-            init_blocks=self.init_blocks,
-            local_blocks=self.local_blocks,
-            certified=index_keys.format == "certified",
-        )
-        result, lse = sparse_attention(
-            q, kv, None, blocks, seqs, block_size=self.block_size, softmax_scale=self._scale, return_lse=True
-        )
-        for buffer, value in ((self.blocks, blocks), (out, result), (self.lse, lse)):
-            buffer.copy_(value)
 
 
 def uses_kernels(device: torch.device) -> bool:

@@ -96,7 +96,7 @@ class Paged:
         """The page table can name so many keys for one sequence."""
         return self.page_table.shape[1] * self.page_size
 
-    def layout(self, seqs: Sequences | None, total_q: int, device: torch.device, check: bool = False) -> Layout:
+    def layout(self, seqs: Sequences | Layout | None, total_q: int, device: torch.device, check: bool = False) -> Layout:
         """Checks the lengths of a call that reads this cache. On a CPU the page ids in use are always checked, on a GPU only
         when `check` is True (kernels never follow an id outside the pool)."""
         if self.device != device:

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openmsa.runtime.launch import zeros
+
 LEAST = tl.constexpr(-1e30)
 """The greatest logit of a row that has read nothing is finite, so that differences of two such are 0, not NaN."""
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -39,7 +41,7 @@ class Partials(NamedTuple):
         splits, or 0."""
         results = torch.empty(partials * rows * dim, dtype=dtype, device=device)
         lse = torch.empty(partials * rows, dtype=torch.float32, device=device)
-        return cls(results, lse, torch.zeros(tiles if partials else 0, dtype=torch.int32, device=device))
+        return cls(results, lse, zeros(tiles if partials else 0, torch.int32, device))
 
 
 UNSPLIT = Partials(None, None, None)

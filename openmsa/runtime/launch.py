@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,9 +49,44 @@ class Variant(NamedTuple):
     constexprs: tuple[None, ...]  # the launcher counts them and does not read them
     descriptors: tuple[tuple[int, Any], ...]  # place and layout of each TMA descriptor, last ones first
     encoded: dict[Any, list[Any]]  # what the launcher takes in their places
+    signature: tuple[Any, ...]  # Triton's type of each argument, a tuple of types for a NamedTuple
 
 
 _variants: dict[Any, Variant] = {}
+
+
+class Launched(NamedTuple):
+    """A launch as it was made. variant: None where Triton chose for itself."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    variant: Variant | None
+
+
+class Zeroed(NamedTuple):
+    """A memory that was set to 0 in the order of launches."""
+
+    memory: Tensor
+
+
+class _Listening(threading.local):
+    """In each thread, `tape` is a list to which launches are appended, or None."""
+
+    tape: list[Launched | Zeroed] | None = None
+
+
+listening = _Listening()
+
+
+def zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns so many zeros. Memory that kernels count in is made here, so that a tape knows that it is set to 0 first."""
+    if listening.tape is None:
+        return torch.zeros(count, dtype=dtype, device=device)
+    memory = torch.empty(count, dtype=dtype, device=device)
+    listening.tape.append(Zeroed(memory))
+    with torch.utils._python_dispatch._disable_current_modes():
+        return memory.zero_()
 
 
 def why_not_remembered(kernel: Any) -> str | None:
@@ -84,8 +120,11 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
 
     Where launches are observed (hooks of a profiler, debug mode), they go through Triton.
     """
+    tape = listening.tape
     if not isinstance(kernel, JITFunction) or _observed(kernel):
         kernel[grid](*arguments, **constants)
+        if tape is not None:
+            tape.append(Launched(kernel, grid, arguments, None))
         return
     types = tuple(map(type, arguments))
     chosen_by, values = _reader(types)(*arguments)
@@ -94,9 +133,13 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
     variant = _variants.get(key)
     if variant is None:
         _launch_first(key, kernel, grid, arguments, constants)
+        if tape is not None:
+            tape.append(Launched(kernel, grid, arguments, _variants.get(key)))
         return
+    if tape is not None:
+        tape.append(Launched(kernel, grid, arguments, variant))
     for place, layout in variant.descriptors:
-        values = (*values[:place], *_encoded(variant, place, layout, values[place]), *values[place + 1 :])
+        values = (*values[:place], *encoded(variant, place, layout, values[place]), *values[place + 1 :])
     variant.launch(
         *(*grid, 1, 1)[:3],
         driver.active.get_current_stream(device),
@@ -161,7 +204,7 @@ def _compiled_in(descriptor: Any) -> tuple[Any, ...]:
     return (descriptor.base.dtype, tuple(descriptor.block_shape), descriptor.padding, layout)
 
 
-def _encoded(variant: Variant, place: int, layout: Any, descriptor: Any) -> list[Any]:
+def encoded(variant: Variant, place: int, layout: Any, descriptor: Any) -> list[Any]:
     """Returns a TMA descriptor as the launcher takes it: an address and sizes, and nothing of what lies there."""
     key = (place, descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
     found = variant.encoded.get(key)
@@ -200,4 +243,5 @@ def _launch_first(key: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple
         (None,) * len(late),
         tuple(zip(places, layouts, strict=True))[::-1],
         {},
+        tuple(compiled.src.signature.values())[: len(arguments)],
     )

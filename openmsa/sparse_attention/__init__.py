@@ -80,7 +80,7 @@ def check_sparse(
     k: Tensor | Stored | PagedKV,
     v: Tensor | Stored | None,
     blocks: Tensor,
-    seqs: Sequences | None,
+    seqs: Sequences | Layout | None,
     block_size: int,
     softmax_scale: float | None,
     return_lse: bool,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from openmsa.primitives.operands import Bounds, QueryRows, Selection
 from openmsa.primitives.softmax import Result
-from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
+from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two, zeros
 from openmsa.sparse_attention.triton_config import (
     FEW_READERS,
     PrefillConfig,
@@ -264,7 +264,7 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
     has_union: Tensor | None = None
     if num_counts or flag:
         room = num_counts + -num_counts % ALIGNED
-        counts = blocks.new_zeros(2 * room + 1)
+        counts = zeros(2 * room + 1, torch.int32, blocks.device)
         partly, has_union = counts[room:], counts[2 * room :] if flag else None
     outer: OuterLists | None = None
     few: FewLists | None = None

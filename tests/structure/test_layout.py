@@ -21,6 +21,7 @@ ROOMS = (
     "block_topk sparse_attention dense_attention",
     "decode",
     "attention",
+    "plan",
     "explain",
     "openmsa",  # the package itself: its public names
     "testing",

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: MIT
+"""`AttentionPlan` runs the sparse attention of one step of a model, layer after layer, at little cost of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmsa.attention import QUERY_CHUNK
+from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
+from openmsa.block_topk import STAGE as SELECTION
+from openmsa.inputs import SelectionCall, check_selection
+from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
+from openmsa.kv_cache.stored import out_dtype
+from openmsa.runtime import checks
+from openmsa.runtime.dispatch import has_triton
+from openmsa.runtime.kinds import Call, Kinds, tensors_in
+from openmsa.sparse_attention import STAGE as ATTENTION
+from openmsa.sparse_attention import SparseCall, check_sparse
+from openmsa.types import Layout, Sequences, layout
+
+
+@dataclass(kw_only=True, eq=False)
+class AttentionPlan:
+    """Scores index keys, selects blocks and attends for the queries of one step: prefill, chunks of prefill, decode, several
+    new tokens, and mixed batches in any order. It is made once a step and serves all layers.
+
+    cu_seqlens_q:   int32 ``[batch + 1]``, where each sequence's queries start. Sequences may be empty. Queries past the last
+                    start (padding of a graph) are not read, and their outputs are left as they are.
+    total_q:        queries of a layer, padding included.
+    max_seqlen_q, max_seqlen_k:  bounds on the queries and on the keys of a sequence, known on the host.
+    page_table, seq_lens, page_size:  of paged keys: int32 ``[batch, max_pages]``, int32 ``[batch]`` (the keys of each
+                    sequence, new ones included) and the keys of a page. None: keys are packed.
+    cu_seqlens_k:   of packed keys: int32 ``[batch + 1]``, where each sequence's keys start.
+    q_offset:       as in `Sequences`; None: queries are the last positions of their keys.
+    topk, block_size, init_blocks, local_blocks, softmax_scale, certified:  as in `msa_attention`.
+    query_chunk:    queries handled at a time, which bounds memory; None: 16384.
+    impl:           passed to each stage.
+
+    Tensors lie on one device. On a GPU nothing is read from them on the host; they are read when `refresh` and the layers run.
+    A plan owns its memory: use one plan a stream, and let its layers follow each other. The first layer of a kind (of its
+    shapes, strides and dtypes) is checked and its launches are recorded; further layers only launch: they allocate nothing
+    (but `out`, where it is not given), never wait and run no kernel of PyTorch. They can be captured in a CUDA graph after a
+    first layer of their kind has run; `refresh`, captured in front of them, then follows changes in the step's tensors.
+
+    No gradients are computed. Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
+    """
+
+    cu_seqlens_q: Tensor
+    total_q: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    page_table: Tensor | None = None
+    seq_lens: Tensor | None = None
+    page_size: int | None = None
+    cu_seqlens_k: Tensor | None = None
+    q_offset: Tensor | None = None
+    topk: int = 16
+    block_size: int = 128
+    init_blocks: int = 0
+    local_blocks: int = 1
+    softmax_scale: float | None = None
+    certified: bool = False
+    query_chunk: int | None = None
+    impl: str = "auto"
+    _kinds: Kinds = field(init=False, repr=False, default_factory=Kinds)
+    _blocks: Tensor | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        for stage in (CERTIFIED if self.certified else SELECTION, ATTENTION):
+            stage.check_name(self.impl)
+        checks.flag("certified", self.certified)
+        checks.integer("total_q", self.total_q, 0)
+        chunk = QUERY_CHUNK if self.query_chunk is None else checks.integer("query_chunk", self.query_chunk, 1)
+        if not isinstance(self.cu_seqlens_q, Tensor):
+            raise TypeError(f"cu_seqlens_q must be a torch.Tensor of shape [batch + 1], got {type(self.cu_seqlens_q).__name__}")
+        self._device = self.cu_seqlens_q.device
+        self._layout = self._made_layout()
+        self._rows = [slice(start, min(start + chunk, self.total_q)) for start in range(0, self.total_q, chunk)]
+        self._parts = self._made_parts()
+
+    def _made_layout(self) -> Layout:
+        seqs = Sequences(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k, self.q_offset)
+        if self.page_table is None:
+            if self.cu_seqlens_k is None or self.seq_lens is not None:
+                raise ValueError("cu_seqlens_k alone must be given where page_table is None, or page_table with seq_lens")
+            return layout(seqs, self.total_q, None, self._device)
+        if self.seq_lens is None or self.cu_seqlens_k is not None:
+            raise ValueError("seq_lens must be given beside page_table, and cu_seqlens_k must be None")
+        checks.tensor("page_table", self.page_table, "[batch, max_pages]", (torch.int32,))
+        checks.tensor("seq_lens", self.seq_lens, "[batch]", (torch.int32,))
+        for name, value in (("page_table", self.page_table), ("seq_lens", self.seq_lens)):
+            checks.alike(name, value, "cu_seqlens_q", self.cu_seqlens_q, dtype=False)
+            checks.size(name, value, 0, self.cu_seqlens_q.numel() - 1, "the sequences of cu_seqlens_q")
+        capacity = self.page_table.shape[1] * checks.integer("page_size", self.page_size, 1)
+        return layout(seqs, self.total_q, None, self._device, self.seq_lens, capacity)
+
+    def _made_parts(self) -> list[Layout]:
+        """Returns the lengths of each chunk of queries."""
+        if len(self._rows) < 2:
+            return [self._layout] * len(self._rows)
+        return [self._layout.query_chunk(rows.start, rows.stop) for rows in self._rows]
+
+    def refresh(self) -> None:
+        """Follows changes that were made in place to the tensors that the plan was made from, within its bounds. On a GPU it
+        launches a few small kernels and never waits."""
+        held, parts = self._layout, self._parts
+        self._layout = self._made_layout()
+        made = [self._layout, *self._made_parts()]
+        self._layout = held
+        for old, new in zip([held, *parts], made, strict=True):
+            for name in ("cu_seqlens_q", "cu_seqlens_k", "q_offset"):
+                kept, value = getattr(old, name), getattr(new, name)
+                if kept is not None and kept.data_ptr() != value.data_ptr():
+                    kept.copy_(value)
+
+    def select(self, index_q: Tensor | Stored, index_k: Tensor | Stored) -> Tensor:
+        """Selects the blocks that each query of a layer reads.
+
+        index_q:  ``[total_q, index_heads, index_dim]``, any strides, as in `select_blocks`.
+        index_k:  the layer's index keys: packed ``[total_k, index_key_heads, index_dim]``, or a pool ``[num_pages,
+                  index_key_heads, page_size, index_dim]`` behind the plan's page table; any strides and formats.
+
+        Returns int32 ``[total_q, index_heads, topk]``, the plan's own memory, which the next `select` overwrites.
+        """
+        values = (index_q, index_k)
+        launches = self._kinds.look("select", *values)
+        if launches.replays is not None:
+            self._kinds.again(launches)
+            assert self._blocks is not None
+            return self._blocks
+        checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
+        keys = index_k if self.page_table is None else self._paged(PagedIndexKeys, index_k)
+        counts = (self.block_size, self.init_blocks, self.local_blocks)
+        call = check_selection(index_q, keys, self.topk, self._layout, *counts, self.certified, None, False)
+        if self._blocks is None or self._blocks.shape[1] != index_q.shape[1]:
+            self._blocks = torch.empty((self.total_q, index_q.shape[1], self.topk), dtype=torch.int32, device=self._device)
+        call = call._replace(blocks=self._blocks)
+        self._run(launches, values, [partial(self._select, call, i) for i in range(len(self._rows))])
+        return self._blocks
+
+    def attend(
+        self,
+        q: Tensor | Stored,
+        k: Tensor | Stored,
+        v: Tensor | Stored,
+        blocks: Tensor,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Attends to selected blocks.
+
+        q:         ``[total_q, num_q_heads, head_dim]``, any strides, as in `sparse_attention`.
+        k, v:      the layer's keys and values: packed ``[total_k, num_kv_heads, head_dim]``, or pools ``[num_pages,
+                   num_kv_heads, page_size, head_dim]`` behind the plan's page table; any strides and formats.
+        blocks:    int32 ``[total_q, num_kv_heads or 1, topk]``, as `select` returns them.
+        out, lse:  where to write, contiguous, ``[total_q, num_q_heads, head_dim]`` in q's dtype (bfloat16 for `E4M3`) and
+                   float32 ``[total_q, num_q_heads]``; None: out is made, lse is dropped.
+
+        Returns `out`.
+        """
+        out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
+        values = (q, k, v, blocks, out, lse)
+        launches = self._kinds.look("attend", *values)
+        if launches.replays is not None:
+            self._kinds.again(launches)
+            return out
+        checks.size("q", q, 0, self.total_q, "total_q of the plan")
+        keys = (k, v) if self.page_table is None else (self._paged(PagedKV, k, v), None)
+        call = check_sparse(
+            q, keys[0], keys[1], blocks, self._layout, self.block_size, self.softmax_scale, True, False
+        ).writing(out, lse)
+        self._run(launches, values, [partial(self._attend, call, i) for i in range(len(self._rows))])
+        return out
+
+    def run(
+        self,
+        q: Tensor | Stored,
+        k: Tensor | Stored,
+        v: Tensor | Stored,
+        index_q: Tensor | Stored,
+        index_k: Tensor | Stored,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Does what `select` and `attend` do, one after the other, for one layer; see there. Returns `out`."""
+        return self.attend(q, k, v, self.select(index_q, index_k), out=out, lse=lse)
+
+    @property
+    def not_recorded(self) -> tuple[str, ...]:
+        """Says why layers of some kinds are launched by the host's whole code each time, a sentence each; empty where the
+        launches of all kinds are recorded, and on a CPU."""
+        return tuple(self._kinds.reasons)
+
+    def _paged(self, kind: type[Any], *pools: Any) -> Any:
+        return kind(*pools, self.page_table, self.seq_lens)
+
+    def _select(self, call: SelectionCall, part: int) -> None:
+        rows = self._rows[part]
+        assert call.blocks is not None
+        chunk = call._replace(index_q=call.index_q[rows], seqs=self._parts[part], blocks=call.blocks[rows])
+        (CERTIFIED if self.certified else SELECTION).run(self.impl, chunk)
+
+    def _attend(self, call: SparseCall, part: int) -> None:
+        rows = self._rows[part]
+        chunk = call._replace(q=call.q[rows], blocks=call.blocks[rows], seqs=self._parts[part])
+        out, lse = (None if x is None else x[rows] for x in (call.out, call.lse))
+        ATTENTION.run(self.impl, chunk._replace(out=out, lse=lse))
+
+    def _run(self, launches: Call, values: tuple[Any, ...], steps: list[Callable[[], None]]) -> None:
+        """Runs the first layer of a kind, in steps, and records its launches on a GPU."""
+        if checks.needs_grad(*tensors_in(*values)):
+            raise NotImplementedError(
+                "a plan computes no gradients, got tensors that require one; call it under torch.no_grad()"
+            )
+        with torch.no_grad():
+            if self._device.type == "cuda" and has_triton():
+                self._kinds.first(launches, steps, values, [*vars(self).values(), *self._parts])
+            else:
+                for step in steps:
+                    step()

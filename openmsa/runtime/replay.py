@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: MIT
+"""`record` runs host code once and keeps its launches; a `Replay` makes the same launches again, on other tensors of the same
+shapes, in little time of the host.
+
+What a launch takes are numbers and addresses. Numbers stay. Addresses are of three kinds: those of the inputs, which a replay
+is given anew; those of memory that the recorded code allocated, which lies in one workspace; and those of memory that is kept,
+such as a plan's counters. Host code can be recorded if it computes nothing with PyTorch and reads no values, so that only
+launches have effects; otherwise `record` says why not, and nothing is replayed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import driver
+
+from openmsa.runtime import launch
+from openmsa.runtime.driver_calls import Address, Descriptor, KernelCall, Words, ZeroCall
+from openmsa.runtime.launch import Launched, Variant, Zeroed, listening
+
+ALIGNED = 512
+"""Each memory of a workspace begins at a multiple of so many bytes, as memory of PyTorch does."""
+_ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided")
+
+
+class Recorded(NamedTuple):
+    """What came of recording: what the code returned, and its launches or why they cannot be replayed, a sentence."""
+
+    result: Any
+    replay: Replay | None
+    reason: str | None
+
+
+def record(function: Callable[[], Any], inputs: list[Tensor], kept: Iterable[Tensor] | None = None) -> Recorded:
+    """Runs `function`, which launches on `inputs` and on memory that it allocates, and keeps the launches.
+
+    kept:  memory of a longer life than the call, which a replay uses as it is; None: all memory that is no input is kept, and
+           a replay needs no workspace.
+    """
+    tape: list[Launched | Zeroed] = []
+    watch = _Watch()
+    with _taping(tape), watch:
+        result = function()
+    reason = watch.reason or _unreplayable(tape)
+    if reason is None:
+        try:
+            return Recorded(result, Replay(prepare(tape, inputs, kept), inputs[0].get_device()), None)
+        except _AmbiguousError as error:
+            reason = str(error)
+    return Recorded(result, None, reason)
+
+
+@contextmanager
+def _taping(tape: list[Launched | Zeroed]) -> Iterator[None]:
+    outer, listening.tape = listening.tape, tape
+    try:
+        yield
+    finally:
+        listening.tape = outer
+
+
+class _Watch(TorchDispatchMode):
+    """Finds what PyTorch computes: all but views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reason: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = func._schema
+        returns = schema.returns
+        view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if not view and schema.name not in _ALLOCATIONS:
+            self.reason = self.reason or f"its host code computes with PyTorch ({schema.name})"
+        return func(*args, **(kwargs or {}))
+
+
+def _unreplayable(tape: list[Launched | Zeroed]) -> str | None:
+    for event in tape:
+        if isinstance(event, Launched):
+            name = event.kernel.__name__
+            if event.variant is None:
+                return launch.why_not_remembered(event.kernel) or f"Triton itself launches {name}"
+            if event.variant.metadata[1] != 1:
+                return f"{name} runs in clusters"
+    return None
+
+
+class _AmbiguousError(Exception):
+    """An address lies in several inputs."""
+
+
+class _Places:
+    """Finds what an address belongs to, and gives it a word."""
+
+    def __init__(self, inputs: list[Tensor], kept: Iterable[Tensor] | None) -> None:
+        self.inputs = [
+            (x.data_ptr(), x.data_ptr() + _extent(x), x.stride(0) * x.element_size() if x.dim() else 0) for x in inputs
+        ]
+        self.of_inputs = {x.untyped_storage().data_ptr() for x in inputs if x.numel()}
+        self.kept = None if kept is None else {x.untyped_storage().data_ptr() for x in kept}
+        self.words: dict[tuple[str, int, int], int] = {}
+        self.memories: dict[int, tuple[int, Tensor]] = {}  # of each storage its place in the workspace, and a tensor in it
+        self.size = 0  # of the workspace in bytes
+
+    def word(self, tensor: Tensor) -> int:
+        """Returns the number of the word that holds the address of a tensor."""
+        return self.words.setdefault(self._place(tensor), len(self.words))
+
+    def _place(self, tensor: Tensor) -> tuple[str, int, int]:
+        address = tensor.data_ptr()
+        inside = [i for i, (first, last, _) in enumerate(self.inputs) if first <= address < last]
+        # Host code cuts inputs into slices of their first dimension, so that an address begins at a row of its own input.
+        exact = [i for i in inside if self.inputs[i][0] == address]
+        inside = exact[:1] or [i for i in inside if self._begins_row(i, address)]
+        if len(inside) > 1:
+            raise _AmbiguousError(f"an address lies in {len(inside)} of its inputs")
+        if inside:
+            return "input", inside[0], address - self.inputs[inside[0]][0]
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        if start in self.of_inputs and (self.kept is None or start not in self.kept):
+            raise _AmbiguousError("an address lies beside its inputs, in the memory of one")
+        if self.kept is None or start in self.kept or not storage.nbytes():
+            self.memories.setdefault(start, (-1, tensor))
+            return "kept", address, 0
+        if start not in self.memories:
+            self.memories[start] = (self.size, tensor)
+            self.size += storage.nbytes() + -storage.nbytes() % ALIGNED
+        return "own", self.memories[start][0] + address - start, 0
+
+    def _begins_row(self, i: int, address: int) -> bool:
+        first, _, row = self.inputs[i]
+        return row > 0 and (address - first) % row == 0
+
+
+def _extent(tensor: Tensor) -> int:
+    """Returns the bytes from a tensor's first element to behind its last."""
+    if not tensor.numel():
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.element_size()
+
+
+def parameters(variant: Variant, arguments: tuple[Any, ...], word: Callable[[Tensor], int]) -> list[tuple[str, Any]]:
+    """Returns what a kernel takes, in order: Triton's type, and a number, an `Address` or a `Descriptor`."""
+    layouts = dict(variant.descriptors)
+    found: list[tuple[str, Any]] = []
+
+    def visit(kind: Any, value: Any) -> None:
+        if isinstance(kind, tuple):
+            for inner, x in zip(kind, value, strict=True):
+                visit(inner, x)
+        elif kind[0] == "*":
+            found.append((kind, Address(word(value))))
+        elif kind != "constexpr":
+            found.append((kind, value))
+
+    for place, (kind, value) in enumerate(zip(variant.signature, arguments, strict=True)):
+        if place in layouts:
+            encoded, *numbers = launch.encoded(variant, place, layouts[place], value)
+            rank = len(numbers) // 2
+            found.append((kind, Descriptor(encoded, word(value.base))))
+            found += [("i32", n) for n in numbers[:rank]] + [("i64", n) for n in numbers[rank:]]
+        else:
+            visit(kind, value)
+    return found
+
+
+class Prepared(NamedTuple):
+    """What a tape says in numbers and addresses.
+
+    words:      what each word holds: ("input", its number, an offset), ("own", an offset in the workspace, 0) or ("kept", an
+                address, 0).
+    calls:      for each launch its variant, its grid and its parameters; for memory that is set to 0 its word and its bytes.
+    workspace:  bytes, a multiple of `ALIGNED`.
+    kept:       tensors whose memory is kept.
+    """
+
+    words: list[tuple[str, int, int]]
+    calls: list[tuple[Any, ...]]
+    workspace: int
+    kept: list[Tensor]
+
+
+def prepare(tape: list[Launched | Zeroed], inputs: list[Tensor], kept: Iterable[Tensor] | None) -> Prepared:
+    """Finds what each address of a tape belongs to."""
+    places, calls = _Places(inputs, kept), list[tuple[Any, ...]]()
+    for event in tape:
+        if isinstance(event, Zeroed):
+            calls.append((places.word(event.memory), event.memory.numel() * event.memory.element_size()))
+        else:
+            assert event.variant is not None
+            calls.append((event.variant, event.grid, parameters(event.variant, event.arguments, places.word)))
+    held = [tensor for place, tensor in places.memories.values() if place < 0]
+    return Prepared(list(places.words), calls, places.size, held)
+
+
+class Replay:
+    """Makes recorded launches again. Threads take turns.
+
+    workspace:  bytes of memory that a run needs, at a multiple of `ALIGNED`; 0 where all memory is kept.
+    device:     the number of the CUDA device.
+    """
+
+    def __init__(self, prepared: Prepared, device: int) -> None:
+        self.workspace, self._kept, self.device = prepared.workspace, prepared.kept, device
+        self._words = Words(len(prepared.words))
+        self._inputs: list[tuple[int, int, int]] = []
+        self._own: list[tuple[int, int]] = []
+        for word, (kind, at, offset) in enumerate(prepared.words):
+            if kind == "input":
+                self._inputs.append((word, at, offset))
+            elif kind == "own":
+                self._own.append((word, at))
+            else:
+                self._words.values[word] = at
+        calls = [(ZeroCall if len(x) == 2 else KernelCall)(*x, self._words) for x in prepared.calls]  # type: ignore[call-arg]
+        self._calls = [call for call in calls if not call.empty]
+        self._lock = threading.Lock()
+        self._at = self._stream = -1
+
+    def run(self, addresses: list[int], workspace: int = 0) -> None:
+        """Launches on the current stream. addresses: of the inputs, in their order. workspace: where it begins."""
+        stream = driver.active.get_current_stream(self.device)
+        with self._lock:
+            values = self._words.values
+            for word, index, offset in self._inputs:
+                values[word] = addresses[index] + offset
+            if workspace != self._at:
+                for word, offset in self._own:
+                    values[word] = workspace + offset
+                self._at = workspace
+            if stream != self._stream:
+                for call in self._calls:
+                    call.configuration.stream = stream
+                self._stream = stream
+            for call in self._calls:
+                call()

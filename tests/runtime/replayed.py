@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: MIT
+"""Recorded launches fit other tensors, without a GPU: ``python -m tests.runtime.replayed``. Triton must not interpret."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmsa import AttentionPlan, DecodePlan, PagedIndexKeys, PagedKV
+from openmsa.kv_cache import E4M3, NVFP4
+from openmsa.runtime import kinds, replay
+from openmsa.runtime.driver_calls import Address, Descriptor
+from openmsa.runtime.launch import Launched, Variant
+from openmsa.runtime.recording import recording
+
+WORKSPACE = 1 << 40  # an address that no tensor has
+
+
+@contextmanager
+def prepared() -> Iterator[list[tuple[replay.Prepared, list[int]]]]:
+    """Within this context calls are recorded on a machine that has no GPU; what would be replayed is appended to the list, with
+    the addresses of its inputs."""
+    found: list[tuple[replay.Prepared, list[int]]] = []
+
+    def encoded(variant: Variant, place: int, layout: Any, descriptor: Any) -> list[Any]:
+        return ["map", *descriptor.shape, *descriptor.strides]
+
+    def record(function: Callable[[], Any], inputs: list[Tensor], kept: Any = None) -> replay.Recorded:
+        tape: list[Any] = []
+        watch, before = replay._Watch(), len(launches)
+        with replay._taping(tape), watch:
+            result = function()
+        assert watch.reason is None, watch.reason
+        made = iter(launches[before:])
+        events = [
+            event._replace(variant=variant(event, next(made))) if isinstance(event, Launched) else event for event in tape
+        ]
+        assert next(made, None) is None, "every launch is on the tape"
+        found.append((replay.prepare(events, inputs, kept), [x.data_ptr() for x in inputs]))
+        return replay.Recorded(result, None, "nothing is launched")
+
+    patches = mock.patch.object(replay, "record", record), mock.patch("openmsa.runtime.launch.encoded", encoded)
+    with recording(90) as launches, patches[0], patches[1]:
+        yield found
+
+
+def variant(event: Launched, launch: Any) -> Variant:
+    """The variant that a launch would have, as far as its parameters go."""
+    places = [i for i, x in enumerate(event.arguments) if type(x).__name__ == "TensorDescriptor"]
+    signature = tuple(launch.signature.values())[: len(event.arguments)]
+    return Variant(event.kernel, print, 0, False, False, (4, 1, 0), (), tuple((i, None) for i in places), {}, signature)
+
+
+def resolved(made: replay.Prepared, addresses: list[int]) -> list[Any]:
+    """Every launch with its numbers and its addresses, of inputs at these addresses."""
+    at = {
+        "input": lambda index, offset: addresses[index] + offset,
+        "own": lambda offset, _: WORKSPACE + offset,
+        "kept": lambda address, _: address,
+    }
+    words = [at[kind](*where) for kind, *where in made.words]
+
+    def value(x: Any) -> Any:
+        return words[x.word] if isinstance(x, Address) else ("map", words[x.word]) if isinstance(x, Descriptor) else x
+
+    calls: list[Any] = []
+    for call in made.calls:
+        if len(call) == 2:
+            calls.append((words[call[0]], call[1]))
+        else:
+            calls.append((call[0].kernel.__name__, call[1], [(kind, value(x)) for kind, x in call[2]]))
+    return calls
+
+
+def step(
+    lengths: list[tuple[int, int]], heads: tuple[int, int], stored: Any = None, packed: bool = False, **options: Any
+) -> Any:
+    """Returns what runs one layer, on new tensors each time, and how many layers it is for."""
+    new, keys = [n for n, _ in lengths], [n for _, n in lengths]
+    pages = sum(-(-n // 128) for n in keys)
+    cu, cu_k = (torch.tensor([0, *x], dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32) for x in (new, keys))
+    where = {"cu_seqlens_k": cu_k} if packed else {"seq_lens": cu_k.diff(), "page_size": 128}
+    table = None if packed else torch.zeros(len(new), max(-(-n // 128) for n in keys), dtype=torch.int32, device="cuda")
+    sizes = {"total_q": sum(new), "max_seqlen_q": max(new), "max_seqlen_k": max(keys)}
+    plan = AttentionPlan(cu_seqlens_q=cu, page_table=table, **sizes, **where, **options)
+
+    def run() -> None:
+        shape = (sum(keys),) if packed else (pages,)
+        size = () if packed else (128,)
+        both = torch.zeros(*shape, heads[1], *size, 256, dtype=torch.bfloat16, device="cuda")
+        index = torch.zeros(*shape, 1, *size, 128, dtype=torch.bfloat16, device="cuda")
+        k, v = both[..., :128], both[..., 128:]
+        if stored is not None:
+            k, v = stored.quantize(k), stored.quantize(v)
+        rows = torch.zeros(sum(new), (heads[0] + heads[1]) * 128, dtype=torch.bfloat16, device="cuda")  # of one projection
+        q, index_q = rows[:, : heads[0] * 128].view(-1, heads[0], 128), rows[:, heads[0] * 128 :].view(-1, heads[1], 128)
+        plan.run(q, k, v, index_q, index, out=torch.zeros(q.shape, dtype=q.dtype, device="cuda"))
+
+    return run
+
+
+def decode(batch: int, keys: int, heads: tuple[int, int]) -> Any:
+    """The same for a decode plan."""
+    pages = -(-keys // 128)
+    sizes = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 128, "page_size": 128, "max_pages": pages}
+    plan = DecodePlan(max_batch=batch, **sizes)
+
+    def run() -> None:
+        table = torch.zeros(batch, pages, dtype=torch.int32, device="cuda")
+        lens = torch.zeros(batch, dtype=torch.int32, device="cuda")
+        k, v = (torch.zeros(batch * pages, heads[1], 128, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        index = torch.zeros(batch * pages, 1, 128, 128, dtype=torch.bfloat16, device="cuda")
+        q, index_q = (torch.zeros(batch, n, 128, dtype=torch.bfloat16, device="cuda") for n in heads)
+        plan.run(q, PagedKV(k, v, table, lens), index_q, PagedIndexKeys(index, table, lens))
+
+    return run
+
+
+CASES: dict[str, tuple[Callable[[], Any], int]] = {
+    "few queries": (lambda: step([(20, 3000)], (16, 1)), 1),
+    "a prefill": (lambda: step([(4096, 4096)], (64, 4)), 1),
+    "packed": (lambda: step([(700, 700), (0, 0), (1, 90)], (8, 2), packed=True), 1),
+    "chunks": (lambda: step([(900, 9000)], (16, 1), query_chunk=256), 4),
+    "mixed": (lambda: step([(1, 3000), (300, 2000), (7, 4000)], (16, 1)), 1),
+    "decode rows": (lambda: step([(1, 3000), (4, 4000)], (16, 1)), 1),
+    "e4m3": (lambda: step([(300, 2000)], (16, 1), E4M3), 1),
+    "nvfp4": (lambda: step([(300, 2000)], (16, 1), NVFP4), 1),
+    "decode of one sequence": (lambda: decode(1, 9000, (64, 4)), 1),
+    "decode of many": (lambda: decode(32, 4000, (64, 4)), 1),
+}
+
+
+def launches_fit_other_tensors(name: str) -> None:
+    """Those of a first layer, at a second layer's addresses, are those that the second layer makes."""
+    make, chunks = CASES[name]
+    with prepared() as found:
+        run = make()
+        run()
+        first = len(found)
+        run()
+    assert len(found) == 2 * first, "both layers are recorded"
+    assert first == (1 if "decode of" in name else 2 * chunks), first
+    for (mine, _), (theirs, addresses) in zip(found[:first], found[first:], strict=True):
+        assert mine.calls
+        assert resolved(mine, addresses) == resolved(theirs, addresses)
+        assert any(kind == "input" for kind, _, _ in mine.words)
+
+
+def memory_is_found(name: str) -> None:
+    """A plan's layers need a workspace; a decode plan's use memory of the plan alone."""
+    with prepared() as found:
+        CASES[name][0]()()
+    kinds_of_words = {kind for made, _ in found for kind, _, _ in made.words}
+    assert kinds_of_words == ({"input", "kept"} if "decode of" in name else {"input", "own", "kept"}), kinds_of_words
+    assert all(made.workspace % replay.ALIGNED == 0 for made, _ in found)
+
+
+def what_cannot_be_recorded_is_said() -> None:
+    """PyTorch's kernels, values read on the host and addresses of two tensors have reasons."""
+    x = torch.zeros(8, 4)
+    assert replay.record(lambda: x[2:].add_(1), [x]).reason == "its host code computes with PyTorch (aten::add_)"
+    assert (
+        replay.record(lambda: x[0, 0].item(), [x]).reason == "its host code computes with PyTorch (aten::_local_scalar_dense)"
+    )
+    places = replay._Places([x[:, :2], x[:, 1:]], None)
+    assert places._place(x[3:, :2]) == ("input", 0, 48)
+    assert places._place(x[3:, 1:]) == ("input", 1, 48)
+    with pytest.raises(replay._AmbiguousError, match="beside its inputs"):
+        places._place(x[2:, 3:])
+
+
+def kinds_tell_tensors_apart() -> None:
+    """What a kernel is compiled for, and which tensors share memory, belong to the kind; addresses do not."""
+    look = kinds.Kinds().look
+    x = torch.zeros(64, 8, dtype=torch.float16)
+    same = look(x, None, 3).kind
+    assert look(torch.ones(64, 8, dtype=torch.float16), None, 3).kind == same
+    others = (x[:32], x.t(), x.float(), x.view(8, 64), torch.zeros(65 * 8, dtype=torch.float16)[8 - 4 : 516].view(64, 8))
+    for other in others:
+        assert look(other, None, 3).kind != same
+    assert look(x, None, 4).kind != same
+    assert look(x, x, 3).kind != look(x, x.clone(), 3).kind
+    assert look(E4M3.quantize(x[None])).kind != look(E4M3.quantize(x[None], per="tensor")).kind
+
+
+def main() -> int:
+    """Runs all checks."""
+    for name in CASES:
+        launches_fit_other_tensors(name)
+        memory_is_found(name)
+        print(f"{name}: ok", flush=True)
+    what_cannot_be_recorded_is_said()
+    kinds_tell_tensors_apart()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: MIT
+"""An attention plan gives what `msa_attention` gives, layer after layer, on every device, and in CUDA graphs and streams."""
+
+import pytest
+import torch
+
+from openmsa import E4M3, NVFP4, AttentionPlan, CertifiedKeys, PagedIndexKeys, PagedKV, Sequences, msa_attention
+from tests.contract import DEVICES
+
+LENGTHS = {
+    "prefill": [(300, 300), (41, 41)],
+    "chunked": [(60, 500), (130, 333)],
+    "few": [(20, 700)],
+    "decode": [(1, 300), (1, 7), (1, 511)],
+    "mixed": [(1, 300), (0, 0), (150, 400), (5, 5), (9, 3), (1, 90)],
+}
+PAGE = 32
+
+
+class Layers:
+    """Layers of one step: lengths are shared, queries and caches are each layer's own."""
+
+    def __init__(self, lengths, device, packed=False, form="plain", heads=(8, 2), dim=64, dtype=None, spare=0):
+        self.device, self.packed, self.form, self.heads, self.dim = device, packed, form, heads, dim
+        self.dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+        self.new, self.keys = [n for n, _ in lengths], [n for _, n in lengths]
+        self.cu, self.cu_k = (torch.tensor([0, *n]).cumsum(0).int().to(device) for n in (self.new, self.keys))
+        self.lens = self.cu_k.diff().int()
+        counts = [-(-n // PAGE) for n in self.keys]
+        self.pages = sum(counts) + 3
+        self.table = torch.full((len(lengths), max(counts) + spare), -1, dtype=torch.int32)
+        order = iter(torch.randperm(self.pages).tolist())
+        for b, n in enumerate(counts):
+            self.table[b, :n] = torch.tensor([next(order) for _ in range(n)], dtype=torch.int32)
+        self.table = self.table.to(device)
+
+    def plan(self, **options):
+        sizes = {"total_q": sum(self.new), "max_seqlen_q": max(self.new), "max_seqlen_k": max(self.keys)}
+        where = {"cu_seqlens_k": self.cu_k}
+        if not self.packed:
+            where = {"page_table": self.table, "seq_lens": self.lens, "page_size": PAGE}
+        return AttentionPlan(**{"cu_seqlens_q": self.cu, "topk": 4, "block_size": 32} | sizes | where | options)
+
+    def layer(self):
+        """Returns q, k, v, index_q, index_k with NaN wherever no key lies."""
+        (q_heads, kv_heads), total = self.heads, sum(self.new)
+        q, index_q = (
+            torch.randn(total, n, d, device=self.device, dtype=self.dtype) for n, d in ((q_heads, self.dim), (kv_heads, 32))
+        )
+        rows = (sum(self.keys), kv_heads) if self.packed else (self.pages, kv_heads, PAGE)
+        both = torch.randn(*rows, 2 * self.dim, device=self.device, dtype=self.dtype)
+        index = torch.randn(*(n if i != 1 else 1 for i, n in enumerate(rows)), 32, device=self.device, dtype=self.dtype)
+        k, v = both[..., : self.dim], both[..., self.dim :]
+        if self.form == "e4m3":
+            k, v, index = (E4M3.quantize(x, scale) for x, scale in ((k, 0.1), (v, 0.2), (index, 0.3)))
+        elif self.form == "nvfp4":
+            k, v, index = (NVFP4.quantize(x) for x in (k, v, index))
+        elif self.form == "certified":
+            index = CertifiedKeys.quantize(index)
+        return q, k, v, index_q, index
+
+    def expected(self, q, k, v, index_q, index, **options):
+        lengths = Sequences(self.cu, self.cu_k if self.packed else None, max(self.new), max(self.keys))
+        keys = (k, v, index_q, index)
+        if not self.packed:
+            keys = (PagedKV(k, v, self.table, self.lens), None, index_q, PagedIndexKeys(index, self.table, self.lens))
+        options = {"block_size": 32, "return_lse": True, "certified": self.form == "certified"} | options
+        return msa_attention(q, *keys, 4, lengths, **options)
+
+
+def poisoned(q):
+    out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device)
+    return out, torch.full(q.shape[:2], torch.nan, dtype=torch.float32, device=q.device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True], ids=["paged", "packed"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_every_layer_is_that_of_a_call(device, packed, lengths):
+    step = Layers(LENGTHS[lengths], device, packed)
+    plan = step.plan()
+    for _ in range(3):
+        layer = step.layer()
+        out, lse = poisoned(layer[0])
+        assert plan.run(*layer, out=out, lse=lse) is out
+        expected, expected_lse = step.expected(*layer)
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse)
+        assert torch.equal(plan.run(*layer), expected), "out and lse may be left out"
+        q, k, v, index_q, index = layer
+        assert torch.equal(plan.attend(q, k, v, plan.select(index_q, index)), expected)
+    assert plan.not_recorded == ()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["e4m3", "nvfp4", "certified"])
+@pytest.mark.parametrize("lengths", ["chunked", "mixed"])
+def test_formats(device, form, lengths):
+    step = Layers(LENGTHS[lengths], device, form=form)
+    plan = step.plan(certified=form == "certified")
+    for _ in range(3):
+        layer = step.layer()
+        assert torch.equal(plan.run(*layer), step.expected(*layer)[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_chunks_of_queries_change_nothing(device):
+    step = Layers(LENGTHS["mixed"], device)
+    plan = step.plan(query_chunk=37)
+    for _ in range(3):
+        layer = step.layer()
+        assert torch.equal(plan.run(*layer), step.expected(*layer, query_chunk=37)[0])
+    assert plan.not_recorded == ()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layers_of_several_kinds_share_a_plan(device):
+    steps = [
+        Layers(LENGTHS["chunked"], device, heads=heads, dim=dim) for heads, dim in (((8, 2), 64), ((4, 4), 32), ((16, 1), 64))
+    ]
+    for step in steps[1:]:
+        step.table, step.pages = steps[0].table, steps[0].pages
+    plan = steps[0].plan()
+    for step in (*steps, *steps, *steps[::-1]):
+        layer = step.layer()
+        assert torch.equal(plan.run(*layer), step.expected(*layer)[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", [None, 37])
+def test_refresh_follows_the_tensors(device, chunk):
+    """Lengths, starts and pages that change in place, within the bounds, are those of the next layers."""
+    step = Layers([(40, 200), (90, 300), (1, 64)], device, spare=1)
+    plan = step.plan(max_seqlen_q=131, max_seqlen_k=320, query_chunk=chunk)
+    plan.run(*step.layer())
+    step.new, step.keys = [90, 1, 40], [150, 310, 70]
+    step.cu.copy_(torch.tensor([0, 90, 91, 131]))
+    step.lens.copy_(torch.tensor(step.keys))
+    step.table[:, :10] = torch.randperm(step.pages)[: 3 * 5].repeat(2).view(3, 10).to(device)  # pages may be shared
+    plan.refresh()
+    for _ in range(2):
+        layer = step.layer()
+        assert torch.equal(plan.run(*layer), step.expected(*layer, query_chunk=chunk)[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_queries(device):
+    step = Layers([(0, 40), (0, 0)], device)
+    assert step.plan().run(*step.layer()).shape == (0, 8, 64)
+
+
+def test_bad_input_is_named():
+    step = Layers(LENGTHS["chunked"], "cpu")
+    q, k, v, index_q, index = step.layer()
+    plan = step.plan()
+    for change, error, message in (
+        ({"total_q": -1}, ValueError, "total_q must be at least 0, got -1"),
+        ({"total_q": 191}, ValueError, r"cu_seqlens_q must end at the number of queries \(191\), got 190"),
+        ({"seq_lens": None}, ValueError, "seq_lens must be given beside page_table"),
+        ({"page_table": None}, ValueError, "cu_seqlens_k alone must be given where page_table is None"),
+        ({"page_size": None}, TypeError, "page_size must be an int"),
+        ({"seq_lens": step.lens[:1]}, ValueError, r"seq_lens.shape\[0\] must be 2"),
+        ({"seq_lens": step.lens.long()}, TypeError, "seq_lens must have dtype torch.int32"),
+        ({"impl": "fastest"}, ValueError, "impl must be 'auto' or one of"),
+        ({"cu_seqlens_q": [0, 190]}, TypeError, "cu_seqlens_q must be a torch.Tensor"),
+        ({"query_chunk": 0}, ValueError, "query_chunk must be at least 1, got 0"),
+    ):
+        with pytest.raises(error, match=message):
+            step.plan(**change)
+    for call, message in (
+        (lambda: plan.run(q[:9], k, v, index_q, index), r"q.shape\[0\] must be 190 \(total_q of the plan\), got 9"),
+        (lambda: plan.select(index_q[:9], index), r"index_q.shape\[0\] must be 190"),
+        (lambda: plan.run(q, k, v, index_q, index, out=q), "out must share no memory with the inputs"),
+        (lambda: plan.run(q, k, v, index_q, index, out=torch.empty(190, 8, 32)), r"out must have shape \(190, 8, 64\)"),
+        (lambda: plan.run(q, k[:, :, :7], v, index_q, index), r"v must have the shape of k"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(NotImplementedError, match="a plan computes no gradients"):
+        plan.run(q.requires_grad_(), k, v, index_q, index)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_graphs_and_streams(lengths):
+    """A graph of `refresh` and two layers follows its tensors; layers run on any stream."""
+    step = Layers(LENGTHS[lengths], "cuda")
+    plan, layers = step.plan(), [step.layer() for _ in range(2)]
+    outs = [torch.empty_like(layer[0]) for layer in layers]
+    for layer in layers:
+        plan.run(*layer)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.refresh()
+        for layer, out in zip(layers, outs, strict=True):
+            plan.run(*layer, out=out)
+    for _ in range(2):
+        for layer, new, out in zip(layers, [step.layer() for _ in layers], outs, strict=True):
+            for old, x in zip(layer, new, strict=True):
+                old.copy_(x)
+            out.fill_(torch.nan)
+        graph.replay()
+        for layer, out in zip(layers, outs, strict=True):
+            assert torch.equal(out, step.expected(*layer)[0])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = plan.run(*layers[0])
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(out, step.expected(*layers[0])[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+def test_calls_on_several_streams_share_no_memory():
+    """`msa_attention` replays launches of calls before; each call has memory of its own."""
+    step = Layers([(700, 3000), (50, 900)], "cuda")
+    layers = [step.layer() for _ in range(6)]
+    expected = [step.expected(*layer)[0].clone() for layer in layers]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    outs = []
+    for turn in range(4):
+        for i, layer in enumerate(layers):
+            with torch.cuda.stream(streams[(turn + i) % 3]):
+                outs.append((i, step.expected(*layer)[0]))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected[i]) for i, out in outs)
