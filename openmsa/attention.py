@@ -15,13 +15,13 @@ from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
 from openmsa.runtime import checks
 from openmsa.runtime.dispatch import Stage, has_triton
-from openmsa.runtime.kinds import Call, Kinds, tensors_in
+from openmsa.runtime.kinds import Call, Kinds, Memory, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention import SparseCall
 from openmsa.types import Sequences, layout
 
 QUERY_CHUNK = 16384  # queries whose selection (and, on a GPU, partial results) are held at a time
-CALLS = Kinds(shared=True)  # launches of earlier calls on a GPU, one chunk of queries each
+CALLS = Kinds()  # launches of earlier calls on a GPU, one chunk of queries each
 
 
 def msa_attention(
@@ -97,7 +97,7 @@ def msa_attention(
             call = attention_call(inputs, selected(stage, impl, selection), block_size)
             ATTENTION.run(impl, call._replace(out=out, lse=lse))
 
-        CALLS.first(launches, [run], (q, k, v, index_q, index_k, seqs, inputs.seqs, out, lse), ())
+        CALLS.first(launches, [run], (q, k, v, index_q, index_k, seqs, inputs.seqs, out, lse))
     else:
         blocks = selected(stage, impl, selection)
         out, lse = ATTENTION.run(impl, attention_call(inputs, blocks, block_size))
@@ -118,7 +118,7 @@ def _again(
     lengths = k.layout(seqs, total, device) if isinstance(k, PagedKV) else layout(seqs, total, k.shape[0], device)
     out, lse = _results(q)
     launches.addresses.extend(x.data_ptr() for x in tensors_in(lengths, out, lse))
-    CALLS.again(launches)
+    CALLS.again(launches, Memory())
     return (out, lse) if return_lse else out
 
 

@@ -19,10 +19,13 @@ from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
 from openmsa.runtime import checks
 from openmsa.runtime.dispatch import has_triton
-from openmsa.runtime.kinds import Call, Kinds, tensors_in
+from openmsa.runtime.kinds import Kinds, Memory, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention import SparseCall, check_sparse
 from openmsa.types import Layout, Sequences, layout
+
+LAYERS = Kinds()
+"""Launches of layers of all plans: plans of like steps need not record again."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -68,8 +71,9 @@ class AttentionPlan:
     certified: bool = False
     query_chunk: int | None = None
     impl: str = "auto"
-    _kinds: Kinds = field(init=False, repr=False, default_factory=Kinds)
-    _blocks: Tensor | None = field(init=False, repr=False, default=None)
+    _memory: Memory = field(init=False, repr=False, default_factory=Memory)
+    _blocks: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
+    _reasons: dict[str, None] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for stage in (CERTIFIED if self.certified else SELECTION, ATTENTION):
@@ -83,6 +87,10 @@ class AttentionPlan:
         self._layout = self._made_layout()
         self._rows = [slice(start, min(start + chunk, self.total_q)) for start in range(0, self.total_q, chunk)]
         self._parts = self._made_parts()
+        self._own = (self._layout, *self._parts, self.page_table, self.seq_lens)  # what launches read beside a layer's tensors
+        numbers = [value for value in vars(self).values() if value is None or isinstance(value, (int, float, str))]
+        kind, self._addresses, _ = LAYERS.look(*numbers, *self._own)
+        self._kind = LAYERS.number(kind)
 
     def _made_layout(self) -> Layout:
         seqs = Sequences(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k, self.q_offset)
@@ -111,9 +119,9 @@ class AttentionPlan:
         launches a few small kernels and never waits."""
         held, parts = self._layout, self._parts
         self._layout = self._made_layout()
-        made = [self._layout, *self._made_parts()]
-        self._layout = held
-        for old, new in zip([held, *parts], made, strict=True):
+        made = self._made_parts() if len(parts) > 1 else []
+        made, self._layout = [self._layout, *made], held
+        for old, new in zip([held, *parts], made, strict=False):
             for name in ("cu_seqlens_q", "cu_seqlens_k", "q_offset"):
                 kept, value = getattr(old, name), getattr(new, name)
                 if kept is not None and kept.data_ptr() != value.data_ptr():
@@ -128,21 +136,19 @@ class AttentionPlan:
 
         Returns int32 ``[total_q, index_heads, topk]``, the plan's own memory, which the next `select` overwrites.
         """
-        values = (index_q, index_k)
-        launches = self._kinds.look("select", *values)
-        if launches.replays is not None:
-            self._kinds.again(launches)
-            assert self._blocks is not None
-            return self._blocks
+        heads = index_q.shape[1] if isinstance(index_q, (Tensor, Stored)) and index_q.dim() == 3 else 0
+        blocks = self._blocks.get(heads)
+        if blocks is not None and self._again("select", index_q, index_k, blocks):
+            return blocks
         checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
         keys = index_k if self.page_table is None else self._paged(PagedIndexKeys, index_k)
         counts = (self.block_size, self.init_blocks, self.local_blocks)
         call = check_selection(index_q, keys, self.topk, self._layout, *counts, self.certified, None, False)
-        if self._blocks is None or self._blocks.shape[1] != index_q.shape[1]:
-            self._blocks = torch.empty((self.total_q, index_q.shape[1], self.topk), dtype=torch.int32, device=self._device)
-        call = call._replace(blocks=self._blocks)
-        self._run(launches, values, [partial(self._select, call, i) for i in range(len(self._rows))])
-        return self._blocks
+        if blocks is None:
+            blocks = self._blocks[heads] = torch.empty((self.total_q, heads, self.topk), dtype=torch.int32, device=self._device)
+        call = call._replace(blocks=blocks)
+        self._first([partial(self._select, call, i) for i in range(len(self._rows))], "select", index_q, index_k, blocks)
+        return blocks
 
     def attend(
         self,
@@ -166,17 +172,14 @@ class AttentionPlan:
         Returns `out`.
         """
         out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
-        values = (q, k, v, blocks, out, lse)
-        launches = self._kinds.look("attend", *values)
-        if launches.replays is not None:
-            self._kinds.again(launches)
+        if self._again("attend", q, k, v, blocks, out, lse):
             return out
         checks.size("q", q, 0, self.total_q, "total_q of the plan")
         keys = (k, v) if self.page_table is None else (self._paged(PagedKV, k, v), None)
         call = check_sparse(
             q, keys[0], keys[1], blocks, self._layout, self.block_size, self.softmax_scale, True, False
         ).writing(out, lse)
-        self._run(launches, values, [partial(self._attend, call, i) for i in range(len(self._rows))])
+        self._first([partial(self._attend, call, i) for i in range(len(self._rows))], "attend", q, k, v, blocks, out, lse)
         return out
 
     def run(
@@ -197,7 +200,7 @@ class AttentionPlan:
     def not_recorded(self) -> tuple[str, ...]:
         """Says why layers of some kinds are launched by the host's whole code each time, a sentence each; empty where the
         launches of all kinds are recorded, and on a CPU."""
-        return tuple(self._kinds.reasons)
+        return tuple(self._reasons)
 
     def _paged(self, kind: type[Any], *pools: Any) -> Any:
         return kind(*pools, self.page_table, self.seq_lens)
@@ -214,15 +217,25 @@ class AttentionPlan:
         out, lse = (None if x is None else x[rows] for x in (call.out, call.lse))
         ATTENTION.run(self.impl, chunk._replace(out=out, lse=lse))
 
-    def _run(self, launches: Call, values: tuple[Any, ...], steps: list[Callable[[], None]]) -> None:
+    def _again(self, *values: Any) -> bool:
+        """Launches a layer of a known kind; says whether the kind is known."""
+        launches = LAYERS.look(self._kind, *values)
+        if launches.replays is None:
+            return False
+        launches.addresses.extend(self._addresses)
+        LAYERS.again(launches, self._memory)
+        return True
+
+    def _first(self, steps: list[Callable[[], None]], *values: Any) -> None:
         """Runs the first layer of a kind, in steps, and records its launches on a GPU."""
         if checks.needs_grad(*tensors_in(*values)):
             raise NotImplementedError(
                 "a plan computes no gradients, got tensors that require one; call it under torch.no_grad()"
             )
+        launches = LAYERS.look(self._kind, *values)
         with torch.no_grad():
-            if self._device.type == "cuda" and has_triton():
-                self._kinds.first(launches, steps, values, [*vars(self).values(), *self._parts])
-            else:
+            if self._device.type != "cuda" or not has_triton():
                 for step in steps:
                     step()
+            elif (reason := LAYERS.first(launches, steps, (*values, *self._own))) is not None:
+                self._reasons[reason] = None

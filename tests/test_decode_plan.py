@@ -60,6 +60,14 @@ def poison(plan):
             x.fill_(torch.nan if x.is_floating_point() else -1)
 
 
+@pytest.fixture
+def by_host_code(monkeypatch):
+    """Every run goes through the host's whole code, whose calls a test counts."""
+    monkeypatch.setattr(
+        "openmsa.runtime.kinds.Kinds.first", lambda self, call, steps, *others, **more: [step() for step in steps]
+    )
+
+
 def plan_of(p, device, **changes):
     return DecodePlan(**SHAPE | {"page_size": PAGE, "max_pages": 12, "dtype": p.q.dtype, "device": device} | changes)
 
@@ -184,7 +192,7 @@ PARTS = {  # k_lens, new tokens, format of keys and values, changes of the plan
 
 
 @pytest.mark.parametrize("case", PARTS)
-def test_two_parts_select_and_attend_as_one(device, monkeypatch, case):
+def test_two_parts_select_and_attend_as_one(device, monkeypatch, by_host_code, case):
     if device == "cpu" and not decode.uses_kernels(torch.device("cpu")):
         pytest.skip("stages are one part")
     from openmsa.block_topk.triton_certified import Selection
@@ -372,7 +380,7 @@ def test_calls_that_do_not_fit_the_plan_are_refused():
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("form", "parts"), [("plain", False), ("certified", False), ("certified", True)])
-def test_a_captured_graph_reads_lengths_when_replayed(form, parts, monkeypatch):
+def test_a_captured_graph_reads_lengths_when_replayed(form, parts, monkeypatch, by_host_code):
     """Two plans on two streams, each in a graph; lengths change in place; nothing is allocated in between."""
     from openmsa.block_topk.triton_certified import Selection
 

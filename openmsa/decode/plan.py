@@ -12,7 +12,7 @@ from torch import Tensor
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.stored import QUERY_FORMATS, check_rows
 from openmsa.runtime import checks, devices
-from openmsa.runtime.kinds import Kinds
+from openmsa.runtime.kinds import Kinds, Memory
 
 MAX_NEW_TOKENS = 16
 MAX_INDEX_ROWS = 64  # The scoring kernel takes the new tokens x index heads of one index key head as one tile.
@@ -72,7 +72,8 @@ class DecodePlan:
     device: torch.device | str = "cuda"
 
     def __post_init__(self) -> None:
-        self._device, self._tokens, self._kinds = devices.resolved("device", self.device), 0, Kinds()
+        self._device, self._tokens = devices.resolved("device", self.device), 0
+        self._kinds, self._memory = Kinds(), Memory()
         self._index_heads = self.num_kv_heads if self.index_heads is None else self.index_heads
         self._check_numbers()
         scale = self.softmax_scale
@@ -173,7 +174,7 @@ class DecodePlan:
         call = self._kinds.look(q, kv, index_q, index_keys, out)
         if call.replays is not None:
             self._tokens = q.shape[0]
-            self._kinds.again(call)
+            self._kinds.again(call, self._memory)
             return self._out[: q.shape[0]] if out is None else out
         self._check_call(q, kv, index_q, index_keys, out)
         self._tokens = q.shape[0]
@@ -185,7 +186,7 @@ class DecodePlan:
                 run = partial(self._kernels.run, q, kv, index_q, index_keys, self._scale, self.blocks, to, self.lse)
                 # A plan that may serve its sequences in two parts decides anew each time.
                 recorded = self._kernels.parts is None and self._device.type == "cuda"
-                self._kinds.first(call, [run], (q, kv, index_q, index_keys, out)) if recorded else run()
+                self._kinds.first(call, [run], (q, kv, index_q, index_keys, out), own=False) if recorded else run()
             else:
                 from openmsa.decode.cpu import run_stages
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from openmsa.runtime.launch import Variant
 
 _COOPERATIVE, _SERIALIZED = 2, 6  # numbers of launch attributes
-_FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
-_FORMATS |= {"fp32": "f", "f32": "f", "fp64": "d"}
+_FLOATS = {"fp32": "<f", "f32": "<f", "fp64": "<d", "f64": "<d"}
+_INTEGERS = ("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64")
 MAP_BYTES = 128
 """A TMA descriptor takes so many bytes, at a multiple of 64."""
 
@@ -71,10 +71,6 @@ class Words:
         self.values = array("Q", bytes(8 * count))
         self.start = self.values.buffer_info()[0]
 
-    def at(self, word: int) -> int:
-        """Returns where a word lies."""
-        return self.start + 8 * word
-
 
 class KernelCall:
     """One launch of a compiled kernel. parameters: numbers, `Address` and `Descriptor`, with Triton's type of each."""
@@ -84,29 +80,25 @@ class KernelCall:
         if num_ctas != 1:
             raise ValueError(f"a kernel must run without clusters to be launched directly, got {num_ctas} in one")
         self.variant, self.words = variant, words  # kept alive
-        numbers = [(kind, x) for kind, x in parameters if not isinstance(x, (Address, Descriptor))]
         maps = [x for _, x in parameters if isinstance(x, Descriptor)]
-        self._numbers = ctypes.create_string_buffer(8 * max(len(numbers), 1))
-        self._maps = ctypes.create_string_buffer(MAP_BYTES * (len(maps) + 1))
-        first_map = ctypes.addressof(self._maps) + -ctypes.addressof(self._maps) % MAP_BYTES
-        places, number, map_ = [], 0, 0
+        self._numbers = array("Q", bytes(8 * (len(parameters) + 1)))  # the last one stays 0: there is no scratch memory
+        self._maps = ctypes.create_string_buffer(MAP_BYTES * (len(maps) + 1)) if maps else None
+        next_map = 0 if self._maps is None else ctypes.addressof(self._maps) + -ctypes.addressof(self._maps) % MAP_BYTES
         self.maps: list[list[int]] = []  # of each descriptor where it lies, the word of its address, and the address it has
-        for kind, x in parameters:
+        numbers, start = self._numbers, self._numbers.buffer_info()[0]
+        places = array("Q", [start + 8 * len(parameters)] * (len(parameters) + 2))
+        for i, (kind, x) in enumerate(parameters):
             if isinstance(x, Address):
-                places.append(words.at(x.word))
+                places[i] = words.start + 8 * x.word
             elif isinstance(x, Descriptor):
-                place = first_map + MAP_BYTES * map_
-                ctypes.memmove(place, bytes_of_map(x.encoded), MAP_BYTES)
-                places.append(place)
-                self.maps.append([place, x.word, 0])
-                map_ += 1
+                ctypes.memmove(next_map, bytes_of_map(x.encoded), MAP_BYTES)
+                self.maps.append([next_map, x.word, 0])
+                places[i] = next_map
+                next_map += MAP_BYTES
             else:
-                struct.pack_into(_FORMATS[kind], self._numbers, 8 * number, x)
-                places.append(ctypes.addressof(self._numbers) + 8 * number)
-                number += 1
-        self._none = ctypes.c_uint64(0)  # there is no scratch memory
-        places += [ctypes.addressof(self._none)] * 2
-        self._parameters = (ctypes.c_void_p * len(places))(*places)
+                numbers[i] = bits(kind, x)
+                places[i] = start + 8 * i
+        self._places = places
         chosen = [_SERIALIZED] * bool(variant.pdl) + [_COOPERATIVE] * bool(variant.cooperative)
         self._attributes = (_Attribute * 2)(*(_Attribute(id=number, value=1) for number in chosen))
         grid = (*grid, 1, 1)[:3]
@@ -115,7 +107,7 @@ class KernelCall:
         self._arguments = (
             ctypes.byref(self.configuration),
             ctypes.c_void_p(variant.function),
-            self._parameters,
+            ctypes.c_void_p(places.buffer_info()[0]),
             ctypes.c_void_p(None),
         )
         self._launch = _driver().cuLaunchKernelEx
@@ -145,6 +137,15 @@ class ZeroCall:
         status = self._memset(self.words.values[self.word], 0, self.size, self.configuration.stream)
         if status:
             _checked(status, "cuMemsetD8Async")
+
+
+def bits(kind: str, number: float) -> int:
+    """Returns a number of Triton's type `kind` as the low bytes of a word of 64 bits."""
+    if kind in _FLOATS:
+        return int.from_bytes(struct.pack(_FLOATS[kind], number), "little")
+    if kind not in _INTEGERS:
+        raise TypeError(f"a parameter must be an integer or a float of Triton, got {kind}")
+    return int(number) & 0xFFFFFFFFFFFFFFFF
 
 
 def bytes_of_map(encoded: Any) -> bytes:

@@ -6,6 +6,7 @@ This module loads no kernel; what records and replays (replay.py) is imported wh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from openmsa.runtime.replay import Replay
 
-MOST_KINDS = 64
+MOST_KINDS = 1024
 """So many kinds are kept at a time; past that all are forgotten, and recorded again."""
 
 
@@ -48,20 +49,39 @@ class Call(NamedTuple):
     replays: list[Replay] | None
 
 
+class Memory:
+    """Memory that launches write and read in between. It grows, and lives as long as this object; calls that share it follow
+    each other."""
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+        self._at = 0
+
+    def at(self, size: int, device: int) -> int:
+        """Returns the address of so many bytes."""
+        if size and (self._held is None or self._held.numel() < size):
+            self._held = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
+            self._at = self._held.data_ptr()
+        return self._at
+
+
 class Kinds:
     """Runs calls, each kind for the first time by host code, which is recorded, and then by its launches alone.
 
-    shared:   whether calls may overlap, on several streams or threads, so that each allocates its memory; otherwise they
-              follow each other and share memory that lives as long as this object.
     reasons:  sentences that say why the launches of some kinds could not be recorded; host code runs these each time.
     """
 
-    def __init__(self, shared: bool = False) -> None:
+    def __init__(self) -> None:
         self.reasons: dict[str, None] = {}
-        self._shared = shared
         self._replays: dict[Any, list[Replay]] = {}
-        self._memory: Tensor | None = None
-        self._at = 0
+        self._numbers: dict[Any, int] = {}
+        self._next = itertools.count()
+
+    def number(self, kind: Any) -> int:
+        """Returns a number for a kind, the same for equal ones, that is quicker to look up."""
+        if len(self._numbers) >= MOST_KINDS:
+            self._numbers.clear()  # A kind that comes back has a new number and is recorded again.
+        return self._numbers.setdefault(kind, next(self._next))
 
     def look(self, *values: Any) -> Call:
         """Looks up the kind of a call on these values."""
@@ -71,38 +91,28 @@ class Kinds:
             kind = (*kind, *map(addresses.index, addresses))
         return Call(kind, addresses, self._replays.get(kind))
 
-    def again(self, call: Call) -> None:
+    def again(self, call: Call, memory: Memory) -> None:
         """Launches a call of a known kind."""
         assert call.replays is not None
         for replay in call.replays:
-            if self._shared and replay.workspace:
-                memory = torch.empty(replay.workspace, dtype=torch.uint8, device=replay.device)
-                replay.run(call.addresses, memory.data_ptr())
-            else:
-                replay.run(call.addresses, self._at)
+            replay.run(call.addresses, memory.at(replay.workspace, replay.device))
 
-    def first(
-        self, call: Call, steps: Sequence[Callable[[], object]], values: Iterable[Any], lasting: Iterable[Any] | None = None
-    ) -> None:
-        """Runs a call of a kind that is not known, in steps whose memory may be the same, and records it.
+    def first(self, call: Call, steps: Sequence[Callable[[], object]], values: Iterable[Any], own: bool = True) -> str | None:
+        """Runs a call of a kind that is not known, in steps whose memory may be the same, and records it. Returns why it could
+        not be recorded, or None.
 
-        values:   what holds the tensors of the call, in the order of its addresses.
-        lasting:  what the steps use beside `values` and what they allocate, and lives as long as this object; None: all that
-                  the steps use is kept.
+        values:  what holds the tensors of the call, in the order of its addresses.
+        own:     whether memory that is not of `values` belongs to the call, so that it may be anywhere the next time; otherwise
+                 it is kept.
         """
         from openmsa.runtime.replay import record
 
         tensors = list(tensors_in(*values))
-        kept = None if lasting is None else list(tensors_in(*lasting))
-        recorded = [record(step, tensors, kept) for step in steps]
+        recorded = [record(step, tensors, own) for step in steps]
         if reasons := [x.reason for x in recorded if x.reason is not None]:
             self.reasons[reasons[0]] = None
-            return
-        replays = [x.replay for x in recorded if x.replay is not None]
-        need = max((replay.workspace for replay in replays), default=0)
-        if not self._shared and need and (self._memory is None or self._memory.numel() < need):
-            self._memory = torch.empty(need, dtype=torch.uint8, device=tensors[0].device)
-            self._at = self._memory.data_ptr()
+            return reasons[0]
         if len(self._replays) >= MOST_KINDS:
             self._replays.clear()
-        self._replays[call.kind] = replays
+        self._replays[call.kind] = [x.replay for x in recorded if x.replay is not None]
+        return None

@@ -10,8 +10,9 @@ launches have effects; otherwise `record` says why not, and nothing is replayed.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -36,11 +37,10 @@ class Recorded(NamedTuple):
     reason: str | None
 
 
-def record(function: Callable[[], Any], inputs: list[Tensor], kept: Iterable[Tensor] | None = None) -> Recorded:
-    """Runs `function`, which launches on `inputs` and on memory that it allocates, and keeps the launches.
+def record(function: Callable[[], Any], inputs: list[Tensor], own: bool = True) -> Recorded:
+    """Runs `function`, which launches on `inputs` and on other memory, and keeps the launches.
 
-    kept:  memory of a longer life than the call, which a replay uses as it is; None: all memory that is no input is kept, and
-           a replay needs no workspace.
+    own:  whether the other memory belongs to the call alone: a replay then takes it from a workspace. Otherwise it is kept.
     """
     tape: list[Launched | Zeroed] = []
     watch = _Watch()
@@ -49,7 +49,7 @@ def record(function: Callable[[], Any], inputs: list[Tensor], kept: Iterable[Ten
     reason = watch.reason or _unreplayable(tape)
     if reason is None:
         try:
-            return Recorded(result, Replay(prepare(tape, inputs, kept), inputs[0].get_device()), None)
+            return Recorded(result, Replay(prepare(tape, inputs, own), inputs[0].get_device()), None)
         except _AmbiguousError as error:
             reason = str(error)
     return Recorded(result, None, reason)
@@ -72,12 +72,17 @@ class _Watch(TorchDispatchMode):
         self.reason: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = func._schema
-        returns = schema.returns
-        view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        if not view and schema.name not in _ALLOCATIONS:
-            self.reason = self.reason or f"its host code computes with PyTorch ({schema.name})"
-        return func(*args, **(kwargs or {}))
+        if not _computes_nothing(func):
+            self.reason = self.reason or f"its host code computes with PyTorch ({func._schema.name})"
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+@functools.cache
+def _computes_nothing(func: Any) -> bool:
+    """Says whether an operation of PyTorch is a view or an allocation."""
+    returns = func._schema.returns
+    view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return view or func._schema.name in _ALLOCATIONS
 
 
 def _unreplayable(tape: list[Launched | Zeroed]) -> str | None:
@@ -98,22 +103,26 @@ class _AmbiguousError(Exception):
 class _Places:
     """Finds what an address belongs to, and gives it a word."""
 
-    def __init__(self, inputs: list[Tensor], kept: Iterable[Tensor] | None) -> None:
+    def __init__(self, inputs: list[Tensor], own: bool) -> None:
         self.inputs = [
             (x.data_ptr(), x.data_ptr() + _extent(x), x.stride(0) * x.element_size() if x.dim() else 0) for x in inputs
         ]
         self.of_inputs = {x.untyped_storage().data_ptr() for x in inputs if x.numel()}
-        self.kept = None if kept is None else {x.untyped_storage().data_ptr() for x in kept}
+        self.own = own
+        self.found: dict[int, int] = {}  # the word of each address
         self.words: dict[tuple[str, int, int], int] = {}
         self.memories: dict[int, tuple[int, Tensor]] = {}  # of each storage its place in the workspace, and a tensor in it
         self.size = 0  # of the workspace in bytes
 
     def word(self, tensor: Tensor) -> int:
         """Returns the number of the word that holds the address of a tensor."""
-        return self.words.setdefault(self._place(tensor), len(self.words))
-
-    def _place(self, tensor: Tensor) -> tuple[str, int, int]:
         address = tensor.data_ptr()
+        word = self.found.get(address)
+        if word is None:
+            word = self.found[address] = self.words.setdefault(self._place(tensor, address), len(self.words))
+        return word
+
+    def _place(self, tensor: Tensor, address: int) -> tuple[str, int, int]:
         inside = [i for i, (first, last, _) in enumerate(self.inputs) if first <= address < last]
         # Host code cuts inputs into slices of their first dimension, so that an address begins at a row of its own input.
         exact = [i for i in inside if self.inputs[i][0] == address]
@@ -124,9 +133,9 @@ class _Places:
             return "input", inside[0], address - self.inputs[inside[0]][0]
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
-        if start in self.of_inputs and (self.kept is None or start not in self.kept):
+        if start in self.of_inputs:
             raise _AmbiguousError("an address lies beside its inputs, in the memory of one")
-        if self.kept is None or start in self.kept or not storage.nbytes():
+        if not self.own or not storage.nbytes():
             self.memories.setdefault(start, (-1, tensor))
             return "kept", address, 0
         if start not in self.memories:
@@ -187,9 +196,9 @@ class Prepared(NamedTuple):
     kept: list[Tensor]
 
 
-def prepare(tape: list[Launched | Zeroed], inputs: list[Tensor], kept: Iterable[Tensor] | None) -> Prepared:
+def prepare(tape: list[Launched | Zeroed], inputs: list[Tensor], own: bool) -> Prepared:
     """Finds what each address of a tape belongs to."""
-    places, calls = _Places(inputs, kept), list[tuple[Any, ...]]()
+    places, calls = _Places(inputs, own), list[tuple[Any, ...]]()
     for event in tape:
         if isinstance(event, Zeroed):
             calls.append((places.word(event.memory), event.memory.numel() * event.memory.element_size()))

@@ -32,7 +32,7 @@ def prepared() -> Iterator[list[tuple[replay.Prepared, list[int]]]]:
     def encoded(variant: Variant, place: int, layout: Any, descriptor: Any) -> list[Any]:
         return ["map", *descriptor.shape, *descriptor.strides]
 
-    def record(function: Callable[[], Any], inputs: list[Tensor], kept: Any = None) -> replay.Recorded:
+    def record(function: Callable[[], Any], inputs: list[Tensor], own: bool = True) -> replay.Recorded:
         tape: list[Any] = []
         watch, before = replay._Watch(), len(launches)
         with replay._taping(tape), watch:
@@ -43,7 +43,7 @@ def prepared() -> Iterator[list[tuple[replay.Prepared, list[int]]]]:
             event._replace(variant=variant(event, next(made))) if isinstance(event, Launched) else event for event in tape
         ]
         assert next(made, None) is None, "every launch is on the tape"
-        found.append((replay.prepare(events, inputs, kept), [x.data_ptr() for x in inputs]))
+        found.append((replay.prepare(events, inputs, own), [x.data_ptr() for x in inputs]))
         return replay.Recorded(result, None, "nothing is launched")
 
     patches = mock.patch.object(replay, "record", record), mock.patch("openmsa.runtime.launch.encoded", encoded)
@@ -158,8 +158,41 @@ def memory_is_found(name: str) -> None:
     with prepared() as found:
         CASES[name][0]()()
     kinds_of_words = {kind for made, _ in found for kind, _, _ in made.words}
-    assert kinds_of_words == ({"input", "kept"} if "decode of" in name else {"input", "own", "kept"}), kinds_of_words
+    assert kinds_of_words == ({"input", "kept"} if "decode of" in name else {"input", "own"}), kinds_of_words
     assert all(made.workspace % replay.ALIGNED == 0 for made, _ in found)
+
+
+def known_kinds_are_not_recorded_again() -> None:
+    """A plan's second layer, and a plan of a like step, find what was recorded; a layer of another kind does not."""
+    replays: list[list[int]] = []
+
+    class Replayed:
+        workspace, device = 4096, 0
+
+        def run(self, addresses: list[int], workspace: int) -> None:
+            replays.append(addresses)
+
+    with prepared() as found, mock.patch.object(replay, "Recorded", lambda result, *_: replay_of(result, Replayed())):
+        first, second = (step([(300, 2000)], (16, 1)) for _ in range(2))
+        first()
+        assert (len(found), len(replays)) == (2, 0)
+        first()
+        second()
+        assert (len(found), len(replays)) == (2, 4)
+        assert replays[2] != replays[0]
+        step([(300, 2001)], (16, 1))()
+        assert (len(found), len(replays)) == (4, 4)
+        run = decode(2, 4000, (64, 4))
+        run()
+        run()
+        assert (len(found), len(replays)) == (5, 5)
+        decode(2, 4000, (64, 4))()
+        assert (len(found), len(replays)) == (6, 5), "memory of a decode plan is its own"
+
+
+def replay_of(result: Any, made: Any) -> Any:
+    """What `record` returns when it succeeds."""
+    return mock.Mock(result=result, replay=made, reason=None)
 
 
 def what_cannot_be_recorded_is_said() -> None:
@@ -169,11 +202,11 @@ def what_cannot_be_recorded_is_said() -> None:
     assert (
         replay.record(lambda: x[0, 0].item(), [x]).reason == "its host code computes with PyTorch (aten::_local_scalar_dense)"
     )
-    places = replay._Places([x[:, :2], x[:, 1:]], None)
-    assert places._place(x[3:, :2]) == ("input", 0, 48)
-    assert places._place(x[3:, 1:]) == ("input", 1, 48)
+    places = replay._Places([x[:, :2], x[:, 1:]], True)
+    assert places._place(x[3:, :2], x[3:, :2].data_ptr()) == ("input", 0, 48)
+    assert places._place(x[3:, 1:], x[3:, 1:].data_ptr()) == ("input", 1, 48)
     with pytest.raises(replay._AmbiguousError, match="beside its inputs"):
-        places._place(x[2:, 3:])
+        places.word(x[2:, 3:])
 
 
 def kinds_tell_tensors_apart() -> None:
@@ -196,6 +229,7 @@ def main() -> int:
         launches_fit_other_tensors(name)
         memory_is_found(name)
         print(f"{name}: ok", flush=True)
+    known_kinds_are_not_recorded_again()
     what_cannot_be_recorded_is_said()
     kinds_tell_tensors_apart()
     return 0

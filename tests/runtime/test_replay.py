@@ -37,7 +37,8 @@ class Driver:
 
     def cuLaunchKernelEx(self, configuration, function, parameters, extra):
         c = configuration._obj
-        values = [ctypes.string_at(parameters[i], struct.calcsize(f)) for i, f in enumerate(self.formats)]
+        places = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
+        values = [ctypes.string_at(places[i], struct.calcsize(f)) for i, f in enumerate(self.formats)]
         grid, block = (c.grid_x, c.grid_y, c.grid_z), (c.block_x, c.block_y, c.block_z)
         attributes = [(c.attributes[i].id, c.attributes[i].value) for i in range(c.num_attributes)]
         numbers = [x if f == "128s" else struct.unpack(f, x)[0] for f, x in zip(self.formats, values, strict=True)]
