@@ -138,15 +138,16 @@ class AttentionPlan:
         """
         heads = index_q.shape[1] if isinstance(index_q, (Tensor, Stored)) and index_q.dim() == 3 else 0
         blocks = self._blocks.get(heads)
-        if blocks is not None and self._again("select", index_q, index_k, blocks):
+        if blocks is None:
+            blocks = torch.empty((self.total_q, heads, self.topk), dtype=torch.int32, device=self._device)
+        if self._again("select", index_q, index_k, blocks):
+            self._blocks[heads] = blocks
             return blocks
         checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
         keys = index_k if self.page_table is None else self._paged(PagedIndexKeys, index_k)
         counts = (self.block_size, self.init_blocks, self.local_blocks)
         call = check_selection(index_q, keys, self.topk, self._layout, *counts, self.certified, None, False)
-        if blocks is None:
-            blocks = self._blocks[heads] = torch.empty((self.total_q, heads, self.topk), dtype=torch.int32, device=self._device)
-        call = call._replace(blocks=blocks)
+        self._blocks[heads], call = blocks, call._replace(blocks=blocks)
         self._first([partial(self._select, call, i) for i in range(len(self._rows))], "select", index_q, index_k, blocks)
         return blocks
 

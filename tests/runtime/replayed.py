@@ -178,7 +178,7 @@ def known_kinds_are_not_recorded_again() -> None:
         assert (len(found), len(replays)) == (2, 0)
         first()
         second()
-        assert (len(found), len(replays)) == (2, 4)
+        assert (len(found), len(replays)) == (2, 4), (len(found), len(replays))
         assert replays[2] != replays[0]
         step([(300, 2001)], (16, 1))()
         assert (len(found), len(replays)) == (4, 4)
