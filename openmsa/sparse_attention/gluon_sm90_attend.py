@@ -48,6 +48,7 @@ OPTIONS: dict[str, Any] = {
     "SKIP": True,
     "PEEL": False,
     "TURNS": False,
+    "PIN": True,
     "ATTEND_REGISTERS": 240,
     "LOAD_REGISTERS": 24,
     "num_warps": 4,
@@ -99,15 +100,16 @@ class Cut(NamedTuple):
 
 
 @gluon.jit
-def tile_of(i_item, union, num_kv_heads, CUT: gl.constexpr):
-    """Returns the part of the group, the key head, the tile, where its list begins (in lists), and the blocks in it: -1 where
-    the tile goes to another kernel."""
-    i_part = i_item % CUT.parts
-    i_h = i_item // CUT.parts % num_kv_heads
-    i_tile = i_item // CUT.parts // num_kv_heads
+def item_at(i_item, num_items, union, num_kv_heads, CUT: gl.constexpr):
+    """Loads an item of work, or the last one: a tile, a key head and a part of its group. Returns part, head and the number of the
+    union list; the blocks in it (-1: the tile goes to another kernel) and how many of them all queries see whole; the tile's
+    first token, tokens, sequence and position of the first token."""
+    i_item = gl.maximum(gl.minimum(i_item, num_items - 1), 0)
+    i_part, i_h, i_tile = i_item % CUT.parts, i_item // CUT.parts % num_kv_heads, i_item // CUT.parts // num_kv_heads
     i_list = i_tile * num_kv_heads + i_h
-    size = gl.load(union.sizes + i_list * SIZE_FIELDS)
-    return i_part, i_h, i_tile, i_list, size
+    size, whole = gl.load(union.sizes + i_list * SIZE_FIELDS), gl.load(union.sizes + i_list * SIZE_FIELDS + 1)
+    first, tokens, i_b, position = load_tile(union.tiles, i_tile)
+    return i_part, i_h, i_list, size, whole, first, tokens, i_b, position
 
 
 @gluon.jit
@@ -118,10 +120,11 @@ def load(
     """Does the loading warp's share of a program."""
     TOKENS: gl.constexpr = ROWS // CUT.heads
     t, n = 0, 0
+    item = item_at(gl.program_id(0), num_items, union, num_kv_heads, CUT)
     for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        i_part, i_h, i_tile, i_list, size = tile_of(i_item, union, num_kv_heads, CUT)
+        i_part, i_h, i_list, size, _, first, _, _, _ = item
+        item = item_at(i_item + gl.num_programs(0), num_items, union, num_kv_heads, CUT)
         if size > 0:
-            first, tokens, i_b, position = load_tile(union.tiles, i_tile)
             p_rows = union.rows + i_list.to(gl.int64) * capacity
             row = gl.load(p_rows)
             for i in range(size):
@@ -253,7 +256,7 @@ def rounded(x, NUMBER: gl.constexpr):
 def attend(
     ring, rows, turns, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
     SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr, PEEL: gl.constexpr,
-    TURNS: gl.constexpr,
+    TURNS: gl.constexpr, PIN: gl.constexpr,
 ):  # fmt: skip
     """Does a group's share of a program: the first (SIDE 0) or the second half of each tile's rows."""
     NUMBER: gl.constexpr = ring.k.dtype
@@ -269,15 +272,15 @@ def attend(
     zero = gl.zeros([ROWS, BLOCK], gl.float32, LOGITS)
     q = rows.q.index(SIDE).reshape((ROWS, DIM_PAD))
     base, n = 0, 0
+    item = item_at(gl.program_id(0), num_items, union, num_kv_heads, CUT)
     for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        i_part, i_h, i_tile, i_list, size = tile_of(i_item, union, num_kv_heads, CUT)
+        i_part, i_h, i_list, size, whole, first, tokens, i_b, position = item
+        item = item_at(i_item + gl.num_programs(0), num_items, union, num_kv_heads, CUT)  # The next one is on its way.
         if size >= 0:
-            first, tokens, i_b, position = load_tile(union.tiles, i_tile)
             acc = gl.zeros([ROWS, DIM_PAD], gl.float32, OUTPUTS)
             m_i = gl.full([ROWS], -1e30, gl.float32, ROW)
             l_i = gl.zeros([ROWS, 4], gl.float32, quad_layout())
             if size > 0:
-                whole = gl.load(union.sizes + i_list * SIZE_FIELDS + 1)
                 k_len = gl.load(cu_k + i_b + 1) - gl.load(cu_k + i_b)
                 last_key = gl.minimum(position + SIDE * TOKENS + token, k_len - 1)
                 # Keys behind the last query of the sequence may hold anything.
@@ -304,6 +307,8 @@ def attend(
                         b_s = -b_s
                     b_s = seen(b_s, block, last_key)
                     weights, m_i, l_i, _ = online_step(b_s, m_i, l_i, scale, bits >> token & 1 != 0, WEIGHTS, OUT_ROW, NUMBER)
+                    if PIN:
+                        mbarrier.wait(ring.v_full.index(s), phase)
                     j = i
                     i, bits = skip(
                         ring, turns, base, i + 1, next_bits, p_bits, size, SIDE, TOKENS, STAGES, SKIP, TURNS
@@ -314,10 +319,11 @@ def attend(
                         end = gl.minimum(whole, size) if PEEL and part == 0 else size
                         while i < end:
                             s, phase = (base + i) % STAGES, (base + i) // STAGES & 1
-                            s_v, phase_v = (base + j) % STAGES, (base + j) // STAGES & 1
+                            s_v = (base + j) % STAGES
                             next_bits = own_bits(p_bits, i + 1, size, SIDE, TOKENS)
                             mbarrier.wait(ring.k_full.index(s), phase)
-                            mbarrier.wait(ring.v_full.index(s_v), phase_v)
+                            if not PIN:
+                                mbarrier.wait(ring.v_full.index(s_v), (base + j) // STAGES & 1)
                             await_turn(turns, base + i, SIDE, TURNS)
                             b_k = ring.k.index(s).reshape((BLOCK, DIM_PAD))
                             b_s = warpgroup_mma(q, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -336,6 +342,8 @@ def attend(
                                 if i >= whole:
                                     b_s = seen(b_s, gl.load(p_ids + i), last_key)
                             p, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER)
+                            if PIN:  # The compiler would wait for the product first, and take exponentials behind it.
+                                mbarrier.wait(ring.v_full.index(s), phase)
                             acc = warpgroup_mma_wait(0, deps=(acc,))
                             gl.thread_barrier()
                             mbarrier.arrive(ring.v_free.index(s_v), count=1)
@@ -347,9 +355,10 @@ def attend(
                             )  # fmt: skip
 
                     # 3. The last values follow.
-                    s, phase = (base + j) % STAGES, (base + j) // STAGES & 1
+                    s = (base + j) % STAGES
                     tile = ring.v.index(s).reshape((BLOCK, DIM_PAD))
-                    mbarrier.wait(ring.v_full.index(s), phase)
+                    if not PIN:
+                        mbarrier.wait(ring.v_full.index(s), (base + j) // STAGES & 1)
                     mbarrier.arrive(rows.free.index(SIDE), count=1)
                     if j == size - 1:  # No other block of a list reaches behind its sequence.
                         count = end_key - gl.load(p_ids + j) * BLOCK
@@ -403,6 +412,7 @@ def sm90_attend_kernel(
     SKIP: gl.constexpr,
     PEEL: gl.constexpr,
     TURNS: gl.constexpr,
+    PIN: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
@@ -438,11 +448,11 @@ def sm90_attend_kernel(
         [
             (attend, (
                 ring, rows, turns, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
-                SIDE_0, CUT, STAGES, SKIP, PEEL, TURNS,
+                SIDE_0, CUT, STAGES, SKIP, PEEL, TURNS, PIN,
             )),
             (attend, (
                 ring, rows, turns, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
-                SIDE_1, CUT, STAGES, SKIP, PEEL, TURNS,
+                SIDE_1, CUT, STAGES, SKIP, PEEL, TURNS, PIN,
             )),
             (load, (ring, rows, tma_q, tma_k, tma_v, union, num_items, num_kv_heads, capacity, CUT, STAGES)),
         ],
