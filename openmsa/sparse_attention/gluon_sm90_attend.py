@@ -37,7 +37,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from openmsa.primitives.operands import PLAIN, QueryRows
 from openmsa.primitives.rows import tma_tiles
 from openmsa.runtime.devices import Device, facts
-from openmsa.runtime.launch import ceil_div, launch_kernel
+from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention.gluon_sm90_union import in_threads, load_tile, quad_layout
 from openmsa.sparse_attention.triton_config import MAX_UNION_TOKENS, PrefillConfig, padded_dim
 from openmsa.sparse_attention.triton_keys import Keys
@@ -101,9 +101,9 @@ class Cut(NamedTuple):
 
 @gluon.jit
 def item_at(i_item, num_items, union, num_kv_heads, CUT: gl.constexpr):
-    """Loads an item of work, or the last one: a tile, a key head and a part of its group. Returns part, head and the number of the
-    union list; the blocks in it (-1: the tile goes to another kernel) and how many of them all queries see whole; the tile's
-    first token, tokens, sequence and position of the first token."""
+    """Loads an item of work, or the last one: a tile, a key head and a part of its group. Returns part, head and the number of
+    the union list; the blocks in it (-1: the tile goes to another kernel) and how many of them all queries see whole; the
+    tile's first token, tokens, sequence and position of the first token."""
     i_item = gl.maximum(gl.minimum(i_item, num_items - 1), 0)
     i_part, i_h, i_tile = i_item % CUT.parts, i_item // CUT.parts % num_kv_heads, i_item // CUT.parts // num_kv_heads
     i_list = i_tile * num_kv_heads + i_h
@@ -241,11 +241,11 @@ def exchanged(pairs, first, second):
 
 @gluon.jit
 def rounded(x, NUMBER: gl.constexpr):
-    """Rounds a product [ROWS, dim] to 16 bits. Returns words of two numbers, [ROWS, dim // 2], four neighbouring words a thread.
-    These are exchanged in two steps, since Triton would do it at once through shared memory, which has no room."""
+    """Rounds a product [ROWS, dim] to 16 bits. Returns words of two numbers, [ROWS, dim // 2], four neighbouring ones a thread.
+    They are exchanged in two steps, since Triton would do it at once through shared memory, which has no room."""
     PAIRS: gl.constexpr = x.shape[1] // 2
     low, high = x.reshape([ROWS, PAIRS, 2]).split()
-    CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if NUMBER == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == NUMBER else "cvt.rn.f16x2.f32 $0, $2, $1;"
     words = gl.inline_asm_elementwise(CONVERT, "=r,f,f", [low, high], gl.int32, True, 1)
     words = gl.convert_layout(words, exchanged(PAIRS, False, False), assert_trivial=True)
     words = gl.convert_layout(words, exchanged(PAIRS, True, False))
@@ -467,8 +467,8 @@ def union_tokens(config: PrefillConfig) -> int:
 
 
 def serves(device: Device, queries: QueryRows, keys: Keys, config: PrefillConfig, block_size: int) -> bool:
-    """Tells whether the kernel serves this call: queries, keys and values of one 16-bit type, which the copy engine can read, of
-    dims 40, 48, ... 128 in groups of at least three heads; blocks of 128 keys, packed or whole in pages."""
+    """Tells whether the kernel serves this call: queries, keys and values of one 16-bit type, which the copy engine can read,
+    of dims 40, 48, ... 128 in groups of at least three heads; blocks of 128 keys, packed or whole in pages."""
     q = queries.data
     if device.arch != 90 or block_size != BLOCK.value or union_tokens(config) > MAX_UNION_TOKENS or not keys.by_row:
         return False
