@@ -173,23 +173,24 @@ def end_turn(turns, SIDE: gl.constexpr, TURNS: gl.constexpr):
 
 @gluon.jit
 def skip(
-    ring, turns, base, i, bits, p_bits, size,
+    ring, turns, base, i, bits, p_bits, size, limit,
     SIDE: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Goes on to the next block that a token of the group selected; returns its entry and these tokens."""
+    """Goes on to the next block that a token of the group selected, at most to entry `limit`; returns its entry and these
+    tokens."""
     if SKIP:
-        while bits == 0:
+        while (bits == 0) & (i < limit):
             t = base + i
             i += 1
             bits = own_bits(p_bits, i, size, SIDE, TOKENS)
             s, phase = t % STAGES, t // STAGES & 1
             mbarrier.wait(ring.k_full.index(s), phase)
-            mbarrier.wait(ring.v_full.index(s), phase)
             await_turn(turns, t, SIDE, TURNS)
+            end_turn(turns, SIDE, TURNS)
+            mbarrier.wait(ring.v_full.index(s), phase)
             gl.thread_barrier()  # Every warp has seen the block arrive before one thread gives it back.
             mbarrier.arrive(ring.k_free.index(s), count=1)
             mbarrier.arrive(ring.v_free.index(s), count=1)
-            end_turn(turns, SIDE, TURNS)
     return i, bits
 
 
@@ -287,12 +288,14 @@ def attend(
                 end_key = gl.minimum(position + gl.load(cu_q + i_b + 1) - first, k_len)
                 p_ids, p_bits = union.ids + i_list.to(gl.int64) * capacity, union.bits + i_list.to(gl.int64) * capacity
                 i, bits = skip(
-                    ring, turns, base, size * 0, own_bits(p_bits, 0, size, SIDE, TOKENS), p_bits, size,
+                    ring, turns, base, size * 0, own_bits(p_bits, 0, size, SIDE, TOKENS), p_bits, size, size,
                     SIDE, TOKENS, STAGES, SKIP, TURNS,
                 )  # fmt: skip
                 mbarrier.wait(rows.full.index(SIDE), n & 1)
-                if i < size:
-                    # 1. The first block is multiplied with the queries.
+                gl.thread_barrier()
+                mbarrier.arrive(rows.free.index(SIDE), count=1, pred=i >= size)
+                while i < size:
+                    # 1. The first block, or the first behind many that were skipped, is multiplied with the queries.
                     s, phase = (base + i) % STAGES, (base + i) // STAGES & 1
                     block, next_bits = gl.load(p_ids + i), own_bits(p_bits, i + 1, size, SIDE, TOKENS)
                     mbarrier.wait(ring.k_full.index(s), phase)
@@ -306,24 +309,24 @@ def attend(
                     if CUT.negative:
                         b_s = -b_s
                     b_s = seen(b_s, block, last_key)
-                    weights, m_i, l_i, _ = online_step(b_s, m_i, l_i, scale, bits >> token & 1 != 0, WEIGHTS, OUT_ROW, NUMBER)
-                    if PIN:
-                        mbarrier.wait(ring.v_full.index(s), phase)
+                    m_member = bits >> token & 1 != 0
+                    weights, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER)
+                    acc = acc * alpha[:, None]
                     j = i
+                    # Values that wait to be weighed hold their place in the ring: no block a ring behind them can arrive.
                     i, bits = skip(
-                        ring, turns, base, i + 1, next_bits, p_bits, size, SIDE, TOKENS, STAGES, SKIP, TURNS
+                        ring, turns, base, i + 1, next_bits, p_bits, size, j + STAGES, SIDE, TOKENS, STAGES, SKIP, TURNS
                     )  # fmt: skip
 
                     # 2. Each further block is multiplied while the one before it is weighed.
                     for part in gl.static_range(2 if PEEL else 1):
                         end = gl.minimum(whole, size) if PEEL and part == 0 else size
-                        while i < end:
+                        while (bits != 0) & (i < end):
                             s, phase = (base + i) % STAGES, (base + i) // STAGES & 1
-                            s_v = (base + j) % STAGES
+                            s_v, phase_v = (base + j) % STAGES, (base + j) // STAGES & 1
                             next_bits = own_bits(p_bits, i + 1, size, SIDE, TOKENS)
                             mbarrier.wait(ring.k_full.index(s), phase)
-                            if not PIN:
-                                mbarrier.wait(ring.v_full.index(s_v), (base + j) // STAGES & 1)
+                            mbarrier.wait(ring.v_full.index(s_v), phase_v)
                             await_turn(turns, base + i, SIDE, TURNS)
                             b_k = ring.k.index(s).reshape((BLOCK, DIM_PAD))
                             b_s = warpgroup_mma(q, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -342,8 +345,8 @@ def attend(
                                 if i >= whole:
                                     b_s = seen(b_s, gl.load(p_ids + i), last_key)
                             p, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER)
-                            if PIN:  # The compiler would wait for the product first, and take exponentials behind it.
-                                mbarrier.wait(ring.v_full.index(s), phase)
+                            if PIN:  # A wait that is over. The compiler would move the softmax behind the product.
+                                mbarrier.wait(ring.v_full.index(s_v), phase_v)
                             acc = warpgroup_mma_wait(0, deps=(acc,))
                             gl.thread_barrier()
                             mbarrier.arrive(ring.v_free.index(s_v), count=1)
@@ -351,15 +354,16 @@ def attend(
                             weights = p
                             j = i
                             i, bits = skip(
-                                ring, turns, base, i + 1, next_bits, p_bits, size, SIDE, TOKENS, STAGES, SKIP, TURNS
+                                ring, turns, base, i + 1, next_bits, p_bits, size, j + STAGES,
+                                SIDE, TOKENS, STAGES, SKIP, TURNS,
                             )  # fmt: skip
 
                     # 3. The last values follow.
                     s = (base + j) % STAGES
                     tile = ring.v.index(s).reshape((BLOCK, DIM_PAD))
-                    if not PIN:
-                        mbarrier.wait(ring.v_full.index(s), (base + j) // STAGES & 1)
-                    mbarrier.arrive(rows.free.index(SIDE), count=1)
+                    mbarrier.wait(ring.v_full.index(s), (base + j) // STAGES & 1)
+                    at_end = i >= size
+                    mbarrier.arrive(rows.free.index(SIDE), count=1, pred=at_end)
                     if j == size - 1:  # No other block of a list reaches behind its sequence.
                         count = end_key - gl.load(p_ids + j) * BLOCK
                         if count < BLOCK:
@@ -368,9 +372,10 @@ def attend(
                     acc = warpgroup_mma_wait(0, deps=(acc,))
                     gl.thread_barrier()
                     mbarrier.arrive(ring.v_free.index(s), count=1)
-                else:
-                    gl.thread_barrier()
-                    mbarrier.arrive(rows.free.index(SIDE), count=1)
+                    i, bits = skip(
+                        ring, turns, base, i, bits, p_bits, size, size, SIDE, TOKENS, STAGES, SKIP, TURNS
+                    )  # fmt: skip
+                    mbarrier.arrive(rows.free.index(SIDE), count=1, pred=(i >= size) & (not at_end))
                 base += size
                 n += 1
 
