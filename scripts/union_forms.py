@@ -27,9 +27,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "no pin": {"PIN": False},
     "2 stages": {"STAGES": 2},
     "turns": {"TURNS": True},
-    "peel": {"PEEL": True},
     "no skip": {"SKIP": False},
-    "turns, peel": {"TURNS": True, "PEEL": True},
+    "turns, 2 stages": {"TURNS": True, "STAGES": 2},
     "tile a program": {"grid": True},
 }
 TEST = "tests/sparse_attention/test_gluon_sm90_attend.py"
@@ -41,7 +40,7 @@ def use(form: str) -> None:
     from openmsa.runtime.devices import facts
     from openmsa.sparse_attention import gluon_sm90_attend
 
-    base = {"STAGES": 3, "SKIP": True, "PEEL": False, "TURNS": False, "PIN": True}
+    base = {"STAGES": 3, "SKIP": True, "TURNS": False, "PIN": True}
     options = FORMS[form]
     gluon_sm90_attend.OPTIONS.update(base | {name: value for name, value in options.items() if name != "grid"})
     gluon_sm90_attend.facts = (lambda _: SimpleNamespace(num_sms=1 << 30)) if "grid" in options else facts
@@ -157,7 +156,7 @@ def time_forms(forms: list[str]) -> None:
     x = torch.randn(8192, 8192, device=device).bfloat16()
     gemm = 2 * 8192**3 / clock(lambda: x @ x, 20) / 1e9
     print(f"GEMM 8192: {gemm:.0f} TFLOP/s", flush=True)
-    few = [form for form in forms if form in ("main", "turns", "peel")]  # The others would have to be compiled here.
+    few = [form for form in forms if form in ("main", "turns", "no pin")]  # The others would have to be compiled here.
     shapes = {  # queries, keys, heads, group, dim, pages, spare, forms
         "64/4 16K x 128K clustered": (16384, 131072, 4, 16, 128, False, 8, forms),
         "the same, pages": (16384, 131072, 4, 16, 128, True, 8, forms[:1]),

@@ -46,7 +46,6 @@ from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
 OPTIONS: dict[str, Any] = {
     "STAGES": 3,
     "SKIP": True,
-    "PEEL": False,
     "TURNS": False,
     "PIN": True,
     "ATTEND_REGISTERS": 240,
@@ -256,7 +255,7 @@ def rounded(x, NUMBER: gl.constexpr):
 @gluon.jit
 def attend(
     ring, rows, turns, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
-    SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr, PEEL: gl.constexpr,
+    SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr,
     TURNS: gl.constexpr, PIN: gl.constexpr,
 ):  # fmt: skip
     """Does a group's share of a program: the first (SIDE 0) or the second half of each tile's rows."""
@@ -319,51 +318,45 @@ def attend(
                     )  # fmt: skip
 
                     # 2. Each further block is multiplied while the one before it is weighed.
-                    for part in gl.static_range(2 if PEEL else 1):
-                        end = gl.minimum(whole, size) if PEEL and part == 0 else size
-                        while (bits != 0) & (i < end):
-                            s, phase = (base + i) % STAGES, (base + i) // STAGES & 1
-                            s_v, phase_v = (base + j) % STAGES, (base + j) // STAGES & 1
-                            next_bits = own_bits(p_bits, i + 1, size, SIDE, TOKENS)
-                            mbarrier.wait(ring.k_full.index(s), phase)
+                    while ((bits != 0) if SKIP else (i >= 0)) & (i < size):
+                        s, phase = (base + i) % STAGES, (base + i) // STAGES & 1
+                        s_v, phase_v = (base + j) % STAGES, (base + j) // STAGES & 1
+                        next_bits = own_bits(p_bits, i + 1, size, SIDE, TOKENS)
+                        mbarrier.wait(ring.k_full.index(s), phase)
+                        mbarrier.wait(ring.v_full.index(s_v), phase_v)
+                        await_turn(turns, base + i, SIDE, TURNS)
+                        b_k = ring.k.index(s).reshape((BLOCK, DIM_PAD))
+                        b_s = warpgroup_mma(q, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+                        acc = warpgroup_mma(weights, ring.v.index(s_v).reshape((BLOCK, DIM_PAD)), acc, is_async=True)
+                        end_turn(turns, SIDE, TURNS)
+                        m_member = bits >> token & 1 != 0
+                        b_s = warpgroup_mma_wait(1, deps=(b_s,))
+                        gl.thread_barrier()
+                        mbarrier.arrive(ring.k_free.index(s), count=1)
+                        if CUT.negative:
+                            b_s = -b_s
+                        if i >= whole:
+                            b_s = seen(b_s, gl.load(p_ids + i), last_key)
+                        p, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER)
+                        if PIN:  # A wait that is over. The compiler would move the softmax behind the product.
                             mbarrier.wait(ring.v_full.index(s_v), phase_v)
-                            await_turn(turns, base + i, SIDE, TURNS)
-                            b_k = ring.k.index(s).reshape((BLOCK, DIM_PAD))
-                            b_s = warpgroup_mma(q, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-                            acc = warpgroup_mma(weights, ring.v.index(s_v).reshape((BLOCK, DIM_PAD)), acc, is_async=True)
-                            end_turn(turns, SIDE, TURNS)
-                            m_member = bits >> token & 1 != 0
-                            b_s = warpgroup_mma_wait(1, deps=(b_s,))
-                            gl.thread_barrier()
-                            mbarrier.arrive(ring.k_free.index(s), count=1)
-                            if CUT.negative:
-                                b_s = -b_s
-                            if PEEL:
-                                if part == 1:
-                                    b_s = seen(b_s, gl.load(p_ids + i), last_key)
-                            else:
-                                if i >= whole:
-                                    b_s = seen(b_s, gl.load(p_ids + i), last_key)
-                            p, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER)
-                            if PIN:  # A wait that is over. The compiler would move the softmax behind the product.
-                                mbarrier.wait(ring.v_full.index(s_v), phase_v)
-                            acc = warpgroup_mma_wait(0, deps=(acc,))
-                            gl.thread_barrier()
-                            mbarrier.arrive(ring.v_free.index(s_v), count=1)
-                            acc = acc * alpha[:, None]
-                            weights = p
-                            j = i
-                            i, bits = skip(
-                                ring, turns, base, i + 1, next_bits, p_bits, size, j + STAGES,
-                                SIDE, TOKENS, STAGES, SKIP, TURNS,
-                            )  # fmt: skip
+                        acc = warpgroup_mma_wait(0, deps=(acc,))
+                        gl.thread_barrier()
+                        mbarrier.arrive(ring.v_free.index(s_v), count=1)
+                        acc = acc * alpha[:, None]
+                        weights = p
+                        j = i
+                        i, bits = skip(
+                            ring, turns, base, i + 1, next_bits, p_bits, size, j + STAGES,
+                            SIDE, TOKENS, STAGES, SKIP, TURNS,
+                        )  # fmt: skip
 
                     # 3. The last values follow.
                     s = (base + j) % STAGES
                     tile = ring.v.index(s).reshape((BLOCK, DIM_PAD))
                     mbarrier.wait(ring.v_full.index(s), (base + j) // STAGES & 1)
-                    at_end = i >= size
-                    mbarrier.arrive(rows.free.index(SIDE), count=1, pred=at_end)
+                    i_run = i
+                    mbarrier.arrive(rows.free.index(SIDE), count=1, pred=i_run >= size)
                     if j == size - 1:  # No other block of a list reaches behind its sequence.
                         count = end_key - gl.load(p_ids + j) * BLOCK
                         if count < BLOCK:
@@ -375,7 +368,7 @@ def attend(
                     i, bits = skip(
                         ring, turns, base, i, bits, p_bits, size, size, SIDE, TOKENS, STAGES, SKIP, TURNS
                     )  # fmt: skip
-                    mbarrier.arrive(rows.free.index(SIDE), count=1, pred=(i >= size) & (not at_end))
+                    mbarrier.arrive(rows.free.index(SIDE), count=1, pred=(i >= size) & (i_run < size))
                 base += size
                 n += 1
 
@@ -415,7 +408,6 @@ def sm90_attend_kernel(
     CUT: gl.constexpr,
     STAGES: gl.constexpr,
     SKIP: gl.constexpr,
-    PEEL: gl.constexpr,
     TURNS: gl.constexpr,
     PIN: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr,
@@ -453,11 +445,11 @@ def sm90_attend_kernel(
         [
             (attend, (
                 ring, rows, turns, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
-                SIDE_0, CUT, STAGES, SKIP, PEEL, TURNS, PIN,
+                SIDE_0, CUT, STAGES, SKIP, TURNS, PIN,
             )),
             (attend, (
                 ring, rows, turns, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
-                SIDE_1, CUT, STAGES, SKIP, PEEL, TURNS, PIN,
+                SIDE_1, CUT, STAGES, SKIP, TURNS, PIN,
             )),
             (load, (ring, rows, tma_q, tma_k, tma_v, union, num_items, num_kv_heads, capacity, CUT, STAGES)),
         ],
