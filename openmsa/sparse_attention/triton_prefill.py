@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -90,6 +91,8 @@ def sparse_attention(
     if config is None:
         four_bits = converted and keys.k.form.format == NVFP4
         config = prefill_config(*tile, 2 if keys.stored else keys.dtype.itemsize, converted, four_bits)
+    if tuned is not None and not keys.stored:  # Hopper's kernel for plain keys has tiles of 128 rows.
+        config = replace(config, union_tokens=128 // config.heads)
 
     # 2. The work is listed, tile by tile.
     scale = max(abs(softmax_scale) * math.log2(math.e), SMALLEST_SCALE.value)
@@ -120,9 +123,14 @@ def sparse_attention(
 
 
 def _tuned(queries: QueryRows, keys: Keys, config: PrefillConfig, block_size: int) -> Callable[[PrefillCall], None] | None:
-    """Returns the launch of Hopper's own union kernel where it serves, else None. For plain keys its module is not imported."""
-    if not keys.stored or not runs_hopper_kernels(queries.data.device):
+    """Returns the launch of Hopper's own union kernel where one serves, else None."""
+    if not runs_hopper_kernels(queries.data.device):
         return None
+    if not keys.stored:
+        from openmsa.sparse_attention import gluon_sm90_attend
+
+        plain = gluon_sm90_attend.serves(facts(queries.data.device), queries, keys, config, block_size)
+        return gluon_sm90_attend.launch_sm90_attend if plain else None
     from openmsa.sparse_attention import gluon_sm90_union
 
     serves = gluon_sm90_union.serves(facts(queries.data.device), queries, keys, config, block_size)

@@ -72,6 +72,7 @@ KNOWN = {
     "attend_outer": Known(tiles, by_arch({}, STORED)),
     "attend_few": Known(tiles, by_arch({80: 8, 90: 8, 100: 16, 120: 72})),
     # Hopper's union kernel spills before its loops; for groups other than 16 heads, also between pairs of tiles.
+    "sm90_attend_kernel": Known(always),
     "sm90_union_kernel": Known(always, lambda launch: 16 if constant(launch, "GROUP") == 16 else 88),
     "sparse_decode_kernel": Known(may_spill=by_arch({120: 8})),  # One register is stored before the loops.
     "layer_kernel": Known(),

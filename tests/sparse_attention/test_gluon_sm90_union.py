@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from openmsa import E4M3, NVFP4, PagedKV, Sequences, sparse_attention
 from openmsa.primitives.factors import query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS, facts
-from openmsa.sparse_attention import gluon_sm90_union, reference, triton_lists, triton_prefill
+from openmsa.sparse_attention import gluon_sm90_attend, gluon_sm90_union, reference, triton_lists, triton_prefill
 from openmsa.sparse_attention.gluon_sm90_union import OPTIONS, serves
 from openmsa.sparse_attention.triton_config import prefill_config
 from openmsa.sparse_attention.triton_keys import Keys
@@ -97,6 +97,7 @@ def test_what_it_is_given(monkeypatch):
     for path in ("union", "auto"):
         check(run(checked, path=path), expected)
     assert [call.lists.union.has_union.item() for call in given] == [1, 1]
+    monkeypatch.setattr(gluon_sm90_attend, "serves", lambda *_: False)
     run(checked._replace(k=checked.k.dequantize(torch.float16), v=checked.v.dequantize(torch.float16)))
     assert len(given) == 2
 
