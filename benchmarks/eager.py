@@ -6,7 +6,8 @@
 A step has `--layers` layers. Each has its own queries and caches, of which a few are held and used in turn. For each shape
 the table says, a layer: the time of the host (its clock, from the first call to the return of the last, the GPU not waited for)
 and the time of the step (until the GPU has finished), both the median of several steps; ways take turns. `plan` makes an
-`AttentionPlan` in each step, of a kind that did not come before, so that its first layer is recorded; `call` is `msa_attention`; `vllm` are its three Triton kernels.
+`AttentionPlan` in each step, of a kind that did not come before, so that its first layer is
+recorded; `call` is `msa_attention`; `vllm` are its three Triton kernels.
 """
 
 from __future__ import annotations
