@@ -12,7 +12,7 @@ from typing import TypedDict, cast
 import torch
 from torch import Tensor
 
-from openmsa.runtime import devices
+from openmsa.runtime import checks, devices
 from openmsa.types import Sequences
 
 
@@ -161,3 +161,30 @@ def first_pages(plan: Plan) -> Tensor:
     ends = plan["kv_page_indptr"]
     assert ends is not None
     return ends[:-1]
+
+
+def table_of_sequences(kv_indices: Tensor, cu_page_offsets: Tensor, cu_k: Tensor, width: int, pool: Tensor) -> Tensor:
+    """Returns int32 ``[batch, width]``, the pages in `pool` of sequences that start at cu_page_offsets in the flat table, for their
+    keys, which start at cu_k, and -1 behind the last. On a CPU the values are checked."""
+    checks.tensor("cu_page_offsets", cu_page_offsets, "[batch + 1]", (torch.int32, torch.int64))
+    checks.size("cu_page_offsets", cu_page_offsets, 0, cu_k.numel(), "batch + 1, as cu_seqlens_q")
+    pages = (cu_k.diff() + pool.shape[2] - 1) // pool.shape[2]
+    if cu_k.device.type == "cpu":
+        short = (cu_page_offsets.diff() < pages).nonzero()
+        if short.numel():
+            b = int(short[0])
+            held = int(cu_page_offsets.diff()[b])
+            raise ValueError(f"cu_page_offsets must give sequence {b} at least {int(pages[b])} pages for its keys, got {held}")
+        if int(cu_page_offsets[-1]) > kv_indices.numel():
+            raise ValueError(
+                f"cu_page_offsets must not end past kv_indices ({kv_indices.numel()}), got {int(cu_page_offsets[-1])}"
+            )
+    logical = torch.arange(width, device=cu_k.device)
+    at = cu_page_offsets[:-1, None] + logical
+    named = (logical < pages[:, None]) & (at < kv_indices.numel())  # [batch, width]
+    if not kv_indices.numel():
+        return torch.full(named.shape, -1, dtype=torch.int32, device=cu_k.device)
+    if cu_k.device.type == "cpu":
+        read = torch.zeros_like(kv_indices).index_copy_(0, at[named], kv_indices[at[named]])
+        checks.in_range("kv_indices", read, 0, pool.shape[0])
+    return torch.where(named, kv_indices[torch.where(named, at, 0)], -1)
