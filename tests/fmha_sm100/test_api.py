@@ -161,6 +161,32 @@ def test_buffers_are_used(device, path):
 
 
 @devices
+def test_kernels_write_into_the_buffers(device, monkeypatch):
+    """What the stages are given is the caller's memory, unless it is strided or shared with an input."""
+    seen, p = [], batch(dtype=dtype_of(device))
+    for stage in (call.DENSE, call.SPARSE, call.SCORING):
+        monkeypatch.setattr(stage, "run", lambda impl, x, run=stage.run: seen.append(x) or run(impl, x))
+    here, blocks = p.to(device), selection(p, 32).to(device)
+    k, v, index_k, table, _ = pages(here, 32)
+    out, lse = torch.empty_like(here.q), torch.empty(here.q.shape[:2], device=device)
+    for options, arguments in (({}, {}), ({"kv_block_num": 3, "split_prefill_decode": False}, {"kv_block_indexes": blocks})):
+        plan = planned(p, device, 32, **options)
+        fmha_sm100(here.q, k, v, plan, kv_indices=table, out=out, lse=lse, o_scale=2.0, **arguments)
+        assert seen[-1].out is out
+        assert seen[-1].lse is lse
+        assert_results((out / 2, lse), truth(p, blocks if arguments else None, 32))
+        q = here.q.clone()
+        fmha_sm100(q, k, v, plan, kv_indices=table, out=q, **arguments)
+        assert seen[-1].out is None
+        assert_results((q,), truth(p, blocks if arguments else None, 32))
+    plan = fmha_sm100_plan(*lengths(p), 2, num_kv_heads=1, page_size=32, output_maxscore=True, device=device)
+    for shape in ((2, 128, len(p.q)), (len(p.q), 2, 128)):
+        given = torch.full(shape, -torch.inf, device=device)
+        fmha_sm100(here.index_q, index_k, None, plan, kv_indices=table, max_score=given, output_o=False)
+        assert seen[-1].scores.data_ptr() == given.data_ptr()
+
+
+@devices
 @kinds
 def test_adapter(device, kind):
     p = batch("mixed" if kind == "prefill" else "decode", dtype_of(device))
