@@ -4,34 +4,34 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fmha_sm100 import call_checks
-from fmha_sm100.call import Call
-from fmha_sm100.operands import FP8, Scale, check_out, flags
+from fmha_sm100.call import Call, checked_half, halves
+from fmha_sm100.operands import FP8, QUERIES, Scale, check_out, flags, valid_tiles
 from fmha_sm100.plan import _fmha_sm100_plan, fmha_sm100_plan
 from fmha_sm100.plan_rows import Plan, offsets, on_device
+from fmha_sm100.sparse_fmha_adapter import sparse_fmha, sparse_fmha_plan
 from openmsa import E4M3, select_blocks_from_scores
+from openmsa.kv_cache.results import apart, tensors_of
 from openmsa.kv_cache.stored import wide_dtype
 from openmsa.runtime import checks
 
-__all__ = ["_fmha_sm100", "_fmha_sm100_plan", "fmha_sm100", "fmha_sm100_plan", "sparse_topk_select"]
+__all__ = [
+    "_fmha_sm100",
+    "_fmha_sm100_plan",
+    "fmha_sm100",
+    "fmha_sm100_plan",
+    "sparse_fmha",
+    "sparse_fmha_plan",
+    "sparse_topk_select",
+]
 
-Results = tuple[Tensor | None, Tensor | None] | tuple[Tensor | None, Tensor | None, Tensor | None]
-PLAN_KEYS = (
-    "qo_segment_offsets",
-    "kv_segment_lens",
-    "kv_segment_offsets",
-    "qo_offset",
-    "max_k_tiles",
-    "max_qo_len",
-    "row_index",
-)
-"""A dict with these entries counts as a plan."""
-
+Results = tuple[Tensor | None, ...]
 LAYOUTS = {"HKT": (0, 2, 1), "THK": (1, 0, 2)}
 """For each layout, this says where heads, queries and tiles stand among the dimensions of a max-score tensor."""
 
@@ -81,17 +81,48 @@ def fmha_sm100(
 
     Names, order, defaults, shapes and results are those of the public function. Beyond it, this one runs on any device and
     takes requests in any order, pages of 16 to 256 keys and head dims from 16 to 256. It honours every scale on every path,
-    writes into `out` and `max_score` in mixed batches too, returns the lse, gives no NaN rows, and takes selections in any
+    lets the kernels write into `out` (contiguous and apart from the inputs;
+    others are copied to) and `max_score`, in mixed batches too, returns the lse, gives no NaN rows, and takes selections in any
     order, a separate one for each query head where they have num_qo_heads. Launches can be captured in a CUDA graph, wait for
     nothing and share nothing. What cannot be computed (``output_o=False`` or `max_score` with a plan without max scores)
     raises instead of being dropped. Wrong arguments raise ValueError or TypeError.
     """
-    if not isinstance(plan_info, tuple) or len(plan_info) != 5 or not isinstance(plan_info[3], dict) or plan_info[0]:
+    if not isinstance(plan_info, tuple) or len(plan_info) != 5 or not isinstance(plan_info[3], dict):
         raise TypeError(f"plan_info must be what fmha_sm100_plan returned, got {type(plan_info).__name__}")
-    return _fmha_sm100(q, k, v, plan_info[3], kv_indices, kv_block_indexes, q_offset_override, out, max_score, **kwargs)
+    mixed, _, batch, first, second = plan_info
+    if not mixed:
+        return _fmha_sm100(q, k, v, first, kv_indices, kv_block_indexes, q_offset_override, out, max_score, **kwargs)
+    for plan in (first, second):
+        call_checks.check_plan_info(plan, "fmha_sm100_plan")
+    wanted = {"output_maxscore": True, "output_o": True, "return_lse": False, "lse": None} | kwargs
+    output_o, lse = wanted["output_o"], wanted["lse"]
+    checks.tensor("q", q, "[total_q, num_qo_heads, head_dim]", QUERIES)
+    whole = {**first, "max_k_tiles": max(first["max_k_tiles"], second["max_k_tiles"])}
+    asked = wanted["output_maxscore"], output_o
+    scores = call_checks.score_buffer(q, whole, kv_block_indexes, max_score, *asked)  # type: ignore[arg-type]
+    dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
+    if out is not None:
+        check_out("out", out, tuple(q.shape), dtype, q.device)
+    if lse is not None:
+        check_out("lse", lse, tuple(q.shape[:2]), wide_dtype(q), q.device)
+    elif wanted["return_lse"]:
+        lse = torch.empty(q.shape[:2], dtype=wide_dtype(q), device=q.device)
+    target = out  # The second half reads its operands when the first half's results are written.
+    if output_o and (out is None or not apart(out, tensors_of(q, k, v, kv_block_indexes))):
+        target = torch.empty(q.shape, dtype=dtype, device=q.device)
+    places = [target, lse, None if scores is None else scores.transpose(1, 2)]
+    parts = halves((first, second), batch, q, kv_indices, kv_block_indexes, q_offset_override, places)
+    shared = {"k": k, "v": v, **{name: x for name, x in kwargs.items() if name != "lse"}}
+    calls = [checked_half(checked, n, {**part, **shared}) for n, part in enumerate(parts)]
+    for call in calls:
+        call.results()
+    if out is not None and target is not None and out is not target:
+        target = out.copy_(target)
+    found = target if output_o else None, places[2] if max_score is None or scores is None else max_score
+    return found if lse is None else (*found, lse)
 
 
-def _fmha_sm100(
+def checked(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
@@ -112,10 +143,9 @@ def _fmha_sm100(
     *,
     return_lse: bool = False,
     lse: Tensor | None = None,
-) -> Results:
-    """Does what `fmha_sm100` does, for the dict that `_fmha_sm100_plan` returns."""
-    if not isinstance(plan_info, dict) or any(key not in plan_info for key in PLAN_KEYS):
-        raise TypeError(f"plan_info must be what _fmha_sm100_plan returned, got {type(plan_info).__name__}")
+) -> Call:
+    """Checks the arguments of `_fmha_sm100` and returns what is to be computed."""
+    call_checks.check_plan_info(plan_info)
     flags(output_maxscore=output_maxscore, output_o=output_o, check_input_valid=check_input_valid, return_lse=return_lse)
     if v is None and not output_o and not return_lse and lse is None:
         v = k
@@ -145,6 +175,7 @@ def _fmha_sm100(
         out=out if output_o else None,
         lse=lse,
         max_score=scores,
+        given_score=max_score,
         wants_out=output_o,
         wants_lse=return_lse or lse is not None,
     )
@@ -152,12 +183,13 @@ def _fmha_sm100(
         call_checks.check_values(call)
     elif q.device.type == "cpu":
         call_checks.check_key_values(call)
-    found, found_lse = call.run(out_dtype)
-    if scores is None:
-        max_score = None
-    elif max_score is None:
-        max_score = scores.transpose(1, 2)  # [num_qo_heads, max_k_tiles, total_q]
-    return (found, max_score, found_lse) if call.wants_lse else (found, max_score)
+    return call
+
+
+@functools.wraps(checked, assigned=())  # its arguments are those of `checked`
+def _fmha_sm100(*args: Any, **kwargs: Any) -> Results:
+    """Does what `fmha_sm100` does, for the dict that `_fmha_sm100_plan` returns."""
+    return checked(*args, **kwargs).results()
 
 
 def sparse_topk_select(
@@ -201,7 +233,7 @@ def sparse_topk_select(
         )
     if output is not None:
         check_out("output", output, (total_q, heads, topk), torch.int32, max_score.device)
-    visible = _valid(num_valid_pages, total_q, tiles, max_score.device)
+    visible = valid_tiles(num_valid_pages, total_q, tiles, max_score.device)
     if tiles == 0:
         blocks = torch.full((total_q, heads, topk), -1, dtype=torch.int32, device=max_score.device)
     else:
@@ -213,15 +245,3 @@ def sparse_topk_select(
             visible_blocks=visible,
         )
     return blocks if output is None else output.copy_(blocks)
-
-
-def _valid(value: Any, total_q: int, tiles: int, device: torch.device) -> Tensor:
-    """Returns int32 ``[total_q]``, how many leading tiles each query may select."""
-    if isinstance(value, Tensor):
-        checks.tensor("num_valid_pages", value, "[total_q]", (torch.int32, torch.int64))
-        checks.size("num_valid_pages", value, 0, total_q, "one entry a query")
-        if value.device != device:
-            raise ValueError(f"num_valid_pages must be on the device of max_score ({device}), got {value.device}")
-        return value.clamp(0, tiles).to(torch.int32)
-    count = tiles if value is None else min(checks.integer("num_valid_pages", value, 0), tiles)
-    return torch.full((total_q,), count, dtype=torch.int32, device=device)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from openmsa.block_scores import STAGE as SCORING
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import check_dense
 from openmsa.inputs import check_scoring
+from openmsa.kv_cache.stored import out_dtype, wide_dtype
+from openmsa.runtime import checks
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention import check_sparse
 from openmsa.types import Sequences
@@ -40,6 +43,7 @@ class Call:
     out: Tensor | None  # the caller's buffer for the output; None: a new one
     lse: Tensor | None  # the caller's buffer for the lse; None: a new one
     max_score: Tensor | None  # float32 [num_qo_heads, total_q, max_k_tiles], a view of the buffer; None: not asked for
+    given_score: Tensor | None  # the caller's buffer of the max scores, None: a new one
     wants_out: bool
     wants_lse: bool
 
@@ -58,16 +62,21 @@ class Call:
         table = plan_rows.page_table(self.plan, self.kv_indices, self.page_size, pages)
         return PagedKV(self.k, self.v, table, self.plan["kv_segment_lens"]), None, plan_rows.paged(self.plan, self.offset)
 
-    def run(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Computes what the call asks for. Returns out, of `dtype` where it is new, and lse; None what is not asked for."""
+    def results(self) -> tuple[Tensor | None, ...]:
+        """Computes what the call asks for. Returns out, max_score and, where it is asked for, lse; None what is not."""
         if self.q.numel() == 0 or self.k.numel() == 0:
-            return nothing(self, dtype)
-        if self.blocks is not None:
-            return attend_blocks(self, self.blocks)
-        if self.wants_out or self.wants_lse:
-            return attend_densely(self)
-        score(self)
-        return None, None
+            out, lse = nothing(self)
+        elif self.blocks is not None:
+            out, lse = attend_blocks(self, self.blocks)
+        elif self.wants_out or self.wants_lse:
+            out, lse = attend_densely(self)
+        else:
+            score(self)
+            out = lse = None
+        max_score = None
+        if self.max_score is not None:  # a new one is [num_qo_heads, max_k_tiles, total_q]
+            max_score = self.max_score.transpose(1, 2) if self.given_score is None else self.given_score
+        return (out, max_score, lse) if self.wants_lse else (out, max_score)
 
 
 def score(call: Call) -> None:
@@ -151,13 +160,66 @@ def reads_one_long_sequence(call: Call) -> bool:
     return one_a_row and call.kv_indices.dim() == 1 and 0 < call.kv_indices.numel() * call.page_size < INT32
 
 
-def nothing(call: Call, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def nothing(call: Call) -> tuple[Tensor | None, Tensor | None]:
     """Returns zeros for out and -inf for lse, the results of a call without queries or without keys."""
-    out = lse = None
+    out, lse = call.out, call.lse
     if call.wants_out:
-        out = torch.zeros(call.q.shape, dtype=dtype, device=call.q.device) if call.out is None else call.out.zero_()
+        out = torch.empty(call.q.shape, dtype=out_dtype(call.q), device=call.q.device) if out is None else out
+        out.zero_()
     if call.wants_lse:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        lse = torch.empty(call.q.shape[:2], dtype=wide, device=call.q.device) if call.lse is None else call.lse
+        lse = torch.empty(call.q.shape[:2], dtype=wide_dtype(call.q), device=call.q.device) if lse is None else lse
         lse.fill_(-torch.inf)
     return out, lse
+
+
+def halves(
+    plans: tuple[Plan, Plan], batch: int, q: Tensor, kv_indices: Any, blocks: Any, override: Any, places: list[Tensor | None]
+) -> list[dict[str, Any]]:
+    """Returns what differs between the launches of the two plans of a mixed batch, as arguments of `fmha_sm100`.
+
+    The second plan numbers packed keys and pages from its own first request on: where the first plan's end is read on the
+    device, when the launch runs. places: out, lse and max_score ``[num_qo_heads, max_k_tiles, total_q]``, or None.
+    """
+    first, second = plans
+    count, rows = first["total_q"], first["kv_segment_lens"].numel()
+    checks.size("q", q, 0, count + second["total_q"], "the queries of the plan")
+    if isinstance(blocks, Tensor):
+        checks.size("kv_block_indexes", blocks, 0, q.shape[0], "a row for each query")
+    shifted = {
+        name: x + ends[-1:]
+        for name in ("kv_segment_offsets", "kv_page_indptr")
+        if isinstance(x := second.get(name), Tensor) and isinstance(ends := first.get(name), Tensor)
+    }
+    found = []
+    given: list[dict[str, Any]] = [{**first}, {**second, **shifted}]
+    for n, (plan, own) in enumerate(zip(given, (slice(0, count), slice(count, None)), strict=True)):
+
+        def part(x: Any, n: int = n) -> Any:
+            """Returns this half's part of a tensor with an entry a request or a row; anything else as it is."""
+            if not isinstance(x, Tensor) or not x.dim():
+                return x
+            at = first["batch_size"] if x.shape[0] == batch else rows
+            return x[at:] if n else x[:at]
+
+        out, lse, score = places
+        found.append(
+            {
+                "q": q[own],
+                "plan_info": plan,
+                "kv_indices": part(kv_indices) if isinstance(kv_indices, Tensor) and kv_indices.dim() == 2 else kv_indices,
+                "kv_block_indexes": blocks[own] if isinstance(blocks, Tensor) else blocks,
+                "q_offset_override": part(override),
+                "out": None if out is None else out[own],
+                "lse": None if lse is None else lse[own],
+                "max_score": None if score is None else score[:, : max(plan["max_k_tiles"], 0), own],
+            }
+        )
+    return found
+
+
+def checked_half(checked: Callable[..., Call], n: int, arguments: dict[str, Any]) -> Call:
+    """Returns the checked call of the n-th plan of a mixed batch; an error says which plan counts the places that it names."""
+    try:
+        return checked(**arguments)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{error} (in plan_info[{3 + n}], which counts from its own first request on)") from None

@@ -15,6 +15,23 @@ from fmha_sm100.plan_rows import Plan, first_pages
 from openmsa.kv_cache.stored import check_values as check_finite
 from openmsa.runtime import checks
 
+PLAN_KEYS = (
+    "qo_segment_offsets",
+    "kv_segment_lens",
+    "kv_segment_offsets",
+    "qo_offset",
+    "max_k_tiles",
+    "max_qo_len",
+    "row_index",
+)
+"""A dict with these entries counts as a plan."""
+
+
+def check_plan_info(plan: Any, source: str = "_fmha_sm100_plan") -> None:
+    """Checks that a plan is a dict with the entries that a launch reads."""
+    if not isinstance(plan, dict) or any(key not in plan for key in PLAN_KEYS):
+        raise TypeError(f"plan_info must be what {source} returned, got {type(plan).__name__}")
+
 
 def operands(q: Tensor, k: Tensor, v: Tensor, q_scale: Scale, k_scale: Scale, v_scale: Scale) -> Operands:
     """Checks shapes and dtypes and returns q, k and v in their formats; uint8 pools are the slots of vLLM's NVFP4 cache."""

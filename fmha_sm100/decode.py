@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fmha_sm100.k2q_rows import token_major
 from fmha_sm100.operands import QUERIES, Lengths, Operands, Scale, check_operands, check_out, flags, place, write_out
-from fmha_sm100.schedules import DecodeAttentionSchedule, SplitRules, decode_schedule
+from fmha_sm100.schedules import UNPLANNED, DecodeAttentionSchedule, DecodeShape, SplitRules, decode_schedule
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import check_dense
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
@@ -95,17 +95,18 @@ def sparse_decode_atten_func(
 
 
 class SparseDecodePagedAttentionWrapper:
-    """Does what `sparse_decode_atten_func` does in two steps: `plan` once a step or once for many, `run` once a layer.
-
-    blk_kv is the keys of a block of the selection; causal is as in `sparse_decode_atten_func`.
+    """Does what `sparse_decode_atten_func` does in two steps: `plan` once a step or once for many, `run` once a layer. blk_kv
+    is the keys of a block of the selection; causal is as in `sparse_decode_atten_func`.
 
     The plan keeps the tensors it was given, and `run` reads them when its kernels run: lengths, page table and selection may be
     updated in place between runs, also between replays of a captured run. `run` reads nothing on the host.
 
-    Names, order, defaults, results and schedule attributes are those of the public class. Beyond it, this one honours a
-    selection, takes any batch, any length and any remainder of a page, and plans without waiting for the GPU. The attributes of
-    the schedule (`split_kv`, `cta_tile_q`, `request_indices`, ... of `DecodeAttentionSchedule`) follow the public rules and
-    are made when first read, from the lengths of that moment (a host sync); the kernels split their own work.
+    Names, order, defaults, results and attributes are those of the public class: before `plan` they are None, False or 0.
+    Beyond it, this one honours a selection, takes any batch, any length and any remainder of a page, and plans without waiting
+    for the GPU. `decode_schedule` (a `DecodeAttentionSchedule`, whose fields are attributes here too) follows the public rules
+    and is made when it or a field is first read, from the lengths of that moment (a host sync). So are `O_partial`, float32
+    ``[partial_rows, num_qo_heads, head_dim]``, and `LSE_partial`, ``[partial_rows, num_qo_heads]``; None where nothing is cut.
+    The kernels split their own work, hold their own partial results, and write to neither.
     """
 
     def __init__(self, *, blk_kv: int = 128, causal: bool = True) -> None:
@@ -115,12 +116,16 @@ class SparseDecodePagedAttentionWrapper:
         self.page_table: Tensor | None = None
         self.seqused_k: Tensor | None = None
         self.q2k_indices: Tensor | None = None
-        self.seqlen_q = self.max_seqlen_k = 0
+        self.is_sparse = False
+        self.batch: int | None = None
+        self.seqlen_q: int | None = None
+        self.max_seqlen_k: int | None = None
         self.num_qo_heads: int | None = None
         self.num_kv_heads: int | None = None
         self.head_dim: int | None = None
         self._rules = SplitRules()
         self._schedule: DecodeAttentionSchedule | None = None
+        self._partials: tuple[Tensor | None, Tensor | None] | None = None
 
     def plan(
         self,
@@ -148,21 +153,20 @@ class SparseDecodePagedAttentionWrapper:
         flags(enable_cuda_graph=enable_cuda_graph, disable_split_kv=disable_split_kv)
         checks.integer("seqlen_q", seqlen_q, 1)
         checks.integer("max_seqlen_k", max_seqlen_k, 0)
-        for name, count in (("num_qo_heads", num_qo_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+        counts = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, count in (counts | {"max_grid_size": max_grid_size, "fixed_split_size": fixed_split_size}).items():
             if count is not None:
                 checks.integer(name, count, 1)
         if num_qo_heads is not None and num_kv_heads is not None:
             checks.divides("num_kv_heads", num_kv_heads, "num_qo_heads", num_qo_heads)
-        for name, size in (("max_grid_size", max_grid_size), ("fixed_split_size", fixed_split_size)):
-            if size is not None:
-                checks.integer(name, size, 1)
         if q2k_indices is not None:
             checks.tensor("q2k_indices", q2k_indices, "[num_kv_heads, batch * seqlen_q, topk]", (torch.int32,))
         self.page_table, self.seqused_k, self.q2k_indices = page_table, seqused_k, q2k_indices
-        self.seqlen_q, self.max_seqlen_k = seqlen_q, max_seqlen_k
+        self.is_sparse = q2k_indices is not None
+        self.batch, self.seqlen_q, self.max_seqlen_k = page_table.shape[0], seqlen_q, max_seqlen_k
         self.num_qo_heads, self.num_kv_heads, self.head_dim = num_qo_heads, num_kv_heads, head_dim
         self._rules = SplitRules(enable_cuda_graph, max_grid_size, fixed_split_size, disable_split_kv)
-        self._schedule = None
+        self._schedule = self._partials = None
         return self
 
     def run(
@@ -180,13 +184,14 @@ class SparseDecodePagedAttentionWrapper:
         v_scale: Scale = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attends for one layer; arguments and results are as in `sparse_decode_atten_func`."""
-        page_table, seqused_k = self._planned()
+        if self.page_table is None or self.seqused_k is None or self.seqlen_q is None or self.max_seqlen_k is None:
+            raise RuntimeError("plan() must be called before run()")
         if isinstance(q, Tensor) and q.dim() == 3 and isinstance(k, Tensor) and k.dim() == 4:
             self._check_heads(q.shape[1], k.shape[1], q.shape[2])
         return sparse_decode_atten_func(
             *(q, k, v, self.q2k_indices),
-            page_table=page_table,
-            seqused_k=seqused_k,
+            page_table=self.page_table,
+            seqused_k=self.seqused_k,
             seqlen_q=self.seqlen_q,
             max_seqlen_k=self.max_seqlen_k,
             blk_kv=self.blk_kv,
@@ -201,32 +206,29 @@ class SparseDecodePagedAttentionWrapper:
         )
 
     @property
-    def batch(self) -> int:
-        """Returns the number of sequences of the plan."""
-        return self._planned()[0].shape[0]
-
-    @property
-    def is_sparse(self) -> bool:
-        """Says whether the plan has a selection."""
-        return self.q2k_indices is not None
-
-    @property
-    def schedule(self) -> DecodeAttentionSchedule:
-        """Returns the public kernels' split of this plan's work, for which the lengths are read on the host the first time."""
-        _, seqused_k = self._planned()
-        if self._schedule is None:
-            heads, kv_heads = self.num_qo_heads, self.num_kv_heads
-            group = heads // kv_heads if heads and kv_heads and heads % kv_heads == 0 else 1
-            self._schedule = decode_schedule(
-                seqused_k, self.blk_kv, self.seqlen_q, group, kv_heads or 1, self.max_seqlen_k, self._rules
-            )
+    def decode_schedule(self) -> DecodeAttentionSchedule | None:
+        """Returns how the public kernels split this plan's work, for which the lengths are read on the host the first time."""
+        if self._schedule is None and self.seqused_k is not None and self.seqlen_q is not None:
+            heads, kv_heads = self.num_qo_heads or 1, self.num_kv_heads or 1
+            shape = DecodeShape(self.blk_kv, self.seqlen_q, max(heads // kv_heads, 1), kv_heads, self.head_dim or 128)
+            self._schedule = decode_schedule(self.seqused_k, shape, self._rules)
         return self._schedule
 
-    def _planned(self) -> tuple[Tensor, Tensor]:
-        """Returns the page table and the lengths of the plan."""
-        if self.page_table is None or self.seqused_k is None:
-            raise RuntimeError("plan() must be called before run() and before the schedule is read")
-        return self.page_table, self.seqused_k
+    @property
+    def O_partial(self) -> Tensor | None:
+        """Returns memory of the size that the public kernels keep partial outputs in."""
+        return self._room()[0]
+
+    @property
+    def LSE_partial(self) -> Tensor | None:
+        """Returns memory of the size that the public kernels keep the lse of partial outputs in."""
+        return self._room()[1]
+
+    def _room(self) -> tuple[Tensor | None, Tensor | None]:
+        """Returns `O_partial` and `LSE_partial`."""
+        if self._partials is None and (schedule := self.decode_schedule) is not None:
+            self._partials = schedule.partials(self.num_qo_heads, self.head_dim)
+        return self._partials or (None, None)
 
     def _check_heads(self, num_qo_heads: int, num_kv_heads: int, head_dim: int) -> None:
         """Checks that the operands of a run have the heads and the head dim that were planned."""
@@ -237,7 +239,8 @@ class SparseDecodePagedAttentionWrapper:
                 raise ValueError(f"{name} must be {expected}, as planned, got {count}")
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the schedule."""
-        if name in DecodeAttentionSchedule.__dataclass_fields__:
-            return getattr(self.schedule, name)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        """Returns a field of the schedule; before `plan` False, 0 or None."""
+        if name not in UNPLANNED:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        schedule = self.decode_schedule
+        return UNPLANNED[name] if schedule is None else getattr(schedule, name)

@@ -2,9 +2,9 @@
 """Computes block scores from FP4 index queries and paged FP4 index keys, under the public names, over `openmsa.block_scores`.
 
 Scales come in two layouts. In "public" they lie beside their rows. In "preordered_mma" they lie in 128x4 tiles (see
-`openmsa.NVFP4`), a contiguous tensor ``[L, ceil(mn / 128), ceil(groups / 4), 32, 4, 4]`` indexed by (matrix, row // 128,
-group // 4, row % 32, row % 128 // 32, group % 4); a matrix is one head of the queries (mn = total_q) or one head of a page of
-the keys (mn = page_size).
+`openmsa.NVFP4`): contiguous storage ``[L, ceil(mn / 128), ceil(groups / 4), 32, 4, 4]`` indexed by (matrix, row // 128,
+group // 4, row % 32, row % 128 // 32, group % 4), or its view ``[32, 4, ceil(mn / 128), 4, ceil(groups / 4), L]``. A matrix is
+one head of the queries (mn = total_q) or one head of a page of the keys (mn = page_size).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from fmha_sm100 import operands
 from fmha_sm100.nvfp4_kv import to_tiles
 from fmha_sm100.operands import checked_starts, given_longest
+from fmha_sm100.plan_rows import table_of_sequences
 from openmsa import MXFP4, NVFP4, PagedIndexKeys, Sequences, block_scores
 from openmsa.kv_cache import mxfp4, nvfp4
 from openmsa.runtime import checks
@@ -24,6 +25,9 @@ from openmsa.runtime import checks
 BLOCK = 128
 PACKED = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 LAYOUTS = ("preordered_mma", "public")
+MMA_VIEW, MMA_STORAGE = (3, 4, 1, 5, 2, 0), (5, 2, 4, 0, 1, 3)
+"""These orders of the dimensions make the view of scales in 128x4 tiles from their storage, and the storage from the view."""
+
 Shape6 = tuple[int, int, int, int, int, int]
 
 
@@ -65,9 +69,10 @@ def fp4_indexer_block_scores(
     k_fp4:            such codes in a pool ``[num_pages, num_k_heads, page_size, dim // 2]``; any strides. num_k_heads divides
                       num_q_heads.
     q_scale, k_scale: as `scale_layout` says. "public": ``[total_q, num_q_heads, groups]`` and ``[num_pages, num_k_heads,
-                      page_size, groups]``; "preordered_mma": `fp4_indexer_mma_scale_storage_shape` of (total_q, num_q_heads)
-                      and of (page_size, num_pages * num_k_heads), the latter also as ``[num_pages, num_k_heads, 1, ...]``
-                      with any page stride. uint8 codes, or float8_e8m0fnu ("mxfp4", groups of 32), or float8_e4m3fn ("nvfp4",
+                      page_size, groups]``; "preordered_mma": `fp4_indexer_mma_scale_shape` of (total_q, num_q_heads) and of
+                      (page_size, num_pages * num_k_heads), the view that `fp4_indexer_reorder_scales_for_mma_cute` returns,
+                      or the `..._storage_shape` of either, for keys also as ``[num_pages, num_k_heads, 1, ...]`` with any
+                      page stride. uint8 codes, or float8_e8m0fnu ("mxfp4", groups of 32), or float8_e4m3fn ("nvfp4",
                       groups of 16).
     cu_seqlens_q, cu_seqlens_k, cu_page_offsets:  int32 or int64 ``[batch + 1]``; the last says where each sequence's pages
                       start in `kv_indices`, int32, the physical pages one after the other.
@@ -109,7 +114,7 @@ def fp4_indexer_block_scores(
     cu_q, cu_k = checked_starts(cu_seqlens_q, cu_seqlens_k, total_q, q_fp4.device)
     max_q, max_k = given_longest("max_seqlen_q", max_seqlen_q, cu_q), given_longest("max_seqlen_k", max_seqlen_k, cu_k)
     queries = _queries(q_fp4, q_scale, spec, scale_layout)
-    table = _page_table(kv_indices, cu_page_offsets, cu_k, -(-max_k // page_size), k_fp4)
+    table = table_of_sequences(kv_indices, cu_page_offsets, cu_k, -(-max_k // page_size), k_fp4)
     keys = PagedIndexKeys(_keys(k_fp4, k_scale, spec, scale_layout), table, cu_k.diff())
     seqs = Sequences(cu_q, None, max_q, max_k, _offset(qo_offset, causal, cu_k))
     scores = block_scores(queries, keys, seqs, block_size=BLOCK)  # [num_q_heads, total_q, blocks]
@@ -142,7 +147,8 @@ def fp4_indexer_mma_scale_storage_stride(mn: int, l: int, *, fp4_format: str) ->
 
 
 def fp4_indexer_reorder_scales_for_mma_cute(q_scale: Tensor, k_scale: Tensor, *, fp4_format: str) -> tuple[Tensor, Tensor]:
-    """Lays scales in the layout "public" out as "preordered_mma", with zeros in the padding; runs on any device."""
+    """Lays scales in the layout "public" out as "preordered_mma", with zeros in the padding; runs on any device. Returns views
+    of `fp4_indexer_mma_scale_shape`, with the strides of `fp4_indexer_mma_scale_stride`."""
     spec = _spec(fp4_format)
     for name, scale, shape in (
         ("q_scale", q_scale, "[total_q, num_q_heads, groups]"),
@@ -151,7 +157,7 @@ def fp4_indexer_reorder_scales_for_mma_cute(q_scale: Tensor, k_scale: Tensor, *,
         checks.tensor(name, scale, shape, (torch.uint8, spec.dtype))
     q = to_tiles(q_scale.view(torch.uint8).transpose(0, 1))
     k = to_tiles(k_scale.view(torch.uint8).flatten(0, 1))
-    return q.view(q_scale.dtype), k.view(k_scale.dtype)
+    return q.view(q_scale.dtype).permute(MMA_VIEW), k.view(k_scale.dtype).permute(MMA_VIEW)
 
 
 def _spec(fp4_format: str) -> _Format:
@@ -166,13 +172,24 @@ def _storage_shape(rows: int, matrices: int, groups: int) -> Shape6:
     return matrices, -(-rows // 128), -(-groups // 4), 32, 4, 4
 
 
-def _from_tiles(name: str, scale: Tensor, rows: int, matrices: int, groups: int) -> Tensor:
-    """Returns a copy, uint8 ``[matrices, rows, groups]``, of scales in the layout "preordered_mma"."""
+def _stored(name: str, scale: Tensor, rows: int, matrices: int, groups: int) -> Tensor:
+    """Returns scales in the layout "preordered_mma", given as storage or as its view, as storage."""
     shape = _storage_shape(rows, matrices, groups)
-    if tuple(scale.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape} with scale_layout='preordered_mma', got {tuple(scale.shape)}")
-    tiles = scale.view(torch.uint8).permute(0, 1, 4, 3, 2, 5)  # [matrices, tile, row // 32, row % 32, columns, 4]
-    return tiles.reshape(matrices, shape[1] * 128, shape[2] * 4)[:, :rows, :groups]
+    if scale.dim() == 7:  # the pages have a stride of their own
+        scale = scale.flatten(0, 1)
+    view = tuple(shape[d] for d in MMA_VIEW)
+    if tuple(scale.shape) not in (shape, view):
+        raise ValueError(
+            f"{name} must have shape {view} or {shape} with scale_layout='preordered_mma', got {tuple(scale.shape)}"
+        )
+    return scale if tuple(scale.shape) == shape else scale.permute(MMA_STORAGE)
+
+
+def _from_tiles(scale: Tensor, rows: int, groups: int) -> Tensor:
+    """Returns a copy, uint8 ``[matrices, rows, groups]``, of scales in the storage of the layout "preordered_mma"."""
+    matrices, tiles, columns, *_ = scale.shape
+    by_row = scale.view(torch.uint8).permute(0, 1, 4, 3, 2, 5)  # [matrices, tile, row // 32, row % 32, columns, 4]
+    return by_row.reshape(matrices, tiles * 128, columns * 4)[:, :rows, :groups]
 
 
 def _beside(name: str, scale: Tensor, data: Tensor, groups: int) -> Tensor:
@@ -189,9 +206,10 @@ def _queries(data: Tensor, scale: Tensor, spec: _Format, layout: str) -> Tensor:
     if layout == "public":
         rows = _beside("q_scale", scale, data, groups)
     else:
-        rows = _from_tiles("q_scale", scale, data.shape[0], data.shape[1], groups).transpose(0, 1)
-    stored = (NVFP4 if spec.group == nvfp4.GROUP else MXFP4)(data.view(torch.uint8), rows)
-    return stored.dequantize(torch.float32 if data.device.type == "cpu" else torch.bfloat16)
+        stored = _stored("q_scale", scale, data.shape[0], data.shape[1], groups)
+        rows = _from_tiles(stored, data.shape[0], groups).transpose(0, 1)
+    numbers = (NVFP4 if spec.group == nvfp4.GROUP else MXFP4)(data.view(torch.uint8), rows)
+    return numbers.dequantize(torch.float32 if data.device.type == "cpu" else torch.bfloat16)
 
 
 def _keys(data: Tensor, scale: Tensor, spec: _Format, layout: str) -> NVFP4 | MXFP4:
@@ -202,39 +220,11 @@ def _keys(data: Tensor, scale: Tensor, spec: _Format, layout: str) -> NVFP4 | MX
     if layout == "public":
         rows = _beside("k_scale", scale, data, groups)
         return NVFP4(codes, rows) if spec.group == nvfp4.GROUP else MXFP4(codes, rows)
-    if scale.dim() == 7:  # the pages have a stride of their own
-        scale = scale.flatten(0, 1)
-    shape = _storage_shape(page_size, pages * heads, groups)
-    if spec.group == nvfp4.GROUP and page_size % 128 == 0 and tuple(scale.shape) == shape and scale.is_contiguous():
-        return NVFP4(codes, scale.reshape(-1, shape[2] * 4), None, "128x4")
-    rows = _from_tiles("k_scale", scale, page_size, pages * heads, groups).unflatten(0, (pages, heads))
+    scale = _stored("k_scale", scale, page_size, pages * heads, groups)
+    if spec.group == nvfp4.GROUP and page_size % 128 == 0 and scale.is_contiguous():
+        return NVFP4(codes, scale.reshape(-1, scale.shape[2] * 4), None, "128x4")
+    rows = _from_tiles(scale, page_size, groups).unflatten(0, (pages, heads))
     return NVFP4(codes, rows) if spec.group == nvfp4.GROUP else MXFP4(codes, rows)
-
-
-def _page_table(kv_indices: Tensor, cu_page_offsets: Tensor, cu_k: Tensor, width: int, k_fp4: Tensor) -> Tensor:
-    """Returns int32 ``[batch, width]``, the physical pages of each sequence and -1 behind the last."""
-    checks.tensor("cu_page_offsets", cu_page_offsets, "[batch + 1]", (torch.int32, torch.int64))
-    checks.size("cu_page_offsets", cu_page_offsets, 0, cu_k.numel(), "batch + 1, as cu_seqlens_q")
-    pages = (cu_k.diff() + k_fp4.shape[2] - 1) // k_fp4.shape[2]
-    if cu_k.device.type == "cpu":
-        short = (cu_page_offsets.diff() < pages).nonzero()
-        if short.numel():
-            b = int(short[0])
-            held = int(cu_page_offsets.diff()[b])
-            raise ValueError(f"cu_page_offsets must give sequence {b} at least {int(pages[b])} pages for its keys, got {held}")
-        if int(cu_page_offsets[-1]) > kv_indices.numel():
-            raise ValueError(
-                f"cu_page_offsets must not end past kv_indices ({kv_indices.numel()}), got {int(cu_page_offsets[-1])}"
-            )
-    logical = torch.arange(width, device=cu_k.device)
-    at = cu_page_offsets[:-1, None] + logical
-    named = (logical < pages[:, None]) & (at < kv_indices.numel())  # [batch, width]
-    if not kv_indices.numel():
-        return torch.full(named.shape, -1, dtype=torch.int32, device=cu_k.device)
-    if cu_k.device.type == "cpu":
-        read = torch.zeros_like(kv_indices).index_copy_(0, at[named], kv_indices[at[named]])
-        checks.in_range("kv_indices", read, 0, k_fp4.shape[0])
-    return torch.where(named, kv_indices[torch.where(named, at, 0)], -1)
 
 
 def _offset(qo_offset: Tensor | int | None, causal: bool, cu_k: Tensor) -> Tensor | None:

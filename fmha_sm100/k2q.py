@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fmha_sm100.csr_attention import SparseAttentionSchedule
 from fmha_sm100.k2q_rows import NOTHING, Rows, by_heads, remember, sort_heads
 from fmha_sm100.operands import checked_starts, flags, longest
-from fmha_sm100.schedules import SparseAttentionSchedule
 from openmsa.runtime import checks
 
 MAX_PACKED_QUERY = 1 << 24

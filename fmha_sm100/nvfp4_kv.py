@@ -90,8 +90,8 @@ def nvfp4_scale_128x4_offset(row: int | Tensor, col: int | Tensor, scale_cols: i
 
 
 def swizzle_nvfp4_scale_to_128x4(scale: Tensor, *, rows: int, cols: int) -> Tensor:
-    """Lays scales out in 128x4 tiles: uint8 ``[rows rounded up to 128, cols rounded up to 4]``, zeros in the padding. `scale`
-    holds E4M3 codes ``[at least rows, at least cols]``, or ``rows * cols`` of them in any shape."""
+    """Lays scales out in 128x4 tiles: ``[rows rounded up to 128, cols rounded up to 4]`` in its dtype, zeros in the padding.
+    `scale` holds E4M3 codes, uint8 or float8_e4m3fn, ``[at least rows, at least cols]``, or ``rows * cols`` in any shape."""
     checks.integer("rows", rows, 0)
     checks.integer("cols", cols, 1)
     if not isinstance(scale, Tensor) or scale.dtype not in CODES:
@@ -103,7 +103,7 @@ def swizzle_nvfp4_scale_to_128x4(scale: Tensor, *, rows: int, cols: int) -> Tens
         codes = codes.reshape(rows, cols)
     else:
         raise ValueError(f"scale must have at least {(rows, cols)} codes, got {tuple(scale.shape)}")
-    return to_tiles(codes[None]).reshape(nvfp4.swizzled_shape(rows, cols))
+    return to_tiles(codes[None]).reshape(nvfp4.swizzled_shape(rows, cols)).view(scale.dtype)
 
 
 def to_tiles(scale: Tensor) -> Tensor:

@@ -222,3 +222,15 @@ def chosen(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Checks that `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value}")
+
+
+def valid_tiles(value: Any, total_q: int, tiles: int, device: torch.device) -> Tensor:
+    """Returns int32 ``[total_q]``, how many leading tiles each query may select."""
+    if isinstance(value, Tensor):
+        checks.tensor("num_valid_pages", value, "[total_q]", (torch.int32, torch.int64))
+        checks.size("num_valid_pages", value, 0, total_q, "one entry a query")
+        if value.device != device:
+            raise ValueError(f"num_valid_pages must be on the device of max_score ({device}), got {value.device}")
+        return value.clamp(0, tiles).to(torch.int32)
+    count = tiles if value is None else min(checks.integer("num_valid_pages", value, 0), tiles)
+    return torch.full((total_q,), count, dtype=torch.int32, device=device)

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from fmha_sm100.operands import flags
+from fmha_sm100.plan_rows import device_of, placed, rows_of
 from openmsa.runtime import checks
 
 TILE = 128
 """A max-score tile has so many keys in the public package."""
 
-DECODE_QUERIES = 32
-"""A sparse plan of at most so many queries a request has a row for each query token."""
+DECODE_QUERIES, SHORT_QUERIES = 32, 128
+"""A sparse plan of at most so many queries a request has a row for each query token. From the first request with more on, or
+in a dense plan with more than 128, a mixed batch is split in two."""
 
 EVERYTHING = 1 << 30
 """From a query at this position every key is visible, which is what ``causal=False`` asks for."""
@@ -38,7 +40,7 @@ def fmha_sm100_plan(
     qo_offset: int | Tensor | None = None,
     split_prefill_decode: bool = True,
     **options: Any,
-) -> tuple[bool, int, int, dict[str, Any], None]:
+) -> tuple[bool, int, int, dict[str, Any], dict[str, Any] | None]:
     """Describes a batch for `fmha_sm100`.
 
     qo_segment_lens, kv_segment_lens:  int32 or int64 ``[batch]``, queries and keys of each request; CPU tensors are the usual
@@ -46,20 +48,32 @@ def fmha_sm100_plan(
     num_qo_heads, num_kv_heads:  heads of the launches; num_kv_heads -1 is not checked.
     qo_offset:     None, which stands for ``kv - qo``; an int; or ``[batch]``. Query i of a request sees key j iff ``i +
                    qo_offset >= j``.
-    split_prefill_decode:  taken and not needed: batches may mix short and long requests in any order.
+    split_prefill_decode:  whether a mixed batch has two plans: one for the requests in front of the first one with more than 32
+                   queries (dense: 128), one for that request and all behind it, in any order. False: one plan for all.
     options:       see `_fmha_sm100_plan`.
 
-    Returns ``(False, 0, batch, plan, None)``, to be passed to `fmha_sm100`; ``plan`` is the dict of `_fmha_sm100_plan`.
+    Returns ``(mixed, split, batch, plan, second plan)``, to be passed to `fmha_sm100`: ``(False, 0, batch, plan, None)``, or of
+    a mixed batch ``(True, requests of the first plan, batch, first plan, second plan)``. Plans are dicts of
+    `_fmha_sm100_plan`; those of the second number queries, packed keys and pages from its own first request on.
 
-    Names, order, defaults, the five-tuple with the dict at index 3, its keys and shapes are those of the public function, and
-    a sparse plan of short requests has one row for each query token, as its does. Beyond it, this one launches nothing, shares
-    nothing between plans and takes requests in any order; ``causal=False`` is truly so whatever lengths are written later.
-    Wrong arguments raise ValueError or TypeError.
+    Names, order, defaults, the five-tuple, its dicts, their keys and shapes are those of the public function, and a sparse plan
+    of short requests has one row for each query token, as its does. Beyond it, this one launches nothing, shares nothing
+    between plans and takes requests in any order; ``causal=False`` is truly so whatever lengths are written later. Wrong
+    arguments raise ValueError or TypeError.
     """
     flags(split_prefill_decode=split_prefill_decode)
-    batch = _lengths("qo_segment_lens", qo_segment_lens, None).numel()
-    plan = _fmha_sm100_plan(qo_segment_lens, kv_segment_lens, num_qo_heads, num_kv_heads, qo_offset, **options)
-    return False, 0, batch, plan, None
+    qo = _lengths("qo_segment_lens", qo_segment_lens, None)
+    longer = (qo > (DECODE_QUERIES if options.get("kv_block_num", -1) != -1 else SHORT_QUERIES)).nonzero()
+    split = int(longer[0]) if split_prefill_decode and longer.numel() else 0
+    if not split:
+        plan = _fmha_sm100_plan(qo_segment_lens, kv_segment_lens, num_qo_heads, num_kv_heads, qo_offset, **options)
+        return False, 0, qo.numel(), plan, None
+    offset = _offsets(qo_offset, qo, _lengths("kv_segment_lens", kv_segment_lens, qo.numel()), causal=True)
+    first, second = (
+        _fmha_sm100_plan(qo_segment_lens[own], kv_segment_lens[own], num_qo_heads, num_kv_heads, offset[own], **options)
+        for own in (slice(0, split), slice(split, None))
+    )
+    return True, split, qo.numel(), first, second
 
 
 def _fmha_sm100_plan(
@@ -108,7 +122,10 @@ def _fmha_sm100_plan(
     ``qo_segment_lens`` and ``kv_segment_lens`` ``[rows]``, ``qo_segment_offsets`` and ``kv_segment_offsets`` ``[rows + 1]``,
     ``qo_offset`` ``[rows]``, and with pages ``kv_page_indptr`` ``[rows + 1]``, where each row's pages start in the flat page
     table. With pages ``kv_segment_offsets`` is not read. ``max_k_tiles`` is an int, -1 without max scores; a caller may change
-    it.
+    it. A sparse plan by requests ("MM-SA-Nv") also has what the public one has, for callers to read: ``cu_seqlens_q``,
+    ``cu_seqlens_k`` (the offsets), ``seqused_k`` ``[rows]`` (the keys up to the last query), ``max_seqlen_q``,
+    ``max_seqlen_k``, ``total_k``, ``total_rows`` (pages), ``batch``, ``blk_kv``, ``num_qo_heads``, ``qhead_per_kv`` and
+    ``usable_SM_count``.
     """
     flags(output_maxscore=output_maxscore, causal=causal, use_fp8_kvcache=use_fp8_kvcache)
     for name, count in (("num_kv_splits", num_kv_splits), ("usable_SM_count", usable_SM_count)):
@@ -125,12 +142,30 @@ def _fmha_sm100_plan(
     prefill = sparse_kernel_mode == "prefill" or (sparse_kernel_mode == "auto" and longest_q > DECODE_QUERIES)
     by_token = sparse and page_size > 0 and not prefill
     offset = _offsets(qo_offset, qo, kv, causal)
-    tensors = _rows(qo, kv, offset, page_size, causal, by_token)
+    tensors = rows_of(qo, kv, offset, page_size, causal, by_token)
     tiles = -(-max(-(-longest_kv // block_size), 1) // TILE) * TILE if output_maxscore else -1
+    by_request = sparse and prefill
+    if by_request:
+        tensors["seqused_k"] = (qo + offset if causal else kv).to(torch.int32)
     with torch.inference_mode(False):
-        placed = _place(tensors, _device(device, qo_segment_lens, kv_segment_lens))
+        entries: dict[str, Any] = placed(tensors, device_of(device, qo_segment_lens, kv_segment_lens))
+    if by_request:
+        size = page_size if page_size > 0 else block_size
+        entries |= {
+            "cu_seqlens_q": entries["qo_segment_offsets"],
+            "cu_seqlens_k": entries["kv_segment_offsets"],
+            "max_seqlen_q": longest_q,
+            "max_seqlen_k": longest_kv,
+            "total_k": int(kv.sum()),
+            "total_rows": int(((kv + size - 1) // size).sum()),
+            "batch": qo.numel(),
+            "blk_kv": size,
+            "num_qo_heads": num_qo_heads,
+            "qhead_per_kv": num_qo_heads // num_kv_heads if num_kv_heads > 0 else 1,
+            "usable_SM_count": usable_SM_count,
+        }
     return {
-        **placed,
+        **entries,
         "max_k_tiles": tiles,
         "max_qo_len": 1 if by_token else longest_q,
         "qo_len_uniform": by_token or bool((qo == longest_q).all()),
@@ -146,7 +181,7 @@ def _fmha_sm100_plan(
         "max_kv_len": max_kv_len,
         "total_q": int(qo.sum()),
         "batch_size": qo.numel(),
-        "MM-SA-Nv": sparse and prefill,
+        "MM-SA-Nv": by_request,
         **dict.fromkeys(UNUSED),
     }
 
@@ -197,51 +232,3 @@ def _offsets(qo_offset: int | Tensor | None, qo: Tensor, kv: Tensor, causal: boo
     else:
         offset = kv - qo
     return offset if causal else torch.full_like(qo, EVERYTHING)
-
-
-def _rows(qo: Tensor, kv: Tensor, offset: Tensor, page_size: int, causal: bool, by_token: bool) -> dict[str, Tensor]:
-    """Makes the plan's tensors on the CPU, with the request of each row and its place in that where rows are query tokens."""
-    first_page = _starts((kv + page_size - 1) // page_size) if page_size > 0 else None  # [batch + 1]
-    tensors = {}
-    if by_token and bool((qo != 1).any()):
-        request = torch.arange(qo.numel())
-        request = request.repeat_interleave(qo)  # [total_q]
-        index = torch.arange(request.numel()) - _starts(qo)[request]
-        tensors = {"row_request": request, "row_index": index}
-        qo, kv, offset = torch.ones_like(request), kv[request], offset[request] + (index if causal else 0)
-        if first_page is not None:
-            first_page = torch.cat((first_page[request], first_page[-1:]))
-    tensors |= {"qo_segment_lens": qo, "kv_segment_lens": kv, "qo_offset": offset}
-    tensors |= {"qo_segment_offsets": _starts(qo), "kv_segment_offsets": _starts(kv)}
-    if first_page is not None:
-        tensors["kv_page_indptr"] = first_page
-    return {name: x.to(torch.int32) for name, x in tensors.items()}
-
-
-def _starts(lens: Tensor) -> Tensor:
-    """Returns where each of packed sequences of these lengths starts and where the last one ends, ``[batch + 1]``."""
-    return torch.nn.functional.pad(lens.cumsum(0), (1, 0))
-
-
-def _place(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor | None]:
-    """Copies the tensors to the device in one copy, each to an aligned place of one allocation that this plan owns."""
-    sizes = [-(-x.numel() // 32) * 32 for x in tensors.values()]
-    staged = torch.zeros(sum(sizes), dtype=torch.int32)
-    for piece, x in zip(staged.split(sizes), tensors.values(), strict=True):
-        piece[: x.numel()] = x
-    pieces = staged.to(device).split(sizes)
-    placed = {name: piece[: x.numel()] for piece, (name, x) in zip(pieces, tensors.items(), strict=True)}
-    return dict.fromkeys(("kv_page_indptr", "row_request", "row_index")) | placed
-
-
-def _device(device: torch.device | str | int | None, *lengths: Tensor) -> torch.device:
-    """Returns the device of a plan for the argument `device` and the lengths."""
-    if device is not None:
-        try:
-            return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        except (RuntimeError, TypeError):
-            raise ValueError(f"device must be a torch.device, its name, the number of a GPU or None, got {device!r}") from None
-    for lens in lengths:
-        if lens.device.type != "cpu":
-            return lens.device
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")

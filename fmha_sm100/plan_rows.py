@@ -12,7 +12,7 @@ from typing import TypedDict, cast
 import torch
 from torch import Tensor
 
-from openmsa.runtime import devices
+from openmsa.runtime import checks, devices
 from openmsa.types import Sequences
 
 
@@ -161,3 +161,78 @@ def first_pages(plan: Plan) -> Tensor:
     ends = plan["kv_page_indptr"]
     assert ends is not None
     return ends[:-1]
+
+
+def table_of_sequences(kv_indices: Tensor, cu_page_offsets: Tensor, cu_k: Tensor, width: int, pool: Tensor) -> Tensor:
+    """Returns int32 ``[batch, width]``, the pages in `pool` of sequences whose pages start at cu_page_offsets in the flat table
+    and whose keys start at cu_k, and -1 behind the last. On a CPU the values are checked."""
+    checks.tensor("cu_page_offsets", cu_page_offsets, "[batch + 1]", (torch.int32, torch.int64))
+    checks.size("cu_page_offsets", cu_page_offsets, 0, cu_k.numel(), "batch + 1, as cu_seqlens_q")
+    pages = (cu_k.diff() + pool.shape[2] - 1) // pool.shape[2]
+    if cu_k.device.type == "cpu":
+        short = (cu_page_offsets.diff() < pages).nonzero()
+        if short.numel():
+            b = int(short[0])
+            held = int(cu_page_offsets.diff()[b])
+            raise ValueError(f"cu_page_offsets must give sequence {b} at least {int(pages[b])} pages for its keys, got {held}")
+        if int(cu_page_offsets[-1]) > kv_indices.numel():
+            raise ValueError(
+                f"cu_page_offsets must not end past kv_indices ({kv_indices.numel()}), got {int(cu_page_offsets[-1])}"
+            )
+    logical = torch.arange(width, device=cu_k.device)
+    at = cu_page_offsets[:-1, None] + logical
+    named = (logical < pages[:, None]) & (at < kv_indices.numel())  # [batch, width]
+    if not kv_indices.numel():
+        return torch.full(named.shape, -1, dtype=torch.int32, device=cu_k.device)
+    if cu_k.device.type == "cpu":
+        read = torch.zeros_like(kv_indices).index_copy_(0, at[named], kv_indices[at[named]])
+        checks.in_range("kv_indices", read, 0, pool.shape[0])
+    return torch.where(named, kv_indices[torch.where(named, at, 0)], -1)
+
+
+def rows_of(qo: Tensor, kv: Tensor, offset: Tensor, page_size: int, causal: bool, by_token: bool) -> dict[str, Tensor]:
+    """Makes the plan's tensors on the CPU, with the request of each row and its place in that where rows are query tokens."""
+    first_page = _starts((kv + page_size - 1) // page_size) if page_size > 0 else None  # [batch + 1]
+    tensors = {}
+    if by_token and bool((qo != 1).any()):
+        request = torch.arange(qo.numel())
+        request = request.repeat_interleave(qo)  # [total_q]
+        index = torch.arange(request.numel()) - _starts(qo)[request]
+        tensors = {"row_request": request, "row_index": index}
+        qo, kv, offset = torch.ones_like(request), kv[request], offset[request] + (index if causal else 0)
+        if first_page is not None:
+            first_page = torch.cat((first_page[request], first_page[-1:]))
+    tensors |= {"qo_segment_lens": qo, "kv_segment_lens": kv, "qo_offset": offset}
+    tensors |= {"qo_segment_offsets": _starts(qo), "kv_segment_offsets": _starts(kv)}
+    if first_page is not None:
+        tensors["kv_page_indptr"] = first_page
+    return {name: x.to(torch.int32) for name, x in tensors.items()}
+
+
+def _starts(lens: Tensor) -> Tensor:
+    """Returns where each of packed sequences of these lengths starts and where the last one ends, ``[batch + 1]``."""
+    return torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+
+
+def placed(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor | None]:
+    """Copies the tensors to the device in one copy, each to an aligned place of one allocation that this plan owns."""
+    sizes = [-(-x.numel() // 32) * 32 for x in tensors.values()]
+    staged = torch.zeros(sum(sizes), dtype=torch.int32)
+    for piece, x in zip(staged.split(sizes), tensors.values(), strict=True):
+        piece[: x.numel()] = x
+    pieces = staged.to(device).split(sizes)
+    placed = {name: piece[: x.numel()] for piece, (name, x) in zip(pieces, tensors.items(), strict=True)}
+    return dict.fromkeys(("kv_page_indptr", "row_request", "row_index")) | placed
+
+
+def device_of(device: torch.device | str | int | None, *lengths: Tensor) -> torch.device:
+    """Returns the device of a plan for the argument `device` and the lengths."""
+    if device is not None:
+        try:
+            return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"device must be a torch.device, its name, the number of a GPU or None, got {device!r}") from None
+    for lens in lengths:
+        if lens.device.type != "cpu":
+            return lens.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")

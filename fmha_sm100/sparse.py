@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmha_sm100 import operands
-from fmha_sm100.csr_attention import Options, Result, attend
+from fmha_sm100.csr_attention import Options, Result, SparseAttentionSchedule, attend
 from fmha_sm100.decode import SparseDecodePagedAttentionWrapper, sparse_decode_atten_func
 from fmha_sm100.fp4_indexer import (
     fp4_indexer_block_scores,
@@ -38,7 +38,7 @@ from fmha_sm100.nvfp4_kv import (
     swizzle_nvfp4_scale_to_128x4,
 )
 from fmha_sm100.operands import Operands, Scale, check_operands, length
-from fmha_sm100.schedules import DecodeAttentionSchedule, SparseAttentionSchedule
+from fmha_sm100.schedules import DecodeAttentionSchedule
 from openmsa.runtime import checks
 
 __all__ = [

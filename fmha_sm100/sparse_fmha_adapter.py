@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmha_sm100.api import Results, _fmha_sm100
 from fmha_sm100.operands import Scale
 from fmha_sm100.plan import _fmha_sm100_plan
 from openmsa.runtime import checks
@@ -79,13 +78,15 @@ def sparse_fmha(
     *,
     return_lse: bool = False,
     lse: Tensor | None = None,
-) -> Results:
+) -> tuple[Tensor | None, ...]:
     """Does what `fmha_sm100` does over selected pages, for the dict of `sparse_fmha_plan`. Returns ``(out, None)``, with
     `return_lse` or `lse` a third item.
 
     Names, order and defaults are those of the public function. Beyond it, this one honours every scale, writes into `out`,
     reads nothing on the host, and gives each query head its own selection where kv_block_indexes has num_qo_heads heads.
     """
+    from fmha_sm100.api import _fmha_sm100  # That module offers this function too.
+
     if kv_block_indexes is None:
         raise ValueError("kv_block_indexes must be given, got None")
     return _fmha_sm100(

@@ -8,7 +8,7 @@ import torch
 from fmha_sm100 import call
 from fmha_sm100.api import _fmha_sm100, _fmha_sm100_plan, fmha_sm100, fmha_sm100_plan
 from fmha_sm100.sparse_fmha_adapter import sparse_fmha, sparse_fmha_plan
-from openmsa.testing.inputs import strided
+from openmsa.testing.inputs import problem, strided
 from tests.contract import DEVICES
 from tests.fmha_sm100.batch import (
     assert_results,
@@ -58,20 +58,22 @@ def test_dense(device, page_size, storage):
 @pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize("heads", ["kv", "query", "one"])
 def test_selected_pages(device, kind, page_size, heads):
-    """In any order, with gaps and unseen pages; a selection for each KV head, each query head, or for all."""
+    """In any order, with gaps and unseen pages; a selection for each KV head, each query head, or for all; one plan or two."""
     p = batch("mixed" if kind == "prefill" else "short", dtype_of(device))
     here = p.to(device)
     k, v, _, table, _ = pages(here, page_size, interleaved=True)
     count = {"kv": p.k.shape[1], "query": p.q.shape[1], "one": 1}[heads]
     blocks = selection(p, page_size, heads=count)
-    plan = planned(p, device, page_size, kv_block_num=3)
-    rows = sum(p.q_lens) if kind == "decode" else len(p.q_lens)
-    assert plan[3]["kv_segment_lens"].numel() == rows
     options = {"kv_indices": table, "kv_block_indexes": blocks.to(device), "return_lse": True}
-    out, scores, lse = fmha_sm100(here.q, k, v, plan, **options)
-    assert scores is None
     expected = per_query_head(p, blocks, page_size) if heads == "query" else truth(p, blocks, page_size)
-    assert_results((out, lse), expected)
+    for splits in (False, True):
+        plan = planned(p, device, page_size, kv_block_num=3, split_prefill_decode=splits)
+        assert plan[:3] == ((True, 1, 6) if splits and kind == "prefill" else (False, 0, len(p.q_lens)))
+        rows = p.q_lens[0] if plan[0] else sum(p.q_lens) if kind == "decode" else len(p.q_lens)
+        assert plan[3]["kv_segment_lens"].numel() == rows
+        out, scores, lse = fmha_sm100(here.q, k, v, plan, **options)
+        assert scores is None
+        assert_results((out, lse), expected)
 
 
 @devices
@@ -159,6 +161,32 @@ def test_buffers_are_used(device, path):
 
 
 @devices
+def test_kernels_write_into_the_buffers(device, monkeypatch):
+    """What the stages are given is the caller's memory, unless it is strided or shared with an input."""
+    seen, p = [], batch(dtype=dtype_of(device))
+    for stage in (call.DENSE, call.SPARSE, call.SCORING):
+        monkeypatch.setattr(stage, "run", lambda impl, x, run=stage.run: seen.append(x) or run(impl, x))
+    here, blocks = p.to(device), selection(p, 32).to(device)
+    k, v, index_k, table, _ = pages(here, 32)
+    out, lse = torch.empty_like(here.q), torch.empty(here.q.shape[:2], device=device)
+    for options, arguments in (({}, {}), ({"kv_block_num": 3, "split_prefill_decode": False}, {"kv_block_indexes": blocks})):
+        plan = planned(p, device, 32, **options)
+        fmha_sm100(here.q, k, v, plan, kv_indices=table, out=out, lse=lse, o_scale=2.0, **arguments)
+        assert seen[-1].out is out
+        assert seen[-1].lse is lse
+        assert_results((out / 2, lse), truth(p, blocks if arguments else None, 32))
+        q = here.q.clone()
+        fmha_sm100(q, k, v, plan, kv_indices=table, out=q, **arguments)
+        assert seen[-1].out is None
+        assert_results((q,), truth(p, blocks if arguments else None, 32))
+    plan = fmha_sm100_plan(*lengths(p), 2, num_kv_heads=1, page_size=32, output_maxscore=True, device=device)
+    for shape in ((2, 128, len(p.q)), (len(p.q), 2, 128)):
+        given = torch.full(shape, -torch.inf, device=device)
+        fmha_sm100(here.index_q, index_k, None, plan, kv_indices=table, max_score=given, output_o=False)
+        assert seen[-1].scores.data_ptr() == given.data_ptr()
+
+
+@devices
 @kinds
 def test_adapter(device, kind):
     p = batch("mixed" if kind == "prefill" else "decode", dtype_of(device))
@@ -194,6 +222,7 @@ def test_plans_changed_in_place(device, path, fixed):
     after = changed(p, now)
     small = torch.tensor([min(n, 5) for n in p.k_lens])
     options = {"kv_block_num": 3, "sparse_kernel_mode": path} if sparse else {"output_maxscore": path == "scores"}
+    options["split_prefill_decode"] = False
     heads = 2 if path == "scores" else p.q.shape[1]
     paged = path != "packed keys"
     plan = fmha_sm100_plan(torch.tensor(p.q_lens), small, heads, device=device, page_size=page_size if paged else -1, **options)
@@ -228,7 +257,8 @@ def test_packed_keys_need_not_start_at_the_first_row(sparse):
         torch.full((int(starts[-1]) + p.k_lens[-1] + 4, *x.shape[1:]), torch.nan).index_copy(0, rows, x) for x in (p.k, p.v)
     )
     blocks = selection(p, 32) if sparse else None
-    plan = planned(p, "cpu", -1, block_size=32, **({"kv_block_num": 3} if sparse else {}))
+    options = {"kv_block_num": 3, "split_prefill_decode": False} if sparse else {}
+    plan = planned(p, "cpu", -1, block_size=32, **options)
     plan[3]["kv_segment_offsets"][:-1] = starts
     out, _, lse = fmha_sm100(p.q, k, v, plan, kv_block_indexes=blocks, return_lse=True)
     assert_results((out, lse), truth(p, blocks, 32))
@@ -276,6 +306,89 @@ def test_one_long_sequence(monkeypatch, fixed):
     options = {"kv_indices": table, "kv_block_indexes": blocks, "return_lse": True}
     out, _, lse = fmha_sm100(p.q, k, v, plan, **options)
     assert_results((out, lse), truth(p, blocks, 16))
+
+
+@devices
+@pytest.mark.parametrize("storage", ["packed", "flat table", "fixed table"])
+@pytest.mark.parametrize("path", ["dense", "sparse", "scores"])
+def test_two_plans_of_a_mixed_batch(device, path, storage):
+    """Short requests in front have a plan of their own; both plans' tensors may be overwritten, and both halves are written
+    into one buffer each, whatever its strides, also where the output shares memory with the queries."""
+    p = problem((2, 1, 0, 140, 3, 1), (50, 300, 4, 290, 0, 70), kv_heads=2, group=2, head_dim=32, dtype=dtype_of(device))
+    here, page_size, sparse = p.to(device), 32, path == "sparse"
+    if storage == "packed":
+        k, v, index_k, table, size = here.k, here.v, here.index_k, None, -1
+    else:
+        k, v, index_k, table, width = pages(here, page_size, fixed=storage == "fixed table")
+        size = page_size
+        if storage == "fixed table":
+            table = table.view(-1, width)
+    options = {"kv_block_num": 3} if sparse else {"output_maxscore": True}
+    options |= {"num_kv_heads": 1} if path == "scores" else {}
+    short = torch.tensor([max(n - 1, 0) for n in p.k_lens])
+    offset = torch.tensor(p.offsets)
+    heads = 2 if path == "scores" else 4
+    plan = fmha_sm100_plan(
+        torch.tensor(p.q_lens), short, heads, qo_offset=offset, page_size=size, device=device, block_size=page_size, **options
+    )
+    assert plan[:3] == (True, 3, 6)
+    first, second = plan[3:]
+    assert (first["total_q"], first["batch_size"], second["total_q"], second["batch_size"]) == (3, 3, 144, 3)
+    assert first["qo_offset"].tolist() == ([48, 49, 299] if sparse and size > 0 else [48, 299, 4])
+    assert second["qo_segment_offsets"].tolist() == [0, 140, 143, 144]
+    full = fmha_sm100_plan(*lengths(p), heads, qo_offset=offset, page_size=size, device=device, block_size=page_size, **options)
+    for part, true in zip((first, second), full[3:], strict=True):
+        for name in ("kv_segment_lens", "kv_segment_offsets", "kv_page_indptr"):
+            if part[name] is not None:
+                part[name].copy_(true[name])
+    if path == "scores":
+        for shape in ((2, 128, 147), (147, 2, 128), None):
+            given = None if shape is None else torch.full(shape, 9.0, device=device)
+            out, scores = fmha_sm100(here.index_q, index_k, None, plan, table, output_o=False, max_score=given)
+            assert out is None
+            assert given is None or scores is given
+            found = scores.transpose(0, 1) if shape == (147, 2, 128) else scores.transpose(1, 2)
+            assert_scores("max_score", found, p, block_size=page_size, elsewhere=-torch.inf if given is None else 9.0)
+        return
+    blocks = selection(p, page_size) if sparse else None
+    arguments = {"kv_indices": table, "kv_block_indexes": None if blocks is None else blocks.to(device)}
+    expected = truth(p, blocks, page_size)
+    out, scores, lse = fmha_sm100(here.q, k, v, plan, **arguments, return_lse=True)
+    assert_results((out, lse), expected)
+    if path == "dense":
+        assert_scores("max_score", scores.transpose(1, 2), p, p.q, p.k, page_size)
+    memory = torch.empty(here.q.numel() + 32 * 4, dtype=here.q.dtype, device=device)
+    q = memory[: here.q.numel()].view(here.q.shape).copy_(here.q)
+    shifted, wide = memory[32 * 4 :].view(here.q.shape), torch.full((147, 4, 64), torch.nan, device=device, dtype=q.dtype)
+    for buffer in (wide[..., ::2], shifted):
+        lse = torch.full((4, 147), torch.nan, device=device).T
+        found = fmha_sm100(q, k, v, plan, **arguments, out=buffer, lse=lse, output_maxscore=False)
+        assert found[0] is buffer
+        assert found[1] is None
+        assert found[2] is lse
+        assert_results((buffer, lse), expected)
+    override = torch.tensor(p.offsets, dtype=torch.int32, device=device)
+    found = fmha_sm100(here.q, k, v, plan, **arguments, q_offset_override=override, output_maxscore=False)
+    assert_results(found[:1], expected)
+
+
+def test_misuse_of_two_plans():
+    p = problem((2, 140), (50, 290), kv_heads=2, group=2, head_dim=32)
+    plan = fmha_sm100_plan(*lengths(p), 4, page_size=32, device="cpu")
+    k, v, _, table, _ = pages(p, 32)
+    arguments = {"q": p.q, "k": k, "v": v, "plan_info": plan, "kv_indices": table}
+    out = torch.full_like(p.q, 5.0)
+    for change, words in (
+        ({"q": p.q[:-1], "out": None}, r"q.shape\[0\] must be 142 \(the queries of the plan\)"),
+        ({"out": out[:3]}, r"out must have shape \(142, 4, 32\)"),
+        ({"lse": torch.zeros(142, 3)}, r"lse must have shape \(142, 4\)"),
+        ({"kv_indices": table[:3]}, r"kv_page_indptr\[0\] must leave 10 pages .* \(in plan_info\[4\], which counts"),
+        ({"kv_block_indexes": torch.zeros(9, 2, 3, dtype=torch.int32)}, r"kv_block_indexes.shape\[0\] must be 142"),
+        ({"max_score": torch.zeros(4, 128, 142)}, "max_score needs a plan with output_maxscore=True"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fmha_sm100(**({"out": out} | arguments | change))
+        assert bool((out == 5).all())
 
 
 @devices

@@ -125,35 +125,113 @@ def test_wrapper(device, sparse):
     check((wrapper.run(q, **pool),), truth(shorter, blocks, 128) if sparse else dense(shorter))
 
 
+SCHEDULE = {"page_table": torch.zeros(4, 40, dtype=torch.int32), "seqlen_q": 2, "max_seqlen_k": 5000}
+HEADS = {"num_qo_heads": 16, "num_kv_heads": 1}
+
+
+def split(pages, grid, seqlen_q=1, heads=16, kv_heads=1, **options):
+    """The schedule of sequences of so many whole pages."""
+    lens = torch.tensor(pages, dtype=torch.int32) * 128
+    plan = {"page_table": torch.zeros(len(pages), max(pages), dtype=torch.int32), "max_seqlen_k": int(lens.max())}
+    heads = {"num_qo_heads": heads, "num_kv_heads": kv_heads, "seqlen_q": seqlen_q, "max_grid_size": grid}
+    return SparseDecodePagedAttentionWrapper().plan(**plan, seqused_k=lens, **heads, **options).decode_schedule
+
+
 def test_schedule_of_the_public_kernels():
     lens = torch.tensor([5000, 40, 0, 129], dtype=torch.int32)
-    table = torch.zeros(4, 40, dtype=torch.int32)
     wrapper = SparseDecodePagedAttentionWrapper()
-    plan = {"page_table": table, "seqused_k": lens, "seqlen_q": 2, "max_seqlen_k": 5000, "num_qo_heads": 16, "num_kv_heads": 1}
+    plan = SCHEDULE | HEADS | {"seqused_k": lens, "max_grid_size": 20}
     wrapper.plan(**plan)
-    assert isinstance(wrapper.schedule, DecodeAttentionSchedule)
-    assert wrapper.kv_pages.tolist() == [40, 1, 0, 2]
+    schedule = wrapper.decode_schedule
+    assert isinstance(schedule, DecodeAttentionSchedule)
+    assert wrapper.decode_schedule is schedule
+    assert wrapper.kv_pages.tolist() == [40, 1, 1, 2]
     assert (wrapper.seqlen_q, wrapper.batch, wrapper.is_sparse) == (2, 4, False)
-    assert wrapper.cta_tile_q == 128
-    assert wrapper.num_q_tiles == 1
-    assert wrapper.kv_chunk_size_tokens == 128 * wrapper.kv_chunk_size_pages
-    assert wrapper.kv_chunk_size_pages == 16
+    assert (wrapper.cta_tile_q, wrapper.num_q_tiles) == (64, 1)
+    assert (wrapper.kv_chunk_size_pages, wrapper.kv_chunk_size_tokens) == (16, 2048)
     assert wrapper.split_counts.tolist() == [3, 1, 1, 1]
-    assert wrapper.split_kv
+    assert wrapper.split_kv is True
     assert wrapper.work_count == wrapper.padded_work_count == 6
     assert wrapper.request_indices.tolist() == [0, 0, 0, 1, 2, 3]
     assert wrapper.kv_tile_indices.tolist() == [0, 1, 2, 0, 0, 0]
     assert wrapper.qo_tile_indices.tolist() == [0] * 6
-    assert wrapper.o_indptr.tolist() == [0, 6, 8, 10, 12]
+    assert wrapper.o_indptr.tolist() == [0, 24, 32, 40, 48]  # 128 rows, 8 tokens of 16 heads, a tile and chunk
     assert wrapper.merge_indptr.tolist() == [0, 3, 6, 7, 8, 9, 10, 11, 12]
     assert wrapper.block_valid_mask.tolist() == [1] * 6
+    assert (schedule.partial_rows, schedule.max_split_count, schedule.max_grid_size, schedule.base_cta) == (48, 3, 20, 4)
+    assert schedule.active_blocks_per_sm == -(-20 // schedule.num_sms)
+    assert wrapper.O_partial.shape == (48, 16, 128)
+    assert wrapper.LSE_partial.shape == (48, 16)
+    assert wrapper.O_partial.dtype == wrapper.LSE_partial.dtype == torch.float32
+    assert wrapper.O_partial is wrapper.O_partial
     wrapper.plan(**plan, disable_split_kv=True)
     assert not wrapper.split_kv
-    assert wrapper.work_count == 4
-    wrapper.plan(**plan, fixed_split_size=20, enable_cuda_graph=True, max_grid_size=9)
+    assert (wrapper.work_count, wrapper.kv_chunk_size_pages) == (4, 40)
+    assert wrapper.O_partial is wrapper.LSE_partial is None
+    wrapper.plan(**plan | {"max_grid_size": 9}, fixed_split_size=20, enable_cuda_graph=True)
     assert wrapper.split_counts.tolist() == [2, 1, 1, 1]
-    assert (wrapper.work_count, wrapper.padded_work_count) == (5, 9)
+    assert (wrapper.work_count, wrapper.padded_work_count) == (9, 9)
     assert wrapper.block_valid_mask.tolist() == [1] * 5 + [0] * 4
+    own = wrapper.plan(**SCHEDULE, **HEADS, seqused_k=lens).decode_schedule
+    assert (own.max_grid_size, own.active_blocks_per_sm) == (own.num_sms, 1)
+
+
+@pytest.mark.parametrize(("seqlen_q", "head_dim", "tile", "tiles"), [(1, 128, 16, 1), (4, 128, 64, 1), (5, 128, 128, 1),
+                                                                      (20, 128, 128, 3), (5, 256, 64, 2)])  # fmt: skip
+def test_schedule_tiles(seqlen_q, head_dim, tile, tiles):
+    """Query tiles have 16, 64 or 128 rows; partial rows are those of whole tiles."""
+    found = split([40, 40], 8, seqlen_q, head_dim=head_dim)
+    assert (found.cta_tile_q, found.num_q_tiles, found.base_cta) == (tile, tiles, 2 * tiles)
+    chunks = 8 // (2 * tiles) or 1
+    if found.split_kv:
+        assert found.split_counts.tolist() == [-(-40 // found.kv_chunk_size_pages)] * 2
+        assert found.split_counts[0] <= chunks
+    assert found.o_indptr.tolist() == [b * int(found.split_counts[0]) * tiles * 8 for b in range(3)]
+    assert found.partial_rows == found.o_indptr[-1]
+    triples = list(
+        zip(*(x.tolist() for x in (found.request_indices, found.qo_tile_indices, found.kv_tile_indices)), strict=True)
+    )
+    assert triples == [(b, t, c) for b in range(2) for t in range(tiles) for c in range(int(found.split_counts[0]))]
+
+
+@pytest.mark.parametrize(
+    ("pages", "grid", "options", "chunk", "counts"),
+    [
+        ([40, 1, 1, 2], 4, {}, None, [1, 1, 1, 1]),  # programs without chunks fill the grid
+        ([8, 3], 1000, {"enable_cuda_graph": True}, None, [1, 1]),  # short sequences
+        ([400], 32, {"heads": 64, "kv_heads": 4}, 50, [8]),  # chunks of four heads fit the grid
+        ([400, 40, 40, 40], 8, {}, 32, [13, 2, 2, 2]),  # a quarter of the mean, for a long sequence among short ones
+        ([8192], 10_000, {}, 32, [256]),  # no more than 256 chunks
+        ([10], 6, {}, None, [1]),  # one chunk holds all
+        ([10], 6, {"enable_cuda_graph": True}, 10, [1]),
+        ([10, 3], 6, {"fixed_split_size": 10}, None, [1, 1]),
+        ([10, 3], 1, {"fixed_split_size": 4}, 4, [3, 1]),
+    ],
+)
+def test_schedule_rules(pages, grid, options, chunk, counts):
+    found = split(pages, grid, **options)
+    assert found.split_kv is (chunk is not None)
+    assert found.kv_chunk_size_pages == (chunk or max(pages))
+    assert found.split_counts.tolist() == counts
+    assert found.max_split_count == max(counts)
+    padded = max(sum(counts), grid // options.get("kv_heads", 1))
+    cuts_a_graph = "enable_cuda_graph" in options and chunk is not None
+    assert found.work_count == len(found.block_valid_mask) == (padded if cuts_a_graph else sum(counts))
+    assert int(found.block_valid_mask.sum()) == sum(counts)
+
+
+def test_the_wrapper_before_its_plan():
+    wrapper = SparseDecodePagedAttentionWrapper()
+    nothing = "decode_schedule O_partial LSE_partial batch num_qo_heads num_kv_heads head_dim page_table seqused_k q2k_indices "
+    nothing += "seqlen_q max_seqlen_k request_indices qo_tile_indices kv_tile_indices merge_indptr o_indptr block_valid_mask "
+    nothing += "kv_pages split_counts"
+    assert all(getattr(wrapper, name) is None for name in nothing.split())
+    assert wrapper.is_sparse is wrapper.split_kv is False
+    sizes = "cta_tile_q num_q_tiles kv_chunk_size_pages kv_chunk_size_tokens work_count padded_work_count"
+    assert all(getattr(wrapper, name) == 0 for name in sizes.split())
+    wrapper.plan(**SCHEDULE, seqused_k=torch.tensor([5000, 40, 0, 129]), max_grid_size=20)
+    with pytest.raises(ValueError, match=r"plan\(\) must be given num_qo_heads and head_dim for O_partial"):
+        _ = wrapper.O_partial
 
 
 @pytest.mark.parametrize(

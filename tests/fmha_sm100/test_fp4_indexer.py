@@ -67,12 +67,18 @@ def setup(q_lens, k_lens, q_heads, k_heads, fp4_format, page_size=128, dim=128, 
     return p, arguments
 
 
+def storage(view):
+    """The contiguous tensor behind a view ``[32, 4, restM, 4, restG, L]``."""
+    found = view.permute(5, 2, 4, 0, 1, 3)
+    assert found.is_contiguous()
+    return found
+
+
 def run(arguments, device, scale_layout, **options):
     here = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
-    if scale_layout == "preordered_mma":  # the default
-        here["q_scale"], here["k_scale"] = fp4_indexer_reorder_scales_for_mma_cute(
-            here["q_scale"], here["k_scale"], fp4_format=here["fp4_format"]
-        )
+    if scale_layout in ("preordered_mma", "storage"):  # the default layout, as the view or as its storage
+        views = fp4_indexer_reorder_scales_for_mma_cute(here["q_scale"], here["k_scale"], fp4_format=here["fp4_format"])
+        here["q_scale"], here["k_scale"] = views if scale_layout == "preordered_mma" else map(storage, views)
     else:
         options["scale_layout"] = scale_layout
     return fp4_indexer_block_scores(**here, **options)
@@ -80,7 +86,7 @@ def run(arguments, device, scale_layout, **options):
 
 @devices
 @formats
-@pytest.mark.parametrize("scale_layout", ["public", "preordered_mma"])
+@pytest.mark.parametrize("scale_layout", ["public", "preordered_mma", "storage"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("q_heads", "k_heads"), [(2, 1), (4, 2), (16, 1)])
 def test_scores(device, fp4_format, scale_layout, causal, q_heads, k_heads):
@@ -117,7 +123,8 @@ def test_other_pages_dims_types_and_strides(device, fp4_format):
     honest = oracle.honest_scores(p, 128, p.index_q.float(), p.index_k.float()).transpose(1, 2)
     for layout in ("public", "preordered_mma"):
         assert_close("scores", run(arguments, device, layout, causal=True), honest, exact)
-    tiles = fp4_indexer_reorder_scales_for_mma_cute(arguments["q_scale"], arguments["k_scale"], fp4_format=fp4_format)
+    views = fp4_indexer_reorder_scales_for_mma_cute(arguments["q_scale"], arguments["k_scale"], fp4_format=fp4_format)
+    tiles = [storage(x) for x in views]
     pages = tiles[1].view(torch.uint8).unflatten(0, (-1, 2))
     spread = torch.full((pages.shape[0], 3, *pages.shape[2:]), 255, dtype=torch.uint8)
     spread[:, :2] = pages
@@ -132,14 +139,16 @@ def test_reordered_scales_follow_the_formula(device, fp4_format):
     groups = 128 // GROUP[fp4_format]
     q_scale = torch.randint(0, 255, (130, 2, groups), dtype=torch.uint8, device=device)
     k_scale = torch.randint(0, 255, (3, 2, 128, groups), dtype=torch.uint8, device=device)
-    q, k = fp4_indexer_reorder_scales_for_mma_cute(q_scale, k_scale, fp4_format=fp4_format)
-    for tiles, mn, count in ((q, 130, 2), (k, 128, 6)):
+    views = fp4_indexer_reorder_scales_for_mma_cute(q_scale, k_scale, fp4_format=fp4_format)
+    q, k = (storage(x) for x in views)
+    for view, tiles, mn, count in ((views[0], q, 130, 2), (views[1], k, 128, 6)):
         assert tiles.shape == fp4_indexer_mma_scale_storage_shape(mn, count, fp4_format=fp4_format)
         assert tiles.stride() == fp4_indexer_mma_scale_storage_stride(mn, count, fp4_format=fp4_format)
         shape = fp4_indexer_mma_scale_shape(mn, count, fp4_format=fp4_format)
         stride = fp4_indexer_mma_scale_stride(mn, count, fp4_format=fp4_format)
-        semantic = tiles.as_strided(shape, stride)
-        assert_equal("semantic", semantic, tiles.permute(3, 4, 1, 5, 2, 0))
+        assert view.shape == shape
+        assert view.stride() == stride
+        assert_equal("view", view, tiles.as_strided(shape, stride))
     for row in (0, 31, 32, 127, 129):
         for group in (0, groups - 1):
             place = (row // 128, group // 4, row % 32, row % 128 // 32, group % 4)
@@ -165,7 +174,11 @@ def test_shapes_of_the_public_package():
         ({"k_fp4": torch.zeros(4, 1, 128, 32, dtype=torch.uint8)}, ValueError, r"k_fp4.shape\[3\] must be 64"),
         ({"q_scale": torch.zeros(5, 2, 8)}, TypeError, "q_scale must be uint8 or torch.float8_e4m3fn"),
         ({"q_scale": torch.zeros(5, 2, 4, dtype=torch.uint8)}, ValueError, r"q_scale must have shape \(5, 2, 8\)"),
-        ({"scale_layout": "preordered_mma"}, ValueError, r"q_scale must have shape \(2, 1, 2, 32, 4, 4\)"),
+        (
+            {"scale_layout": "preordered_mma"},
+            ValueError,
+            r"q_scale must have shape \(32, 4, 1, 4, 2, 2\) or \(2, 1, 2, 32, 4, 4\)",
+        ),
         ({"qo_offset": 3}, ValueError, "qo_offset must be None with causal=False"),
         ({"causal": True, "qo_offset": torch.zeros(2, dtype=torch.int32)}, ValueError, r"qo_offset.shape\[0\] must be 1"),
         ({"causal": True, "qo_offset": torch.zeros(1)}, TypeError, "qo_offset must have dtype torch.int32 or torch.int64"),

@@ -24,7 +24,7 @@ def call(device="cpu", plan=None, change=None, **changes):
     return fmha_sm100(**arguments)
 
 
-SPARSE = {"kv_block_num": 3}
+SPARSE = {"kv_block_num": 3, "split_prefill_decode": False}
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ def test_swizzle_follows_the_formula(device, rows, cols):
     at = nvfp4_scale_128x4_offset(row, torch.arange(cols, device=device), cols)
     assert_equal("by tensors", torch.tensor(expected, dtype=torch.uint8)[at.cpu()], scale.cpu())
     again = swizzle_nvfp4_scale_to_128x4(scale.view(FP8).flatten(), rows=rows, cols=cols)
+    assert again.dtype == FP8
+    again = again.view(torch.uint8)
     assert again.flatten().tolist() == expected
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fmha_sm100
+from fmha_sm100 import api
 from fmha_sm100.api import _fmha_sm100_plan, fmha_sm100_plan
 from openmsa.testing.compare import assert_equal
 from tests.contract import DEVICES
@@ -27,7 +28,9 @@ def test_exports_are_lazy():
 
 
 def test_signatures():
-    """Names, order and defaults of the public package."""
+    """Names, order and defaults of the public package, wherever it offers them."""
+    assert api.sparse_fmha is fmha_sm100.sparse_fmha
+    assert api.sparse_fmha_plan is fmha_sm100.sparse_fmha_plan
     names = "num_qo_heads num_kv_heads qo_offset num_kv_splits page_size output_maxscore kv_block_num usable_SM_count causal"
     planner = list(inspect.signature(_fmha_sm100_plan).parameters)
     expected = [
@@ -94,6 +97,39 @@ def test_a_row_for_each_query_token():
         by_request = fmha_sm100_plan(qo, KV, 4, page_size=128, kv_block_num=16, **options)[3]
         assert by_request["kv_segment_lens"].tolist() == [300, 64, 5]
         assert by_request["MM-SA-Nv"] is True
+
+
+def test_what_callers_read_of_a_sparse_plan():
+    """Plans by requests say what the public ones say."""
+    options = {"page_size": 64, "kv_block_num": 4, "device": "cpu"}
+    plan = api.sparse_fmha_plan(QO, KV, 8, 2, torch.tensor([297, 63, 5]), usable_SM_count=7, **options)
+    found = {name: plan[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")}
+    assert found == {"cu_seqlens_q": [0, 2, 3, 3], "cu_seqlens_k": [0, 300, 364, 369], "seqused_k": [299, 64, 5]}
+    assert plan["cu_seqlens_q"] is plan["qo_segment_offsets"]
+    numbers = "max_seqlen_q max_seqlen_k total_k total_rows batch blk_kv page_size num_qo_heads qhead_per_kv usable_SM_count"
+    assert [plan[name] for name in numbers.split()] == [2, 300, 369, 7, 3, 64, 64, 8, 4, 7]
+    assert api.sparse_fmha_plan(QO, KV, 8, causal=False, **options)["seqused_k"].tolist() == KV.tolist()
+    by_token = fmha_sm100_plan(QO, KV, 8, **options)[3]
+    assert "seqused_k" not in by_token
+
+
+def test_mixed_batches_have_two_plans():
+    """Short requests in front of the first long one; the limit is 32 queries with a selection, else 128."""
+    qo, kv = torch.tensor([1, 32, 33, 2, 129]), torch.tensor([9, 70, 40, 300, 200], dtype=torch.int32)
+    dense = fmha_sm100_plan(qo, kv, 4, page_size=64, qo_offset=torch.tensor([1, 2, 3, 4, 5]), device="cpu")
+    sparse = fmha_sm100_plan(qo, kv, 4, page_size=64, kv_block_num=4, device="cpu")
+    assert dense[:3] == (True, 4, 5)
+    assert sparse[:3] == (True, 2, 5)
+    assert [plan["qo_offset"].tolist() for plan in dense[3:]] == [[1, 2, 3, 4], [5]]
+    assert [plan["kv_page_indptr"].tolist() for plan in dense[3:]] == [[0, 1, 3, 4, 9], [0, 4]]
+    assert [plan["MM-SA-Nv"] for plan in sparse[3:]] == [False, True]
+    assert sparse[3]["kv_segment_lens"].numel() == 33
+    assert sparse[4]["cu_seqlens_q"].tolist() == [0, 33, 35, 164]
+    assert fmha_sm100_plan(qo.flip(0), kv.flip(0), 4, kv_block_num=4, page_size=64)[:2] == (False, 0)
+    assert fmha_sm100_plan(qo, kv, 4, split_prefill_decode=False)[4] is None
+    assert fmha_sm100_plan(qo, kv, 4, kv_block_num=4, page_size=64, split_prefill_decode=False)[:3] == (False, 0, 5)
+    with pytest.raises(ValueError, match=r"qo_offset.shape\[0\] must be 5"):
+        fmha_sm100_plan(qo, kv, 4, qo_offset=torch.tensor([1, 2]))
 
 
 def test_plans_share_nothing():

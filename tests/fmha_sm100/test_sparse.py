@@ -171,6 +171,7 @@ def test_temperature(device):
     for temperature in (1.7, 1.0):
         out, lse, warm = attend(p, blocks, device, lse_temperature_scale=temperature, **options)
         check((out, lse), exact)
+        assert (warm is lse) == (temperature == 1)
         assert_close("temperature lse", warm, *((honest if temperature != 1 else exact)[i][1] for i in (1, 0)))
 
 
