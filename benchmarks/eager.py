@@ -61,9 +61,10 @@ class Step(NamedTuple):
     steps: list[int]
 
     def bound(self) -> int:
-        """Returns a bound on the keys, another one for each step: a plan of a step whose like came before need not record."""
+        """Returns a bound on the new tokens, another one for each step: a plan of a step whose like came before need not
+        record."""
         self.steps[0] += 1
-        return max(self.keys) + self.steps[0] % 64
+        return max(self.new) + self.steps[0] % 64
 
 
 def step_of(new: tuple[int, ...], keys: tuple[int, ...], heads: tuple[int, int], local: bool, held: int) -> Step:
@@ -95,8 +96,8 @@ def by_plan(x: Step, layers: int) -> None:
     plan = AttentionPlan(
         cu_seqlens_q=x.cu,
         total_q=sum(x.new),
-        max_seqlen_q=max(x.new),
-        max_seqlen_k=x.bound(),
+        max_seqlen_q=x.bound(),
+        max_seqlen_k=max(x.keys),
         page_table=x.table,
         seq_lens=x.lens,
         page_size=PAGE,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -88,7 +88,8 @@ class AttentionPlan:
         self._rows = [slice(start, min(start + chunk, self.total_q)) for start in range(0, self.total_q, chunk)]
         self._parts = self._made_parts()
         self._own = (self._layout, *self._parts, self.page_table, self.seq_lens)  # what launches read beside a layer's tensors
-        numbers = [value for value in vars(self).values() if value is None or isinstance(value, (int, float, str))]
+        counts = (self.total_q, self.topk, self.block_size, self.init_blocks, self.local_blocks)
+        numbers = (*counts, self.softmax_scale, self.certified, chunk, self.impl)
         kind, self._addresses, _ = LAYERS.look(*numbers, *self._own)
         self._kind = LAYERS.number(kind)
 
@@ -106,7 +107,8 @@ class AttentionPlan:
             checks.alike(name, value, "cu_seqlens_q", self.cu_seqlens_q, dtype=False)
             checks.size(name, value, 0, self.cu_seqlens_q.numel() - 1, "the sequences of cu_seqlens_q")
         capacity = self.page_table.shape[1] * checks.integer("page_size", self.page_size, 1)
-        return layout(seqs, self.total_q, None, self._device, self.seq_lens, capacity)
+        made = layout(seqs, self.total_q, None, self._device, self.seq_lens, capacity)
+        return replace(made, max_seqlen_k=max(made.max_seqlen_k, min(_rounded(made.max_seqlen_k), capacity)))
 
     def _made_parts(self) -> list[Layout]:
         """Returns the lengths of each chunk of queries."""
@@ -240,3 +242,9 @@ class AttentionPlan:
                     step()
             elif (reason := LAYERS.first(launches, steps, (*values, *self._own))) is not None:
                 self._reasons[reason] = None
+
+
+def _rounded(bound: int) -> int:
+    """Returns a bound rounded up by at most a sixteenth, so that steps of growing lengths are of few kinds."""
+    unit = 1 << max(bound.bit_length() - 5, 0)
+    return -(-bound // unit) * unit

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from openmsa.runtime import checks
+from openmsa.runtime.tape import computes
 
 INT32_MAX = 2**31 - 1  # positions and starts are int32
 
@@ -70,7 +71,10 @@ class Layout:
 
     def first_positions(self) -> Tensor:
         """Returns the position of each sequence's first query, int32 [batch]."""
-        return (self.cu_seqlens_k - self.cu_seqlens_q).diff() if self.q_offset is None else self.q_offset
+        if self.q_offset is not None:
+            return self.q_offset
+        computes("positions of queries")
+        return (self.cu_seqlens_k - self.cu_seqlens_q).diff()
 
     def num_blocks(self, block_size: int) -> int:
         """Returns how many blocks the longest sequence has."""
@@ -78,10 +82,12 @@ class Layout:
 
     def k_lens(self) -> Tensor:
         """Returns how many keys each sequence has, int32 [batch]."""
+        computes("lengths of keys")
         return self.cu_seqlens_k.diff()
 
     def tokens(self, total_q: int) -> tuple[Tensor, Tensor]:
         """Returns each query's sequence, int64 [total_q], and the last key that it sees, int32 [total_q] (below 0: none)."""
+        computes("what each query sees")
         token = torch.arange(total_q, device=self.cu_seqlens_q.device, dtype=torch.int32)
         sequence = torch.searchsorted(self.cu_seqlens_q[1:], token, right=True).clamp_(max=max(self.batch - 1, 0))
         if self.batch == 0:
@@ -91,6 +97,7 @@ class Layout:
 
     def visible_blocks(self, total_q: int, block_size: int) -> Tensor:
         """Returns how many blocks hold a key that each query sees, int32 [total_q]; its own block is the last of them."""
+        computes("what each query sees")
         if self.batch == 1:
             token = torch.arange(total_q, device=self.cu_seqlens_q.device, dtype=torch.int32)
             last_key = torch.minimum(token + self.first_positions(), self.k_lens() - 1)
@@ -100,6 +107,7 @@ class Layout:
 
     def query_chunk(self, start: int, stop: int) -> Layout:
         """Returns the layout of the packed queries [start, stop) alone, without a host sync."""
+        computes("the lengths of a chunk")
         cu_q = self.cu_seqlens_q.clamp(start, stop) - start
         skipped = (start - self.cu_seqlens_q[:-1]).clamp_(min=0)
         skipped = torch.minimum(skipped, self.cu_seqlens_q.diff())

@@ -28,6 +28,7 @@ from openmsa.primitives.rows import KeyTiles, Tile, padded, tile_start
 from openmsa.primitives.scoring import Config, Kind, Product, kind_of, score_tile, sequence_bounds, tall_rows, walk
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel
+from openmsa.runtime.tape import computes
 from openmsa.types import Layout
 
 MAX_FREE = 16  # slots of the list a thread can hold beside the products
@@ -257,6 +258,7 @@ def select_blocks(
     num_blocks = seqs.num_blocks(block_size)
     out = torch.empty(total_q, heads, topk, dtype=torch.int32, device=index_q.device) if blocks is None else blocks
     if out.numel() == 0 or num_blocks == 0:
+        computes("the selection of queries that see nothing")
         return out.fill_(-1)
     keys = index_k.keys if isinstance(index_k, PagedIndexKeys) else index_k
     narrow = format_of(index_q) == format_of(keys) == "e4m3"

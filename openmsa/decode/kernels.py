@@ -22,6 +22,7 @@ from openmsa.primitives.scoring import Lengths
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div
+from openmsa.runtime.tape import computes
 from openmsa.sparse_attention import triton_decode
 
 FORMATS = ("plain", "e4m3", "nvfp4")
@@ -149,6 +150,7 @@ def select(
     """
     (total_q, heads, _), num_blocks = index_q.shape, ceil_div(index_keys.capacity, sizes.block_size)
     if total_q == 0 or num_blocks == 0:
+        computes("the selection of queries that see nothing")
         out.fill_(-1)
         return
     if certified is not None and isinstance(index_keys.keys, CertifiedKeys):

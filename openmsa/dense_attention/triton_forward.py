@@ -41,6 +41,7 @@ from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel
+from openmsa.runtime.tape import computes
 from openmsa.types import Layout
 
 LOG2_E = 1.4426950408889634
@@ -72,6 +73,7 @@ def dense_attention(
     if return_lse and lse is None:
         lse = torch.empty((total_q, heads), dtype=torch.float32, device=q.device)
     if return_max_score and max_score is None:
+        computes("scores of blocks that no query sees")
         max_score = torch.full((heads, total_q, num_blocks), -torch.inf, dtype=torch.float32, device=q.device)
     if config is None:
         sizes = (seqs.batch, seqs.max_seqlen_q, seqs.max_seqlen_k, num_kv_heads, heads // num_kv_heads, head_dim)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from openmsa.runtime.devices import facts
+from openmsa.runtime.tape import Launched, Zeroed, listening
 
 
 def ceil_div(value: int, by: int) -> int:
@@ -55,38 +55,13 @@ class Variant(NamedTuple):
 _variants: dict[Any, Variant] = {}
 
 
-class Launched(NamedTuple):
-    """A launch as it was made. variant: None where Triton chose for itself."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    variant: Variant | None
-
-
-class Zeroed(NamedTuple):
-    """A memory that was set to 0 in the order of launches."""
-
-    memory: Tensor
-
-
-class _Listening(threading.local):
-    """In each thread, `tape` is a list to which launches are appended, or None."""
-
-    tape: list[Launched | Zeroed] | None = None
-
-
-listening = _Listening()
-
-
 def zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns so many zeros. Memory that kernels count in is made here, so that a tape knows that it is set to 0 first."""
     if listening.tape is None:
         return torch.zeros(count, dtype=dtype, device=device)
     memory = torch.empty(count, dtype=dtype, device=device)
     listening.tape.append(Zeroed(memory))
-    with torch.utils._python_dispatch._disable_current_modes():
-        return memory.zero_()
+    return memory.zero_()
 
 
 def why_not_remembered(kernel: Any) -> str | None:

@@ -10,23 +10,21 @@ launches have effects; otherwise `record` says why not, and nothing is replayed.
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
 from openmsa.runtime import launch
 from openmsa.runtime.driver_calls import Address, Descriptor, KernelCall, Words, ZeroCall
-from openmsa.runtime.launch import Launched, Variant, Zeroed, listening
+from openmsa.runtime.launch import Variant
+from openmsa.runtime.tape import Computed, Launched, Zeroed, taping
 
 ALIGNED = 512
 """Each memory of a workspace begins at a multiple of so many bytes, as memory of PyTorch does."""
-_ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided")
+Tape = list[Launched | Zeroed | Computed]
 
 
 class Recorded(NamedTuple):
@@ -42,11 +40,10 @@ def record(function: Callable[[], Any], inputs: list[Tensor], own: bool = True) 
 
     own:  whether the other memory belongs to the call alone: a replay then takes it from a workspace. Otherwise it is kept.
     """
-    tape: list[Launched | Zeroed] = []
-    watch = _Watch()
-    with _taping(tape), watch:
+    tape: Tape = []
+    with taping(tape):
         result = function()
-    reason = watch.reason or _unreplayable(tape)
+    reason = _unreplayable(tape)
     if reason is None:
         try:
             return Recorded(result, Replay(prepare(tape, inputs, own), inputs[0].get_device()), None)
@@ -55,38 +52,10 @@ def record(function: Callable[[], Any], inputs: list[Tensor], own: bool = True) 
     return Recorded(result, None, reason)
 
 
-@contextmanager
-def _taping(tape: list[Launched | Zeroed]) -> Iterator[None]:
-    outer, listening.tape = listening.tape, tape
-    try:
-        yield
-    finally:
-        listening.tape = outer
-
-
-class _Watch(TorchDispatchMode):
-    """Finds what PyTorch computes: all but views and allocations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reason: str | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _computes_nothing(func):
-            self.reason = self.reason or f"its host code computes with PyTorch ({func._schema.name})"
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-
-@functools.cache
-def _computes_nothing(func: Any) -> bool:
-    """Says whether an operation of PyTorch is a view or an allocation."""
-    returns = func._schema.returns
-    view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-    return view or func._schema.name in _ALLOCATIONS
-
-
-def _unreplayable(tape: list[Launched | Zeroed]) -> str | None:
+def _unreplayable(tape: Tape) -> str | None:
     for event in tape:
+        if isinstance(event, Computed):
+            return f"its host code computes {event.what} with PyTorch"
         if isinstance(event, Launched):
             name = event.kernel.__name__
             if event.variant is None:
@@ -196,14 +165,13 @@ class Prepared(NamedTuple):
     kept: list[Tensor]
 
 
-def prepare(tape: list[Launched | Zeroed], inputs: list[Tensor], own: bool) -> Prepared:
+def prepare(tape: Tape, inputs: list[Tensor], own: bool) -> Prepared:
     """Finds what each address of a tape belongs to."""
     places, calls = _Places(inputs, own), list[tuple[Any, ...]]()
     for event in tape:
         if isinstance(event, Zeroed):
             calls.append((places.word(event.memory), event.memory.numel() * event.memory.element_size()))
-        else:
-            assert event.variant is not None
+        elif isinstance(event, Launched):
             calls.append((event.variant, event.grid, parameters(event.variant, event.arguments, places.word)))
     held = [tensor for place, tensor in places.memories.values() if place < 0]
     return Prepared(list(places.words), calls, places.size, held)

@@ -21,6 +21,7 @@ from openmsa.primitives.operands import NVFP4, Bounds, QueryRows
 from openmsa.primitives.softmax import Result
 from openmsa.runtime.devices import facts
 from openmsa.runtime.launch import runs_hopper_kernels
+from openmsa.runtime.tape import computes
 from openmsa.sparse_attention.triton_config import PrefillConfig, prefill_config
 from openmsa.sparse_attention.triton_expand import copies_of, expand, expands
 from openmsa.sparse_attention.triton_few import launch_few
@@ -73,6 +74,7 @@ def sparse_attention(
     out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     if out.numel() == 0 or keys.k.rows.data.numel() == 0 or keys.total == 0:
+        computes("the results of queries that read nothing")
         out.zero_(), lse.fill_(-torch.inf)
         return (out, lse) if return_lse else out
 
