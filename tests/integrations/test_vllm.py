@@ -100,7 +100,7 @@ def run(engine, new, pad_to=None):
     ids=["bf16", "both e4m3", "e4m3, drafts, one KV head", "index e4m3, four KV heads"],
 )
 def test_steps_of_an_engine(vllm, version, more):
-    """Chunked prefill, then decode beside it, then a shared prefix, then decode alone, eagerly and as a padded batch of a graph."""
+    """Chunked prefill, then decode beside it, then a shared prefix, then decode, eagerly and as a graph's padded batch."""
     engine = started(vllm, version, **more)
     if more.get("cache_dtype"):
         for layer in engine.model.layers:
@@ -204,7 +204,7 @@ def test_context_parallel_ranks_are_refused(vllm, name):
 def test_other_devices_are_refused(vllm, names):
     engine = started(vllm, 33)
     vars(engine.made["vllm.platforms"].current_platform).update(names)
-    with pytest.raises(NotImplementedError, match="compute capability 8.0"):
+    with pytest.raises(NotImplementedError, match=r"compute capability 8\.0"):
         sys.modules["openmsa.integrations.vllm.model"].serve(engine.model, engine.config, "bf16")
 
 

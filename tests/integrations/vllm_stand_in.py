@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""A stand-in for vLLM: the names and signatures of 0.26 and 0.33 that `openmsa.integrations.vllm` touches, and an engine that builds
-metadata, writes caches and runs sparse layers on a CPU as vLLM's does. vLLM itself is not installed."""
+"""A stand-in for vLLM: the names and signatures of 0.26 and 0.33 that `openmsa.integrations.vllm` touches, and an engine that
+builds metadata, writes caches and runs sparse layers on a CPU as vLLM's does. vLLM itself is not installed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def modules(version: int) -> dict[str, types.ModuleType]:
     context = types.SimpleNamespace(attn_metadata=None, slot_mapping=None)
 
     class Registry:
-        models: dict[str, object] = {}
+        def __init__(self) -> None:
+            self.models: dict[str, object] = {}
 
         def register_model(self, model_arch: str, model_cls: object) -> None:
             assert isinstance(model_cls, str), "a class would import the model before its configuration exists"

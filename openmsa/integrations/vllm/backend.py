@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""vLLM asks an attention backend for its metadata builder once a cache group, and the builder for metadata once a step. Here both
-caches of a sparse layer, keys and values and index keys, have such a backend, and their metadata is a `Step`.
+"""vLLM asks an attention backend for its metadata builder once a cache group, and the builder for metadata once a step. Here
+both caches of a sparse layer, keys and values and index keys, have such a backend, and their metadata is a `Step`.
 
-vLLM puts decode requests first. The leading requests with one common number of new tokens, at most that of a verified draft, are
-the decode rows: a `DecodePlan` of the builder serves them, whose buffers stay, so that a CUDA graph can hold the run. All other
-requests, prompts and chunks of prompts, are served by an `AttentionPlan`, made once a step for all layers.
+vLLM puts decode requests first. The leading requests with one common number of new tokens, at most that of a verified draft,
+are the decode rows: a `DecodePlan` of the builder serves them, whose buffers stay, so that a CUDA graph can hold the run. All
+other requests, prompts and chunks of prompts, are served by an `AttentionPlan`, made once a step for all layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -206,7 +206,7 @@ class OpenMSAIndexMetadataBuilder(_StepBuilder, MiniMaxM3IndexerMetadataBuilder)
 class OpenMSABackend(MiniMaxM3SparseBackend):
     """The main cache's backend. Its layout is vLLM's, in any order of the dimensions in memory."""
 
-    supported_kv_cache_dtypes = list(KV_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_DTYPES)
 
     @staticmethod
     def get_name() -> str:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""vLLM's sparse layer rotates queries, writes both caches, calls its indexer with the index queries and then its attention with the
-queries. `OpenMSAIndexer` selects blocks for the tokens behind the decode rows and hands the index queries on; `OpenMSAAttention` runs
-the decode rows, selection and all, in their plan and attends the others to their blocks, straight into the layer's output."""
+"""vLLM's sparse layer rotates queries, writes both caches, calls its indexer with the index queries and then its attention with
+the queries. `OpenMSAIndexer` selects blocks for the tokens behind the decode rows and hands the index queries on;
+`OpenMSAAttention` runs the decode rows, selection and all, in their plan and attends the others to their blocks, straight into
+the layer's output."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ class OpenMSAIndexer(MiniMaxM3IndexerImpl):
 
     @property
     def pool(self) -> Tensor | E4M3:
-        """Returns the index keys ``[num_pages, 1, page_size, index_dim]``; vLLM binds them without the dimension of heads. The view
-        is made when vLLM binds another tensor."""
+        """Returns the index keys ``[num_pages, 1, page_size, index_dim]``; vLLM binds them without the dimension of heads. The
+        view is made when vLLM binds another tensor."""
         bound = self.index_cache.kv_cache
         if self._pool is None or self._pool[0] is not bound:
             keys = bound.unsqueeze(1) if bound.dim() == 3 else bound

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""These are vLLM's MiniMax-M3 models with this library's attention in their sparse layers. vLLM imports this file as it imports its
-own model: once the engine's configuration stands, in a subprocess to ask what the model can do, and where the model runs."""
+"""These are vLLM's MiniMax-M3 models with this library's attention in their sparse layers. vLLM imports this file as it imports
+its own model: in a subprocess that asks what it can do, and, once the configuration stands, where the model runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from openmsa.integrations.vllm.backend import OpenMSABackend, OpenMSAIndexBackend
 from openmsa.integrations.vllm.layers import OpenMSAAttention, OpenMSAIndexer
-from openmsa.integrations.vllm.sizes import E4M3_NAMES, INDEX_DTYPES, LayerSizes, refusal
+from openmsa.integrations.vllm.sizes import E4M3_NAMES, LayerSizes, refusal
 
 logger = init_logger("vllm.openmsa")  # vLLM shows the loggers below its own name.
 
@@ -40,8 +40,8 @@ class MiniMaxM3MTP(_Served, VllmMTP):
 
 @contextlib.contextmanager
 def _plain_index_cache(attention_config: Any) -> Iterator[str]:
-    """Gives the dtype of the index cache that is asked for, and has vLLM's constructors see a plain one meanwhile: they refuse an
-    E4M3 one where their own kernels lack it, and `serve` makes it E4M3 afterwards."""
+    """Gives the dtype of the index cache that is asked for, and has vLLM's constructors see a plain one meanwhile: they refuse
+    an E4M3 one where their own kernels lack it, and `serve` makes it E4M3 afterwards."""
     asked = attention_config.indexer_kv_dtype
     if asked in E4M3_NAMES:
         attention_config.indexer_kv_dtype = "bf16"
@@ -54,7 +54,7 @@ def _plain_index_cache(attention_config: Any) -> Iterator[str]:
 def serve(model: Any, vllm_config: Any, index_dtype: str) -> None:
     """Gives each sparse layer of a constructed model this library's backends and implementations, and logs which.
 
-    index_dtype: one of `INDEX_DTYPES`, the dtype of the index cache.
+    index_dtype: the dtype of the index cache, by its name in vLLM.
     Raises NotImplementedError, before any layer is changed, where one cannot be served.
     """
     if not current_platform.is_cuda() or not current_platform.has_device_capability(80):
@@ -69,7 +69,7 @@ def serve(model: Any, vllm_config: Any, index_dtype: str) -> None:
         sizes = layers[0].openmsa_sizes
         logger.info(
             "OpenMSA serves the %d sparse layers of %s: prompts with AttentionPlan, decode with DecodePlan (Triton kernels; "
-            "%d query and %d KV heads a rank, KV cache %s, index cache %s). These replace the kernels that vLLM named for them.",
+            "%d query and %d KV heads a rank, KV cache %s, index cache %s). The kernels that vLLM named for them do not run.",
             *(len(layers), type(model).__name__, sizes.num_q_heads, sizes.num_kv_heads),
             *(layers[0].kv_cache_dtype, index_dtype),
         )
