@@ -135,9 +135,9 @@ class _StepBuilder:
         if decodes:
             rows = DecodeRows(new_tokens=new, page_table=table[:decodes], seq_lens=common.seq_lens[:decodes])
         if real_tokens > decode_tokens:
-            bounds = common.seq_lens_cpu_upper_bound
+            bounds, first = common.seq_lens_cpu_upper_bound, common.query_start_loc[decodes:]
             prompts = Prompts(
-                cu_seqlens_q=common.query_start_loc[decodes:] - decode_tokens,
+                cu_seqlens_q=first - decode_tokens if decode_tokens else first,
                 seq_lens=common.seq_lens[decodes:],
                 page_table=table[decodes:],
                 longest_q=int(lengths[decodes:].max()),
