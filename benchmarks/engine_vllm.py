@@ -118,8 +118,8 @@ def greedy(count: int, **more: Any) -> Any:
 
 
 def _record(output: Any) -> dict[str, Any]:
-    made, row = output.outputs[0], {"prompt": len(output.prompt_token_ids)}
-    row["tokens"] = list(made.token_ids)
+    made = output.outputs[0]
+    row: dict[str, Any] = {"prompt": len(output.prompt_token_ids), "tokens": list(made.token_ids)}
     if made.logprobs:
         row["logprobs"] = [step[t].logprob for step, t in zip(made.logprobs, made.token_ids, strict=True)]
         row["top"] = [{str(t): x.logprob for t, x in step.items()} for step in made.logprobs]

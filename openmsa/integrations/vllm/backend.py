@@ -210,7 +210,7 @@ class OpenMSABackend(MiniMaxM3SparseBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "OPENMSA"
+        return "MINIMAX_M3_OPENMSA"
 
     @staticmethod
     def get_builder_cls() -> type[OpenMSAMetadataBuilder]:
@@ -227,7 +227,7 @@ class OpenMSAIndexBackend(MiniMaxM3IndexerBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "OPENMSA_INDEXER"
+        return "MINIMAX_M3_INDEXER_OPENMSA"
 
     @staticmethod
     def get_builder_cls() -> type[OpenMSAIndexMetadataBuilder]:
