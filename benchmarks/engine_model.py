@@ -121,11 +121,11 @@ class PlainModel:
         q, k = (self._rotated(_norm(x, self.p[f"{here}{name}_norm.weight"]), at) for x, name in zip(parts, "qk", strict=False))
         allowed = (at <= at[:, None])[None]
         if sparse:
-            index = [
+            index_q, index_k = (
                 self._rotated(_norm(x, self.p[f"{here}index_{n}_norm.weight"]), at)
                 for x, n in zip(parts[3:], "qk", strict=True)
-            ]
-            allowed = self._selected(*index, allowed)
+            )
+            allowed = self._selected(index_q, index_k, allowed)
         out, group = [], self.heads // kv
         for j in range(kv):
             logits = torch.einsum("qhd,kd->hqk", q[:, j * group : (j + 1) * group], k[:, j]) * DIM**-0.5
