@@ -14,23 +14,26 @@ from vllm.models.minimax_m3.common.indexer import MiniMaxM3IndexerImpl
 from vllm.models.minimax_m3.common.sparse_attention import MiniMaxM3SparseImpl
 
 from openmsa import E4M3, PagedIndexKeys, PagedKV
-from openmsa.integrations.vllm.backend import OpenMSAIndexBackend, Prompts, Step
+from openmsa.integrations.vllm.backend import DecodeRows, OpenMSAIndexBackend, Prompts, Step
 from openmsa.integrations.vllm.sizes import E4M3_NAMES, LayerSizes
 
 
 class Handed(NamedTuple):
     """Holds what the indexer hands to the attention of its layer."""
 
-    index_q: Tensor | E4M3  # [tokens, index_heads, index_dim]
+    index_q: Tensor  # [tokens, index_heads, index_dim], of the index cache's dtype
     blocks: Tensor | None  # int32 [tokens behind the decode rows, index_heads, topk]
 
 
-class Pools(NamedTuple):
-    """Holds the pools of a main cache, views of vLLM's tensor ``[num_pages, num_kv_heads, page_size, 2 * head_dim]``."""
+def _placed(cache: Any, rows: DecodeRows) -> Any:
+    """Puts a step's table and lengths into a layer's paged cache. Making a cache anew checks what vLLM keeps the same, which
+    takes the host as long as all the rest of a layer."""
+    cache.page_table, cache.seq_lens = rows.page_table, rows.seq_lens
+    return cache
 
-    of: Tensor
-    k: Tensor | E4M3
-    v: Tensor | E4M3
+
+def _rows(values: Tensor) -> Tensor | E4M3:
+    return E4M3(values) if values.dtype == torch.float8_e4m3fn else values
 
 
 class OpenMSAIndexer(MiniMaxM3IndexerImpl):
@@ -46,30 +49,38 @@ class OpenMSAIndexer(MiniMaxM3IndexerImpl):
         self.init_blocks, self.local_blocks, self.score_type = sizes.init_blocks, sizes.local_blocks, made.score_type
         self.layer_name = layer_name
         self._handed: Handed | None = None
-        self._pool: tuple[Tensor, Tensor | E4M3] | None = None
+        self._bound: Tensor | None = None
+        self._pool: Tensor | E4M3
+        self._paged: PagedIndexKeys | None = None
 
     @property
     def pool(self) -> Tensor | E4M3:
         """Returns the index keys ``[num_pages, 1, page_size, index_dim]``; vLLM binds them without the dimension of heads. The
         view is made when vLLM binds another tensor."""
         bound = self.index_cache.kv_cache
-        if self._pool is None or self._pool[0] is not bound:
-            keys = bound.unsqueeze(1) if bound.dim() == 3 else bound
-            self._pool = bound, E4M3(keys) if self.index_cache.dtype == torch.float8_e4m3fn else keys
-        return self._pool[1]
+        if self._bound is not bound:
+            self._bound, self._paged = bound, None
+            self._pool = _rows(bound.unsqueeze(1) if bound.dim() == 3 else bound)
+        return self._pool
+
+    def paged(self, rows: DecodeRows) -> PagedIndexKeys:
+        """Returns the index keys of a step's decode rows."""
+        pool = self.pool
+        if self._paged is None:
+            self._paged = PagedIndexKeys(pool, rows.page_table, rows.seq_lens)
+        return _placed(self._paged, rows)
 
     def forward(self, index_query: Tensor) -> tuple[None, None]:
         """Takes index queries ``[tokens, index_heads * index_dim]`` of the index cache's dtype. Blocks stay in the plan."""
         step = Step.current(self.layer_name)
         if step is None:
             return None, None
-        rows = index_query.view(-1, self.num_index_heads, self.index_head_dim)
-        index_q = E4M3(rows) if rows.dtype == torch.float8_e4m3fn else rows
+        index_q = index_query.view(-1, self.num_index_heads, self.index_head_dim)
         blocks = None
         if step.prompts is not None:
             first = step.num_decode_tokens
             own = self._prompts(step.prompts)
-            blocks = own.plan.select(index_q[first : first + own.total_q], self.pool)
+            blocks = own.plan.select(_rows(index_q[first : first + own.total_q]), self.pool)
         self._handed = Handed(index_q, blocks)
         return None, None
 
@@ -102,7 +113,10 @@ class OpenMSAAttention(MiniMaxM3SparseImpl):
             topk_blocks=sizes.topk,
             sparse_block_size=sizes.block_size,
         )
-        self._pools: Pools | None = None
+        self._bound: Tensor | None = None
+        self._k: Tensor | E4M3
+        self._v: Tensor | E4M3
+        self._paged: PagedKV | None = None
 
     def forward(
         self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, *, query_fp8: Tensor | None = None
@@ -116,18 +130,20 @@ class OpenMSAAttention(MiniMaxM3SparseImpl):
         step = Step.current(layer.layer_name)
         if step is None:
             return output
-        handed, pools = layer.indexer.impl.take(), self._pools_of(layer, kv_cache)
+        handed = layer.indexer.impl.take()
+        if self._bound is not kv_cache:
+            self._bind(layer, kv_cache)
         q, out = (x.view(-1, self.num_heads, self.head_size) for x in (query, output))
         first = step.num_decode_tokens
         if step.decode_rows is not None:
-            self._decode(layer, step, pools, q[:first], handed.index_q[:first], out[:first])
+            self._decode(layer, step, q[:first], _rows(handed.index_q[:first]), out[:first])
         if step.prompts is not None:
             assert handed.blocks is not None
             rows = slice(first, first + step.prompts.total_q)
-            step.prompts.plan.attend(q[rows], pools.k, pools.v, handed.blocks, out=out[rows])
+            step.prompts.plan.attend(q[rows], self._k, self._v, handed.blocks, out=out[rows])
         return output
 
-    def _decode(self, layer: Any, step: Step, pools: Pools, q: Tensor, index_q: Tensor | E4M3, out: Tensor) -> None:
+    def _decode(self, layer: Any, step: Step, q: Tensor, index_q: Tensor | E4M3, out: Tensor) -> None:
         """Runs the decode rows of a step, `q` and `out` ``[rows, num_q_heads, head_dim]``, selection and all."""
         indexer, rows = layer.indexer.impl, step.decode_rows
         index_step = Step.current(indexer.index_cache.prefix)
@@ -135,17 +151,13 @@ class OpenMSAAttention(MiniMaxM3SparseImpl):
         assert rows.plan is not None
         assert index_step is not None
         assert index_step.decode_rows is not None
-        index_rows = index_step.decode_rows
-        kv = PagedKV(pools.k, pools.v, rows.page_table, rows.seq_lens)
-        keys = PagedIndexKeys(indexer.pool, index_rows.page_table, index_rows.seq_lens)
-        rows.plan.run(q, kv, index_q, keys, out=out)
+        if self._paged is None:
+            self._paged = PagedKV(self._k, self._v, rows.page_table, rows.seq_lens)
+        rows.plan.run(q, _placed(self._paged, rows), index_q, indexer.paged(index_step.decode_rows), out=out)
 
-    def _pools_of(self, layer: Any, kv_cache: Tensor) -> Pools:
-        """Returns the views of a layer's cache, which are made when vLLM binds another tensor."""
-        if self._pools is None or self._pools.of is not kv_cache:
-            k, v = kv_cache.split(self.head_size, dim=-1)
-            if self.kv_cache_dtype in E4M3_NAMES:
-                self._pools = Pools(kv_cache, E4M3(k, layer._k_scale), E4M3(v, layer._v_scale))
-            else:
-                self._pools = Pools(kv_cache, k, v)
-        return self._pools
+    def _bind(self, layer: Any, kv_cache: Tensor) -> None:
+        """Makes the views of a layer's cache ``[num_pages, num_kv_heads, page_size, 2 * head_dim]``, once it is bound."""
+        self._bound, self._paged = kv_cache, None
+        k, v = kv_cache.split(self.head_size, dim=-1)
+        stored = self.kv_cache_dtype in E4M3_NAMES
+        self._k, self._v = (E4M3(k, layer._k_scale), E4M3(v, layer._v_scale)) if stored else (k, v)
