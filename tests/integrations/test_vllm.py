@@ -135,6 +135,7 @@ def test_layers_have_our_classes_and_vllms_caches(vllm):
     assert layer.indexer.index_cache.get_attn_backend() is backend.OpenMSAIndexBackend
     assert layer.indexer.index_cache.dtype == torch.float8_e4m3fn
     assert engine.config.attention_config.indexer_kv_dtype == "fp8"
+    assert engine.config.compilation_config.cudagraph_num_of_warmups == 1
     assert len(engine.config.compilation_config.static_forward_context) == 2 * len(engine.model.layers)
 
 

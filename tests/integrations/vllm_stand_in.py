@@ -244,7 +244,7 @@ def configuration(
         sizes=numbers,
         attention_config=name(indexer_kv_dtype=index_dtype or {26: "bf16", 33: "auto"}[version]),
         cache_config=name(cache_dtype=cache_dtype),
-        compilation_config=name(static_forward_context={}),
+        compilation_config=name(static_forward_context={}, cudagraph_num_of_warmups=0),
         model_config=name(dtype=torch.bfloat16),
         parallel_config=name(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         scheduler_config=name(max_num_seqs=max_num_seqs),

@@ -66,6 +66,9 @@ def serve(model: Any, vllm_config: Any, index_dtype: str) -> None:
     for layer in layers:
         _give(layer, index_dtype)
     if layers:
+        # A run before each capture loads the kernels, and has plans record their launches, outside of it.
+        compilation = vllm_config.compilation_config
+        compilation.cudagraph_num_of_warmups = max(1, compilation.cudagraph_num_of_warmups)
         sizes = layers[0].openmsa_sizes
         logger.info(
             "OpenMSA serves the %d sparse layers of %s: prompts with AttentionPlan, decode with DecodePlan (Triton kernels; "
