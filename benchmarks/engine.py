@@ -1,0 +1,228 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Runs a MiniMax-M3 in a real engine, with its own kernels and with ours: a small one with random weights, or a checkpoint.
+
+    python -m benchmarks.engine -o record.jsonl                      # both, one after the other, and what they compare to
+    python -m benchmarks.engine --kernels openmsa -o record.jsonl    # one of them
+    python -m benchmarks.engine --compare record.jsonl               # the table of a record
+
+It prints how far prompts and answers are from a forward in plain PyTorch (random weights only), rates of prefill and decode,
+the time of the sparse layers' stages on the GPU, and the host's time of a layer where layers are launched one by one.
+The engine runs in this process, without a server or a tokenizer. --heads 16 --kv-heads 1 is what a rank of four sees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engine_model import errors, redraw, write_config
+from benchmarks.engine_vllm import Vllm, environment
+from openmsa.bench.record import checkout_commit
+
+SHORT = (5, 700, 3000)
+KERNELS = ("own", "openmsa")
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--kernels", choices=KERNELS, help="one of them; without it, both in processes of their own")
+    p.add_argument("-o", "--out", type=Path, default=Path("engine.jsonl"), help="one JSON object a run is appended")
+    p.add_argument("--compare", type=Path, help="print the table of a record and stop")
+    p.add_argument("--checkpoint", type=Path, help="weights to serve instead of random ones")
+    p.add_argument("--model-dir", type=Path, default=Path("/tmp/openmsa-m3"), help="where the small model's config.json goes")
+    for name, default, text in (
+        ("layers", 8, ""),
+        ("dense", 2, "leading layers with dense attention"),
+        ("hidden", 2048, ""),
+        ("heads", 32, "query heads"),
+        ("kv-heads", 4, "KV heads, and index heads"),
+        ("max-len", 262144, ""),
+        ("chunk", 16384, "tokens a step at most"),
+        ("repeat", 3, "times that each prefill is taken"),
+        ("context", 16384, "tokens of each request that decodes"),
+        ("steps", 64, "decode steps that are timed"),
+        ("speculative", 0, "drafted tokens a step (n-grams)"),
+    ):
+        p.add_argument(f"--{name}", type=int, default=default, help=text)
+    p.add_argument("--kv-gib", type=float, default=24)
+    p.add_argument("--kv-dtype", default="auto", help="auto or fp8")
+    p.add_argument("--index-dtype", help="bf16 or fp8")
+    p.add_argument("--long", type=int, nargs="*", default=[4096, 32768, 131072], help="prompts whose prefill is timed")
+    p.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="requests that decode together")
+    p.add_argument("--dense-backend", default="FLASH_ATTN", help="of the dense layers")
+    p.add_argument("--plugins", nargs="*", default=[], help="more of vLLM's plug-ins to name")
+    p.add_argument("--prefix-caching", action="store_true")
+    p.add_argument("--eager", action="store_true", help="no CUDA graphs: decode launches layer by layer, too")
+    p.add_argument("--no-timing", action="store_true")
+    p.add_argument("--logit-std", type=float, default=3.0, help="of random weights: how peaked attention is")
+    return p.parse_args()
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    """Draws a prompt."""
+    return torch.randint(10, 32000, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def run(a: argparse.Namespace) -> dict[str, Any]:
+    """Starts an engine, and returns the record of a run."""
+    environment(a)
+    config, begun = write_config(a), time.perf_counter()
+    engine = Vllm(a)
+    record: dict[str, Any] = {
+        "kernels": a.kernels,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": checkout_commit(),
+        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()},
+        "start_s": time.perf_counter() - begun,
+        **engine.facts(),
+    }
+    if not a.checkpoint:
+        record["parameters"] = engine.inside(lambda model: redraw(model, a.logit_std))
+    print(f"{a.kernels}: {record['engine']} started in {record['start_s']:.0f} s, graphs {record['graphs']}", flush=True)
+    for row in record["layers"]:
+        print("  ", row, flush=True)
+    answers(engine, a, config, record)
+    if not a.no_timing:
+        record["prefill"] = [prefill(engine, length, a.repeat) for length in a.long if length + 32 <= a.max_len]
+        record["decode"] = [decode(engine, batch, a) for batch in a.batch]
+    record["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return record
+
+
+def answers(engine: Vllm, a: argparse.Namespace, config: dict[str, Any], record: dict[str, Any]) -> None:
+    """Adds the answers to prompts alone and together, and how far they are from the truth. With prefix caching, the second time
+    reads the keys that the first one wrote."""
+    prompts = [tokens(n, n) for n in SHORT]
+    asked = {} if a.speculative else {"logprobs": 5, "prompt_logprobs": None if a.prefix_caching else 1}
+    record["alone"] = [engine.generate([p], 32, **asked)[0] for p in prompts]
+    if not a.checkpoint and not a.speculative and not a.prefix_caching:
+        record["errors"] = engine.inside(lambda model: errors(model, config, record["alone"], prompts))
+        torch.cuda.empty_cache()
+        for row in record["errors"]:
+            print("  from PyTorch:", {k: round(v, 5) for k, v in row.items()}, flush=True)
+    more = [*prompts, tokens(32768, 32768)] if a.max_len > 32800 else prompts
+    record["together"] = engine.generate(more, 32)
+    same = [_leading(x["tokens"], y["tokens"]) for x, y in zip(record["alone"], record["together"], strict=False)]
+    print("  leading tokens that are equal alone and together, of 32:", same, flush=True)
+
+
+def prefill(engine: Vllm, length: int, repeat: int) -> dict[str, Any]:
+    """Times the prefill of one prompt, and keeps the best of `repeat`."""
+    engine.generate([tokens(length, 100)], 1)  # loads kernels
+    taken = []
+    for i in range(repeat):
+        prompt = tokens(length, 101 + i)
+        torch.cuda.synchronize()
+        engine.stages.on, start = True, time.perf_counter()
+        engine.generate([prompt], 1)
+        torch.cuda.synchronize()
+        wall, engine.stages.on = time.perf_counter() - start, False
+        taken.append((wall, engine.stages.take()))
+    wall, stages = min(taken, key=lambda x: x[0])
+    row = {"length": length, "wall_s": wall, "tokens_per_s": length / wall, "stages": stages}
+    print("  prefill", json.dumps(row), flush=True)
+    return row
+
+
+def decode(engine: Vllm, batch: int, a: argparse.Namespace) -> dict[str, Any]:
+    """Times steps in which every request decodes. The first request decodes while the others are prefilled."""
+    names, warm = [f"decode-{batch}-{i}" for i in range(batch)], 8
+    most = (1 + a.speculative) * (a.steps + warm + 40 + 2 * batch * -(-a.context // a.chunk))
+    for i, name in enumerate(names):
+        engine.start(name, tokens(a.context, 1000 + i), most)
+    made: dict[str, int] = {}
+    while len(made) < batch or min(made.values()) < warm:
+        made |= engine.step()
+    torch.cuda.synchronize()
+    before, laps, engine.stages.on = sum(made.values()), [time.perf_counter()], True
+    for _ in range(a.steps):
+        made |= engine.step()
+        laps.append(time.perf_counter())
+    torch.cuda.synchronize()
+    total, engine.stages.on = time.perf_counter() - laps[0], False
+    steps = sorted(y - x for x, y in itertools.pairwise(laps))
+    count = sum(made.values()) - before
+    row = {
+        "batch": batch,
+        "context": a.context,
+        "tokens": count,
+        "tokens_per_s": count / total,
+        "step_ms": 1e3 * steps[len(steps) // 2],
+        "stages": engine.stages.take(),
+    }
+    engine.finish()
+    print("  decode", json.dumps(row), flush=True)
+    return row
+
+
+def _leading(x: list[int], y: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Returns the table of the last run of each kind: ours against the engine's own."""
+    last = {r["kernels"]: r for r in records}
+    lines = [f"{r['engine']}, {r['kernels']}: {r['gpu']}, start {r['start_s']:.0f} s" for r in last.values()]
+    for kernels, r in last.items():
+        for e in r.get("errors", []):
+            lines.append(f"error of log-probabilities, {kernels}, {e['prompt']} tokens: mean {e['prompt_mean']:.4f}")
+            lines[-1] += f" max {e['prompt_max']:.3f}; answer mean {e['decode_mean']:.4f}, same argmax {e['same_argmax']:.2f}"
+    if set(last) < set(KERNELS):
+        return "\n".join(lines)
+    own, ours = last["own"], last["openmsa"]
+    for x, y in zip(own["alone"], ours["alone"], strict=True):
+        lines.append(
+            f"prompt of {x['prompt']}: {_leading(x['tokens'], y['tokens'])} of {len(x['tokens'])} answer tokens are equal"
+        )
+    lines.append(f"{'':26}{'own':>10}{'ours':>10}{'times':>8}")
+
+    def add(name: str, a: float | None, b: float | None) -> None:
+        if a and b:
+            lines.append(f"{name:26}{a:10.3f}{b:10.3f}{a / b:7.2f}x")
+
+    def add_stages(a: dict[str, Any], b: dict[str, Any]) -> None:
+        for stage in ("indexer", "attend", "forward"):
+            x, y = a["stages"].get(stage, {}), b["stages"].get(stage, {})
+            add(f"  {stage} ms on the GPU", x.get("gpu_ms"), y.get("gpu_ms"))
+            if stage != "forward":
+                add(f"  {stage} us of the host", x.get("host_mean_us"), y.get("host_mean_us"))
+        parts = [sum(r["stages"].get(s, {}).get("gpu_ms", 0) for s in ("indexer", "attend")) for r in (a, b)]
+        add("  both stages ms", *parts)
+
+    for a, b in zip(own.get("prefill", []), ours.get("prefill", []), strict=True):
+        add(f"prefill {a['length']} ms", 1e3 * a["wall_s"], 1e3 * b["wall_s"])
+        add_stages(a, b)
+    for a, b in zip(own.get("decode", []), ours.get("decode", []), strict=True):
+        add(f"decode {a['batch']} x {a['context']} ms", a["step_ms"], b["step_ms"])
+        add_stages(a, b)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs what the command line says."""
+    a = arguments()
+    if a.kernels:
+        record = run(a)
+        a.out.parent.mkdir(parents=True, exist_ok=True)
+        with a.out.open("a") as f:
+            f.write(json.dumps(record) + "\n")
+        return
+    if not a.compare:
+        for kernels in KERNELS:
+            subprocess.run([sys.executable, "-m", "benchmarks.engine", *sys.argv[1:], "--kernels", kernels], check=True)
+    print(table([json.loads(line) for line in (a.compare or a.out).read_text().splitlines()]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: MIT
+"""The engine benchmark's plain model is causal and reads parameters by name, and its table compares two records."""
+
+from argparse import Namespace
+
+import torch
+
+from benchmarks.engine import table, tokens
+from benchmarks.engine_model import DIM, PlainModel, errors, redraw, write_config
+
+LAYER = {
+    "input_layernorm.weight": (64,),
+    "post_attention_layernorm.weight": (64,),
+    "self_attn.o_proj.weight": (64, 2 * DIM),
+    "self_attn.q_norm.weight": (DIM,),
+    "self_attn.k_norm.weight": (DIM,),
+}
+DENSE = {
+    "self_attn.qkv_proj.weight": (4 * DIM, 64),
+    "mlp.gate_up_proj.weight": (32, 64),
+    "mlp.down_proj.weight": (64, 16),
+}
+SPARSE = {
+    "self_attn.qkv_proj.weight": (6 * DIM, 64),
+    "self_attn.index_q_norm.weight": (DIM,),
+    "self_attn.index_k_norm.weight": (DIM,),
+    "block_sparse_moe.gate.weight": (4, 64),
+    "block_sparse_moe.e_score_correction_bias": (4,),
+    "block_sparse_moe.experts.w13_weight": (4, 32, 64),
+    "block_sparse_moe.experts.w2_weight": (4, 64, 16),
+    "block_sparse_moe.shared_experts.gate_up_proj.weight": (32, 64),
+    "block_sparse_moe.shared_experts.down_proj.weight": (64, 16),
+}
+
+
+class Parameters(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        shapes = {"model.embed_tokens.weight": (32000, 64), "model.norm.weight": (64,), "lm_head.weight": (32000, 64)}
+        for i, more in enumerate((DENSE, SPARSE)):
+            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in (LAYER | more).items()}
+        for name, shape in shapes.items():
+            holder, _, leaf = name.rpartition(".")
+            module = self
+            for part in holder.split("."):
+                if not hasattr(module, part):
+                    module.add_module(part, torch.nn.Module())
+                module = getattr(module, part)
+            module.register_parameter(leaf, torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)))
+
+
+def small(tmp_path):
+    a = Namespace(dense=1, layers=2, hidden=64, heads=2, kv_heads=1, max_len=4096, model_dir=tmp_path)
+    model = Parameters()
+    assert redraw(model, 3.0) == sum(p.numel() for p in model.parameters())
+    return model, write_config(a)
+
+
+def test_plain_model_is_causal_and_exact_about_its_own_answers(tmp_path):
+    model, config = small(tmp_path)
+    plain, prompt = PlainModel(dict(model.named_parameters()), config), tokens(300, 1)
+    with torch.no_grad():
+        whole, part = plain.logits(torch.tensor(prompt)), plain.logits(torch.tensor(prompt[:200]))
+    torch.testing.assert_close(whole[:200], part, atol=0.05, rtol=0.05)
+    logs = whole.log_softmax(-1)
+    answer = whole[-1].argmax().item()
+    known = [None, *(logs[i, t].item() for i, t in enumerate(prompt[1:]))]
+    row = {"tokens": [answer], "logprobs": [logs[-1, answer].item()], "prompt_logprobs": known}
+    (error,) = errors(model, config, [row], [prompt])
+    assert error["prompt_max"] < 1e-5
+    assert error["decode_max"] < 1e-5
+    assert error["same_argmax"] == 1
+
+
+def test_table_compares_the_last_run_of_each_kind():
+    def record(kernels, ms):
+        stage = {"gpu_ms": ms, "host_mean_us": 10 * ms}
+        run = {"wall_s": ms / 1e3, "length": 4096, "stages": {"indexer": stage, "attend": stage, "forward": {"gpu_ms": 3 * ms}}}
+        step = {"batch": 8, "context": 16384, "step_ms": ms, "stages": {"forward": {"gpu_ms": ms}}}
+        alone = [{"prompt": 5, "tokens": [1, 2, int(ms)]}]
+        facts = {"kernels": kernels, "engine": "vllm", "gpu": "H200", "start_s": 1.0}
+        return facts | {"alone": alone, "prefill": [run], "decode": [step]}
+
+    text = table([record("own", 9.0), record("own", 6.0), record("openmsa", 3.0)])
+    assert "prefill 4096 ms" in text
+    assert text.count("2.00x") == 9
+    assert "2 of 3 answer tokens are equal" in text
