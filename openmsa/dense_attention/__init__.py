@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from openmsa.gradients import AttentionStage, unless_recordable, wants_gradients
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.results import check_places, check_scores_place, tensors_of
 from openmsa.runtime import checks, dispatch
-from openmsa.runtime.dispatch import Implementation, Stage, never
+from openmsa.runtime.dispatch import Implementation, never
 from openmsa.types import Layout, Sequences
 
 
@@ -43,6 +44,8 @@ def dense_attention(
     the visible keys of each block of `block_size` keys, -inf where there is none, NaN counting as -inf (float64 each for
     float64 inputs).
     A query that sees nothing gives 0 and lse -inf.
+
+    Gradients flow to packed tensors q, k and v of one dtype, from out and from lse; only the reference has those of max_score.
 
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     """
@@ -116,16 +119,36 @@ TRITON_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "nvfp4")}
 
 
 def _refuse_triton(call: DenseCall) -> str | None:
-    return dispatch.unless_reads(TRITON_READS, q=call.q, k=call.k) or dispatch.unless_cuda_inference(*call[:3])
+    return (
+        dispatch.unless_reads(TRITON_READS, q=call.q, k=call.k) or dispatch.unless_cuda(*call[:3]) or _unless_recordable(call)
+    )
 
 
-STAGE = Stage(
+def _refuse_cpu(call: DenseCall) -> str | None:
+    return dispatch.unless_cpu(*call[:3]) or _unless_recordable(call)
+
+
+def _unless_recordable(call: DenseCall) -> str | None:
+    if call.return_max_score and wants_gradients(*call[:3]):
+        return "it computes no gradients of max_score; ask for it under torch.no_grad()"
+    return unless_recordable(*call[:3])
+
+
+STAGE = AttentionStage(
     dense_attention,
     check_dense,
     (
-        Implementation("triton", "openmsa.dense_attention.triton_forward:dense_attention", _refuse_triton),
         Implementation(
-            "cpu", "openmsa.dense_attention.cpu:dense_attention", lambda call: dispatch.unless_cpu_inference(*call[:3])
+            "triton",
+            "openmsa.dense_attention.triton_forward:dense_attention",
+            _refuse_triton,
+            backward="openmsa.dense_attention.triton_backward:dense_attention_backward",
+        ),
+        Implementation(
+            "cpu",
+            "openmsa.dense_attention.cpu:dense_attention",
+            _refuse_cpu,
+            backward="openmsa.dense_attention.cpu_backward:dense_attention_backward",
         ),
         Implementation(
             "reference",

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: MIT
+"""Both attentions are differentiable: a row of their tables names the function that computes its gradients, and autograd
+records the call where an input requires one.
+
+Between forward and backward only q, k, v, the selection, the output and its lse are kept. A row that names no backward (the
+reference) is differentiated by PyTorch itself, and is the specification of the gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from openmsa.kv_cache import PagedKV, Stored
+from openmsa.runtime.dispatch import Implementation, Stage
+
+CallT = TypeVar("CallT", bound="tuple[Any, ...]")
+"""The calls of both attentions begin with q, k and v, and have a field `return_lse`."""
+
+
+class AttentionStage(Stage[CallT]):
+    """This is a stage whose calls autograd can record."""
+
+    def run(self, impl: str, call: CallT) -> Any:
+        """Does what `Stage.run` does. Where q, k or v requires a gradient, the results do too."""
+        if not wants_gradients(*call[:3]):
+            return super().run(impl, call)
+        row = self.choice(impl, call)
+        return row.load()(*call) if row.backward is None else _recorded(row, call)
+
+
+def wants_gradients(*operands: Any) -> bool:
+    """Says whether autograd would have to record an operation on these tensors, formats or caches."""
+    return torch.is_grad_enabled() and any(getattr(operand, "requires_grad", False) for operand in operands)
+
+
+def unless_recordable(q: Any, k: Any, v: Any) -> str | None:
+    """Refuses to compute gradients of anything but packed plain tensors."""
+    if not wants_gradients(q, k, v):
+        return None
+    for name, operand in (("q", q), ("k", k), ("v", v)):
+        if isinstance(operand, (PagedKV, Stored)):
+            kind = "pages of a PagedKV" if isinstance(operand, PagedKV) else f"stored as {operand.format}"
+            return f"it computes gradients for packed tensors alone, and {name} is {kind}; call it under torch.no_grad()"
+    return None
+
+
+def _recorded(row: Implementation[Any], call: Any) -> Any:
+    """Runs the row so that autograd can call its backward."""
+    out, lse = _Attention.apply(row, call, *call[:3])  # type: ignore[no-untyped-call]
+    results = tuple(x for x, wanted in ((out, getattr(call, "return_out", True)), (lse, call.return_lse)) if wanted)
+    return results[0] if len(results) == 1 else results
+
+
+class _Attention(torch.autograd.Function):
+    """Runs a row, keeps what its backward needs, and calls the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Implementation[Any], call: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        wanted = {name: True for name in ("return_out", "return_lse") if name in call._fields}
+        out, lse = row.load()(*call._replace(q=q, k=k, v=v, **wanted))
+        blocks = [call.blocks] if "blocks" in call._fields else []
+        ctx.save_for_backward(q, k, v, out, lse, *blocks)
+        ctx.row, ctx.call = row, call._replace(q=None, k=None, v=None, **{"blocks": None for _ in blocks})
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *blocks = ctx.saved_tensors
+        call = ctx.call._replace(q=q, k=k, v=v, **{"blocks": x for x in blocks})
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        return (None, None, *ctx.row.load_backward()(*call, out, lse, grad_out, grad_lse))
