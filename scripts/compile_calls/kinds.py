@@ -11,6 +11,8 @@ import fmha_sm100
 import openmsa
 from fmha_sm100 import sparse
 from openmsa.runtime.recording import GPU
+from openmsa.sparse_attention import STAGE as SPARSE
+from openmsa.sparse_attention import triton_backward
 
 from .inputs import DTYPES, PAGES, empty, index_keys, kv, lengths, paged, rows
 
@@ -98,6 +100,26 @@ class Sparse(NamedTuple):
         seqs = lengths(self.batch, self.queries, self.keys, not self.page)
         options = {"block_size": self.block, "softmax_scale": self.scale, "impl": self.impl}
         return openmsa.sparse_attention(q, k, v, blocks, seqs, return_lse=True, **options)
+
+
+class SparseBackward(NamedTuple):
+    """Calls the backward of `sparse_attention`."""
+
+    kind: str
+    queries: int = 4096
+    dim: int = 128
+    block: int = 128
+    heads: tuple[int, int] = (64, 4)
+    topk: int = 16
+    selection_heads: int = 0
+
+    def run(self) -> Any:
+        q, k, v = (rows(self.kind, self.queries, heads, self.dim) for heads in (*self.heads, self.heads[1]))
+        shape = (self.queries, self.selection_heads or self.heads[1], self.topk)
+        blocks = torch.zeros(shape, dtype=torch.int32, device=GPU)
+        call = SPARSE.check(q, k, v, blocks, block_size=self.block)
+        lse = empty(q.shape[:2], torch.float32)
+        return triton_backward.sparse_attention_backward(*call, q, lse, q, lse)
 
 
 class Dense(NamedTuple):

@@ -76,6 +76,7 @@ KNOWN = {
     "sm90_union_kernel": Known(always, lambda launch: 16 if constant(launch, "GROUP") == 16 else 88),
     "sparse_decode_kernel": Known(may_spill=by_arch({120: 8})),  # One register is stored before the loops.
     "layer_kernel": Known(),
+    "block_gradients": Known(lambda launch: constant(launch, "precision") == "tf32" and constant(launch, "rows") >= WGMMA_ROWS),
     # In dense attention 128 rows on 4 warps spill, mostly in the masked tail, and are faster than fewer rows.
     "dense_kernel": Known(
         lambda launch: constant(launch, "rows") >= WGMMA_ROWS, lambda launch: 640 if constant(launch, "rows") == 128 else 128

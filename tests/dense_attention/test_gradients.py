@@ -14,7 +14,8 @@ from tests.sparse_attention.test_gradients import differentiated
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("head_dim", "group", "causal"), [(64, 3, True), (128, 16, True), (96, 1, False), (16, 2, True)])
 def test_against_autograd(head_dim, group, causal, dtype, impl):
-    """Sequences without queries, keys or both, queries before position 0 and behind the keys, strided inputs, both results (one in float32)."""
+    """Sequences without queries or keys, queries before position 0 and behind the keys, strided inputs, both results (one in
+    float32)."""
     lens = ((5, 0, 3, 2, 4, 17), (40, 7, 0, 9, 33, 17))
     p = problem(*lens, group=group, head_dim=head_dim, dtype=dtype, offsets=(35, 7, 0, -1, 40, 0))
     grad_out, grad_lse = gradients.inputs_and_gradients(p)

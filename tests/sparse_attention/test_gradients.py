@@ -122,10 +122,8 @@ def test_checkpointing_gives_the_same_gradients():
     for again in (False, True):
         leaves = [x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v)]
         run = functools.partial(sparse_attention, block_size=16)
-        if again:
-            out = torch.utils.checkpoint.checkpoint(run, *leaves, blocks, use_reentrant=False)
-        else:
-            out = run(*leaves, blocks)
+        recorded = functools.partial(torch.utils.checkpoint.checkpoint, run, use_reentrant=False) if again else run
+        out = recorded(*leaves, blocks)
         out.float().square().sum().backward()
         grads.append([x.grad for x in leaves])
     for name, a, b in zip(("dq", "dk", "dv"), *grads, strict=True):
