@@ -60,17 +60,18 @@ def backward_config(head_dim: int, group: int, block_size: int, major: int, elem
     roomy = SHARED_BYTES.get(major, 99 << 10) >= 160 << 10
     if element_bytes == 4:  # Products of float32 numbers are made without the matrix unit.
         keys, rows = 32, 16
-    elif dim > 128:
-        keys, rows = (64, 32) if roomy else (32, 16)
+    elif major == 9:
+        keys, rows = (64, 32) if dim > 128 else (128, 64)
+    elif roomy:  # Sums of 128 keys spill on sm_80, and ptxas emits a trap for them on sm_100.
+        keys, rows = (32, 32) if dim > 128 else (64, 64)
     else:
-        keys, rows = (128, 64) if roomy else (64, 32)
+        keys, rows = (32, 16) if dim > 128 else (64, 32)
     keys = min(keys, max(16, next_power_of_two(block_size)))
-    big = keys * dim >= 128 * 64
     return BackwardConfig(
         keys=keys,
         rows=rows,
         item=max(1, 128 * rows // heads),
-        warps=8 if big or element_bytes == 4 else 4,
+        warps=8 if keys * (dim + rows) >= 64 * 128 or element_bytes == 4 else 4,
         stages=2,
         sum_tokens=max(1, 16 // heads),
     )
