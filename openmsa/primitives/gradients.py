@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Gradients of attention have these parts in common. With weights p = exp(s - lse) of logits s = scale * q . k, and the gradient
-g of the output, the gradient of a logit is p * (g . v - delta), where delta = g . out - (gradient of lse) belongs to the row.
+"""Gradients of attention have these parts in common. With weights p = exp(s - lse) of logits s = scale * q . k, and with the
+gradient g of the output, the gradient of a logit is p * (g . v - delta), where delta = g . out - (gradient of lse) belongs to
+the row.
 """
 
 from __future__ import annotations
@@ -93,9 +94,7 @@ def row_terms_kernel(
 
 
 @triton.jit
-def weights_and_slopes(
-    b_left, b_right, b_left_value, b_right_value, b_lse, b_delta, m_seen, scale, PRECISION: tl.constexpr
-):
+def weights_and_slopes(b_left, b_right, b_left_value, b_right_value, b_lse, b_delta, m_seen, scale, PRECISION: tl.constexpr):
     """Returns the weights p and their logits' gradients [left, right], both float32.
 
     left, right: keys and queries, or queries and keys, [left, dim] and [right, dim]; the values beside keys, the gradients of

@@ -11,7 +11,6 @@ the last key that some query of the sequence sees must be finite.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -287,7 +286,7 @@ def block_gradients(
     SHAPE: tl.constexpr,  # Shape
     STAGES: tl.constexpr,
 ):
-    """Walks the readers of an item. A program serves an item, a KV head of those that share its list, and a cut of the block."""
+    """Walks the readers of an item. A program serves an item, a KV head of those with this list, and a cut of the block."""
     # 1. The program finds its item.
     GROUP: tl.constexpr = SHAPE.heads
     HEADS: tl.constexpr = SHAPE.head_pad

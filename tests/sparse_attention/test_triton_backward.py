@@ -2,6 +2,7 @@
 """The gradients of sparse attention in Triton are right, in the interpreter without a GPU, and repeat bit for bit."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_lists_are_sorted():
                 if 0 <= block * 16 <= last:
                     lists[head * num_buckets + (0, 100 // 16 + 1)[b] + block].append(row * 3 + slot)
     starts = found.starts.tolist()
-    assert lists == [found.entries[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
+    assert lists == [found.entries[a:b].tolist() for a, b in itertools.pairwise(starts)]
     of_items = [i for i, entries in enumerate(lists) for _ in range(-(-len(entries) // 4))]
     assert found.lists.tolist()[: len(of_items)] == of_items
     assert set(found.lists.tolist()[len(of_items) :]) <= {len(lists)}
