@@ -8,48 +8,17 @@ reference) is differentiated by PyTorch itself, and is the specification of the 
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from openmsa.kv_cache import PagedKV, Stored
-from openmsa.runtime.dispatch import Implementation, Stage
-
-CallT = TypeVar("CallT", bound="tuple[Any, ...]")
-"""The calls of both attentions begin with q, k and v, and have a field `return_lse`."""
+from openmsa.runtime.dispatch import Implementation
 
 
-class AttentionStage(Stage[CallT]):
-    """This is a stage whose calls autograd can record."""
-
-    def run(self, impl: str, call: CallT) -> Any:
-        """Does what `Stage.run` does. Where q, k or v requires a gradient, the results do too."""
-        if not wants_gradients(*call[:3]):
-            return super().run(impl, call)
-        row = self.choice(impl, call)
-        return row.load()(*call) if row.backward is None else _recorded(row, call)
-
-
-def wants_gradients(*operands: Any) -> bool:
-    """Says whether autograd would have to record an operation on these tensors, formats or caches."""
-    return torch.is_grad_enabled() and any(getattr(operand, "requires_grad", False) for operand in operands)
-
-
-def unless_recordable(q: Any, k: Any, v: Any) -> str | None:
-    """Refuses to compute gradients of anything but packed plain tensors."""
-    if not wants_gradients(q, k, v):
-        return None
-    for name, operand in (("q", q), ("k", k), ("v", v)):
-        if isinstance(operand, (PagedKV, Stored)):
-            kind = "pages of a PagedKV" if isinstance(operand, PagedKV) else f"stored as {operand.format}"
-            return f"it computes gradients for packed tensors alone, and {name} is {kind}; call it under torch.no_grad()"
-    return None
-
-
-def _recorded(row: Implementation[Any], call: Any) -> Any:
-    """Runs the row so that autograd can call its backward."""
+def recorded(row: Implementation[Any], call: Any) -> Any:
+    """Runs a row of either attention so that autograd can call its backward. The call begins with q, k and v."""
     out, lse = _Attention.apply(row, call, *call[:3])  # type: ignore[no-untyped-call]
     results = tuple(x for x, wanted in ((out, getattr(call, "return_out", True)), (lse, call.return_lse)) if wanted)
     return results[0] if len(results) == 1 else results

@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from openmsa.gradients import AttentionStage, unless_recordable, wants_gradients
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.results import check_places, check_scores_place, tensors_of
 from openmsa.runtime import checks, dispatch
-from openmsa.runtime.dispatch import Implementation, never
+from openmsa.runtime.dispatch import Implementation, Stage, never
 from openmsa.types import Layout, Sequences
 
 
@@ -129,12 +128,12 @@ def _refuse_cpu(call: DenseCall) -> str | None:
 
 
 def _unless_recordable(call: DenseCall) -> str | None:
-    if call.return_max_score and wants_gradients(*call[:3]):
+    if call.return_max_score and checks.needs_grad(*call[:3]):
         return "it computes no gradients of max_score; ask for it under torch.no_grad()"
-    return unless_recordable(*call[:3])
+    return dispatch.unless_recordable(*call[:3])
 
 
-STAGE = AttentionStage(
+STAGE = Stage(
     dense_attention,
     check_dense,
     (
@@ -157,4 +156,5 @@ STAGE = AttentionStage(
             lambda call: dispatch.on_gpu_by_name_only(call.q),
         ),
     ),
+    recorder="openmsa.gradients:recorded",
 )

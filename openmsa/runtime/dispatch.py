@@ -85,6 +85,7 @@ class Stage(Generic[CallT]):
     implementations in order of preference.
 
     ``check_call`` takes each argument of the public function but ``impl``, none left out, and returns the checked call.
+    ``recorder`` is the ``"package.module:function"`` that runs a row which has a backward, so that autograd can call it.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class Stage(Generic[CallT]):
         check_call: Callable[..., CallT],
         table: tuple[Implementation[CallT], ...],
         name: str | None = None,
+        recorder: str | None = None,
     ) -> None:
         self.name, self.check_call, self.table = name or function.__name__, check_call, table
+        self.recorder = recorder
         self.signature = inspect.signature(function)
 
     @property
@@ -133,7 +136,11 @@ class Stage(Generic[CallT]):
 
     def run(self, impl: str, call: CallT) -> Any:
         """Calls the first implementation that can serve; NotImplementedError lists every refusal when none can."""
-        return self.choice(impl, call).load()(*call)
+        row = self.choice(impl, call)
+        if self.recorder is None or row.backward is None or not needs_grad(*call):
+            return row.load()(*call)
+        module, function = _imported(self.recorder)
+        return getattr(module, function)(row, call)
 
     def choice(self, impl: str, call: CallT) -> Implementation[CallT]:
         """Returns the first implementation that can serve; NotImplementedError lists every refusal when none can."""
@@ -158,6 +165,16 @@ def unless_inference(*tensors: Any) -> str | None:
     """Refuses tensors whose gradients are wanted, for an implementation that computes none."""
     if needs_grad(*tensors):
         return "it computes no gradients and an input requires one; call it under torch.no_grad()"
+    return None
+
+
+def unless_recordable(*operands: Any) -> str | None:
+    """Refuses to compute gradients of anything but packed plain tensors."""
+    if needs_grad(*operands):
+        for operand in operands:
+            if operand is not None and not isinstance(operand, torch.Tensor):
+                kind = type(operand).__name__
+                return f"it computes gradients for packed tensors alone, got a {kind}; call it under torch.no_grad()"
     return None
 
 

@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openmsa.gradients import AttentionStage, unless_recordable
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.results import check_places, tensors_of
 from openmsa.runtime import checks, dispatch
-from openmsa.runtime.dispatch import Implementation, never
+from openmsa.runtime.dispatch import Implementation, Stage, never
 from openmsa.types import Layout, Sequences
 
 
@@ -146,12 +145,12 @@ def _cannot_prefill(call: SparseCall) -> str | None:
 
 
 def _unless_cuda(call: SparseCall) -> str | None:
-    return dispatch.unless_cuda(*call[:3]) or unless_recordable(*call[:3])
+    return dispatch.unless_cuda(*call[:3]) or dispatch.unless_recordable(*call[:3])
 
 
 TRITON_BACKWARD = "openmsa.sparse_attention.triton_backward:sparse_attention_backward"
 
-STAGE = AttentionStage(
+STAGE = Stage(
     sparse_attention,
     check_sparse,
     (
@@ -171,7 +170,7 @@ STAGE = AttentionStage(
         Implementation(
             "cpu",
             "openmsa.sparse_attention.cpu:sparse_attention",
-            lambda call: dispatch.unless_cpu(*call[:3]) or unless_recordable(*call[:3]),
+            lambda call: dispatch.unless_cpu(*call[:3]) or dispatch.unless_recordable(*call[:3]),
             backward="openmsa.sparse_attention.cpu_backward:sparse_attention_backward",
         ),
         Implementation(
@@ -181,4 +180,5 @@ STAGE = AttentionStage(
             lambda call: dispatch.on_gpu_by_name_only(call.q),
         ),
     ),
+    recorder="openmsa.gradients:recorded",
 )

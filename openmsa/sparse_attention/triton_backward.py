@@ -80,6 +80,7 @@ class Shape(NamedTuple):
     """Says how rows and keys are cut; it is a constant of the kernels.
 
     heads:      query heads of a key head; head_pad: rounded up to a power of two.
+    lists:      heads of the selection: as many as key heads, or 1.
     topk:       slots of a query.
     block:      keys of a block.
     keys:       keys of a program; cuts: programs of a block.
@@ -91,6 +92,7 @@ class Shape(NamedTuple):
 
     heads: int
     head_pad: int
+    lists: int
     topk: int
     block: int
     keys: int
@@ -153,7 +155,7 @@ def sparse_attention_backward(
     dk, dv = (torch.zeros(k.shape, dtype=torch.float32, device=q.device) for _ in range(2))
     grad_out = grad_out if grad_out.stride(2) == 1 else grad_out.contiguous()
     terms = RowTerms.of(out, lse, grad_out, grad_lse)
-    shape = _shape(config, heads // kv_heads, topk, block_size, dim, q.dtype)
+    shape = _shape(config, heads // kv_heads, blocks, block_size, dim, q.dtype)
     query_bytes = heads * topk * shape.cuts * dim * q.element_size()
     chunk = ceil_div(total_q, ceil_div(total_q, max(1, workspace_bytes // query_bytes)))
     for start in range(0, total_q, chunk):
@@ -161,17 +163,18 @@ def sparse_attention_backward(
         here = seqs if chunk == total_q else seqs.query_chunk(rows.start, rows.stop)
         lists = readers(blocks[rows], here, total_k, block_size, config.item)
         of_rows = RowTerms(terms.lse[rows], terms.delta[rows])
-        sums = _sums(lists, dk, dv, shape, q[rows], blocks.shape[1])
+        sums = _sums(lists, dk, dv, shape, q[rows])
         _launch(config, shape, q[rows], k, v, grad_out[rows], of_rows, lists, here, softmax_scale, sums)
         _add_up(config, shape, dq[rows], lists, sums, buckets_of(total_k, seqs.batch, block_size), here)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _shape(config: BackwardConfig, group: int, topk: int, block_size: int, dim: int, dtype: torch.dtype) -> Shape:
+def _shape(config: BackwardConfig, group: int, blocks: Tensor, block_size: int, dim: int, dtype: torch.dtype) -> Shape:
     return Shape(
         heads=group,
         head_pad=next_power_of_two(group),
-        topk=topk,
+        lists=blocks.shape[1],
+        topk=blocks.shape[2],
         block=block_size,
         keys=config.keys,
         cuts=ceil_div(block_size, config.keys),
@@ -183,11 +186,11 @@ def _shape(config: BackwardConfig, group: int, topk: int, block_size: int, dim: 
     )
 
 
-def _sums(lists: Readers, dk: Tensor, dv: Tensor, shape: Shape, q: Tensor, list_heads: int) -> Sums:
-    """Allocates what programs leave. list_heads: heads of the selection, which may be 1 for all key heads."""
+def _sums(lists: Readers, dk: Tensor, dv: Tensor, shape: Shape, q: Tensor) -> Sums:
+    """Allocates what programs leave."""
     kv_heads, most = dk.shape[1], most_extra(lists.entries.numel(), shape.item)
     slots = torch.empty((q.shape[0] * q.shape[1], shape.topk * shape.cuts, shape.dim), dtype=q.dtype, device=q.device)
-    size = (kv_heads // list_heads, most, 2, shape.cuts, shape.keys, shape.dim)
+    size = (kv_heads // shape.lists, most, 2, shape.cuts, shape.keys, shape.dim)
     extra = torch.empty(size, dtype=torch.float32, device=q.device)
     counts = (lists.item_starts.diff() - 1).clamp_(min=0)
     return Sums(slots, dk, dv, extra, torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)))
@@ -222,7 +225,6 @@ def _launch(
         softmax_scale,
         kv_heads,
         lists.sequences.numel(),
-        lists.starts.numel() - 1,
         sums.extra.shape[1],
         SHAPE=shape,
         STAGES=config.stages,
@@ -248,7 +250,6 @@ def _add_up(
         dq,
         dq.shape[0],
         kv_heads,
-        lists.slots.shape[1],
         SHAPE=shape,
         TOKENS=config.sum_tokens,
         num_warps=4,
@@ -268,7 +269,7 @@ def _add_up(
         )
 
 
-@triton.jit(do_not_specialize=["num_buckets", "num_lists", "most_extra"])
+@triton.jit(do_not_specialize=["num_buckets", "most_extra"])
 def block_gradients(
     queries,  # QueryRows
     grad_out,  # QueryRows
@@ -281,7 +282,6 @@ def block_gradients(
     softmax_scale,
     num_kv_heads,
     num_buckets,
-    num_lists,
     most_extra,
     SHAPE: tl.constexpr,  # Shape
     STAGES: tl.constexpr,
@@ -299,7 +299,7 @@ def block_gradients(
     DIM_PAD: tl.constexpr = SHAPE.dim_pad
     PRECISION: tl.constexpr = SHAPE.precision
     i_list = tl.load(lists.lists + tl.program_id(0))
-    if i_list >= num_lists:
+    if i_list >= SHAPE.lists * num_buckets:
         return
     i_item = tl.program_id(0) - tl.load(lists.item_starts + i_list)  # in its list
     begin = tl.load(lists.starts + i_list) + i_item * SHAPE.item
@@ -377,7 +377,6 @@ def add_slots(
     dq,
     num_tokens,
     num_kv_heads,
-    list_heads,
     SHAPE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -395,7 +394,7 @@ def add_slots(
     head = o_r % HEADS
     m_r = (token < num_tokens) & (head < GROUP)
     m_rd = m_r[:, None] & (o_d < DIM)[None, :]
-    b_filled = tl.load(filled + token * list_heads + tl.minimum(i_h, list_heads - 1), mask=m_r, other=0)
+    b_filled = tl.load(filled + token * SHAPE.lists + tl.minimum(i_h, SHAPE.lists - 1), mask=m_r, other=0)
     o_part = ((token * num_kv_heads + i_h) * PARTS * GROUP + head)[:, None] * DIM + o_d[None, :]
     b_sum = tl.zeros([ROWS, DIM_PAD], tl.float32)
     for i in tl.range(0, PARTS, num_stages=4):

@@ -134,5 +134,5 @@ def test_pages_have_no_gradients():
     p = problem((5,), (40,))
     cache, _ = paged(p, 16)
     blocks = random_blocks(p, 2, 16, 2)
-    with pytest.raises(NotImplementedError, match="gradients for packed tensors alone, and k is pages of a PagedKV"):
+    with pytest.raises(NotImplementedError, match="gradients for packed tensors alone, got a PagedKV"):
         sparse_attention(p.q.requires_grad_(), cache, None, blocks, p.seqs, block_size=16, impl="cpu")
