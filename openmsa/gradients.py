@@ -29,17 +29,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, row: Implementation[Any], call: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        wanted = {name: True for name in ("return_out", "return_lse") if name in call._fields}
+        wanted = dict.fromkeys({"return_out", "return_lse"} & set(call._fields), True)
         out, lse = row.load()(*call._replace(q=q, k=k, v=v, **wanted))
-        ctx.save_for_backward(q, k, v, out, lse, getattr(call, "blocks", None))
-        ctx.row, ctx.call = row, call._replace(**dict.fromkeys({"q", "k", "v", "blocks"} & set(call._fields)))
+        kept = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+        if "blocks" in call._fields:
+            kept["blocks"] = call.blocks
+        ctx.save_for_backward(*kept.values())
+        ctx.row, ctx.call, ctx.names = row, call._replace(**dict.fromkeys(kept)), tuple(kept)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, blocks = ctx.saved_tensors
-        call = ctx.call._replace(q=q, k=k, v=v, **({} if blocks is None else {"blocks": blocks}))
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        return (None, None, *ctx.row.load_backward()(*call, out, lse, grad_out, grad_lse))
+        call = ctx.call._replace(**dict(zip(ctx.names, ctx.saved_tensors, strict=True)))
+        grad_out = torch.zeros_like(call.out) if grad_out is None else grad_out
+        return (None, None, *ctx.row.load_backward()(*call, grad_out, grad_lse))

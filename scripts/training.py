@@ -141,10 +141,11 @@ def parts(x: Inputs, blocks: torch.Tensor, timer: Timer) -> None:
     call = STAGE.check(x.q, x.k, x.v, blocks, return_lse=True)
     with torch.no_grad():
         out, lse = STAGE.run("auto", call)
+    call = call._replace(out=out, lse=lse)
     grad, own = torch.randn_like(out), triton_backward.backward_config(128, 16, 128, 9, 2)
 
     def whole(**options: Any) -> Callable[[], Any]:
-        return lambda: triton_backward.sparse_attention_backward(*call, out, lse, grad, None, **options)
+        return lambda: triton_backward.sparse_attention_backward(*call, grad, None, **options)
 
     rows: dict[str, Callable[[], Any]] = {
         "lists": lambda: triton_readers.readers(blocks, call.seqs, x.k.shape[0], 128, own.item),

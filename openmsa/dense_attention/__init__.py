@@ -130,7 +130,7 @@ def _refuse_cpu(call: DenseCall) -> str | None:
 def _unless_recordable(call: DenseCall) -> str | None:
     if call.return_max_score and checks.needs_grad(*call[:3]):
         return "it computes no gradients of max_score; ask for it under torch.no_grad()"
-    return dispatch.unless_recordable(*call[:3])
+    return dispatch.unless_recordable(call)
 
 
 STAGE = Stage(

@@ -27,13 +27,14 @@ def dense_attention_backward(
     return_max_score: bool,
     out: Tensor,
     lse: Tensor,
+    max_score: None,
     grad_out: Tensor,
     grad_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v, accumulated in float32 (float64 for float64 inputs).
 
     The first arguments are those of the call, out and lse its results, grad_out and grad_lse their gradients (None: lse was not
-    used). What to return says nothing here, nor does `block_size`.
+    used). What to return says nothing here, nor do `block_size` and `max_score`.
     """
     dtype, kv_heads = wide_dtype(q), k.shape[1]
     group = q.shape[1] // kv_heads

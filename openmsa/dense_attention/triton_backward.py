@@ -99,6 +99,7 @@ def dense_attention_backward(
     return_max_score: bool,
     out: Tensor,
     lse: Tensor,
+    max_score: None,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     *,
@@ -107,7 +108,9 @@ def dense_attention_backward(
     """Returns the gradients of q, k and v, summed in float32.
 
     The first arguments are those of the call, out and lse its results, grad_out and grad_lse their gradients (None: lse was not
-    used). What to return says nothing here, nor does `block_size`. config: tiles; None: those of `backward_config`.
+    used). What to return says nothing here, nor do `block_size` and `max_score`.
+
+    config: tiles; None: those of `backward_config`.
     """
     if not q.numel() or not k.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

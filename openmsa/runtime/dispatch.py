@@ -34,8 +34,9 @@ class Implementation(Generic[CallT]):
     refuse:   takes a checked call and returns None when this implementation can serve it, else the reason, a sentence.
     reserve:  takes a checked call and returns why ``impl="auto"`` passes this implementation over although it could run, or
               None.
-    backward: ``"package.module:function"``, which computes gradients. The function takes the fields of a call in order, then
-              the results and their gradients. None: PyTorch differentiates the implementation, or none are computed.
+    backward: ``"package.module:function"``, which computes gradients. The function takes the fields of a call in order, the
+              results in their places, and the gradients of the results. None: PyTorch differentiates the implementation, or
+              none are computed.
     """
 
     name: str
@@ -168,13 +169,15 @@ def unless_inference(*tensors: Any) -> str | None:
     return None
 
 
-def unless_recordable(*operands: Any) -> str | None:
-    """Refuses to compute gradients of anything but packed plain tensors."""
-    if needs_grad(*operands):
-        for operand in operands:
+def unless_recordable(call: Any) -> str | None:
+    """Refuses to compute gradients of an attention's q, k and v but for packed plain tensors, and through places of results."""
+    if needs_grad(*call[:3]):
+        for operand in call[:3]:
             if operand is not None and not isinstance(operand, torch.Tensor):
                 kind = type(operand).__name__
                 return f"it computes gradients for packed tensors alone, got a {kind}; call it under torch.no_grad()"
+        if call.out is not None or call.lse is not None:
+            return "it computes no gradients of results that are written to given tensors; call it under torch.no_grad()"
     return None
 
 

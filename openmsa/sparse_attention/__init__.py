@@ -145,7 +145,7 @@ def _cannot_prefill(call: SparseCall) -> str | None:
 
 
 def _unless_cuda(call: SparseCall) -> str | None:
-    return dispatch.unless_cuda(*call[:3]) or dispatch.unless_recordable(*call[:3])
+    return dispatch.unless_cuda(*call[:3]) or dispatch.unless_recordable(call)
 
 
 TRITON_BACKWARD = "openmsa.sparse_attention.triton_backward:sparse_attention_backward"
@@ -170,7 +170,7 @@ STAGE = Stage(
         Implementation(
             "cpu",
             "openmsa.sparse_attention.cpu:sparse_attention",
-            lambda call: dispatch.unless_cpu(*call[:3]) or dispatch.unless_recordable(*call[:3]),
+            lambda call: dispatch.unless_cpu(*call[:3]) or dispatch.unless_recordable(call),
             backward="openmsa.sparse_attention.cpu_backward:sparse_attention_backward",
         ),
         Implementation(

@@ -121,7 +121,7 @@ class SparseBackward(NamedTuple):
         blocks = torch.zeros(shape, dtype=torch.int32, device=GPU)
         call = SPARSE.check(q, k, v, blocks, block_size=self.block)
         lse = empty(q.shape[:2], torch.float32)
-        return sparse_backward.sparse_attention_backward(*call, q, lse, q, lse)
+        return sparse_backward.sparse_attention_backward(*call._replace(out=q, lse=lse), q, lse)
 
 
 class Dense(NamedTuple):
@@ -159,7 +159,7 @@ class DenseBackward(NamedTuple):
         q, k, v = (rows(self.kind, self.queries, heads, self.dim) for heads in (*self.heads, self.heads[1]))
         call = DENSE.check(q, k, v, causal=self.causal)
         lse = empty(q.shape[:2], torch.float32)
-        return dense_backward.dense_attention_backward(*call, q, lse, q, lse)
+        return dense_backward.dense_attention_backward(*call._replace(out=q, lse=lse), q, lse)
 
 
 class Plan(NamedTuple):

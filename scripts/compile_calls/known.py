@@ -88,9 +88,9 @@ KNOWN = {
     "sparse_decode_kernel": Known(may_spill=by_arch({120: 8})),  # One register is stored before the loops.
     "layer_kernel": Known(),
     # Gradients fill the registers with four sums and two products; addresses of gathered rows are stored and read back.
-    "block_gradients": Known(gradients, by_arch({80: 104, 90: 184, 100: 24}), matrix=sixteen_bits),
-    "key_gradients": Known(gradients, matrix=sixteen_bits),
-    "row_gradients": Known(gradients, matrix=sixteen_bits),
+    "block_gradients": Known(gradients, by_arch({80: 104, 90: 184, 100: 24}), sixteen_bits),
+    "key_gradients": Known(gradients, by_arch({80: 80, 90: 48}), sixteen_bits),
+    "row_gradients": Known(gradients, by_arch({80: 8, 100: 8}), sixteen_bits),
     # In dense attention 128 rows on 4 warps spill, mostly in the masked tail, and are faster than fewer rows.
     "dense_kernel": Known(
         lambda launch: constant(launch, "rows") >= WGMMA_ROWS, lambda launch: 640 if constant(launch, "rows") == 128 else 128

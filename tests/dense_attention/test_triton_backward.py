@@ -38,8 +38,8 @@ def test_against_autograd(head_dim, group, causal, dtype, config):
     call = STAGE.check(here.q, here.k, here.v, here.seqs, causal=causal, softmax_scale=-0.2, return_lse=True)
     out, lse = reference.dense_attention(*call)
     with PoisonedOutputs():
-        given = (out, lse, grad_out.to(DEVICE), None if grad_lse is None else grad_lse.to(DEVICE))
-        result = triton_backward.dense_attention_backward(*call, *given, config=config)
+        given = (grad_out.to(DEVICE), None if grad_lse is None else grad_lse.to(DEVICE))
+        result = triton_backward.dense_attention_backward(*call._replace(out=out, lse=lse), *given, config=config)
     gradients.check(result, p, oracle.reads_everything(p, causal), -0.2, grad_out, grad_lse)
 
 

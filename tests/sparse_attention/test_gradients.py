@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openmsa import dense_attention, sparse_attention
+from openmsa import dense_attention, msa_attention, sparse_attention
+from openmsa.sparse_attention import STAGE
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks, strided
 from tests import gradients, oracle
@@ -128,6 +129,25 @@ def test_checkpointing_gives_the_same_gradients():
         grads.append([x.grad for x in leaves])
     for name, a, b in zip(("dq", "dk", "dv"), *grads, strict=True):
         assert_equal(name, a, b)
+
+
+def test_the_whole_path_in_chunks():
+    """`msa_attention` gives the same gradients in chunks of queries as at once."""
+    p = problem((50, 20), (90, 64), dtype=torch.float64)
+    grads = []
+    for chunk in (None, 16):
+        leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+        out = msa_attention(*leaves, p.index_q, p.index_k, 3, p.seqs, block_size=16, query_chunk=chunk)
+        grads.append(torch.autograd.grad(out.square().sum(), leaves))
+    torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-11)
+
+
+def test_given_places_have_no_gradients():
+    p = problem((5,), (40,))
+    call = STAGE.check(p.q.requires_grad_(), p.k, p.v, random_blocks(p, 2, 16, 2), p.seqs, block_size=16)
+    call = call.writing(torch.empty_like(p.q), None)
+    with pytest.raises(NotImplementedError, match="no gradients of results that are written to given tensors"):
+        STAGE.run("cpu", call)
 
 
 def test_pages_have_no_gradients():

@@ -25,7 +25,7 @@ def arguments(p, blocks, block_size, grad_out, grad_lse, change=lambda x: x, sca
     p, blocks = p.to(DEVICE).map(change), blocks.to(DEVICE)
     call = STAGE.check(p.q, p.k, p.v, blocks, p.seqs, block_size=block_size, softmax_scale=scale, return_lse=True)
     out, lse = reference.sparse_attention(*call)
-    return (*call, out, lse, grad_out.to(DEVICE), None if grad_lse is None else grad_lse.to(DEVICE))
+    return (*call._replace(out=out, lse=lse), grad_out.to(DEVICE), None if grad_lse is None else grad_lse.to(DEVICE))
 
 
 def run(given, **options):
