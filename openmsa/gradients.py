@@ -19,7 +19,7 @@ from openmsa.runtime.dispatch import Implementation
 
 def recorded(row: Implementation[Any], call: Any) -> Any:
     """Runs a row of either attention so that autograd can call its backward. The call begins with q, k and v."""
-    out, lse = _Attention.apply(row, call, *call[:3])  # type: ignore[no-untyped-call]
+    out, lse = _Attention.apply(row, call, *call[:3])
     results = tuple(x for x, wanted in ((out, getattr(call, "return_out", True)), (lse, call.return_lse)) if wanted)
     return results[0] if len(results) == 1 else results
 
@@ -40,7 +40,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         call = ctx.call._replace(**dict(zip(ctx.names, ctx.saved_tensors, strict=True)))
         grad_out = torch.zeros_like(call.out) if grad_out is None else grad_out
