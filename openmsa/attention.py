@@ -56,7 +56,8 @@ def msa_attention(
     Source: paper arXiv 2606.13392, algorithm 1 without the loss.
     """
     launches = None
-    if getattr(q, "is_cuda", False) and not check and has_triton():
+    recorded = checks.needs_grad(q, k, v, index_q, index_k)
+    if getattr(q, "is_cuda", False) and not check and not recorded and has_triton():
         numbers = (topk, block_size, init_blocks, local_blocks, softmax_scale, query_chunk, certified, return_lse, impl)
         launches = CALLS.look(q, k, v, index_q, index_k, seqs, *numbers)
         if launches.replays is not None:
@@ -84,13 +85,16 @@ def msa_attention(
     total_q = q.shape[0]
     if total_q > chunk:
         out, lse = _results(q)
+        parts = []  # of results whose gradients are wanted: autograd does not see what is written to a given tensor
         for start in range(0, total_q, chunk):
             rows = slice(start, min(start + chunk, total_q))
             seqs_of_rows = inputs.seqs.query_chunk(rows.start, rows.stop)
             blocks = selected(stage, impl, selection._replace(index_q=index_q[rows], seqs=seqs_of_rows))
             part = attention_call(inputs._replace(q=q[rows], seqs=seqs_of_rows), blocks, block_size)
-            ATTENTION.run(impl, part._replace(out=out[rows], lse=lse[rows]))
-    elif launches is not None and not checks.needs_grad(*tensors_in(q, k, v, index_q, index_k)):
+            parts.append(ATTENTION.run(impl, part if recorded else part._replace(out=out[rows], lse=lse[rows])))
+        if recorded:
+            out, lse = (torch.cat(results) for results in zip(*parts, strict=True))
+    elif launches is not None:
         out, lse = _results(q)
 
         def run() -> None:

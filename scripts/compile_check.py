@@ -184,7 +184,7 @@ def faults(found: Inspection, launch: Launch) -> list[str]:
         sentences.append(f"needs {found.shared} bytes of shared memory (limit {limit})")
     if known and known.wgmma(launch) and found.arch == 90 and not any(found.matrix[name] for name in WGMMA):
         sentences.append(f"no {' or '.join(WGMMA)} on sm_90")
-    if known and not found.matrix:
+    if known and known.matrix(launch) and not found.matrix:
         sentences.append("no matrix instruction")
     return sentences
 

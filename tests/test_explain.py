@@ -104,18 +104,24 @@ def test_gradients_are_not_lost_in_silence(function):
     args, kwargs = calls()[function]
     args = (args[0].requires_grad_(), *args[1:])
     explanation = explain(function, *args, **kwargs)
-    assert explanation.chosen == "reference"
-    assert "no gradients" in explanation.reasons["cpu"]
+    assert explanation.chosen == ("reference" if function is block_scores else "cpu")
     out = function(*args, **kwargs)
     out.masked_fill(out == -torch.inf, 0).sum().backward()
     assert args[0].grad is not None
     assert args[0].grad.isfinite().all()
+    with torch.no_grad():
+        assert explain(function, *args, **kwargs).chosen == "cpu"
+
+
+@pytest.mark.parametrize("function", [block_scores, select_blocks], ids=name)
+def test_what_computes_no_gradients_says_so(function):
+    args, kwargs = calls()[function]
+    args = (args[0].requires_grad_(), *args[1:])
+    assert "no gradients" in explain(function, *args, **kwargs).reasons["cpu"]
     with pytest.raises(NotImplementedError) as caught:
         function(*args, impl="cpu", **kwargs)
     for word in ("impl='cpu'", function.__name__, "no gradients", "torch.no_grad()", "reference: not asked for"):
         assert word in str(caught.value)
-    with torch.no_grad():
-        assert explain(function, *args, **kwargs).chosen == "cpu"
 
 
 @pytest.mark.parametrize("function", [*STAGES, msa_attention], ids=name)

@@ -44,6 +44,8 @@ def dense_attention(
     float64 inputs).
     A query that sees nothing gives 0 and lse -inf.
 
+    Gradients flow to packed tensors q, k and v of one dtype, from out and from lse; only the reference has those of max_score.
+
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     """
     wanted = (return_out, return_lse, return_max_score)
@@ -116,16 +118,36 @@ TRITON_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "nvfp4")}
 
 
 def _refuse_triton(call: DenseCall) -> str | None:
-    return dispatch.unless_reads(TRITON_READS, q=call.q, k=call.k) or dispatch.unless_cuda_inference(*call[:3])
+    return (
+        dispatch.unless_reads(TRITON_READS, q=call.q, k=call.k) or dispatch.unless_cuda(*call[:3]) or _unless_recordable(call)
+    )
+
+
+def _refuse_cpu(call: DenseCall) -> str | None:
+    return dispatch.unless_cpu(*call[:3]) or _unless_recordable(call)
+
+
+def _unless_recordable(call: DenseCall) -> str | None:
+    if call.return_max_score and checks.needs_grad(*call[:3]):
+        return "it computes no gradients of max_score; ask for it under torch.no_grad()"
+    return dispatch.unless_recordable(call)
 
 
 STAGE = Stage(
     dense_attention,
     check_dense,
     (
-        Implementation("triton", "openmsa.dense_attention.triton_forward:dense_attention", _refuse_triton),
         Implementation(
-            "cpu", "openmsa.dense_attention.cpu:dense_attention", lambda call: dispatch.unless_cpu_inference(*call[:3])
+            "triton",
+            "openmsa.dense_attention.triton_forward:dense_attention",
+            _refuse_triton,
+            backward="openmsa.dense_attention.triton_backward:dense_attention_backward",
+        ),
+        Implementation(
+            "cpu",
+            "openmsa.dense_attention.cpu:dense_attention",
+            _refuse_cpu,
+            backward="openmsa.dense_attention.cpu_backward:dense_attention_backward",
         ),
         Implementation(
             "reference",
@@ -134,4 +156,5 @@ STAGE = Stage(
             lambda call: dispatch.on_gpu_by_name_only(call.q),
         ),
     ),
+    recorder="openmsa.gradients:recorded",
 )

@@ -105,5 +105,5 @@ def in_range(name: str, value: Tensor, low: int, high: int) -> None:
 
 
 def needs_grad(*tensors: Any) -> bool:
-    """Says whether autograd would have to record an operation on these values."""
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    """Says whether autograd would have to record an operation on these values, tensors or caches of them."""
+    return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)

@@ -34,16 +34,27 @@ class Implementation(Generic[CallT]):
     refuse:   takes a checked call and returns None when this implementation can serve it, else the reason, a sentence.
     reserve:  takes a checked call and returns why ``impl="auto"`` passes this implementation over although it could run, or
               None.
+    backward: ``"package.module:function"``, which computes gradients. The function takes the fields of a call in order, the
+              results in their places, and the gradients of the results. None: PyTorch differentiates the implementation, or
+              none are computed.
     """
 
     name: str
     path: str
     refuse: Callable[[CallT], str | None]
     reserve: Callable[[CallT], str | None] = never
+    backward: str | None = None
 
     def load(self) -> Callable[..., Any]:
         """Imports and returns the function."""
         module, function = _imported(self.path)
+        return getattr(module, function)
+
+    def load_backward(self) -> Callable[..., Any]:
+        """Imports and returns the function that computes gradients."""
+        if self.backward is None:
+            raise TypeError(f"{self.name} has no function that computes gradients")
+        module, function = _imported(self.backward)
         return getattr(module, function)
 
 
@@ -75,6 +86,7 @@ class Stage(Generic[CallT]):
     implementations in order of preference.
 
     ``check_call`` takes each argument of the public function but ``impl``, none left out, and returns the checked call.
+    ``recorder`` is the ``"package.module:function"`` that runs a row which has a backward, so that autograd can call it.
     """
 
     def __init__(
@@ -83,8 +95,10 @@ class Stage(Generic[CallT]):
         check_call: Callable[..., CallT],
         table: tuple[Implementation[CallT], ...],
         name: str | None = None,
+        recorder: str | None = None,
     ) -> None:
         self.name, self.check_call, self.table = name or function.__name__, check_call, table
+        self.recorder = recorder
         self.signature = inspect.signature(function)
 
     @property
@@ -123,23 +137,53 @@ class Stage(Generic[CallT]):
 
     def run(self, impl: str, call: CallT) -> Any:
         """Calls the first implementation that can serve; NotImplementedError lists every refusal when none can."""
+        row = self.choice(impl, call)
+        if self.recorder is None or row.backward is None or not needs_grad(*call):
+            return row.load()(*call)
+        module, function = _imported(self.recorder)
+        return getattr(module, function)(row, call)
+
+    def choice(self, impl: str, call: CallT) -> Implementation[CallT]:
+        """Returns the first implementation that can serve; NotImplementedError lists every refusal when none can."""
         for row in self.table:
             if impl == "auto" and row.reserve(call) is not None:
                 continue  # `reserve` goes first: it looks at shapes, where `refuse` may import kernels
             if impl in ("auto", row.name) and row.refuse(call) is None:
-                return row.load()(*call)
+                return row
         explanation = self.explain(impl, call)
         raise NotImplementedError(f"impl={impl!r} cannot serve this call of {self.name}:\n{explanation}")
 
 
-def unless_cpu_inference(*tensors: Any) -> str | None:
-    """Refuses tensors that an implementation which reads CPU memory and computes no gradients cannot serve."""
+def unless_cpu(*tensors: Any) -> str | None:
+    """Refuses tensors that an implementation which reads CPU memory cannot serve."""
     for tensor in tensors:
         if tensor is not None and tensor.device.type != "cpu":
             return f"it needs CPU tensors, got {tensor.device}"
+    return None
+
+
+def unless_inference(*tensors: Any) -> str | None:
+    """Refuses tensors whose gradients are wanted, for an implementation that computes none."""
     if needs_grad(*tensors):
         return "it computes no gradients and an input requires one; call it under torch.no_grad()"
     return None
+
+
+def unless_recordable(call: Any) -> str | None:
+    """Refuses to compute gradients of an attention's q, k and v but for packed plain tensors, and through places of results."""
+    if needs_grad(*call[:3]):
+        for operand in call[:3]:
+            if operand is not None and not isinstance(operand, torch.Tensor):
+                kind = type(operand).__name__
+                return f"it computes gradients for packed tensors alone, got a {kind}; call it under torch.no_grad()"
+        if call.out is not None or call.lse is not None:
+            return "it computes no gradients of results that are written to given tensors; call it under torch.no_grad()"
+    return None
+
+
+def unless_cpu_inference(*tensors: Any) -> str | None:
+    """Refuses tensors that an implementation which reads CPU memory and computes no gradients cannot serve."""
+    return unless_cpu(*tensors) or unless_inference(*tensors)
 
 
 @functools.cache
@@ -153,9 +197,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def unless_cuda_inference(*tensors: Any, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) -> str | None:
-    """Refuses tensors that a Triton kernel without a backward cannot serve. dtypes: of plain tensors; `unless_reads` checks
-    formats."""
+def unless_cuda(*tensors: Any, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) -> str | None:
+    """Refuses tensors that a Triton kernel cannot read. dtypes: of plain tensors; `unless_reads` checks formats."""
     if not has_triton():
         return "the triton package is not installed"
     for tensor in tensors:
@@ -167,9 +210,12 @@ def unless_cuda_inference(*tensors: Any, dtypes: tuple[torch.dtype, ...] = (torc
             return f"it needs compute capability 8.0 or newer, which {tensor.device} has not"
         if getattr(tensor, "format", "plain") == "plain" and tensor.dtype not in dtypes:
             return f"it needs {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}, got {tensor.dtype}"
-    if needs_grad(*tensors):
-        return "it computes no gradients and an input requires one; call it under torch.no_grad()"
     return None
+
+
+def unless_cuda_inference(*tensors: Any, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) -> str | None:
+    """Refuses tensors that a Triton kernel without a backward cannot serve."""
+    return unless_cuda(*tensors, dtypes=dtypes) or unless_inference(*tensors)
 
 
 def unless_reads(reads: Mapping[str, tuple[str, ...]], **operands: Any) -> str | None:

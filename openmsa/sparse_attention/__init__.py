@@ -48,6 +48,8 @@ def sparse_attention(
     ``[total_q, num_q_heads]`` (float64 for float64 queries), the natural logarithm of the softmax denominator. A query with
     nothing to read gives 0 and lse -inf.
 
+    Gradients flow to packed tensors q, k and v of one dtype, from both results; none flow through the selection.
+
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, equation 8.
     """
@@ -127,7 +129,7 @@ DECODE_READS = PREFILL_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "
 
 
 def _cannot_decode(call: SparseCall) -> str | None:
-    reason = dispatch.unless_reads(DECODE_READS, q=call.q, k=call.k) or dispatch.unless_cuda_inference(*call[:3])
+    reason = dispatch.unless_reads(DECODE_READS, q=call.q, k=call.k) or _unless_cuda(call)
     if reason is None:
         from openmsa.sparse_attention import triton_decode
 
@@ -139,8 +141,14 @@ def _cannot_prefill(call: SparseCall) -> str | None:
     entries = call.blocks.numel()
     if entries >= 2**31:
         return f"it numbers the selected blocks with int32 and blocks has {entries} of them; split the queries"
-    return dispatch.unless_reads(PREFILL_READS, q=call.q, k=call.k) or dispatch.unless_cuda_inference(*call[:3])
+    return dispatch.unless_reads(PREFILL_READS, q=call.q, k=call.k) or _unless_cuda(call)
 
+
+def _unless_cuda(call: SparseCall) -> str | None:
+    return dispatch.unless_cuda(*call[:3]) or dispatch.unless_recordable(call)
+
+
+TRITON_BACKWARD = "openmsa.sparse_attention.triton_backward:sparse_attention_backward"
 
 STAGE = Stage(
     sparse_attention,
@@ -151,10 +159,19 @@ STAGE = Stage(
             "openmsa.sparse_attention.triton_decode:sparse_attention",
             _cannot_decode,
             _many_queries,
+            TRITON_BACKWARD,
         ),
-        Implementation("triton_prefill", "openmsa.sparse_attention.triton_prefill:sparse_attention", _cannot_prefill),
         Implementation(
-            "cpu", "openmsa.sparse_attention.cpu:sparse_attention", lambda call: dispatch.unless_cpu_inference(*call[:3])
+            "triton_prefill",
+            "openmsa.sparse_attention.triton_prefill:sparse_attention",
+            _cannot_prefill,
+            backward=TRITON_BACKWARD,
+        ),
+        Implementation(
+            "cpu",
+            "openmsa.sparse_attention.cpu:sparse_attention",
+            lambda call: dispatch.unless_cpu(*call[:3]) or dispatch.unless_recordable(call),
+            backward="openmsa.sparse_attention.cpu_backward:sparse_attention_backward",
         ),
         Implementation(
             "reference",
@@ -163,4 +180,5 @@ STAGE = Stage(
             lambda call: dispatch.on_gpu_by_name_only(call.q),
         ),
     ),
+    recorder="openmsa.gradients:recorded",
 )

@@ -101,7 +101,7 @@ def _gather_queries(p: _Head, out: Tensor, lse: Tensor) -> None:
     for start in range(0, q_len, chunk):
         rows = slice(start, min(start + chunk, q_len))
         queries = (p.q[rows].to(p.dtype) * p.scale).flatten(1)  # [rows, group * dim]
-        query, counts, place = _by_block(p.ids[rows], -(-p.k_len // p.block_size), partial.shape[0] - 1)
+        query, counts, place = by_block(p.ids[rows], -(-p.k_len // p.block_size), partial.shape[0] - 1)
         first = 0
         for block, count in enumerate(counts):
             if count:
@@ -111,7 +111,7 @@ def _gather_queries(p: _Head, out: Tensor, lse: Tensor) -> None:
         _merge(partial, partial_lse, place, out[rows], lse[rows])
 
 
-def _by_block(ids: Tensor, num_blocks: int, neutral: int) -> tuple[Tensor, list[int], Tensor]:
+def by_block(ids: Tensor, num_blocks: int, neutral: int) -> tuple[Tensor, list[int], Tensor]:
     """Sorts the (block, query) pairs of ``ids [rows, topk]`` and drops skipped ones.
 
     Returns the query of each pair, ascending within a block; the number of pairs of each block; and int32 ``[rows, topk]``,

@@ -6,7 +6,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .kinds import LONG, Append, ByKeys, Dense, DropIn, Plan, Scores, Select, Sparse, TopK, TopKDropIn
+from .kinds import (
+    LONG,
+    Append,
+    ByKeys,
+    Dense,
+    DenseBackward,
+    DropIn,
+    Plan,
+    Scores,
+    Select,
+    Sparse,
+    SparseBackward,
+    TopK,
+    TopKDropIn,
+)
 
 FORMATS = ("e4m3", "e4m3 page", "int8", "nvfp4", "nvfp4 128x4", "mxfp4")
 FEW = {"queries": 16, "keys": LONG, "impl": "triton_prefill"}
@@ -80,6 +94,15 @@ CALLS: tuple[Any, ...] = (
     Sparse("bf16", "nvfp4", 4096, page=128),
     Sparse("bf16", "nvfp4 128x4", 4096),
     Sparse("e4m3 tensor", "nvfp4 128x4", 512, page=128),
+    # These compute gradients of sparse attention.
+    SparseBackward("bf16"),
+    SparseBackward("fp16"),
+    SparseBackward("fp32"),
+    *(SparseBackward("bf16", dim=dim) for dim in (64, 96, 256)),
+    *(SparseBackward("bf16", heads=HEADS[group]) for group in (1, 3, 8)),
+    SparseBackward("bf16", dim=64, heads=HEADS[3], block=48, selection_heads=1),
+    SparseBackward("bf16", dim=64, heads=HEADS[4], block=256),
+    SparseBackward("fp32", dim=256, heads=HEADS[1], block=16),
     # These run dense attention.
     Dense("bf16", "bf16", 16384),
     Dense("bf16", "bf16", 16384, page=128, results="ol"),
@@ -106,6 +129,12 @@ CALLS: tuple[Any, ...] = (
     Dense("bf16", "e4m3 page", 1, batch=32, keys=32768, page=16),
     Dense("bf16", "nvfp4", 1, batch=32, keys=32768, page=128, results="ol"),
     Dense("fp16", "nvfp4 128x4", 1, batch=32, keys=32768, page=16),
+    # These compute gradients of dense attention.
+    *(DenseBackward(kind) for kind in ("bf16", "fp16", "fp32")),
+    DenseBackward("bf16", causal=False),
+    DenseBackward("bf16", dim=64, heads=HEADS[3]),
+    DenseBackward("bf16", dim=96, heads=HEADS[1]),
+    DenseBackward("bf16", dim=256, heads=HEADS[8]),
     # These are decode steps of one launch.
     Plan(1, 32768),
     Plan(4, 8192, *("fp16",) * 4),

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """This module makes tensors and caches for calls that run under `openmsa.runtime.recording`.
 
-A kind of rows is "bf16" or "fp16", with "odd" behind it where TMA does not fit; "e4m3", with "tensor", "head" or "page" for its
-scales; "int8", with "apart" for scales and errors in tensors of their own; "certified", with "apart" or "fp16"; "nvfp4", with
-"128x4" for swizzled scales; "mxfp4". Page 0 stands for packed rows. Pools are small: page tables name a page many times.
+A kind of rows is "bf16", "fp16" or "fp32", with "odd" behind it where TMA does not fit; "e4m3", with "tensor", "head" or "page"
+for its scales; "int8", with "apart" for scales and errors in tensors of their own; "certified", with "apart" or "fp16";
+"nvfp4", with "128x4" for swizzled scales; "mxfp4". Page 0 stands for packed rows. Pools are small: page tables name a page many
+times.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from openmsa import PagedIndexKeys, PagedKV, Sequences
 from openmsa.kv_cache import E4M3, MXFP4, NVFP4, CertifiedKeys, Int8
 from openmsa.runtime.recording import GPU
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PAGES = 35
 
 

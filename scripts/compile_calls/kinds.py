@@ -10,7 +10,11 @@ import torch
 import fmha_sm100
 import openmsa
 from fmha_sm100 import sparse
+from openmsa.dense_attention import STAGE as DENSE
+from openmsa.dense_attention import triton_backward as dense_backward
 from openmsa.runtime.recording import GPU
+from openmsa.sparse_attention import STAGE as SPARSE
+from openmsa.sparse_attention import triton_backward as sparse_backward
 
 from .inputs import DTYPES, PAGES, empty, index_keys, kv, lengths, paged, rows
 
@@ -100,6 +104,26 @@ class Sparse(NamedTuple):
         return openmsa.sparse_attention(q, k, v, blocks, seqs, return_lse=True, **options)
 
 
+class SparseBackward(NamedTuple):
+    """Calls the backward of `sparse_attention`."""
+
+    kind: str
+    queries: int = 4096
+    dim: int = 128
+    block: int = 128
+    heads: tuple[int, int] = (64, 4)
+    topk: int = 16
+    selection_heads: int = 0
+
+    def run(self) -> Any:
+        q, k, v = (rows(self.kind, self.queries, heads, self.dim) for heads in (*self.heads, self.heads[1]))
+        shape = (self.queries, self.selection_heads or self.heads[1], self.topk)
+        blocks = torch.zeros(shape, dtype=torch.int32, device=GPU)
+        call = SPARSE.check(q, k, v, blocks, block_size=self.block)
+        lse = empty(q.shape[:2], torch.float32)
+        return sparse_backward.sparse_attention_backward(*call._replace(out=q, lse=lse), q, lse)
+
+
 class Dense(NamedTuple):
     """Calls `dense_attention`. results: the letters of those returned, "o" output, "l" lse and "m" max score."""
 
@@ -120,6 +144,22 @@ class Dense(NamedTuple):
         seqs = lengths(self.batch, self.queries, self.keys, not self.page)
         wanted = {f"return_{name}": name[0] in self.results for name in ("out", "lse", "max_score")}
         return openmsa.dense_attention(q, k, v, seqs, block_size=self.block, **wanted)
+
+
+class DenseBackward(NamedTuple):
+    """Calls the backward of `dense_attention`."""
+
+    kind: str
+    dim: int = 128
+    heads: tuple[int, int] = (64, 4)
+    causal: bool = True
+    queries: int = 4096
+
+    def run(self) -> Any:
+        q, k, v = (rows(self.kind, self.queries, heads, self.dim) for heads in (*self.heads, self.heads[1]))
+        call = DENSE.check(q, k, v, causal=self.causal)
+        lse = empty(q.shape[:2], torch.float32)
+        return dense_backward.dense_attention_backward(*call._replace(out=q, lse=lse), q, lse)
 
 
 class Plan(NamedTuple):

@@ -14,10 +14,11 @@ WGMMA_ROWS = 64  # A wgmma instruction multiplies at least so many rows.
 
 class Known(NamedTuple):
     """Says what is expected of a kernel. wgmma: whether sm_90 must use it in a launch. may_spill: bytes of stack that a launch
-    may have."""
+    may have. matrix: whether a launch multiplies on the matrix unit."""
 
     wgmma: Callable[[Launch], bool] = lambda launch: False
     may_spill: Callable[[Launch], int] = lambda launch: 0
+    matrix: Callable[[Launch], bool] = lambda launch: True
 
 
 def constant(launch: Launch, *names: str) -> Any:
@@ -35,6 +36,16 @@ def constant(launch: Launch, *names: str) -> Any:
 def always(launch: Launch) -> bool:
     """Expects wgmma in every launch, as products always have enough rows."""
     return True
+
+
+def sixteen_bits(launch: Launch) -> bool:
+    """Expects matrix instructions where gradients are of 16-bit numbers; float32 is multiplied without them."""
+    return bool(constant(launch, "precision") != "ieee")
+
+
+def gradients(launch: Launch) -> bool:
+    """Expects wgmma of gradients where a tile has enough keys or rows."""
+    return sixteen_bits(launch) and max(constant(launch, "keys"), constant(launch, "rows")) >= WGMMA_ROWS
 
 
 def tiles(launch: Launch) -> bool:
@@ -76,6 +87,10 @@ KNOWN = {
     "sm90_union_kernel": Known(always, lambda launch: 16 if constant(launch, "GROUP") == 16 else 88),
     "sparse_decode_kernel": Known(may_spill=by_arch({120: 8})),  # One register is stored before the loops.
     "layer_kernel": Known(),
+    # Gradients fill the registers with four sums and two products; addresses of gathered rows are stored and read back.
+    "block_gradients": Known(gradients, by_arch({80: 104, 90: 184, 100: 24}), sixteen_bits),
+    "key_gradients": Known(gradients, by_arch({80: 80, 90: 48}), sixteen_bits),
+    "row_gradients": Known(gradients, by_arch({80: 8, 100: 8}), sixteen_bits),
     # In dense attention 128 rows on 4 warps spill, mostly in the masked tail, and are faster than fewer rows.
     "dense_kernel": Known(
         lambda launch: constant(launch, "rows") >= WGMMA_ROWS, lambda launch: 640 if constant(launch, "rows") == 128 else 128

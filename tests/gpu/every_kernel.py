@@ -96,6 +96,22 @@ def attention(name: str) -> None:
                 attempt(dense_attention, *operands, here.seqs, block_size=block, impl="triton", **EVERYTHING)
 
 
+def backward() -> None:
+    """Gradients of both attentions, with items that share a block, and ids that point anywhere."""
+    for head_dim, group, block, _ in SHAPES:
+        p = ragged(head_dim, group, block)
+        blocks = random_blocks(p, 5, block, p.k.shape[1])
+        blocks[blocks < 0] = 2**30
+        here, blocks = p.to(DEVICE).map(strided), blocks.to(DEVICE)
+        leaves = [x.detach().requires_grad_() for x in (here.q, here.k, here.v)]
+        for impl in ("triton_decode", "triton_prefill"):
+            sparse_attention(*leaves, blocks, here.seqs, block_size=block, impl=impl).sum().backward()
+        dense_attention(*leaves, here.seqs, impl="triton").sum().backward()
+    p = problem((2000,), (2000,), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16).to(DEVICE)
+    blocks = torch.zeros(2000, 1, 1, dtype=torch.int32, device=DEVICE)
+    sparse_attention(p.q.requires_grad_(), p.k, p.v, blocks, p.seqs).sum().backward()
+
+
 def index_branch() -> None:
     """Scores and selections, flat and paged, in every format of index keys."""
     for (name, store), (head_dim, group, block, page_size) in itertools.product(INDEX_FORMATS.items(), SHAPES):
@@ -211,6 +227,7 @@ def write_past_the_end(x, n):
 
 PARTS: dict[str, Callable[[], None]] = {
     **{f"attention, {name}": functools.partial(attention, name) for name in KEY_FORMATS},
+    "backward": backward,
     "index branch": index_branch,
     "decode step": decode_step,
     "few rows": few_rows,

@@ -16,7 +16,7 @@ ROOMS = (
     "runtime",
     "types",
     "kv_cache",
-    "inputs primitives",
+    "gradients inputs primitives",
     "block_scores",
     "block_topk sparse_attention dense_attention",
     "decode",

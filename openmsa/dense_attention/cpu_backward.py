@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: MIT
+"""This module computes the gradients of `dense_attention` on CPU, a tile of queries and a tile of keys at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmsa.kv_cache.stored import wide_dtype
+from openmsa.primitives.tile_gradients import RowGradients, tile_gradients
+from openmsa.types import Layout
+
+TILE_ROWS = 2048  # (query, head) rows of a tile
+TILE_KEYS = 512
+
+
+def dense_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqs: Layout,
+    causal: bool,
+    softmax_scale: float,
+    block_size: int,
+    return_out: bool,
+    return_lse: bool,
+    return_max_score: bool,
+    out: Tensor,
+    lse: Tensor,
+    max_score: None,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of q, k and v, accumulated in float32 (float64 for float64 inputs).
+
+    The first arguments are those of the call, out and lse its results, grad_out and grad_lse their gradients (None: lse was not
+    used). What to return says nothing here, nor do `block_size` and `max_score`.
+    """
+    dtype, kv_heads = wide_dtype(q), k.shape[1]
+    group = q.shape[1] // kv_heads
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (q, k, v))
+    tokens = max(1, TILE_ROWS // group)
+    for q0, q1, k0, k_len, offset in seqs.on_host():
+        for first in range(q0, q1, tokens):
+            last = min(first + tokens, q1)
+            last_key = torch.arange(first - q0, last - q0) + offset if causal else torch.full((last - first,), k_len - 1)
+            last_key = last_key.clamp_(max=k_len - 1).repeat_interleave(group)
+            for head in range(kv_heads):
+                own = (slice(first, last), slice(head * group, (head + 1) * group))
+                of_lse = None if grad_lse is None else grad_lse[own]
+                rows = RowGradients.of(q[own], out[own], lse[own], grad_out[own], of_lse, softmax_scale, dtype)
+                sums = torch.zeros_like(rows.q)
+                for start in range(0, int(last_key[-1]) + 1, TILE_KEYS):
+                    stop = min(start + TILE_KEYS, int(last_key[-1]) + 1)
+                    here = (slice(k0 + start, k0 + stop), head)
+                    hidden = torch.arange(start, stop) > last_key[:, None] if int(last_key[0]) < stop - 1 else None
+                    to_q, to_k, to_v = tile_gradients(rows, k[here].to(dtype), v[here].to(dtype), hidden)
+                    sums += to_q
+                    dk[here] += to_k
+                    dv[here] += to_v
+                dq[own] = sums.view(last - first, group, q.shape[2]).mul_(softmax_scale)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
