@@ -33,6 +33,8 @@ def __getattr__(name: str) -> Any:
     """Loads a public name from its module."""
     if name not in _HOME:
         raise AttributeError(f"module 'fmha_sm100' has no attribute {name!r}")
+    from openmsa.runtime import torch_version  # noqa: F401 - it says in a sentence where PyTorch is missing or old
+
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
