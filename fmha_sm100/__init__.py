@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from openmsa.runtime import torch_version  # noqa: F401 - it says in a sentence where PyTorch is missing or old
+
 _HOMES = {
     "fmha_sm100.api": ("_fmha_sm100", "_fmha_sm100_plan", "fmha_sm100", "fmha_sm100_plan", "sparse_topk_select"),
     "fmha_sm100.sparse": (
@@ -33,8 +35,6 @@ def __getattr__(name: str) -> Any:
     """Loads a public name from its module."""
     if name not in _HOME:
         raise AttributeError(f"module 'fmha_sm100' has no attribute {name!r}")
-    from openmsa.runtime import torch_version  # noqa: F401 - it says in a sentence where PyTorch is missing or old
-
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

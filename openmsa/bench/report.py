@@ -47,7 +47,7 @@ def print_summary(records: Iterable[Record], markdown: bool = False) -> None:
 
 
 def _empty(box: Box, padding: int = 1) -> Table:
-    return Table(box=box, padding=(0, padding, 0, 0), pad_edge=box is MARKDOWN)
+    return Table(box=box) if box is MARKDOWN else Table(box=box, padding=(0, padding, 0, 0), pad_edge=False)
 
 
 def _in_lines(name: str) -> str:
@@ -72,7 +72,7 @@ def _table(records: list[Record], box: Box) -> RenderableType:
     columns = ["time", "spread", "rate\nper s", "of\nlimit", *(f"vs\n{peer}" for peer in peers), "memory\nMiB"]
     if not any(_spreads(r) for r in records):
         columns.remove("spread")
-    table = _empty(box, padding=box is MARKDOWN)
+    table = _empty(box, padding=0)
     table.add_column("row", no_wrap=True)
     for column in columns:
         table.add_column(column.replace("\n", " ") if box is MARKDOWN else column, justify="right", no_wrap=True)

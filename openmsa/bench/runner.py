@@ -213,7 +213,7 @@ def _record(w: Workload, task: Task, tasks: list[Task], ceilings: Ceilings, shar
 
 def _figures(task: Task, tasks: list[Task], limit: float, bound: str) -> Record:
     low, median, high = quartiles(task.samples)
-    measured = {t.row: quartiles(t.samples)[1] for t in tasks if t.mode == task.mode and t.error is None}
+    measured = {t.row: quartiles(t.samples)[1] for t in tasks if t.mode == task.mode and t.samples and not t.error}
     return {
         "samples": task.samples,
         "median_s": median,
