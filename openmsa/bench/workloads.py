@@ -101,9 +101,9 @@ gpu_short = partial(gpu_chunk, context=128 * K)
 gpu_decode = partial(Workload, device="cuda", q_len=1, rows=GPU_DECODE_ROWS, modes=BOTH)
 
 WORKLOADS: tuple[Workload, ...] = (
-    cpu_prefill("prefill-8k", q_len=8 * K, context=8 * K, quick=PREFILL_ROWS),
+    cpu_prefill("prefill-8k", q_len=8 * K, context=8 * K, quick=("msa_attention", "select_blocks", "sdpa")),
     cpu_prefill("prefill-32k", q_len=32 * K, context=32 * K),
-    cpu_decode("decode-128k", context=128 * K, quick=DECODE_ROWS),
+    cpu_decode("decode-128k", context=128 * K, quick=("msa_attention", "msa_attention/paged", "select_blocks", "sdpa")),
     cpu_decode("decode-1m", context=M),
     *(gpu_chunk(f"gpu-chunk-16k-at-{_label(n)}", q_len=16 * K, context=n) for n in (32 * K, 128 * K, 512 * K, M)),
     *(

@@ -151,11 +151,16 @@ def _tell_what_full_adds(device: str, work: Work, rounds: int, seconds: float) -
     from openmsa.bench import workloads
     from openmsa.cli.progress import told
 
-    done = {w.name for w, _ in work}
-    more = [w.name for w in workloads.WORKLOADS if w.device == device and w.name not in done]
-    added = f"adds {', '.join(more)}" if 0 < len(more) <= 4 else f"measures {len(done) + len(more)} workloads, not {len(done)}"
+    whole = workloads.chosen(device)
+    done, all_rows = (sum(len(rows) for _, rows in some) for some in (work, whole))
+    more = [w.name for w, _ in whole if w not in dict(work)]
+    named = f" (also {' and '.join(more)})" if 0 < len(more) <= 2 else f" of {len(whole)} workloads"
     passes = "one pass" if rounds == 1 else f"{rounds} passes"
-    typer.echo(f"This was the quick choice. openmsa bench --full {added}, with {passes}: about {told(seconds)} here.", err=True)
+    typer.echo(
+        f"This was the quick choice, {done} of {all_rows} rows in one pass. openmsa bench --full measures all rows{named} in "
+        f"{passes}: about {told(seconds)} here.",
+        err=True,
+    )
 
 
 @app.command()

@@ -148,7 +148,7 @@ def test_bench_is_quick_unless_told(tiny):
     quick = invoke(*options)
     lines = [json.loads(line) for line in quick.stdout.splitlines()]
     assert {line["workload"] for line in lines} == {"tiny-prefill"}
-    assert "openmsa bench --full adds long-prefill, with 3 passes: about" in quick.stderr
+    assert "2 of 4 rows in one pass. openmsa bench --full measures all rows (also long-prefill) in 3 passes" in quick.stderr
     full = invoke(*options, "--full", "--repeat", "1")
     assert {json.loads(line)["workload"] for line in full.stdout.splitlines()} == {"tiny-prefill", "long-prefill"}
     assert "--full" not in full.stderr
