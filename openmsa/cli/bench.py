@@ -97,8 +97,8 @@ def bench(
     if output is not None:
         check_writable("--output", output)
     torch.set_num_threads(threads or torch.get_num_threads())
-    given = {"impl": impl, "peers": peers, "commit": commit}
-    settings = runner.Settings.for_device(torch.device(device), repeat or (1 if quick else None), **given)
+    options: dict[str, Any] = {"impl": impl, "peers": peers, "commit": commit}
+    settings = runner.Settings.for_device(torch.device(device), repeat or (1 if quick else None), **options)
     start = time.perf_counter()
     records, interrupted = _measure(work, settings, output, as_json)
     if not as_json and records:
@@ -109,7 +109,7 @@ def bench(
         typer.echo(f"Interrupted: {len(records)} rows have samples{_and_recorded(records, output)}.", err=True)
         raise typer.Exit(INTERRUPTED)
     if quick:
-        whole = runner.Settings.for_device(torch.device(device), repeat, **given)
+        whole = runner.Settings.for_device(torch.device(device), repeat, **options)
         share = (time.perf_counter() - start) / runner.expected_seconds(work, settings)
         _tell_what_full_adds(device, work, whole.rounds, share * runner.expected_seconds(workloads.chosen(device), whole))
     if all(r["error"] for r in records):

