@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 ALONE = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}  # The checkout is not on the path.
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 IMPORTS = """
