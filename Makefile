@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-gpu first-call lint types compile-check bench clean
+.PHONY: demo test test-gpu test-wheel first-call lint types compile-check bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,10 @@ test: $(INSTALLED) lint types compile-check
 # (tests/gpu).
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(OPTIONS)
+
+# The wheel in a fresh environment of each Python from 3.10 to 3.13 that is here: make test-wheel [OPTIONS='--folder FOLDER']
+test-wheel: $(INSTALLED)
+	$(BIN)/python scripts/test_wheel.py $(OPTIONS)
 
 # How long the first call of each operation takes, compiling and from Triton's cache.
 first-call:

@@ -5,6 +5,7 @@ index_q, index_k -> `block_scores` -> `select_blocks` -> `sparse_attention` <- q
 Importing this package loads no kernel and touches no GPU.
 """
 
+from openmsa.runtime import torch_version  # isort: skip # noqa: F401 - it says in a sentence where PyTorch is missing or old
 from openmsa.types import Sequences  # isort: skip
 from openmsa.attention import msa_attention
 from openmsa.block_scores import block_scores

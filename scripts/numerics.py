@@ -32,7 +32,7 @@ from openmsa import (
     select_blocks_from_scores,
     sparse_attention,
 )
-from openmsa.demo.model import load, token_ids
+from openmsa.demo.model import load, load_tokenizer, token_ids
 from openmsa.integrations.transformers import group_mean_index, register_packed
 
 BLOCK_SIZE, TOPK = 64, 8
@@ -59,7 +59,7 @@ class Layer:
 
 def captured(tokens: int, layers: list[int]) -> Iterator[Layer]:
     """Yields what layers of the model read, for a text of `tokens` tokens."""
-    model, tokenizer = load()
+    model, tokenizer = load(), load_tokenizer()
     kept: dict[int, Layer] = {}
 
     def keep(module: Any, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float) -> Tensor:

@@ -87,13 +87,31 @@ def append(records: Iterable[Record], path: Path) -> None:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
+FIELDS = {"workload", "date", "row", "mode", "kind", "shape", "dtype", "device_name", "threads", "ceilings", "form", "error"}
+FIGURES = {"samples", "median_s", "lower_quartile_s", "upper_quartile_s", "bound", "percent_of_limit", "times_faster_than"}
+RATES = {"flops_per_s", "bytes_per_s", "peak_extra_bytes"}
+"""What tables and plots read of a record; figures and rates, of one without an error."""
+
+
 def load(path: Path) -> list[Record]:
-    """Returns the records of a JSONL file. Raises ValueError, naming the line, for any other file."""
+    """Returns the records of a JSONL file. Raises ValueError, which says what is wrong, for an empty or any other file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must hold one JSON record a line, got bytes that are no text at {error.start}") from error
     records = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path} must hold one JSON record a line, got {line[:40]!r} in line {number}") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"{path} must hold one JSON record a line, got {line[:40]!r} in line {number}")
+            needed = FIELDS if record.get("error") else FIELDS | FIGURES | RATES
+            if missing := sorted(needed - set(record)):
+                raise ValueError(f"{path} must hold records of `openmsa bench`; line {number} lacks {', '.join(missing)}")
+            records.append(record)
+    if not records:
+        raise ValueError(f"{path} must hold at least one record, got an empty file")
     return records

@@ -18,7 +18,7 @@ from openmsa.bench.cost import Ceilings, limit_seconds
 from openmsa.bench.inputs import Inputs
 from openmsa.bench.record import Record, environment
 from openmsa.bench.rows import ROWS, Context, with_peers
-from openmsa.bench.workloads import LAYER_ROWS, LAYERS, Workload
+from openmsa.bench.workloads import LAYER_ROWS, LAYERS, Work, Workload
 from openmsa.explain import STAGES, explain
 from openmsa.testing.timing import (
     Clock,
@@ -31,8 +31,10 @@ from openmsa.testing.timing import (
     wall_seconds,
 )
 
-Step = Callable[[str], None]
+Step = Callable[[str, float], None]
 LONG = 1.0  # seconds from which a first call that compiles nothing counts as a measurement
+SPEEDS = {"cpu": (1e11, 1e10), "cuda": (2e14, 1e12)}  # FLOP/s and bytes/s that `expected_seconds` counts with
+READY = 1.0  # seconds that it counts for the tensors of a step
 
 
 @dataclass(frozen=True)
@@ -78,29 +80,39 @@ class Task:
     form: str | None = None
 
 
-def run(work: list[tuple[Workload, tuple[str, ...]]], settings: Settings, step: Step = lambda _: None) -> Iterator[Record]:
-    """Measures the rows of each workload and the peers that they are compared with; yields one record a row and mode.
+def run(work: Work, settings: Settings, step: Step = lambda text, seconds: None) -> Iterator[Record]:
+    """Measures the rows of each workload and the peers that they are compared with; yields one record a row and mode, as soon
+    as it is complete. A KeyboardInterrupt passes through after the records of what has samples by then.
 
-    step: called with a short text before each measurement (see `count_steps`).
+    step: called before each measurement with a short text and the seconds that it may take (see `expected_seconds`).
     """
     clock, shared = settings.clock(), environment(settings.device, settings.commit)
     ceilings: dict[torch.dtype, Ceilings] = {}
     for workload, rows in work:
-        step(f"{workload.name}: matrix product, copy and read")
+        step(f"{workload.name}: matrix product, copy and read", READY)
         sizes = settings.gemm_size, settings.buffer_bytes
         now = measure_ceilings(settings.device, workload.dtype, clock, *sizes)
         ceilings[workload.dtype] = best_of(now, ceilings.get(workload.dtype, now))  # noise only lowers what is measured
-        tasks = measure(workload, rows, settings, clock, step)
-        for task in tasks:
+        tasks = [Task(row, mode) for row in with_peers(rows, workload.rows) for mode in _modes(workload, row, settings)]
+        for task in measure(workload, tasks, settings, clock, step):
             yield _record(workload, task, tasks, ceilings[workload.dtype], shared)
         if settings.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def count_steps(work: list[tuple[Workload, tuple[str, ...]]], settings: Settings) -> int:
-    """Counts how often `run` calls `step` at most."""
-    rows = sum(len(_modes(w, row, settings)) for w, rows in work for row in with_peers(rows, w.rows))
-    return rows * settings.rounds + 2 * len(work)
+def expected_seconds(work: Work, settings: Settings) -> float:
+    """Returns the seconds that `run` takes on a machine of `SPEEDS`. Another machine takes a multiple of them, so that what is
+    done of them tells how far a run is."""
+    tasks = [(w, row) for w, rows in work for row in with_peers(rows, w.rows) for _ in _modes(w, row, settings)]
+    return 2 * READY * len(work) + settings.rounds * sum(_expected(w, row, settings) for w, row in tasks)
+
+
+def _expected(w: Workload, row: str, settings: Settings) -> float:
+    """Returns the seconds of one step: a first call, and samples until their number or the budget is reached."""
+    flops, bandwidth = SPEEDS[settings.device.type]
+    once = ROWS[row].cost(w).flops / flops + ROWS[row].cost(w).bytes / bandwidth
+    samples = once if once > LONG else once + min(settings.samples * once, max(settings.budget, once))
+    return READY + samples
 
 
 def _modes(w: Workload, row: str, settings: Settings) -> tuple[str, ...]:
@@ -109,19 +121,28 @@ def _modes(w: Workload, row: str, settings: Settings) -> tuple[str, ...]:
     return tuple(mode for mode in w.modes if mode != "layers" or row in LAYER_ROWS)
 
 
-def measure(w: Workload, rows: tuple[str, ...], settings: Settings, clock: Clock, step: Step = lambda _: None) -> list[Task]:
-    """Takes the samples of every row and mode of one workload."""
-    step(f"{w.name}: inputs")
+def measure(w: Workload, tasks: list[Task], settings: Settings, clock: Clock, step: Step) -> Iterator[Task]:
+    """Takes the samples of the tasks of one workload and yields each in its order as soon as it has them all. Peers go first in
+    every round, so that a task is compared with all that is known of them."""
+    step(f"{w.name}: inputs", READY)
     context = Context(Inputs(w, settings.device), settings.impl, settings.peers, clock)
-    tasks = [Task(row, mode) for row in with_peers(rows, w.rows) for mode in _modes(w, row, settings)]
-    for _ in range(settings.rounds):
-        for task in tasks:
-            step(f"{w.name}: {task.row} {task.mode}")
-            task.error = task.error or ROWS[task.row].absent(context)
-            if task.error is None:
-                with torch.no_grad():
-                    _one_round(task, context, settings)
-    return tasks
+    waiting, left = list(tasks), dict.fromkeys(range(len(tasks)), settings.rounds)
+    order = sorted(left, key=lambda i: bool(ROWS[tasks[i].row].peers))
+    try:
+        for _ in range(settings.rounds):
+            for i in order:
+                task = tasks[i]
+                step(f"{w.name}: {task.row} {task.mode}", _expected(w, task.row, settings))
+                task.error = task.error or ROWS[task.row].absent(context)
+                if task.error is None:
+                    with torch.no_grad():
+                        _one_round(task, context, settings)
+                left[i] -= 1
+                while waiting and not left[len(tasks) - len(waiting)]:
+                    yield waiting.pop(0)
+    except KeyboardInterrupt:
+        yield from (task for task in waiting if task.samples or task.error)
+        raise
 
 
 def _one_round(task: Task, c: Context, settings: Settings) -> None:
@@ -192,7 +213,7 @@ def _record(w: Workload, task: Task, tasks: list[Task], ceilings: Ceilings, shar
 
 def _figures(task: Task, tasks: list[Task], limit: float, bound: str) -> Record:
     low, median, high = quartiles(task.samples)
-    measured = {t.row: quartiles(t.samples)[1] for t in tasks if t.mode == task.mode and t.error is None}
+    measured = {t.row: quartiles(t.samples)[1] for t in tasks if t.mode == task.mode and t.samples and not t.error}
     return {
         "samples": task.samples,
         "median_s": median,

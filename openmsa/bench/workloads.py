@@ -48,7 +48,7 @@ class Workload:
     device:  "cpu" or "cuda", the kind of machine that it is meant for.
     modes:   "eager" (the call as a user makes it) and, on a GPU, "graph" (replayed from a CUDA graph) and "layers" (a layer's
              share of a graph of `LAYERS` layers, each on keys of its own, as a model's decode step is one; `LAYER_ROWS` only).
-    rows:    what is measured on it: names of `openmsa.bench.rows.ROWS`.
+    rows:    what is measured on it: names of `openmsa.bench.rows.ROWS`. quick: those of them that a quick run measures.
     """
 
     name: str
@@ -65,6 +65,7 @@ class Workload:
     topk: int = 16
     dtype: torch.dtype = torch.bfloat16
     modes: tuple[str, ...] = ("eager",)
+    quick: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -100,13 +101,19 @@ gpu_short = partial(gpu_chunk, context=128 * K)
 gpu_decode = partial(Workload, device="cuda", q_len=1, rows=GPU_DECODE_ROWS, modes=BOTH)
 
 WORKLOADS: tuple[Workload, ...] = (
-    cpu_prefill("prefill-8k", q_len=8 * K, context=8 * K),
+    cpu_prefill("prefill-8k", q_len=8 * K, context=8 * K, quick=("msa_attention", "select_blocks", "sdpa")),
     cpu_prefill("prefill-32k", q_len=32 * K, context=32 * K),
-    cpu_decode("decode-128k", context=128 * K),
+    cpu_decode("decode-128k", context=128 * K, quick=("msa_attention", "msa_attention/paged", "select_blocks", "sdpa")),
     cpu_decode("decode-1m", context=M),
     *(gpu_chunk(f"gpu-chunk-16k-at-{_label(n)}", q_len=16 * K, context=n) for n in (32 * K, 128 * K, 512 * K, M)),
     *(
-        gpu_prefill(f"gpu-prefill-{_label(n)}", q_len=n, context=n, modes=BOTH if n <= 128 * K else ("eager",))
+        gpu_prefill(
+            f"gpu-prefill-{_label(n)}",
+            q_len=n,
+            context=n,
+            modes=BOTH if n <= 128 * K else ("eager",),
+            quick=("msa_attention", "dense_attention", "sdpa") if n in (8 * K, 128 * K) else (),
+        )
         for n in (8 * K << i for i in range(8))  # to 1M
     ),
     *(gpu_short(f"gpu-short-{n}-at-128k", q_len=n) for n in (256, 1700)),
@@ -116,6 +123,7 @@ WORKLOADS: tuple[Workload, ...] = (
             batch=batch,
             context=n,
             modes=(*BOTH, "layers") if batch * n <= LAYER_TOKENS else BOTH,
+            quick=("decode_plan", "dense_attention/paged", "sdpa") if (batch, n) in ((1, 32 * K), (8, 128 * K)) else (),
         )
         for batch in (1, 8, 32, 64)
         for n in (8 * K, 32 * K, 128 * K, M)
@@ -124,19 +132,27 @@ WORKLOADS: tuple[Workload, ...] = (
 )
 
 
-def chosen(device: str, patterns: Iterable[str] = ()) -> list[tuple[Workload, tuple[str, ...]]]:
+Work = list[tuple[Workload, tuple[str, ...]]]
+
+
+def quick(device: str) -> Work:
+    """Returns the workloads for `device` and the rows of each that a quick run measures."""
+    return [(w, w.quick) for w in WORKLOADS if w.device == device and w.quick]
+
+
+def chosen(device: str, patterns: Iterable[str] = (), missing_ok: bool = False) -> Work:
     """Returns the workloads for `device` and the rows of each that match.
 
     patterns:  shell patterns for ``workload`` or ``workload/row``; none: everything. A pattern without wildcards also matches
                where it is a part of the workload's name.
-    Raises ValueError when a pattern matches nothing on this device.
+    Raises ValueError when a pattern matches nothing on this device, unless missing_ok.
     """
     patterns = tuple(patterns) or ("*",)
     candidates = [w for w in WORKLOADS if w.device == device]
     picked: dict[str, set[str]] = {}
     for pattern in patterns:
         hits = {(w.name, row) for w in candidates for row in w.rows if _matches(pattern, w.name, row)}
-        if not hits:
+        if not hits and not missing_ok:
             names = ", ".join(w.name for w in candidates) or "none"
             raise ValueError(f"match must name a workload for {device} ({names}) or one of its rows, got {pattern!r}")
         for name, row in hits:

@@ -4,20 +4,41 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+from openmsa.cli.checks import INTERRUPTED, check_writable, refuse
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-app = typer.Typer(
-    help="Measure named workloads against dense attention and the device's limits in the same run.",
-    invoke_without_command=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+    from openmsa.bench.record import Record
+    from openmsa.bench.runner import Settings
+    from openmsa.bench.workloads import Work
+
+DEVICES = ("cpu", "cuda")
+HELP = """Measure named workloads against dense attention and the device's limits in the same run.
+
+Without --match and --full a quick choice is measured, in less than two minutes on two cores. Ctrl-C ends a run and prints
+what it has by then."""
+
+
+class Commands(TyperGroup):
+    """Tells who names a workload where a command stands which option takes it."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Returns the command that `args` begin with."""
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            words = f"commands of openmsa bench are {', '.join(self.commands)}, got {args[0]!r}"
+            refuse(f"{words}; to measure a workload: openmsa bench --match {args[0]} (openmsa bench --list names them)")
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(cls=Commands, help=HELP, invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()
@@ -29,82 +50,144 @@ def bench(
             "--match", "-m", help="Workloads by part of their name, or a pattern such as 'decode-*/msa*'; repeatable."
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")] = None,
-    repeat: Annotated[int | None, typer.Option(min=1, help="Passes over the rows of a workload (cpu: 3, cuda: 1).")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Every workload of the device, not the quick ones alone.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU where there is one.")] = None,
+    repeat: Annotated[
+        int | None, typer.Option(min=1, help="Passes over the rows of a workload (quick: 1, cpu: 3, cuda: 1).")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; PyTorch's default otherwise.")] = None,
     impl: Annotated[str, typer.Option(help="Which implementation of ours, as impl= takes it.")] = "auto",
-    peers: Annotated[Path, typer.Option(help="Folder with the peers' kernels.")] = Path(".peers"),
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Append the records to this JSONL file.")] = None,
+    peers: Annotated[Path, typer.Option(help="Folder with the peers' kernels (GPU).")] = Path(".peers"),
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", dir_okay=False, help="Append each record to this JSONL file.")
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="Recorded as the commit where no checkout tells it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSONL instead of tables.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="List the workloads and stop.")] = False,
 ) -> None:
-    """Measure named workloads against dense attention and the device's limits in the same run."""
+    """Measure named workloads and print or record what was found; `HELP` is what the command says of itself."""
     if context.invoked_subcommand is not None:
+        if given := [name for name, value in context.params.items() if value and value not in ("auto", Path(".peers"))]:
+            named = given[0].replace("as_json", "json").replace("list_only", "list")
+            refuse(f"openmsa bench {context.invoked_subcommand} takes no --{named}; options that it takes stand behind it")
         return
+    if match and full:
+        refuse("--full measures everything: leave it out, or --match")
+    if device not in (None, *DEVICES):
+        refuse(f"device must be cpu or cuda, got {device!r}")
     if list_only:
-        _list(device, as_json)
+        _list(device, match or [], as_json)
         return
     import torch
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        _refuse(f"device must be cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
-        _refuse("device must be cpu where PyTorch finds no GPU, got 'cuda'")
-    from openmsa.bench import record, report, runner, workloads
+        refuse("device must be cpu where PyTorch finds no GPU, got 'cuda'")
+    from openmsa.bench import runner, workloads
     from openmsa.explain import STAGES
 
     names = dict.fromkeys(row.name for stage in STAGES.values() for row in stage.table)
     if impl not in ("auto", *names):
-        _refuse(f"impl must be auto or one of {', '.join(names)}, got {impl!r}")
+        refuse(f"impl must be auto or one of {', '.join(names)}, got {impl!r}")
+    quick = not (match or full)
     try:
-        work = workloads.chosen(device, match or ())
+        work = workloads.quick(device) if quick else workloads.chosen(device, match or ())
     except ValueError as error:
-        _refuse(str(error))
+        refuse(str(error))
+    if output is not None:
+        check_writable("--output", output)
     torch.set_num_threads(threads or torch.get_num_threads())
-    settings = runner.Settings.for_device(torch.device(device), repeat, impl=impl, peers=peers, commit=commit)
-    records = []
-    with _progress() as progress:
-        task = progress.add_task("", total=runner.count_steps(work, settings))
+    options: dict[str, Any] = {"impl": impl, "peers": peers, "commit": commit}
+    settings = runner.Settings.for_device(torch.device(device), repeat or (1 if quick else None), **options)
+    start = time.perf_counter()
+    records, interrupted = _measure(work, settings, output, as_json)
+    if not as_json and records:
+        from openmsa.bench import report
 
-        def step(text: str) -> None:
-            progress.update(task, advance=1, description=text)
-            progress.refresh()
-
-        for line in runner.run(work, settings, step):
-            records.append(line)
-            if output is not None:
-                record.append([line], output)
-            if as_json:
-                typer.echo(json.dumps(line))
-    if not as_json:
         report.print_summary(records)
+    if interrupted:
+        typer.echo(f"Interrupted: {len(records)} rows have samples{_and_recorded(records, output)}.", err=True)
+        raise typer.Exit(INTERRUPTED)
+    if quick:
+        whole = runner.Settings.for_device(torch.device(device), repeat, **options)
+        share = (time.perf_counter() - start) / runner.expected_seconds(work, settings)
+        _tell_what_full_adds(device, work, whole.rounds, share * runner.expected_seconds(workloads.chosen(device), whole))
     if all(r["error"] for r in records):
         raise typer.Exit(1)
 
 
+def _measure(work: Work, settings: Settings, output: Path | None, as_json: bool) -> tuple[list[Record], bool]:
+    """Returns the records, and whether Ctrl-C ended the run; each is written as soon as it is complete."""
+    from openmsa.bench import record, runner
+
+    records: list[Record] = []
+    with _progress() as progress:
+        task = progress.add_task("", total=runner.expected_seconds(work, settings))
+        before = 0.0
+
+        def step(text: str, seconds: float) -> None:
+            nonlocal before
+            progress.update(task, advance=before, description=text)
+            progress.refresh()
+            before = seconds
+
+        try:
+            for line in runner.run(work, settings, step):
+                records.append(line)
+                if output is not None:
+                    record.append([line], output)
+                if as_json:
+                    typer.echo(json.dumps(line))
+        except KeyboardInterrupt:
+            return records, True
+    return records, False
+
+
+def _and_recorded(records: list[Record], output: Path | None) -> str:
+    return f" and stand in {output}" if records and output is not None else ""
+
+
+def _tell_what_full_adds(device: str, work: Work, rounds: int, seconds: float) -> None:
+    from openmsa.bench import workloads
+    from openmsa.cli.progress import told
+
+    whole = workloads.chosen(device)
+    done, all_rows = (sum(len(rows) for _, rows in some) for some in (work, whole))
+    more = [w.name for w, _ in whole if w not in dict(work)]
+    named = f" (also {' and '.join(more)})" if 0 < len(more) <= 2 else f" of {len(whole)} workloads"
+    passes = "one pass" if rounds == 1 else f"{rounds} passes"
+    typer.echo(
+        f"This was the quick choice, {done} of {all_rows} rows in one pass. openmsa bench --full measures all rows{named} in "
+        f"{passes}: about {told(seconds)} here.",
+        err=True,
+    )
+
+
 @app.command()
 def plot(
-    records: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="JSONL files.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The image to write.")],
+    records: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, readable=True, help="JSONL files.")],
+    output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="The image to write, such as speed.png.")],
 ) -> None:
     """Plot the speed-up over dense attention against context length, from records."""
     from openmsa.bench import record
     from openmsa.bench.plot import plot as draw
 
+    if not output.suffix:
+        refuse(f"--output must end as an image does (.png, .svg, .pdf), got {str(output)!r}")
     try:
-        draw([line for path in records for line in record.load(path)], output)
+        lines = [line for path in records for line in record.load(path)]
+        check_writable("--output", output)
+        draw(lines, output)
     except ImportError:
-        _refuse("plots need matplotlib: pip install 'openmsa[demo]'")
+        refuse("plots need matplotlib: pip install 'openmsa[demo]'")
     except ValueError as error:
-        _refuse(str(error))
+        refuse(str(error))
     typer.echo(f"wrote {output}")
 
 
 @app.command()
 def show(
-    records: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="JSONL files.")],
+    records: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, readable=True, help="JSONL files.")],
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables as Markdown.")] = False,
 ) -> None:
     """Print the tables of records."""
@@ -113,19 +196,23 @@ def show(
     try:
         report.print_summary([line for path in records for line in record.load(path)], markdown)
     except ValueError as error:
-        _refuse(str(error))
+        refuse(str(error))
 
 
-def _list(device: str | None, as_json: bool) -> None:
+def _list(device: str | None, match: list[str], as_json: bool) -> None:
     from openmsa.bench import report, workloads
 
-    if as_json:
-        for w in workloads.WORKLOADS:
-            if device in (None, w.device):
-                fields: dict[str, Any] = {"name": w.name, "device": w.device, "shape": str(w), "modes": w.modes, "rows": w.rows}
-                typer.echo(json.dumps(fields))
-    else:
-        report.print_workloads(device)
+    listed = [w for kind in DEVICES if device in (None, kind) for w, _ in workloads.chosen(kind, match, missing_ok=True)]
+    if not listed:
+        refuse(
+            f"match must name a workload or one of its rows, got {', '.join(map(repr, match))}; openmsa bench --list has them"
+        )
+    if not as_json:
+        report.print_workloads(listed)
+        return
+    for w in listed:
+        fields: dict[str, Any] = {"name": w.name, "device": w.device, "shape": str(w), "modes": w.modes, "rows": w.rows}
+        typer.echo(json.dumps(fields))
 
 
 def _progress() -> Progress:
@@ -133,10 +220,7 @@ def _progress() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    from openmsa.cli.progress import Remaining
+
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn(), Remaining())
     return Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
-
-
-def _refuse(sentence: str) -> None:
-    typer.echo(sentence, err=True)
-    raise typer.Exit(2)

