@@ -163,6 +163,16 @@ def few_union_limit(config: PrefillConfig, topk: int, queries_per_block: float) 
     return -1 if queries_per_block <= 1 else topk * config.union_tokens * 3 // 4
 
 
+def patient_limit(limit: int, topk: int, tiles: float) -> int:
+    """Returns a limit on unions where a multiprocessor has so many tiles: the fewer they are, the longer the others wait for
+    the program that walks the widest union."""
+    return int(min(limit, topk + max(limit - topk, 0) * tiles / PATIENT_TILES))
+
+
+PATIENT_TILES = 4.0
+"""From so many tiles a multiprocessor on, wide unions are walked while others are."""
+
+
 def union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> int:
     """Returns up to how many blocks the queries of a tile select together for the tile to go to the union kernel.
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from openmsa.primitives.operands import Bounds, QueryRows, Selection
 from openmsa.primitives.softmax import Result
+from openmsa.runtime.devices import facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two, zeros
 from openmsa.sparse_attention.triton_config import (
     FEW_READERS,
@@ -32,6 +33,7 @@ from openmsa.sparse_attention.triton_config import (
     few_queries,
     few_union_limit,
     padded_dim,
+    patient_limit,
     union_limit,
 )
 from openmsa.sparse_attention.triton_keys import Descriptors, Keys
@@ -204,6 +206,8 @@ class Plan(NamedTuple):
         # kernel serves a tile. Hopper's kernel walks a wide union in too few programs.
         scarce = few or (tuned and readers <= FEW_READERS)
         limit = (few_union_limit if scarce else union_limit)(config, topk, readers)
+        if tuned and plain:
+            limit = patient_limit(limit, topk, num_tiles * keys.heads / facts(queries.data.device).num_sms)
         limit = {"union": most, "outer": 0, "few": -1}.get(path, limit)
         return cls(
             group=group,

@@ -31,6 +31,10 @@ from openmsa.sparse_attention.triton_outer import launch_outer
 from openmsa.sparse_attention.triton_union import launch_union
 from openmsa.types import Layout
 
+FEWEST_TILES = 1.0
+"""Hopper's union kernel for plain keys serves calls with so many tiles a multiprocessor or more: it takes twice the queries of
+Triton's in a tile, which fewer programs then walk for longer."""
+ROWS = 128  # (query, head) rows of such a tile
 WORKSPACE_BYTES = 2 << 30  # The partials held at a time take at most so many bytes.
 PATHS = ("auto", "few", "union", "outer")
 
@@ -131,7 +135,10 @@ def _tuned(queries: QueryRows, keys: Keys, config: PrefillConfig, block_size: in
     if not keys.stored:
         from openmsa.sparse_attention import gluon_sm90_attend
 
-        plain = gluon_sm90_attend.serves(facts(queries.data.device), queries, keys, config, block_size)
+        device = facts(queries.data.device)
+        tiles = queries.data.shape[0] * queries.data.shape[1] // ROWS
+        enough = tiles >= FEWEST_TILES * device.num_sms
+        plain = enough and gluon_sm90_attend.serves(device, queries, keys, config, block_size)
         return gluon_sm90_attend.launch_sm90_attend if plain else None
     from openmsa.sparse_attention import gluon_sm90_union
 
