@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -98,8 +97,7 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
     """
     tape = listening.tape
     if not isinstance(kernel, JITFunction) or _observed(kernel):
-        with _without_compile_hooks():
-            kernel[grid](*arguments, **constants)
+        kernel[grid](*arguments, **constants)
         if tape is not None:
             tape.append(Launched(kernel, grid, arguments, None))
         return
@@ -132,19 +130,6 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
         *values,
         *variant.constexprs,
     )
-
-
-@contextmanager
-def _without_compile_hooks() -> Iterator[None]:
-    """Within this context, Triton tells nobody what it compiles: it would write the constants as JSON, which knows no dtypes in
-    tuples. Engines such as vLLM set hooks that count compilations."""
-    runtime = knobs.runtime
-    hooks = runtime.jit_cache_hook, runtime.jit_post_compile_hook
-    runtime.jit_cache_hook = runtime.jit_post_compile_hook = None
-    try:
-        yield
-    finally:
-        runtime.jit_cache_hook, runtime.jit_post_compile_hook = hooks
 
 
 def _observed(kernel: JITFunction[Any]) -> bool:
@@ -210,8 +195,7 @@ def _launch_first(key: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple
     late, early = kernel.params[len(arguments) :], kernel.params[: len(arguments)]
     if not all(parameter.is_constexpr for parameter in late) or any(parameter.is_constexpr for parameter in early):
         raise TypeError(f"{kernel.__name__} must be given every run-time argument by position and every constexpr by name")
-    with _without_compile_hooks():
-        compiled = kernel[grid](*arguments, **constants)
+    compiled = kernel[grid](*arguments, **constants)
     if why_not_remembered(kernel) is not None or not isinstance(compiled, CompiledKernel):
         return
     launcher = compiled.run
