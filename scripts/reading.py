@@ -6,12 +6,13 @@
 
 The host code runs on tensors without a GPU while its launches are recorded. A reader opens every file of the packages in which
 a function runs, and every file in which a kernel, or a device function that a kernel names, is written. Device functions count
-by name, so their files are an upper bound.
+by name, so their files are an upper bound. Lines of overloads, which declare types and run nothing, do not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -43,7 +44,15 @@ class Reading:
     @property
     def lines(self) -> int:
         """Returns the lines of all files together."""
-        return sum(len(path.read_text().splitlines()) for path in self.files)
+        return sum(map(lines, self.files))
+
+
+def lines(path: Path) -> int:
+    """Returns the lines of a file without its overloads."""
+    text = path.read_text()
+    functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
+    declared = (node for node in functions if any(ast.unparse(x) == "overload" for x in node.decorator_list))
+    return len(text.splitlines()) - sum(node.end_lineno - node.decorator_list[0].lineno + 3 for node in declared)
 
 
 def read(call: Callable[[], Any], launches: list[Launch]) -> Reading:
@@ -150,7 +159,7 @@ def main() -> None:
     for name, found in readings().items():
         print(f"{name:24}{len(found.files):7}{found.lines:7}{found.functions:11}{found.launches:10}")
         for path in found.files if options.files else ():
-            print(f"    {len(path.read_text().splitlines()):5} {path.relative_to(ROOT)}")
+            print(f"    {lines(path):5} {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def compiled(self: Any, key: str, signature: Any, device: int, constants: Any, o
     layouts = [layout for kind in signature.values() if str(kind).startswith("tensordesc")]
     kernel.metadata = SimpleNamespace(tensordesc_meta=layouts)
     kernel._run, kernel.packed_metadata = Launcher(signature, layouts, options), (options.num_warps, 1, 0)
-    kernel.name, kernel.src, kernel.module = self.__name__, SimpleNamespace(signature=signature), 1
+    kernel.name, kernel.src, kernel.module = self.__name__, None, 1
     cache = self.device_caches[device][0]
     kernel.function = 1000 * (1 + KERNELS.index(self)) + len(cache)
     cache[key] = kernel

@@ -48,20 +48,3 @@ def test_whole_numbers():
     for n in (*range(1, 300), 2**31 - 1, 2**31, 2**31 + 1):
         assert next_power_of_two(n) == triton.next_power_of_2(n)
         assert ceil_div(n, 7) == triton.cdiv(n, 7)
-
-
-def test_hooks_of_an_engine_are_not_told_of_our_kernels(monkeypatch):
-    """Triton would fail to tell them constants that are tuples of dtypes; behind the launch they are what they were."""
-    told = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: told.append(what))
-    hook = triton.knobs.runtime.jit_post_compile_hook
-
-    class Fails(Kernel):
-        def __getitem__(self, grid):
-            assert triton.knobs.runtime.jit_post_compile_hook is None
-            raise RuntimeError("it cannot be compiled")
-
-    with pytest.raises(RuntimeError, match="cannot be compiled"):
-        launch_kernel(Fails(), (1,))
-    assert triton.knobs.runtime.jit_post_compile_hook is hook
-    assert not told
