@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
-from openmsa.inputs import AttentionInputs, SelectionCall, check_qkv, check_selection
+from openmsa.inputs import AttentionInputs, SelectionCall, check_agreement, check_qkv, check_same_keys, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
 from openmsa.runtime import checks
-from openmsa.runtime.dispatch import Stage, has_triton
+from openmsa.runtime.dispatch import Stage, check_name, has_triton
 from openmsa.runtime.kinds import Call, Kinds, Memory, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention import SparseCall
@@ -22,6 +22,72 @@ from openmsa.types import Sequences, layout
 
 QUERY_CHUNK = 16384  # queries whose selection (and, on a GPU, partial results) are held at a time
 CALLS = Kinds()  # launches of earlier calls on a GPU, one chunk of queries each
+
+
+@overload
+def msa_attention(
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
+    topk: int = 16,
+    seqs: Sequences | None = None,
+    *,
+    block_size: int = 128,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    softmax_scale: float | None = None,
+    query_chunk: int | None = None,
+    certified: bool = False,
+    return_lse: Literal[False] = False,
+    impl: str = "auto",
+    check: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def msa_attention(
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
+    topk: int = 16,
+    seqs: Sequences | None = None,
+    *,
+    block_size: int = 128,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    softmax_scale: float | None = None,
+    query_chunk: int | None = None,
+    certified: bool = False,
+    return_lse: Literal[True],
+    impl: str = "auto",
+    check: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def msa_attention(
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
+    topk: int = 16,
+    seqs: Sequences | None = None,
+    *,
+    block_size: int = 128,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    softmax_scale: float | None = None,
+    query_chunk: int | None = None,
+    certified: bool = False,
+    return_lse: bool,
+    impl: str = "auto",
+    check: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def msa_attention(
@@ -63,13 +129,7 @@ def msa_attention(
         if launches.replays is not None:
             return _again(launches, q, k, seqs, return_lse)
     selection, inputs, chunk = check_path(
-        q,
-        k,
-        v,
-        index_q,
-        index_k,
-        topk,
-        seqs,
+        *(q, k, v, index_q, index_k, topk, seqs),
         block_size=block_size,
         init_blocks=init_blocks,
         local_blocks=local_blocks,
@@ -80,8 +140,7 @@ def msa_attention(
         check=check,
     )
     stage = CERTIFIED if certified else SELECTION
-    for used in (stage, ATTENTION):  # both names are checked before a stage runs
-        used.check_name(impl)
+    check_name(impl, stage, ATTENTION)  # before a stage runs
     total_q = q.shape[0]
     if total_q > chunk:
         out, lse = _results(q)
@@ -161,21 +220,22 @@ def check_path(
     the lengths that attention's caches and sequences say."""
     checks.flag("return_lse", return_lse)
     chunk = QUERY_CHUNK if query_chunk is None else checks.integer("query_chunk", query_chunk, 1)
-    selection = check_selection(index_q, index_k, topk, seqs, block_size, init_blocks, local_blocks, certified, None, check)
-    known = selection.seqs if not check and _same_lengths(q, k, index_q, index_k, seqs) else None
-    inputs = check_qkv(q, k, v, seqs, softmax_scale, check, known)
-    _check_agreement(q, k, index_q, index_k)
+    inputs = check_qkv(q, k, v, seqs, softmax_scale, check)
+    lengths = inputs.seqs if not check and _same_lengths(q, k, index_q, index_k, seqs) else seqs
+    counts = (topk, lengths, block_size, init_blocks, local_blocks)
+    selection = check_selection(index_q, index_k, *counts, certified, None, check)
+    check_agreement(q, k, index_q, index_k)
     if check or q.device.type == "cpu":
-        _check_same_keys(selection.seqs.k_lens(), inputs.seqs.k_lens())
+        check_same_keys(selection.seqs.k_lens(), inputs.seqs.k_lens())
     return selection._replace(seqs=inputs.seqs), inputs, chunk
 
 
 def _same_lengths(q: Any, k: Any, index_q: Any, index_k: Any, seqs: Sequences | None) -> bool:
     """Says whether both branches surely have the same lengths, so that one layout serves both. It says no on a CPU, where
-    lengths are compared instead. `q` and `k` are not checked yet."""
-    if index_q.device.type == "cpu" or getattr(q, "device", None) != index_q.device or q.shape[:1] != index_q.shape[:1]:
+    lengths are compared instead. `index_q` and `index_k` are not checked yet."""
+    if q.device.type == "cpu" or getattr(index_q, "device", None) != q.device or q.shape[:1] != index_q.shape[:1]:
         return False
-    if getattr(k, "device", None) != index_q.device:
+    if getattr(index_k, "device", None) != q.device:
         return False
     if isinstance(k, PagedKV) and isinstance(index_k, PagedIndexKeys):
         same = k.seq_lens is index_k.seq_lens and k.capacity == index_k.capacity
@@ -183,29 +243,3 @@ def _same_lengths(q: Any, k: Any, index_q: Any, index_k: Any, seqs: Sequences | 
         rows = [getattr(x, "shape", ())[:1] for x in (k, index_k)]
         same = not isinstance(k, PagedKV) and not isinstance(index_k, PagedIndexKeys) and rows[0] == rows[1]
     return same or (seqs is not None and seqs.cu_seqlens_k is not None)
-
-
-def _check_agreement(
-    q: Tensor | Stored,
-    k: Tensor | Stored | PagedKV,
-    index_q: Tensor | Stored,
-    index_k: Tensor | Stored | PagedIndexKeys,
-) -> None:
-    """The index branch and the main branch must describe the same tokens and groups."""
-    checks.alike("index_q", index_q, "q", q, dtype=False)
-    checks.size("index_q", index_q, 0, q.shape[0], "total_q of q")
-    num_kv_heads = k.num_heads if isinstance(k, PagedKV) else k.shape[1]
-    if index_q.shape[1] not in (1, num_kv_heads):
-        raise ValueError(f"index_q.shape[1] must be num_kv_heads ({num_kv_heads}) or 1, got {index_q.shape[1]}")
-    if not isinstance(k, PagedKV) and not isinstance(index_k, PagedIndexKeys):
-        checks.size("index_k", index_k, 0, k.shape[0], "total_k of k")
-
-
-def _check_same_keys(index_lens: Tensor, lens: Tensor) -> None:
-    """Raises where the two caches, which give the lengths that `seqs` does not, hold different numbers of keys."""
-    differ = (index_lens != lens).nonzero().flatten()
-    if differ.numel():
-        b = int(differ[0])
-        raise ValueError(
-            f"index_k must hold as many keys as k (seq_lens: {int(lens[b])} for sequence {b}), got {int(index_lens[b])}"
-        )

@@ -16,7 +16,9 @@ from openmsa.block_topk import CERTIFIED_STAGE, SCORES_STAGE, select_blocks, sel
 from openmsa.block_topk import STAGE as SELECTION
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import dense_attention
-from openmsa.runtime.dispatch import Explanation, Stage
+from openmsa.runtime import explanation
+from openmsa.runtime.dispatch import Stage, check_name
+from openmsa.runtime.explanation import Explanation, PathExplanation
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention import sparse_attention
 
@@ -29,29 +31,22 @@ STAGES: dict[Callable[..., Any], Stage[Any]] = {
 }
 
 
-class PathExplanation(tuple[Explanation, ...]):
-    """A path is explained by one `Explanation` a stage, in the order in which the stages run; it prints as their texts."""
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self))
-
-
 def explain(function: Callable[..., Any], *args: Any, impl: str = "auto", **kwargs: Any) -> Explanation | PathExplanation:
     """Says what ``function(*args, impl=impl, **kwargs)`` would run, without running it.
 
     function: a public operation of openmsa: `block_scores`, `select_blocks`, `select_blocks_from_scores`,
     `sparse_attention`, `dense_attention` or `msa_attention`.
     Returns an `Explanation` (``stage``, ``chosen``, ``reasons`` by implementation; prints as text), for `msa_attention` a tuple
-    of them. Raises what the call itself would raise on bad arguments, and ValueError for any other function.
+    of them; ``by_stage`` of either gives the tuple. Raises what the call itself would raise on bad arguments, TypeError with
+    the names of missing ones, and ValueError for any other function.
     """
     if function is msa_attention:
-        bound = inspect.signature(msa_attention).bind(*args, **kwargs)
-        bound.apply_defaults()
-        arguments = {name: value for name, value in bound.arguments.items() if name != "impl"}
+        arguments = explanation.arguments(inspect.signature(msa_attention), msa_attention.__name__, args, kwargs)
         selection, inputs, _ = check_path(**arguments)
         index_q = selection.index_q
         blocks = torch.empty((*index_q.shape[:2], selection.topk), dtype=torch.int32, device=index_q.device)
         chooser = CERTIFIED_STAGE if arguments["certified"] else SELECTION
+        check_name(impl, chooser, SPARSE)
         attention = attention_call(inputs, blocks, selection.block_size)
         return PathExplanation((chooser.explain(impl, selection), SPARSE.explain(impl, attention)))
     if not callable(function) or function not in STAGES:

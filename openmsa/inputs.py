@@ -50,12 +50,15 @@ def check_scoring(
         check_alike("index_k.keys", keys, "index_q", index_q)
         checks.size("index_k.keys", keys, 3, index_q.shape[2], "index_dim of index_q")
         packed = index_k.layout(seqs, index_q.shape[0], index_q.device, check)
+        check_last("index_q.shape[0]", index_q.shape[0], packed.max_seqlen_k, seqs)
     else:
         check_rows("index_k", index_k, "[total_k, index_key_heads, index_dim]", INDEX_FORMATS)
         key_heads = index_k.shape[1]
         check_alike("index_k", index_k, "index_q", index_q)
         checks.size("index_k", index_k, 2, index_q.shape[2], "index_dim of index_q")
         packed = layout(seqs, index_q.shape[0], index_k.shape[0], index_q.device, check=check)
+        check_last("index_q.shape[0]", index_q.shape[0], index_k.shape[0], seqs)
+        checks.heads_first("index_q", index_q, "index_k", index_k, calls=3)
     checks.divides("index_key_heads", key_heads, "index_heads", index_q.shape[1])
     if check:
         check_values("index_q", index_q)
@@ -89,16 +92,6 @@ class SelectionCall(NamedTuple):
     blocks: Tensor | None = None
 
 
-class TopkCall(NamedTuple):
-    """These are the checked arguments of `select_blocks_from_scores`; visible_blocks is int32 ``[total_q]``."""
-
-    scores: Tensor
-    topk: int
-    visible_blocks: Tensor
-    init_blocks: int
-    local_blocks: int
-
-
 def check_selection(
     index_q: Tensor | Stored,
     index_k: Tensor | Stored | PagedIndexKeys,
@@ -113,7 +106,9 @@ def check_selection(
 ) -> SelectionCall:
     """Checks the arguments of `select_blocks`."""
     checks.flag("certified", certified)
-    _check_counts(topk, block_size, init_blocks, local_blocks)
+    for name, value in (("index_q", index_q), ("index_k", index_k)):
+        checks.no_gradient(name, value, "blocks are selected, which has no derivative")
+    check_counts(topk, block_size, init_blocks, local_blocks)
     scoring = check_scoring(index_q, index_k, seqs, block_size, check)
     call = SelectionCall(*scoring[:4], topk, init_blocks, local_blocks)
     if certified:
@@ -136,7 +131,8 @@ def _check_certified(call: SelectionCall, index_k: Tensor | Stored | PagedIndexK
             checks.size("rescored", rescored, dimension, call.index_q.shape[dimension], f"{what} of index_q")
 
 
-def _check_counts(topk: int, block_size: int, init_blocks: int, local_blocks: int) -> None:
+def check_counts(topk: int, block_size: int, init_blocks: int, local_blocks: int) -> None:
+    """Checks how many blocks are selected, how many of them are forced, and their size."""
     checks.integer("topk", topk, 1, 64)
     checks.integer("block_size", block_size, 16, 256)
     checks.integer("init_blocks", init_blocks, 0)
@@ -145,44 +141,13 @@ def _check_counts(topk: int, block_size: int, init_blocks: int, local_blocks: in
         raise ValueError(f"init_blocks + local_blocks must be at most topk ({topk}), got {init_blocks} + {local_blocks}")
 
 
-def check_scores(
-    scores: Tensor,
-    topk: int,
-    seqs: Sequences | None,
-    block_size: int,
-    init_blocks: int,
-    local_blocks: int,
-    visible_blocks: Tensor | None,
-) -> TopkCall:
-    """Checks the arguments of `select_blocks_from_scores`."""
-    _check_counts(topk, block_size, init_blocks, local_blocks)
-    checks.tensor("scores", scores, "[index_heads, total_q, num_blocks]")
-    _, total_q, num_blocks = scores.shape
-    if visible_blocks is None:
-        lengths = _lengths_of_scores(scores, seqs, block_size)
-        visible_blocks = lengths.visible_blocks(total_q, block_size)
-    elif seqs is not None:
-        raise ValueError("seqs must be None when visible_blocks is given, got both")
-    else:
-        checks.tensor("visible_blocks", visible_blocks, "[total_q]", (torch.int32,))
-        checks.size("visible_blocks", visible_blocks, 0, total_q, "one entry a query")
-        checks.alike("visible_blocks", visible_blocks, "scores", scores, dtype=False)
-        visible_blocks = visible_blocks.clamp(0, num_blocks)
-    return TopkCall(scores, topk, visible_blocks, init_blocks, local_blocks)
-
-
-def _lengths_of_scores(scores: Tensor, seqs: Sequences | None, block_size: int) -> Layout:
-    _, total_q, num_blocks = scores.shape
-    if seqs is not None and isinstance(seqs, Sequences) and seqs.cu_seqlens_k is not None:
-        total_k = None  # any number of keys: their lengths are given
-    else:
-        total_k = num_blocks * block_size
-    lengths = layout(seqs, total_q, total_k, scores.device)
-    if lengths.num_blocks(block_size) > num_blocks:
+def check_last(name: str, queries: int, keys: int, seqs: Sequences | Layout | None) -> None:
+    """Where `seqs` gives no lengths, the queries are the last positions of one sequence, so there are no more than its keys."""
+    if queries > keys and (seqs is None or seqs == Sequences(None, None, seqs.max_seqlen_q, seqs.max_seqlen_k)):
         raise ValueError(
-            f"scores.shape[2] must cover the longest sequence ({lengths.num_blocks(block_size)} blocks), got {num_blocks}"
+            f"{name} must be at most the number of keys ({keys}) where seqs gives no lengths, as the queries are then the last "
+            f"positions of one sequence of [tokens, heads, dim], got {queries}"
         )
-    return lengths
 
 
 class AttentionInputs(NamedTuple):
@@ -202,12 +167,9 @@ def check_qkv(
     seqs: Sequences | Layout | None,
     softmax_scale: float | None,
     check: bool,
-    known: Layout | None = None,
+    causal: bool = True,
 ) -> AttentionInputs:
-    """Checks shapes, head counts, dtypes, formats, devices and lengths, and the values when `check`.
-
-    known: the layout of `seqs` for as many queries and keys on the device of q, where it is known; None: it is made here.
-    """
+    """Checks shapes, head counts, dtypes, formats, devices and lengths, and the values when `check`."""
     checks.flag("check", check)
     check_rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)
     head_dim = q.shape[2]
@@ -218,12 +180,14 @@ def check_qkv(
         v, num_kv_heads = None, k.num_heads
         check_alike("k.k", k.k, "q", q)
         checks.size("k.k", k.k, 3, head_dim, "head_dim of q")
-        packed = known or k.layout(seqs, q.shape[0], q.device, check)
+        packed = k.layout(seqs, q.shape[0], q.device, check)
         values: dict[str, Any] = dict(zip(("k.k", "k.v"), k.gather(packed.k_lens()), strict=False)) if check else {}
     else:
         _check_packed(q, k, v)
-        packed, num_kv_heads = known or layout(seqs, q.shape[0], k.shape[0], q.device, check=check), k.shape[1]
+        packed, num_kv_heads = layout(seqs, q.shape[0], k.shape[0], q.device, check=check), k.shape[1]
         values = {"k": k, "v": v}
+    if causal:
+        check_last("q.shape[0]", q.shape[0], packed.max_seqlen_k if isinstance(k, PagedKV) else k.shape[0], seqs)
     checks.divides("num_kv_heads", num_kv_heads, "num_q_heads", q.shape[1])
     if check:
         for name, value in ({"q": q} | values).items():
@@ -244,3 +208,30 @@ def _check_packed(q: Tensor | Stored, k: Tensor | Stored, v: Tensor | Stored | N
     check_alike("v", v, "k", k)
     checks.size("v", v, 0, k.shape[0], "total_k of k")
     checks.size("v", v, 1, k.shape[1], "num_kv_heads of k")
+    checks.heads_first("q", q, "k", k, calls=4)
+
+
+def check_agreement(
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys,
+) -> None:
+    """The index branch and the main branch must describe the same tokens and groups."""
+    checks.alike("index_q", index_q, "q", q, dtype=False)
+    checks.size("index_q", index_q, 0, q.shape[0], "total_q of q")
+    num_kv_heads = k.num_heads if isinstance(k, PagedKV) else k.shape[1]
+    if index_q.shape[1] not in (1, num_kv_heads):
+        raise ValueError(f"index_q.shape[1] must be num_kv_heads ({num_kv_heads}) or 1, got {index_q.shape[1]}")
+    if not isinstance(k, PagedKV) and not isinstance(index_k, PagedIndexKeys):
+        checks.size("index_k", index_k, 0, k.shape[0], "total_k of k")
+
+
+def check_same_keys(index_lens: Tensor, lens: Tensor) -> None:
+    """Raises where the two caches, which give the lengths that `seqs` does not, hold different numbers of keys."""
+    differ = (index_lens != lens).nonzero().flatten()
+    if differ.numel():
+        b = int(differ[0])
+        raise ValueError(
+            f"index_k must hold as many keys as k (seq_lens: {int(lens[b])} for sequence {b}), got {int(index_lens[b])}"
+        )

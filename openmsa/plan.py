@@ -18,7 +18,7 @@ from openmsa.inputs import SelectionCall, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
 from openmsa.runtime import checks
-from openmsa.runtime.dispatch import has_triton
+from openmsa.runtime.dispatch import check_name, has_triton
 from openmsa.runtime.kinds import Kinds, Memory, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention import SparseCall, check_sparse
@@ -76,8 +76,7 @@ class AttentionPlan:
     _reasons: dict[str, None] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        for stage in (CERTIFIED if self.certified else SELECTION, ATTENTION):
-            stage.check_name(self.impl)
+        check_name(self.impl, CERTIFIED if self.certified else SELECTION, ATTENTION)
         checks.flag("certified", self.certified)
         checks.integer("total_q", self.total_q, 0)
         chunk = QUERY_CHUNK if self.query_chunk is None else checks.integer("query_chunk", self.query_chunk, 1)

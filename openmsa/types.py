@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from openmsa.runtime import checks
+from openmsa.runtime import checks, devices
 from openmsa.runtime.tape import computes
 
 INT32_MAX = 2**31 - 1  # positions and starts are int32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sequences:
     """`Sequences` gives the lengths of packed sequences. Query i of sequence b stands at position ``q_offset[b] + i`` of its
     sequence and sees the keys at or before that position.
@@ -30,7 +31,7 @@ class Sequences:
     q_offset:      int32 [batch], position of each sequence's first query; None: ``k_len - q_len``, so that the queries
                    are the last positions of their keys (bottom-right causal). A query before position 0 sees nothing.
 
-    Tensors live on the device of the queries. int64 tensors are accepted and converted.
+    Tensors live on the device of the queries; int64 is accepted and converted. ``==`` compares values, on a GPU with a sync.
     """
 
     cu_seqlens_q: Tensor | None = None
@@ -40,8 +41,9 @@ class Sequences:
     q_offset: Tensor | None = None
 
     @classmethod
-    def from_lengths(cls, q_lens: list[int], k_lens: list[int], device: torch.device | str = "cpu") -> Sequences:
+    def from_lengths(cls, q_lens: Sequence[int], k_lens: Sequence[int], device: torch.device | str = "cpu") -> Sequences:
         """Makes sequences from their query lengths and key lengths, which are known on the host."""
+        device = devices.usable("device", device)
         if len(q_lens) != len(k_lens):
             raise ValueError(f"k_lens must have one entry a sequence ({len(q_lens)}), got {len(k_lens)}")
         for name, lens in (("q_lens", q_lens), ("k_lens", k_lens)):
@@ -50,8 +52,17 @@ class Sequences:
         cu_q, cu_k = (torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in (q_lens, k_lens))
         return cls(cu_q.to(device), cu_k.to(device), max(q_lens, default=0), max(k_lens, default=0))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequences) and all(map(_same, vars(self).values(), vars(other).values()))
 
-@dataclass(frozen=True)
+
+def _same(mine: Tensor | int | None, other: Tensor | int | None) -> bool:
+    if isinstance(mine, Tensor) and isinstance(other, Tensor):
+        return mine is other or (mine.device == other.device and mine.dtype == other.dtype and torch.equal(mine, other))
+    return not isinstance(mine, Tensor) and not isinstance(other, Tensor) and mine == other
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """`Layout` is what the implementations of a stage receive of checked `Sequences`. All tensors are contiguous. q_offset
     stays None where the queries are the last of their keys: kernels then find positions themselves, which saves two
@@ -141,6 +152,8 @@ def layout(
         seqs = Sequences()
     if not isinstance(seqs, Sequences):
         raise TypeError(f"seqs must be an openmsa.Sequences or None, got {type(seqs).__name__}")
+    if check and device.type == "meta":
+        raise ValueError("check must be False on the meta device, whose tensors hold no values to check")
     readable = check or device.type == "cpu"
 
     cu_q, max_q = seqs.cu_seqlens_q, seqs.max_seqlen_q
@@ -224,6 +237,8 @@ def _check_starts(name: str, starts: Tensor, total: int | None, what: str) -> No
 
 def _bound(name: str, bound: int | None, starts: Tensor, readable: bool) -> int:
     longest = None
+    if bound is None and starts.device.type == "meta":
+        raise ValueError(f"{name} must be given on the meta device, whose tensors hold no values, got None")
     if bound is None or readable:
         longest = int(starts.diff().max()) if starts.numel() > 1 else 0
     if bound is None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.inputs import SelectionCall, TopkCall, check_scores, check_selection
+from openmsa.block_topk.given_scores import TopkCall, check_scores
+from openmsa.inputs import SelectionCall, check_selection
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime import dispatch
-from openmsa.runtime.dispatch import Implementation, Stage, never
+from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Sequences
 
 
@@ -117,6 +118,10 @@ def _unless_cpu(call: SelectionCall) -> str | None:
     return dispatch.unless_cpu_inference(call.index_q, call.index_k)
 
 
+def _unless_values(call: SelectionCall) -> str | None:
+    return dispatch.unless_values(call.index_q)
+
+
 def _by_name_only(call: SelectionCall) -> str | None:
     return dispatch.on_gpu_by_name_only(call.index_q)
 
@@ -127,7 +132,7 @@ STAGE = Stage(
     (
         Implementation("triton", "openmsa.block_topk.triton_select:select_blocks", _refuse_triton),
         Implementation("cpu", "openmsa.block_topk.cpu:select_blocks", _unless_cpu),
-        Implementation("reference", "openmsa.block_topk.reference:select_blocks", never, _by_name_only),
+        Implementation("reference", "openmsa.block_topk.reference:select_blocks", _unless_values, _by_name_only),
     ),
 )
 CERTIFIED_STAGE = Stage(
@@ -136,7 +141,7 @@ CERTIFIED_STAGE = Stage(
     (
         Implementation("triton", "openmsa.block_topk.triton_certified:select_blocks", _refuse_triton_certified),
         Implementation("cpu", "openmsa.block_topk.cpu_certified:select_blocks", _unless_cpu),
-        Implementation("reference", "openmsa.block_topk.reference:select_certified", never, _by_name_only),
+        Implementation("reference", "openmsa.block_topk.reference:select_certified", _unless_values, _by_name_only),
     ),
     name="select_blocks(certified=True)",
 )
@@ -153,7 +158,7 @@ SCORES_STAGE = Stage(
         Implementation(
             "reference",
             "openmsa.block_topk.reference:select_from_scores",
-            never,
+            lambda call: dispatch.unless_values(call.scores),
             lambda call: dispatch.on_gpu_by_name_only(call.scores),
         ),
     ),

@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-    from openmsa.runtime.dispatch import Explanation
+    from openmsa.runtime.explanation import Explanation
 
 HEADS, KV_HEADS, DIM, BLOCK, TOKENS = 16, 1, 128, 128, 256
 
@@ -135,11 +135,8 @@ def _calls(device: torch.device, dtype: torch.dtype) -> dict[str, list[Explanati
 
 def _explained(function: Callable[..., Any], *arguments: Any) -> Explanation:
     from openmsa import explain
-    from openmsa.runtime.dispatch import Explanation
 
-    explanation = explain(function, *arguments)
-    assert isinstance(explanation, Explanation)  # Each of these functions is one stage.
-    return explanation
+    return explain(function, *arguments).by_stage[0]  # Each of these functions is one stage.
 
 
 def _missing(explanation: Explanation) -> str | None:

@@ -42,11 +42,9 @@ class PagedCaches:
             index_q, index_k = group_mean_index(module, q, k)
             self.kv[layer].append(k, v)
             self.index[layer].append(index_k)
-            out = msa_attention(
+            return msa_attention(
                 q, self.kv[layer], None, index_q, self.index[layer], topk, block_size=BLOCK_SIZE, softmax_scale=softmax_scale
             )
-            assert isinstance(out, Tensor)
-            return out
 
         register_packed(NAME, attend)
         return NAME

@@ -59,9 +59,7 @@ def attention_name(variant: Variant, num_layers: int, num_kv_heads: int, tokens:
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float) -> Tensor:
         blocks = layers[int(module.layer_idx)]  # type: ignore[arg-type]
-        out = sparse_attention(q, k, v, blocks, seqs, block_size=BLOCK_SIZE, softmax_scale=softmax_scale)
-        assert isinstance(out, Tensor)
-        return out
+        return sparse_attention(q, k, v, blocks, seqs, block_size=BLOCK_SIZE, softmax_scale=softmax_scale)
 
     register_packed(NAME, attend)
     return NAME

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
-from openmsa.dense_attention import chosen_results
+from openmsa.dense_attention.call import chosen_results
 from openmsa.inputs import ScoringCall
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import Rows

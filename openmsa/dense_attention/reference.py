@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.dense_attention import chosen_results
+from openmsa.dense_attention.call import chosen_results
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.results import delivered
 from openmsa.kv_cache.stored import dequantized, out_dtype, wide_dtype

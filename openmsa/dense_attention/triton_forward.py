@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from openmsa.dense_attention import chosen_results
+from openmsa.dense_attention.call import chosen_results
 from openmsa.dense_attention.triton_config import (
     GROUP_WORDS,
     GROUPS,

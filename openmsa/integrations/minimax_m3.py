@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import dense_attention
 from openmsa.integrations.transformers import equal_lengths, packed_forward, refuse_unsupported, register_forward
+from openmsa.runtime.dispatch import check_name
+from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention import sparse_attention
 from openmsa.types import Sequences
 
@@ -37,10 +40,10 @@ def register_minimax_m3(name: str = "openmsa-m3", *, impl: str = "auto") -> None
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    check_name(impl, SPARSE, DENSE)
+
     def attend_all(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float) -> Tensor:
-        out = dense_attention(q, k, v, seqs, softmax_scale=softmax_scale, impl=impl)
-        assert isinstance(out, Tensor)
-        return out
+        return dense_attention(q, k, v, seqs, softmax_scale=softmax_scale, impl=impl)
 
     dense = packed_forward(name, attend_all)
 
@@ -85,8 +88,7 @@ def _attend_blocks(
     ids = block_indices.transpose(1, 2).flatten(0, 1).to(torch.int32)  # [batch * q_len, index_heads, topk]
     seqs = equal_lengths(batch, q_len, filled, query.device)
     if mask is None:
-        out = sparse_attention(q, k.flatten(0, 1), v.flatten(0, 1), ids, seqs, **options)
-        assert isinstance(out, Tensor)
+        out = sparse_attention(q, k.flatten(0, 1), v.flatten(0, 1), ids, seqs, return_lse=False, **options)
         return out.unflatten(0, (batch, q_len))
     out, lse = (x.unflatten(0, (batch, q_len)) for x in _attend_around_padding(q, k, v, ids, mask, seqs, options))
     return _filled_with_mean(out, lse == -torch.inf, value)

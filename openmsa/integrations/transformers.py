@@ -18,7 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from openmsa.attention import msa_attention
+from openmsa.block_topk import STAGE as SELECTION
 from openmsa.runtime import checks
+from openmsa.runtime.dispatch import check_name
+from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.types import Sequences
 
 try:
@@ -62,6 +65,7 @@ def group_mean_index(module: nn.Module, q: Tensor, k: Tensor) -> tuple[Tensor, T
     q ``[total_q, num_q_heads, head_dim]``, k ``[total_k, num_kv_heads, head_dim]``, both as the model attends with them
     (after its position embedding). Returns index_q ``[total_q, num_kv_heads, head_dim]`` and index_k, which is k.
     """
+    q, k = q.detach(), k.detach()  # a selection has no derivative
     return q.unflatten(1, (k.shape[1], -1)).mean(2), k
 
 
@@ -79,7 +83,8 @@ def register(
 
     name:   its name in ``attn_implementation=``; registering a name again replaces it for every model that uses it.
     topk, block_size, init_blocks, local_blocks, impl: as in `openmsa.msa_attention`.
-    index:  ``index(module, q, k) -> index_q, index_k`` on packed tensors; the default needs no trained weights.
+    index:  ``index(module, q, k) -> index_q, index_k`` on packed tensors, detached where autograd records; the default needs no
+            trained weights.
 
     It serves prefill and decode with any of transformers' caches, batches, and left or right padding given as a 2D
     ``attention_mask``; blocks are counted from each sequence's first real token, so padding changes no result. Padding
@@ -94,9 +99,11 @@ def register(
     if init_blocks + local_blocks > topk:
         raise ValueError(f"init_blocks + local_blocks must be at most topk ({topk}), got {init_blocks} + {local_blocks}")
 
+    check_name(impl, SELECTION, ATTENTION)
+
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float) -> Tensor:
         index_q, index_k = index(module, q, k)
-        out = msa_attention(
+        return msa_attention(
             q,
             k,
             v,
@@ -110,8 +117,6 @@ def register(
             softmax_scale=softmax_scale,
             impl=impl,
         )
-        assert isinstance(out, Tensor)
-        return out
 
     register_packed(name, attend)
 

@@ -10,12 +10,14 @@ Byte layout: ``dim`` bytes a row, element 0 first. The scales lie in a tensor of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.stored import Stored, check_quantizable, divided, part, scalar
+from openmsa.kv_cache.scales import check_positive, scalar
+from openmsa.kv_cache.stored import Stored, check_quantizable, divided, part
+from openmsa.runtime import devices
 
 LARGEST = 448.0
 NAN_CODE = 0x7F
@@ -62,7 +64,8 @@ class E4M3(Stored):
     data:   float8_e4m3fn ``[total, heads, dim]`` or a pool ``[num_pages, heads, page_size, dim]``, any strides (uint8 is taken
             as its bytes).
     scale:  None (1.0); float32 ``[]`` (one of the tensor; a float or ``[1]`` is taken too), ``[heads]``, or, for a pool,
-            ``[num_pages, heads]`` or ``[num_pages, 1]``. Positive and finite; the values are not read to check that.
+            ``[num_pages, heads]`` or ``[num_pages, 1]``. Positive and finite, which is checked of a float, and by `quantize`
+            of a tensor on a CPU too.
 
     Quantising divides by the scale in float32 (values of other dtypes are converted to it first) and rounds to nearest, ties
     to even; what lies past 448 * scale saturates, infinities too; NaN stays NaN, and nothing else becomes NaN. `write` keeps
@@ -72,6 +75,10 @@ class E4M3(Stored):
     data: Tensor
     scale: Tensor | None = None
     format: ClassVar[str] = "e4m3"
+
+    if TYPE_CHECKING:
+
+        def __init__(self, data: Tensor, scale: Tensor | float | None = None) -> None: ...
 
     def __post_init__(self) -> None:
         data = part("E4M3.data", self.data, self.data, (torch.float8_e4m3fn, torch.uint8))
@@ -95,8 +102,9 @@ class E4M3(Stored):
     @classmethod
     def allocate(cls, shape: tuple[int, ...], device: torch.device | str = "cpu", scale: Tensor | float | None = None) -> E4M3:
         """Makes zeros with the given scale."""
+        device = devices.usable("device", device)
         data = torch.zeros(shape, dtype=torch.uint8, device=device)
-        return cls(data.view(torch.float8_e4m3fn), scale)  # type: ignore[arg-type]
+        return cls(data.view(torch.float8_e4m3fn), scale)
 
     @classmethod
     def quantize(cls, values: Tensor, scale: Tensor | float | None = None, *, per: str | None = None) -> E4M3:
@@ -107,9 +115,15 @@ class E4M3(Stored):
             if scale is not None:
                 raise ValueError(f"per must be None when scale is given, got {per!r}")
             scale = _amax_scale(values, per)
+        elif scale is not None:
+            check_positive("scale", scale)
         stored = cls.allocate(tuple(values.shape), values.device, scale)
         stored.fill(values)
         return stored
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles codes as bytes, since PyTorch does not pickle numbers of eight bits."""
+        return E4M3, (self.data.view(torch.uint8), self.scale)
 
     @property
     def scale_strides(self) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache.stored import Stored, check_quantizable, divided, part
+from openmsa.runtime import devices
 
 STEPS = 127.49
 """The largest magnitude is so many steps of the scale. Rounding the scale up leaves more than 126.5, so the largest code is
@@ -81,6 +82,7 @@ class Int8(Stored):
 
     @classmethod
     def allocate(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Int8:
+        device = devices.usable("device", device)
         pairs = torch.zeros(*shape[:-1], 2, dtype=torch.bfloat16, device=device)
         return cls(torch.zeros(shape, dtype=torch.int8, device=device), *pairs.unbind(-1))
 
@@ -93,10 +95,15 @@ class Int8(Stored):
         return stored
 
     def to(self, device: torch.device | str) -> Int8:
-        if torch.device(device) == self.device:
+        device = devices.usable("device", device)
+        if device == self.device:
             return self
         pairs = torch.stack((self.scale, self.error), -1).to(device)
         return Int8(self.data.to(device), *pairs.unbind(-1))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles scale and error side by side, as `allocate` lays them."""
+        return _of_pairs, (self.data, torch.stack((self.scale, self.error), -1))
 
     def words(self) -> Tensor | None:
         """Returns scale (the low half) and error of each key as one int32, ``data.shape[:-1]``; None if they lie apart."""
@@ -115,3 +122,8 @@ class Int8(Stored):
     def write(self, index: tuple[Any, ...], values: Tensor) -> None:
         for own, new in zip((self.data, self.scale, self.error), encode(values.detach().float()), strict=True):
             own[index] = new
+
+
+def _of_pairs(data: Tensor, pairs: Tensor) -> Int8:
+    """Makes keys of which `pairs` ``[..., 2]`` holds scale and error."""
+    return Int8(data, *pairs.unbind(-1))

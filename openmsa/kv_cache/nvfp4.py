@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from openmsa.kv_cache import e4m3
-from openmsa.kv_cache.stored import Stored, check_quantizable, index_of, part, scalar
+from openmsa.kv_cache.scales import check_positive, scalar
+from openmsa.kv_cache.stored import Stored, check_quantizable, index_of, part
+from openmsa.runtime import devices
 
 GROUP = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -74,7 +76,8 @@ class NVFP4(Stored):
     data:          uint8 ``[..., dim // 2]``, any strides.
     scale:         float8_e4m3fn (uint8 is taken as its bytes): linear ``[..., dim // 16]``, any strides; 128x4: contiguous
                    ``[rows padded to 128, dim // 16 padded to 4]`` or more rows.
-    global_scale:  float32 ``[]`` (a float is taken too), positive and finite; None: 1.0.
+    global_scale:  float32 ``[]`` (a float is taken too), positive and finite, which is checked of a float, and by `quantize` of
+                   a tensor on a CPU too; None: 1.0.
     layout:        that of the scales, "linear" or "128x4".
 
     Quantising a group takes, in float32, scale = E4M3(largest magnitude / (6 * global_scale)) and code = E2M1(value / (scale *
@@ -87,6 +90,12 @@ class NVFP4(Stored):
     global_scale: Tensor | None = None
     layout: str = "linear"
     format: ClassVar[str] = "nvfp4"
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, data: Tensor, scale: Tensor, global_scale: Tensor | float | None = None, layout: str = "linear"
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         data = part("NVFP4.data", self.data, self.data, BYTES).view(torch.uint8)
@@ -125,11 +134,12 @@ class NVFP4(Stored):
         global_scale: Tensor | float | None = None,
         layout: str = "linear",
     ) -> NVFP4:
+        device = devices.usable("device", device)
         *lead, dim = shape
         groups = dim // GROUP
         scales = (*lead, groups) if layout == "linear" else swizzled_shape(torch.Size(lead).numel(), groups)
         data, scale = (torch.zeros(s, dtype=torch.uint8, device=device) for s in ((*lead, dim // 2), scales))
-        return cls(data, scale, global_scale, layout)  # type: ignore[arg-type]
+        return cls(data, scale, global_scale, layout)
 
     @classmethod
     def quantize(cls, values: Tensor, global_scale: Tensor | float | None = None, layout: str = "linear") -> NVFP4:
@@ -138,9 +148,15 @@ class NVFP4(Stored):
         check_quantizable(values, GROUP)
         if global_scale is None:
             global_scale = e4m3.unit(e4m3.finite_amax(values.detach(), tuple(range(values.dim()))), LARGEST * e4m3.LARGEST)
+        else:
+            check_positive("global_scale", global_scale)
         stored = cls.allocate(tuple(values.shape), values.device, global_scale, layout)
         stored.fill(values)
         return stored
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles scales as bytes, since PyTorch does not pickle numbers of eight bits."""
+        return NVFP4, (self.data, self.scale.view(torch.uint8), self.global_scale, self.layout)
 
     def in_layout(self, layout: str) -> NVFP4:
         """Gives the same numbers with scales copied into the other layout; the codes are shared."""

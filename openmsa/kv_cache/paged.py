@@ -45,7 +45,7 @@ def _allocate(
     return FORMATS[format].allocate(shape, device)
 
 
-@dataclass
+@dataclass(eq=False)
 class PagedKV(Paged):
     """This cache holds keys and values in pages.
 
@@ -54,7 +54,9 @@ class PagedKV(Paged):
     page_table:  int32 ``[batch, max_pages]``, rows contiguous; physical page of each logical page; -1 where none is assigned.
     seq_lens:    int32 ``[batch]``, contiguous; keys held for each sequence; `append` advances it in place.
 
-    A cache owns its `seq_lens`; the page table may be shared with the layer's `PagedIndexKeys`.
+    A cache that appends owns its `seq_lens`: an append raises ValueError where those of another cache advance the same tensor.
+    The page table may be shared with the layer's `PagedIndexKeys`. `to` moves a cache, and pickle and `torch.save` keep it;
+    it belongs to a run and not to a model's weights, so it has no ``state_dict``. Two caches are equal only if they are one.
     """
 
     k: Tensor | Stored
@@ -106,7 +108,7 @@ class PagedKV(Paged):
         return k, v, cu
 
 
-@dataclass
+@dataclass(eq=False)
 class PagedIndexKeys(Paged):
     """This cache holds index keys in pages as `PagedKV` holds keys, in one pool ``[num_pages, index_key_heads, page_size,
     index_dim]``: a tensor, `E4M3`, `Int8`, `NVFP4`, `MXFP4` or `CertifiedKeys`."""

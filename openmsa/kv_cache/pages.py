@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from openmsa.kv_cache import owners
 from openmsa.kv_cache.stored import PLAIN_DTYPES, Stored, check_alike, check_rows, check_values, format_of, kind_of, rows_of
-from openmsa.runtime import checks
+from openmsa.runtime import checks, devices
 from openmsa.runtime.dispatch import has_triton
 from openmsa.types import Layout, Sequences, layout, starts
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 POOL = "[num_pages, heads, page_size, dim]"
 
@@ -49,6 +53,19 @@ class Paged:
             checks.alike(name, value, first_name, first, dtype=False)
             if value.shape[-1] > 1 and value.stride(-1) != 1:  # kernels read them where they are
                 raise ValueError(f"{name} must have stride 1 in its last dimension, got strides {value.stride()}")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Says why there is no ``state_dict``."""
+            why = owners.NO_STATE_DICT if name in ("state_dict", "load_state_dict") else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{why}")
+
+    def to(self, device: torch.device | str) -> Self:
+        """Gives the cache with all of its tensors on another device; those already there are shared, not copied. A page table
+        that two caches share is copied for each."""
+        device = devices.usable("device", device)
+        return type(self)(**{name: value.to(device) for name, value in vars(self).items()})
 
     @property
     def _pool(self) -> Tensor | Stored:
@@ -105,10 +122,10 @@ class Paged:
             checks.in_range("seq_lens", self.seq_lens, 0, self.capacity + 1)
         resolved = layout(seqs, total_q, None, device, self.seq_lens, self.capacity, check)
         if check or device.type == "cpu":
-            self._check_pages(resolved.k_lens())
+            self.check_pages(resolved.k_lens())
         return resolved
 
-    def _check_pages(self, lens: Tensor) -> None:
+    def check_pages(self, lens: Tensor) -> None:
         """Raises unless every page exists that holds one of the first `lens` keys."""
         logical = torch.arange(self.page_table.shape[1], device=self.device)
         used = logical * self.page_size < lens[:, None]  # [batch, max_pages]
@@ -126,11 +143,12 @@ class Paged:
         return page * self.page_size + position % self.page_size
 
     def _gather(self, lens: Tensor | None, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+        checks.has_values("the cache", self)
         lens = self.seq_lens if lens is None else lens
         checks.tensor("lens", lens, "[batch]", (torch.int32, torch.int64))
         checks.size("lens", lens, 0, self.batch, "the batch of page_table")
         checks.in_range("lens", lens, 0, self.capacity + 1)
-        self._check_pages(lens)
+        self.check_pages(lens)
         cu = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
         sequence = torch.repeat_interleave(torch.arange(lens.numel(), device=lens.device), lens, output_size=int(cu[-1]))
         position = torch.arange(sequence.numel(), device=lens.device) - cu[sequence]
@@ -140,6 +158,7 @@ class Paged:
 
     def _append(self, new: dict[str, Tensor], cu_seqlens: Tensor | None, check: bool) -> None:
         checks.flag("check", check)
+        checks.has_values("the cache", self)
         total = self._check_new(new, check)
         on_gpu = self.device.type == "cuda" and has_triton()
         if cu_seqlens is None:
@@ -154,7 +173,8 @@ class Paged:
             if cu_seqlens.numel() - 1 != self.batch:
                 raise ValueError(f"cu_seqlens must have batch + 1 entries ({self.batch + 1}), got {cu_seqlens.numel()}")
         if check or not on_gpu:
-            sequence, position, lens = self._places(total, cu_seqlens)
+            sequence, position, lens = owners.places(self, total, cu_seqlens)
+        owners.claim_lengths(self)
         if on_gpu:
             from openmsa.kv_cache import triton_store
 
@@ -166,7 +186,7 @@ class Paged:
             if isinstance(pool, Stored):
                 pool.write(index, rows)
             else:
-                pool[index] = rows.to(pool.dtype)
+                pool[index] = rows.detach().to(pool.dtype)
         self.seq_lens.copy_(lens)
 
     def _check_new(self, new: dict[str, Tensor], check: bool) -> int:
@@ -182,44 +202,3 @@ class Paged:
             if check:
                 check_values(name, rows)
         return first.shape[0]
-
-    def _places(self, total: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Gives the sequence and position of each new token, int64 ``[total]``, and the lengths with them; raises unless each
-        has a place of its own. This reads tensors."""
-        if cu_seqlens is None:
-            cu_seqlens = torch.arange(self.batch + 1, device=self.device, dtype=torch.int32) * (total // self.batch)
-        lens = self.seq_lens + cu_seqlens.diff()
-        token = torch.arange(total, device=self.device)
-        sequence = torch.searchsorted(cu_seqlens[1:], token.int(), right=True)
-        position = token - cu_seqlens[sequence] + self.seq_lens[sequence]
-        full = (lens > self.capacity).nonzero().flatten()
-        if full.numel():
-            b = int(full[0])
-            raise ValueError(
-                f"page_table must have the capacity for the new keys ({self.capacity} keys a sequence), "
-                f"got {int(lens[b])} for sequence {b}"
-            )
-        self._check_pages(lens)
-        self._check_private(sequence, position)
-        return sequence, position, lens
-
-    def _check_private(self, sequence: Tensor, position: Tensor) -> None:
-        """Raises ValueError when a new token (its `sequence` and `position`, int64 ``[total_new]``) would land on another new
-        token or on a key that some sequence already has there: pages are shared for reading only. This reads tensors."""
-        slot = self.slots(sequence, position)
-        if slot.unique().numel() != slot.numel():
-            raise ValueError(
-                "page_table must give appended tokens places of their own, got two sequences that would write the same place"
-            )
-        page, row = slot // self.page_size, slot % self.page_size  # [total_new]
-        first_key = torch.arange(self.page_table.shape[1], device=self.device) * self.page_size
-        holds = torch.isin(self.page_table, page.int()) & (first_key < self.seq_lens[:, None])  # [batch, max_pages]
-        owner, at = holds.nonzero(as_tuple=True)
-        kept = self.seq_lens[owner] - at * self.page_size  # keys from the start of the page
-        clash = (self.page_table[owner, at][:, None] == page) & (row < kept[:, None])  # [pages that hold keys, total_new]
-        if bool(clash.any()):
-            first, token = clash.nonzero()[0].tolist()
-            raise ValueError(
-                f"page_table must not share a page that is written to: page {int(page[token])} of sequence "
-                f"{int(sequence[token])} holds keys of sequence {int(owner[first])} at row {int(row[token])}"
-            )

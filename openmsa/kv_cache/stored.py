@@ -9,13 +9,16 @@ take either.
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from openmsa.runtime import checks
+from openmsa.runtime import checks, devices
 from openmsa.runtime.dispatch import has_triton
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Plain pools have one of these dtypes; float64 serves checks against the truth."""
@@ -61,19 +64,20 @@ class Stored:
     def requires_grad(self) -> bool:
         return False
 
-    def to(self, device: torch.device | str) -> Stored:
+    def to(self, device: torch.device | str) -> Self:
         """Gives the same rows on another device."""
+        device = devices.usable("device", device)
         fields = {name: value for name, value in vars(self).items() if isinstance(value, (Tensor, Stored))}
         moved = copy.copy(self)
         for name, value in fields.items():
             object.__setattr__(moved, name, value.to(device))
         return moved
 
-    def detach(self) -> Stored:
+    def detach(self) -> Self:
         """Gives itself, since codes have no gradient."""
         return self
 
-    def __getitem__(self, rows: slice) -> Stored:
+    def __getitem__(self, rows: slice) -> Self:
         """Gives a slice of the first dimension, a view; the formats of queries offer it."""
         raise TypeError(f"{type(self).__name__} offers no slices; rows() gives numbers")
 
@@ -154,9 +158,8 @@ def check_rows(
         return
     if value.format not in formats:
         raise TypeError(f"{name} must be a torch.Tensor or stored as {' or '.join(formats)}, got {value.format}")
-    rank = shape.count(",") + 1
-    if value.dim() != rank:
-        raise ValueError(f"{name} must have shape {shape} ({rank} dimensions), got {tuple(value.shape)}")
+    if value.dim() != shape.count(",") + 1:
+        raise checks.wrong_rank(name, value, shape)
 
 
 def check_alike(name: str, value: Tensor | Stored, other_name: str, other: Tensor | Stored) -> None:
@@ -189,16 +192,6 @@ def check_quantizable(values: Any, group: int = 1) -> None:
     if values.dim() == 0 or values.shape[-1] % group:
         multiple = f", dim a multiple of {group}" if group > 1 else ""
         raise ValueError(f"values must have shape [..., dim]{multiple}, got {tuple(values.shape)}")
-
-
-def scalar(name: str, value: Tensor | float, of: Tensor) -> Tensor:
-    """Makes float32 ``[]`` on the device of `of` from a float or a float32 tensor of one element."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return torch.tensor(float(value), dtype=torch.float32, device=of.device)
-    tensor = part(name, value, of, (torch.float32,))
-    if tensor.numel() != 1:
-        raise ValueError(f"{name} must have one element, got shape {tuple(tensor.shape)}")
-    return tensor.reshape(())
 
 
 def in_items(codes: Tensor, dtype: torch.dtype, fits: bool) -> Tensor:

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
+MANY_HEADS = 64  # more key heads than that, and than keys, are rather tokens
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -18,11 +20,21 @@ def tensor(name: str, value: Any, shape: str, dtypes: tuple[torch.dtype, ...] = 
         raise TypeError(f"{name} must be a torch.Tensor of shape {shape}, got {type(value).__name__}")
     rank = shape.count(",") + 1
     if value.dim() != rank:
-        raise ValueError(f"{name} must have shape {shape} ({rank} dimensions), got {tuple(value.shape)}")
+        raise wrong_rank(name, value, shape)
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {value.dtype}")
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor (torch.strided), got {value.layout}")
+
+
+def wrong_rank(name: str, value: Any, shape: str) -> ValueError:
+    """Returns the error for a value that has not as many dimensions as `shape` shows."""
+    rule = f"{name} must have shape {shape} ({shape.count(',') + 1} dimensions), got {tuple(value.shape)}"
+    if value.dim() == 4 and shape.startswith("[total_"):
+        rule += (
+            "; [batch, heads, tokens, dim] is packed by .transpose(1, 2).flatten(0, 1), and seqs has the lengths of the batch"
+        )
+    return ValueError(rule)
 
 
 def size(name: str, value: Any, dimension: int, expected: int, because: str) -> None:
@@ -56,6 +68,16 @@ def alike(name: str, value: Any, other_name: str, other: Any, dtype: bool = True
         raise TypeError(f"{name} must have the dtype of {other_name} ({other.dtype}), got {value.dtype}")
 
 
+def heads_first(q_name: str, q: Any, k_name: str, k: Any, calls: int) -> None:
+    """Warns where `k` has more heads than tokens and than models have. calls: from here to that of the user."""
+    if k.shape[1] > max(k.shape[0], MANY_HEADS):
+        warnings.warn(
+            f"{q_name} {tuple(q.shape)} and {k_name} {tuple(k.shape)} are read as [tokens, heads, dim], which makes "
+            f"{k.shape[1]} heads of {k.shape[0]} keys: where heads stand first, pass {q_name}.transpose(0, 1) and so on",
+            stacklevel=calls + 2,
+        )
+
+
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     """`value` must be an int from `low` to `high` (no upper bound when None). An `IntEnum` is returned as a plain int."""
     if isinstance(value, bool) or not isinstance(value, int):
@@ -86,6 +108,18 @@ def scale(name: str, value: Any) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
     return float(value)
+
+
+def has_values(name: str, value: Any) -> None:
+    """`value` must not be on the meta device, whose tensors hold no values."""
+    if value.device.type == "meta":
+        raise NotImplementedError(f"{name} must hold values, which tensors on the meta device do not")
+
+
+def no_gradient(name: str, value: Any, because: str) -> None:
+    """Autograd must not be asked for a gradient of `value`, which has none."""
+    if needs_grad(value):
+        raise ValueError(f"{name} must not require a gradient, as {because}; pass {name}.detach()")
 
 
 def finite(name: str, value: Tensor) -> None:

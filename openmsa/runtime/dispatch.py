@@ -13,8 +13,9 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
 
-from openmsa.runtime import compiler_key
+from openmsa.runtime import compiler_key, explanation
 from openmsa.runtime.checks import needs_grad
+from openmsa.runtime.explanation import Explanation
 
 CallT = TypeVar("CallT", bound="tuple[Any, ...]")
 """The checked call of a stage is a named tuple, whose fields are the parameters of every implementation, in order."""
@@ -67,20 +68,6 @@ def _imported(path: str) -> tuple[ModuleType, str]:
     return importlib.import_module(module), function
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """An explanation says which implementation of a stage serves a call, and why each other one does not."""
-
-    stage: str
-    chosen: str | None
-    reasons: Mapping[str, str]
-
-    def __str__(self) -> str:
-        lines = [f"{self.stage}: {self.chosen or 'no implementation can run'}"]
-        lines += [f"  {name}: {reason}" for name, reason in self.reasons.items()]
-        return "\n".join(lines)
-
-
 class Stage(Generic[CallT]):
     """A stage is a public operation: the public function, the function that checks its arguments, and the table of its
     implementations in order of preference.
@@ -108,32 +95,17 @@ class Stage(Generic[CallT]):
 
     def check(self, *args: Any, **kwargs: Any) -> CallT:
         """Returns the checked call of the public function with these arguments and, for those left out, its defaults."""
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return self.check_call(**{name: value for name, value in bound.arguments.items() if name != "impl"})
+        return self.check_call(**explanation.arguments(self.signature, self.name, args, kwargs))
 
-    def check_name(self, impl: str) -> None:
-        """`impl` must be "auto" or stand in the table."""
-        names = [row.name for row in self.table]
-        if impl != "auto" and impl not in names:
-            raise ValueError(f"impl must be 'auto' or one of {names} for {self.name}, got {impl!r}")
+    @property
+    def names(self) -> list[str]:
+        """Returns the names of the implementations, in the order of the table."""
+        return [row.name for row in self.table]
 
     def explain(self, impl: str, call: CallT) -> Explanation:
         """Says what `run` would choose for this checked call, and why."""
-        self.check_name(impl)
-        chosen, reasons = None, {}
-        for row in self.table:
-            if impl not in ("auto", row.name):
-                reasons[row.name] = f"not asked for: impl={impl!r}"
-            elif (reason := row.refuse(call)) is not None:
-                reasons[row.name] = reason
-            elif impl == "auto" and (reason := row.reserve(call)) is not None:
-                reasons[row.name] = reason
-            elif chosen is not None:
-                reasons[row.name] = f"could run, but {chosen!r} stands before it in the table"
-            else:
-                chosen, reasons[row.name] = row.name, "chosen"
-        return Explanation(self.name, chosen, reasons)
+        check_name(impl, self)
+        return explanation.of_table(self.name, self.table, impl, call)
 
     def run(self, impl: str, call: CallT) -> Any:
         """Calls the first implementation that can serve; NotImplementedError lists every refusal when none can."""
@@ -150,8 +122,13 @@ class Stage(Generic[CallT]):
                 continue  # `reserve` goes first: it looks at shapes, where `refuse` may import kernels
             if impl in ("auto", row.name) and row.refuse(call) is None:
                 return row
-        explanation = self.explain(impl, call)
-        raise NotImplementedError(f"impl={impl!r} cannot serve this call of {self.name}:\n{explanation}")
+        raise NotImplementedError(f"impl={impl!r} cannot serve this call of {self.name}:\n{self.explain(impl, call)}")
+
+
+def check_name(impl: str, *stages: Stage[Any]) -> None:
+    """`impl` must be "auto" or stand in the table of each of these stages."""
+    if impl != "auto" and not all(impl in stage.names for stage in stages):
+        raise ValueError(explanation.of_names(impl, {stage.name: stage.names for stage in stages}))
 
 
 def unless_cpu(*tensors: Any) -> str | None:
@@ -226,6 +203,11 @@ def unless_reads(reads: Mapping[str, tuple[str, ...]], **operands: Any) -> str |
         if stored not in reads[name]:
             return f"it reads {name} stored as {' or '.join(reads[name])}, got {stored}"
     return None
+
+
+def unless_values(tensor: Any) -> str | None:
+    """Refuses a tensor on the meta device for a reference, which serves every other device."""
+    return "tensors on the meta device hold no values, not even for impl='reference'" if tensor.device.type == "meta" else None
 
 
 def on_gpu_by_name_only(tensor: Any) -> str | None:

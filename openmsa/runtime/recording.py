@@ -163,6 +163,7 @@ _CUDA: dict[str, Any] = {
     "Stream": _Ordered,
     "current_device": lambda: 0,
     "current_stream": _Ordered,
+    "device_count": lambda: 1,
     "is_available": lambda: True,
     "is_current_stream_capturing": lambda: False,
     "is_initialized": lambda: True,

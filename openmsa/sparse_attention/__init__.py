@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -12,8 +12,56 @@ from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.results import check_places, tensors_of
 from openmsa.runtime import checks, dispatch
-from openmsa.runtime.dispatch import Implementation, Stage, never
+from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Layout, Sequences
+
+
+@overload
+def sparse_attention(
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
+    blocks: Tensor,
+    seqs: Sequences | None = None,
+    *,
+    block_size: int = 128,
+    softmax_scale: float | None = None,
+    return_lse: Literal[False] = False,
+    impl: str = "auto",
+    check: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def sparse_attention(
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
+    blocks: Tensor,
+    seqs: Sequences | None = None,
+    *,
+    block_size: int = 128,
+    softmax_scale: float | None = None,
+    return_lse: Literal[True],
+    impl: str = "auto",
+    check: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sparse_attention(
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
+    blocks: Tensor,
+    seqs: Sequences | None = None,
+    *,
+    block_size: int = 128,
+    softmax_scale: float | None = None,
+    return_lse: bool,
+    impl: str = "auto",
+    check: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def sparse_attention(
@@ -176,7 +224,7 @@ STAGE = Stage(
         Implementation(
             "reference",
             "openmsa.sparse_attention.reference:sparse_attention",
-            never,
+            lambda call: dispatch.unless_values(call.q),
             lambda call: dispatch.on_gpu_by_name_only(call.q),
         ),
     ),

@@ -106,6 +106,7 @@ def test_what_it_is_given(monkeypatch):
         gluon_sm90_attend, "launch_sm90_attend", lambda call: given.append(call) or triton_prefill.launch_union(call)
     )
     monkeypatch.setattr(triton_prefill, "facts", lambda _: COMPILE_TARGETS[90])
+    monkeypatch.setattr(triton_prefill, "FEWEST_TILES", 0)
     for path in ("union", "auto"):
         check(run(checked, path=path), expected)
     assert [call.lists.union.has_union.item() for call in given] == [1, 1]
