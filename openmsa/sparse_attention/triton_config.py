@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -147,30 +148,26 @@ def prefill_config(
 FEW_LIST_BYTES = 64 << 20
 """The lists of the KV-outer form for few queries take at most so many bytes."""
 FEW_READERS = 12
-"""A block is read by at most so many queries on average where that form is the faster one."""
+"""A block is read by at most so many queries on average where that form is the faster one;"""
+FEW_ROWS = ((1024, 64), (2048, 24))
+"""by at most the second number where queries times key heads are at most the first."""
+LONE_TILES = 1.4
+"""With fewer union tiles a multiprocessor, a program that walks a union is waited for by all others."""
 
 
 def few_queries(total_q: int, head_dim: int, topk: int, num_kv_heads: int, num_buckets: int) -> bool:
     """Tells whether tiles that do not stay together take the KV-outer form for few queries: their lists fit, and few queries on
     average read a block."""
     lists = total_q * num_kv_heads * num_buckets * 4
-    return head_dim <= 128 and lists <= FEW_LIST_BYTES and total_q * topk <= FEW_READERS * num_buckets
+    readers = next((most for rows, most in FEW_ROWS if total_q * num_kv_heads <= rows), FEW_READERS)
+    return head_dim <= 128 and lists <= FEW_LIST_BYTES and total_q * topk <= readers * num_buckets
 
 
-def few_union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> int:
-    """Returns what `union_limit` returns, where blocks have few readers. Up to one query a block no tile goes to the union
-    kernel (-1); above, a tile does whose union has at most three quarters of the blocks that its queries select."""
-    return -1 if queries_per_block <= 1 else topk * config.union_tokens * 3 // 4
-
-
-def patient_limit(limit: int, topk: int, tiles: float) -> int:
-    """Returns a limit on unions where a multiprocessor has so many tiles: the fewer they are, the longer the others wait for
-    the program that walks the widest union."""
-    return int(min(limit, topk + max(limit - topk, 0) * tiles / PATIENT_TILES))
-
-
-PATIENT_TILES = 4.0
-"""From so many tiles a multiprocessor on, wide unions are walked while others are."""
+def few_union_limit(config: PrefillConfig, topk: int, queries_per_block: float, tiles: float = math.inf) -> int:
+    """Returns what `union_limit` returns, where blocks have few readers. Up to one query a block, and with fewer than
+    `LONE_TILES` tiles a multiprocessor (`tiles`), no tile goes to the union kernel (-1); else a tile does whose union has at
+    most three quarters of the blocks that its queries select."""
+    return -1 if queries_per_block <= 1 or tiles < LONE_TILES else topk * config.union_tokens * 3 // 4
 
 
 def union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> int:

@@ -33,7 +33,6 @@ from openmsa.sparse_attention.triton_config import (
     few_queries,
     few_union_limit,
     padded_dim,
-    patient_limit,
     union_limit,
 )
 from openmsa.sparse_attention.triton_keys import Descriptors, Keys
@@ -204,10 +203,10 @@ class Plan(NamedTuple):
         entries = chunk_tiles * tokens * topk
         # The limit does not depend on the chunk: except for the form for few queries, the workspace must not change which
         # kernel serves a tile. Hopper's kernel walks a wide union in too few programs.
-        scarce = few or (tuned and readers <= FEW_READERS)
-        limit = (few_union_limit if scarce else union_limit)(config, topk, readers)
-        if tuned and plain:
-            limit = patient_limit(limit, topk, num_tiles * keys.heads / facts(queries.data.device).num_sms)
+        if few:
+            limit = few_union_limit(config, topk, readers, num_tiles * keys.heads / facts(queries.data.device).num_sms)
+        else:
+            limit = (few_union_limit if tuned and readers <= FEW_READERS else union_limit)(config, topk, readers)
         limit = {"union": most, "outer": 0, "few": -1}.get(path, limit)
         return cls(
             group=group,

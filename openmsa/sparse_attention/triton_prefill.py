@@ -22,7 +22,7 @@ from openmsa.primitives.softmax import Result
 from openmsa.runtime.devices import facts
 from openmsa.runtime.launch import runs_hopper_kernels
 from openmsa.runtime.tape import computes
-from openmsa.sparse_attention.triton_config import PrefillConfig, prefill_config
+from openmsa.sparse_attention.triton_config import PrefillConfig, few_queries, prefill_config
 from openmsa.sparse_attention.triton_expand import copies_of, expand, expands
 from openmsa.sparse_attention.triton_few import launch_few
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Descriptors, Keys
@@ -31,7 +31,7 @@ from openmsa.sparse_attention.triton_outer import launch_outer
 from openmsa.sparse_attention.triton_union import launch_union
 from openmsa.types import Layout
 
-FEWEST_TILES = 1.0
+FEWEST_TILES = 3.5
 """Hopper's union kernel for plain keys serves calls with so many tiles a multiprocessor or more: it takes twice the queries of
 Triton's in a tile, which fewer programs then walk for longer."""
 ROWS = 128  # (query, head) rows of such a tile
@@ -87,7 +87,8 @@ def sparse_attention(
     tile = (q.shape[2], q.shape[1] // keys.heads, block_size, device.arch // 10)
     tuned = None
     if config is None and path in ("auto", "union"):
-        tuned = _tuned(queries, keys, prefill_config(*tile), block_size)
+        few = few_queries(q.shape[0], q.shape[2], blocks.shape[2], keys.heads, buckets_of(keys, seqs, block_size))
+        tuned = _tuned(queries, keys, prefill_config(*tile), block_size, few and path == "auto")
     copies = None  # Triton's union kernel reads stored keys as copies; Hopper's own and KV-outer read them as they are.
     if path == "auto" and tuned is None and keys.stored and expands(keys, queries.data.dtype, readers, workspace_bytes):
         copies = copies_of(keys, queries.data.dtype)
@@ -128,8 +129,11 @@ def sparse_attention(
     return (out, lse) if return_lse else out
 
 
-def _tuned(queries: QueryRows, keys: Keys, config: PrefillConfig, block_size: int) -> Callable[[PrefillCall], None] | None:
-    """Returns the launch of Hopper's own union kernel where one serves, else None."""
+def _tuned(
+    queries: QueryRows, keys: Keys, config: PrefillConfig, block_size: int, few: bool
+) -> Callable[[PrefillCall], None] | None:
+    """Returns the launch of Hopper's own union kernel where one serves, else None. few: whether the rest of plain keys goes to
+    the form for few queries, whose units have the tiles' queries; the kernel's own tiles are too large for that."""
     if not runs_hopper_kernels(queries.data.device):
         return None
     if not keys.stored:
@@ -137,7 +141,7 @@ def _tuned(queries: QueryRows, keys: Keys, config: PrefillConfig, block_size: in
 
         device = facts(queries.data.device)
         tiles = queries.data.shape[0] * queries.data.shape[1] // ROWS
-        enough = tiles >= FEWEST_TILES * device.num_sms
+        enough = tiles >= FEWEST_TILES * device.num_sms and not few
         plain = enough and gluon_sm90_attend.serves(device, queries, keys, config, block_size)
         return gluon_sm90_attend.launch_sm90_attend if plain else None
     from openmsa.sparse_attention import gluon_sm90_union

@@ -97,6 +97,13 @@ def checked_call(p, blocks, page_size=0, scale=0.2):
     return STAGE.check(p.q, k, v, blocks.to(DEVICE), p.seqs, block_size=BLOCK, softmax_scale=scale, return_lse=True)
 
 
+@pytest.fixture(autouse=True)
+def small_calls(monkeypatch):
+    """The kernel serves calls of any size, also those with few queries."""
+    monkeypatch.setattr(triton_prefill, "FEWEST_TILES", 0)
+    monkeypatch.setattr(triton_prefill, "few_queries", lambda *sizes: False)
+
+
 def test_what_it_is_given(monkeypatch):
     """Without a GPU: another kernel in its place finds all that it needs."""
     checked, expected = case("pages", torch.float16)
@@ -106,7 +113,6 @@ def test_what_it_is_given(monkeypatch):
         gluon_sm90_attend, "launch_sm90_attend", lambda call: given.append(call) or triton_prefill.launch_union(call)
     )
     monkeypatch.setattr(triton_prefill, "facts", lambda _: COMPILE_TARGETS[90])
-    monkeypatch.setattr(triton_prefill, "FEWEST_TILES", 0)
     for path in ("union", "auto"):
         check(run(checked, path=path), expected)
     assert [call.lists.union.has_union.item() for call in given] == [1, 1]

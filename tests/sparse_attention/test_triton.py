@@ -346,8 +346,13 @@ def test_configuration(head_dim, group, major):
 def test_few_queries():
     assert few_queries(768, 128, 16, 4, 1024)
     assert not few_queries(769, 128, 16, 4, 1024), "more than 12 queries a block"
+    assert few_queries(1820, 128, 16, 1, 1214), "at most 24, as rows are few"
+    assert not few_queries(1820, 128, 16, 1, 1213)
+    assert few_queries(1024, 128, 16, 1, 256), "at most 64, as rows are very few"
+    assert not few_queries(1024, 128, 16, 1, 255)
     assert not few_queries(64, 256, 16, 4, 1024), "wide heads were not measured"
     assert not few_queries(512, 128, 16, 8, 8192), "lists of 64 MiB at most"
     config = prefill_config(128, 16, 128, 9)
     assert few_union_limit(config, 16, 1.0) == -1, "one query a block: no tile stays together"
     assert few_union_limit(config, 16, 1.1) == 48 < config.union_tokens * 16
+    assert few_union_limit(config, 16, 20, tiles=1.3) == -1, "no tile stays together that all others would wait for"
