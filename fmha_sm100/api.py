@@ -19,7 +19,7 @@ from fmha_sm100.sparse_fmha_adapter import sparse_fmha, sparse_fmha_plan
 from openmsa import E4M3, select_blocks_from_scores
 from openmsa.kv_cache.results import apart, tensors_of
 from openmsa.kv_cache.stored import wide_dtype
-from openmsa.runtime import checks
+from openmsa.runtime import checks, tracing
 
 __all__ = [
     "_fmha_sm100",
@@ -36,6 +36,7 @@ LAYOUTS = {"HKT": (0, 2, 1), "THK": (1, 0, 2)}
 """For each layout, this says where heads, queries and tiles stand among the dimensions of a max-score tensor."""
 
 
+@tracing.operator("fmha_sm100::fmha_sm100")
 def fmha_sm100(
     q: Tensor,
     k: Tensor,
@@ -186,12 +187,14 @@ def checked(
     return call
 
 
+@tracing.operator("fmha_sm100::run_plan")
 @functools.wraps(checked, assigned=())  # its arguments are those of `checked`
 def _fmha_sm100(*args: Any, **kwargs: Any) -> Results:
     """Does what `fmha_sm100` does, for the dict that `_fmha_sm100_plan` returns."""
     return checked(*args, **kwargs).results()
 
 
+@tracing.operator("fmha_sm100::sparse_topk_select")
 def sparse_topk_select(
     max_score: Tensor,
     topk: int,

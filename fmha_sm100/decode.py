@@ -14,11 +14,12 @@ from fmha_sm100.schedules import UNPLANNED, DecodeAttentionSchedule, DecodeShape
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import check_dense
 from openmsa.kv_cache.stored import out_dtype, wide_dtype
-from openmsa.runtime import checks
+from openmsa.runtime import checks, tracing
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention import check_sparse
 
 
+@tracing.operator("fmha_sm100::sparse_decode_atten_func")
 def sparse_decode_atten_func(
     q: Tensor,
     k: Tensor,

@@ -20,7 +20,7 @@ from fmha_sm100.operands import checked_starts, given_longest
 from fmha_sm100.plan_rows import table_of_sequences
 from openmsa import MXFP4, NVFP4, PagedIndexKeys, Sequences, block_scores
 from openmsa.kv_cache import mxfp4, nvfp4
-from openmsa.runtime import checks
+from openmsa.runtime import checks, tracing
 
 BLOCK = 128
 PACKED = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
@@ -45,6 +45,7 @@ _FORMATS = {
 }
 
 
+@tracing.operator("fmha_sm100::fp4_indexer_block_scores")
 def fp4_indexer_block_scores(
     q_fp4: Tensor,
     k_fp4: Tensor,
@@ -93,11 +94,8 @@ def fp4_indexer_block_scores(
     checks.tensor("k_fp4", k_fp4, "[num_pages, num_k_heads, page_size, dim // 2]", PACKED)
     checks.size("k_fp4", k_fp4, 3, q_fp4.shape[2], "dim // 2 of q_fp4")
     tensors = {
-        "k_fp4": k_fp4,
-        "q_scale": q_scale,
-        "k_scale": k_scale,
-        "kv_indices": kv_indices,
-        "cu_page_offsets": cu_page_offsets,
+        **{"k_fp4": k_fp4, "q_scale": q_scale, "k_scale": k_scale},
+        **{"kv_indices": kv_indices, "cu_page_offsets": cu_page_offsets},
     }
     checks.tensor("kv_indices", kv_indices, "[pages of all sequences]", (torch.int32,))
     for name in ("q_scale", "k_scale"):

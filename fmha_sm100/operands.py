@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fmha_sm100 import operators as _operators  # noqa: F401 (registers them)
 from openmsa import E4M3, NVFP4, PagedKV, Sequences
 from openmsa.kv_cache.results import apart, tensors_of
 from openmsa.runtime import checks

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fmha_sm100.operands import flags
 from fmha_sm100.plan_rows import device_of, placed, rows_of
-from openmsa.runtime import checks
+from openmsa.runtime import checks, tracing
 
 TILE = 128
 """A max-score tile has so many keys in the public package."""
@@ -61,6 +61,7 @@ def fmha_sm100_plan(
     between plans and takes requests in any order; ``causal=False`` is truly so whatever lengths are written later. Wrong
     arguments raise ValueError or TypeError.
     """
+    tracing.refuse_to_trace("fmha_sm100_plan")
     flags(split_prefill_decode=split_prefill_decode)
     qo = _lengths("qo_segment_lens", qo_segment_lens, None)
     longer = (qo > (DECODE_QUERIES if options.get("kv_block_num", -1) != -1 else SHORT_QUERIES)).nonzero()
@@ -127,6 +128,7 @@ def _fmha_sm100_plan(
     ``max_seqlen_k``, ``total_k``, ``total_rows`` (pages), ``batch``, ``blk_kv``, ``num_qo_heads``, ``qhead_per_kv`` and
     ``usable_SM_count``.
     """
+    tracing.refuse_to_trace("fmha_sm100_plan")
     flags(output_maxscore=output_maxscore, causal=causal, use_fp8_kvcache=use_fp8_kvcache)
     for name, count in (("num_kv_splits", num_kv_splits), ("usable_SM_count", usable_SM_count)):
         checks.integer(name, count, -1)

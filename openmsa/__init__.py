@@ -17,6 +17,8 @@ from openmsa.kv_cache import E4M3, MXFP4, NVFP4, CertifiedKeys, Int8, PagedIndex
 from openmsa.plan import AttentionPlan
 from openmsa.sparse_attention import sparse_attention
 
+from openmsa import operators  # noqa: F401 isort: skip
+
 __version__ = "0.1.0"
 
 __all__ = [

@@ -17,7 +17,7 @@ from openmsa.block_topk import STAGE as SELECTION
 from openmsa.inputs import SelectionCall, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
-from openmsa.runtime import checks
+from openmsa.runtime import checks, tracing
 from openmsa.runtime.dispatch import check_name, has_triton
 from openmsa.runtime.kinds import Kinds, Memory, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
@@ -90,7 +90,7 @@ class AttentionPlan:
         counts = (self.total_q, self.topk, self.block_size, self.init_blocks, self.local_blocks)
         numbers = (*counts, self.softmax_scale, self.certified, chunk, self.impl)
         kind, self._addresses, _ = LAYERS.look(*numbers, *self._own)
-        self._kind = LAYERS.number(kind)
+        self._kind, self.number = LAYERS.number(kind), tracing.numbered(self)
 
     def _made_layout(self) -> Layout:
         seqs = Sequences(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k, self.q_offset)
@@ -128,6 +128,7 @@ class AttentionPlan:
                 if kept is not None and kept.data_ptr() != value.data_ptr():
                     kept.copy_(value)
 
+    @tracing.operator("openmsa::plan_select")
     def select(self, index_q: Tensor | Stored, index_k: Tensor | Stored) -> Tensor:
         """Selects the blocks that each query of a layer reads.
 
@@ -152,6 +153,7 @@ class AttentionPlan:
         self._first([partial(self._select, call, i) for i in range(len(self._rows))], "select", index_q, index_k, blocks)
         return blocks
 
+    @tracing.operator("openmsa::plan_attend")
     def attend(
         self,
         q: Tensor | Stored,
@@ -178,9 +180,8 @@ class AttentionPlan:
             return out
         checks.size("q", q, 0, self.total_q, "total_q of the plan")
         keys = (k, v) if self.page_table is None else (self._paged(PagedKV, k, v), None)
-        call = check_sparse(
-            q, keys[0], keys[1], blocks, self._layout, self.block_size, self.softmax_scale, True, False
-        ).writing(out, lse)
+        call = check_sparse(q, keys[0], keys[1], blocks, self._layout, self.block_size, self.softmax_scale, True, False)
+        call = call.writing(out, lse)
         self._first([partial(self._attend, call, i) for i in range(len(self._rows))], "attend", q, k, v, blocks, out, lse)
         return out
 
@@ -231,16 +232,15 @@ class AttentionPlan:
     def _first(self, steps: list[Callable[[], None]], *values: Any) -> None:
         """Runs the first layer of a kind, in steps, and records its launches on a GPU."""
         if checks.needs_grad(*tensors_in(*values)):
-            raise NotImplementedError(
-                "a plan computes no gradients, got tensors that require one; call it under torch.no_grad()"
-            )
+            reason = "a plan computes no gradients, got tensors that require one; call it under torch.no_grad()"
+            raise NotImplementedError(reason)
         launches = LAYERS.look(self._kind, *values)
         with torch.no_grad():
             if self._device.type != "cuda" or not has_triton():
                 for step in steps:
                     step()
-            elif (reason := LAYERS.first(launches, steps, (*values, *self._own))) is not None:
-                self._reasons[reason] = None
+            elif (failed := LAYERS.first(launches, steps, (*values, *self._own))) is not None:
+                self._reasons[failed] = None
 
 
 def _rounded(bound: int) -> int:

@@ -9,11 +9,12 @@ from torch import Tensor
 from openmsa.block_topk.given_scores import TopkCall, check_scores
 from openmsa.inputs import SelectionCall, check_selection
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.runtime import dispatch
+from openmsa.runtime import dispatch, tracing
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Sequences
 
 
+@tracing.operator("openmsa::select_blocks")
 def select_blocks(
     index_q: Tensor | Stored,
     index_k: Tensor | Stored | PagedIndexKeys,
@@ -56,6 +57,7 @@ def select_blocks(
     return blocks
 
 
+@tracing.operator("openmsa::select_blocks_from_scores")
 def select_blocks_from_scores(
     scores: Tensor,
     topk: int = 16,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.stored import QUERY_FORMATS, check_rows
-from openmsa.runtime import checks, devices
+from openmsa.runtime import checks, devices, tracing
 from openmsa.runtime.kinds import Kinds, Memory
 
 MAX_NEW_TOKENS = 16
@@ -72,7 +72,8 @@ class DecodePlan:
     device: torch.device | str = "cuda"
 
     def __post_init__(self) -> None:
-        self._device, self._tokens = devices.resolved("device", self.device), 0
+        self._device, self._tokens, self._in_graph = devices.resolved("device", self.device), 0, False
+        self.number = tracing.numbered(self)  # which stands for the plan in graphs
         self._kinds, self._memory = Kinds(), Memory()
         self._index_heads = self.num_kv_heads if self.index_heads is None else self.index_heads
         self._check_numbers()
@@ -171,6 +172,9 @@ class DecodePlan:
 
         Returns `out`. `blocks` and `lse` then hold the selection and the softmax denominators.
         """
+        if torch.compiler.is_compiling() and not self._in_graph:
+            given = {"self": self, "q": q, "kv": kv, "index_q": index_q, "index_keys": index_keys, "out": out}
+            return tracing.TRACED["openmsa::run_decode_plan"](given)
         call = self._kinds.look(q, kv, index_q, index_keys, out)
         if call.replays is not None:
             self._tokens = q.shape[0]
@@ -218,12 +222,8 @@ class DecodePlan:
         self, name: str, value: Tensor | E4M3, batch: int, heads: int, dim: int, formats: tuple[str, ...] = ()
     ) -> None:
         check_rows(name, value, "[batch * new_tokens, heads, dim]", formats, (self.dtype,))
-        sizes = (
-            (batch * self.new_tokens, f"the cache's batch {batch} times new_tokens {self.new_tokens}"),
-            (heads, "heads of the plan"),
-            (dim, "dim of the plan"),
-        )
-        for axis, (size, meaning) in enumerate(sizes):
+        tokens = batch * self.new_tokens, f"the cache's batch {batch} times new_tokens {self.new_tokens}"
+        for axis, (size, meaning) in enumerate((tokens, (heads, "heads of the plan"), (dim, "dim of the plan"))):
             checks.size(name, value, axis, size, meaning)
         if value.device != self._device:
             raise ValueError(f"{name} must be on the device of the plan ({self._device}), got {value.device}")
@@ -234,8 +234,7 @@ class DecodePlan:
         for attribute, value in expected.items():
             if getattr(cache, attribute) != value:
                 raise ValueError(f"{name}.{attribute} must be {value} in this plan, got {getattr(cache, attribute)}")
-        pages = cache.page_table.shape[1]
-        if pages > self.max_pages:
+        if (pages := cache.page_table.shape[1]) > self.max_pages:
             raise ValueError(f"{name}.page_table.shape[1] must be at most max_pages ({self.max_pages}), got {pages}")
 
 

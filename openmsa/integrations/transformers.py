@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from openmsa.attention import msa_attention
 from openmsa.block_topk import STAGE as SELECTION
+from openmsa.integrations.padding import real_first, real_lengths, real_tokens, static_mask
 from openmsa.runtime import checks
 from openmsa.runtime.dispatch import check_name
 from openmsa.sparse_attention import STAGE as ATTENTION
@@ -156,10 +157,12 @@ def packed_forward(name: str, attend: PackedAttention) -> Callable[..., tuple[Te
             seqs = equal_lengths(query.shape[0], query.shape[2], key.shape[2], query.device)
             q, k, v = (x.flatten(0, 1) for x in packed)
             return attend(module, q, k, v, seqs, scale).reshape(packed[0].shape), None
-        seqs, q_rows, k_rows = _real_tokens(attention_mask, query.shape[2])
-        q, k, v = packed[0][q_rows], *(x[:, : k_rows.shape[1]][k_rows] for x in packed[1:])
-        out = torch.zeros_like(packed[0])  # [batch, q_len, num_q_heads, head_dim]
-        out[q_rows] = attend(module, q, k, v, seqs, scale)
+        q_real, k_real = real_tokens(attention_mask, query.shape[2], key.shape[2])
+        seqs = real_lengths(q_real, k_real)
+        q_rows, k_rows = real_first(q_real), real_first(k_real)
+        q, k, v = (x[rows].flatten(0, 1) for x, rows in zip(packed, (q_rows, k_rows, k_rows), strict=True))
+        out = torch.empty_like(packed[0], memory_format=torch.contiguous_format)  # [batch, q_len, num_q_heads, head_dim]
+        out[q_rows] = attend(module, q, k, v, seqs, scale).view(out.shape)
         return out, None
 
     return forward
@@ -179,11 +182,19 @@ def padding_mask(name: str) -> Callable[..., Tensor | None]:
         device: torch.device | str = "cpu",
         **kwargs: Any,
     ) -> Tensor | None:
-        """Returns None or bool ``[batch, k_len]``, True at real tokens, whose last q_length columns are the queries'."""
+        """Returns None where every token is real and no key lies behind the queries, else bool ``[batch, filled]``, True at
+        real tokens, whose last q_length columns are the queries'. In a traced graph, where a static cache's `q_offset` is a
+        tensor, it is ``[batch, kv_length + q_length]``: the keys' columns, those behind the queries False, then the queries'.
+        """
         if mask_function is not causal_mask_function or kv_offset:
             _refuse(
-                name, "a mask other than causal (a sliding window, chunks, packed position_ids, or bidirectional attention)"
+                name,
+                "a mask other than causal (a sliding window, chunks, packed position_ids, or bidirectional attention; a traced "
+                "graph without attention_mask and cache counts as packed)",
             )
+        traced = torch.compiler.is_compiling()
+        if traced and isinstance(q_offset, Tensor):
+            return static_mask(batch_size, q_length, kv_length, q_offset, attention_mask)
         filled = int(q_offset) + q_length  # A static cache hands over more keys than it holds.
         if filled > kv_length:
             _refuse(name, f"a cache that hands over {kv_length} keys for {filled} tokens")
@@ -195,7 +206,7 @@ def padding_mask(name: str) -> Callable[..., Tensor | None]:
                 f"attention_mask must cover {filled} tokens (cached and new), got shape {tuple(attention_mask.shape)}"
             )
         attention_mask = attention_mask[:, :filled].bool()
-        return None if filled == kv_length and bool(attention_mask.all()) else attention_mask
+        return None if not traced and filled == kv_length and bool(attention_mask.all()) else attention_mask
 
     return mask
 
@@ -222,10 +233,3 @@ def equal_lengths(batch: int, q_len: int, k_len: int, device: torch.device) -> S
     """Returns the lengths of `batch` sequences of q_len queries and k_len keys each."""
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
     return Sequences(starts * q_len, starts * k_len, q_len, k_len)
-
-
-def _real_tokens(mask: Tensor, q_len: int) -> tuple[Sequences, Tensor, Tensor]:
-    """Returns the packed lengths, and which queries and keys are real: bool ``[batch, q_len]`` and ``[batch, k_len]``."""
-    q_rows = mask[:, mask.shape[1] - q_len :]
-    cu_q, cu_k = (nn.functional.pad(rows.sum(1).cumsum(0), (1, 0)).to(torch.int32) for rows in (q_rows, mask))
-    return Sequences(cu_q, cu_k, q_len, mask.shape[1]), q_rows, mask

@@ -18,6 +18,7 @@ from openmsa.kv_cache.nvfp4 import NVFP4
 from openmsa.kv_cache.pages import Paged
 from openmsa.kv_cache.stored import INDEX_FORMATS, KEY_FORMATS, PLAIN_DTYPES, Stored
 from openmsa.runtime import checks
+from openmsa.runtime.tracing import operator
 
 FORMATS: dict[str, type[Stored]] = {f.format: f for f in (E4M3, Int8, NVFP4, MXFP4, CertifiedKeys)}
 
@@ -86,6 +87,7 @@ class PagedKV(Paged):
     def pools(self) -> Mapping[str, Tensor | Stored]:
         return {"k": self.k, "v": self.v}
 
+    @operator("openmsa::append_kv")
     def append(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, *, check: bool = False) -> None:
         """Writes new tokens behind each sequence's keys and advances `seq_lens`.
 
@@ -138,6 +140,7 @@ class PagedIndexKeys(Paged):
     def pools(self) -> Mapping[str, Tensor | Stored]:
         return {"keys": self.keys}
 
+    @operator("openmsa::append_index_keys")
     def append(self, keys: Tensor, cu_seqlens: Tensor | None = None, *, check: bool = False) -> None:
         """Writes new index keys ``[total_new, index_key_heads, index_dim]`` as `PagedKV.append` writes keys."""
         self._append({"keys": keys}, cu_seqlens, check)

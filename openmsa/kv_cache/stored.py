@@ -16,6 +16,7 @@ from torch import Tensor
 
 from openmsa.runtime import checks, devices
 from openmsa.runtime.dispatch import has_triton
+from openmsa.runtime.tracing import operator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -91,6 +92,7 @@ class Stored:
         page stay; those of a row or a group are computed from the values."""
         raise NotImplementedError
 
+    @operator("openmsa::dequantize")
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Gives all rows as numbers; on a GPU one kernel makes them, except for float64."""
         if self._in_triton() and dtype != torch.float64:
@@ -99,6 +101,7 @@ class Stored:
             return triton_store.dequantize(self, dtype)
         return self.rows(dtype=dtype)
 
+    @operator("openmsa::fill")
     def fill(self, values: Tensor) -> None:
         """Does what ``write((), values)`` does; on a GPU by one kernel."""
         if self._in_triton():

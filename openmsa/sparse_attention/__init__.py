@@ -11,7 +11,7 @@ from torch import Tensor
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.results import check_places, tensors_of
-from openmsa.runtime import checks, dispatch
+from openmsa.runtime import checks, dispatch, tracing
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Layout, Sequences
 
@@ -64,6 +64,7 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@tracing.operator("openmsa::sparse_attention")
 def sparse_attention(
     q: Tensor | Stored,
     k: Tensor | Stored | PagedKV,

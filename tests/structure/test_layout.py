@@ -22,7 +22,7 @@ ROOMS = (
     "decode",
     "attention",
     "plan",
-    "explain",
+    "explain operators",
     "openmsa",  # the package itself: its public names
     "testing",
     "bench integrations fmha_sm100",

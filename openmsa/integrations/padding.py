@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: MIT
+"""Padded rows become packed sequences whose sizes follow from shapes, so that nothing is read on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from openmsa.types import Sequences
+
+
+def static_mask(batch: int, q_len: int, k_len: int, q_offset: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Returns which keys of a static cache and which queries are real, bool ``[batch, k_len + q_len]``."""
+    slot = torch.arange(k_len, device=q_offset.device)
+    real = (slot < q_offset + q_len).expand(batch, k_len)
+    if attention_mask is not None:
+        given = attention_mask[:, :k_len].bool()
+        real = real & nn.functional.pad(given, (0, k_len - given.shape[1]))
+    own = slot[:q_len] + q_offset  # [q_len], the columns of the queries
+    return torch.cat((real, real.index_select(1, own)), 1)
+
+
+def real_tokens(mask: Tensor, q_len: int, k_len: int) -> tuple[Tensor, Tensor]:
+    """Returns which queries and which keys are real, bool ``[batch, q_len]`` and ``[batch, keys]``, of what a `padding_mask`
+    gave. Keys behind the last column of a mask hold nothing."""
+    if mask.shape[1] > k_len:
+        return mask[:, k_len:], mask[:, :k_len]
+    return mask[:, mask.shape[1] - q_len :], mask
+
+
+def real_first(real: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns an index of ``[batch, length]`` that puts each row's real tokens first, in their order."""
+    return torch.arange(real.shape[0], device=real.device)[:, None], real.logical_not().byte().argsort(dim=1, stable=True)
+
+
+def real_lengths(q_real: Tensor, k_real: Tensor) -> Sequences:
+    """Returns the lengths of rows with their real tokens first. Each row is three sequences: its real tokens, its padding
+    queries without a key, and its padding keys without a query."""
+    q_held, k_held, q_len, k_len = q_real.sum(1), k_real.sum(1), q_real.shape[1], k_real.shape[1]
+    nothing = torch.zeros_like(q_held)
+    q_lens = torch.stack((q_held, q_len - q_held, nothing), 1)
+    k_lens = torch.stack((k_held, nothing, k_len - k_held), 1)
+    cu_q, cu_k = (nn.functional.pad(lens.flatten().cumsum(0), (1, 0)).to(torch.int32) for lens in (q_lens, k_lens))
+    return Sequences(cu_q, cu_k, q_len, k_len)
