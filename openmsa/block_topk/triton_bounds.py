@@ -20,19 +20,10 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.kv_cache import Int8
 from openmsa.primitives import operands
-from openmsa.primitives.factors import fixed_point, load_rows, query_rows
+from openmsa.primitives.codes import key_errors, key_scales, load_of_keys
 from openmsa.primitives.operands import Scores
-from openmsa.primitives.rows import (
-    KeyTiles,
-    Tile,
-    key_errors,
-    key_scales,
-    key_strides,
-    load_keys,
-    load_of_keys,
-    padded,
-    tile_start,
-)
+from openmsa.primitives.queries import fixed_point, load_rows, query_rows
+from openmsa.primitives.rows import KeyTiles, key_strides, padded
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,
     Config,
@@ -46,6 +37,7 @@ from openmsa.primitives.scoring import (
     tiles_of,
     walk,
 )
+from openmsa.primitives.tiles import Tile, load_keys, tile_start
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 
