@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="index"
 """Index queries are scored with tiles of index keys, and the maxima of blocks taken: this file says how a program walks tiles,
 how a context is cut, which rows a program serves, what it multiplies, and how maxima are written."""
 

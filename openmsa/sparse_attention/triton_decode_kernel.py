@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-# mypy: allow-untyped-defs, disable-error-code="assignment, misc"
+# mypy: allow-untyped-defs, disable-error-code="assignment"
 # ruff: noqa: RUF005 (kernels know no unpacking)
 """This is the kernel of split decode attention: programs walk tiles of selected keys, plain (`triton_decode_walk`) or stored
 (`triton_decode_stored`), and the last one merges their partials.
