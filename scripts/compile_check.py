@@ -5,8 +5,9 @@
     python scripts/compile_check.py [--all] [--arch 80 90 100 120] [--match TEXT] [--jobs N] [--sass DIRECTORY]
 
 The calls, in the folder `compile_calls`, run under `openmsa.runtime.recording`; launches that compile to the same code count
-once. Every variant is compiled for sm_90, which the kernels are tuned for. For each other architecture a part is compiled in
-which every constant, type and option occurs that some launch there has; with --all, every variant is. Prints, for each kernel
+once. Every variant is compiled for sm_90, which the kernels are tuned for. For each other architecture (for all others together
+where a kernel has no matrix products) a part is compiled in which every constant, type and option occurs that some launch there
+has; with --all, every variant is. Prints, for each kernel
 and architecture, how many variants are compiled and recorded, their most registers, stack bytes and shared memory and their
 matrix instructions, and below them each fault: a call or a compilation that fails, spills, a missing matrix instruction, more
 shared memory than the architecture has. Exits with 1 on a fault.
@@ -97,12 +98,14 @@ def variants(archs: list[int], match: str) -> tuple[list[Variant], list[str]]:
 
 
 def part(wanted: list[Variant]) -> list[Variant]:
-    """Returns the variants for `TUNED`, and of the others those that cover what the variants of their kernel there have."""
+    """Returns the variants for `TUNED`, and of the others those that cover what the variants of their kernel have: on each
+    architecture, or, where the kernel has no matrix products, on any of them, since little in such code is one architecture's own."""
     kept = [variant for variant in wanted if variant.launch.arch == TUNED]
     others: dict[Any, list[Variant]] = {}
     for variant in wanted:
         if variant.launch.arch != TUNED:
-            others.setdefault((variant.launch.kernel, variant.launch.arch), []).append(variant)
+            arch = variant.launch.arch if variant.launch.name in KNOWN else None
+            others.setdefault((variant.launch.kernel, arch), []).append(variant)
     for group in others.values():
         kept += [group[place] for place in covering([variant.launch for variant in group])]
     return kept
