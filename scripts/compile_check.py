@@ -99,7 +99,7 @@ def variants(archs: list[int], match: str) -> tuple[list[Variant], list[str]]:
 
 def part(wanted: list[Variant]) -> list[Variant]:
     """Returns the variants for `TUNED`, and of the others those that cover what the variants of their kernel have: on each
-    architecture, or, where the kernel has no matrix products, on any of them, as little in such code is an architecture's own."""
+    architecture, or, where the kernel has no matrix products, on any of them, as little of such code is one's own."""
     kept = [variant for variant in wanted if variant.launch.arch == TUNED]
     others: dict[Any, list[Variant]] = {}
     for variant in wanted:
