@@ -2,24 +2,24 @@
 # SPDX-License-Identifier: MIT
 """Compiles what calls would launch on sm_80, sm_90, sm_100 and sm_120, and inspects the machine code. Needs no GPU.
 
-    python scripts/compile_check.py [--arch 80 90 100 120] [--match TEXT] [--jobs N] [--sass DIRECTORY]
+    python scripts/compile_check.py [--all] [--arch 80 90 100 120] [--match TEXT] [--jobs N] [--sass DIRECTORY]
 
 The calls, in the folder `compile_calls`, run under `openmsa.runtime.recording`; launches that compile to the same code count
-once. Prints, for each kernel and architecture, how many variants there are, their most registers, stack bytes and shared
-memory and their matrix instructions, and below them each fault: a call or a compilation that fails, spills, a missing matrix
-instruction, more shared memory than the architecture has. Exits with 1 on a fault.
+once. Every variant is compiled for sm_90, which the kernels are tuned for. For each other architecture (for all others together
+where a kernel has no matrix products) a part is compiled in which every constant, type and option occurs that some launch there
+has; with --all, every variant is. Prints, for each kernel
+and architecture, how many variants are compiled and recorded, their most registers, stack bytes and shared memory and their
+matrix instructions, and below them each fault: a call or a compilation that fails, spills, a missing matrix instruction, more
+shared memory than the architecture has. Exits with 1 on a fault.
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
+import gc
 import os
 import re
-import struct
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 
 os.environ.pop("TRITON_INTERPRET", None)  # Triton reads this when it is imported.
 os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # Line numbers are not read here.
+os.environ.setdefault("MLIR_DISABLE_MULTITHREADING", "1")  # Each process has one core.
 
 import torch
-import triton
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -41,17 +41,17 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from compile_calls import calls
+from compile_calls.covering import covering
 from compile_calls.known import KNOWN
+from compile_calls.machine_code import disassembled, instructions, resources, write
 
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.runtime.recording import Launch, recording
 
 ARCHS = tuple(COMPILE_TARGETS)
+TUNED = 90  # Every variant is compiled for this one.
 WGMMA = ("HGMMA", "QGMMA", "IGMMA")
 MATRIX = re.compile(r"(?<![.\w])(U?[A-Z0-9]*(?:MMA|TCHMMA|TCQMMA)[A-Z]*)[.\s]")
-INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/(.*)$", re.MULTILINE)
-MACHINES = {80: "SM80", 90: "SM90a", 100: "SM100a", 120: "SM120a"}  # nvdisasm has these names for what Triton compiles for.
-TOOLS = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin"
 CHUNK = 12  # So many variants are disassembled at a time, as the tool takes long to start.
 
 
@@ -97,15 +97,24 @@ def variants(archs: list[int], match: str) -> tuple[list[Variant], list[str]]:
     return list(found.values()), failures
 
 
+def part(wanted: list[Variant]) -> list[Variant]:
+    """Returns the variants for `TUNED`, and of the others those that cover what the variants of their kernel have: on each
+    architecture, or, where the kernel has no matrix products, on any of them, as little of such code is one's own."""
+    kept = [variant for variant in wanted if variant.launch.arch == TUNED]
+    others: dict[Any, list[Variant]] = {}
+    for variant in wanted:
+        if variant.launch.arch != TUNED:
+            arch = variant.launch.arch if variant.launch.name in KNOWN else None
+            others.setdefault((variant.launch.kernel, arch), []).append(variant)
+    for group in others.values():
+        kept += [group[place] for place in covering([variant.launch for variant in group])]
+    return kept
+
+
 def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__} {str(error).strip()[-200:].rsplit(chr(10), 1)[-1]}"
-
-
-def tool(name: str, *arguments: str) -> str:
-    """Returns the output of one of the binary tools in triton's wheel."""
-    return subprocess.run([str(TOOLS / name), *arguments], check=True, capture_output=True, text=True).stdout
 
 
 def inspect(chunk: list[int], sass_to: Path | None) -> list[Inspection]:
@@ -120,58 +129,20 @@ def inspect(chunk: list[int], sass_to: Path | None) -> list[Inspection]:
             codes.append(b"")
             continue
         found[-1].shared = compiled.metadata.shared
-        codes.append(_text(compiled.asm["cubin"]))
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-            cubin.write(compiled.asm["cubin"])
-            cubin.flush()
-            usage = tool("cuobjdump", "-res-usage", cubin.name)
-            if sass_to is not None:
-                _write(sass_to, files, tool("cuobjdump", "-sass", cubin.name), compiled.asm["ptx"])
-        found[-1].registers = max((int(n) for n in re.findall(r"REG:(\d+)", usage)), default=0)
-        found[-1].stack = max((int(n) for n in re.findall(r"STACK:(\d+)", usage)), default=0)
-    for inspection, text, index in zip(found, _disassembled(codes, found[0].arch), chunk, strict=True):
+        codes.append(instructions(compiled.asm["cubin"]))
+        found[-1].registers, found[-1].stack = resources(compiled.asm["cubin"])
+        if sass_to is not None:
+            write(sass_to, files, compiled.asm)
+    for inspection, text, index in zip(found, disassembled(codes, found[0].arch), chunk, strict=True):
         inspection.reloads = len(re.findall(r"\bLDL\b", text))
         inspection.matrix = Counter(MATRIX.findall(text))
         if not inspection.faults:
             inspection.faults += faults(inspection, _WANTED[index].launch)
+    gc.collect()
     return found
 
 
 _WANTED: list[Variant] = []  # The processes that compile inherit it.
-
-
-def _text(cubin: bytes) -> bytes:
-    """Returns the instructions of a cubin, an ELF file: its sections named .text."""
-    (start,), (size, count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HHH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
-    strings = sections[names][4]
-    return b"".join(cubin[at : at + n] for name, _, _, _, at, n in sections if cubin[strings + name :].startswith(b".text"))
-
-
-def _disassembled(codes: list[bytes], arch: int) -> list[str]:
-    """Returns each of the codes as text, with one start of the tool for all."""
-    starts = [sum(map(len, codes[:i])) for i in range(len(codes))]
-    lines: list[list[str]] = [[] for _ in codes]
-    if any(codes):
-        with tempfile.NamedTemporaryFile() as joined:
-            joined.write(b"".join(codes))
-            joined.flush()
-            text = tool("nvdisasm", "-b", MACHINES[arch], joined.name)
-        for at, line in INSTRUCTION.findall(text):
-            lines[bisect.bisect_right(starts, int(at, 16)) - 1].append(line)
-    return ["\n".join(part) for part in lines]
-
-
-def _write(folder: Path, files: list[str], sass: str, ptx: str) -> None:
-    """Writes the disassembly and, in the order of the launch, the types of the parameters, under every name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    parameters = re.findall(r"^\s*\.param (.*?) \w+_param_\d+(.*?),?$", ptx, re.MULTILINE)
-    for ending, text in (("sass", sass), ("params", "".join(f"{kind}{size}\n" for kind, size in parameters))):
-        first = folder / f"{files[0]}.{ending}"
-        first.write_text(text)
-        for name in files[1:]:
-            (folder / f"{name}.{ending}").unlink(missing_ok=True)
-            (folder / f"{name}.{ending}").hardlink_to(first)
 
 
 def faults(found: Inspection, launch: Launch) -> list[str]:
@@ -200,9 +171,9 @@ def chunks(wanted: list[Variant], jobs: int) -> Iterator[list[int]]:
     yield from ([i] for i in small)
 
 
-def show(results: list[Inspection], console: Console) -> None:
-    """Prints one row for each kernel and architecture, and the faults in full."""
-    table = Table("kernel", "arch", "variants", "regs", "stack", "LDL", "shared", "matrix", "")
+def show(results: list[Inspection], recorded: Counter[tuple[str, int]], console: Console) -> None:
+    """Prints one row for each kernel and architecture, and the faults in full. recorded: variants of each, compiled or not."""
+    table = Table("kernel", "arch", "compiled of", "regs", "stack", "LDL", "shared", "matrix", "")
     for column in table.columns[2:7]:
         column.justify = "right"
     for kernel, arch in sorted({(r.kernel, r.arch) for r in results}):
@@ -211,7 +182,7 @@ def show(results: list[Inspection], console: Console) -> None:
         matrix = " ".join(sorted(set().union(*(r.matrix for r in here))))
         failed = sum(bool(r.faults) for r in here)
         verdict = f"[red]{failed} with faults" if failed else "[green]ok"
-        table.add_row(kernel, f"sm_{arch}", str(len(here)), *worst, matrix, verdict)
+        table.add_row(kernel, f"sm_{arch}", f"{len(here)} {recorded[kernel, arch]:3}", *worst, matrix, verdict)
     console.print(table)
     for result in results:
         for fault in result.faults:
@@ -221,16 +192,22 @@ def show(results: list[Inspection], console: Console) -> None:
 def main() -> int:
     """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help=f"compile every variant for other architectures than sm_{TUNED} too")
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHS, choices=ARCHS)
     parser.add_argument("--match", default="", help="only launches whose 'call kernel' contains this text")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: one a core")
-    parser.add_argument("--sass", type=Path, help="also write disassembly and parameters of each launch to this directory")
+    parser.add_argument(
+        "--sass", type=Path, help="also write disassembly and parameters of each launch to this directory; implies --all"
+    )
     options = parser.parse_args()
     console, start = Console(width=None if sys.stdout.isatty() else 160), time.perf_counter()
     torch.set_num_threads(1)  # Processes are forked from this one.
-    wanted, failures = variants(list(options.arch), options.match)
+    recorded, failures = variants(list(options.arch), options.match)
+    wanted = recorded if options.all or options.sass else part(recorded)
     _WANTED.extend(wanted)
-    console.print(f"{len(wanted)} variants, recorded in {time.perf_counter() - start:.0f} s")
+    console.print(f"{len(recorded)} variants recorded in {time.perf_counter() - start:.0f} s; {len(wanted)} are compiled")
+    gc.freeze()  # What stands here is not searched for garbage again and again: compiling takes a fifth less time.
+    gc.disable()
     results: list[Inspection] = []
     with ProcessPoolExecutor(options.jobs, get_context("fork")) as pool, Progress(console=console, transient=True) as progress:
         bar = progress.add_task("compiling", total=len(wanted))
@@ -238,7 +215,7 @@ def main() -> int:
         for done in running:
             results += done.result()
             progress.update(bar, completed=len(results))
-    show(results, console)
+    show(results, Counter((variant.launch.name, variant.launch.arch) for variant in recorded), console)
     for failure in failures:
         console.print(failure, style="red", markup=False)
     failed = sum(bool(r.faults) for r in results) + len(failures)

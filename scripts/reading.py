@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: MIT
 """Counts what a reader opens to follow one call from the public function to the last kernel. Needs no GPU.
 
-    python scripts/reading.py [--files]
+    python scripts/reading.py [--files] [--names]
 
 The host code runs on tensors without a GPU while its launches are recorded. A reader opens every file of the packages in which
-a function runs, and every file in which a kernel, or a device function that a kernel names, is written. Device functions count
-by name, so their files are an upper bound.
+a function runs, and every file in which a kernel, or a device function that it calls with the constants of the launch, is
+written: Triton's front end says which these are. With --names every device function counts that a kernel names, also in
+branches that the constants leave out, such as those of formats.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,11 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)  # Triton reads this when it is imported.
 
 import torch
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.compiler.code_generator import CodeGenerator
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITCallable
 
 from openmsa import DecodePlan, PagedIndexKeys, PagedKV, msa_attention
@@ -46,8 +52,9 @@ class Reading:
         return sum(len(path.read_text().splitlines()) for path in self.files)
 
 
-def read(call: Callable[[], Any], launches: list[Launch]) -> Reading:
-    """Runs a call whose launches are recorded in `launches`, once to import what it needs and once to count what it opens."""
+def read(call: Callable[[], Any], launches: list[Launch], device: Callable[[Launch], Iterable[JITCallable]]) -> Reading:
+    """Runs a call whose launches are recorded in `launches`, once to import what it needs and once to count what it opens.
+    device: tells the device functions of a launch."""
     call()
     functions: dict[tuple[str, str, int], None] = {}
     start = len(launches)
@@ -63,24 +70,53 @@ def read(call: Callable[[], Any], launches: list[Launch]) -> Reading:
     finally:
         sys.setprofile(None)
     host = [key for key in functions if _ours(Path(key[0])) and not key[0].endswith("recording.py")]
-    device = {function: None for launch in launches[start:] for function in _device_functions(launch.kernel)}
-    files = [Path(name) for name, _, _ in host] + [Path(function.fn.__code__.co_filename) for function in device]
-    return Reading(tuple(dict.fromkeys(files)), len(host) + len(device), len(launches) - start)
+    kernels = {function: None for launch in launches[start:] for function in device(launch)}
+    files = [Path(name) for name, _, _ in host] + [_file(function) for function in kernels]
+    return Reading(tuple(dict.fromkeys(files)), len(host) + len(kernels), len(launches) - start)
 
 
 def _ours(path: Path) -> bool:
     return any(package in path.parents for package in PACKAGES)
 
 
-def _device_functions(kernel: JITCallable) -> Iterator[JITCallable]:
+def _file(function: JITCallable) -> Path:
+    return Path(function.fn.__code__.co_filename)
+
+
+def called(launch: Launch) -> Iterator[JITCallable]:
+    """Yields the kernel and every device function that it calls with these constants, outside of Triton."""
+    found: dict[JITCallable, None] = {}
+    begin = CodeGenerator.__init__
+
+    def begun(*arguments: Any, jit_fn: JITCallable, **options: Any) -> None:
+        found[jit_fn] = None
+        begin(*arguments, jit_fn=jit_fn, **options)
+
+    target = GPUTarget("cuda", launch.arch, 32)
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = kind(launch.kernel, launch.signature, launch.constexprs, launch.attributes)
+    functions, modules = backend.get_codegen_implementation(launch.options), backend.get_module_map()
+    CodeGenerator.__init__ = begun
+    try:
+        source.make_ir(target, launch.options, functions, modules, context)
+    finally:
+        CodeGenerator.__init__ = begin
+    yield from (function for function in found if _ours(_file(function)))
+
+
+def named(launch: Launch) -> Iterator[JITCallable]:
     """Yields the kernel and every device function that it names, or that one of these names, outside of Triton."""
+    kernel = launch.kernel
     found, open_ = {kernel: None}, [kernel]
     while open_:
         function = open_.pop()
         names = function.fn.__globals__
         for name in _names(function.fn.__code__):
             value = names.get(name)
-            if isinstance(value, JITCallable) and value not in found and _ours(Path(value.fn.__code__.co_filename)):
+            if isinstance(value, JITCallable) and value not in found and _ours(_file(value)):
                 found[value] = None
                 open_.append(value)
     yield from found
@@ -131,13 +167,13 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
 }
 
 
-def readings() -> dict[str, Reading]:
+def readings(device: Callable[[Launch], Iterable[JITCallable]] = called) -> dict[str, Reading]:
     """Returns what each of `CALLS` takes to read."""
     found = {}
     for name, prepare in CALLS.items():
         with recording(90) as launches:
             call = prepare()
-            found[name] = read(call, launches)
+            found[name] = read(call, launches, device)
     return found
 
 
@@ -145,9 +181,10 @@ def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", action="store_true", help="also name the files")
+    parser.add_argument("--names", action="store_true", help="count every device function that is named")
     options = parser.parse_args()
     print(f"{'call':24}{'files':>7}{'lines':>7}{'functions':>11}{'launches':>10}")
-    for name, found in readings().items():
+    for name, found in readings(named if options.names else called).items():
         print(f"{name:24}{len(found.files):7}{found.lines:7}{found.functions:11}{found.launches:10}")
         for path in found.files if options.files else ():
             print(f"    {len(path.read_text().splitlines()):5} {path.relative_to(ROOT)}")

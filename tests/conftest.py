@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
+from types import FunctionType, ModuleType
 
 import torch
 
@@ -90,5 +92,28 @@ def _widen_bfloat16() -> None:
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp = cast_impl, create_fp_to_fp
 
 
+def _quicken() -> None:
+    """The interpreter prepares the language again at each call of a device function, and computes whether integers overflow,
+    which it tells only in debug mode. Both took more than half of its time and change no result."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    prepare = interpreter._patch_lang
+
+    @functools.cache
+    def languages(function: FunctionType) -> list[ModuleType]:
+        """These modules are prepared for it."""
+        return [value for value in function.__globals__.values() if value is tl or value is tl.core]
+
+    def prepare_once(function: FunctionType) -> object:
+        unprepared = any(tl.core.is_builtin(language.load) for language in languages(function))
+        return prepare(function) if unprepared else interpreter._LangPatchScope()
+
+    interpreter._patch_lang = prepare_once
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     _widen_bfloat16()
+    _quicken()

@@ -21,10 +21,11 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.block_scores import triton_lanes
 from openmsa.block_scores.gluon_sm90_scores import row_factors, sequence_bounds
-from openmsa.primitives import factors, rows, scoring
+from openmsa.primitives import queries, scoring, tiles
 from openmsa.primitives.operands import QueryRows, Scores
-from openmsa.primitives.rows import PAGE, KeyTiles, Tile
+from openmsa.primitives.rows import KeyTiles
 from openmsa.primitives.scoring import Lengths, in_words, splits, words_a_stride
+from openmsa.primitives.tiles import PAGE, Tile
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel
 
@@ -49,10 +50,10 @@ CODES = gl.constexpr(
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0]))
 COPIED_SCALES = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-exists = gluon.jit(rows.exists.fn)
+exists = gluon.jit(tiles.exists.fn)
 scale_pairs = gluon.jit(triton_lanes.scale_pairs.fn)
 scaled_codes = gluon.jit(triton_lanes.scaled_codes.fn)
-power_of_two = gluon.jit(factors.power_of_two.fn)
+power_of_two = gluon.jit(queries.power_of_two.fn)
 
 
 @gluon.jit
@@ -180,7 +181,7 @@ def sm90_lane_kernel(
                 if i_t >= i_full:
                     s = gl.where((i_t * BLOCK + (j * SLOT + i * STEP) + o_k)[:, None] <= i_last[None, :], s, float("-inf"))
                 best = gl.maximum(best, s)
-        m = gl.max(best, 0) * 256.0 * b_f  # see `openmsa.primitives.factors.raised`
+        m = gl.max(best, 0) * 256.0 * b_f  # see `openmsa.primitives.queries.raised`
         m = gl.where(m > float("-inf"), m, float("-inf"))
         gl.store(p_s + i_t.to(gl.int64) * scores.s_block, m, mask=m_row, eviction_policy="evict_last")
     async_copy.wait_group(0)

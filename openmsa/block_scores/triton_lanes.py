@@ -16,17 +16,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.kv_cache.triton_numbers import swizzled_word
-from openmsa.primitives.factors import (
-    ASM,
-    e2m1_parts,
-    e4m3_bytes,
-    float16_rows,
-    load_rows,
-    query_numbers,
-    row_factors,
-    spread_rows,
-)
-from openmsa.primitives.rows import exists, page_number, row_in_page, tile_start
+from openmsa.primitives.codes import ASM, e2m1_parts, e4m3_bytes
+from openmsa.primitives.queries import float16_rows, load_rows, query_numbers, row_factors, spread_rows
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,
     rows_of,
@@ -37,6 +28,7 @@ from openmsa.primitives.scoring import (
     tiles_of,
     unspread,
 )
+from openmsa.primitives.tiles import exists, page_number, row_in_page, tile_start
 
 STEP = tl.constexpr(32)
 """A warp multiplies so many keys at a time."""

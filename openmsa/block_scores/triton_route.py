@@ -14,10 +14,11 @@ from openmsa.block_scores.triton_config import config
 from openmsa.block_scores.triton_lanes import lane_kernel
 from openmsa.block_scores.triton_score_kernel import score_kernel
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.primitives.factors import product_type, query_rows
 from openmsa.primitives.operands import QueryRows, Scores
-from openmsa.primitives.rows import PAGE_FACTOR, KeyTiles, Tile, padded
+from openmsa.primitives.queries import product_type, query_rows
+from openmsa.primitives.rows import PAGE_FACTOR, KeyTiles, padded
 from openmsa.primitives.scoring import Kind, Lengths, Product, in_words, kind_of, splits
+from openmsa.primitives.tiles import Tile
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, runs_hopper_kernels
 from openmsa.types import Layout
@@ -138,12 +139,16 @@ def _tuned(
 ) -> Callable[..., None] | None:
     """Returns the function that launches one of Hopper's own kernels, or None where none of them serves. even: scores can be
     written in sectors."""
-    from openmsa.block_scores import gluon_sm90_lanes, gluon_sm90_scores
+    if kind.lanes:
+        from openmsa.block_scores import gluon_sm90_lanes
 
-    if gluon_sm90_lanes.serves(device, keys, queries, tile, rows, kind.lanes):
-        return partial(gluon_sm90_lanes.launch, pdl=pdl)
-    plain = keys.view.form.factor != PAGE_FACTOR and queries.s_dim == 1 and even and not pdl
-    return gluon_sm90_scores.launch if plain and gluon_sm90_scores.serves(device, kind, tile, rows, group) else None
+        if gluon_sm90_lanes.serves(device, keys, queries, tile, rows, kind.lanes):
+            return partial(gluon_sm90_lanes.launch, pdl=pdl)
+    if keys.view.form.factor == PAGE_FACTOR or queries.s_dim != 1 or not even or pdl:
+        return None
+    from openmsa.block_scores import gluon_sm90_scores
+
+    return gluon_sm90_scores.launch if gluon_sm90_scores.serves(device, kind, tile, rows, group) else None
 
 
 def _in_sectors(scores: Tensor) -> bool:

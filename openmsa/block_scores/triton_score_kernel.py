@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from openmsa.primitives.factors import query_factors, row_factors
-from openmsa.primitives.rows import tile_start
+from openmsa.primitives.queries import query_factors, row_factors
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,
     rows_of,
@@ -27,6 +26,7 @@ from openmsa.primitives.scoring import (
     store_visible,
     tiles_of,
 )
+from openmsa.primitives.tiles import tile_start
 
 
 @triton.jit(do_not_specialize=RUNTIME_LENGTHS)

@@ -20,19 +20,10 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.kv_cache import Int8
 from openmsa.primitives import operands
-from openmsa.primitives.factors import fixed_point, load_rows, query_rows
+from openmsa.primitives.codes import key_errors, key_scales, load_of_keys
 from openmsa.primitives.operands import Scores
-from openmsa.primitives.rows import (
-    KeyTiles,
-    Tile,
-    key_errors,
-    key_scales,
-    key_strides,
-    load_keys,
-    load_of_keys,
-    padded,
-    tile_start,
-)
+from openmsa.primitives.queries import fixed_point, load_rows, query_rows
+from openmsa.primitives.rows import KeyTiles, key_strides, padded
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,
     Config,
@@ -46,6 +37,7 @@ from openmsa.primitives.scoring import (
     tiles_of,
     walk,
 )
+from openmsa.primitives.tiles import Tile, load_keys, tile_start
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 
@@ -224,28 +216,19 @@ def bounds_kernel(
     p_w = candidates + tl.program_id(1).to(tl.int64) * (tl.cdiv(num_blocks, CUT.sub) * CUT.parts * WORDS)
     p_w += tl.arange(0, WORDS)
     # 3. Tiles that all rows see whole come first, then those at the end of the keys, with a mask.
-    for i_t in tl.range(first, i_full, num_stages=STAGES):
-        i_k = tile_start(i_t, CUT)
-        m, words = bound_tile(
-            b_n, b_unit, b_norm, b_grain, keys, tma, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-            DIM, DIM_PAD, PAGING, CUT, False,
-        )  # fmt: skip
-        if CUT.parts == 2:
-            m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
-            best = m
-        store_maxima(p_b, m, None, i_t, num_blocks, s_block, m_c, CUT.sub, CUT.parts)
-        tl.store(p_w + i_t * WORDS, words.to(candidates.dtype.element_ty), eviction_policy="evict_last")
-    for i_t in tl.range(tl.maximum(first, i_full), i_end, num_stages=1):
-        i_k = tile_start(i_t, CUT)
-        m, words = bound_tile(
-            b_n, b_unit, b_norm, b_grain, keys, tma, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
-            DIM, DIM_PAD, PAGING, CUT, True,
-        )  # fmt: skip
-        if CUT.parts == 2:
-            m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
-            best = m
-        store_maxima(p_b, m, None, i_t, num_blocks, s_block, m_c, CUT.sub, CUT.parts)
-        tl.store(p_w + i_t * WORDS, words.to(candidates.dtype.element_ty), eviction_policy="evict_last")
+    for MASKED in tl.static_range(2):
+        begin, end = (tl.maximum(first, i_full), i_end) if MASKED else (first, i_full)
+        for i_t in tl.range(begin, end, num_stages=1 if MASKED else STAGES):
+            i_k = tile_start(i_t, CUT)
+            m, words = bound_tile(
+                b_n, b_unit, b_norm, b_grain, keys, tma, errors, page_row, i_h, i_k, i_last, k_start, k_len, num_pages,
+                DIM, DIM_PAD, PAGING, CUT, MASKED,
+            )  # fmt: skip
+            if CUT.parts == 2:
+                m = tl.where(i_t % 2 == 1, tl.maximum(best, m), m)
+                best = m
+            store_maxima(p_b, m, None, i_t, num_blocks, s_block, m_c, CUT.sub, CUT.parts)
+            tl.store(p_w + i_t * WORDS, words.to(candidates.dtype.element_ty), eviction_policy="evict_last")
 
 
 def bounds_config(device: Device, rows: int, dim: int, tile: Tile, indirect: bool, tma: bool) -> Config:

@@ -17,9 +17,10 @@ from openmsa.decode.two_parts import Buffers, InTurn, Part, Side, TwoParts, sele
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import E4M3, CertifiedKeys, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
-from openmsa.primitives.rows import KeyTiles, Tile
+from openmsa.primitives.rows import KeyTiles
 from openmsa.primitives.scoring import Lengths
 from openmsa.primitives.softmax import Partials
+from openmsa.primitives.tiles import Tile
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div
 from openmsa.runtime.tape import computes

@@ -11,15 +11,15 @@ from torch import Tensor
 from openmsa.decode.triton_layer import EVERY, Attending, IndexBranch, MainBranch, Scoring, Words, layer_kernel
 from openmsa.decode.triton_select import LANES
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
-from openmsa.primitives.factors import query_rows
 from openmsa.primitives.operands import Output, PageTable
-from openmsa.primitives.rows import Tile, tma_tiles
+from openmsa.primitives.queries import query_rows
+from openmsa.primitives.tiles import Tile, tma_tiles
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention import triton_decode
 from openmsa.sparse_attention.triton_decode import key_rows
-from openmsa.sparse_attention.triton_decode_kernel import Shape
+from openmsa.sparse_attention.triton_decode_walk import Shape
 
 MAX_BLOCKS = 256
 """One launch is faster than three where a sequence has at most so many blocks, those of 32K keys."""

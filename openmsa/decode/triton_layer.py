@@ -21,13 +21,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.decode.triton_select import LANES, chosen_ids, load_words, no_words, select
-from openmsa.primitives.factors import load_rows
 from openmsa.primitives.operands import KeyRows, PageTable, QueryRows
-from openmsa.primitives.rows import Tile, tile_start
-from openmsa.primitives.scoring import block_maxima
+from openmsa.primitives.queries import load_rows
+from openmsa.primitives.tiles import Tile, block_maxima, tile_start
 from openmsa.primitives.waiting import absent, any_of, arrived, draw, fetch_ahead, look, put, put_pairs, value_of
 from openmsa.sparse_attention.triton_decode import Config as Cut
-from openmsa.sparse_attention.triton_decode_kernel import Shape, first_keys, store_rows, walk
+from openmsa.sparse_attention.triton_decode_kernel import store_rows
+from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, walk
 
 EVERY, SCORE, ATTEND, MERGE = (tl.constexpr(i) for i in range(4))  # These are the kinds of programs in a launch.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openmsa.block_topk.triton_topk import free_range, next_id, ordered, popcount
+from openmsa.block_topk.triton_ids import free_range, next_id, ordered, popcount
 from openmsa.primitives.waiting import absent, any_of, look, value_of
 
 LANES = tl.constexpr(32)

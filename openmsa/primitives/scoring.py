@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-# mypy: allow-untyped-defs
-
+# mypy: allow-untyped-defs, disable-error-code="index"
 """Index queries are scored with tiles of index keys, and the maxima of blocks taken: this file says how a program walks tiles,
 how a context is cut, which rows a program serves, what it multiplies, and how maxima are written."""
 
@@ -16,9 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from openmsa.primitives import operands
-from openmsa.primitives.factors import e2m1_parts, e4m3_numbers, fp4_unit, group_numbers, int8_parts
+from openmsa.primitives.codes import (
+    e2m1_parts,
+    e4m3_numbers,
+    fp4_unit,
+    group_numbers,
+    int8_parts,
+    load_group_scales,
+    load_scales,
+)
 from openmsa.primitives.operands import Bounds, KeyRows
-from openmsa.primitives.rows import FLAT, PAGES, Form, KeyTiles, Tile, load_group_scales, load_keys, load_scales
+from openmsa.primitives.rows import Form, KeyTiles
+from openmsa.primitives.tiles import FLAT, PAGES, Tile, block_maxima, load_keys
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import next_power_of_two
 from openmsa.types import Layout
@@ -255,33 +263,6 @@ def tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, CUT
 
 
 @triton.jit
-def block_maxima(
-    s, i_k, i_last,
-    TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, SWAP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Takes the best product of each row with each block of a tile, [rows, SUB] ([rows] when SUB is 1); NaN where all are NaN.
-    s: [rows, TILE], or with SWAP [TILE, rows]. i_last: the last key that each row sees."""
-    o_k = tl.arange(0, TILE)
-    if SWAP:
-        counts = (o_k < KEYS)[:, None]
-        if MASKED:
-            counts = counts & (i_k + o_k[:, None] <= i_last[None, :])
-    else:
-        counts = (o_k < KEYS)[None, :]
-        if MASKED:
-            counts = counts & (i_k + o_k[None, :] <= i_last[:, None])
-    if MASKED or KEYS < TILE:
-        s = tl.where(counts, s, float("-inf"))
-    if SUB == 1:
-        m = tl.max(s, 0 if SWAP else 1)
-    elif SWAP:
-        m = tl.max(tl.reshape(s, [SUB, TILE // SUB, s.shape[1]]), 1).T
-    else:
-        m = tl.max(tl.reshape(s, [s.shape[0], SUB, TILE // SUB]), 2)
-    return m
-
-
-@triton.jit
 def unspread(s, ROWS: tl.constexpr):
     """Gives products of keys with `spread_rows`, [keys, rows]; what a thread has of other columns is dropped."""
     s = tl.split(s.reshape(s.shape[0], s.shape[1] // 2, 2))[0]
@@ -335,7 +316,9 @@ def score_tile(
         b_g = load_group_scales(
             keys, page_row, i_h, i_k, k_start, k_len, num_pages, PAGING, TILE, GROUPS, FORM.swizzled, CUT_OFF
         )  # fmt: skip
-    b_s = load_scales(keys, page_row, i_h, i_k, k_start, k_len, num_pages, FORM, PAGING, TILE, CUT_OFF)
+    b_s = None
+    if FORMAT == 2 or FORM.factor == 2:
+        b_s = load_scales(keys, page_row, i_h, i_k, k_start, k_len, num_pages, FORM, PAGING, TILE, CUT_OFF)
     # 2. Keys become factors, and are multiplied with rows of queries.
     if FORMAT == 0:
         s = times(b_q, b_k, None, SWAP)

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openmsa.primitives.operands import PLAIN, QueryRows
-from openmsa.primitives.rows import tma_tiles
+from openmsa.primitives.tiles import tma_tiles
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention.gluon_sm90_union import in_threads, load_tile, quad_layout

@@ -17,14 +17,15 @@ from torch import Tensor
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
-from openmsa.primitives.factors import query_rows
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, Selection
+from openmsa.primitives.queries import query_rows
 from openmsa.primitives.rows import UNSCALED, Form, Scales
 from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
-from openmsa.sparse_attention.triton_decode_kernel import Shape, sparse_decode_kernel
+from openmsa.sparse_attention.triton_decode_kernel import sparse_decode_kernel
+from openmsa.sparse_attention.triton_decode_walk import Shape
 from openmsa.types import Layout
 
 MIN_KEYS = 256

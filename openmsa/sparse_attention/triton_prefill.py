@@ -16,8 +16,8 @@ from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.stored import out_dtype
-from openmsa.primitives.factors import query_rows
 from openmsa.primitives.operands import NVFP4, Bounds, QueryRows
+from openmsa.primitives.queries import query_rows
 from openmsa.primitives.softmax import Result
 from openmsa.runtime.devices import facts
 from openmsa.runtime.launch import runs_hopper_kernels

@@ -10,9 +10,10 @@ pytest.importorskip("triton")
 from openmsa import E4M3, NVFP4, PagedIndexKeys
 from openmsa.block_scores import gluon_sm90_lanes, reference
 from openmsa.block_scores.gluon_sm90_lanes import CONFIG, RING, SHARE, cut
-from openmsa.primitives.factors import product_type, query_rows
-from openmsa.primitives.rows import KeyTiles, Tile
+from openmsa.primitives.queries import product_type, query_rows
+from openmsa.primitives.rows import KeyTiles
 from openmsa.primitives.scoring import kind_of
+from openmsa.primitives.tiles import Tile
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem

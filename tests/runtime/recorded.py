@@ -123,6 +123,24 @@ def the_calls_of_the_compile_check_run(arch: int) -> None:
     assert {name: len(found) for name, found in formats.items()} == {"write_kernel": 6, "read_kernel": 5}
 
 
+def a_part_of_the_variants_covers_all() -> None:
+    """Every constant, every field, what is known of a number or a tensor and every option of some variant is in the part."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+    from compile_calls.covering import covering, facts
+
+    with recording(100) as launches:
+        x, cuts = torch.empty(64, dtype=torch.bfloat16, device="cuda"), (Cut(16, False), Cut(16, True), Cut(32, False))
+        for cut in cuts:
+            for pool, scale, stride, warps in ((x, None, 1, 1), (x[1:], x, 48, 2), (x.float(), x, 48, 2)):
+                arguments = (Rows(pool, scale, stride), x, None, 0, 2, 0.5, False)
+                launch_kernel(copy, (1,), *arguments, CUT=cut, B=1, num_warps=warps)
+    chosen = covering(launches)
+    assert 3 <= len(chosen) == len(set(chosen)) < len(launches)
+    assert {fact for place in chosen for fact in facts(launches[place])} == {f for launch in launches for f in facts(launch)}
+    assert covering(launches[:1]) == [0]
+    assert covering([]) == []
+
+
 def nothing_is_left_behind() -> None:
     """Everything is restored, also where a call raises."""
     before = JITFunction.run, JITFunction._do_compile, driver._active, devices._read, torch.cuda.current_device
@@ -151,6 +169,7 @@ def main() -> None:
         calls_return_what_they_return_on_a_gpu(arch)
     for arch in (80, 90):
         the_calls_of_the_compile_check_run(arch)
+    a_part_of_the_variants_covers_all()
     nothing_is_left_behind()
     a_recorded_launch_compiles()
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from openmsa import E4M3, PagedKV, Sequences, sparse_attention
-from openmsa.primitives.factors import query_rows
+from openmsa.primitives.queries import query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.sparse_attention import STAGE, gluon_sm90_attend, reference, triton_lists, triton_prefill
 from openmsa.sparse_attention.gluon_sm90_attend import OPTIONS, serves, union_tokens
