@@ -17,7 +17,7 @@ def pages(slots: Tensor, page: int, scale: float | None) -> Tensor | E4M3:
     """Shows ``[slots, heads, dim]`` as ``[slots / page, heads, page, dim]``. scale: of E4M3 elements, None for 1.0."""
     count, heads, dim = slots.shape
     view = slots[: count // page * page].view(-1, page, heads, dim).transpose(1, 2)
-    return E4M3(view, scale) if slots.dtype == torch.float8_e4m3fn else view  # type: ignore[arg-type]
+    return E4M3(view, scale) if slots.dtype == torch.float8_e4m3fn else view
 
 
 class LayerCaches:
