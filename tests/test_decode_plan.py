@@ -150,6 +150,23 @@ def test_bounds_of_few_keys_do_not_come_first(device, monkeypatch):
         assert (workspace is not None and bool((workspace.rescored >= 0).any())) == first
 
 
+def test_a_plan_without_certified_keys_holds_no_memory_for_them(device):
+    p = step((200, 0, 33, 1))
+    plan = plan_of(p, device, certified_keys=False)
+    kv, keys = caches(p, device)
+    poison(plan)
+    check(plan, p, plan.run(p.q.to(device), kv, p.index_q.to(device), keys))
+    if hasattr(plan, "_kernels"):
+        assert plan_of(p, device)._kernels.certified is not None
+        assert plan._kernels.certified is None
+        assert plan._kernels.parts is None
+    _, certified = caches(p, device, "certified")
+    with pytest.raises(ValueError, match="index_keys must not be CertifiedKeys"):
+        plan.run(p.q.to(device), kv, p.index_q.to(device), certified)
+    with pytest.raises(TypeError, match="certified_keys must be True or False, got int"):
+        plan_of(p, device, certified_keys=1)
+
+
 @pytest.mark.parametrize(
     ("k_lens", "page", "forced", "bounded"),
     [

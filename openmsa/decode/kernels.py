@@ -36,7 +36,9 @@ class Kernels:
     """Holds the kernels of a plan and their buffers for up to `max_batch` sequences. A run never waits for the device. It
     allocates nothing, except where `TwoParts.serve` loads kernels outside of a graph."""
 
-    def __init__(self, sizes: Sizes, max_batch: int, max_pages: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, sizes: Sizes, max_batch: int, max_pages: int, dtype: torch.dtype, device: torch.device, certified: bool = True
+    ) -> None:
         if sizes.num_blocks > MAX_BLOCKS:
             raise NotImplementedError(
                 f"max_pages * page_size / block_size must be at most {MAX_BLOCKS} on {device}, got {sizes.num_blocks}"
@@ -46,14 +48,14 @@ class Kernels:
         self.attend = {form: [_attend(b + 1, sizes, facts, form) for b in range(max_batch)] for form in FORMATS}
         self.interpreted = device.type != "cuda"
         self.pdl = devices.has_pdl(device)
-        self._allocate(max_batch, max_pages * sizes.page_size, dtype, device)
+        self._allocate(max_batch, max_pages * sizes.page_size, dtype, device, certified)
         if not self.interpreted:
             torch.cuda.current_stream(device).synchronize()  # The counters are written before any stream runs the plan.
 
-    def _allocate(self, max_batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    def _allocate(self, max_batch: int, capacity: int, dtype: torch.dtype, device: torch.device, certified: bool) -> None:
         sizes, tokens = self.sizes, max_batch * self.sizes.new_tokens
         self.partials = self._partials(max_batch, dtype, device)
-        self.certified = _certified(max_batch, capacity, sizes, device)
+        self.certified = _certified(max_batch, capacity, sizes, device) if certified else None
         self.parts: TwoParts | None = None
         if self.certified is not None and any(self._pays(batch, capacity) for batch in range(2, max_batch + 1)):
             rest = max_batch - two_parts.first_part(max_batch)

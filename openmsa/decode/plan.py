@@ -30,6 +30,8 @@ class DecodePlan:
     index_key_heads, index_dim:  sizes of the index branch, as in `block_scores`.
     topk, block_size, init_blocks, local_blocks:  as in `select_blocks`.
     softmax_scale:    as in `sparse_attention`.
+    certified_keys:   whether `CertifiedKeys` may come. False promises that none do: the plan refuses them, and holds no memory
+                      for bounds and parts.
     dtype:            dtype of outputs, and of plain queries and caches: float16 or bfloat16 on a GPU, any float on a CPU.
                       Queries may also be `E4M3`, and caches may be in any of their formats, which a run may change.
     device:           a CUDA device, which runs Triton kernels, one launch a run for few sequences, three for many; or a CPU,
@@ -68,6 +70,7 @@ class DecodePlan:
     init_blocks: int = 0
     local_blocks: int = 1
     softmax_scale: float | None = None
+    certified_keys: bool = True
     dtype: torch.dtype = torch.bfloat16
     device: torch.device | str = "cuda"
 
@@ -96,6 +99,7 @@ class DecodePlan:
         checks.divides("num_kv_heads", self.num_kv_heads, "num_q_heads", self.num_q_heads)
         checks.head_dim("head_dim", self.head_dim)
         checks.head_dim("index_dim", self.index_dim)
+        checks.flag("certified_keys", self.certified_keys)
         if self.init_blocks + self.local_blocks > self.topk:
             raise ValueError(
                 f"init_blocks + local_blocks must be at most topk ({self.topk}), got {self.init_blocks} + {self.local_blocks}"
@@ -134,7 +138,7 @@ class DecodePlan:
             local_blocks=self.local_blocks,
             block_size=self.block_size,
         )
-        self._kernels = Kernels(sizes, self.max_batch, self.max_pages, self.dtype, self._device)
+        self._kernels = Kernels(sizes, self.max_batch, self.max_pages, self.dtype, self._device, self.certified_keys)
 
     @property
     def blocks(self) -> Tensor:
@@ -211,6 +215,8 @@ class DecodePlan:
             checks.written("out", out)
         self._check_cache("kv", kv, kv.batch, self.num_kv_heads, self.head_dim)
         self._check_cache("index_keys", index_keys, kv.batch, self.index_key_heads, self.index_dim)
+        if not self.certified_keys and index_keys.format == "certified":
+            raise ValueError("index_keys must not be CertifiedKeys in a plan whose certified_keys is False")
         if uses_kernels(self._device):
             if reason := self._kernels.refuse(q, kv, index_q, index_keys):
                 raise NotImplementedError(f"a plan on {self._device} cannot run this: {reason}")

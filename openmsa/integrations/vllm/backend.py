@@ -23,7 +23,8 @@ from vllm.models.minimax_m3.common.sparse_attention import (
 )
 
 from openmsa import AttentionPlan, DecodePlan
-from openmsa.integrations.vllm.sizes import KV_DTYPES, LayerSizes
+from openmsa.integrations.sizes import LayerSizes
+from openmsa.integrations.vllm.sizes import KV_DTYPES
 
 
 @dataclass(kw_only=True)
@@ -48,19 +49,14 @@ class Prompts:
     @property
     def plan(self) -> AttentionPlan:
         if self._plan is None:
-            self._plan = AttentionPlan(
-                cu_seqlens_q=self.cu_seqlens_q,
-                seq_lens=self.seq_lens,
-                page_table=self.page_table,
-                max_seqlen_q=self.longest_q,
-                max_seqlen_k=self.longest_k,
+            self._plan = self.sizes.prompts(
+                self.cu_seqlens_q,
+                self.seq_lens,
+                self.page_table,
+                longest_q=self.longest_q,
+                longest_k=self.longest_k,
                 total_q=self.total_q,
-                page_size=self.page_size,
-                topk=self.sizes.topk,
-                block_size=self.sizes.block_size,
-                init_blocks=self.sizes.init_blocks,
-                local_blocks=self.sizes.local_blocks,
-                softmax_scale=self.sizes.softmax_scale,
+                page=self.page_size,
             )
         return self._plan
 
@@ -177,22 +173,11 @@ class OpenMSAMetadataBuilder(_StepBuilder, MiniMaxM3SparseMetadataBuilder):
         """Returns the plan of so many new tokens a request. Plans stay, since graphs hold addresses of their buffers."""
         key = (new_tokens, max_pages)
         if key not in self._decode_plans:
-            sizes = self._sizes
-            self._decode_plans[key] = DecodePlan(
-                max_batch=self.vllm_config.scheduler_config.max_num_seqs,
-                num_q_heads=sizes.num_q_heads,
-                num_kv_heads=sizes.num_kv_heads,
-                head_dim=sizes.head_dim,
-                page_size=self.kv_cache_spec.block_size,
-                max_pages=max_pages,
+            self._decode_plans[key] = self._sizes.decode(
+                most=self.vllm_config.scheduler_config.max_num_seqs,
                 new_tokens=new_tokens,
-                index_heads=sizes.index_heads,
-                index_dim=sizes.index_dim,
-                topk=sizes.topk,
-                block_size=sizes.block_size,
-                init_blocks=sizes.init_blocks,
-                local_blocks=sizes.local_blocks,
-                softmax_scale=sizes.softmax_scale,
+                max_pages=max_pages,
+                page=self.kv_cache_spec.block_size,
                 dtype=self.vllm_config.model_config.dtype,
                 device=self.device,
             )

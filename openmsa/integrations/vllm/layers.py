@@ -14,8 +14,9 @@ from vllm.models.minimax_m3.common.indexer import MiniMaxM3IndexerImpl
 from vllm.models.minimax_m3.common.sparse_attention import MiniMaxM3SparseImpl
 
 from openmsa import E4M3, PagedIndexKeys, PagedKV
+from openmsa.integrations.sizes import LayerSizes
 from openmsa.integrations.vllm.backend import DecodeRows, OpenMSAIndexBackend, Prompts, Step
-from openmsa.integrations.vllm.sizes import E4M3_NAMES, LayerSizes
+from openmsa.integrations.vllm.sizes import E4M3_NAMES
 
 
 class Handed(NamedTuple):

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from openmsa.integrations.vllm.backend import OpenMSABackend, OpenMSAIndexBackend
 from openmsa.integrations.vllm.layers import OpenMSAAttention, OpenMSAIndexer
-from openmsa.integrations.vllm.sizes import E4M3_NAMES, LayerSizes, refusal
+from openmsa.integrations.vllm.sizes import E4M3_NAMES, refusal, sizes_of
 
 logger = init_logger("vllm.openmsa")  # vLLM shows the loggers below its own name.
 
@@ -81,7 +81,7 @@ def serve(model: Any, vllm_config: Any, index_dtype: str) -> None:
 def _give(layer: Any, index_dtype: str) -> None:
     """Gives one layer its backends and implementations. The cache that vLLM registered for its index keys stays, with another
     backend and dtype: vLLM reads both when it allocates caches, after all models are made."""
-    sizes = LayerSizes.of(layer)
+    sizes = sizes_of(layer)
     layer.openmsa_sizes = sizes
     layer.attn_backend = OpenMSABackend
     layer.impl = OpenMSAAttention(sizes, layer.kv_cache_dtype)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""`LayerSizes` is what plans must know of a sparse layer; `refusal` says which engines and layers are not served."""
+"""`sizes_of` reads what plans must know of a sparse layer of vLLM; `refusal` says which engines and layers are not served."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from openmsa.decode.plan import MAX_INDEX_ROWS, MAX_NEW_TOKENS
+from openmsa.integrations.sizes import LayerSizes
 
 E4M3_NAMES = ("fp8", "fp8_e4m3")
 """vLLM's names of an E4M3 cache."""
@@ -16,37 +15,21 @@ INDEX_DTYPES = ("bf16", *E4M3_NAMES)
 """The index cache may be one of these (``--attention-config.indexer_kv_dtype``)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerSizes:
-    """Holds a rank's share of a sparse layer, in the terms of `openmsa.DecodePlan`."""
-
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    index_heads: int
-    index_dim: int
-    topk: int
-    block_size: int
-    init_blocks: int
-    local_blocks: int
-    softmax_scale: float
-
-    @classmethod
-    def of(cls, layer: Any) -> LayerSizes:
-        """Reads the sizes of vLLM's `MiniMaxM3SparseAttention` as its constructor left it."""
-        indexer = layer.indexer.impl
-        return cls(
-            num_q_heads=layer.num_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            index_heads=indexer.num_index_heads,
-            index_dim=indexer.index_head_dim,
-            topk=indexer.topk_blocks,
-            block_size=indexer.block_size,
-            init_blocks=indexer.init_blocks,
-            local_blocks=indexer.local_blocks,
-            softmax_scale=layer.scaling,
-        )
+def sizes_of(layer: Any) -> LayerSizes:
+    """Reads the sizes of vLLM's `MiniMaxM3SparseAttention` as its constructor left it."""
+    indexer = layer.indexer.impl
+    return LayerSizes(
+        num_q_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        index_heads=indexer.num_index_heads,
+        index_dim=indexer.index_head_dim,
+        topk=indexer.topk_blocks,
+        block_size=indexer.block_size,
+        init_blocks=indexer.init_blocks,
+        local_blocks=indexer.local_blocks,
+        softmax_scale=layer.scaling,
+    )
 
 
 def refusal(layer: Any, vllm_config: Any, index_dtype: str) -> str | None:
@@ -66,9 +49,9 @@ def refusal(layer: Any, vllm_config: Any, index_dtype: str) -> str | None:
         if size > 1:
             return f"{name} must be 1, since a selection needs all keys of a sequence, got {size}"
     speculative = vllm_config.speculative_config
-    tokens = 1 + ((speculative.num_speculative_tokens or 0) if speculative is not None else 0)
-    heads = layer.indexer.impl.num_index_heads
-    if tokens > MAX_NEW_TOKENS or tokens * heads > MAX_INDEX_ROWS:
-        most = min(MAX_NEW_TOKENS, MAX_INDEX_ROWS // heads) - 1
-        return f"num_speculative_tokens must be at most {most} with {heads} index heads a rank, got {tokens - 1}"
+    drafts = (speculative.num_speculative_tokens or 0) if speculative is not None else 0
+    sizes = sizes_of(layer)
+    if drafts > sizes.most_drafts:
+        heads = sizes.index_heads
+        return f"num_speculative_tokens must be at most {sizes.most_drafts} with {heads} index heads a rank, got {drafts}"
     return None
