@@ -30,7 +30,8 @@ from openmsa import dense_attention, sparse_attention
 from openmsa.bench.inputs import Inputs
 from openmsa.bench.workloads import Workload
 from openmsa.primitives.gradients import RowTerms
-from openmsa.sparse_attention import STAGE, triton_backward, triton_readers
+from openmsa.primitives.readers import readers
+from openmsa.sparse_attention import STAGE, triton_backward
 from openmsa.testing.inputs import problem, random_blocks
 from openmsa.testing.timing import ColdCudaClock
 from tests import gradients, oracle
@@ -148,7 +149,7 @@ def parts(x: Inputs, blocks: torch.Tensor, timer: Timer) -> None:
         return lambda: triton_backward.sparse_attention_backward(*call, grad, None, **options)
 
     rows: dict[str, Callable[[], Any]] = {
-        "lists": lambda: triton_readers.readers(blocks, call.seqs, x.k.shape[0], 128, own.item),
+        "lists": lambda: readers(blocks, call.seqs, x.k.shape[0], 128, own.item),
         "terms of rows": lambda: RowTerms.of(out, lse, grad, None),
         "as it is": whole(),
     }

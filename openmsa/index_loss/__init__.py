@@ -35,8 +35,8 @@ def index_loss(
     """Computes the KL divergence of the index branch's attention from the main branch's, token by token, with its gradients.
 
     For query i and index head r, both are distributions over the keys that i sees in the blocks that it selected (the sparse
-    stage of training) or over all keys that it sees (``blocks=None``, the warm-up stage). The teacher is the mean over the query
-    heads of r of their softmax weights, the student the softmax of ``index_scale * index_q[i, r] . index_k``. The loss is
+    stage of training) or over all keys that it sees (``blocks=None``, the warm-up stage). The teacher is the mean of the softmax
+    weights of the query heads of r, the student the softmax of ``index_scale * index_q[i, r] . index_k``. The loss is
 
         coefficient / (total_q * index_heads) * sum over i and r of  KL(teacher || student)
 
@@ -150,10 +150,23 @@ def _check_index(q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, blocks:
         checks.finite("index_k", index_k)
 
 
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _refuse_triton(call: LossCall) -> str | None:
+    return dispatch.unless_cuda(*call[:4], dtypes=TRITON_DTYPES)
+
+
 STAGE = Stage(
     index_loss,
     check_loss,
     (
+        Implementation(
+            "triton",
+            "openmsa.index_loss.triton_loss:index_loss",
+            _refuse_triton,
+            backward="openmsa.index_loss.triton_loss:loss_and_gradients",
+        ),
         Implementation(
             "cpu",
             "openmsa.index_loss.cpu:index_loss",

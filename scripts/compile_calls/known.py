@@ -91,6 +91,8 @@ KNOWN = {
     "block_gradients": Known(gradients, by_arch({80: 104, 90: 184, 100: 24}), sixteen_bits),
     "key_gradients": Known(gradients, by_arch({80: 80, 90: 48}), sixteen_bits),
     "row_gradients": Known(gradients, by_arch({80: 8, 100: 8}), sixteen_bits),
+    "lse_parts": Known(gradients, may_spill=lambda launch: 0, matrix=sixteen_bits),
+    "loss_items": Known(gradients, may_spill=lambda launch: 0, matrix=sixteen_bits),
     # In dense attention 128 rows on 4 warps spill, mostly in the masked tail, and are faster than fewer rows.
     "dense_kernel": Known(
         lambda launch: constant(launch, "rows") >= WGMMA_ROWS, lambda launch: 640 if constant(launch, "rows") == 128 else 128

@@ -59,3 +59,17 @@ def check(result, p, reads, scale, index_scale, coefficient=1.0):
     for name, x, near, exact in zip(("dq", "dk"), result[1:], honest[1:], truth[1:], strict=True):
         assert x.dtype == near.dtype
         assert_close(name, x.cpu().float() * pairs, near.float() * pairs, exact * pairs)
+
+
+@oracle.on_one_thread
+def main_lse(p, reads, scale):
+    """The lse of the main attention in float64, [total_q, num_q_heads]."""
+    q, k, heads = p.q.double(), p.k.double(), p.index_q.shape[1]
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
+    for row, b, last in oracle.rows(p):
+        keys = oracle.keys_of(k, p, b)
+        for main in range(q.shape[1]):
+            ids = reads(row, main * heads // q.shape[1], b, last)
+            logits = keys[ids, main * k.shape[1] // q.shape[1]] @ q[row, main] * scale
+            lse[row, main] = logits.logsumexp(0) if len(ids) else -torch.inf
+    return lse
