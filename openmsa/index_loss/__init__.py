@@ -35,8 +35,8 @@ def index_loss(
     """Computes the KL divergence of the index branch's attention from the main branch's, token by token, with its gradients.
 
     For query i and index head r, both are distributions over the keys that i sees in the blocks that it selected (the sparse
-    stage of training) or over all keys that it sees (``blocks=None``, the warm-up stage). The teacher is the mean of the softmax
-    weights of the query heads of r, the student the softmax of ``index_scale * index_q[i, r] . index_k``. The loss is
+    stage of training) or over all keys that it sees (``blocks=None``, the warm-up stage). The teacher is the mean of the
+    softmax weights of the query heads of r, the student the softmax of ``index_scale * index_q[i, r] . index_k``. The loss is
 
         coefficient / (total_q * index_heads) * sum over i and r of  KL(teacher || student)
 

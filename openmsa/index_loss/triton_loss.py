@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
 """`index_loss` in Triton goes by key blocks: a program holds a block's keys and index keys, and gathers the queries that read
-the block a few at a time. A first kernel leaves the sum of exponentials of each (index query, slot), from which the index branch's
-lse follows; a second makes the teacher's and the student's weights of a tile, their divergence and the student's gradients: a
+the block a few at a time. A first kernel leaves the sum of exponentials of each (index query, slot), which add up to the index
+branch's lse. A second makes the teacher's and the student's weights of a tile, their divergence and the student's gradients: a
 share of d index_k that stays in registers, and for each (query, slot) what the block adds to d index_q. Two more add these up.
 The main branch's lse is the caller's, or made as the index branch's is. Where all visible keys are read, every block is
 selected.
@@ -57,9 +57,10 @@ class LossConfig:
 
 
 @functools.lru_cache(256)
-def loss_config(widest_dim: int, block_size: int, element_bytes: int, device: Device) -> LossConfig:
-    """Chooses the tiles of a call; it is a pure function. widest_dim: the greater of head_dim and index_dim."""
-    wide, roomy = widest_dim > 128, device.shared_bytes > 128 * 1024
+def loss_config(widest_dim: int, kv: int, block_size: int, element_bytes: int, device: Device) -> LossConfig:
+    """Chooses the tiles of a call; it is a pure function. widest_dim: the greater of head_dim and index_dim. kv: key heads of
+    an index head; of several, a program loads the keys for every query head."""
+    wide, roomy = widest_dim > 128 or kv > 1, device.shared_bytes > 128 * 1024
     if element_bytes == 4:  # Products of float32 numbers are made without the matrix unit.
         keys, rows = 32, 16
     elif device.arch == 90:
@@ -186,7 +187,7 @@ def loss_and_gradients(
         blocks = every.expand(total_q, 1, -1)
     widest = max(q.element_size(), index_q.element_size())
     if config is None:
-        config = loss_config(max(q.shape[2], index_dim), block_size, widest, facts(q.device))
+        config = loss_config(max(q.shape[2], index_dim), k.shape[1] // heads, block_size, widest, facts(q.device))
     shape = _shape(config, q, k, index_q, index_k, blocks, block_size)
     lists, topk = blocks.shape[1:]
     left = index_q.element_size() * index_dim * gradients + 4 * (1 + (shape.heads if lse is None else 0))
@@ -549,15 +550,16 @@ def add_index_slots(slots, reads, dq, factor, num_tokens, num_heads, topk, SHAPE
     slots, factor: see `Left`. reads: of `Readers`. dq: float32, contiguous, written.
     """
     INDEX_DIM: tl.constexpr = SHAPE.index_dim
+    INDEX_PAD: tl.constexpr = SHAPE.index_pad
     CUTS: tl.constexpr = SHAPE.cuts
     i_h = tl.program_id(1)
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    o_d = tl.arange(0, SHAPE.index_pad)
+    o_d = tl.arange(0, INDEX_PAD)
     m_d = (o_d < INDEX_DIM)[None, :]
     m_r = token < num_tokens
     o_row = token * num_heads + i_h
     p_reads = reads + (token * SHAPE.lists + tl.minimum(i_h, SHAPE.lists - 1)) * topk
-    b_sum = tl.zeros([TOKENS, SHAPE.index_pad], tl.float32)
+    b_sum = tl.zeros([TOKENS, INDEX_PAD], tl.float32)
     for i in tl.range(0, topk * CUTS, num_stages=4):
         m = m_r & (tl.load(p_reads + i // CUTS, mask=m_r, other=0) != 0)
         p_slot = slots + (o_row * (topk * CUTS) + i)[:, None] * INDEX_DIM + o_d[None, :]
@@ -575,15 +577,16 @@ def add_index_items(shares, lists, cu_k, dk, factor, num_key_heads, per_list, nu
     KEYS: tl.constexpr = SHAPE.keys
     CUTS: tl.constexpr = SHAPE.cuts
     INDEX_DIM: tl.constexpr = SHAPE.index_dim
+    INDEX_PAD: tl.constexpr = SHAPE.index_pad
     bucket, i_key_head, i_cut = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b = tl.load(lists.sequences + bucket)
     k_begin = tl.load(cu_k + i_b)
-    o_n, o_d = tl.arange(0, KEYS), tl.arange(0, SHAPE.index_pad)
+    o_n, o_d = tl.arange(0, KEYS), tl.arange(0, INDEX_PAD)
     o_key = i_cut * KEYS + o_n
     key = (bucket - k_begin // SHAPE.block - i_b) * SHAPE.block + o_key
     m_key = (o_key < SHAPE.block) & (key < tl.load(cu_k + i_b + 1) - k_begin)
     m = m_key[:, None] & (o_d < INDEX_DIM)[None, :]
-    b_sum = tl.zeros([KEYS, SHAPE.index_pad], tl.float32)
+    b_sum = tl.zeros([KEYS, INDEX_PAD], tl.float32)
     for i_of in range(SHAPE.shared):
         i_h = i_key_head * SHAPE.shared + i_of
         i_list = bucket if SHAPE.lists == 1 else i_h * num_buckets + bucket

@@ -76,7 +76,7 @@ def test_against_autograd(head_dim, index_dim, group, kv_heads, heads, key_heads
         found = run(p, blocks, strided if block == 48 else lambda x: x, coefficient=3.0, **options)
         truth.check(found, p, reads, 0.2, -0.15, 3.0)
         return
-    config = loss_config(max(head_dim, index_dim), block, p.q.element_size(), HOPPER)
+    config = loss_config(max(head_dim, index_dim), kv_heads // heads, block, p.q.element_size(), HOPPER)
     kernel = {"config": dataclasses.replace(config, item=2, rows=16), "workspace_bytes": 1 << 14}
     loss, dq, dk = run(p, blocks, kernel=kernel, **options)
     share = 1 / (15 * heads)
@@ -108,7 +108,7 @@ def test_the_lse_of_the_main_attention_serves(selected):
 def test_repeats_are_bitwise_equal():
     p = problem((70, 33), (150, 133), dtype=torch.bfloat16)
     blocks = random_blocks(p, 4, 16, 2)
-    kernel = {"config": dataclasses.replace(loss_config(64, 16, 2, HOPPER), item=8)}
+    kernel = {"config": dataclasses.replace(loss_config(64, 1, 16, 2, HOPPER), item=8)}
     for some in (blocks, None):
         first, second = (run(p, some, block_size=16, kernel=kernel) for _ in range(2))
         for name, a, b in zip(("loss", "dq", "dk"), first, second, strict=True):
@@ -137,5 +137,5 @@ def test_tiles_are_chosen_for_every_device():
         for dim in (64, 128, 256):
             for block in (16, 48, 128, 256):
                 for size in (2, 4):
-                    config = loss_config(dim, block, size, device)
+                    config = loss_config(dim, 1, block, size, device)
                     assert min(config.keys, config.rows) >= 16
