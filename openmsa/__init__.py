@@ -13,6 +13,7 @@ from openmsa.block_topk import select_blocks, select_blocks_from_scores
 from openmsa.decode import DecodePlan
 from openmsa.dense_attention import dense_attention
 from openmsa.explain import explain
+from openmsa.index_loss import index_loss
 from openmsa.kv_cache import E4M3, MXFP4, NVFP4, CertifiedKeys, Int8, PagedIndexKeys, PagedKV
 from openmsa.plan import AttentionPlan
 from openmsa.sparse_attention import sparse_attention
@@ -35,6 +36,7 @@ __all__ = [
     "block_scores",
     "dense_attention",
     "explain",
+    "index_loss",
     "msa_attention",
     "select_blocks",
     "select_blocks_from_scores",

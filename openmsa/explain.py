@@ -16,6 +16,8 @@ from openmsa.block_topk import CERTIFIED_STAGE, SCORES_STAGE, select_blocks, sel
 from openmsa.block_topk import STAGE as SELECTION
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import dense_attention
+from openmsa.index_loss import STAGE as LOSS
+from openmsa.index_loss import index_loss
 from openmsa.runtime import explanation
 from openmsa.runtime.dispatch import Stage, check_name
 from openmsa.runtime.explanation import Explanation, PathExplanation
@@ -28,6 +30,7 @@ STAGES: dict[Callable[..., Any], Stage[Any]] = {
     select_blocks_from_scores: SCORES_STAGE,
     sparse_attention: SPARSE,
     dense_attention: DENSE,
+    index_loss: LOSS,
 }
 
 
@@ -35,7 +38,7 @@ def explain(function: Callable[..., Any], *args: Any, impl: str = "auto", **kwar
     """Says what ``function(*args, impl=impl, **kwargs)`` would run, without running it.
 
     function: a public operation of openmsa: `block_scores`, `select_blocks`, `select_blocks_from_scores`,
-    `sparse_attention`, `dense_attention` or `msa_attention`.
+    `sparse_attention`, `dense_attention`, `index_loss` or `msa_attention`.
     Returns an `Explanation` (``stage``, ``chosen``, ``reasons`` by implementation; prints as text), for `msa_attention` a tuple
     of them; ``by_stage`` of either gives the tuple. Raises what the call itself would raise on bad arguments, TypeError with
     the names of missing ones, and ValueError for any other function.

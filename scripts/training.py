@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Checks the gradients of attention on a GPU, and times forward and backward beside cuDNN's dense attention.
+"""Checks the gradients of attention and of the index loss on a GPU, and times forward and backward beside cuDNN's attention.
 
     python scripts/training.py [--tokens 16384 65536] [--selections random clustered] [--repeats 7] [--sweep]
 
 Every kernel's gradients are held against float64 on small inputs, at most twice the error of PyTorch in bfloat16, and a second
 run must have the same bits. Then MiniMax-M3's layout (64 query and 4 KV heads, dim 128, 16 blocks of 128) is timed, causal
-self-attention of one sequence, with a cold L2 cache. With --sweep also the parts of the backward, and other tiles. Prints one
+self-attention of one sequence, with a cold L2 cache; below each attention the index loss over the keys that it reads, and by
+what it multiplies the time of forward and backward. With --sweep also the parts of the backward, and other tiles. Prints one
 table; times are medians in milliseconds. Exits with 1 where a gradient is wrong.
 """
 
@@ -26,14 +27,19 @@ from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from openmsa import dense_attention, sparse_attention
+from openmsa import dense_attention, index_loss, sparse_attention
 from openmsa.bench.inputs import Inputs
 from openmsa.bench.workloads import Workload
+from openmsa.index_loss import STAGE as LOSS
+from openmsa.index_loss import triton_loss
 from openmsa.primitives.gradients import RowTerms
-from openmsa.sparse_attention import STAGE, triton_backward, triton_readers
+from openmsa.primitives.readers import readers
+from openmsa.runtime.devices import facts
+from openmsa.sparse_attention import STAGE, triton_backward
 from openmsa.testing.inputs import problem, random_blocks
 from openmsa.testing.timing import ColdCudaClock
 from tests import gradients, oracle
+from tests.index_loss import truth
 
 GPU = torch.device("cuda")
 SHAPES = ((128, 16, 1, 128, 4), (64, 4, 2, 64, 5), (96, 3, 2, 48, 3), (64, 1, 2, 32, 8), (256, 2, 1, 128, 2))
@@ -72,6 +78,32 @@ def wrong() -> list[str]:
                 if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
                     found.append(f"{what}: a second run has other bits")
     return found
+
+
+def wrong_losses() -> list[str]:
+    """Returns a sentence for each wrong index loss or gradient of it, on ragged lengths in three dtypes."""
+    found = []
+    for dim, group, heads, block, topk in SHAPES:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            lens = ((300, 0, 3, 1), (2 * block + 305, 7, block, 9))
+            p = problem(*lens, kv_heads=heads, group=group, head_dim=dim, dtype=dtype)
+            selection = random_blocks(p, topk, block, heads)
+            for blocks, reads in ((selection, oracle.reads_of_blocks(selection, block)), (None, oracle.reads_everything(p))):
+                what = f"index loss dim {dim} group {group} block {block} {dtype}, {'all' if blocks is None else 'selected'}"
+                first, second = (_loss(p.to(GPU), None if blocks is None else blocks.to(GPU), block) for _ in range(2))
+                try:
+                    truth.check(first, p, reads, dim**-0.5, dim**-0.5)
+                except AssertionError as error:
+                    found.append(f"{what}: {error}")
+                if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+                    found.append(f"{what}: a second run has other bits")
+    return found
+
+
+def _loss(p: Any, blocks: torch.Tensor | None, block: int) -> tuple[torch.Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in (p.index_q, p.index_k)]
+    loss = index_loss(p.q, p.k, *leaves, blocks, p.seqs, block_size=block)
+    return (loss.detach(), *torch.autograd.grad(loss, leaves))
 
 
 def _sparse(p: Any, blocks: torch.Tensor, block: int) -> Callable[..., Any]:
@@ -125,15 +157,45 @@ def times(tokens: int, kinds: list[str], timer: Timer, sweep: bool) -> None:
     print(f"\n{f'{tokens} tokens, ms':<44}{'forward':>9}{'backward':>10}{'both':>10}{'TFLOP/s':>9}")
     peer = timer.show("cuDNN dense", *cudnn(x), pairs * tokens * (tokens + 1) / 2)
     leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-    timer.show("openmsa dense", lambda: dense_attention(*leaves), leaves, pairs * tokens * (tokens + 1) / 2)
+    both = timer.show("openmsa dense", lambda: dense_attention(*leaves), leaves, pairs * tokens * (tokens + 1) / 2)
+    losses(x, None, both, timer, sweep)
     for kind in kinds:
         blocks = x.selection(kind)
         last = torch.arange(tokens, device=GPU)[:, None, None]
         seen = (last - blocks * 128 + 1).clamp(0, 128).masked_fill(blocks < 0, 0).sum().item() / 4
         both = timer.show(f"openmsa sparse, {kind}", lambda b=blocks: sparse_attention(*leaves, b), leaves, pairs * seen)
         print(f"{'':<4}cuDNN / openmsa: {peer / both:.2f}")
+        losses(x, blocks, both, timer, sweep)
         if sweep:
             parts(x, blocks, timer)
+
+
+def losses(x: Inputs, blocks: torch.Tensor | None, both: float, timer: Timer, sweep: bool) -> None:
+    """Prints the times of the index loss. both: of forward and backward of the attention over the same keys."""
+    with torch.no_grad():
+        if blocks is None:
+            lse = dense_attention(x.q, x.k, x.v, return_out=False, return_lse=True)
+        else:
+            lse = sparse_attention(x.q, x.k, x.v, blocks, return_lse=True)[1]
+    call = LOSS.check(x.q, x.k, x.index_q, x.index_k, blocks, lse=lse)
+
+    def run(change: dict[str, Any], **options: Any) -> Callable[[], Any]:
+        return lambda: triton_loss.loss_and_gradients(*call._replace(**change), **options)
+
+    rows = {
+        "index loss and gradients": run({}),
+        "without its value": run({"return_loss": False}),
+        "the value alone": run({}, gradients=False),
+        "with the main lse made again": run({"lse": None}),
+    }
+    own = triton_loss.loss_config(128, 1, 128, 2, facts(GPU))
+    for change in ({"stages": 1}, {"stages": 3}, {"warps": 4}, {"rows": 32}, {"rows": 128}, {"keys": 64}, {"item": 2048}):
+        if sweep:
+            rows[f"index loss, tiles {change}"] = run({}, config=dataclasses.replace(own, **change))
+    for name, call_row in rows.items():
+        print(f"{'':<4}{name:<40}{'':>9}{_or_why(timer, call_row)}", flush=True)
+    ratio = (both + timer(rows["index loss and gradients"])) / both
+    print(f"{'':<4}attention with the index loss / without: {ratio:.2f}")
 
 
 def parts(x: Inputs, blocks: torch.Tensor, timer: Timer) -> None:
@@ -148,7 +210,7 @@ def parts(x: Inputs, blocks: torch.Tensor, timer: Timer) -> None:
         return lambda: triton_backward.sparse_attention_backward(*call, grad, None, **options)
 
     rows: dict[str, Callable[[], Any]] = {
-        "lists": lambda: triton_readers.readers(blocks, call.seqs, x.k.shape[0], 128, own.item),
+        "lists": lambda: readers(blocks, call.seqs, x.k.shape[0], 128, own.item),
         "terms of rows": lambda: RowTerms.of(out, lse, grad, None),
         "as it is": whole(),
     }
@@ -186,7 +248,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     found = wrong()
-    print(f"gradients: {len(found)} wrong of {4 * len(SHAPES)}", *found, sep="\n  ")
+    found += wrong_losses()
+    print(f"gradients: {len(found)} wrong of {10 * len(SHAPES)}", *found, sep="\n  ")
     timer = Timer(options.repeats)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for tokens in options.tokens:

@@ -9,6 +9,7 @@ from openmsa import (
     block_scores,
     dense_attention,
     explain,
+    index_loss,
     msa_attention,
     select_blocks,
     select_blocks_from_scores,
@@ -29,6 +30,7 @@ def calls(device="cpu", dtype=torch.float32):
         select_blocks_from_scores: ((torch.zeros(2, 8, 3, device=device), 2, p.seqs), {"block_size": 16}),
         sparse_attention: ((p.q, p.k, p.v, blocks, p.seqs), {"block_size": 16}),
         dense_attention: ((p.q, p.k, p.v, p.seqs), {"block_size": 16}),
+        index_loss: ((p.q, p.k, p.index_q, p.index_k, blocks, p.seqs), {"block_size": 16}),
         msa_attention: ((p.q, p.k, p.v, p.index_q, p.index_k, 3, p.seqs), {"block_size": 16}),
     }
 

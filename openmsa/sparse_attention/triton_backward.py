@@ -22,11 +22,11 @@ from torch import Tensor
 from openmsa.primitives.gradients import RowTerms, weights_and_slopes
 from openmsa.primitives.operands import Bounds, KeyRows
 from openmsa.primitives.queries import query_rows
+from openmsa.primitives.readers import Readers, buckets_of, most_extra, readers
 from openmsa.runtime.devices import facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention.triton_config import SHARED_BYTES
 from openmsa.sparse_attention.triton_lists import position_of_token_zero
-from openmsa.sparse_attention.triton_readers import Readers, buckets_of, most_extra, readers
 from openmsa.types import Layout
 
 WORKSPACE_BYTES = 2 << 30  # What blocks add to dq takes at most so many bytes at a time, at least one query's.
@@ -246,7 +246,7 @@ def _add_up(
         add_slots,
         (ceil_div(dq.shape[0], config.sum_tokens), kv_heads),
         sums.slots,
-        lists.slots,
+        lists.slots(),
         dq,
         dq.shape[0],
         kv_heads,

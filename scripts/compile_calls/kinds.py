@@ -12,6 +12,8 @@ import openmsa
 from fmha_sm100 import sparse
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import triton_backward as dense_backward
+from openmsa.index_loss import STAGE as LOSS
+from openmsa.index_loss import triton_loss
 from openmsa.runtime.recording import GPU
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention import triton_backward as sparse_backward
@@ -160,6 +162,35 @@ class DenseBackward(NamedTuple):
         call = DENSE.check(q, k, v, causal=self.causal)
         lse = empty(q.shape[:2], torch.float32)
         return dense_backward.dense_attention_backward(*call._replace(out=q, lse=lse), q, lse)
+
+
+class IndexLoss(NamedTuple):
+    """Calls `index_loss`. visible: whether all visible keys are read. lse: whether the main attention's is given."""
+
+    kind: str
+    index_kind: str = "bf16"
+    visible: bool = False
+    queries: int = 4096
+    dim: int = 128
+    index_dim: int = 128
+    block: int = 128
+    heads: tuple[int, int] = (64, 4)
+    index_heads: int = 4
+    key_heads: int = 1
+    selection_heads: int = 4
+    lse: bool = True
+    return_loss: bool = True
+    gradients: bool = True
+
+    def run(self) -> Any:
+        q, k = (rows(self.kind, self.queries, heads, self.dim) for heads in self.heads)
+        index_q, index_k = (rows(self.index_kind, self.queries, n, self.index_dim) for n in (self.index_heads, self.key_heads))
+        blocks = torch.zeros((self.queries, self.selection_heads, 16), dtype=torch.int32, device=GPU)
+        call = LOSS.check(
+            q, k, index_q, index_k, None if self.visible else blocks, block_size=self.block, return_loss=self.return_loss,
+            lse=empty(q.shape[:2], torch.float32) if self.lse else None,
+        )  # fmt: skip
+        return triton_loss.loss_and_gradients(*call, gradients=self.gradients)
 
 
 class Plan(NamedTuple):

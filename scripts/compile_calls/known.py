@@ -67,6 +67,11 @@ def scoring(launch: Launch) -> int:
     return 720 if odd else {80: 32, 90: 40, 100: 16, 120: 16}[launch.arch]
 
 
+def losses(launch: Launch) -> int:
+    """Allows a few bytes for 16-bit numbers, as registers are full, and more for float32."""
+    return {80: 16, 90: 48, 100: 16, 120: 24}[launch.arch] if sixteen_bits(launch) else 208
+
+
 STORED = {80: 96, 90: 104, 100: 216}  # Integer arithmetic converts on sm_80; blocks of two pages have two factors.
 
 KNOWN = {
@@ -91,6 +96,10 @@ KNOWN = {
     "block_gradients": Known(gradients, by_arch({80: 104, 90: 184, 100: 24}), sixteen_bits),
     "key_gradients": Known(gradients, by_arch({80: 80, 90: 48}), sixteen_bits),
     "row_gradients": Known(gradients, by_arch({80: 8, 100: 8}), sixteen_bits),
+    # The index loss stores addresses of gathered rows; of float32 numbers it holds the factors of four products.
+    "lse_parts": Known(gradients, matrix=sixteen_bits),
+    "loss_items": Known(gradients, losses, sixteen_bits),
+    "add_index_items": Known(may_spill=by_arch({80: 16}), matrix=lambda launch: False),
     # In dense attention 128 rows on 4 warps spill, mostly in the masked tail, and are faster than fewer rows.
     "dense_kernel": Known(
         lambda launch: constant(launch, "rows") >= WGMMA_ROWS, lambda launch: 640 if constant(launch, "rows") == 128 else 128

@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from openmsa.primitives.readers import readers
 from openmsa.sparse_attention import STAGE, reference, triton_backward
 from openmsa.sparse_attention.triton_backward import backward_config
-from openmsa.sparse_attention.triton_readers import readers
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import problem, random_blocks, strided

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STAGES = ("block_scores", "block_topk", "sparse_attention", "dense_attention")
+STAGES = ("block_scores", "block_topk", "sparse_attention", "dense_attention", "index_loss")
 ROOMS = (
     "runtime",
     "types",
@@ -19,6 +19,7 @@ ROOMS = (
     "gradients inputs primitives",
     "block_scores",
     "block_topk sparse_attention dense_attention",
+    "index_loss",
     "decode",
     "attention",
     "plan",

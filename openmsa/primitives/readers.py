@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""This module lists the readers of every key block, for the backward: a stable sort puts them in ascending order, so that sums
+"""This module lists the readers of every key block, for gradients: a stable sort puts them in ascending order, so that sums
 over them are always taken in the same order.
 
-Blocks are numbered over all sequences as in triton_lists.py: block j of sequence b is bucket ``cu_k[b] // block_size + b + j``.
+Blocks are numbered over all sequences: block j of sequence b is bucket ``cu_k[b] // block_size + b + j``.
 A list belongs to a bucket and a selection head, of which there are as many as KV heads or 1. An item is up to `item` readers of
 one list. Nothing is read on the host; every size follows from shapes.
 """
@@ -25,7 +25,7 @@ class Readers(NamedTuple):
     item_starts:  the same shape: the number of each list's first item.
     lists:        [most_items], the list of each item; heads * num_buckets past the last item.
     sequences:    [num_buckets], the sequence of each bucket; batch where there is none.
-    slots:        int64 [total_q, heads], bit i says that slot i is read.
+    reads:        bool [total_q, heads, topk], the slots that are read.
     """
 
     entries: Tensor
@@ -33,7 +33,11 @@ class Readers(NamedTuple):
     item_starts: Tensor
     lists: Tensor
     sequences: Tensor
-    slots: Tensor
+    reads: Tensor
+
+    def slots(self) -> Tensor:
+        """Returns int64 [total_q, heads], in which bit i says that slot i is read, of at most 64."""
+        return (self.reads.long() << torch.arange(self.reads.shape[2], device=self.reads.device)).sum(-1)
 
 
 def buckets_of(total_k: int, batch: int, block_size: int) -> int:
@@ -57,7 +61,6 @@ def readers(blocks: Tensor, seqs: Layout, total_k: int, block_size: int, item: i
     first_bucket = first_bucket + torch.arange(seqs.batch, dtype=torch.int32, device=device)
     last_block = torch.div(last_key, block_size, rounding_mode="floor")
     reads = (blocks >= 0) & (blocks <= last_block[:, None, None])
-    slots = (reads.long() << torch.arange(topk, device=device)).sum(-1)
     of_head = torch.arange(heads, dtype=torch.int32, device=device)[:, None] * num_buckets
     number = (blocks + first_bucket[sequence][:, None, None] + of_head).masked_fill(~reads, heads * num_buckets)
 
@@ -75,4 +78,4 @@ def readers(blocks: Tensor, seqs: Layout, total_k: int, block_size: int, item: i
     lists = torch.searchsorted(item_starts[1:], every_item, right=True, out_int32=True)
     every_bucket = torch.arange(num_buckets, dtype=torch.int32, device=device)
     sequences = torch.searchsorted(first_bucket, every_bucket, right=True, out_int32=True) - 1
-    return Readers(entries, starts, item_starts, lists, sequences, slots)
+    return Readers(entries, starts, item_starts, lists, sequences, reads)
