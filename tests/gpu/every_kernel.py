@@ -27,6 +27,7 @@ from openmsa import (
     block_scores,
     dense_attention,
     explain,
+    index_loss,
     select_blocks,
     select_blocks_from_scores,
     sparse_attention,
@@ -97,7 +98,7 @@ def attention(name: str) -> None:
 
 
 def backward() -> None:
-    """Gradients of both attentions, with items that share a block, and ids that point anywhere."""
+    """Gradients of both attentions and of the index loss, with items that share a block, and ids that point anywhere."""
     for head_dim, group, block, _ in SHAPES:
         p = ragged(head_dim, group, block)
         blocks = random_blocks(p, 5, block, p.k.shape[1])
@@ -107,6 +108,9 @@ def backward() -> None:
         for impl in ("triton_decode", "triton_prefill"):
             sparse_attention(*leaves, blocks, here.seqs, block_size=block, impl=impl).sum().backward()
         dense_attention(*leaves, here.seqs, impl="triton").sum().backward()
+        index = [x.detach().requires_grad_() for x in (here.index_q, here.index_k)]
+        for selection in (blocks, None):
+            index_loss(here.q, here.k, *index, selection, here.seqs, block_size=block, impl="triton").backward()
     p = problem((2000,), (2000,), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16).to(DEVICE)
     blocks = torch.zeros(2000, 1, 1, dtype=torch.int32, device=DEVICE)
     sparse_attention(p.q.requires_grad_(), p.k, p.v, blocks, p.seqs).sum().backward()

@@ -77,7 +77,8 @@ def test_against_autograd(head_dim, index_dim, group, kv_heads, heads, key_heads
         truth.check(found, p, reads, 0.2, -0.15, 3.0)
         return
     config = loss_config(max(head_dim, index_dim), kv_heads // heads, block, p.q.element_size(), HOPPER)
-    kernel = {"config": dataclasses.replace(config, item=2, rows=16), "workspace_bytes": 1 << 14}
+    query_bytes = heads * (topk if selected else 3) * (index_dim * p.q.element_size() + 40)
+    kernel = {"config": dataclasses.replace(config, item=4, rows=16), "workspace_bytes": query_bytes * 6}
     loss, dq, dk = run(p, blocks, kernel=kernel, **options)
     share = 1 / (15 * heads)
     found = loss, (dq * share).to(dtype), (dk * share).to(dtype)
@@ -106,9 +107,9 @@ def test_the_lse_of_the_main_attention_serves(selected):
 
 
 def test_repeats_are_bitwise_equal():
-    p = problem((70, 33), (150, 133), dtype=torch.bfloat16)
+    p = problem((30, 13), (60, 33), dtype=torch.bfloat16)
     blocks = random_blocks(p, 4, 16, 2)
-    kernel = {"config": dataclasses.replace(loss_config(64, 1, 16, 2, HOPPER), item=8)}
+    kernel = {"config": dataclasses.replace(loss_config(64, 1, 16, 2, HOPPER), item=4)}
     for some in (blocks, None):
         first, second = (run(p, some, block_size=16, kernel=kernel) for _ in range(2))
         for name, a, b in zip(("loss", "dq", "dk"), first, second, strict=True):
