@@ -130,6 +130,8 @@ def _calls(device: torch.device, dtype: torch.dtype) -> dict[str, list[Explanati
             _explained(openmsa.sparse_attention, q, *keys, blocks),
             _explained(openmsa.dense_attention, q, *keys),
         ]
+        if keys[1] is not None:  # Training is on packed keys.
+            found[call].append(_explained(openmsa.index_loss, q, k, index_q, index_k, blocks))
     return found
 
 

@@ -36,8 +36,8 @@ class Implementation(Generic[CallT]):
     reserve:  takes a checked call and returns why ``impl="auto"`` passes this implementation over although it could run, or
               None.
     backward: ``"package.module:function"``, which computes gradients. The function takes the fields of a call in order, the
-              results in their places, and the gradients of the results, where the stage's recorder asks for nothing else. None: PyTorch differentiates the implementation, or
-              none are computed.
+              results in their places, and the gradients of the results, where the stage's recorder asks for nothing else. None:
+              PyTorch differentiates the implementation, or none are computed.
     """
 
     name: str
