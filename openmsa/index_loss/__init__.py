@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from openmsa.inputs import check_qkv
-from openmsa.runtime import checks, dispatch
+from openmsa.runtime import checks, dispatch, tracing
 from openmsa.runtime.dispatch import Implementation, Stage, never
 from openmsa.sparse_attention import check_sparse
 from openmsa.types import Layout, Sequences
 
 
+@tracing.operator("openmsa::index_loss")
 def index_loss(
     q: Tensor,
     k: Tensor,
@@ -55,9 +56,10 @@ def index_loss(
     return_loss:    False: the value that is returned is 0, and only its gradients are true. This saves one logarithm in
                     num_q_heads / index_heads exponentials, and no memory; without gradients it saves everything.
 
-    Returns a float32 scalar (float64 where an input is). Gradients flow to index_q and index_k. They are computed together with
-    the loss and kept until the backward in float32, as many elements as index_q and index_k have; nothing of [tokens, keys] is
-    ever held. A query that sees nothing adds 0, and counts in total_q.
+    Returns a float32 scalar (float64 where an input is). Gradients flow to index_q and index_k; the selection is made of detached
+    ones. They are computed together with the loss and kept until the backward in float32, as many elements as index_q and
+    index_k have; nothing of [tokens, keys] is ever held. In graphs of `torch.compile` the value and the gradients are computed
+    apart, so that the value costs as much again. A query that sees nothing adds 0, and counts in total_q.
 
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, equations 9 and 10.

@@ -15,6 +15,7 @@ Operator("openmsa::select_blocks", results.select_blocks, writes=("rescored",), 
 Operator("openmsa::select_blocks_from_scores", results.select_blocks_from_scores, gradients=False)
 Operator("openmsa::sparse_attention", results.sparse_attention)
 Operator("openmsa::dense_attention", results.dense_attention)
+Operator("openmsa::index_loss", results.index_loss)
 Operator("openmsa::msa_attention", results.msa_attention)
 Operator("openmsa::append_kv", results.nothing, writes=("self.k", "self.v", "self.seq_lens"), gradients=False)
 Operator("openmsa::append_index_keys", results.nothing, writes=("self.keys", "self.seq_lens"), gradients=False)

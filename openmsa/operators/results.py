@@ -68,6 +68,13 @@ def sparse_attention(
     return _attention(q, k, v, return_lse)
 
 
+def index_loss(q: Tensor, k: Tensor, index_q: Tensor, *given: Any, **settings: Any) -> Tensor:
+    """Returns a scalar."""
+    checks.tensor("q", q, "[total_q, num_q_heads, head_dim]")
+    checks.tensor("index_q", index_q, "[total_q, index_heads, index_dim]")
+    return empty(q, (), torch.promote_types(wide_dtype(q), wide_dtype(index_q)))
+
+
 def dense_attention(
     q: Queries,
     k: Any,

@@ -22,6 +22,7 @@ from openmsa import (
     Sequences,
     block_scores,
     dense_attention,
+    index_loss,
     msa_attention,
     select_blocks,
     select_blocks_from_scores,
@@ -110,6 +111,7 @@ def calls():
             **own,
         },
         "dense_attention": {"q": q, "k": k, "v": v, "softmax_scale": 0.25, "return_max_score": True, **own},
+        "index_loss": {"q": q, "k": k, "index_q": index_q, "index_k": index_k, "blocks": blocks, "coefficient": 0.5, **own},
         "msa_attention": {"q": q, "k": k, "v": v, "index_q": index_q, "index_k": index_k, "topk": 3, **own},
         "append_kv": {"self": kv, "k": k[:6], "v": v[:6]},
         "append_index_keys": {"self": keys, "keys": index_k[:6]},
@@ -158,8 +160,8 @@ def test_opcheck(case):
 
 
 def test_each_public_function_is_an_operator():
-    functions = (block_scores, select_blocks, select_blocks_from_scores, sparse_attention, dense_attention, msa_attention)
-    for function in (*functions, PagedKV.append, PagedIndexKeys.append):
+    functions = (block_scores, select_blocks, select_blocks_from_scores, sparse_attention, dense_attention, index_loss)
+    for function in (*functions, msa_attention, PagedKV.append, PagedIndexKeys.append):
         assert function.__wrapped__ in FUNCTIONS.values(), function
     functions, operators = ({name for name in table if name.startswith("openmsa::")} for table in (FUNCTIONS, OPERATORS))
     assert functions | {"openmsa::run_decode_plan"} == operators
@@ -321,6 +323,20 @@ def test_gradients_are_those_of_eager_calls():
         found, expected = (torch.autograd.grad(f(*arguments), sources) for f in (traced, loss))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert graphs() == 1
+
+
+def test_gradients_of_the_index_loss_are_those_of_eager_calls():
+    def loss(q, k, v, index_q, index_k, cu_q, cu_k):
+        seqs = Sequences(cu_q, cu_k, 30, 60)
+        blocks = select_blocks(index_q.detach(), index_k.detach(), 3, seqs, **BLOCK)
+        selected = index_loss(q, k, index_q, index_k, blocks, seqs, return_loss=False, **BLOCK)
+        return 2 * selected + index_loss(q, k, index_q, index_k, seqs=seqs)
+
+    traced = compiled(loss)
+    arguments = packed((10, 30), (20, 50))
+    sources = [x.requires_grad_() for x in arguments[3:5]]
+    found, expected = (torch.autograd.grad(f(*arguments), sources) for f in (traced, loss))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_missing_gradients_raise_the_eager_sentence():
