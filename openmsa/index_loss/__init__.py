@@ -56,8 +56,8 @@ def index_loss(
     return_loss:    False: the value that is returned is 0, and only its gradients are true. This saves one logarithm in
                     num_q_heads / index_heads exponentials, and no memory; without gradients it saves everything.
 
-    Returns a float32 scalar (float64 where an input is). Gradients flow to index_q and index_k; the selection is made of detached
-    ones. They are computed together with the loss and kept until the backward in float32, as many elements as index_q and
+    Returns a float32 scalar (float64 where an input is). Gradients flow to index_q and index_k; select the blocks of detached
+    ones. Gradients are computed together with the loss and kept until the backward in float32, as many elements as index_q and
     index_k have; nothing of [tokens, keys] is ever held. In graphs of `torch.compile` the value and the gradients are computed
     apart, so that the value costs as much again. A query that sees nothing adds 0, and counts in total_q.
 
