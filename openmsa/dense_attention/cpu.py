@@ -76,26 +76,15 @@ def _attend(
         step = DEQUANTIZED_KEYS if isinstance(k_pool, Stored) else max(prefix, 1)
         parts: list[tuple[Tensor, Tensor]] = []
         for first in range(0, prefix, step):
-            keys, values = _read(rows, first, min(first + step, prefix), dtype)
+            keys, values = (of.heads(first, min(first + step, prefix)).to(dtype) for of in rows)
             parts = [_merge([*parts, _unmasked(queries, keys, values, scale)])]
         if prefix < k_len:
-            keys, values = _read(rows, prefix, min(k_len, prefix + q1 - q0), dtype)
+            keys, values = (of.heads(prefix, min(k_len, prefix + q1 - q0)).to(dtype) for of in rows)
             parts = [*parts, _causal(queries, keys, values, scale)]
         merged, merged_lse = _merge(parts)
         out[q0:q1] = merged.permute(2, 0, 1, 3).flatten(1, 2)
         lse[q0:q1] = merged_lse.permute(2, 0, 1).flatten(1, 2)
     return out, lse
-
-
-def _read(rows: tuple[Rows, Rows], first: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns keys and values [first, stop) of all heads, ``[kv_heads, stop - first, dim]``; packed plain ones are views."""
-    keys, values = (
-        rows_of(r.rows, slice(r.start + first, r.start + stop), dtype=dtype).to(dtype).transpose(0, 1)
-        if r.pages is None
-        else torch.stack([r.span(head, first, stop).to(dtype) for head in range(r.rows.shape[1])])
-        for r in rows
-    )
-    return keys, values
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
