@@ -240,12 +240,10 @@ def _check_starts(name: str, starts: Tensor, total: int | None, what: str) -> No
 def _bound(name: str, bound: int | None, starts: Tensor, readable: bool) -> int:
     if bound is None and starts.device.type == "meta":
         raise ValueError(f"{name} must be given on the meta device, whose tensors hold no values, got None")
-    lengths = (stop - start for start, stop in pairwise(starts.tolist())) if bound is None or readable else None
-    longest = None if lengths is None else max(lengths, default=0)
+    known = bound is None or readable
+    longest = max((stop - start for start, stop in pairwise(starts.tolist())), default=0) if known else 0
     if bound is None:
-        assert longest is not None
         return longest
-    checks.integer(name, bound, 0)
-    if longest is not None and bound < longest:
+    if checks.integer(name, bound, 0) < longest:
         raise ValueError(f"{name} must be at least the longest sequence ({longest}), got {bound}")
     return bound
