@@ -226,21 +226,23 @@ def check_path(
     counts = (topk, lengths, block_size, init_blocks, local_blocks)
     selection = check_selection(index_q, index_k, *counts, certified, None, check)
     check_agreement(q, k, index_q, index_k)
-    if check or q.device.type == "cpu":
+    if (check or q.device.type == "cpu") and selection.seqs is not inputs.seqs:
         check_same_keys(selection.seqs.k_lens(), inputs.seqs.k_lens())
     return selection._replace(seqs=inputs.seqs), inputs, chunk
 
 
 def _same_lengths(q: Any, k: Any, index_q: Any, index_k: Any, seqs: Sequences | None) -> bool:
-    """Says whether both branches surely have the same lengths, so that one layout serves both. It says no on a CPU, where
+    """Says whether both branches surely have the same lengths, so that one layout serves both. On a CPU it says no for caches:
     lengths are compared instead. `index_q` and `index_k` are not checked yet."""
-    if q.device.type == "cpu" or getattr(index_q, "device", None) != q.device or q.shape[:1] != index_q.shape[:1]:
+    if getattr(index_q, "device", None) != q.device or q.shape[:1] != index_q.shape[:1]:
         return False
     if getattr(index_k, "device", None) != q.device:
+        return False
+    if q.device.type == "cpu" and (isinstance(k, PagedKV) or isinstance(index_k, PagedIndexKeys)):
         return False
     if isinstance(k, PagedKV) and isinstance(index_k, PagedIndexKeys):
         same = k.seq_lens is index_k.seq_lens and k.capacity == index_k.capacity
     else:
         rows = [getattr(x, "shape", ())[:1] for x in (k, index_k)]
         same = not isinstance(k, PagedKV) and not isinstance(index_k, PagedIndexKeys) and rows[0] == rows[1]
-    return same or (seqs is not None and seqs.cu_seqlens_k is not None)
+    return same or (q.device.type != "cpu" and seqs is not None and seqs.cu_seqlens_k is not None)

@@ -128,8 +128,10 @@ class Layout:
     def on_host(self) -> list[tuple[int, int, int, int, int]]:
         """Returns each sequence's first and end packed query, first packed key, k_len, and position of its first query. It
         syncs."""
-        cu_q, cu_k, offset = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist(), self.first_positions().tolist()
-        return [(cu_q[b], cu_q[b + 1], cu_k[b], cu_k[b + 1] - cu_k[b], offset[b]) for b in range(self.batch)]
+        starts = zip(pairwise(self.cu_seqlens_q.tolist()), pairwise(self.cu_seqlens_k.tolist()), strict=True)
+        spans = [(q0, q1, k0, k1 - k0) for (q0, q1), (k0, k1) in starts]
+        offsets = [k_len + q0 - q1 for q0, q1, _, k_len in spans] if self.q_offset is None else self.q_offset.tolist()
+        return [(*span, offset) for span, offset in zip(spans, offsets, strict=True)]
 
 
 def layout(
@@ -236,15 +238,12 @@ def _check_starts(name: str, starts: Tensor, total: int | None, what: str) -> No
 
 
 def _bound(name: str, bound: int | None, starts: Tensor, readable: bool) -> int:
-    longest = None
     if bound is None and starts.device.type == "meta":
         raise ValueError(f"{name} must be given on the meta device, whose tensors hold no values, got None")
-    if bound is None or readable:
-        longest = int(starts.diff().max()) if starts.numel() > 1 else 0
+    known = bound is None or readable
+    longest = max((stop - start for start, stop in pairwise(starts.tolist())), default=0) if known else 0
     if bound is None:
-        assert longest is not None
         return longest
-    checks.integer(name, bound, 0)
-    if longest is not None and bound < longest:
+    if checks.integer(name, bound, 0) < longest:
         raise ValueError(f"{name} must be at least the longest sequence ({longest}), got {bound}")
     return bound

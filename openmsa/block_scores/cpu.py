@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,8 @@ from openmsa.runtime.matmul import matmul_nt
 from openmsa.types import Layout
 
 TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
-FEW_ROWS_KEYS = 32768  # few rows: keys are the rows of the product
+FEW_ROWS_ELEMENTS = 1 << 19  # few rows: elements of the keys of all heads that are multiplied at a time, about an L2
+FEW_ROWS_STEP = 32  # MKL's products of few rows with so many keys, and multiples, do not depend on where a key stands
 MIN_ROWS = 16  # below about 12 rows a product takes another kernel, which rounds differently (see `matmul_nt`)
 
 
@@ -53,6 +56,13 @@ def _score(
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         pages = index_k.page_table[b] if isinstance(index_k, PagedIndexKeys) else None
         keys = Rows(pool, k0, pages, dtype)
+        if few and not nan_is_lowest:
+            for t, end in enumerate(range(offset + 1, offset + 1 + q1 - q0), q0):
+                end = min(end, k_len)  # keys that the query sees
+                if end > 0:
+                    q = rows_of(index_q, slice(t, t + 1), dtype=dtype)[0].to(dtype).unflatten(0, (key_heads, group))
+                    scores[:, t, : -(-end // block_size)] = _few_rows(q, keys, end, block_size).flatten(0, 1)
+            continue
         for key_head in range(key_heads):
             of_group = slice(key_head * group, (key_head + 1) * group)
             for t0 in range(q0, q1, tile_tokens):
@@ -60,11 +70,7 @@ def _score(
                 q = rows_of(index_q, slice(t0, t1), of_group, dtype=dtype).to(dtype).transpose(0, 1)  # [group, tokens, dim]
                 position = torch.arange(t0 - q0, t1 - q0) + offset
                 end = min(int(position[-1]) + 1, k_len)  # keys that the last query sees
-                done = 0
-                if few and not nan_is_lowest and end >= block_size:
-                    done = end // block_size
-                    scores[of_group, t0, :done] = _whole_blocks(q[:, 0], keys, key_head, done, block_size)
-                for first in range(done * block_size, end, tile_keys):
+                for first in range(0, end, tile_keys):
                     stop = min(first + tile_keys, end)
                     products = _products(q, keys.span(key_head, first, stop).to(dtype))  # [group, tokens, keys]
                     if nan_is_lowest:
@@ -87,49 +93,28 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     return matmul_nt(rows, k)[: group * tokens, :num_keys].reshape(group, tokens, num_keys)
 
 
-def _whole_blocks(q: Tensor, keys: Rows, head: int, num_blocks: int, block_size: int) -> Tensor:
-    """Returns scores ``[group, num_blocks]`` of the first blocks, all of whose keys the query ``[group, dim]`` sees."""
-    pool = None  # [num_pages, page_size, dim]
-    if keys.pages is not None and isinstance(keys.rows, Tensor):
-        pool = keys.rows[:, head]
-    if keys.pages is not None and pool is not None and _mostly_ours(pool, num_blocks * block_size, block_size):
-        everything = Rows(pool.flatten(0, 1)[:, None])
-        best = _whole_blocks(q, everything, 0, pool.shape[0] * pool.shape[1] // block_size, block_size)
-        of_pages = best.unflatten(1, (pool.shape[0], -1))  # [group, num_pages, blocks a page]
-        pages = keys.pages[: -(-num_blocks // of_pages.shape[2])]
-        return of_pages.index_select(1, pages).flatten(1)[:, :num_blocks]
-    viewed = keys.pages is None and isinstance(keys.rows, Tensor)  # others are copied, fewer at a time, which stay in cache
-    tile = (FEW_ROWS_KEYS if viewed else FEW_ROWS_KEYS // 4) // block_size
+def _few_rows(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
+    """Returns scores ``[heads, rows, blocks]`` of the first `end` keys, all of which the rows q ``[heads, rows, dim]`` see."""
+    heads, rows, dim = q.shape
+    if rows > 1 and rows % 4:
+        q = torch.nn.functional.pad(q, (0, 0, 0, -rows % 4))  # MKL is faster on 4 rows than on 2 or 3.
+    unit = math.lcm(block_size, FEW_ROWS_STEP)
+    tile = max(1, FEW_ROWS_ELEMENTS // (heads * dim * unit)) * unit
     parts = []
-    for first in range(0, num_blocks, tile):
-        stop = min(first + tile, num_blocks)
-        rows = keys.span(head, first * block_size, stop * block_size).to(q.dtype)
-        parts.append(_block_max_of_few(q, rows, block_size))
-    return torch.cat(parts, dim=1)
-
-
-def _mostly_ours(pool: Tensor, num_keys: int, block_size: int) -> bool:
-    """Says whether to score the whole pool where it lies and pick the sequence's scores, which reads each key once."""
-    num_pages, page_size, _ = pool.shape
-    return page_size % block_size == 0 and pool.is_contiguous() and 2 * num_keys >= num_pages * page_size
-
-
-def _block_max_of_few(q: Tensor, k: Tensor, block_size: int) -> Tensor:
-    """Returns block maxima ``[group, blocks]`` of q ``[group, dim]``: keys are the rows of the product, read once, and maxima
-    are taken by halves, all lanes at a time."""
-    group = q.shape[0]
-    if group == 1:
-        q = q.expand(2, -1)  # one column would be a matrix-vector product, which is slower
-    width, lanes = block_size, len(q)
-    best = torch.mm(k, q.t()).view(-1, block_size * lanes)  # [blocks, block_size * lanes]
-    while width % 2 == 0:
-        width //= 2
-        best = torch.maximum(best[:, : width * lanes], best[:, width * lanes :])
-    return best.unflatten(1, (width, lanes)).amax(1).t()[:group]
+    for first in range(0, end, tile):
+        stop = min(first + tile, end)
+        k = keys.heads(first, stop).to(q.dtype)  # [heads, keys, dim]
+        whole = (stop - first) // FEW_ROWS_STEP * FEW_ROWS_STEP
+        products = [torch.bmm(q, k[:, :whole].transpose(1, 2))] if whole else []
+        if whole < stop - first:
+            rest = torch.nn.functional.pad(k[:, whole:], (0, 0, 0, whole + FEW_ROWS_STEP - (stop - first)))
+            products.append(torch.bmm(q, rest.transpose(1, 2))[..., : stop - first - whole])
+        parts.append(_block_max(products[0] if len(products) == 1 else torch.cat(products, 2), block_size))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 2))[:, :rows]
 
 
 def _block_max(products: Tensor, block_size: int) -> Tensor:
-    """Takes the maximum over each block: ``[group, tokens, keys] -> [group, tokens, blocks]``; the last block may be short."""
+    """Takes the maximum over each block: ``[..., keys] -> [..., blocks]``; the last block may be short."""
     full = products.shape[2] // block_size * block_size
     parts = [products[..., :full].unflatten(2, (-1, block_size)).amax(3)] if full else []
     if full < products.shape[2]:

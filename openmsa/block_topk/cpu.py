@@ -16,6 +16,7 @@ BYTES_A_SCORE = 32  # the score, its integer key and what torch.topk holds besid
 FORCED = 0x7FFFFFFF  # above the ordered bits of +inf
 LOWEST = -0x7F800001  # the ordered bits of -inf
 ID_BITS = 24
+FEW_SCORES = 512  # So few scores are sorted sooner by Python than by the two dozen calls of PyTorch.
 
 
 def select_blocks(
@@ -32,6 +33,9 @@ def select_blocks(
     total_q, heads, _ = index_q.shape
     chunk = max(64, cpu_workspace_bytes() // (BYTES_A_SCORE * heads * max(1, seqs.num_blocks(block_size))))
     visible_blocks = seqs.visible_blocks(total_q, block_size)
+    if blocks is None and total_q <= chunk:
+        scores = SCORING.run("cpu", ScoringCall(index_q.detach(), index_k, seqs, block_size))
+        return select_from_scores(scores, topk, visible_blocks, init_blocks, local_blocks)
     blocks = torch.empty((total_q, heads, topk), dtype=torch.int32) if blocks is None else blocks
     for start in range(0, total_q, chunk):
         rows = slice(start, min(start + chunk, total_q))
@@ -44,6 +48,8 @@ def select_blocks(
 def select_from_scores(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: int, local_blocks: int) -> Tensor:
     """See `openmsa.block_topk.select_blocks_from_scores`."""
     heads, total_q, num_blocks = scores.shape
+    if scores.numel() <= FEW_SCORES:
+        return _select_few(scores.detach(), topk, visible_blocks, init_blocks, local_blocks)
     blocks = torch.full((total_q, heads, topk), -1, dtype=torch.int32)
     chunk = max(64, cpu_workspace_bytes() // (BYTES_A_SCORE * heads * max(1, num_blocks)))
     for start in range(0, total_q if num_blocks else 0, chunk):
@@ -51,6 +57,20 @@ def select_from_scores(scores: Tensor, topk: int, visible_blocks: Tensor, init_b
         chosen = _select(scores[:, rows].detach(), topk, visible_blocks[rows], init_blocks, local_blocks)
         blocks[rows, :, : chosen.shape[2]] = chosen.transpose(0, 1)
     return blocks
+
+
+def _select_few(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: int, local_blocks: int) -> Tensor:
+    """Does what `select_from_scores` does, without PyTorch."""
+    heads, total_q, num_blocks = scores.shape
+    chosen = []
+    for of_query, seen in zip(scores.transpose(0, 1).tolist(), visible_blocks.tolist(), strict=True):
+        first, last = min(init_blocks, seen, num_blocks), max(0, seen - local_blocks)
+        for of_head in of_query:
+            best = sorted((-score, first + i) for i, score in enumerate(of_head[first:last]) if score > -torch.inf)
+            forced = [*range(first), *range(max(first, last), min(seen, num_blocks))]
+            ids = sorted([*forced, *(i for _, i in best[: topk - len(forced)])])
+            chosen.append(ids + [-1] * (topk - len(ids)))
+    return torch.tensor(chosen, dtype=torch.int32).view(total_q, heads, topk)
 
 
 def _select(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: int, local_blocks: int) -> Tensor:

@@ -15,10 +15,11 @@ from openmsa.inputs import ScoringCall
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import Rows
 from openmsa.kv_cache.stored import out_dtype, rows_of, wide_dtype
+from openmsa.runtime.matmul import attend_few
 from openmsa.types import Layout
 
 SPLIT_KEYS = 16384  # Few queries have so many keys a call: the fused kernel works in parallel over heads and queries only.
-DEQUANTIZED_KEYS = 2048  # So many keys of a format are held as numbers at a time.
+DEQUANTIZED_KEYS = 2048  # So many keys of a format, or of float16, are held as wider numbers at a time.
 
 
 def dense_attention(
@@ -60,7 +61,9 @@ def _attend(
     k_pool, v_pool = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
     assert v_pool is not None
     kv_heads = k_pool.shape[1]
-    dtype = wide_dtype(q) if isinstance(q, Stored) or isinstance(k_pool, Stored) else q.dtype
+    dtype = q.dtype  # PyTorch's fused kernel is several times slower in float16 than in float32.
+    if isinstance(q, Stored) or isinstance(k_pool, Stored) or q.dtype == torch.float16:
+        dtype = wide_dtype(q)
     out = torch.empty(total_q, heads, dim, dtype=out_dtype(q)) if out is None else out
     lse = torch.empty((total_q, heads), dtype=wide_dtype(q)) if lse is None else lse
     out.zero_(), lse.fill_(-torch.inf)
@@ -72,30 +75,26 @@ def _attend(
         pages = k.page_table[b] if isinstance(k, PagedKV) else None
         rows = Rows(k_pool, k0, pages, dtype), Rows(v_pool, k0, pages, dtype)
         queries = rows_of(q, slice(q0, q1), dtype=dtype).to(dtype)
+        if q1 - q0 == 1 and k_len <= SPLIT_KEYS:
+            last = min(offset + 1, k_len)
+            row = queries[0].to(wide_dtype(q)).unflatten(0, (kv_heads, -1)) * scale
+            merged, merged_lse = attend_few(row, *(of.heads(0, last).to(row.dtype) for of in rows))
+            out[q0], lse[q0] = merged.flatten(0, 1), merged_lse.flatten(0, 1)
+            continue
         queries = queries.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, q_len, dim]
-        step = DEQUANTIZED_KEYS if isinstance(k_pool, Stored) else max(prefix, 1)
+        converted = isinstance(k_pool, Stored) or k_pool.dtype != dtype
+        step = DEQUANTIZED_KEYS if converted else max(prefix, 1)
         parts: list[tuple[Tensor, Tensor]] = []
         for first in range(0, prefix, step):
-            keys, values = _read(rows, first, min(first + step, prefix), dtype)
+            keys, values = (of.heads(first, min(first + step, prefix)).to(dtype) for of in rows)
             parts = [_merge([*parts, _unmasked(queries, keys, values, scale)])]
         if prefix < k_len:
-            keys, values = _read(rows, prefix, min(k_len, prefix + q1 - q0), dtype)
+            keys, values = (of.heads(prefix, min(k_len, prefix + q1 - q0)).to(dtype) for of in rows)
             parts = [*parts, _causal(queries, keys, values, scale)]
         merged, merged_lse = _merge(parts)
         out[q0:q1] = merged.permute(2, 0, 1, 3).flatten(1, 2)
         lse[q0:q1] = merged_lse.permute(2, 0, 1).flatten(1, 2)
     return out, lse
-
-
-def _read(rows: tuple[Rows, Rows], first: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns keys and values [first, stop) of all heads, ``[kv_heads, stop - first, dim]``; packed plain ones are views."""
-    keys, values = (
-        rows_of(r.rows, slice(r.start + first, r.start + stop), dtype=dtype).to(dtype).transpose(0, 1)
-        if r.pages is None
-        else torch.stack([r.span(head, first, stop).to(dtype) for head in range(r.rows.shape[1])])
-        for r in rows
-    )
-    return keys, values
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

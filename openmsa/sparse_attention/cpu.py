@@ -13,12 +13,13 @@ from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.rows import Rows
 from openmsa.kv_cache.stored import out_dtype, rows_of, wide_dtype
 from openmsa.runtime.environment import cpu_workspace_bytes
-from openmsa.runtime.matmul import matmul_nt
+from openmsa.runtime.matmul import attend_few, matmul_nt
 from openmsa.types import Layout
 
 TILE_ROWS = 4096  # (query, head) rows of a tile, whose logits take 2 MB
 ROUND_ROWS = 256  # rows of a tile are rounded up to multiples of it: products then have a few shapes, not thousands
 MERGED_QUERIES = 256  # so many queries are merged at a time, and their partials stay in cache
+GATHERED_BYTES = 2 << 20  # Few queries: gathered keys of some heads, which stay in cache.
 FEW_QUERIES = 8  # So few queries of a sequence share too few blocks for KV-outer to pay.
 
 
@@ -62,6 +63,13 @@ def sparse_attention(
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         pages = k.page_table[b] if isinstance(k, PagedKV) else None
         keys, values = (Rows(pool, k0, pages, dtype) for pool in (k_pool, v_pool))
+        if seqs.longest_q <= FEW_QUERIES:
+            for i in range(q0, q1):
+                rows = rows_of(q, slice(i, i + 1), dtype=dtype)[0].to(dtype).unflatten(0, (kv_heads, group)) * softmax_scale
+                token = min(i - q0 + offset, k_len - 1)
+                of_token = _gather_keys(rows, blocks[i].tolist(), token, keys, values, block_size)
+                out[i], lse[i] = (x.flatten(0, 1) for x in of_token)
+            continue
         last_key = (torch.arange(q1 - q0) + offset).clamp_(max=k_len - 1)
         for head in range(kv_heads):
             of_group = slice(head * group, (head + 1) * group)
@@ -69,25 +77,45 @@ def sparse_attention(
             ids = ids.masked_fill(ids * block_size > last_key[:, None], -1)
             of_head = rows_of(q, slice(q0, q1), of_group, dtype=dtype)
             problem = _Head(of_head, softmax_scale, dtype, ids, last_key, keys, values, head, block_size, k_len)
-            attend = _gather_keys if seqs.longest_q <= FEW_QUERIES else _gather_queries
-            attend(problem, out[q0:q1, of_group], lse[q0:q1, of_group])
+            _gather_queries(problem, out[q0:q1, of_group], lse[q0:q1, of_group])
     return (out, lse) if return_lse else out
 
 
-def _gather_keys(p: _Head, out: Tensor, lse: Tensor) -> None:
-    """Attends with one query at a time to all its selected keys, up to topk * block_size of them."""
-    within = torch.arange(p.block_size)
-    for i in range(p.q.shape[0]):
-        position = (p.ids[i, :, None] * p.block_size + within).flatten()  # [topk * block_size]
-        position = position[(position >= 0) & (position <= p.last_key[i])]
-        if not position.numel():
-            out[i], lse[i] = 0, -torch.inf
-            continue
-        head = torch.tensor(p.head)
-        keys, values = (rows.take(position, head).to(p.dtype) for rows in (p.keys, p.values))
-        logits = torch.mm(p.q[i].to(p.dtype) * p.scale, keys.t())  # [group, keys]
-        lse[i] = logits.logsumexp(1)
-        out[i] = torch.mm(logits.softmax(1), values)
+def _gather_keys(
+    q: Tensor, ids: list[list[int]], last_key: int, keys: Rows, values: Rows, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Attends with the queries of one token, scaled, ``[kv_heads, group, dim]``, to all keys of the blocks that each KV head
+    selected, in any order, of which those that are not visible are skipped. Returns results of q's leading dimensions."""
+    kv_heads, group, dim = q.shape
+    visible = last_key // block_size + 1
+    chosen = [sorted({i for i in of_head if 0 <= i < visible}) for of_head in ids]
+    chosen = chosen * kv_heads if len(chosen) == 1 else chosen
+    counts = [
+        min(len(of) * block_size, len(of) * block_size + last_key + 1 - (of[-1] + 1) * block_size) if of else 0 for of in chosen
+    ]
+    parts: list[tuple[Tensor, Tensor]] = []
+    first = 0
+    while first < kv_heads:  # Heads that read as many keys are served together, as far as their keys fit into caches.
+        count = counts[first]
+        most = max(1, GATHERED_BYTES // max(1, count * dim * q.dtype.itemsize))
+        stop = first + 1
+        while stop < kv_heads and counts[stop] == count and stop - first < most:
+            stop += 1
+        heads = range(first, stop)
+        if not count:
+            parts.append((q.new_zeros(len(heads), group, dim), q.new_full((len(heads), group), -torch.inf)))
+        else:
+            read = [_read(rows, chosen[first:stop], heads, visible, block_size, count).to(q.dtype) for rows in (keys, values)]
+            parts.append(attend_few(q[first:stop], *read))
+        first = stop
+    return parts[0] if len(parts) == 1 else (torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts]))
+
+
+def _read(rows: Rows, ids: list[list[int]], heads: range, visible: int, block_size: int, count: int) -> Tensor:
+    """Gives the rows of the blocks of some heads, ``[heads, count, dim]``: a view where all visible blocks are chosen."""
+    if len(ids[0]) == visible and rows.pages is None and isinstance(rows.rows, Tensor):
+        return rows.heads(0, count)[heads.start : heads.stop]
+    return rows.blocks(ids, heads, block_size, count)
 
 
 def _gather_queries(p: _Head, out: Tensor, lse: Tensor) -> None:
