@@ -18,7 +18,7 @@ from fmha_sm100.plan_rows import Plan, offsets, on_device
 from fmha_sm100.sparse_fmha_adapter import sparse_fmha, sparse_fmha_plan
 from openmsa import E4M3, select_blocks_from_scores
 from openmsa.kv_cache.results import apart, tensors_of
-from openmsa.kv_cache.stored import wide_dtype
+from openmsa.kv_cache.rows import wide_dtype
 from openmsa.runtime import checks, tracing
 
 __all__ = [

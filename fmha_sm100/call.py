@@ -18,7 +18,7 @@ from openmsa.block_scores import STAGE as SCORING
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import check_dense
 from openmsa.inputs import check_scoring
-from openmsa.kv_cache.stored import out_dtype, wide_dtype
+from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.runtime import checks
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention import check_sparse

@@ -12,7 +12,7 @@ from fmha_sm100.call import Call
 from fmha_sm100.nvfp4_kv import nvfp4_head_slot_views, nvfp4_operand
 from fmha_sm100.operands import FP8, Operands, Scale, check_operands, stored
 from fmha_sm100.plan_rows import Plan, first_pages
-from openmsa.kv_cache.stored import check_values as check_finite
+from openmsa.kv_cache.rows import check_values as check_finite
 from openmsa.runtime import checks
 
 PLAN_KEYS = (

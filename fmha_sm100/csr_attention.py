@@ -17,7 +17,7 @@ from fmha_sm100 import operands
 from fmha_sm100.k2q_rows import Rows, by_heads, selection, sort_heads
 from fmha_sm100.operands import Lengths, Operands
 from openmsa import E4M3, PagedKV
-from openmsa.kv_cache.stored import out_dtype, wide_dtype
+from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.runtime import checks, devices
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention import check_sparse

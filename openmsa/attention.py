@@ -12,7 +12,7 @@ from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
 from openmsa.inputs import AttentionInputs, SelectionCall, check_agreement, check_qkv, check_same_keys, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
-from openmsa.kv_cache.stored import out_dtype, wide_dtype
+from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.runtime import checks, tracing
 from openmsa.runtime.dispatch import Stage, check_name, has_triton
 from openmsa.runtime.kinds import Call, Kinds, Memory, tensors_in

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.results import check_scores_place, tensors_of
-from openmsa.kv_cache.stored import INDEX_FORMATS, KEY_FORMATS, QUERY_FORMATS, check_alike, check_rows, check_values, kind_of
+from openmsa.kv_cache.rows import INDEX_FORMATS, KEY_FORMATS, QUERY_FORMATS, check_alike, check_rows, check_values, kind_of
 from openmsa.runtime import checks
 from openmsa.types import Layout, Sequences, layout
 

@@ -16,7 +16,7 @@ from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
 from openmsa.inputs import SelectionCall, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
-from openmsa.kv_cache.stored import out_dtype
+from openmsa.kv_cache.rows import out_dtype
 from openmsa.runtime import checks, tracing
 from openmsa.runtime.dispatch import check_name, has_triton
 from openmsa.runtime.kinds import Kinds, Memory, tensors_in

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.kv_cache.stored import dequantized, wide_dtype
+from openmsa.kv_cache.rows import dequantized, wide_dtype
 from openmsa.types import Layout
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from openmsa.block_scores.triton_route import launch_scores, score_rows
 from openmsa.block_topk.triton_topk import MAX_BLOCKS, launch_topk
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.kv_cache.stored import format_of
+from openmsa.kv_cache.rows import format_of
 from openmsa.primitives.operands import Bounds
 from openmsa.primitives.queries import product_type, query_factors, query_rows, row_factors
 from openmsa.primitives.rows import KeyTiles, padded

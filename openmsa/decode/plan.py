@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
-from openmsa.kv_cache.stored import QUERY_FORMATS, check_rows
+from openmsa.kv_cache.rows import QUERY_FORMATS, check_rows
 from openmsa.runtime import checks, devices, tracing
 from openmsa.runtime.kinds import Kinds, Memory
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.stored import wide_dtype
+from openmsa.kv_cache.rows import wide_dtype
 from openmsa.primitives.tile_gradients import RowGradients, tile_gradients
 from openmsa.types import Layout
 

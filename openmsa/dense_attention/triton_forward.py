@@ -33,7 +33,7 @@ from openmsa.dense_attention.triton_config import (
 )
 from openmsa.dense_attention.triton_kernel import dense_kernel
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
-from openmsa.kv_cache.stored import format_of, out_dtype
+from openmsa.kv_cache.rows import format_of, out_dtype
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, QueryRows, Scores
 from openmsa.primitives.rows import pool_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openmsa.index_loss import share
-from openmsa.kv_cache.stored import wide_dtype
+from openmsa.kv_cache.rows import wide_dtype
 from openmsa.runtime.matmul import matmul_nt
 from openmsa.types import Layout
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.stored import out_dtype, wide_dtype
+from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.runtime import checks
 
 

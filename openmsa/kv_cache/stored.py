@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
 """`Stored` is rows of numbers kept in a low-precision format, which stand wherever a tensor of rows stands.
 
-Rows are packed, ``[total, heads, dim]``, or a pool of pages, ``[num_pages, heads, page_size, dim]``. A plain tensor has the
-format "plain": elements as PyTorch stores them, little endian, element 0 of a row first, and no scales. The functions below
-take either.
+Rows are packed, ``[total, heads, dim]``, or a pool of pages, ``[num_pages, heads, page_size, dim]``. The functions below serve
+the formats; those that take a plain tensor as well stand in `openmsa.kv_cache.rows`.
 """
 
 from __future__ import annotations
@@ -20,15 +19,6 @@ from openmsa.runtime.tracing import operator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-"""Plain pools have one of these dtypes; float64 serves checks against the truth."""
-KEY_FORMATS = ("e4m3", "nvfp4")
-"""Keys and values may be stored in these formats beside plain tensors."""
-INDEX_FORMATS = ("e4m3", "int8", "nvfp4", "mxfp4", "certified")
-"""Index keys may be stored in these formats."""
-QUERY_FORMATS = ("e4m3",)
-"""Queries and index queries may be stored in these formats."""
 
 
 class Stored:
@@ -118,62 +108,6 @@ class Stored:
     def allocate(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Stored:
         """Makes zeros of a logical shape."""
         raise NotImplementedError
-
-
-def format_of(value: Any) -> str:
-    """Gives "plain" for a tensor, else the name of its format."""
-    return getattr(value, "format", "plain")
-
-
-def kind_of(value: Tensor | Stored) -> str:
-    """Names what keys and values must share: the format, and the layout of its scales where it has several."""
-    return f"{value.format} {getattr(value, 'layout', '')}".strip() if isinstance(value, Stored) else "plain"
-
-
-def rows_of(value: Tensor | Stored, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Gives ``value[index]``: of a tensor as it is, of a format as numbers of `dtype`."""
-    if isinstance(value, Stored):
-        return value.rows(*index, dtype=dtype)
-    return value[index] if index else value
-
-
-def dequantized(value: Tensor | Stored, dtype: torch.dtype) -> Tensor:
-    """Gives all rows as numbers of `dtype`."""
-    return value.dequantize(dtype) if isinstance(value, Stored) else value.to(dtype)
-
-
-def wide_dtype(q: Tensor | Stored) -> torch.dtype:
-    """A stage computes in this dtype: float64 for float64 queries, else float32."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def out_dtype(q: Tensor | Stored) -> torch.dtype:
-    """Attention returns this dtype: the queries' own, bfloat16 where they are stored in a format."""
-    return torch.bfloat16 if isinstance(q, Stored) else q.dtype
-
-
-def check_rows(
-    name: str, value: Any, shape: str, formats: tuple[str, ...], dtypes: tuple[torch.dtype, ...] = checks.FLOATS
-) -> None:
-    """`value` must be a tensor of one of `dtypes`, or stored in one of `formats`, with the rank that `shape` shows."""
-    if not isinstance(value, Stored):
-        checks.tensor(name, value, shape, dtypes)
-        return
-    if value.format not in formats:
-        raise TypeError(f"{name} must be a torch.Tensor or stored as {' or '.join(formats)}, got {value.format}")
-    if value.dim() != shape.count(",") + 1:
-        raise checks.wrong_rank(name, value, shape)
-
-
-def check_alike(name: str, value: Tensor | Stored, other_name: str, other: Tensor | Stored) -> None:
-    """Raises unless both are on one device; two plain tensors must share a dtype as well."""
-    plain = isinstance(value, Tensor) and isinstance(other, Tensor)
-    checks.alike(name, value, other_name, other, dtype=plain)
-
-
-def check_values(name: str, value: Tensor | Stored) -> None:
-    """Raises where a number is NaN, for which it reads the tensor."""
-    checks.finite(name, value.dequantize() if isinstance(value, Stored) else value)
 
 
 def part(name: str, value: Any, of: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None) -> Tensor:

@@ -21,7 +21,8 @@ from openmsa.kv_cache.e4m3 import E4M3 as E4M3Rows
 from openmsa.kv_cache.int8 import Int8
 from openmsa.kv_cache.mxfp4 import MXFP4 as MXFP4Rows
 from openmsa.kv_cache.nvfp4 import NVFP4 as NVFP4Rows
-from openmsa.kv_cache.stored import Stored, format_of
+from openmsa.kv_cache.rows import format_of
+from openmsa.kv_cache.stored import Stored
 from openmsa.kv_cache.triton_numbers import (
     E4M3,
     FORMAT_IDS,

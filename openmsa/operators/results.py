@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
-from openmsa.kv_cache.stored import INDEX_FORMATS, KEY_FORMATS, QUERY_FORMATS, check_rows, out_dtype, wide_dtype
+from openmsa.kv_cache.rows import INDEX_FORMATS, KEY_FORMATS, QUERY_FORMATS, check_rows, out_dtype, wide_dtype
 from openmsa.runtime import checks
 from openmsa.types import Sequences
 

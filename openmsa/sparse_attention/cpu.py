@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.kv_cache.rows import Rows
-from openmsa.kv_cache.stored import out_dtype, rows_of, wide_dtype
+from openmsa.kv_cache.rows import Rows, out_dtype, rows_of, wide_dtype
 from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.runtime.matmul import attend_few, matmul_nt
 from openmsa.types import Layout

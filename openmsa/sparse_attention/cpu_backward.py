@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.stored import wide_dtype
+from openmsa.kv_cache.rows import wide_dtype
 from openmsa.primitives.tile_gradients import RowGradients, tile_gradients
 from openmsa.sparse_attention.cpu import TILE_ROWS, by_block
 from openmsa.types import Layout

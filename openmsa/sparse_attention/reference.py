@@ -8,7 +8,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.results import delivered
-from openmsa.kv_cache.stored import dequantized, out_dtype, wide_dtype
+from openmsa.kv_cache.rows import dequantized, out_dtype, wide_dtype
 from openmsa.runtime.matmul import weighted_sum
 from openmsa.types import Layout
 

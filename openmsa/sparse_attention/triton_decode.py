@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.kv_cache.stored import out_dtype
+from openmsa.kv_cache.rows import out_dtype
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, Selection
 from openmsa.primitives.queries import query_rows

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.kv_cache.stored import out_dtype
+from openmsa.kv_cache.rows import out_dtype
 from openmsa.primitives.operands import NVFP4, Bounds, QueryRows
 from openmsa.primitives.queries import query_rows
 from openmsa.primitives.softmax import Result

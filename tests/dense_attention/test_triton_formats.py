@@ -13,7 +13,7 @@ from openmsa import PagedKV
 from openmsa.dense_attention import triton_forward
 from openmsa.dense_attention.triton_config import Config, configure
 from openmsa.kv_cache import E4M3, NVFP4
-from openmsa.kv_cache.stored import dequantized
+from openmsa.kv_cache.rows import dequantized
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close, assert_equal
