@@ -11,8 +11,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from openmsa.runtime import torch_version  # noqa: F401 - it says in a sentence where PyTorch is missing or old
-
 _HOMES = {
     "fmha_sm100.api": ("_fmha_sm100", "_fmha_sm100_plan", "fmha_sm100", "fmha_sm100_plan", "sparse_topk_select"),
     "fmha_sm100.sparse": (

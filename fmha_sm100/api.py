@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""`fmha_sm100` computes dense attention, max scores and attention over selected blocks of a planned batch, over `openmsa`;
-`sparse_topk_select` takes the selection from the max scores."""
+"""`fmha_sm100` computes attention and max scores of a planned batch; `sparse_topk_select` selects blocks by max scores."""
 
 from __future__ import annotations
 
+from openmsa.runtime import torch_version  # isort: skip # noqa: F401 - it says in a sentence where PyTorch is missing or old
 import functools
 from typing import Any
 

@@ -4,6 +4,7 @@ form: `sparse_atten_func` and `sparse_atten_nvfp4_kv_func`."""
 
 from __future__ import annotations
 
+from openmsa.runtime import torch_version  # isort: skip # noqa: F401 - it says in a sentence where PyTorch is missing or old
 from typing import Any
 
 import torch
