@@ -75,7 +75,7 @@ def _attend(
         rows = Rows(k_pool, k0, pages, dtype), Rows(v_pool, k0, pages, dtype)
         queries = rows_of(q, slice(q0, q1), dtype=dtype).to(dtype)
         if q1 - q0 == 1 and k_len <= SPLIT_KEYS:
-            last = min(offset + 1, k_len)
+            last = min(max(offset, 0) + 1, k_len)
             row = queries[0].to(wide_dtype(q)).unflatten(0, (kv_heads, -1)) * scale
             merged, merged_lse = attend_few(row, *(of.heads(0, last).to(row.dtype) for of in rows))
             out[q0], lse[q0] = merged.flatten(0, 1), merged_lse.flatten(0, 1)

@@ -93,7 +93,7 @@ def test_gradcheck():
     """Autograd's own check by finite differences, in float64."""
     p = problem((5,), (37,), group=2, kv_heads=1, head_dim=16, dtype=torch.float64)
     blocks = random_blocks(p, 2, 16, 1)
-    blocks[0] = 0  # every query reads something: the lse of the others is -inf
+    blocks[0] = torch.tensor([0, -1])  # every query reads something: the lse of the others is -inf
 
     def function(q, k, v):
         out, lse = sparse_attention(q, k, v, blocks, block_size=16, return_lse=True, impl="cpu")

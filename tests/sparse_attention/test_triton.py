@@ -281,7 +281,7 @@ def test_a_bound_that_lies_leads_nowhere_else(monkeypatch):
     checked = checked._replace(seqs=dataclasses.replace(checked.seqs, max_seqlen_k=32))
     calls, union = [], triton_prefill.launch_union
     monkeypatch.setattr(triton_prefill, "launch_union", lambda call: calls.append(call) or union(call))
-    run(checked)
+    run(checked, path="union")
     plan, found, capacity = calls[0].plan, calls[0].lists.union, calls[0].plan.limits.capacity
     assert capacity == 2
     assert found.sizes.view(-1, 2)[: plan.num_tiles].max() <= capacity
