@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from openmsa import AttentionPlan, PagedIndexKeys, PagedKV, Sequences, msa_attention
-from openmsa.bench.vllm_peer import _load as load_peer
+from openmsa.bench.vllm_peer import load as load_peer
 
 PAGE = 128
 SHAPES = (

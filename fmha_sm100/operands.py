@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fmha_sm100 import operators as _operators  # noqa: F401 (registers them)
 from openmsa import E4M3, NVFP4, PagedKV, Sequences
-from openmsa.kv_cache.results import apart, tensors_of
+from openmsa.kv_cache.results import apart
 from openmsa.runtime import checks
+from openmsa.runtime.kinds import tensors_in
 from openmsa.types import starts
 
 FP8 = torch.float8_e4m3fn
@@ -187,7 +188,7 @@ def given_longest(name: str, bound: int, cu_seqlens: Tensor) -> int:
 def place(out: Tensor | None, *read: Any) -> Tensor | None:
     """Returns the caller's buffer where kernels that read the given operands can write their results into it: where it is
     contiguous and apart from them. Elsewhere they write to a new tensor, and `write_out` copies."""
-    return out if out is not None and out.is_contiguous() and apart(out, tensors_of(*read)) else None
+    return out if out is not None and out.is_contiguous() and apart(out, list(tensors_in(*read))) else None
 
 
 def write_out(out: Tensor | None, result: Tensor, factor: float | Tensor = 1.0) -> Tensor:

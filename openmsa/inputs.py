@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV, Stored
-from openmsa.kv_cache.results import check_scores_place, tensors_of
+from openmsa.kv_cache.results import check_scores_place
 from openmsa.kv_cache.rows import INDEX_FORMATS, KEY_FORMATS, QUERY_FORMATS, check_alike, check_rows, check_values, kind_of
 from openmsa.runtime import checks
+from openmsa.runtime.kinds import tensors_in
 from openmsa.types import Layout, Sequences, layout
 
 
@@ -28,7 +29,7 @@ class ScoringCall(NamedTuple):
     def writing(self, scores: Tensor) -> ScoringCall:
         """Returns the call with the place of its result, which is checked."""
         num_blocks = self.seqs.num_blocks(self.block_size)
-        check_scores_place("scores", scores, self.index_q, num_blocks, tensors_of(self.index_q, self.index_k))
+        check_scores_place("scores", scores, self.index_q, num_blocks, list(tensors_in(self.index_q, self.index_k)))
         return self._replace(scores=scores)
 
 

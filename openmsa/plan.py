@@ -85,7 +85,7 @@ class AttentionPlan:
         self._device = self.cu_seqlens_q.device
         self._layout = self._made_layout()
         self._rows = [slice(start, min(start + chunk, self.total_q)) for start in range(0, self.total_q, chunk)]
-        self._parts = self._made_parts()
+        self._parts = self._made_parts(self._layout)
         self._own = (self._layout, *self._parts, self.page_table, self.seq_lens)  # what launches read beside a layer's tensors
         counts = (self.total_q, self.topk, self.block_size, self.init_blocks, self.local_blocks)
         numbers = (*counts, self.softmax_scale, self.certified, chunk, self.impl)
@@ -109,20 +109,20 @@ class AttentionPlan:
         made = layout(seqs, self.total_q, None, self._device, self.seq_lens, capacity)
         return replace(made, max_seqlen_k=max(made.max_seqlen_k, min(_rounded(made.max_seqlen_k), capacity)))
 
-    def _made_parts(self) -> list[Layout]:
+    def _made_parts(self, whole: Layout) -> list[Layout]:
         """Returns the lengths of each chunk of queries."""
         if len(self._rows) < 2:
-            return [self._layout] * len(self._rows)
-        return [self._layout.query_chunk(rows.start, rows.stop) for rows in self._rows]
+            return [whole] * len(self._rows)
+        return [whole.query_chunk(rows.start, rows.stop) for rows in self._rows]
 
     def refresh(self) -> None:
         """Follows changes that were made in place to the tensors that the plan was made from, within its bounds. On a GPU it
         launches a few small kernels and never waits."""
-        held, parts = self._layout, self._parts
-        self._layout = self._made_layout()
-        made = self._made_parts() if len(parts) > 1 else []
-        made, self._layout = [self._layout, *made], held
-        for old, new in zip([held, *parts], made, strict=False):
+        made = self._made_layout()
+        pairs = [(self._layout, made)]
+        if len(self._rows) > 1:
+            pairs += zip(self._parts, self._made_parts(made), strict=True)
+        for old, new in pairs:
             for name in ("cu_seqlens_q", "cu_seqlens_k", "q_offset"):
                 kept, value = getattr(old, name), getattr(new, name)
                 if kept is not None and kept.data_ptr() != value.data_ptr():

@@ -33,7 +33,8 @@ def absent(device: torch.device, folder: Path) -> str | None:
     return None
 
 
-def _load(folder: Path) -> ModuleType:
+def load(folder: Path) -> ModuleType:
+    """Imports the kernels from this folder, which goes in front of all others that hold a package named vllm."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     return importlib.import_module("vllm.vllm_m3")
@@ -46,7 +47,7 @@ class Peer:
     """
 
     def __init__(self, x: Inputs, folder: Path, e4m3: bool = False) -> None:
-        self.kernels, self.x, self.w, pages = _load(folder), x, x.workload, x.pages()
+        self.kernels, self.x, self.w, pages = load(folder), x, x.workload, x.pages()
         assert pages.pool is not None
         assert isinstance(pages.index.keys, Tensor)
         self.pool, self.index = pages.pool, pages.index.keys[:, 0]  # [num_pages, 128, index_dim]

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.kv_cache.results import check_places, check_scores_place, tensors_of
+from openmsa.kv_cache.results import check_places, check_scores_place
 from openmsa.runtime import checks
+from openmsa.runtime.kinds import tensors_in
 from openmsa.types import Layout, Sequences
 
 
@@ -38,11 +39,11 @@ class DenseCall(NamedTuple):
         for (name, asked), place in zip(wanted.items(), (out, lse, max_score), strict=True):
             if place is not None and not asked:
                 raise ValueError(f"{name} must be None with return_{name}=False, got {type(place).__name__}")
-        read = tensors_of(self.q, self.k, self.v)
+        read = list(tensors_in(self.q, self.k, self.v))
         check_places(self.q, read, out, lse)
         if max_score is not None:
             num_blocks = self.seqs.num_blocks(self.block_size)
-            check_scores_place("max_score", max_score, self.q, num_blocks, [*read, *tensors_of(out, lse)])
+            check_scores_place("max_score", max_score, self.q, num_blocks, [*read, *tensors_in(out, lse)])
         return self._replace(out=out, lse=lse, max_score=max_score)
 
 

@@ -11,17 +11,7 @@ from torch import Tensor
 
 from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.runtime import checks
-
-
-def tensors_of(*operands: Any) -> list[Tensor]:
-    """Returns the tensors that operands hold: tensors, rows in a format, caches of either, and None."""
-    found = []
-    for operand in operands:
-        if isinstance(operand, Tensor):
-            found.append(operand)
-        else:
-            found += tensors_of(*getattr(operand, "__dict__", {}).values())
-    return found
+from openmsa.runtime.kinds import span
 
 
 def check_place(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, read: list[Tensor]) -> None:
@@ -41,17 +31,8 @@ def check_place(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtyp
 
 def apart(value: Tensor, others: list[Tensor]) -> bool:
     """Says whether the addresses that `value` spans lie outside those that each of the others spans."""
-    first, stop = _span(value)
-    return first == stop or all(stop <= start or end <= first or start == end for start, end in map(_span, others))
-
-
-def _span(value: Tensor) -> tuple[int, int]:
-    """Returns the address of the first element and the one behind the last."""
-    start = value.data_ptr()
-    if value.numel() == 0:
-        return start, start
-    last = sum((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
-    return start, start + (last + 1) * value.itemsize
+    first, stop = span(value)
+    return first == stop or all(stop <= start or end <= first or start == end for start, end in map(span, others))
 
 
 def check_places(q: Any, read: list[Tensor], out: Tensor | None, lse: Tensor | None) -> None:

@@ -41,6 +41,15 @@ def tensors_in(*values: Any) -> Iterator[Tensor]:
             yield from tensors_in(*vars(value).values())
 
 
+def span(value: Tensor) -> tuple[int, int]:
+    """Returns the address of a tensor's first element and the one behind its last."""
+    start = value.data_ptr()
+    if value.numel() == 0:
+        return start, start
+    last = sum((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
+    return start, start + (last + 1) * value.itemsize
+
+
 class Call(NamedTuple):
     """A call, its kind, the addresses of its tensors and, where the kind is known, its launches."""
 
@@ -66,13 +75,10 @@ class Memory:
 
 
 class Kinds:
-    """Runs calls, each kind for the first time by host code, which is recorded, and then by its launches alone.
-
-    reasons:  sentences that say why the launches of some kinds could not be recorded; host code runs these each time.
-    """
+    """Runs calls, each kind for the first time by host code, which is recorded, and then by its launches alone. A kind whose
+    launches cannot be recorded is run by host code each time."""
 
     def __init__(self) -> None:
-        self.reasons: dict[str, None] = {}
         self._replays: dict[Any, list[Replay]] = {}
         self._numbers: dict[Any, int] = {}
         self._next = itertools.count()
@@ -108,11 +114,15 @@ class Kinds:
         from openmsa.runtime.replay import record
 
         tensors = list(tensors_in(*values))
-        recorded = [record(step, tensors, own) for step in steps]
-        if reasons := [x.reason for x in recorded if x.reason is not None]:
-            self.reasons[reasons[0]] = None
-            return reasons[0]
-        if len(self._replays) >= MOST_KINDS:
-            self._replays.clear()
-        self._replays[call.kind] = [x.replay for x in recorded if x.replay is not None]
-        return None
+        replays = []
+        reason = None
+        for recorded in [record(step, tensors, own) for step in steps]:
+            if isinstance(recorded, str):
+                reason = reason or recorded
+            else:
+                replays.append(recorded)
+        if reason is None:
+            if len(self._replays) >= MOST_KINDS:
+                self._replays.clear()
+            self._replays[call.kind] = replays
+        return reason

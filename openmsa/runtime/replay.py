@@ -19,6 +19,7 @@ from triton.runtime import driver
 
 from openmsa.runtime import launch
 from openmsa.runtime.driver_calls import Address, Descriptor, KernelCall, Words, ZeroCall
+from openmsa.runtime.kinds import span
 from openmsa.runtime.launch import Variant
 from openmsa.runtime.tape import Computed, Launched, Zeroed, taping
 
@@ -27,29 +28,19 @@ ALIGNED = 512
 Tape = list[Launched | Zeroed | Computed]
 
 
-class Recorded(NamedTuple):
-    """What came of recording: what the code returned, and its launches or why they cannot be replayed, a sentence."""
-
-    result: Any
-    replay: Replay | None
-    reason: str | None
-
-
-def record(function: Callable[[], Any], inputs: list[Tensor], own: bool = True) -> Recorded:
-    """Runs `function`, which launches on `inputs` and on other memory, and keeps the launches.
+def record(function: Callable[[], object], inputs: list[Tensor], own: bool = True) -> Replay | str:
+    """Runs `function`, which launches on `inputs` and on other memory, and returns its launches, or a sentence that says why
+    they cannot be replayed.
 
     own:  whether the other memory belongs to the call alone: a replay then takes it from a workspace. Otherwise it is kept.
     """
     tape: Tape = []
     with taping(tape):
-        result = function()
-    reason = _unreplayable(tape)
-    if reason is None:
-        try:
-            return Recorded(result, Replay(prepare(tape, inputs, own), inputs[0].get_device()), None)
-        except _AmbiguousError as error:
-            reason = str(error)
-    return Recorded(result, None, reason)
+        function()
+    try:
+        return _unreplayable(tape) or Replay(prepare(tape, inputs, own), inputs[0].get_device())
+    except _AmbiguousError as error:
+        return str(error)
 
 
 def _unreplayable(tape: Tape) -> str | None:
@@ -73,9 +64,7 @@ class _Places:
     """Finds what an address belongs to, and gives it a word."""
 
     def __init__(self, inputs: list[Tensor], own: bool) -> None:
-        self.inputs = [
-            (x.data_ptr(), x.data_ptr() + _extent(x), x.stride(0) * x.element_size() if x.dim() else 0) for x in inputs
-        ]
+        self.inputs = [(*span(x), x.stride(0) * x.element_size() if x.dim() else 0) for x in inputs]
         self.of_inputs = {x.untyped_storage().data_ptr() for x in inputs if x.numel()}
         self.own = own
         self.found: dict[int, int] = {}  # the word of each address
@@ -115,13 +104,6 @@ class _Places:
     def _begins_row(self, i: int, address: int) -> bool:
         first, _, row = self.inputs[i]
         return row > 0 and (address - first) % row == 0
-
-
-def _extent(tensor: Tensor) -> int:
-    """Returns the bytes from a tensor's first element to behind its last."""
-    if not tensor.numel():
-        return 0
-    return (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.element_size()
 
 
 def parameters(variant: Variant, arguments: tuple[Any, ...], word: Callable[[Tensor], int]) -> list[tuple[str, Any]]:

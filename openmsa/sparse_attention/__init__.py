@@ -10,9 +10,10 @@ from torch import Tensor
 
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.kv_cache.results import check_places, tensors_of
+from openmsa.kv_cache.results import check_places
 from openmsa.runtime import checks, dispatch, tracing
 from openmsa.runtime.dispatch import Implementation, Stage
+from openmsa.runtime.kinds import tensors_in
 from openmsa.types import Layout, Sequences
 
 
@@ -122,7 +123,7 @@ class SparseCall(NamedTuple):
 
     def writing(self, out: Tensor | None, lse: Tensor | None) -> SparseCall:
         """Returns the call with the places of its results, which are checked."""
-        check_places(self.q, tensors_of(self.q, self.k, self.v, self.blocks), out, lse)
+        check_places(self.q, list(tensors_in(self.q, self.k, self.v, self.blocks)), out, lse)
         return self._replace(out=out, lse=lse)
 
 

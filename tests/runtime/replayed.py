@@ -49,19 +49,19 @@ class Watch(TorchDispatchMode):
 
 
 @contextmanager
-def prepared() -> Iterator[list[tuple[replay.Prepared, list[int]]]]:
+def prepared(outcome: Any = "nothing is launched") -> Iterator[list[tuple[replay.Prepared, list[int]]]]:
     """Within this context calls are recorded on a machine that has no GPU; what would be replayed is appended to the list, with
-    the addresses of its inputs."""
+    the addresses of its inputs. outcome: what `record` returns, a stand-in for a `Replay` or why there is none."""
     found: list[tuple[replay.Prepared, list[int]]] = []
 
     def encoded(variant: Variant, place: int, layout: Any, descriptor: Any) -> list[Any]:
         return ["map", *descriptor.shape, *descriptor.strides]
 
-    def record(function: Callable[[], Any], inputs: list[Tensor], own: bool = True) -> replay.Recorded:
+    def record(function: Callable[[], Any], inputs: list[Tensor], own: bool = True) -> Any:
         tape: list[Any] = []
         watch, before = Watch(), len(launches)
         with taping(tape), watch:
-            result = function()
+            function()
         assert not watch.found, watch.found
         made = iter(launches[before:])
         events = [
@@ -69,7 +69,7 @@ def prepared() -> Iterator[list[tuple[replay.Prepared, list[int]]]]:
         ]
         assert next(made, None) is None, "every launch is on the tape"
         found.append((replay.prepare(events, inputs, own), [x.data_ptr() for x in inputs]))
-        return replay.Recorded(result, None, "nothing is launched")
+        return outcome
 
     patches = mock.patch.object(replay, "record", record), mock.patch("openmsa.runtime.launch.encoded", encoded)
     with recording(90) as launches, patches[0], patches[1]:
@@ -197,7 +197,7 @@ def known_kinds_are_not_recorded_again() -> None:
         def run(self, addresses: list[int], workspace: int) -> None:
             replays.append(addresses)
 
-    with prepared() as found, mock.patch.object(replay, "Recorded", lambda result, *_: replay_of(result, Replayed())):
+    with prepared(Replayed()) as found:
         first, second = (step([(300, 2000)], (16, 1)) for _ in range(2))
         first()
         assert (len(found), len(replays)) == (2, 0)
@@ -215,11 +215,6 @@ def known_kinds_are_not_recorded_again() -> None:
         assert (len(found), len(replays)) == (5, 7)
         decode(2, 4000, (64, 4))()
         assert (len(found), len(replays)) == (6, 7), "memory of a decode plan is its own"
-
-
-def replay_of(result: Any, made: Any) -> Any:
-    """What `record` returns when it succeeds."""
-    return mock.Mock(result=result, replay=made, reason=None)
 
 
 def computations_are_on_the_tape() -> None:
@@ -250,7 +245,7 @@ def computations_are_on_the_tape() -> None:
 def what_cannot_be_recorded_is_said() -> None:
     """PyTorch's computations and addresses beside the inputs have reasons."""
     x = torch.zeros(8, 4)
-    said = replay.record(lambda: computes("a sum"), [x]).reason
+    said = replay.record(lambda: computes("a sum"), [x])
     assert said == "its host code computes a sum with PyTorch"
     places = replay._Places([x[:, :2], x[:, 1:]], True)
     assert places._place(x[3:, :2], x[3:, :2].data_ptr()) == ("input", 0, 48)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Hopper's own union kernel for 16-bit keys is chosen where it should be, and on such a GPU its results are right."""
 
+from functools import partial
+
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
@@ -18,6 +19,7 @@ from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks
 from openmsa.types import layout
 from tests import oracle
+from tests.sparse_attention.test_gluon_sm90_union import long_call as stored_long_call
 from tests.sparse_attention.test_gluon_sm90_union import selection
 from tests.sparse_attention.test_triton import check, run
 
@@ -161,20 +163,7 @@ def test_against_the_truth(name, dtype, launches):
     check(run(checked), expected)
 
 
-def long_call(lengths, contexts, heads=4, group=16, dim=128, topk=16, spread=4, seed=0):
-    """More tiles than a GPU has multiprocessors; every 32 neighbours draw from topk + spread blocks."""
-    device, generator = torch.device("cuda", 0), torch.Generator("cuda").manual_seed(seed)
-    q = torch.randn(sum(lengths), heads * group, dim, device=device, generator=generator).bfloat16()
-    k, v = (torch.randn(sum(contexts), heads, dim, device=device, generator=generator).bfloat16() for _ in "kv")
-    rows = []
-    for length, context in zip(lengths, contexts, strict=True):
-        num_blocks = -(-context // BLOCK)
-        tiles = -(-length // 32)
-        drawn = torch.rand(tiles, heads, num_blocks, device=device, generator=generator).argsort(-1)[..., : topk + spread]
-        drawn = drawn.repeat_interleave(32, 0)[:length]
-        order = torch.rand(drawn.shape, device=device, generator=generator).argsort(-1)[..., :topk]
-        rows.append(F.pad(drawn.gather(-1, order).int(), (0, topk - order.shape[-1]), value=-1))
-    return q, k, v, torch.cat(rows), Sequences.from_lengths(list(lengths), list(contexts), device)
+long_call = partial(stored_long_call, store=torch.Tensor.bfloat16)
 
 
 @pytest.mark.gpu

@@ -158,11 +158,16 @@ def test_against_the_truth(name, dtype, launches):
     check(run(checked), expected)
 
 
-def long_call(lengths, contexts, heads=4, group=16, dim=128, topk=16, spread=4, seed=0):
-    """More pairs of tiles than a GPU has multiprocessors; every 32 neighbours draw from topk + spread blocks."""
+def by_head(x):
+    return E4M3.quantize(x, per="head")
+
+
+def long_call(lengths, contexts, heads=4, group=16, dim=128, topk=16, spread=4, seed=0, store=by_head):
+    """More pairs of tiles than a GPU has multiprocessors; every 32 neighbours draw from topk + spread blocks. store: what makes
+    keys and values of float32 numbers."""
     device, generator = torch.device("cuda", 0), torch.Generator("cuda").manual_seed(seed)
     q = torch.randn(sum(lengths), heads * group, dim, device=device, generator=generator).bfloat16()
-    k, v = (E4M3.quantize(torch.randn(sum(contexts), heads, dim, device=device, generator=generator), per="head") for _ in "kv")
+    k, v = (store(torch.randn(sum(contexts), heads, dim, device=device, generator=generator)) for _ in "kv")
     rows = []
     for length, context in zip(lengths, contexts, strict=True):
         num_blocks = -(-context // BLOCK)
