@@ -23,6 +23,7 @@ ROOMS = (
     "decode",
     "attention",
     "plan",
+    "parallel",
     "explain operators",
     "openmsa",  # the package itself: its public names
     "testing",
