@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,28 +32,29 @@ MAX_NEW_TOKENS = 16
 @dataclass(kw_only=True, eq=False)
 class ContextDecodePlan:
     """Scores index keys, selects blocks and attends for the newest tokens of sequences whose pages are spread over ranks, as
-    `PageStripes` says. It is made once and serves all layers and steps of one batch; every rank of the group makes the same calls,
-    with the same queries.
+    `PageStripes` says. It is made once and serves all layers and steps of one batch; every rank of the group makes the same
+    calls, with the same queries.
 
     seq_lens:       int32 ``[batch]``, keys of each whole sequence, new ones included; the same on all ranks.
-    page_table:     int32 ``[batch, max_pages]``, this rank's pages: page p of a sequence stands in column ``p // ranks`` of rank
-                    ``p % ranks``. Keys are written where ``PageStripes.held`` puts them, before a layer runs.
+    page_table:     int32 ``[batch, max_pages]``, this rank's pages: page p of a sequence stands in column ``p // ranks`` of
+                    rank ``p % ranks``. Keys are written where ``PageStripes.held`` puts them, before a layer runs.
     page_size:      keys of a page, a multiple of block_size.
     group:          a process group, a `DeviceMesh` of one dimension, or None for the default group.
-    new_tokens:     queries of each sequence, 1 to 16, the last of its positions; with several of them local_blocks is at least 1.
+    new_tokens:     queries of each sequence, 1 to 16, the last of its positions; with several of them local_blocks is at least
+                    1.
     topk, block_size, init_blocks, local_blocks, softmax_scale:  as in `msa_attention`.
     exchange:       "symmetric": kernels write into the memory of the other ranks, GPUs of one host and a group of nccl.
-                    "collective": `all_gather`, on every backend. "auto": "symmetric" where it can serve; `exchange` then says what
-                    was chosen.
-    timeout:        seconds that kernels of "symmetric" wait for another rank before they end with an error of the GPU; collectives
-                    end with the group's timeout.
+                    "collective": `all_gather`, on every backend. "auto": "symmetric" where it can serve; `exchange` then says
+                    what was chosen.
+    timeout:        seconds that kernels of "symmetric" wait for another rank before they end with an error of the GPU;
+                    collectives end with the group's timeout.
 
-    A layer takes one exchange of candidates, a score and an id for each of topk blocks of a row, and one of partial results. The
-    selection is that of one rank, bit for bit; results are those of one rank but for the rounding of partial results to the dtype
-    of outputs.
+    A layer takes one exchange of candidates, a score and an id for each of topk blocks of a row, and one of partial results.
+    The selection is that of one rank, bit for bit; results are those of one rank but for the rounding of partial results to the
+    dtype of outputs.
 
-    Change `seq_lens` and `page_table` in place and call `refresh` between steps. On a GPU nothing waits on the host: steps, with
-    `refresh` in front, can be captured in a CUDA graph after a layer of their kind has run once. Use one plan a stream.
+    Change `seq_lens` and `page_table` in place and call `refresh` between steps. On a GPU nothing waits on the host: steps,
+    with `refresh` in front, can be captured in a CUDA graph after a layer of their kind has run once. Use one plan a stream.
     No gradients are computed. Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     """
 
@@ -84,7 +86,7 @@ class ContextDecodePlan:
         self._exchange = Symmetric(self._ranks, self._device, self.timeout) if symmetric else Collectives(self._ranks)
         self.exchange, self.total_q = self._exchange.name, batch * new
         # Lengths are kept where kernels read them; `refresh` writes them.
-        int32 = {"dtype": torch.int32, "device": self._device}
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
         self._new = torch.arange(new, **int32) - (new - 1)
         self._lens, self._cu_k = torch.zeros(batch, **int32), torch.zeros(batch + 1, **int32)
         self._token_lens, self._visible, self._visible_here = (torch.zeros(self.total_q, **int32) for _ in range(3))
@@ -162,15 +164,21 @@ class ContextDecodePlan:
         return blocks
 
     def attend(
-        self, q: Tensor | Stored, k: Tensor | Stored, v: Tensor | Stored, *, out: Tensor | None = None, lse: Tensor | None = None
+        self,
+        q: Tensor | Stored,
+        k: Tensor | Stored,
+        v: Tensor | Stored,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """Attends to the blocks of the latest `select`.
 
         q:         ``[batch * new_tokens, num_q_heads, head_dim]``, as in `sparse_attention`, the same on all ranks.
         k, v:      this rank's pools, ``[num_pages, num_kv_heads, page_size, head_dim]``.
-        out, lse:  where to write, contiguous, ``[batch * new_tokens, num_q_heads, head_dim]`` in q's dtype (bfloat16 for `E4M3`)
-                   and float32 ``[batch * new_tokens, num_q_heads]`` (float64 for float64 queries); None: out is made, lse is
-                   dropped.
+        out, lse:  where to write, contiguous, ``[batch * new_tokens, num_q_heads, head_dim]`` in q's dtype (bfloat16 for
+                   `E4M3`) and float32 ``[batch * new_tokens, num_q_heads]`` (float64 for float64 queries); None: out is made,
+                   lse is dropped.
 
         Returns `out`, the same on all ranks.
         """
@@ -182,7 +190,9 @@ class ContextDecodePlan:
         out, lse = (torch.empty_like(x) if y is None else y for x, y in ((part, out), (part_lse, lse)))
         for name, given, like in (("out", out, part), ("lse", lse, part_lse)):
             if given.shape != like.shape or given.dtype != like.dtype or not given.is_contiguous():
-                raise ValueError(f"{name} must be contiguous, {like.dtype} {tuple(like.shape)}, got {given.dtype} {tuple(given.shape)}")
+                raise ValueError(
+                    f"{name} must be contiguous, {like.dtype} {tuple(like.shape)}, got {given.dtype} {tuple(given.shape)}"
+                )
         self._exchange.merge(part, part_lse, out, lse)
         return out
 

@@ -15,8 +15,8 @@ class HeadShare:
     q, kv:             query heads, and key/value heads with their queries.
     index_q, index_k:  heads of index queries and of index keys.
 
-    Every stage and plan takes a rank's share as it is, ``q[:, share.q]``, ``k[:, share.kv]``, with the head counts of the share;
-    no rank needs another one's heads before the output projection.
+    Every stage and plan takes a rank's share as it is, ``q[:, share.q]``, ``k[:, share.kv]``, with the head counts of the
+    share; no rank needs another one's heads before the output projection.
     """
 
     q: slice
@@ -52,7 +52,8 @@ def shard_heads(
 ) -> HeadShare:
     """Spreads heads over ranks.
 
-    num_q_heads, num_kv_heads:  heads of the model. The number of ranks divides num_kv_heads; or it is a multiple of it, and then
+    num_q_heads, num_kv_heads:  heads of the model. The number of ranks divides num_kv_heads; or it is a multiple of it, and
+                                then
                      several ranks hold the same key/value head, each with its part of that head's queries.
     rank, ranks:     this process's place in the group, and the size of the group.
     index_heads:     num_kv_heads (None), or 1: one selection for all heads, which every rank computes.
@@ -81,8 +82,8 @@ def shard_heads(
     first, stop = index_q.start // readers, -(-index_q.stop // readers)
     if stop - first > 1 and (index_q.start % readers or index_q.stop % readers):
         raise ValueError(
-            f"index_key_heads ({index_key_heads}) must be spread evenly over the ranks' index heads, got heads {index_q.start} to "
-            f"{index_q.stop - 1} of {index_heads} on rank {rank} of {ranks}"
+            f"ranks must give each rank whole index key heads ({index_key_heads} for {index_heads} index heads) or a part of "
+            f"one, got {ranks}"
         )
     return HeadShare(_share(num_q_heads, rank, ranks), kv, index_q, slice(first, stop))
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""Caches whose pages are spread over ranks are gathered for a step of prefill, new tokens included, and each rank keeps its share."""
+"""Caches whose pages are spread over ranks are gathered for a step of prefill, new tokens included, and each rank keeps its
+share."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch import Tensor
 from openmsa.kv_cache import E4M3, NVFP4, PagedIndexKeys, PagedKV, Stored
 from openmsa.parallel.ranks import Ranks, finished
 from openmsa.parallel.shards import PageStripes, TokenShards
-from openmsa.runtime import checks
 
 
 class Places(NamedTuple):
@@ -97,8 +96,8 @@ class Gathered:
                 self._works.append(ranks.all_gather(mine, everyone[: ranks.size * where.most]))
             return everyone
 
-        pools = {name: _mapped(pool, gathered) for name, pool in cache.pools().items()}
-        self._cache = replace(cache, **pools, page_table=where.table, seq_lens=where.lens.clone())
+        pools: dict[str, Any] = {name: _mapped(pool, gathered) for name, pool in cache.pools().items()}
+        self._cache = type(cache)(**pools, page_table=where.table, seq_lens=where.lens.clone())
 
     def wait(self) -> PagedKV | PagedIndexKeys:
         """Returns the cache behind the end of the transfer; it has room for the new tokens."""

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -76,9 +78,17 @@ def context_attention(
     for name, x in (("q", q), ("k", k), ("v", v), ("index_q", index_q), ("index_k", index_k)):
         checks.tensor(name, x, "[tokens of the rank, heads, dim]")
         checks.size(name, x, 0, shards.tokens(ranks.rank), f"the tokens that rank {ranks.rank} owns")
-    counts = {"block_size": block_size, "init_blocks": init_blocks, "local_blocks": local_blocks}
-    scaling = {"softmax_scale": softmax_scale, "query_chunk": query_chunk, "return_lse": return_lse, "check": False}
-    selection, inputs, chunk = check_path(q, k, v, index_q, index_k, topk, None, certified=False, **counts, **scaling)
+    check = partial(
+        check_path,
+        block_size=block_size,
+        init_blocks=init_blocks,
+        local_blocks=local_blocks,
+        softmax_scale=softmax_scale,
+        query_chunk=query_chunk,
+        return_lse=return_lse,
+        check=False,
+    )
+    selection, inputs, chunk = check(q, k, v, index_q, index_k, topk, None, certified=False)
     if kv is None and index_keys is None and cached is None:
         if certified:
             raise ValueError("certified must be False without caches, whose index keys are CertifiedKeys, got True")
@@ -86,13 +96,13 @@ def context_attention(
     else:
         caches = _check_caches(q, k, v, index_k, kv, index_keys, shards, known, ranks)
         none = Sequences(torch.zeros(len(known) + 1, dtype=torch.int32, device=q.device), max_seqlen_q=0)
-        check_path(q[:0], caches[0], None, index_q[:0], caches[1], topk, none, certified=certified, **counts, **scaling)
+        check(q[:0], caches[0], None, index_q[:0], caches[1], topk, none, certified=certified)
         source = _Paged(k, v, index_k, caches, places(shards, known, caches[0].page_size, ranks.rank, q.device), shards, ranks)
     chunks = _chunks(shards.layouts(ranks.rank, known, q.device), chunk)
-    keys = source.index_keys()
-    blocks = [selected(stage, impl, _selecting(selection, index_q, keys, rows, seqs)) for rows, seqs in chunks]
-    inputs = inputs._replace(**source.keys_and_values())
-    out, lse = _attend(inputs, blocks, chunks, block_size, impl)
+    index = source.index_keys()
+    blocks = [selected(stage, impl, _selecting(selection, index_q, index, rows, seqs)) for rows, seqs in chunks]
+    keys, values = source.keys_and_values()
+    out, lse = _attend(q, inputs._replace(k=keys, v=values), blocks, chunks, block_size, impl)
     return (out, lse) if return_lse else out
 
 
@@ -113,19 +123,18 @@ def _selecting(call: SelectionCall, index_q: Tensor, keys: Tensor | PagedIndexKe
 
 
 def _attend(
-    inputs: AttentionInputs, blocks: list[Tensor], chunks: list[tuple[slice, Layout]], block_size: int, impl: str
+    q: Tensor, inputs: AttentionInputs, blocks: list[Tensor], chunks: list[tuple[slice, Layout]], block_size: int, impl: str
 ) -> tuple[Tensor, Tensor]:
     """Attends chunk by chunk. Where gradients are wanted, results are joined: autograd does not see what is written to a given
     tensor."""
-    q = inputs.q
     calls = [
         attention_call(inputs._replace(q=q[rows], seqs=seqs), chosen, block_size)
         for (rows, seqs), chosen in zip(chunks, blocks, strict=True)
     ]
-    if checks.needs_grad(inputs.q, inputs.k, inputs.v):
+    if checks.needs_grad(q, inputs.k, inputs.v):
         parts = [ATTENTION.run(impl, call) for call in calls]
         if not parts:  # A rank without queries takes part in the backward of its keys.
-            out = q * (inputs.k.sum() + inputs.v.sum())
+            out = q * sum(x.sum() for x in (inputs.k, inputs.v) if isinstance(x, Tensor))
             return out, out.sum(-1, dtype=wide_dtype(q))
         out, lse = (torch.cat(results) for results in zip(*parts, strict=True))
         return out, lse
@@ -146,8 +155,8 @@ class _Packed:
     def index_keys(self) -> Tensor:
         return self._index.finish()
 
-    def keys_and_values(self) -> dict[str, Tensor | PagedKV | None]:
-        return {"k": self._k.wait(), "v": self._v.wait()}
+    def keys_and_values(self) -> tuple[Tensor | PagedKV, Tensor | None]:
+        return self._k.wait(), self._v.wait()
 
 
 class _Paged:
@@ -174,13 +183,13 @@ class _Paged:
         self._caches[1].append(new[self._where.own], self._where.own_starts)
         return pages
 
-    def keys_and_values(self) -> dict[str, Tensor | PagedKV | None]:
+    def keys_and_values(self) -> tuple[Tensor | PagedKV, Tensor | None]:
         pages, k, v = self._main[0].wait(), self._main[1].finish(), self._main[2].finish()
         assert isinstance(pages, PagedKV)
         pages.append(k, v, self._where.starts)
         own = self._where.own
         self._caches[0].append(k[own], v[own], self._where.own_starts)
-        return {"k": pages, "v": None}
+        return pages, None
 
 
 def _check_caches(

@@ -43,8 +43,8 @@ class Ranks(NamedTuple):
         return cls(group, rank, size)
 
     def all_gather(self, mine: Tensor, everyone: Tensor) -> dist.Work | None:
-        """Starts to fill ``everyone [size * n, ...]`` with ``mine [n, ...]`` of each rank; both are contiguous, of any dtype, and
-        have the same shape on all ranks. On a GPU the transfer runs beside kernels that are launched before its `wait`."""
+        """Starts to fill ``everyone [size * n, ...]`` with ``mine [n, ...]`` of each rank; both are contiguous, of any dtype,
+        and have the same shape on all ranks. On a GPU the transfer runs beside kernels that are launched before its `wait`."""
         if self.size == 1:
             everyone.copy_(mine)
             return None

@@ -119,7 +119,9 @@ class TokenShards:
             q_lens = [stop - start for start, stop in piece]
             offset = torch.tensor([old + start for old, (start, _) in zip(cached, piece, strict=True)], dtype=torch.int32)
             lengths = max(q_lens, default=0), max(k_lens, default=0)
-            made.append((slice(first, first + sum(q_lens)), Layout(_starts(q_lens, device), cu_k, *lengths, offset.to(device), longest)))
+            made.append(
+                (slice(first, first + sum(q_lens)), Layout(_starts(q_lens, device), cu_k, *lengths, offset.to(device), longest))
+            )
             first += sum(q_lens)
         return made
 
@@ -137,8 +139,8 @@ def _starts(lens: list[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class PageStripes:
-    """`PageStripes` says which keys of a paged cache each rank holds: page p of every sequence lies on rank ``p % ranks``, as its
-    page ``p // ranks``. So every rank holds its share of any sequence, however long it grows. Blocks lie whole in pages.
+    """`PageStripes` says which keys of a paged cache each rank holds: page p of every sequence lies on rank ``p % ranks``, as
+    its page ``p // ranks``. So every rank holds its share of any sequence, however long it grows. Blocks lie whole in pages.
 
     ranks:      processes of the group.
     page_size:  keys of a page.

@@ -30,8 +30,8 @@ def refuse(ranks: Ranks, device: torch.device, topk: int) -> str | None:
 
 
 class Symmetric:
-    """Exchanges through memory that `torch.distributed._symmetric_memory` makes known to all ranks, which is allocated when more
-    rows come than ever before: outside of graphs, and on all ranks at once.
+    """Exchanges through memory that `torch.distributed._symmetric_memory` makes known to all ranks, which is allocated when
+    more rows come than ever before: outside of graphs, and on all ranks at once.
 
     timeout: seconds that a rank waits for the others before its kernel ends with an error.
     """
@@ -54,9 +54,7 @@ class Symmetric:
         if rows:
             words = triton_exchange.choice_words(1, choice.topk, self._ranks.size)
             room = self._room("choose", words, rows)
-            triton_exchange.launch_choose(
-                scores, ids, visible_blocks, blocks, mine, room.mail, room.rows, choice, self._reach
-            )
+            triton_exchange.launch_choose(scores, ids, visible_blocks, blocks, mine, room.mail, room.rows, choice, self._reach)
         return blocks, mine
 
     def merge(self, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -71,19 +69,20 @@ class Symmetric:
     def _room(self, use: str, words: int, rows: int) -> _Room:
         """Returns memory for `rows` rows of so many words each."""
         room = self._rooms.get((use, words))
+        assert self._ranks.group is not None
         if room is None or room.rows < rows:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"a layer of {rows} rows must run once before a CUDA graph captures one, because memory is shared then"
                 )
-            room = self._rooms[use, words] = _Room(self._ranks, self._device, words, rows)
+            room = self._rooms[use, words] = _Room(self._ranks.group, self._device, words, rows)
         return room
 
 
 class _Room:
     """Holds a mailbox in symmetric memory."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, words: int, rows: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, words: int, rows: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         from openmsa.parallel.triton_exchange import FIRST_LAUNCH, Mailbox
@@ -91,10 +90,10 @@ class _Room:
         self.rows = rows
         memory = symmetric_memory.empty(words * rows, dtype=torch.int64, device=device)
         memory.zero_()
-        self._handle = symmetric_memory.rendezvous(memory, ranks.group)
+        self._handle = symmetric_memory.rendezvous(memory, group)
         peers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         counter = torch.full((1,), FIRST_LAUNCH, dtype=torch.int64, device=device)
         torch.cuda.synchronize(device)
-        dist.barrier(ranks.group)  # No rank writes before every memory is zero.
+        dist.barrier(group)  # No rank writes before every memory is zero.
         torch.cuda.synchronize(device)
         self.mail = Mailbox(peers, memory, counter)

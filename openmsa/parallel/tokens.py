@@ -23,8 +23,8 @@ def gather_tokens(x: Tensor, shards: TokenShards, group: dist.ProcessGroup | Dev
     shards:  who owns which tokens.
     group:   a process group, a `DeviceMesh` of one dimension, or None for the default group; it has ``shards.ranks`` ranks.
 
-    Returns ``[total, ...]``, the tokens of all sequences, packed. The gradient of a token is the sum of those of all ranks, taken
-    in float32 (float64 for float64) and rounded once. Every rank of the group must call this, and its backward.
+    Returns ``[total, ...]``, the tokens of all sequences, packed. The gradient of a token is the sum of those of all ranks,
+    taken in float32 (float64 for float64) and rounded once. Every rank of the group must call this, and its backward.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
@@ -64,7 +64,7 @@ class _Gathered(torch.autograd.Function):
         return gathering.finish()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         shards, ranks = ctx.shards, ctx.ranks
         wide = torch.promote_types(ctx.dtype, torch.float32)
         spread = grad.new_zeros(ranks.size * shards.most(), *grad.shape[1:], dtype=wide)

@@ -174,8 +174,8 @@ def merge_kernel(
     DTYPE: tl.constexpr, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr, PUT: tl.constexpr, GET: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Sends partial results of rows to every other rank, and merges those of all ranks in the order of ranks, so that every rank
-    finds the same. The grid is (rows / ROWS).
+    """Sends partial results of rows to every other rank, and merges those of all ranks in the order of ranks, so that every
+    rank finds the same. The grid is (rows / ROWS).
 
     part, out:  int32 ``[rows, PAIRS]``, pairs of 16-bit numbers. part_lse, lse: float32 ``[rows]``, natural logarithms.
     room:       rows of a half of the memory, which holds ``[2, RANKS, room, PAIRS + 1]`` words: results, then lse.
