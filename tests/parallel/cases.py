@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from openmsa import CertifiedKeys, PagedIndexKeys, PagedKV, index_loss, msa_attention, select_blocks, sparse_attention
+from openmsa import PagedIndexKeys, PagedKV, index_loss, msa_attention, select_blocks, sparse_attention
 from openmsa.parallel import ContextDecodePlan, PageStripes, TokenShards, context_attention, gather_tokens, shard_heads
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import problem
@@ -19,9 +19,8 @@ WIDE = {"kv_heads": 4, "group": 16, "head_dim": 128}
 
 def one_rank(p, options):
     """The selection, out and lse of one rank, and out and lse in float64 over the same selection."""
-    certified = {k: v for k, v in options.items() if k != "certified"}
-    blocks = select_blocks(p.index_q, p.index_k, seqs=p.seqs, **certified)
-    results = msa_attention(p.q, p.k, p.v, p.index_q, p.index_k, seqs=p.seqs, return_lse=True, **certified)
+    blocks = select_blocks(p.index_q, p.index_k, seqs=p.seqs, **options)
+    results = msa_attention(p.q, p.k, p.v, p.index_q, p.index_k, seqs=p.seqs, return_lse=True, **options)
     q, k, v = (x.double().cpu() for x in (p.q, p.k, p.v))
     cpu = p.to("cpu").seqs
     truth = sparse_attention(q, k, v, blocks.cpu(), cpu, block_size=options["block_size"], return_lse=True)
@@ -41,6 +40,15 @@ def prefill(group, rank, size, lengths, order, dtype, device, sizes, options, ex
     mine = [shards.shard(x, rank) for x in (p.q, p.k, p.v, p.index_q, p.index_k)]
     results = context_attention(*mine, shards, group=group, return_lse=True, **options)
     check_results(results, honest, truth, shards.rows(rank, device))
+
+
+def query_chunks(group, rank, size, lengths, options, chunk):
+    """Queries handled a few at a time give what they give together."""
+    p = problem(lengths, lengths, **SMALL)
+    shards = TokenShards(lengths, size)
+    mine = [shards.shard(x, rank) for x in (p.q, p.k, p.v, p.index_q, p.index_k)]
+    whole, in_chunks = (context_attention(*mine, shards, group=group, query_chunk=n, **options) for n in (None, chunk))
+    torch.testing.assert_close(in_chunks, whole, atol=1e-6, rtol=1e-6)
 
 
 def prefill_selection(group, rank, size, lengths, order, dtype, device, sizes, options):
@@ -216,17 +224,5 @@ def dies(group, rank, size):
 
 def certified(group, rank, size, chunks, options, page):
     """Caches of certified keys select what their exact keys select."""
-    assert CertifiedKeys.format == "certified"
-    chunked(
-        group,
-        rank,
-        size,
-        chunks,
-        "zigzag",
-        torch.float32,
-        "cpu",
-        SMALL,
-        options | {"certified": True},
-        page,
-        ("plain", "certified"),
-    )
+    formats, options = ("plain", "certified"), options | {"certified": True}
+    chunked(group, rank, size, chunks, "zigzag", torch.float32, "cpu", SMALL, options, page, formats)

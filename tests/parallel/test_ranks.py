@@ -40,17 +40,7 @@ def test_prefill_selection(world, size):
 
 
 def test_query_chunks(world):
-    options = OPTIONS | {"query_chunk": 7}
-    world.run(2, cases.prefill, 2, RAGGED, "zigzag", torch.float32, "cpu", cases.SMALL, OPTIONS, True)
-    p = cases.problem((50,), (50,), **cases.SMALL)
-    world.run(3, _chunked_equals_whole, 3, p, options)
-
-
-def _chunked_equals_whole(group, rank, size, p, options):
-    shards = cases.TokenShards(p.q_lens, size)
-    mine = [shards.shard(x, rank) for x in (p.q, p.k, p.v, p.index_q, p.index_k)]
-    whole = cases.context_attention(*mine, shards, group=group, **OPTIONS)
-    torch.testing.assert_close(cases.context_attention(*mine, shards, group=group, **options), whole, atol=1e-6, rtol=1e-6)
+    world.run(3, cases.query_chunks, 3, RAGGED, OPTIONS, 7)
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The kernels of the symmetric exchange do what the collectives do: in the interpreter every rank puts its words, then each gets
-them."""
+"""The kernels of the symmetric exchange do what the collectives do: in the interpreter every rank puts its words, then each
+gets them."""
 
 import pytest
 import torch

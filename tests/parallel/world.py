@@ -22,7 +22,8 @@ PATIENCE = 120.0  # seconds in which a case ends
 
 
 class World:
-    """Runs functions ``case(group, rank, *arguments)`` on the first ranks of some processes; groups have every size up to `most`.
+    """Runs functions ``case(group, rank, *arguments)`` on the first ranks of some processes; groups have every size up to the
+    number of these.
 
     backend:  "gloo" on CPUs, or "nccl", where rank r has GPU r.
     timeout:  seconds after which a collective gives up.
@@ -54,14 +55,15 @@ class World:
         """Does what `run` does, but gives an object with the error of each rank that raised, and None for one that died."""
         for end in self._ends[:size]:
             end.send((size, case, arguments))
-        stop, results = time.monotonic() + PATIENCE, []
-        for rank, end in enumerate(self._ends[:size]):
-            try:
-                assert end.poll(max(stop - time.monotonic(), 0)), f"rank {rank} of {size} hangs in {case.__name__}"
-                results.append(end.recv())
-            except EOFError:
-                results.append(None)
-        return results
+        stop = time.monotonic() + PATIENCE
+        return [self._outcome(end, max(stop - time.monotonic(), 0), case.__name__) for end in self._ends[:size]]
+
+    def _outcome(self, end, patience, name):
+        try:
+            assert end.poll(patience), f"rank {self._ends.index(end)} hangs in {name}"
+            return end.recv()
+        except EOFError:
+            return None
 
     def close(self):
         for end in self._ends:
