@@ -97,6 +97,13 @@ def _await(p_word, tag, mask, limit, WAIT: tl.constexpr):
 
 
 @triton.jit
+def _of_source(x, i, SOURCES: tl.constexpr, TOPK_PAD: tl.constexpr):
+    """Takes the entries of source i, [TOPK_PAD], out of those of all."""
+    is_source = (tl.arange(0, SOURCES) == i)[:, None]
+    return tl.sum(tl.where(is_source, x.reshape(SOURCES, TOPK_PAD), 0), 0)
+
+
+@triton.jit
 def choose_kernel(
     scores, ids, visible, blocks, mine, mail, s_head, s_token, room, limit,
     HEADS: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
@@ -140,16 +147,23 @@ def choose_kernel(
         key = ordered((tl.where(free, score, 0.0) + 0.0).to(tl.int32, bitcast=True))  # adding 0 makes -0 a 0
         key = tl.where(forced, 0x7FFFFFFF, key).to(tl.int64)
         key = tl.where(free | forced, (key << 32) | (0x7FFFFFFF - i_b).to(tl.int64), -0x7FFFFFFFFFFFFFFF)
-        better = tl.sum((key[None, :] > key[:, None]).to(tl.int32), 1)
+        better = tl.zeros([SOURCES * TOPK_PAD], tl.int32)
+        for i in range(SOURCES):
+            better += tl.sum((_of_source(key, i, SOURCES, TOPK_PAD)[None, :] > key[:, None]).to(tl.int32), 1)
         chosen = (free | forced) & (better < TOPK)
         here = chosen & (i_b // PAGE_BLOCKS % RANKS == RANK)
         # 4. Ids are written in ascending order, those of this rank's blocks once more as it counts them.
-        lower = i_b[None, :] < i_b[:, None]
+        named, held = tl.where(chosen, i_b, 0x7FFFFFFF), tl.where(here, i_b, 0x7FFFFFFF)
+        at, at_mine = tl.zeros([SOURCES * TOPK_PAD], tl.int32), tl.zeros([SOURCES * TOPK_PAD], tl.int32)
+        for i in range(SOURCES):
+            of_all, own = _of_source(named, i, SOURCES, TOPK_PAD), _of_source(held, i, SOURCES, TOPK_PAD)
+            at += tl.sum((of_all[None, :] < i_b[:, None]).to(tl.int32), 1)
+            at_mine += tl.sum((own[None, :] < i_b[:, None]).to(tl.int32), 1)
         i_own = i_b // PAGE_BLOCKS // RANKS * PAGE_BLOCKS + i_b % PAGE_BLOCKS
         p_blocks, p_mine = blocks + i_row.to(tl.int64) * TOPK, mine + i_row.to(tl.int64) * TOPK
-        tl.store(p_blocks + tl.sum((lower & chosen[None, :]).to(tl.int32), 1), i_b, mask=chosen)
+        tl.store(p_blocks + at, i_b, mask=chosen)
         tl.store(p_blocks + o_k, -1, mask=(o_k < TOPK) & (o_k >= tl.sum(chosen.to(tl.int32), 0)))
-        tl.store(p_mine + tl.sum((lower & here[None, :]).to(tl.int32), 1), i_own, mask=here)
+        tl.store(p_mine + at_mine, i_own, mask=here)
         tl.store(p_mine + o_k, -1, mask=(o_k < TOPK) & (o_k >= tl.sum(here.to(tl.int32), 0)))
 
 
@@ -270,7 +284,8 @@ def launch_choose(
         "GET": get,
         "WAIT": scores.is_cuda,
     }
-    warps = 4 if constants["SOURCES"] * topk_pad > 64 else 1
+    comparisons = constants["SOURCES"] * topk_pad**2  # at a time; a thread makes up to 32 of them
+    warps = min(max(comparisons // 1024, 1), 16)
     operands = (scores, ids, visible, blocks, mine, mail)
     numbers = (scores.stride(0), scores.stride(1), room, reach.limit)
     launch_kernel(choose_kernel, (total_q * heads,), *operands, *numbers, **constants, num_warps=warps)

@@ -13,6 +13,7 @@ from .kinds import (
     Dense,
     DenseBackward,
     DropIn,
+    Exchange,
     IndexLoss,
     Plan,
     Scores,
@@ -182,6 +183,10 @@ CALLS: tuple[Any, ...] = (
     Plan(32, 32768, k="e4m3 tensor", heads=HEADS[64]),
     Plan(32, 32768, k="nvfp4", heads=HEADS[64]),
     Plan(32, 32768, k="nvfp4", heads=HEADS[32]),
+    # These exchange candidates and partial results with other ranks.
+    *(Exchange(ranks) for ranks in (2, 4, 8)),
+    Exchange(2, "fp16", topk=64, dim=64, init=1, local=2, page_blocks=4),
+    Exchange(2, topk=3, dim=80, local=0),
     # These append to caches.
     *(Append(kind) for kind in ("bf16", "e4m3 tensor", "int8", "nvfp4", "nvfp4 128x4", "mxfp4")),
     # These call the drop-in package.

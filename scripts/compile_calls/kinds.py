@@ -14,6 +14,8 @@ from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import triton_backward as dense_backward
 from openmsa.index_loss import STAGE as LOSS
 from openmsa.index_loss import triton_loss
+from openmsa.parallel import triton_exchange
+from openmsa.parallel.exchange import Choice
 from openmsa.runtime.recording import GPU
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention import triton_backward as sparse_backward
@@ -226,6 +228,29 @@ class Plan(NamedTuple):
         held = index_keys(self.index_k, self.batch, self.keys, 1, self.index_dim, self.page)
         index_q = rows(self.index_q, tokens, index_heads, self.index_dim)
         return plan.run(rows(self.q, tokens, q_heads, self.dim), cache, index_q, held)
+
+
+class Exchange(NamedTuple):
+    """Exchanges the candidates and partial results of a decode step with ranks that share memory, as rank 1 of them."""
+
+    ranks: int
+    dtype: str = "bf16"
+    topk: int = 16
+    dim: int = 128
+    init: int = 0
+    local: int = 1
+    page_blocks: int = 1
+
+    def run(self) -> Any:
+        tokens, reach = 32, triton_exchange.Reach(1, self.ranks, 10**9)
+        words = torch.zeros(1, dtype=torch.int64, device=GPU)
+        mail = triton_exchange.Mailbox(torch.zeros(self.ranks, dtype=torch.int64, device=GPU), words, words.clone())
+        ids, visible = (empty(shape, torch.int32) for shape in ((tokens, 4, self.topk), (tokens,)))
+        choice = Choice(self.topk, self.init, self.local, self.page_blocks)
+        scores = empty((4, tokens, 512), torch.float32)
+        triton_exchange.launch_choose(scores, ids, visible, ids.clone(), ids.clone(), mail, 128, choice, reach)
+        part, lse = rows(self.dtype, tokens, 64, self.dim), empty((tokens, 64), torch.float32)
+        triton_exchange.launch_merge(part, lse, part.clone(), lse.clone(), mail, 2048, reach)
 
 
 class Append(NamedTuple):
