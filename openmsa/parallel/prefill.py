@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -17,14 +18,89 @@ from openmsa.block_topk import STAGE as SELECTION
 from openmsa.inputs import AttentionInputs, SelectionCall
 from openmsa.kv_cache import PagedIndexKeys, PagedKV
 from openmsa.kv_cache.rows import out_dtype, wide_dtype
-from openmsa.parallel.pages import Gathered, Places, check_caches, places
+from openmsa.parallel.pages import places
 from openmsa.parallel.ranks import Ranks
 from openmsa.parallel.shards import TokenShards
-from openmsa.parallel.tokens import Gathering
+from openmsa.parallel.sources import Packed, Paged, check_new_keys
 from openmsa.runtime import checks
 from openmsa.runtime.dispatch import check_name
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.types import Layout, Sequences
+
+
+@overload
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    shards: TokenShards,
+    topk: int = 16,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    kv: PagedKV | None = None,
+    index_keys: PagedIndexKeys | None = None,
+    cached: Sequence[int] | None = None,
+    block_size: int = 128,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    softmax_scale: float | None = None,
+    query_chunk: int | None = None,
+    certified: bool = False,
+    return_lse: Literal[False] = False,
+    impl: str = "auto",
+) -> Tensor: ...
+
+
+@overload
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    shards: TokenShards,
+    topk: int = 16,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    kv: PagedKV | None = None,
+    index_keys: PagedIndexKeys | None = None,
+    cached: Sequence[int] | None = None,
+    block_size: int = 128,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    softmax_scale: float | None = None,
+    query_chunk: int | None = None,
+    certified: bool = False,
+    return_lse: Literal[True],
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    shards: TokenShards,
+    topk: int = 16,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    kv: PagedKV | None = None,
+    index_keys: PagedIndexKeys | None = None,
+    cached: Sequence[int] | None = None,
+    block_size: int = 128,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    softmax_scale: float | None = None,
+    query_chunk: int | None = None,
+    certified: bool = False,
+    return_lse: bool,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def context_attention(
@@ -89,15 +165,19 @@ def context_attention(
         check=False,
     )
     selection, inputs, chunk = check(q, k, v, index_q, index_k, topk, None, certified=False)
-    if kv is None and index_keys is None and cached is None:
+    missing = [name for name, x in (("kv", kv), ("index_keys", index_keys), ("cached", cached)) if x is None]
+    if missing and len(missing) < 3:
+        raise ValueError(f"kv, index_keys and cached must be given together, got None for {' and '.join(missing)}")
+    if kv is None or index_keys is None:
         if certified:
             raise ValueError("certified must be False without caches, whose index keys are CertifiedKeys, got True")
-        source: _Packed | _Paged = _Packed(k, v, index_k, shards, ranks)
+        source: Packed | Paged = Packed(k, v, index_k, shards, ranks)
     else:
-        caches = _check_caches(q, k, v, index_k, kv, index_keys, shards, known, ranks)
+        check_new_keys(q, k, v, index_k, kv, index_keys, shards, known, ranks.rank)
         none = Sequences(torch.zeros(len(known) + 1, dtype=torch.int32, device=q.device), max_seqlen_q=0)
-        check(q[:0], caches[0], None, index_q[:0], caches[1], topk, none, certified=certified)
-        source = _Paged(k, v, index_k, caches, places(shards, known, caches[0].page_size, ranks.rank, q.device), shards, ranks)
+        check(q[:0], kv, None, index_q[:0], index_keys, topk, none, certified=certified)
+        where = places(shards, known, kv.page_size, ranks.rank, q.device)
+        source = Paged(k, v, index_k, kv, index_keys, where, shards, ranks)
     chunks = _chunks(shards.layouts(ranks.rank, known, q.device), chunk)
     index = source.index_keys()
     blocks = [selected(stage, impl, _selecting(selection, index_q, index, rows, seqs)) for rows, seqs in chunks]
@@ -143,75 +223,3 @@ def _attend(
     for (rows, _), call in zip(chunks, calls, strict=True):
         ATTENTION.run(impl, call._replace(out=out[rows], lse=lse[rows]))
     return out, lse
-
-
-class _Packed:
-    """Gathers the new keys of all ranks as packed tensors."""
-
-    def __init__(self, k: Tensor, v: Tensor, index_k: Tensor, shards: TokenShards, ranks: Ranks) -> None:
-        self._index = Gathering(index_k, shards, ranks)
-        self._k, self._v = (Gathering(x, shards, ranks) for x in (k, v))
-
-    def index_keys(self) -> Tensor:
-        return self._index.finish()
-
-    def keys_and_values(self) -> tuple[Tensor | PagedKV, Tensor | None]:
-        return self._k.wait(), self._v.wait()
-
-
-class _Paged:
-    """Gathers the cached pages of all ranks and appends the new keys of all ranks, and to the rank's own cache its share."""
-
-    def __init__(
-        self,
-        k: Tensor,
-        v: Tensor,
-        index_k: Tensor,
-        caches: tuple[PagedKV, PagedIndexKeys],
-        where: Places,
-        shards: TokenShards,
-        ranks: Ranks,
-    ) -> None:
-        self._where, self._caches = where, caches
-        self._index = Gathered(caches[1], where, ranks), Gathering(index_k, shards, ranks)
-        self._main = Gathered(caches[0], where, ranks), Gathering(k, shards, ranks), Gathering(v, shards, ranks)
-
-    def index_keys(self) -> PagedIndexKeys:
-        pages, new = self._index[0].wait(), self._index[1].finish()
-        assert isinstance(pages, PagedIndexKeys)
-        pages.append(new, self._where.starts)
-        self._caches[1].append(new[self._where.own], self._where.own_starts)
-        return pages
-
-    def keys_and_values(self) -> tuple[Tensor | PagedKV, Tensor | None]:
-        pages, k, v = self._main[0].wait(), self._main[1].finish(), self._main[2].finish()
-        assert isinstance(pages, PagedKV)
-        pages.append(k, v, self._where.starts)
-        own = self._where.own
-        self._caches[0].append(k[own], v[own], self._where.own_starts)
-        return pages, None
-
-
-def _check_caches(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index_k: Tensor,
-    kv: PagedKV | None,
-    index_keys: PagedIndexKeys | None,
-    shards: TokenShards,
-    cached: tuple[int, ...],
-    ranks: Ranks,
-) -> tuple[PagedKV, PagedIndexKeys]:
-    """Checks that caches take the new keys; returns them."""
-    if kv is None or index_keys is None:
-        missing = "kv" if kv is None else "index_keys"
-        raise ValueError(f"{missing} must be given with the other cache and cached, got None")
-    if checks.needs_grad(q, k, v, index_k):
-        raise NotImplementedError("no gradients flow through caches; call it under torch.no_grad()")
-    check_caches(kv, index_keys, shards, cached, ranks.rank)
-    checks.size("k", k, 1, kv.num_heads, "heads of kv")
-    checks.size("k", k, 2, kv.head_dim, "head_dim of kv")
-    checks.size("index_k", index_k, 1, index_keys.num_heads, "heads of index_keys")
-    checks.size("index_k", index_k, 2, index_keys.head_dim, "index_dim of index_keys")
-    return kv, index_keys

@@ -96,7 +96,7 @@ def test_misuse(world):
                 "q.shape[0] must be 450",
                 "topk must be from 1 to 64, got 0",
                 "certified must be False without caches",
-                "index_keys must be given with the other cache",
+                "must be given together, got None for index_keys and cached",
                 "group must be a torch.distributed ProcessGroup",
             ),
             strict=True,
