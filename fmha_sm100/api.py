@@ -83,11 +83,11 @@ def fmha_sm100(
 
     Names, order, defaults, shapes and results are those of the public function. Beyond it, this one runs on any device and
     takes requests in any order, pages of 16 to 256 keys and head dims from 16 to 256. It honours every scale on every path,
-    lets the kernels write into `out` (contiguous and apart from the inputs;
-    others are copied to) and `max_score`, in mixed batches too, returns the lse, gives no NaN rows, and takes selections in any
-    order, a separate one for each query head where they have num_qo_heads. Launches can be captured in a CUDA graph, wait for
-    nothing and share nothing. What cannot be computed (``output_o=False`` or `max_score` with a plan without max scores)
-    raises instead of being dropped. Wrong arguments raise ValueError or TypeError.
+    lets the kernels write into `out` (contiguous and apart from the inputs; others are copied to) and `max_score`, in mixed
+    batches too, returns the lse, gives no NaN rows, and takes selections in any order, a separate one for each query head where
+    they have num_qo_heads. Launches can be captured in a CUDA graph, wait for nothing and share nothing. What cannot be
+    computed (``output_o=False`` or `max_score` with a plan without max scores) raises instead of being dropped. Wrong arguments
+    raise ValueError or TypeError.
     """
     if not isinstance(plan_info, tuple) or len(plan_info) != 5 or not isinstance(plan_info[3], dict):
         raise TypeError(f"plan_info must be what fmha_sm100_plan returned, got {type(plan_info).__name__}")
