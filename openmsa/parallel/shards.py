@@ -15,6 +15,8 @@ from openmsa.runtime import checks
 from openmsa.types import INT32_MAX, Layout, Sequences
 
 ORDERS = ("zigzag", "contiguous")
+FEW_ROWS = 64
+"""Kernels of scores choose their form by the queries of the longest sequence, up to so many of them."""
 Made = TypeVar("Made")
 
 
@@ -107,8 +109,8 @@ class TokenShards:
         return tuple(checks.integer(f"cached[{b}]", n, 0) for b, n in enumerate(cached))
 
     def layouts(self, rank: int, cached: tuple[int, ...], device: torch.device) -> list[tuple[slice, Layout]]:
-        """Does what `pieces` does, for checked arguments. Bounds on queries are those of whole sequences, so that every rank
-        chooses as one rank would."""
+        """Does what `pieces` does, for checked arguments. Bounds on queries say as much of whole sequences as implementations
+        choose by, so that every rank chooses as one rank would."""
         return self.remember((rank, cached, device), lambda: self._layouts(rank, cached, device))
 
     def _layouts(self, rank: int, cached: tuple[int, ...], device: torch.device) -> list[tuple[slice, Layout]]:
@@ -118,10 +120,9 @@ class TokenShards:
         for piece in self.spans(rank):
             q_lens = [stop - start for start, stop in piece]
             offset = torch.tensor([old + start for old, (start, _) in zip(cached, piece, strict=True)], dtype=torch.int32)
-            lengths = max(q_lens, default=0), max(k_lens, default=0)
-            made.append(
-                (slice(first, first + sum(q_lens)), Layout(_starts(q_lens, device), cu_k, *lengths, offset.to(device), longest))
-            )
+            bound = min(longest, max(*q_lens, FEW_ROWS + 1))
+            seqs = Layout(_starts(q_lens, device), cu_k, bound, max(k_lens, default=0), offset.to(device), longest)
+            made.append((slice(first, first + sum(q_lens)), seqs))
             first += sum(q_lens)
         return made
 
