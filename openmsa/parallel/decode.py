@@ -184,15 +184,14 @@ class ContextDecodePlan:
         """
         if self._mine is None:
             raise ValueError("select must run before attend, which reads its blocks, got none")
-        part_lse = torch.empty(q.shape[:2], dtype=wide_dtype(q), device=self._device)
         part = torch.empty(q.shape, dtype=out_dtype(q), device=self._device)
-        self._attention.attend(q, k, v, self._mine, out=part, lse=part_lse)
+        part_lse = torch.empty(q.shape[:2], dtype=wide_dtype(q), device=self._device)
         out, lse = (torch.empty_like(x) if y is None else y for x, y in ((part, out), (part_lse, lse)))
         for name, given, like in (("out", out, part), ("lse", lse, part_lse)):
             if given.shape != like.shape or given.dtype != like.dtype or not given.is_contiguous():
-                raise ValueError(
-                    f"{name} must be contiguous, {like.dtype} {tuple(like.shape)}, got {given.dtype} {tuple(given.shape)}"
-                )
+                expected, got = (f"{x.dtype} {tuple(x.shape)}" for x in (like, given))
+                raise ValueError(f"{name} must be contiguous, {expected}, got {got} with strides {given.stride()}")
+        self._attention.attend(q, k, v, self._mine, out=part, lse=part_lse)
         self._exchange.merge(part, part_lse, out, lse)
         return out
 
