@@ -66,5 +66,5 @@ def test_a_layer_names_what_is_wrong():
 
 
 def test_a_group_must_be_there():
-    with pytest.raises(ValueError, match="group must have 2 ranks, got None where torch.distributed is not initialised"):
+    with pytest.raises(ValueError, match="group must have 2 ranks, got None"):
         gather_tokens(torch.zeros(2), TokenShards((4,), 2))
