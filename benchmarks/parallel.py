@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openmsa import DecodePlan, PagedIndexKeys, PagedKV, msa_attention, select_blocks
+from openmsa import DecodePlan, PagedIndexKeys, PagedKV, Sequences, msa_attention, select_blocks
 from openmsa.bench.record import append, environment
 from openmsa.parallel import ContextDecodePlan, TokenShards, context_attention
 
@@ -189,13 +189,14 @@ def decode(case: Case, rank: int, ranks: int) -> dict[str, Any]:
     plans["alone"] = ContextDecodePlan(seq_lens=lens, page_table=local, page_size=BLOCK, exchange="collective")
     plans["alone"]._exchange = NoExchange(batch, held.shape[1])  # type: ignore[assignment]
     caches = PagedKV(k, v, table, lens), PagedIndexKeys(index, table, lens)
+    step = Sequences(torch.arange(batch + 1, dtype=torch.int32, device="cuda"), max_seqlen_q=1)
     outs: dict[str, Tensor] = {}
     one = DecodePlan(
         max_batch=batch, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=BLOCK, max_pages=pages,
         certified_keys=False, device=torch.device("cuda", rank),
     )  # fmt: skip
     for q, index_q in queries[:2]:
-        expected = select_blocks(index_q, caches[1], TOPK)
+        expected = select_blocks(index_q, caches[1], TOPK, step)
         result = one.run(q, caches[0], index_q, caches[1])
         for exchange in ("symmetric", "collective"):
             assert torch.equal(plans[exchange].select(index_q, mine[2]), expected), f"the selection by {exchange} differs"
