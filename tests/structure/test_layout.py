@@ -22,7 +22,7 @@ ROOMS = (
     "index_loss",
     "decode",
     "attention",
-    "plan",
+    "plan host_kv",
     "explain operators",
     "openmsa",  # the package itself: its public names
     "testing",
