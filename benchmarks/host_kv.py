@@ -268,7 +268,7 @@ def main() -> None:
         console.print(f"cache {share:.1%}: {used:.0f} bytes of the GPU a token beside index keys; tokens that it holds:")
         for name, index in (("bf16", 2 * DIM), ("e4m3", DIM), ("nvfp4", DIM * 9 // 16)):
             console.print(
-                f"  {name} index keys of {index} bytes: {(4 * HEADS * DIM + index) / (used + index):.1f}x those of resident caches"
+                f"  {name} index keys of {index} bytes: {(4 * HEADS * DIM + index) / (used + index):.1f}x resident ones"
             )
 
 
