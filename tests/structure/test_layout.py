@@ -26,7 +26,7 @@ ROOMS = (
     "explain operators",
     "openmsa",  # the package itself: its public names
     "testing",
-    "bench integrations fmha_sm100",
+    "bench capacity integrations fmha_sm100",
     "demo",
     "cli",
     "__main__",
