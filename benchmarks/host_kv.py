@@ -63,15 +63,10 @@ def problem(batch: int, keys: int) -> Problem:
     return Problem(kv, PagedIndexKeys(index.normal_(), table, lens.clone()), q, index_q, new, lens)
 
 
-def on_host(p: Problem, slots: int, topk: int = TOPK) -> HostKV:
+def on_host(p: Problem, slots: int) -> HostKV:
     """Copies the keys and values to host memory."""
-    host = HostKV.allocate(p.kv.page_table, p.kv.num_pages, HEADS, PAGE, DIM, BF16, cache_blocks=slots, topk=topk)
-    for pool, source in ((host.k, p.kv.k), (host.v, p.kv.v)):
-        assert isinstance(pool, Tensor)
-        assert isinstance(source, Tensor)
-        pool.copy_(source)
-    host.seq_lens.copy_(p.lens)
-    return host
+    p.reset()
+    return HostKV.of(p.kv, cache_blocks=slots)
 
 
 def plan_of(kind: type[DecodePlan], p: Problem) -> Any:

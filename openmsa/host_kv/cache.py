@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from openmsa.host_kv.block_cache import BlockCache, Statistics, planes, row_byte
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored, contents
 from openmsa.kv_cache.paged import Paged
 from openmsa.kv_cache.rows import KEY_FORMATS, PLAIN_DTYPES
-from openmsa.runtime import checks
+from openmsa.runtime import checks, devices
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -90,6 +91,14 @@ class HostKV(Paged):
         k, v = (_pool(format, shape, dtype, pinned) for _ in range(2))
         seq_lens = torch.zeros(page_table.shape[0], dtype=torch.int32, device=page_table.device)
         return cls(k, v, page_table, seq_lens, cache_blocks, **options)
+
+    @classmethod
+    def of(cls, kv: PagedKV, device: torch.device | str | None = None, *, cache_blocks: int, **options: int) -> Self:
+        """Copies what a resident cache holds to host memory; its page table is shared. device: where steps run; None: where the
+        cache is. options: block_size, topk, new_tokens."""
+        device = kv.device if device is None else devices.resolved("device", device)
+        k, v = (_copied(pool, pinned=device.type == "cuda") for pool in (kv.k, kv.v))
+        return cls(k, v, kv.page_table.to(device), kv.seq_lens.to(device, copy=True), cache_blocks, **options)
 
     @classmethod
     def layers(
@@ -192,6 +201,23 @@ def _check_pool(name: str, pool: Tensor | Stored, pinned: bool) -> None:
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
         if pinned and tensor.numel() and not tensor.is_pinned():
             raise ValueError(f"{name} must lie in pinned memory, as a GPU reads it, got pageable memory; use pin_memory()")
+
+
+def _copied(pool: Tensor | Stored, pinned: bool) -> Tensor | Stored:
+    """Copies all tensors of a pool to host memory."""
+
+    def copied(x: Tensor) -> Tensor:
+        here = torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned)
+        here.copy_(x)
+        return here
+
+    if isinstance(pool, Tensor):
+        return copied(pool)
+    moved = copy.copy(pool)
+    for name, value in vars(pool).items():
+        if isinstance(value, Tensor):
+            object.__setattr__(moved, name, copied(value))
+    return moved
 
 
 def _pool(format: str, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tensor | Stored:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Decode steps over host memory give what steps over resident caches give, however small the block cache is."""
 
-import copy
 import importlib.util
 from functools import partial
 
@@ -16,6 +15,7 @@ from openmsa.host_kv import cpu
 from openmsa.host_kv.block_cache import BlockCache, row_bytes
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, strided
+from openmsa.testing.timing import captured
 from tests import oracle
 from tests.low_precision import stored_problem
 
@@ -43,26 +43,23 @@ def step(k_lens, new_tokens=1, seed=0, **options):
 
 
 def in_host_memory(kv, **options):
-    """A `HostKV` of the pages of a `PagedKV`, which is on the CPU, with slots for all blocks."""
-    blocks = kv.num_pages * kv.num_heads * PAGE // 32
-    pools = [copy.deepcopy(pool) for pool in (kv.k, kv.v)]
-    return HostKV(*pools, kv.page_table, kv.seq_lens.clone(), blocks, block_size=32, topk=4, **options)
+    """A `HostKV` of the pages of a `PagedKV`, with slots for all blocks."""
+    return HostKV.of(kv, cache_blocks=kv.num_pages * kv.num_heads * PAGE // 32, block_size=32, topk=4, **options)
 
 
 @pytest.mark.parametrize("least", [True, False])
 @pytest.mark.parametrize("new_tokens", [1, 2])
 def test_equals_a_resident_cache(device, new_tokens, least):
     """Over steps whose selections are unrelated, so that a small cache is thrashed."""
-    lens = (900, 0, 65, 1)
-    p = step(lens, new_tokens)
-    kv, keys = paged(p, PAGE)
+    lens = (600, 0, 65, 1)
+    kv, keys = (cache.to(device) for cache in paged(step(lens, new_tokens), PAGE))
     host, chosen = in_host_memory(kv, new_tokens=new_tokens), sum(_visible(n, new_tokens) for n in lens)
     if least:
         host.cache = BlockCache.allocate(host.k, host.v, chosen, 32, host.device)
-    options = SHAPE | {"page_size": PAGE, "max_pages": 16, "dtype": p.q.dtype, "device": device, "new_tokens": new_tokens}
+    options = SHAPE | {"page_size": PAGE, "max_pages": 16, "dtype": torch.float16, "device": device, "new_tokens": new_tokens}
     plan, resident = HostDecodePlan(**options), DecodePlan(**options)
     for seed in range(3):
-        other = step(lens, new_tokens, seed=seed)
+        other = step(lens, new_tokens, seed=seed).to(device)
         q, index_q = other.q, other.index_q
         assert_equal("out", plan.run(q, host, index_q, keys), resident.run(q, kv, index_q, keys))
         assert_equal("blocks", plan.blocks, resident.blocks)
@@ -90,6 +87,7 @@ def test_formats_of_keys_and_index_keys(device, key_format, index_format):
     if key_format == "e4m3":  # Scales of heads are refused.
         pools = (E4M3(pool.data, torch.tensor(scale)) for pool, scale in ((kv.k, 0.01), (kv.v, 0.02)))
         kv = PagedKV(*pools, kv.page_table, kv.seq_lens)
+    p, kv, keys = p.to(device), kv.to(device), keys.to(device)
     host = in_host_memory(kv)
     options = SHAPE | {"page_size": PAGE, "max_pages": 12, "dtype": p.q.dtype, "device": device}
     plan, resident = HostDecodePlan(**options), DecodePlan(**options)
@@ -104,13 +102,13 @@ def test_formats_of_keys_and_index_keys(device, key_format, index_format):
 def test_against_the_truth(device):
     """Ragged lengths, queries and outputs of odd strides, two indexes of which one selection serves all KV heads."""
     p = step((300, 33, 64), dtype=torch.float16)
-    kv, keys = paged(p, PAGE)
+    kv, keys = (cache.to(device) for cache in paged(p, PAGE))
     host = in_host_memory(kv)
     options = SHAPE | {"page_size": PAGE, "max_pages": 12, "dtype": p.q.dtype, "device": device, "softmax_scale": 0.2}
     plan = HostDecodePlan(**options)
-    out = strided(torch.full_like(p.q, torch.nan), 2)
-    assert plan.run(strided(p.q), host, strided(p.index_q), keys, out=out) is out
-    reads = oracle.reads_of_blocks(plan.blocks.long(), 32)
+    out = strided(torch.full_like(p.q, torch.nan), 2).to(device)
+    assert plan.run(strided(p.q).to(device), host, strided(p.index_q).to(device), keys, out=out) is out
+    reads = oracle.reads_of_blocks(plan.blocks.long().cpu(), 32)
     truth, honest = oracle.attention(p, reads, 0.2), oracle.honest_attention(p, reads, 0.2)
     assert_close("out", out, honest[0], truth[0])
     assert_close("lse", plan.lse, honest[1], truth[1])
@@ -120,7 +118,8 @@ def test_against_the_truth(device):
 
 def test_one_selection_for_all_heads(device):
     p = step((300, 100), index_heads=1)
-    kv, keys = paged(p, PAGE)
+    kv, keys = (cache.to(device) for cache in paged(p, PAGE))
+    p = p.to(device)
     options = SHAPE | {"page_size": PAGE, "max_pages": 12, "dtype": p.q.dtype, "device": device, "index_heads": 1}
     plan, resident = HostDecodePlan(**options), DecodePlan(**options)
     out = plan.run(p.q, in_host_memory(kv), p.index_q, keys)
@@ -130,7 +129,7 @@ def test_one_selection_for_all_heads(device):
 def test_appends_write_through(device):
     """Prompts and tokens of odd numbers, lengths set back, pages given to other sequences: as a resident cache at each step."""
     generator = torch.Generator().manual_seed(5)
-    table = torch.randperm(12, generator=generator).int().view(3, 4)
+    table = torch.randperm(12, generator=generator).int().view(3, 4).to(device)
     resident_kv = PagedKV.allocate(table, 12, 2, PAGE, 64, torch.float16)
     keys = PagedIndexKeys.allocate(table, 12, 1, PAGE, 32, torch.float16)
     host = HostKV.allocate(table, 12, 2, PAGE, 64, torch.float16, cache_blocks=24, block_size=32, topk=4)
@@ -138,14 +137,15 @@ def test_appends_write_through(device):
     plan, resident = HostDecodePlan(**options), DecodePlan(**options)
 
     def append(*lens):
-        cu = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        k, v = (torch.randn(sum(lens), 2, 64, generator=generator) for _ in range(2))
+        cu = torch.tensor([0, *lens], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+        k, v = (torch.randn(sum(lens), 2, 64, generator=generator).to(device) for _ in range(2))
         for cache in (resident_kv, host):
             cache.append(k, v, cu)
-        keys.append(torch.randn(sum(lens), 1, 32, generator=generator), cu)
+        keys.append(torch.randn(sum(lens), 1, 32, generator=generator).to(device), cu)
 
     def check():
-        q, index_q = (torch.randn(3, n, d, generator=generator, dtype=torch.float16) for n, d in ((8, 64), (2, 32)))
+        sizes = ((3, 8, 64), (3, 2, 32))
+        q, index_q = (torch.randn(size, generator=generator).to(device, torch.float16) for size in sizes)
         assert_equal("out", plan.run(q, host, index_q, keys), resident.run(q, resident_kv, index_q, keys))
 
     append(130, 1, 70)
@@ -154,7 +154,7 @@ def test_appends_write_through(device):
         append(1, 1, 1)
         check()
     for cache in (resident_kv, keys, host):  # Tokens that were guessed wrong are taken back.
-        cache.seq_lens.sub_(torch.tensor([40, 2, 9], dtype=torch.int32))
+        cache.seq_lens.sub_(torch.tensor([40, 2, 9], dtype=torch.int32, device=device))
     append(3, 40, 100)
     check()
     table[:] = table.flip(0)  # All pages change hands.
@@ -162,11 +162,40 @@ def test_appends_write_through(device):
         cache.seq_lens.zero_()
     append(60, 128, 33)
     check()
-    for mine, theirs in zip(host.on_host().gather(), resident_kv.gather(), strict=True):
+    for mine, theirs in zip(host.on_host().gather(), resident_kv.to("cpu").gather(), strict=True):
         assert_equal("held", mine, theirs)
+    assert_equal("held", host.on_device().k.cpu(), host.k)
     host.k.neg_(), resident_kv.k.neg_()
     host.clear()
     check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_a_graph_holds_appends_and_steps():
+    """Replays read lengths and page tables anew and change the block cache: as eager steps of a resident cache."""
+    kv, keys = (cache.to("cuda") for cache in paged(step((300, 33, 64)), PAGE))
+    host, other = in_host_memory(kv), PagedIndexKeys(keys.keys.clone(), keys.page_table, keys.seq_lens.clone())
+    options = SHAPE | {"page_size": PAGE, "max_pages": 12, "dtype": torch.float16}
+    plan, resident = HostDecodePlan(**options), DecodePlan(**options)
+    q, index_q, new = (torch.randn(3, n, d, dtype=torch.float16, device="cuda") for n, d in ((8, 64), (2, 32), (2, 64)))
+    start = kv.seq_lens.clone()
+
+    def run():
+        host.append(new, new)
+        other.append(new[:, :1, :32])
+        plan.run(q, host, index_q, other)
+
+    replay = captured(run)
+    for cache in (host, other):
+        cache.seq_lens.copy_(start)
+    for _ in range(20):
+        for x in (q, index_q, new):
+            x.normal_()
+        replay()
+        kv.append(new, new)
+        keys.append(new[:, :1, :32])
+        assert_equal("out", plan._out[:3], resident.run(q, kv, index_q, keys))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
