@@ -253,6 +253,38 @@ class Exchange(NamedTuple):
         triton_exchange.launch_merge(part, lse, part.clone(), lse.clone(), mail, 2048, reach)
 
 
+class HostPlan(NamedTuple):
+    """Appends to a `HostKV` and runs a step of a `HostDecodePlan`."""
+
+    batch: int
+    keys: int
+    k: str = "plain"
+    new: int = 1
+    heads: tuple[int, int] = (64, 4)
+    dim: int = 128
+    block: int = 128
+    page: int = 128
+    topk: int = 16
+
+    def run(self) -> Any:
+        q_heads, kv_heads = self.heads
+        table, _ = paged(self.batch, self.keys, self.page)
+        steps: dict[str, int] = {"block_size": self.block, "topk": self.topk, "new_tokens": self.new}
+        slots = self.batch * kv_heads * self.topk * self.new
+        sizes = (PAGES, kv_heads, self.page, self.dim, DTYPES["bf16"], self.k)
+        cache = openmsa.HostKV.allocate(table, *sizes, cache_blocks=slots, **steps)
+        plan = openmsa.HostDecodePlan(
+            max_batch=self.batch, num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=self.dim, page_size=self.page,
+            max_pages=-(-self.keys // self.page), **steps,
+        )  # fmt: skip
+        tokens = self.batch * self.new
+        new = rows("bf16", tokens, kv_heads, self.dim)
+        cache.append(new, new)
+        held = index_keys("bf16", self.batch, self.keys, 1, 128, self.page)
+        index_q = rows("bf16", tokens, kv_heads, 128)
+        return plan.run(rows("bf16", tokens, q_heads, self.dim), cache, index_q, held)
+
+
 class Append(NamedTuple):
     """Calls `append` of a cache, and `dequantize` of its rows where they have a format."""
 
