@@ -21,10 +21,11 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.block_scores import triton_lanes
 from openmsa.block_scores.gluon_sm90_scores import row_factors, sequence_bounds
+from openmsa.block_scores.triton_lanes import in_words, words_a_stride
 from openmsa.primitives import queries, scoring, tiles
 from openmsa.primitives.operands import QueryRows, Scores
 from openmsa.primitives.rows import KeyTiles
-from openmsa.primitives.scoring import Lengths, in_words, splits, words_a_stride
+from openmsa.primitives.scoring import Lengths, splits
 from openmsa.primitives.tiles import PAGE, Tile
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel
