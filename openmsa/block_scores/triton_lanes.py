@@ -20,7 +20,8 @@ from openmsa.kv_cache.triton_numbers import swizzled_word
 from openmsa.primitives import operands
 from openmsa.primitives.codes import ASM, e2m1_parts, e4m3_bytes
 from openmsa.primitives.operands import KeyRows
-from openmsa.primitives.queries import float16_rows, load_rows, query_numbers, row_factors, spread_rows
+from openmsa.primitives.queries import load_rows, query_numbers, row_factors
+from openmsa.primitives.query_parts import float16_rows, spread_rows
 from openmsa.primitives.rows import Form, KeyTiles
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,

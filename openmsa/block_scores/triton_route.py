@@ -14,9 +14,9 @@ from openmsa.block_scores.triton_config import config
 from openmsa.block_scores.triton_lanes import in_words, lane_kernel, reads_lanes
 from openmsa.block_scores.triton_score_kernel import score_kernel
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.primitives.operands import QueryRows, Scores
+from openmsa.primitives.operands import PAGE_FACTOR, QueryRows, Scores
 from openmsa.primitives.queries import product_type, query_rows
-from openmsa.primitives.rows import PAGE_FACTOR, KeyTiles, padded
+from openmsa.primitives.rows import KeyTiles, padded
 from openmsa.primitives.scoring import Kind, Lengths, Product, kind_of, splits
 from openmsa.primitives.tiles import Tile
 from openmsa.runtime.devices import Device, facts
@@ -87,7 +87,8 @@ def launch(
     group = index_q.shape[1] // heads
     rows = lengths.max_seqlen_q * group
     kind = kind_of(keys, product, tile)
-    kind = kind._replace(lanes=True) if reads_lanes(keys, tile) else kind
+    if kind.groups and reads_lanes(keys, tile):
+        kind = kind._replace(lanes=True)
     s_head, s_token, s_block = scores.stride()
     num_blocks, even = scores.shape[2], _in_sectors(scores)
     written = Scores(scores, s_head, s_token, s_block, visible)

@@ -127,3 +127,4 @@ class Selection(NamedTuple):
 
 
 PLAIN, E4M3, INT8, NVFP4, MXFP4 = 0, 1, 2, 3, 4
+NO_FACTOR, WHOLE_FACTOR, PAGE_FACTOR = 0, 1, 2

@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from openmsa.primitives import queries
+from openmsa.primitives import query_parts
 from openmsa.primitives.operands import KeyRows, QueryRows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel
@@ -48,7 +48,7 @@ ROWS = gl.constexpr(64)
 NOTHING = gl.constexpr(1 << 30)
 """It stands in the place of a block behind the end of a list."""
 
-in_range = gluon.jit(queries.in_range.fn)  # Gluon compiles the sources of the Triton functions.
+in_range = gluon.jit(query_parts.in_range.fn)  # Gluon compiles the sources of the Triton functions.
 
 
 class Ring(NamedTuple):

@@ -29,7 +29,8 @@ from openmsa.kv_cache.rows import out_dtype
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, Selection
 from openmsa.primitives.queries import query_rows
-from openmsa.primitives.rows import UNSCALED, Form, Scales
+from openmsa.primitives.rows import Form
+from openmsa.primitives.scales import UNSCALED, Scales
 from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.primitives.waiting import fetch_pages
 from openmsa.runtime import devices
