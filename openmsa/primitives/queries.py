@@ -64,6 +64,18 @@ def hold_rows(b_q, DIM_PAD: tl.constexpr):
 
 
 @triton.jit
+def in_range(b_q, scale):
+    """Gives bfloat16 rows times powers of two, so that float16 holds them exactly (but for what is 2**30 times smaller than the
+    largest of its row), and the scale of each row divided by them."""
+    largest = tl.max(tl.abs(b_q.to(tl.float32)), 1)
+    exponent = largest.to(tl.int32, bitcast=True) >> 23
+    power = tl.minimum(268 - exponent, 187)  # the largest comes between 2**14 and 2**15, or is multiplied by 2**60
+    factor = (power << 23).to(tl.float32, bitcast=True)
+    scale = tl.maximum(scale * ((254 - power) << 23).to(tl.float32, bitcast=True), 1e-37)
+    return b_q.to(tl.float32) * factor[:, None], scale
+
+
+@triton.jit
 def query_numbers(b_q, PRODUCT: tl.constexpr):
     """Gives rows of queries as factors of type PRODUCT."""
     if b_q.dtype == tl.uint8:

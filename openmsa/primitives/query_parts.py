@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
 """Formats of keys ask these forms of rows of queries: parts where the items of keys hold several elements, rows repeated where
-groups of elements have scales or spread where they are few, and elements brought into the range of float16."""
+groups of elements have scales or spread where they are few, and elements raised so that float16 holds products with FP4."""
 
 from __future__ import annotations
 
@@ -67,18 +67,6 @@ def raised(b_q):
     step = 6 - exponent  # up to 132, so it is multiplied in as two factors
     up = b_q.to(tl.float32) * power_of_two(step // 2)[:, None] * power_of_two(step - step // 2)[:, None]
     return up.to(tl.float16), power_of_two(exponent)
-
-
-@triton.jit
-def in_range(b_q, scale):
-    """Gives bfloat16 rows times powers of two, so that float16 holds them exactly (but for what is 2**30 times smaller than the
-    largest of its row), and the scale of each row divided by them."""
-    largest = tl.max(tl.abs(b_q.to(tl.float32)), 1)
-    exponent = largest.to(tl.int32, bitcast=True) >> 23
-    power = tl.minimum(268 - exponent, 187)  # the largest comes between 2**14 and 2**15, or is multiplied by 2**60
-    factor = (power << 23).to(tl.float32, bitcast=True)
-    scale = tl.maximum(scale * ((254 - power) << 23).to(tl.float32, bitcast=True), 1e-37)
-    return b_q.to(tl.float32) * factor[:, None], scale
 
 
 @triton.jit

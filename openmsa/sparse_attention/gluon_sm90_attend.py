@@ -38,7 +38,7 @@ from openmsa.primitives.operands import PLAIN, QueryRows
 from openmsa.primitives.tiles import tma_tiles
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel
-from openmsa.sparse_attention import triton_lists
+from openmsa.sparse_attention.gluon_sm90_union import in_threads, load_tile, quad_layout
 from openmsa.sparse_attention.triton_config import MAX_UNION_TOKENS, PrefillConfig, padded_dim
 from openmsa.sparse_attention.triton_keys import Keys
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
@@ -57,9 +57,6 @@ BLOCK = gl.constexpr(128)
 """A block, and a tile of the ring, has so many keys."""
 ROWS = gl.constexpr(64)
 """A group of warps attends with so many rows, one for each token and head."""
-
-
-load_tile = gluon.jit(triton_lists.load_tile.fn)  # Gluon compiles the sources of the Triton functions.
 
 
 class Ring(NamedTuple):
@@ -201,24 +198,6 @@ def seen(s, block, last_key):
     """Replaces logits of keys behind each row's last key by -inf."""
     o_key = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, s.type.layout))
     return gl.where(o_key[None, :] <= last_key[:, None], s, -float("inf"))
-
-
-@gluon.constexpr_function
-def quad_layout():
-    """Returns the layout [ROWS, 4] of one number from each of the four threads that hold a row of a product."""
-    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
-
-
-@gluon.jit
-def in_threads(x, REDUCE: gl.constexpr):
-    """Reduces what each thread holds of each row of a product with 128 columns, to [ROWS, 4]. It goes pair by pair, so that few
-    instructions wait for each other. REDUCE: gl.max or gl.sum."""
-    x = REDUCE(x.reshape([ROWS, 16, 4, 2]), 3)
-    x = REDUCE(x.reshape([ROWS, 2, 8, 4]), 1)
-    x = REDUCE(x.reshape([ROWS, 2, 4, 4]), 1)
-    x = REDUCE(x.reshape([ROWS, 2, 2, 4]), 1)
-    return gl.convert_layout(REDUCE(x, 1), quad_layout(), assert_trivial=True)
 
 
 @gluon.jit

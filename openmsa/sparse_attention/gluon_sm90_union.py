@@ -23,11 +23,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from openmsa.primitives import query_parts
+from openmsa.primitives import queries
 from openmsa.primitives.operands import KeyRows, QueryRows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel
-from openmsa.sparse_attention.gluon_sm90_attend import in_threads, load_tile, quad_layout
+from openmsa.sparse_attention import triton_lists
 from openmsa.sparse_attention.triton_config import PrefillConfig
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Keys
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
@@ -48,7 +48,8 @@ ROWS = gl.constexpr(64)
 NOTHING = gl.constexpr(1 << 30)
 """It stands in the place of a block behind the end of a list."""
 
-in_range = gluon.jit(query_parts.in_range.fn)  # Gluon compiles the sources of the Triton functions.
+in_range = gluon.jit(queries.in_range.fn)  # Gluon compiles the sources of the Triton functions.
+load_tile = gluon.jit(triton_lists.load_tile.fn)
 
 
 class Ring(NamedTuple):
@@ -178,6 +179,24 @@ def convert(
             gl.thread_barrier()  # Every thread has written before one says so.
             mbarrier.arrive(ring.full.index(t % STAGES), count=1)
             t += 1
+
+
+@gluon.constexpr_function
+def quad_layout():
+    """Returns the layout [ROWS, 4] of one number from each of the four threads that hold a row of a product."""
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
+
+
+@gluon.jit
+def in_threads(x, REDUCE: gl.constexpr):
+    """Reduces what each thread holds of each row of a product with 128 columns, to [ROWS, 4]. It goes pair by pair, so that few
+    instructions wait for each other. REDUCE: gl.max or gl.sum."""
+    x = REDUCE(x.reshape([ROWS, 16, 4, 2]), 3)
+    x = REDUCE(x.reshape([ROWS, 2, 8, 4]), 1)
+    x = REDUCE(x.reshape([ROWS, 2, 4, 4]), 1)
+    x = REDUCE(x.reshape([ROWS, 2, 2, 4]), 1)
+    return gl.convert_layout(REDUCE(x, 1), quad_layout(), assert_trivial=True)
 
 
 @gluon.jit
