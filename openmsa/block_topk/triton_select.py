@@ -200,7 +200,7 @@ def launch_fused(
         view.rows,
         keys.tma,
         view.table,
-        Bounds.of(seqs),
+        Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset),
         out,
         *numbers,
         KEY_HEADS=view.heads,

@@ -131,7 +131,7 @@ def dense_attention_backward(
             terms,
             KeyRows.of(k),
             KeyRows.of(v),
-            Bounds.of(seqs),
+            Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset),
             results,
             softmax_scale,
             kv_heads,

@@ -189,7 +189,7 @@ def _launch(
         values.rows,
         *boxes,
         PageTable(None) if table is None else PageTable(table, table.stride(0), table.stride(1)),
-        Bounds.of(seqs),
+        Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset),
         _output(out, lse),
         _scores(max_score),
         staged,

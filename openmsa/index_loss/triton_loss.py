@@ -244,7 +244,7 @@ class _Chunk:
         self.item = max(config.item, ceil_div(blocks.numel() * self.per_list, PROGRAMS))
         self.lists: Readers = readers(blocks, seqs, k.shape[0], block_size=shape.block, item=self.item)
         self.buckets = buckets_of(k.shape[0], seqs.batch, shape.block)
-        self.bounds = Bounds.of(seqs)
+        self.bounds = Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset)
 
     def run(self, lse: Tensor | None, return_loss: bool, gradients: bool, dq: Tensor, dk: Tensor) -> Tensor:
         """Returns the sum of divergences in bits, writes dq of the chunk and adds to dk."""

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from openmsa.types import Layout
-
 
 class KeyRows(NamedTuple):
     """These are rows of keys or of values, packed or in pages. Packed rows are the only page, whose rows are counted over all
@@ -84,11 +82,6 @@ class Bounds(NamedTuple):
     cu_k: Tensor | None
     seq_lens: Tensor | None
     q_offset: Tensor | None
-
-    @classmethod
-    def of(cls, seqs: Layout) -> Bounds:
-        """Returns those of a call's checked lengths."""
-        return cls(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset)
 
 
 class Output(NamedTuple):

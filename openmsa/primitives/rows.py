@@ -92,7 +92,8 @@ class KeyView(NamedTuple):
         else:
             pool, table = data, PageTable(page_table, *page_table.stride())
         num_pages, heads, size, _ = pool.shape
-        rows = KeyRows.of(pool, scales.operands)
+        s_page, s_head, s_row, s_dim = pool.stride()
+        rows = KeyRows(pool, s_page, s_head, s_row, s_dim, *scales.operands)
         if page_table is None:
             return cls(rows, form, table, dim, heads, num_pages, 0, size)
         return cls(rows, form, table, dim, heads, num_pages, size, page_table.shape[1] * size)

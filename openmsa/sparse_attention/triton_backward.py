@@ -219,7 +219,7 @@ def _launch(
         terms,
         KeyRows.of(k),
         KeyRows.of(v),
-        Bounds.of(seqs),
+        Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset),
         lists,
         sums,
         softmax_scale,

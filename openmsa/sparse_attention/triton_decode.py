@@ -337,7 +337,7 @@ def launch(
     else:
         pages, num_pages, num_kv_heads, page_size, capacity = PageTable(None), 1, keys.data.shape[1], 0, 0
     if isinstance(lengths, Layout):
-        batch, bounds = lengths.batch, Bounds.of(lengths)
+        batch, bounds = lengths.batch, Bounds(lengths.cu_seqlens_q, lengths.cu_seqlens_k, None, lengths.q_offset)
     else:
         batch, bounds = lengths.numel(), Bounds(None, None, lengths, None)
     head_dim, group, (s_token, s_head, s_slot) = q.shape[2], q.shape[1] // num_kv_heads, blocks.stride()

@@ -103,7 +103,7 @@ def sparse_attention(
 
     # 2. The work is listed, tile by tile.
     scale = max(abs(softmax_scale) * math.log2(math.e), SMALLEST_SCALE.value)
-    bounds = Bounds.of(seqs)
+    bounds = Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset)
     plan = Plan.of(
         queries, keys, blocks.shape[2], block_size, seqs, config, path, plain, partial_dtype or out.dtype, workspace_bytes,
         tuned is not None,
