@@ -6,7 +6,7 @@
 A program walks tiles of selected keys, plain (`triton_decode_walk`) or stored (`triton_decode_stored`). It serves one query
 token, one KV head (the query heads of its group are the rows of the tile, padded to 16) and one share of the token's selected
 blocks. Each program leaves a normalised partial, rounded as the outputs are, and its float32 lse; the last program of a token
-and head, which a counter finds, merges them and resets the counter. Its time is that of reading 2 * topk * block_size *
+and head, which a counter finds, merges them and resets the counter. A launch takes the time of reading 2 * topk * block_size *
 head_dim elements for each token and KV head. Outputs and plain keys are bfloat16 or float16.
 
 The constexprs SHAPE, CUT and FORM of the kernel are a `Shape`, a `Config` and a `Form` of `openmsa.primitives.rows`. BM and BN
