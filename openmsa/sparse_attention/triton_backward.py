@@ -217,8 +217,8 @@ def _launch(
         query_rows(q, True),
         query_rows(grad_out, True),
         terms,
-        KeyRows.of(k),
-        KeyRows.of(v),
+        _key_rows(k),
+        _key_rows(v),
         Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset),
         lists,
         sums,
@@ -230,6 +230,11 @@ def _launch(
         STAGES=config.stages,
         num_warps=config.warps,
     )
+
+
+def _key_rows(x: Tensor) -> KeyRows:
+    s_row, s_head, s_dim = x.stride()
+    return KeyRows(x, 0, s_head, s_row, s_dim)
 
 
 def _add_up(
