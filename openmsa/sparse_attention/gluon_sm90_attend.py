@@ -38,18 +38,19 @@ from openmsa.primitives.operands import PLAIN, QueryRows
 from openmsa.primitives.tiles import tma_tiles
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel
-from openmsa.sparse_attention.gluon_sm90_union import in_threads, load_tile, quad_layout
+from openmsa.sparse_attention.gluon_sm90_union import in_threads, kept, load_tile, quad_layout
 from openmsa.sparse_attention.triton_config import MAX_UNION_TOKENS, PrefillConfig, padded_dim
 from openmsa.sparse_attention.triton_keys import Keys
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
 
 OPTIONS: dict[str, Any] = {
     "STAGES": 3,
-    "SKIP": True,
-    "TURNS": False,
+    "HEADS_OUTER": False,
+    "HOLD": False,
     "PIN": True,
-    "ATTEND_REGISTERS": 240,
-    "LOAD_REGISTERS": 24,
+    "SHADOW": False,
+    "ATTEND_REGISTERS": 232,
+    "LOAD_REGISTERS": 40,
     "num_warps": 4,
 }
 """The ring has STAGES blocks."""
@@ -60,19 +61,19 @@ ROWS = gl.constexpr(64)
 
 
 class Ring(NamedTuple):
-    """Holds blocks of keys and of values in shared memory, [STAGES, 1, 1, BLOCK, dim] each. A barrier of each says that it has
-    arrived (`full`), and another that both groups have read it (`free`)."""
+    """Holds blocks of keys and of values in shared memory, [STAGES, 1, 1, BLOCK, dim] each. Barriers of each place say that its
+    keys and that its values have arrived, and that both groups have read its keys and the values of the place before."""
 
     k: Any
     v: Any
     k_full: Any
-    k_free: Any
     v_full: Any
-    v_free: Any
+    free: Any
 
 
 class Rows(NamedTuple):
-    """Holds the queries of both groups in shared memory, [2, 1, tokens, heads, dim], with barriers as a `Ring` has them."""
+    """Holds the queries of both groups in shared memory, [2, 1, tokens, heads, dim]. Barriers of each group say that they have
+    arrived and that they have been read."""
 
     q: Any
     full: Any
@@ -99,12 +100,16 @@ class Cut(NamedTuple):
 
 
 @gluon.jit
-def item_at(i_item, num_items, union, num_kv_heads, CUT: gl.constexpr):
+def item_at(i_item, num_items, union, num_kv_heads, CUT: gl.constexpr, HEADS_OUTER: gl.constexpr):
     """Loads an item of work, or the last one: a tile, a key head and a part of its group. Returns part, head and the number of
     the union list; the blocks in it (-1: the tile goes to another kernel) and how many of them all queries see whole; the
     tile's first token, tokens, sequence and position of the first token."""
     i_item = gl.maximum(gl.minimum(i_item, num_items - 1), 0)
-    i_part, i_h, i_tile = i_item % CUT.parts, i_item // CUT.parts % num_kv_heads, i_item // CUT.parts // num_kv_heads
+    i_part, i_pair = i_item % CUT.parts, i_item // CUT.parts
+    i_h, i_tile = i_pair % num_kv_heads, i_pair // num_kv_heads
+    if HEADS_OUTER:
+        num_tiles = gl.maximum(num_items // CUT.parts // num_kv_heads, 1)
+        i_h, i_tile = i_pair // num_tiles, i_pair % num_tiles
     i_list = i_tile * num_kv_heads + i_h
     size, whole = gl.load(union.sizes + i_list * SIZE_FIELDS), gl.load(union.sizes + i_list * SIZE_FIELDS + 1)
     first, tokens, i_b, position = load_tile(union.tiles, i_tile)
@@ -112,17 +117,32 @@ def item_at(i_item, num_items, union, num_kv_heads, CUT: gl.constexpr):
 
 
 @gluon.jit
+def following(s, phase, STAGES: gl.constexpr):
+    """Returns the ring's next place, and whether it has been filled an even (0) or an odd number of times before."""
+    last = s == STAGES - 1
+    return gl.where(last, 0, s + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def bring(tma_x, page, i_h, at, x, full, s):
+    """Starts the copy of a block's keys or values to a place of the ring."""
+    mbarrier.expect(full.index(s), tma_x.block_type.nbytes)
+    tma.async_copy_global_to_shared(tma_x, [page, i_h, at, 0], full.index(s), x.index(s))
+
+
+@gluon.jit
 def load(
     ring, rows, tma_q, tma_k, tma_v, union, num_items, num_kv_heads, capacity,
-    CUT: gl.constexpr, STAGES: gl.constexpr,
+    CUT: gl.constexpr, STAGES: gl.constexpr, HEADS_OUTER: gl.constexpr,
 ):  # fmt: skip
-    """Does the loading warp's share of a program."""
+    """Does the loading warp's share of a program. A block's values follow the keys of the next block, in the order of reading."""
     TOKENS: gl.constexpr = ROWS // CUT.heads
-    t, n = 0, 0
-    item = item_at(gl.program_id(0), num_items, union, num_kv_heads, CUT)
+    s, phase, n, any_v = 0, 0, 0, 0
+    s_v, page_v, h_v, at_v = 0, 0, 0, 0
+    item = item_at(gl.program_id(0), num_items, union, num_kv_heads, CUT, HEADS_OUTER)
     for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         i_part, i_h, i_list, size, _, first, _, _, _ = item
-        item = item_at(i_item + gl.num_programs(0), num_items, union, num_kv_heads, CUT)
+        item = item_at(i_item + gl.num_programs(0), num_items, union, num_kv_heads, CUT, HEADS_OUTER)
         if size > 0:
             p_rows = union.rows + i_list.to(gl.int64) * capacity
             row = gl.load(p_rows)
@@ -131,10 +151,10 @@ def load(
                 if CUT.page_size > 0:
                     page, at = row // CUT.page_size, row % CUT.page_size
                 row = gl.load(p_rows + gl.minimum(i + 1, size - 1))
-                s, phase = t % STAGES, t // STAGES & 1
-                mbarrier.wait(ring.k_free.index(s), phase ^ 1)
-                mbarrier.expect(ring.k_full.index(s), tma_k.block_type.nbytes)
-                tma.async_copy_global_to_shared(tma_k, [page, i_h, at, 0], ring.k_full.index(s), ring.k.index(s))
+                mbarrier.wait(ring.free.index(s), phase ^ 1)
+                bring(tma_k, page, i_h, at, ring.k, ring.k_full, s)
+                if any_v > 0:
+                    bring(tma_v, page_v, h_v, at_v, ring.v, ring.v_full, s_v)
                 if i == 0:
                     head = i_h * CUT.group + i_part * CUT.heads
                     for side in gl.static_range(2):
@@ -142,55 +162,30 @@ def load(
                         mbarrier.expect(rows.full.index(side), tma_q.block_type.nbytes)
                         place = [0, first + side * TOKENS, head, 0]
                         tma.async_copy_global_to_shared(tma_q, place, rows.full.index(side), rows.q.index(side))
-                mbarrier.wait(ring.v_free.index(s), phase ^ 1)
-                mbarrier.expect(ring.v_full.index(s), tma_v.block_type.nbytes)
-                tma.async_copy_global_to_shared(tma_v, [page, i_h, at, 0], ring.v_full.index(s), ring.v.index(s))
-                t += 1
+                s_v, page_v, h_v, at_v, any_v = s, page, i_h, at, 1
+                s, phase = following(s, phase, STAGES)
             n += 1
+    if any_v > 0:
+        mbarrier.wait(ring.free.index(s), phase ^ 1)
+        bring(tma_v, page_v, h_v, at_v, ring.v, ring.v_full, s_v)
 
 
 @gluon.jit
-def own_bits(p_bits, i, size, SIDE: gl.constexpr, TOKENS: gl.constexpr):
-    """Loads which of a group's tokens selected entry i of a list; behind its end it is not 0."""
-    return gl.load(p_bits + i, mask=i < size, other=-1) >> SIDE * TOKENS & (1 << TOKENS) - 1
+def give_back(free, s):
+    """Says that the group has read something."""
+    gl.thread_barrier()  # Every warp has read before one thread says so.
+    mbarrier.arrive(free.index(s), count=1)
 
 
 @gluon.jit
-def await_turn(turns, t, SIDE: gl.constexpr, TURNS: gl.constexpr):
-    """Waits until the other group has started its products with the block before, or for the second group, with this block."""
-    if TURNS:
-        mbarrier.wait(turns.index(SIDE), t & 1 ^ (1 - SIDE))
-
-
-@gluon.jit
-def end_turn(turns, SIDE: gl.constexpr, TURNS: gl.constexpr):
-    """Lets the other group start its products."""
-    if TURNS:
-        gl.thread_barrier()
-        mbarrier.arrive(turns.index(1 - SIDE), count=1)
-
-
-@gluon.jit
-def skip(
-    ring, turns, base, i, bits, p_bits, size, limit,
-    SIDE: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr, TURNS: gl.constexpr,
-):  # fmt: skip
-    """Goes on to the next block that a token of the group selected, at most to entry `limit`; returns its entry and these
-    tokens."""
-    if SKIP:
-        while (bits == 0) & (i < limit):
-            t = base + i
-            i += 1
-            bits = own_bits(p_bits, i, size, SIDE, TOKENS)
-            s, phase = t % STAGES, t // STAGES & 1
-            mbarrier.wait(ring.k_full.index(s), phase)
-            await_turn(turns, t, SIDE, TURNS)
-            end_turn(turns, SIDE, TURNS)
-            mbarrier.wait(ring.v_full.index(s), phase)
-            gl.thread_barrier()  # Every warp has seen the block arrive before one thread gives it back.
-            mbarrier.arrive(ring.k_free.index(s), count=1)
-            mbarrier.arrive(ring.v_free.index(s), count=1)
-    return i, bits
+def pass_by(ring, s, phase, size, STAGES: gl.constexpr):
+    """Gives back the blocks of a tile in which the group has no rows."""
+    for _ in range(size):
+        mbarrier.wait(ring.k_full.index(s), phase)
+        mbarrier.wait(ring.v_full.index(s), phase)
+        give_back(ring.free, s)
+        s, phase = following(s, phase, STAGES)
+    return s, phase
 
 
 @gluon.jit
@@ -215,6 +210,35 @@ def online_step(s, m_i, l_i, scale, m_member, WEIGHTS: gl.constexpr, OUT_ROW: gl
     l_i = l_i * gl.convert_layout(alpha, QUAD_ROW, assert_trivial=True)[:, None] + in_threads(p, gl.sum)
     weights = gl.convert_layout(p.to(NUMBER), WEIGHTS, assert_trivial=True)
     return weights, m_new, l_i, gl.convert_layout(alpha, OUT_ROW, assert_trivial=True)
+
+
+@gluon.jit
+def stay(x):
+    """Does nothing where x is not negative, but in a branch, over which ptxas moves no wait for a product."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ge.s32 p, $1, 0;
+        @p bra done;
+        nanosleep.u32 1;
+        done:
+        mov.b32 $0, $1;
+        }""",
+        "=r,r", [x], gl.int32, False, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def only_now(x):
+    """Returns x, by an exchange of each lane with itself, which ptxas does not move."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        shfl.sync.idx.b32 $0, $1, lane, 31, -1;
+        }""",
+        "=f,f", [x], gl.float32, False, 1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -254,9 +278,9 @@ def rounded(x, NUMBER: gl.constexpr):
 
 @gluon.jit
 def attend(
-    ring, rows, turns, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
-    SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr,
-    TURNS: gl.constexpr, PIN: gl.constexpr,
+    ring, rows, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
+    SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr, HEADS_OUTER: gl.constexpr,
+    HOLD: gl.constexpr, PIN: gl.constexpr, SHADOW: gl.constexpr,
 ):  # fmt: skip
     """Does a group's share of a program: the first (SIDE 0) or the second half of each tile's rows."""
     NUMBER: gl.constexpr = ring.k.dtype
@@ -264,113 +288,97 @@ def attend(
     DIM_PAD: gl.constexpr = CUT.dim_pad
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUTPUTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_PAD, 16])
+    QUERIES: gl.constexpr = gl.DotOperandLayout(0, LOGITS, 2)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUTS, 2)
     MEMORY: gl.constexpr = exchanged(DIM_PAD // 2, True, True)
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUTS)
-    token = gl.arange(0, ROWS, ROW) // CUT.heads
+    token = SIDE * TOKENS + gl.arange(0, ROWS, ROW) // CUT.heads
     zero = gl.zeros([ROWS, BLOCK], gl.float32, LOGITS)
-    q = rows.q.index(SIDE).reshape((ROWS, DIM_PAD))
-    base, n = 0, 0
-    item = item_at(gl.program_id(0), num_items, union, num_kv_heads, CUT)
+    q_rows = rows.q.index(SIDE).reshape((ROWS, DIM_PAD))
+    s, phase, n = 0, 0, 0
+    item = item_at(gl.program_id(0), num_items, union, num_kv_heads, CUT, HEADS_OUTER)
     for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         i_part, i_h, i_list, size, whole, first, tokens, i_b, position = item
-        item = item_at(i_item + gl.num_programs(0), num_items, union, num_kv_heads, CUT)  # The next one is on its way.
+        item = item_at(i_item + gl.num_programs(0), num_items, union, num_kv_heads, CUT, HEADS_OUTER)  # It is on its way.
         if size >= 0:
             acc = gl.zeros([ROWS, DIM_PAD], gl.float32, OUTPUTS)
             m_i = gl.full([ROWS], -1e30, gl.float32, ROW)
             l_i = gl.zeros([ROWS, 4], gl.float32, quad_layout())
             if size > 0:
-                k_len = gl.load(cu_k + i_b + 1) - gl.load(cu_k + i_b)
-                last_key = gl.minimum(position + SIDE * TOKENS + token, k_len - 1)
-                # Keys behind the last query of the sequence may hold anything.
-                end_key = gl.minimum(position + gl.load(cu_q + i_b + 1) - first, k_len)
-                p_ids, p_bits = union.ids + i_list.to(gl.int64) * capacity, union.bits + i_list.to(gl.int64) * capacity
-                i, bits = skip(
-                    ring, turns, base, size * 0, own_bits(p_bits, 0, size, SIDE, TOKENS), p_bits, size, size,
-                    SIDE, TOKENS, STAGES, SKIP, TURNS,
-                )  # fmt: skip
                 mbarrier.wait(rows.full.index(SIDE), n & 1)
-                gl.thread_barrier()
-                mbarrier.arrive(rows.free.index(SIDE), count=1, pred=i >= size)
-                while i < size:
-                    # 1. The first block, or the first behind many that were skipped, is multiplied with the queries.
-                    s, phase = (base + i) % STAGES, (base + i) // STAGES & 1
-                    block, next_bits = gl.load(p_ids + i), own_bits(p_bits, i + 1, size, SIDE, TOKENS)
+                n += 1
+                if tokens <= SIDE * TOKENS:
+                    give_back(rows.free, SIDE)
+                    s, phase = pass_by(ring, s, phase, size, STAGES)
+                else:
+                    # 1. The first block is multiplied with the queries.
+                    if HOLD:
+                        q = q_rows.load(QUERIES)
+                        give_back(rows.free, SIDE)
+                    else:
+                        q = q_rows
                     mbarrier.wait(ring.k_full.index(s), phase)
-                    await_turn(turns, base + i, SIDE, TURNS)
                     b_k = ring.k.index(s).reshape((BLOCK, DIM_PAD))
                     b_s = warpgroup_mma(q, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    end_turn(turns, SIDE, TURNS)
+                    p_ids, p_bits = union.ids + i_list.to(gl.int64) * capacity, union.bits + i_list.to(gl.int64) * capacity
+                    bits, block = gl.load(p_bits), gl.load(p_ids)
+                    k_len = gl.load(cu_k + i_b + 1) - gl.load(cu_k + i_b)
+                    last_key = gl.minimum(position + token, k_len - 1)
+                    # Keys behind the last query of the sequence may hold anything.
+                    end_key = gl.minimum(position + gl.load(cu_q + i_b + 1) - first, k_len)
                     b_s = warpgroup_mma_wait(0, deps=(b_s,))
-                    gl.thread_barrier()  # Every warp has read before one thread says so.
-                    mbarrier.arrive(ring.k_free.index(s), count=1)
+                    gl.thread_barrier()
                     if CUT.negative:
                         b_s = -b_s
                     b_s = seen(b_s, block, last_key)
                     m_member = bits >> token & 1 != 0
+                    bits = gl.load(p_bits + gl.minimum(1, size - 1))
                     weights, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER)
-                    acc = acc * alpha[:, None]
-                    j = i
-                    # Values that wait to be weighed hold their place in the ring: no block a ring behind them can arrive.
-                    i, bits = skip(
-                        ring, turns, base, i + 1, next_bits, p_bits, size, j + STAGES, SIDE, TOKENS, STAGES, SKIP, TURNS
-                    )  # fmt: skip
+                    if HOLD:
+                        q = kept(q)
 
-                    # 2. Each further block is multiplied while the one before it is weighed.
-                    while ((bits != 0) if SKIP else (i >= 0)) & (i < size):
-                        s, phase = (base + i) % STAGES, (base + i) // STAGES & 1
-                        s_v, phase_v = (base + j) % STAGES, (base + j) // STAGES & 1
-                        next_bits = own_bits(p_bits, i + 1, size, SIDE, TOKENS)
+                    # 2. Each further block is multiplied with the queries, and the values before it with their weights.
+                    for i in range(1, size):
+                        s_v, phase_v = s, phase
+                        s, phase = following(s, phase, STAGES)
                         mbarrier.wait(ring.k_full.index(s), phase)
-                        mbarrier.wait(ring.v_full.index(s_v), phase_v)
-                        await_turn(turns, base + i, SIDE, TURNS)
                         b_k = ring.k.index(s).reshape((BLOCK, DIM_PAD))
                         b_s = warpgroup_mma(q, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+                        give_back(ring.free, s_v)
+                        mbarrier.wait(ring.v_full.index(s_v), phase_v)
+                        if SHADOW:
+                            alpha = only_now(alpha)
+                        acc = acc * alpha[:, None]
                         acc = warpgroup_mma(weights, ring.v.index(s_v).reshape((BLOCK, DIM_PAD)), acc, is_async=True)
-                        end_turn(turns, SIDE, TURNS)
-                        m_member = bits >> token & 1 != 0
                         b_s = warpgroup_mma_wait(1, deps=(b_s,))
-                        gl.thread_barrier()
-                        mbarrier.arrive(ring.k_free.index(s), count=1)
+                        m_member = bits >> token & 1 != 0
+                        bits = gl.load(p_bits + gl.minimum(i + 1, size - 1))
                         if CUT.negative:
                             b_s = -b_s
                         if i >= whole:
                             b_s = seen(b_s, gl.load(p_ids + i), last_key)
                         p, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER)
-                        if PIN:  # A wait that is over. The compiler would move the softmax behind the product.
-                            mbarrier.wait(ring.v_full.index(s_v), phase_v)
+                        if HOLD:
+                            q = kept(q)
+                        if PIN:
+                            stay(i_list)
                         acc = warpgroup_mma_wait(0, deps=(acc,))
-                        gl.thread_barrier()
-                        mbarrier.arrive(ring.v_free.index(s_v), count=1)
-                        acc = acc * alpha[:, None]
                         weights = p
-                        j = i
-                        i, bits = skip(
-                            ring, turns, base, i + 1, next_bits, p_bits, size, j + STAGES,
-                            SIDE, TOKENS, STAGES, SKIP, TURNS,
-                        )  # fmt: skip
 
                     # 3. The last values follow.
-                    s = (base + j) % STAGES
+                    give_back(ring.free, s)
+                    if not HOLD:
+                        give_back(rows.free, SIDE)
+                    acc = acc * alpha[:, None]
                     tile = ring.v.index(s).reshape((BLOCK, DIM_PAD))
-                    mbarrier.wait(ring.v_full.index(s), (base + j) // STAGES & 1)
-                    i_run = i
-                    mbarrier.arrive(rows.free.index(SIDE), count=1, pred=i_run >= size)
-                    if j == size - 1:  # No other block of a list reaches behind its sequence.
-                        count = end_key - gl.load(p_ids + j) * BLOCK
-                        if count < BLOCK:
-                            clear_behind(tile, count)
+                    count = end_key - gl.load(p_ids + size - 1) * BLOCK
+                    mbarrier.wait(ring.v_full.index(s), phase)
+                    if count < BLOCK:  # No other block of a list reaches behind its sequence.
+                        clear_behind(tile, count)
                     acc = warpgroup_mma(weights, tile, acc, is_async=True)
                     acc = warpgroup_mma_wait(0, deps=(acc,))
-                    gl.thread_barrier()
-                    mbarrier.arrive(ring.v_free.index(s), count=1)
-                    i, bits = skip(
-                        ring, turns, base, i, bits, p_bits, size, size, SIDE, TOKENS, STAGES, SKIP, TURNS
-                    )  # fmt: skip
-                    mbarrier.arrive(rows.free.index(SIDE), count=1, pred=(i >= size) & (i_run < size))
-                base += size
-                n += 1
+                    s, phase = following(s, phase, STAGES)
 
             # 4. The results are written.
             o_r = gl.arange(0, ROWS, gl.SliceLayout(1, MEMORY))
@@ -407,9 +415,10 @@ def sm90_attend_kernel(
     capacity,
     CUT: gl.constexpr,
     STAGES: gl.constexpr,
-    SKIP: gl.constexpr,
-    TURNS: gl.constexpr,
+    HEADS_OUTER: gl.constexpr,
+    HOLD: gl.constexpr,
     PIN: gl.constexpr,
+    SHADOW: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
@@ -421,37 +430,35 @@ def sm90_attend_kernel(
     v = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, BLOCK, CUT.dim_pad], tma_v.layout)
     q = gl.allocate_shared_memory(NUMBER, [2, 1, ROWS // CUT.heads, CUT.heads, CUT.dim_pad], tma_q.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     q_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=2)
+        mbarrier.init(free.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_free.index(i), count=1)
-        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    ring, rows = Ring(k, v, k_full, k_free, v_full, v_free), Rows(q, q_full, q_free)
+    ring, rows = Ring(k, v, k_full, v_full, free), Rows(q, q_full, q_free)
     SIDE_0: gl.constexpr = 0
     SIDE_1: gl.constexpr = 1
     gl.warp_specialize(
         [
             (attend, (
-                ring, rows, turns, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
-                SIDE_0, CUT, STAGES, SKIP, TURNS, PIN,
+                ring, rows, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
+                SIDE_0, CUT, STAGES, HEADS_OUTER, HOLD, PIN, SHADOW,
             )),
             (attend, (
-                ring, rows, turns, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
-                SIDE_1, CUT, STAGES, SKIP, TURNS, PIN,
+                ring, rows, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
+                SIDE_1, CUT, STAGES, HEADS_OUTER, HOLD, PIN, SHADOW,
             )),
-            (load, (ring, rows, tma_q, tma_k, tma_v, union, num_items, num_kv_heads, capacity, CUT, STAGES)),
+            (load, (
+                ring, rows, tma_q, tma_k, tma_v, union, num_items, num_kv_heads, capacity, CUT, STAGES, HEADS_OUTER,
+            )),
         ],
         [4, 1],
         [ATTEND_REGISTERS, LOAD_REGISTERS],

@@ -203,7 +203,7 @@ def in_threads(x, REDUCE: gl.constexpr):
 def kept(x):
     """Returns x, computed anew as far as ptxas can see. Without this, ptxas 12.8 gives the registers of the queries, behind
     their last product in the loop, to the weights, and the next round multiplies those."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.float16, False, 2)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
 
 
 @gluon.jit
