@@ -16,34 +16,29 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+BASE: dict[str, Any] = {"HEADS_OUTER": False, "HOLD": False, "PIN": True, "SHADOW": False}
 FORMS: dict[str, dict[str, Any]] = {
     "main": {},
     "no pin": {"PIN": False},
-    "2 stages": {"STAGES": 2},
-    "turns": {"TURNS": True},
-    "no skip": {"SKIP": False},
-    "turns, 2 stages": {"TURNS": True, "STAGES": 2},
-    "tile a program": {"grid": True},
+    "shadow": {"SHADOW": True},
+    "hold": {"HOLD": True},
+    "hold, shadow": {"HOLD": True, "SHADOW": True},
+    "heads outer": {"HEADS_OUTER": True},
 }
 TEST = "tests/sparse_attention/test_gluon_sm90_attend.py"
-CHECK_LIMIT, TEST_LIMIT, TIME_LIMIT = 75, 120, 100  # seconds
+CHECK_LIMIT, TEST_LIMIT, TIME_LIMIT = 70, 75, 70  # seconds
 
 
 def use(form: str) -> None:
     """Makes the kernel run in this form from now on."""
-    from openmsa.runtime.devices import facts
     from openmsa.sparse_attention import gluon_sm90_attend
 
-    base = {"STAGES": 3, "SKIP": True, "TURNS": False, "PIN": True}
-    options = FORMS[form]
-    gluon_sm90_attend.OPTIONS.update(base | {name: value for name, value in options.items() if name != "grid"})
-    gluon_sm90_attend.facts = (lambda _: SimpleNamespace(num_sms=1 << 30)) if "grid" in options else facts
+    gluon_sm90_attend.OPTIONS.update(BASE | FORMS[form])
 
 
 def check_form(form: str) -> None:
@@ -58,7 +53,7 @@ def check_form(form: str) -> None:
     use(form)
     launched: list[Any] = []
     launch = gluon_sm90_attend.launch_sm90_attend
-    gluon_sm90_attend.launch_sm90_attend = lambda call: (launched.append(1), launch(call))
+    gluon_sm90_attend.launch_sm90_attend = lambda *given: (launched.append(1), launch(*given))
     for name in ("odd", "ragged", "pages"):
         checked, expected = tests.case(name, torch.bfloat16)
         for _ in range(3):
@@ -95,24 +90,27 @@ def time_forms(forms: list[str]) -> None:
     tuned = triton_prefill._tuned
 
     def clock(run: Any, count: int) -> float:
-        run()
+        """Milliseconds a run: of so many behind another, or of one (count 0)."""
+        if count:
+            run()
         start_event.record()
-        for _ in range(count):
+        for _ in range(max(1, count)):
             run()
         stop_event.record()
         stop_event.synchronize()
-        return start_event.elapsed_time(stop_event) / count
+        return start_event.elapsed_time(stop_event) / max(1, count)
 
-    def in_turns(runs: dict[str, Any], rounds: int = 7, count: int = 3) -> dict[str, float]:
-        times: dict[str, list[float]] = {name: [] for name in runs}
+    def in_turns(runs: dict[str, Any], rounds: int = 7, count: int = 3) -> dict[str, tuple[float, float]]:
+        """The time of each run, and the clock rate in GHz right behind it."""
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
         for _ in range(rounds):
             for name, run in runs.items():
-                times[name].append(clock(run, count))
-        return {name: statistics.median(x) for name, x in times.items()}
+                times[name].append((clock(run, count), 4e-1 / clock(lambda: torch.cuda._sleep(400_000), 0)))
+        return {name: tuple(statistics.median(x) for x in zip(*found, strict=True)) for name, found in times.items()}
 
     def selection(queries: int, keys: int, heads: int, spare: int, kind: str) -> Any:
         own = torch.arange(keys - queries, keys, device=device) // 128
-        below = int(own[0])
+        below = 64 if kind == "close" else int(own[0])  # "close": all that is read stays in L2
         if kind == "random":
             others = torch.rand(queries, heads, below, device=device).topk(15, -1).indices
         else:
@@ -135,13 +133,13 @@ def time_forms(forms: list[str]) -> None:
             return q, paged, None, blocks, layout(seqs, queries, None, device, paged.seq_lens, paged.capacity)
         return q, k, v, blocks, layout(seqs, queries, keys, device)
 
-    def call_of(p: Any, ours: bool) -> Any:
-        """The call that the union kernel gets, and the union's size."""
+    def call_of(p: Any, ours: bool, **options: Any) -> Any:
+        """What the launch of the union kernel gets."""
         found: list[Any] = []
         launches = gluon_sm90_attend.launch_sm90_attend, triton_prefill.launch_union
-        gluon_sm90_attend.launch_sm90_attend = triton_prefill.launch_union = lambda call: found.append(call)
+        gluon_sm90_attend.launch_sm90_attend = triton_prefill.launch_union = lambda *given: found.append(given)
         triton_prefill._tuned = tuned if ours else lambda *_: None
-        triton_prefill.sparse_attention(*p, 128, p[0].shape[2] ** -0.5, True)
+        triton_prefill.sparse_attention(*p, 128, p[0].shape[2] ** -0.5, True, **options)
         gluon_sm90_attend.launch_sm90_attend, triton_prefill.launch_union = launches
         triton_prefill._tuned = tuned
         return found[0] if found else None
@@ -149,45 +147,58 @@ def time_forms(forms: list[str]) -> None:
     def ran(form: str, call: Any) -> Any:
         def run() -> None:
             use(form)
-            gluon_sm90_attend.launch_sm90_attend(call)
+            gluon_sm90_attend.launch_sm90_attend(*call)
 
         return run
 
     x = torch.randn(8192, 8192, device=device).bfloat16()
-    gemm = 2 * 8192**3 / clock(lambda: x @ x, 20) / 1e9
-    print(f"GEMM 8192: {gemm:.0f} TFLOP/s", flush=True)
-    few = [form for form in forms if form in ("main", "turns", "no pin")]  # The others would have to be compiled here.
-    shapes = {  # queries, keys, heads, group, dim, pages, spare, forms
-        "64/4 16K x 128K clustered": (16384, 131072, 4, 16, 128, False, 8, forms),
-        "the same, pages": (16384, 131072, 4, 16, 128, True, 8, forms[:1]),
-        "the same, unions of 40 in 8, 35 in 4": (16384, 131072, 4, 16, 128, False, 24, forms),
-        "16/1 16K x 48K clustered": (16384, 49152, 1, 16, 128, False, 8, forms),
-        "64/4 16K x 128K, dim 64": (16384, 131072, 4, 16, 64, False, 8, few),
-        "32/8 (groups of 4)": (16384, 131072, 8, 4, 128, False, 8, forms[:1]),
+
+    def gemm(ms: float) -> float:
+        return 2 * 8192**3 / ms / 1e9
+
+    def product() -> Any:
+        return x @ x
+
+    cold = gemm(clock(product, 20))
+    print(f"GEMM 8192 at first: {cold:.0f} TFLOP/s", flush=True)
+    few = [form for form in forms if form in ("main", "heads outer")]
+    shapes = {  # queries, keys, heads, group, dim, pages, spare, kind, forms
+        "64/4 16K x 128K clustered": (16384, 131072, 4, 16, 128, False, 8, "clustered", forms),
+        "the same, 64 blocks a head": (16384, 131072, 4, 16, 128, False, 8, "close", few),
+        "16/1 16K x 48K clustered": (16384, 49152, 1, 16, 128, False, 8, "clustered", forms),
+        "64/4 16K x 128K, pages": (16384, 131072, 4, 16, 128, True, 8, "clustered", few[:1]),
+        "64/4 16K x 128K, dim 64": (16384, 131072, 4, 16, 64, False, 8, "clustered", few[:1]),
+        "32/8 (groups of 4)": (16384, 131072, 8, 4, 128, False, 8, "clustered", few[:1]),
     }
     table = []
     for name, (*shape, here) in shapes.items():
-        p = problem(*shape, "clustered")
+        p = problem(*shape)
         theirs, ours = call_of(p, False), call_of(p, True)
-        runs = {"today": lambda call=theirs: triton_prefill.launch_union(call)}
+        runs = {"GEMM": product, "today": lambda call=theirs: triton_prefill.launch_union(*call)}
         steps = 0.0
         if ours is not None:
             runs |= {form: ran(form, ours) for form in here}
-            bits, sizes = ours.lists.union.bits, ours.lists.union.sizes.view(-1, 2)[:, 0]
-            entries = torch.arange(ours.plan.limits.capacity, device=device)
-            lists = bits[: sizes.numel() * len(entries)].view(-1, len(entries))
-            listed = entries < sizes[:, None]
-            half = ours.config.union_tokens // 2
-            own = [((lists >> side * half & (1 << half) - 1) != 0) & listed for side in range(2)]
-            steps = float(sum(x.sum() for x in own)) * ours.plan.parts
-            print(f"{name}: unions {float(sizes[sizes > 0].float().mean()):.1f}, steps a half {steps / 2 / sizes.numel():.1f}")
+            sizes = ours[-1].lists.union.sizes.view(-1, 2)[:, 0]
+            steps = float(sizes.clamp(min=0).sum()) * 2 * ours[-1].plan.parts
+            print(f"{name}: unions {float(sizes[sizes > 0].float().mean()):.1f}")
         found = in_turns(runs)
         flops = steps * 64 * 128 * shape[4] * 4
-        for form, ms in found.items():
-            table.append(f"{name:40} {form:16} {ms:7.3f} ms {flops / ms / 1e9:6.0f} TFLOP/s raw  {found['today'] / ms:5.2f}x")
+        for form, (ms, rate) in found.items():
+            work = gemm(ms) if form == "GEMM" else flops / ms / 1e9
+            times = f"{found['today'][0] / ms:5.2f}x" if form != "GEMM" else ""
+            table.append(f"{name:40} {form:16} {ms:7.3f} ms {work:6.0f} TFLOP/s raw {rate:5.2f} GHz  {times}")
             print(table[-1], flush=True)
         del p, theirs, ours, runs
-    print("whole calls in graphs, Triton's union kernel and the main form in turns", flush=True)
+
+    def whole(p: Any, form: str | None, **options: Any) -> Any:
+        """A graph of a whole call in this form (None: with Triton's union kernel)."""
+        triton_prefill._tuned = tuned if form else lambda *_: None
+        use(form or "main")
+        graph = captured(lambda: triton_prefill.sparse_attention(*p, 128, p[0].shape[2] ** -0.5, True, **options))
+        triton_prefill._tuned = tuned
+        return graph
+
+    print("whole calls in graphs, in turns", flush=True)
     for name, (queries, keys, heads, kind) in {
         "64/4 clustered": (16384, 131072, 4, "clustered"),
         "64/4 random": (16384, 131072, 4, "random"),
@@ -197,16 +208,13 @@ def time_forms(forms: list[str]) -> None:
         "64/4 256 queries clustered": (256, 131072, 4, "clustered"),
     }.items():
         p = problem(queries, keys, heads, 16, 128, False, 8, kind)
-        use("main")
-        runs = {}
-        for form in ("today", "main"):
-            triton_prefill._tuned = tuned if form == "main" else lambda *_: None
-            runs[form] = captured(lambda p=p: triton_prefill.sparse_attention(*p, 128, 128**-0.5, True))
-        triton_prefill._tuned = tuned
+        forms_here = forms if name == "64/4 clustered" else few[:1]
+        runs = {"today": whole(p, None)} | {form: whole(p, form) for form in forms_here}
         found = in_turns(runs, count=3 if queries > 2000 else 20)
-        table.append(f"{name:40} whole call  today {found['today']:.3f}  main {found['main']:.3f} ms")
+        table.append(f"{name:40} whole call  " + "  ".join(f"{form} {ms:.3f}" for form, (ms, _) in found.items()) + " ms")
         print(table[-1], flush=True)
-        if queries == 16384 and kind == "clustered":
+        if name == "64/4 clustered":
+            use("main")
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 for _ in range(3):
                     triton_prefill.sparse_attention(*p, 128, 128**-0.5, True)
@@ -216,7 +224,20 @@ def time_forms(forms: list[str]) -> None:
             table.append(f"  main, us by kernel: {line}")
             print(table[-1], flush=True)
         del p, runs
-    print("\n" + "=" * 60 + f"\nGEMM 8192: {gemm:.0f} TFLOP/s\n" + "\n".join(table))
+    print("whole calls by path; union_limit should be where the lines cross", flush=True)
+    for keys, heads in ((131072, 4), (49152, 1)):
+        for base in (15, 23, 31, 39, 47):
+            p = problem(16384, keys, heads, 16, 128, False, base - 16, "clustered")
+            size = call_of(p, True, path="union")[-1].lists.union.sizes.view(-1, 2)[:, 0].clamp(min=0).float()
+            runs = {path: whole(p, "main", path=path) for path in ("union", "outer", "auto")}
+            found = in_turns(runs, rounds=3)
+            mean = float(size[size > 0].mean())
+            line = "  ".join(f"{path} {ms:.3f}" for path, (ms, _) in found.items())
+            table.append(f"{16 * heads}/{heads} {keys // 1024}K, unions of {mean:4.1f} in 8 {'':12} whole call  {line} ms")
+            print(table[-1], flush=True)
+            del p, runs
+    hot = gemm(clock(product, 20))
+    print("\n" + "=" * 60 + f"\nGEMM 8192: {cold:.0f} TFLOP/s at first, {hot:.0f} at last\n" + "\n".join(table))
 
 
 def main() -> None:

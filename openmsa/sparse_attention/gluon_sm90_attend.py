@@ -20,6 +20,8 @@ Programs stay and take one tile after another, so that the blocks of a tile arri
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +40,7 @@ from openmsa.primitives.operands import PLAIN, QueryRows
 from openmsa.primitives.tiles import tma_tiles
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel
-from openmsa.sparse_attention.gluon_sm90_union import in_threads, kept, load_tile, quad_layout
+from openmsa.sparse_attention.gluon_sm90_softmax import BLOCK, ROWS, kept, load_tile, no_rows, online_step, row_results, seen
 from openmsa.sparse_attention.triton_config import MAX_UNION_TOKENS, PrefillConfig, padded_dim
 from openmsa.sparse_attention.triton_keys import Keys
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
@@ -54,10 +56,6 @@ OPTIONS: dict[str, Any] = {
     "num_warps": 4,
 }
 """The ring has STAGES blocks."""
-BLOCK = gl.constexpr(128)
-"""A block, and a tile of the ring, has so many keys."""
-ROWS = gl.constexpr(64)
-"""A group of warps attends with so many rows, one for each token and head."""
 
 
 class Ring(NamedTuple):
@@ -135,7 +133,7 @@ def load(
     ring, rows, tma_q, tma_k, tma_v, union, num_items, num_kv_heads, capacity,
     CUT: gl.constexpr, STAGES: gl.constexpr, HEADS_OUTER: gl.constexpr,
 ):  # fmt: skip
-    """Does the loading warp's share of a program. A block's values follow the keys of the next block, in the order of reading."""
+    """Does the loading warp's share of a program: a block's values follow the keys of the next block, as they are read."""
     TOKENS: gl.constexpr = ROWS // CUT.heads
     s, phase, n, any_v = 0, 0, 0, 0
     s_v, page_v, h_v, at_v = 0, 0, 0, 0
@@ -186,30 +184,6 @@ def pass_by(ring, s, phase, size, STAGES: gl.constexpr):
         give_back(ring.free, s)
         s, phase = following(s, phase, STAGES)
     return s, phase
-
-
-@gluon.jit
-def seen(s, block, last_key):
-    """Replaces logits of keys behind each row's last key by -inf."""
-    o_key = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, s.type.layout))
-    return gl.where(o_key[None, :] <= last_key[:, None], s, -float("inf"))
-
-
-@gluon.jit
-def online_step(s, m_i, l_i, scale, m_member, WEIGHTS: gl.constexpr, OUT_ROW: gl.constexpr, NUMBER: gl.constexpr):
-    """Returns the weights of logits s as a factor of products with values, the new greatest logits and sums of weights, and by
-    what earlier sums of values shrink."""
-    ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    QUAD_ROW: gl.constexpr = gl.SliceLayout(1, quad_layout())
-    largest = gl.convert_layout(gl.max(in_threads(s, gl.max), 1), ROW, assert_trivial=True)
-    m_new = gl.maximum(m_i, gl.where(m_member, largest, -1e30))
-    # Queries that did not select the block get an infinite offset, which makes every weight of theirs exactly 0.
-    offset = gl.where(m_member, m_new * scale, float("inf"))
-    p = gl.exp2(s * scale - offset[:, None])
-    alpha = gl.exp2((m_i - m_new) * scale)
-    l_i = l_i * gl.convert_layout(alpha, QUAD_ROW, assert_trivial=True)[:, None] + in_threads(p, gl.sum)
-    weights = gl.convert_layout(p.to(NUMBER), WEIGHTS, assert_trivial=True)
-    return weights, m_new, l_i, gl.convert_layout(alpha, OUT_ROW, assert_trivial=True)
 
 
 @gluon.jit
@@ -303,8 +277,7 @@ def attend(
         item = item_at(i_item + gl.num_programs(0), num_items, union, num_kv_heads, CUT, HEADS_OUTER)  # It is on its way.
         if size >= 0:
             acc = gl.zeros([ROWS, DIM_PAD], gl.float32, OUTPUTS)
-            m_i = gl.full([ROWS], -1e30, gl.float32, ROW)
-            l_i = gl.zeros([ROWS, 4], gl.float32, quad_layout())
+            m_i, l_i = no_rows(LOGITS)
             if size > 0:
                 mbarrier.wait(rows.full.index(SIDE), n & 1)
                 n += 1
@@ -383,9 +356,7 @@ def attend(
             # 4. The results are written.
             o_r = gl.arange(0, ROWS, gl.SliceLayout(1, MEMORY))
             o_w = gl.arange(0, DIM_PAD // 2, gl.SliceLayout(0, MEMORY))
-            l_row = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
-            m_any = l_row > 0
-            inverse = gl.where(m_any, 1.0 / gl.where(m_any, l_row, 1.0), 0.0)
+            inverse, b_lse = row_results(m_i, l_i, scale)
             words = rounded(acc * gl.convert_layout(inverse, OUT_ROW, assert_trivial=True)[:, None], NUMBER)
             here, head = SIDE * TOKENS + o_r // CUT.heads, i_part * CUT.heads + o_r % CUT.heads
             m_row = (here < tokens) & (head < CUT.group)
@@ -395,8 +366,6 @@ def attend(
                 m_out = m_out & (o_w < CUT.dim // 2)[None, :]
             p_out = result.rows.to(gl.pointer_type(gl.int32), bitcast=True)
             gl.store(p_out + o_out[:, None] * (CUT.dim // 2) + o_w[None, :], words, mask=m_out)
-            b_lse = (m_i * scale + gl.log2(gl.where(m_any, l_row, 1.0))) * 0.6931471805599453
-            b_lse = gl.where(m_any, b_lse, l_row - float("inf"))  # The lse of a NaN query is NaN.
             gl.store(result.lse + o_out, gl.convert_layout(b_lse, gl.SliceLayout(1, MEMORY), assert_trivial=True), mask=m_row)
 
 
@@ -470,24 +439,26 @@ def union_tokens(config: PrefillConfig) -> int:
     return 2 * ROWS.value // config.heads
 
 
-def serves(device: Device, queries: QueryRows, keys: Keys, config: PrefillConfig, block_size: int) -> bool:
-    """Tells whether the kernel serves this call: queries, keys and values of one 16-bit type, which the copy engine can read,
-    of dims 40, 48, ... 128 in groups of at least three heads; blocks of 128 keys, packed or whole in pages."""
+def attend_launch(
+    device: Device, queries: QueryRows, keys: Keys, out: torch.Tensor, config: PrefillConfig, block_size: int
+) -> Callable[[PrefillCall], None] | None:
+    """Returns the launch of attention of the tiles that stay together, whose lists must have `has_union`; None where the kernel
+    does not serve. It serves queries, keys and values of one 16-bit type, which the copy engine can read, of dims 40, 48, ...
+    128 in groups of at least three heads; blocks of 128 keys, packed or whole in pages; outputs at multiples of four bytes."""
     q = queries.data
     if device.arch != 90 or block_size != BLOCK.value or union_tokens(config) > MAX_UNION_TOKENS or not keys.by_row:
-        return False
+        return None
     if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or keys.k.form.format != PLAIN:
-        return False
+        return None
     dim_pad = padded_dim(q.shape[2], q.dtype)
-    return q.shape[2] % 8 == 0 and dim_pad in (64, 128) and None not in _descriptors(queries, keys, config)
-
-
-def _descriptors(queries: QueryRows, keys: Keys, config: PrefillConfig) -> tuple[TensorDescriptor | None, ...]:
-    """Returns the descriptors of queries, keys and values, None where the copy engine cannot read them."""
-    dim_pad = padded_dim(keys.k.dim, keys.dtype)
+    if q.shape[2] % 8 != 0 or dim_pad not in (64, 128) or out.data_ptr() % 4 != 0:
+        return None
     boxes = (1, ROWS.value // config.heads, config.heads), (1, 1, BLOCK.value), (1, 1, BLOCK.value)
-    pools = queries.data[None], keys.k.rows.data, keys.v.rows.data
-    return tuple(_descriptor(pool, [*box, dim_pad]) for pool, box in zip(pools, boxes, strict=True))
+    pools = q[None], keys.k.rows.data, keys.v.rows.data
+    tma_q, tma_k, tma_v = (_descriptor(pool, [*box, dim_pad]) for pool, box in zip(pools, boxes, strict=True))
+    if tma_q is None or tma_k is None or tma_v is None:
+        return None
+    return functools.partial(launch_sm90_attend, (tma_q, tma_k, tma_v))
 
 
 def _descriptor(pool: torch.Tensor, box: list[int]) -> TensorDescriptor | None:
@@ -498,14 +469,14 @@ def _descriptor(pool: torch.Tensor, box: list[int]) -> TensorDescriptor | None:
     return TensorDescriptor(tiles.base, tiles.shape, tiles.strides, box, gl.NVMMASharedLayout.get_default_for(box, kind))
 
 
-def launch_sm90_attend(call: PrefillCall, options: dict[str, Any] = OPTIONS) -> None:
-    """Launches attention of the tiles that stay together; the lists must have `has_union`."""
+def launch_sm90_attend(tma: tuple[TensorDescriptor, ...], call: PrefillCall) -> None:
+    """Launches it with descriptors of queries, keys and values."""
     keys, plan, config = call.keys, call.plan, call.config
     dim = keys.k.dim
     launch_kernel(
         sm90_attend_kernel,
         (min(plan.num_tiles * keys.heads * plan.parts, facts(call.result.lse.device).num_sms),),
-        *_descriptors(call.queries, keys, config),
+        *tma,
         call.result,
         call.bounds.cu_q,
         call.bounds.cu_k,
@@ -515,5 +486,5 @@ def launch_sm90_attend(call: PrefillCall, options: dict[str, Any] = OPTIONS) -> 
         keys.heads,
         plan.limits.capacity,
         CUT=Cut(plan.group, config.heads, plan.parts, dim, padded_dim(dim, keys.dtype), keys.page_size, call.negative),
-        **options,
+        **OPTIONS,
     )
