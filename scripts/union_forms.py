@@ -30,7 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "hold, shadow": {"HOLD": True, "SHADOW": True},
     "heads outer": {"HEADS_OUTER": True},
 }
-TEST = "tests/sparse_attention/test_gluon_sm90_attend.py"
+TESTS = [f"tests/sparse_attention/test_gluon_sm90_{name}.py" for name in ("attend", "union")]
 CHECK_LIMIT, TEST_LIMIT, TIME_LIMIT = 70, 75, 70  # seconds
 
 
@@ -51,6 +51,7 @@ def check_form(form: str) -> None:
     from tests.sparse_attention import test_gluon_sm90_attend as tests
 
     use(form)
+    triton_prefill.FEWEST_TILES = 0
     launched: list[Any] = []
     launch = gluon_sm90_attend.launch_sm90_attend
     gluon_sm90_attend.launch_sm90_attend = lambda *given: (launched.append(1), launch(*given))
@@ -79,7 +80,7 @@ def time_forms(forms: list[str]) -> None:
     """Prints the times of these forms and of today's kernel."""
     import torch
 
-    from openmsa import PagedKV, Sequences
+    from openmsa import E4M3, PagedKV, Sequences
     from openmsa.sparse_attention import gluon_sm90_attend, triton_prefill
     from openmsa.testing.timing import captured
     from openmsa.types import layout
@@ -88,6 +89,7 @@ def time_forms(forms: list[str]) -> None:
     torch.manual_seed(0)
     start_event, stop_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     tuned = triton_prefill._tuned
+    triton_prefill.FEWEST_TILES = 0
 
     def clock(run: Any, count: int) -> float:
         """Milliseconds a run: of so many behind another, or of one (count 0)."""
@@ -214,6 +216,9 @@ def time_forms(forms: list[str]) -> None:
         table.append(f"{name:40} whole call  " + "  ".join(f"{form} {ms:.3f}" for form, (ms, _) in found.items()) + " ms")
         print(table[-1], flush=True)
         if name == "64/4 clustered":
+            coded = (p[0], E4M3.quantize(p[1]), E4M3.quantize(p[2]), *p[3:])
+            pair = in_turns({"e4m3": whole(coded, "main"), "16 bits": whole(p, "main")})
+            table.append(f"{name:40} whole call  " + "  ".join(f"{form} {ms:.3f}" for form, (ms, _) in pair.items()) + " ms")
             use("main")
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 for _ in range(3):
@@ -260,7 +265,7 @@ def main() -> None:
     commands = {form: [sys.executable, __file__, "--check", form] for form in options.forms}
     limits = dict.fromkeys(commands, CHECK_LIMIT)
     if not options.skip_tests:
-        commands["tests"] = [sys.executable, "-m", "pytest", "-q", "-n", "6", "-m", "gpu", "-p", "no:cacheprovider", TEST]
+        commands["tests"] = [sys.executable, "-m", "pytest", "-q", "-n", "8", "-m", "gpu", "-p", "no:cacheprovider", *TESTS]
         limits["tests"] = TEST_LIMIT
     running = {}
     for name, command in commands.items():
