@@ -5,7 +5,7 @@
 A tile is 128 rows, and a program has three groups of warps:
 
     load        one warp brings queries, and the keys and values of each block of the union, through the copy engine
-    attend 0    four warps multiply the first 64 rows with the blocks that one of their queries selected
+    attend 0    four warps multiply the first 64 rows with the blocks of the union
     attend 1    four warps do the same for the other 64 rows
 
 Queries lie in shared memory, keys and values in a ring of blocks there. A group that attends starts the product of its queries
