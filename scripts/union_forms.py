@@ -51,7 +51,7 @@ def check_form(form: str) -> None:
     from tests.sparse_attention import test_gluon_sm90_attend as tests
 
     use(form)
-    triton_prefill.FEWEST_TILES = 0
+    triton_prefill.FEWEST_TILES, triton_prefill.few_queries = 0, lambda *sizes: False
     launched: list[Any] = []
     launch = gluon_sm90_attend.launch_sm90_attend
     gluon_sm90_attend.launch_sm90_attend = lambda *given: (launched.append(1), launch(*given))
@@ -89,7 +89,6 @@ def time_forms(forms: list[str]) -> None:
     torch.manual_seed(0)
     start_event, stop_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     tuned = triton_prefill._tuned
-    triton_prefill.FEWEST_TILES = 0
 
     def clock(run: Any, count: int) -> float:
         """Milliseconds a run: of so many behind another, or of one (count 0)."""
