@@ -36,14 +36,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from openmsa.primitives.gluon_sm90_ring import (
+    BLOCK,
+    ROWS,
+    Ring,
+    Rows,
+    bring,
+    clear_behind,
+    descriptor,
+    exchanged,
+    following,
+    give_back,
+    pass_by,
+    rounded,
+    stay,
+)
+from openmsa.primitives.gluon_sm90_softmax import kept, no_rows, online_step, row_results, seen
 from openmsa.primitives.operands import PLAIN, QueryRows
-from openmsa.primitives.tiles import tma_tiles
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel
-from openmsa.sparse_attention.gluon_sm90_softmax import BLOCK, ROWS, kept, load_tile, no_rows, online_step, row_results, seen
+from openmsa.sparse_attention import triton_lists
 from openmsa.sparse_attention.triton_config import MAX_UNION_TOKENS, PrefillConfig, padded_dim
 from openmsa.sparse_attention.triton_keys import Keys
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
+
+load_tile = gluon.jit(triton_lists.load_tile.fn)  # Gluon compiles the source of the Triton function.
 
 OPTIONS: dict[str, Any] = {
     "STAGES": 3,
@@ -56,26 +73,6 @@ OPTIONS: dict[str, Any] = {
     "num_warps": 4,
 }
 """The ring has STAGES blocks."""
-
-
-class Ring(NamedTuple):
-    """Holds blocks of keys and of values in shared memory, [STAGES, 1, 1, BLOCK, dim] each. Barriers of each place say that its
-    keys and that its values have arrived, and that both groups have read its keys and the values of the place before."""
-
-    k: Any
-    v: Any
-    k_full: Any
-    v_full: Any
-    free: Any
-
-
-class Rows(NamedTuple):
-    """Holds the queries of both groups in shared memory, [2, 1, tokens, heads, dim]. Barriers of each group say that they have
-    arrived and that they have been read."""
-
-    q: Any
-    full: Any
-    free: Any
 
 
 class Cut(NamedTuple):
@@ -112,20 +109,6 @@ def item_at(i_item, num_items, union, num_kv_heads, CUT: gl.constexpr, HEADS_OUT
     size, whole = gl.load(union.sizes + i_list * SIZE_FIELDS), gl.load(union.sizes + i_list * SIZE_FIELDS + 1)
     first, tokens, i_b, position = load_tile(union.tiles, i_tile)
     return i_part, i_h, i_list, size, whole, first, tokens, i_b, position
-
-
-@gluon.jit
-def following(s, phase, STAGES: gl.constexpr):
-    """Returns the ring's next place, and whether it has been filled an even (0) or an odd number of times before."""
-    last = s == STAGES - 1
-    return gl.where(last, 0, s + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
-def bring(tma_x, page, i_h, at, x, full, s):
-    """Starts the copy of a block's keys or values to a place of the ring."""
-    mbarrier.expect(full.index(s), tma_x.block_type.nbytes)
-    tma.async_copy_global_to_shared(tma_x, [page, i_h, at, 0], full.index(s), x.index(s))
 
 
 @gluon.jit
@@ -169,40 +152,6 @@ def load(
 
 
 @gluon.jit
-def give_back(free, s):
-    """Says that the group has read something."""
-    gl.thread_barrier()  # Every warp has read before one thread says so.
-    mbarrier.arrive(free.index(s), count=1)
-
-
-@gluon.jit
-def pass_by(ring, s, phase, size, STAGES: gl.constexpr):
-    """Gives back the blocks of a tile in which the group has no rows."""
-    for _ in range(size):
-        mbarrier.wait(ring.k_full.index(s), phase)
-        mbarrier.wait(ring.v_full.index(s), phase)
-        give_back(ring.free, s)
-        s, phase = following(s, phase, STAGES)
-    return s, phase
-
-
-@gluon.jit
-def stay(x):
-    """Does nothing where x is not negative, but in a branch, over which ptxas moves no wait for a product."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.ge.s32 p, $1, 0;
-        @p bra done;
-        nanosleep.u32 1;
-        done:
-        mov.b32 $0, $1;
-        }""",
-        "=r,r", [x], gl.int32, False, 1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def only_now(x):
     """Returns x, by an exchange of each lane with itself, which ptxas does not move."""
     return gl.inline_asm_elementwise(
@@ -213,41 +162,6 @@ def only_now(x):
         }""",
         "=f,f", [x], gl.float32, False, 1,
     )  # fmt: skip
-
-
-@gluon.jit
-def clear_behind(tile, count):
-    """Overwrites the rows of values behind the first `count` by 0. Both groups may do so at a time."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_n = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
-    for part in gl.static_range(BLOCK // 32):
-        rows = tile.slice(part * 32, 32)
-        b_x = rows.load(LAYOUT)
-        rows.store(gl.where((part * 32 + o_n < count)[:, None], b_x, gl.zeros_like(b_x)))
-    fence_async_shared()
-    gl.thread_barrier()
-
-
-@gluon.constexpr_function
-def exchanged(pairs, first, second):
-    """Returns the layout [ROWS, pairs] of pairs of columns of a product, but for what the four threads of a row exchange: where
-    a thread has pairs 4 (8) apart, it has neighbours (neighbouring twos) instead if `first` (`second`) says so."""
-    lanes = [[0, 4 if first else 1], [0, 8 if second else 2], [1, 0], [2, 0], [4, 0]]
-    held = [[0, 1 if first else 4], [0, 2 if second else 8], [8, 0], [0, 16], [0, 32]][: 4 + (pairs > 32)]
-    return gl.DistributedLinearLayout(held, lanes, [[16, 0], [32, 0]], [], [64, pairs])
-
-
-@gluon.jit
-def rounded(x, NUMBER: gl.constexpr):
-    """Rounds a product [ROWS, dim] to 16 bits. Returns words of two numbers, [ROWS, dim // 2], four neighbouring ones a thread.
-    They are exchanged in two steps, since Triton would do it at once through shared memory, which has no room."""
-    PAIRS: gl.constexpr = x.shape[1] // 2
-    low, high = x.reshape([ROWS, PAIRS, 2]).split()
-    CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == NUMBER else "cvt.rn.f16x2.f32 $0, $2, $1;"
-    words = gl.inline_asm_elementwise(CONVERT, "=r,f,f", [low, high], gl.int32, True, 1)
-    words = gl.convert_layout(words, exchanged(PAIRS, False, False), assert_trivial=True)
-    words = gl.convert_layout(words, exchanged(PAIRS, True, False))
-    return gl.convert_layout(words, exchanged(PAIRS, True, True))
 
 
 @gluon.jit
@@ -455,18 +369,10 @@ def attend_launch(
         return None
     boxes = (1, ROWS.value // config.heads, config.heads), (1, 1, BLOCK.value), (1, 1, BLOCK.value)
     pools = q[None], keys.k.rows.data, keys.v.rows.data
-    tma_q, tma_k, tma_v = (_descriptor(pool, [*box, dim_pad]) for pool, box in zip(pools, boxes, strict=True))
+    tma_q, tma_k, tma_v = (descriptor(pool, [*box, dim_pad]) for pool, box in zip(pools, boxes, strict=True))
     if tma_q is None or tma_k is None or tma_v is None:
         return None
     return functools.partial(launch_sm90_attend, (tma_q, tma_k, tma_v))
-
-
-def _descriptor(pool: torch.Tensor, box: list[int]) -> TensorDescriptor | None:
-    tiles = tma_tiles(pool, box[2], box[3])
-    if tiles is None:
-        return None
-    kind = gl.bfloat16 if pool.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(tiles.base, tiles.shape, tiles.strides, box, gl.NVMMASharedLayout.get_default_for(box, kind))
 
 
 def launch_sm90_attend(tma: tuple[TensorDescriptor, ...], call: PrefillCall) -> None:

@@ -24,10 +24,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from openmsa.primitives import queries
+from openmsa.primitives.gluon_sm90_softmax import BLOCK, ROWS, kept, no_rows, online_step, row_results, seen
 from openmsa.primitives.operands import KeyRows, QueryRows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel
-from openmsa.sparse_attention.gluon_sm90_softmax import BLOCK, ROWS, kept, load_tile, no_rows, online_step, row_results, seen
+from openmsa.sparse_attention import triton_lists
 from openmsa.sparse_attention.triton_config import PrefillConfig
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Keys
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
@@ -44,7 +45,8 @@ DIM = gl.constexpr(128)
 NOTHING = gl.constexpr(1 << 30)
 """It stands in the place of a block behind the end of a list."""
 
-in_range = gluon.jit(queries.in_range.fn)  # Gluon compiles the source of the Triton function.
+in_range = gluon.jit(queries.in_range.fn)  # Gluon compiles the sources of these Triton functions.
+load_tile = gluon.jit(triton_lists.load_tile.fn)
 
 
 class Ring(NamedTuple):

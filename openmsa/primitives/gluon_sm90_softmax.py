@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""These Gluon functions of Hopper's union kernels take the softmax of 64 rows, block by block, in the registers of four warps.
+"""These Gluon functions of Hopper's attention kernels take the softmax of 64 rows, block by block, in registers of four warps.
 
 Four threads hold a row of a product, in the layout of its matrix instruction. Sums of weights stay apart, [ROWS, 4], until the
 last block, so that a block costs exchanges for its maxima alone.
@@ -11,14 +11,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from openmsa.sparse_attention import triton_lists
-
 BLOCK = gl.constexpr(128)
 """A block, and a tile of keys in shared memory, has so many keys."""
 ROWS = gl.constexpr(64)
 """Four warps attend with so many rows, one for each token and head."""
-
-load_tile = gluon.jit(triton_lists.load_tile.fn)  # Gluon compiles the source of the Triton function.
 
 
 @gluon.constexpr_function
@@ -56,13 +52,18 @@ def no_rows(LOGITS: gl.constexpr):
 @gluon.jit
 def online_step(s, m_i, l_i, scale, m_member, WEIGHTS: gl.constexpr, OUT_ROW: gl.constexpr, NUMBER: gl.constexpr):
     """Returns the weights of logits s as a factor of products with values, the new greatest logits and sums of weights, and by
-    what earlier sums of values shrink. scale: one for all, or one for each row."""
+    what earlier sums of values shrink. scale: one for all, or one for each row. m_member: which rows read the block, None for
+    all."""
     ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     QUAD_ROW: gl.constexpr = gl.SliceLayout(1, quad_layout())
     largest = gl.convert_layout(gl.max(in_threads(s, gl.max), 1), ROW, assert_trivial=True)
-    m_new = gl.maximum(m_i, gl.where(m_member, largest, -1e30))
-    # Queries that did not select the block get an infinite offset, which makes every weight of theirs exactly 0.
-    offset = gl.where(m_member, m_new * scale, float("inf"))
+    if m_member is None:
+        m_new = gl.maximum(m_i, largest)
+        offset = m_new * scale
+    else:
+        m_new = gl.maximum(m_i, gl.where(m_member, largest, -1e30))
+        # Queries that did not select the block get an infinite offset, which makes every weight of theirs exactly 0.
+        offset = gl.where(m_member, m_new * scale, float("inf"))
     wide = scale[:, None] if scale.type.is_block() else scale
     p = gl.exp2(s * wide - offset[:, None])
     alpha = gl.exp2((m_i - m_new) * scale)
