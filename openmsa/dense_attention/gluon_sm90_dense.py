@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from openmsa.kv_cache import PagedKV, Stored
 from openmsa.primitives.gluon_sm90_ring import (
     BLOCK,
     ROWS,
@@ -351,7 +352,7 @@ def sm90_dense_kernel(
 
 def serves(device: Device, q: Tensor, k: Tensor, v: Tensor, page_size: int, seqs: Layout) -> bool:
     """Says whether the kernel serves these queries, and keys and values, packed or (page_size > 0) in a pool: of one 16-bit
-    type, of dims 40, 48, ... 128, in groups that fill at least three quarters of a tile's heads; pages of whole blocks; enough
+    type, dims 40, 48, ... 128, in groups that fill at least three quarters of a tile's heads; pages of whole blocks; enough
     tiles for the multiprocessors."""
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype or page_size % BLOCK.value:
         return False
@@ -363,28 +364,40 @@ def serves(device: Device, q: Tensor, k: Tensor, v: Tensor, page_size: int, seqs
     return items >= BUSY * device.num_sms * -(-items // device.num_sms)
 
 
-def launch(
+def launched(
     device: Device,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
     seqs: Layout,
     causal: bool,
     scale: float,
-    result: Result,
+    block_size: int,
+    out: Tensor,
+    lse: Tensor | None,
     max_score: Tensor | None,
 ) -> bool:
-    """Launches the kernel for a call that it serves, unless the copy engine cannot read an operand; says whether it did.
+    """Launches the kernel where it serves the call, and says whether it did.
 
-    scale: the softmax scale times log2(e), positive with max_score, which holds -inf where no query sees a block.
+    scale:           the softmax scale times log2(e).
+    out, lse:        contiguous results; lse is None where it is not asked for.
+    max_score:       largest scores of blocks of `block_size`, which hold -inf; None where they are not asked for. They need
+                     blocks of 128 keys and a positive scale.
     """
-    pools = (q[None], *((pool_of(k), pool_of(v)) if table is None else (k, v)))
+    keys, values, table = (k.k, k.v, k.page_table) if isinstance(k, PagedKV) else (k, v, None)
+    if not isinstance(q, Tensor) or not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+        return False
+    page_size = 0 if table is None else keys.shape[2]
+    if not serves(device, q, keys, values, page_size, seqs) or out.data_ptr() % 4:
+        return False
+    if max_score is not None and (block_size != BLOCK.value or scale <= 0):
+        return False
+    pools = (q[None], *((pool_of(keys), pool_of(values)) if table is None else (keys, values)))
     num_pages, num_kv_heads, page_rows, _ = pools[1].shape
-    cut = Cut.of(q.shape[1] // num_kv_heads, q.shape[2], 0 if table is None else page_rows)
+    cut = Cut.of(q.shape[1] // num_kv_heads, q.shape[2], page_size)
     boxes = (1, ROWS.value // cut.heads, cut.heads), (1, 1, BLOCK.value), (1, 1, BLOCK.value)
     tma_q, tma_k, tma_v = (descriptor(pool, [*box, cut.dim_pad]) for pool, box in zip(pools, boxes, strict=True))
-    if tma_q is None or tma_k is None or tma_v is None or result.rows.data_ptr() % 4:
+    if tma_q is None or tma_k is None or tma_v is None:
         return False
     tiles = -(-seqs.max_seqlen_q // cut.tokens)
     head, token, block = (0, 0, 1) if max_score is None else max_score.stride()
@@ -392,7 +405,7 @@ def launch(
         sm90_dense_kernel,
         (min(seqs.batch * tiles * num_kv_heads * cut.parts, device.num_sms),),
         *(tma_q, tma_k, tma_v),
-        result,
+        Result(out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse),
         Scores(max_score, head, token, block),
         Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset),
         PageTable(None) if table is None else PageTable(table, table.stride(0), table.stride(1)),

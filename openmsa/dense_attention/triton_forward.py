@@ -37,7 +37,7 @@ from openmsa.kv_cache.stored import format_of, out_dtype
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, QueryRows, Scores
 from openmsa.primitives.rows import pool_of
-from openmsa.primitives.softmax import UNSPLIT, Partials, Result
+from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.primitives.tiles import tma_tiles
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
@@ -46,7 +46,6 @@ from openmsa.runtime.tape import computes
 from openmsa.types import Layout
 
 LOG2_E = 1.4426950408889634
-HOPPER_BLOCK = 128  # Hopper's own kernel finds the largest scores of blocks of so many keys.
 
 
 def dense_attention(
@@ -77,9 +76,10 @@ def dense_attention(
     if return_max_score and max_score is None:
         computes("scores of blocks that no query sees")
         max_score = torch.full((heads, total_q, num_blocks), -torch.inf, dtype=torch.float32, device=q.device)
-    if config is None and out is not None and isinstance(q, Tensor) and runs_hopper_kernels(q.device):
-        asked = max_score is None or (block_size == HOPPER_BLOCK and softmax_scale > 0)
-        if asked and _launch_hopper(q, k, v, seqs, causal, softmax_scale, out, lse, max_score):
+    if config is None and out is not None and runs_hopper_kernels(q.device):
+        from openmsa.dense_attention import gluon_sm90_dense
+
+        if gluon_sm90_dense.launched(facts, q, k, v, seqs, causal, softmax_scale * LOG2_E, block_size, out, lse, max_score):
             return chosen_results(out, lse, max_score)
     if config is None:
         sizes = (seqs.batch, seqs.max_seqlen_q, seqs.max_seqlen_k, num_kv_heads, heads // num_kv_heads, head_dim)
@@ -88,32 +88,6 @@ def dense_attention(
         table = k.page_table if isinstance(k, PagedKV) else None
         _launch(config, facts, q, keys, values, table, seqs, causal, softmax_scale, block_size, (out, lse, max_score))
     return chosen_results(out, lse, max_score)
-
-
-def _launch_hopper(
-    q: Tensor,
-    k: Tensor | Stored | PagedKV,
-    v: Tensor | Stored | None,
-    seqs: Layout,
-    causal: bool,
-    softmax_scale: float,
-    out: Tensor,
-    lse: Tensor | None,
-    max_score: Tensor | None,
-) -> bool:
-    """Launches Hopper's own kernel where it serves the call, and says whether it did."""
-    from openmsa.dense_attention import gluon_sm90_dense
-
-    keys, values, table = (k.k, k.v, k.page_table) if isinstance(k, PagedKV) else (k, v, None)
-    if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
-        return False
-    device, page_size = devices.facts(q.device), 0 if table is None else keys.shape[2]
-    if not gluon_sm90_dense.serves(device, q, keys, values, page_size, seqs):
-        return False
-    if lse is None:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    result = Result(out, lse)
-    return gluon_sm90_dense.launch(device, q, keys, values, table, seqs, causal, softmax_scale * LOG2_E, result, max_score)
 
 
 class Operand(NamedTuple):
