@@ -105,11 +105,9 @@ class Sizes(NamedTuple):
 
 @gluon.jit
 def item_at(i_item, sizes, bounds, CUT: gl.constexpr, CAUSAL: gl.constexpr):
-    """Finds an item of work, or the last one: a tile, a KV head and a part of its group. Returns part and head; the blocks that
-    some query of the tile sees, -1 where the tile has no queries; the tile's first token and how many it has; its sequence,
-    where the sequence's keys start and how many they are; and the position of the first token."""
-    TOKENS: gl.constexpr = 2 * ROWS // CUT.heads
-    i_item = gl.minimum(i_item, sizes.items - 1)
+    """Finds an item of work: a tile, a KV head and a part of its group. Returns part and head; the blocks that some query of
+    the tile sees, -1 where the tile has no queries; the tile's first token and how many it has; its sequence, where the
+    sequence's keys start and how many they are; and the position of the first token."""
     i_part, i_pair = i_item % CUT.parts, i_item // CUT.parts
     i_h, i_rest = i_pair % sizes.num_kv_heads, i_pair // sizes.num_kv_heads
     i_b, i_tile = i_rest // sizes.tiles, i_rest % sizes.tiles
@@ -146,10 +144,8 @@ def load(ring, rows, tma_q, tma_k, tma_v, bounds, table, sizes, CUT: gl.constexp
     TOKENS: gl.constexpr = ROWS // CUT.heads
     s, phase, n, any_v = 0, 0, 0, 0
     s_v, page_v, h_v, at_v = 0, 0, 0, 0
-    item = item_at(gl.program_id(0), sizes, bounds, CUT, CAUSAL)
     for i_item in range(gl.program_id(0), sizes.items, gl.num_programs(0)):
-        i_part, i_h, size, first, _, i_b, i_k0, _, _ = item
-        item = item_at(i_item + gl.num_programs(0), sizes, bounds, CUT, CAUSAL)
+        i_part, i_h, size, first, _, i_b, i_k0, _, _ = item_at(i_item, sizes, bounds, CUT, CAUSAL)
         if size > 0:
             next_page, next_at = place_of(table, i_b, i_k0, 0, sizes, CUT)
             for i in range(size):
@@ -176,9 +172,9 @@ def load(ring, rows, tma_q, tma_k, tma_v, bounds, table, sizes, CUT: gl.constexp
 
 @gluon.jit
 def store_maxima(scores, b_s, block, o_score, m_row):
-    """Stores each row's largest product with a block. NaN counts as -inf: a maximum is NaN only where all products are."""
-    b_x = gl.convert_layout(gl.max(in_threads(b_s, gl.max), 1), m_row.type.layout, assert_trivial=True)
-    b_x = gl.where(b_x == b_x, b_x, -float("inf"))
+    """Stores each row's largest product with a block; NaN counts as -inf."""
+    b_x = gl.max(in_threads(gl.where(b_s == b_s, b_s, -float("inf")), gl.max), 1)
+    b_x = gl.convert_layout(b_x, m_row.type.layout, assert_trivial=True)
     gl.store(scores.maxima + o_score + block.to(gl.int64) * scores.s_block, b_x, mask=m_row)
 
 
@@ -203,10 +199,8 @@ def attend(
     zero = gl.zeros([ROWS, BLOCK], gl.float32, LOGITS)
     q_rows = rows.q.index(SIDE).reshape((ROWS, DIM_PAD))
     s, phase, n = 0, 0, 0
-    item = item_at(gl.program_id(0), sizes, bounds, CUT, CAUSAL)
     for i_item in range(gl.program_id(0), sizes.items, gl.num_programs(0)):
-        i_part, i_h, size, first, tokens, _, _, n_k, position = item
-        item = item_at(i_item + gl.num_programs(0), sizes, bounds, CUT, CAUSAL)  # It is on its way.
+        i_part, i_h, size, first, tokens, _, _, n_k, position = item_at(i_item, sizes, bounds, CUT, CAUSAL)
         if size >= 0:
             acc = gl.zeros([ROWS, DIM_PAD], gl.float32, OUTPUTS)
             m_i, l_i = no_rows(LOGITS)
