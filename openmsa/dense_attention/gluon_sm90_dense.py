@@ -108,6 +108,7 @@ def item_at(i_item, sizes, bounds, CUT: gl.constexpr, CAUSAL: gl.constexpr):
     """Finds an item of work: a tile, a KV head and a part of its group. Returns part and head; the blocks that some query of
     the tile sees, -1 where the tile has no queries; the tile's first token and how many it has; its sequence, where the
     sequence's keys start and how many they are; and the position of the first token."""
+    TOKENS: gl.constexpr = 2 * ROWS // CUT.heads
     i_part, i_pair = i_item % CUT.parts, i_item // CUT.parts
     i_h, i_rest = i_pair % sizes.num_kv_heads, i_pair // sizes.num_kv_heads
     i_b, i_tile = i_rest // sizes.tiles, i_rest % sizes.tiles
