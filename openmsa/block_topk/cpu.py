@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ BYTES_A_SCORE = 32  # the score, its integer key and what torch.topk holds besid
 FORCED = 0x7FFFFFFF  # above the ordered bits of +inf
 LOWEST = -0x7F800001  # the ordered bits of -inf
 ID_BITS = 24
+LARGEST = torch.finfo(torch.float32).max / 2  # Sums of products below it stay finite in any order.
 FEW_SCORES = 512  # So few scores are sorted sooner by Python than by the two dozen calls of PyTorch.
 
 
@@ -33,16 +36,37 @@ def select_blocks(
     total_q, heads, _ = index_q.shape
     chunk = max(64, cpu_workspace_bytes() // (BYTES_A_SCORE * heads * max(1, seqs.num_blocks(block_size))))
     visible_blocks = seqs.visible_blocks(total_q, block_size)
-    if blocks is None and total_q <= chunk:
+    first, end = _scored(index_q, index_k, visible_blocks, block_size, topk)
+    if blocks is None and (first, end) == (0, total_q) and total_q <= chunk:
         scores = SCORING.run("cpu", ScoringCall(index_q.detach(), index_k, seqs, block_size))
         return select_from_scores(scores, topk, visible_blocks, init_blocks, local_blocks)
     blocks = torch.empty((total_q, heads, topk), dtype=torch.int32) if blocks is None else blocks
-    for start in range(0, total_q, chunk):
-        rows = slice(start, min(start + chunk, total_q))
+    slot = torch.arange(topk, dtype=torch.int32)
+    for rows in (slice(0, first), slice(end, total_q)):
+        blocks[rows] = torch.where(slot < visible_blocks[rows, None], slot, -1)[:, None]
+    for start in range(first, end, chunk):
+        rows = slice(start, min(start + chunk, end))
         part = ScoringCall(index_q[rows].detach(), index_k, seqs.query_chunk(rows.start, rows.stop), block_size)
         scores = SCORING.run("cpu", part)  # [heads, rows, num_blocks]
         blocks[rows] = select_from_scores(scores, topk, visible_blocks[rows], init_blocks, local_blocks)
     return blocks
+
+
+def _scored(
+    index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndexKeys, visible_blocks: Tensor, block_size: int, topk: int
+) -> tuple[int, int]:
+    """Returns the first and the end of the packed queries that are scored. The others see at most topk blocks and select all of
+    them, because no score of plain tensors can be NaN or -inf where the greatest magnitudes bound every product."""
+    total_q = visible_blocks.numel()
+    crowded = (visible_blocks > topk).nonzero().flatten().tolist()
+    first, end = (crowded[0], crowded[-1] + 1) if crowded else (0, 0)
+    unscored = int(visible_blocks[:first].sum() + visible_blocks[end:].sum()) * block_size  # products of a head
+    if not (isinstance(index_q, Tensor) and isinstance(index_k, Tensor)) or unscored < max(1, index_k.shape[0]):
+        return 0, total_q  # Reading the magnitudes of all keys would cost more than these products.
+    largest = index_q.shape[2] * math.prod(
+        max(-float(low), float(high)) for low, high in map(torch.aminmax, (index_q, index_k))
+    )
+    return (first, end) if largest < LARGEST else (0, total_q)  # A NaN is not below it.
 
 
 def select_from_scores(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: int, local_blocks: int) -> Tensor:

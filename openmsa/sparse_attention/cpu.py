@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: MIT
 """This module runs `sparse_attention` on CPU. Many queries go KV-outer: the queries of a block are gathered, and their partial
-results merged by lse. For few queries (decode) the selected keys of each query are gathered."""
+results merged by lse. For few queries (decode) the selected keys of each query are gathered. Queries that read every block they
+see are left to dense attention."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from openmsa.dense_attention import STAGE as DENSE
+from openmsa.dense_attention.call import DenseCall
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.rows import Rows, out_dtype, rows_of, wide_dtype
 from openmsa.runtime.environment import cpu_workspace_bytes
@@ -51,14 +55,54 @@ def sparse_attention(
     lse: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Does what `openmsa.sparse_attention.sparse_attention` says."""
-    total_q, heads, dim = q.shape
+    out = torch.empty(q.shape, dtype=out_dtype(q)) if out is None else out
+    lse = torch.empty(q.shape[:2], dtype=wide_dtype(q)) if lse is None else lse
+    for rows, whole in _runs(blocks, seqs, block_size):
+        part = seqs if rows == slice(0, q.shape[0]) else seqs.query_chunk(rows.start, rows.stop)
+        if whole:
+            wanted = {"return_out": True, "return_lse": True, "return_max_score": False, "out": out[rows], "lse": lse[rows]}
+            DENSE.run("cpu", DenseCall(q[rows], k, v, part, True, softmax_scale, block_size, **wanted))
+        if not whole or not bool(out[rows].isfinite().all()):  # Dense attention lets in NaN and inf of values behind a query.
+            _attend(q[rows], k, v, blocks[rows], part, block_size, softmax_scale, out[rows], lse[rows])
+    return (out, lse) if return_lse else out
+
+
+def _runs(blocks: Tensor, seqs: Layout, block_size: int) -> list[tuple[slice, bool]]:
+    """Cuts the packed queries into runs: those that read every block they see, listed in order, and the others."""
+    total_q, _, topk = blocks.shape
+    if seqs.longest_q <= FEW_QUERIES:
+        return [(slice(0, total_q), False)]
+    visible = seqs.visible_blocks(total_q, block_size)[:, None]
+    slot = torch.arange(topk, dtype=torch.int32)
+    whole = (blocks == torch.where(slot < visible, slot, -1)[:, None]).flatten(1).all(1) & (visible[:, 0] <= topk)
+    edges = [0, *((whole[1:] != whole[:-1]).nonzero().flatten() + 1).tolist(), total_q]
+    runs: list[tuple[slice, bool]] = []
+    for start, stop in pairwise(edges):
+        dense = stop - start > FEW_QUERIES and bool(whole[start])
+        if runs and runs[-1][1] == dense:
+            start = runs.pop()[0].start
+        runs.append((slice(start, stop), dense))
+    return runs
+
+
+def _attend(
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
+    blocks: Tensor,
+    seqs: Layout,
+    block_size: int,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attends to the blocks of each query alone."""
+    heads = q.shape[1]
     k_pool, v_pool = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
     assert v_pool is not None
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
     dtype = wide_dtype(q)
-    out = torch.empty((total_q, heads, dim), dtype=out_dtype(q)) if out is None else out
-    lse = torch.empty((total_q, heads), dtype=dtype) if lse is None else lse
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         pages = k.page_table[b] if isinstance(k, PagedKV) else None
         keys, values = (Rows(pool, k0, pages, dtype) for pool in (k_pool, v_pool))
@@ -77,7 +121,6 @@ def sparse_attention(
             of_head = rows_of(q, slice(q0, q1), of_group, dtype=dtype)
             problem = _Head(of_head, softmax_scale, dtype, ids, last_key, keys, values, head, block_size, k_len)
             _gather_queries(problem, out[q0:q1, of_group], lse[q0:q1, of_group])
-    return (out, lse) if return_lse else out
 
 
 def _gather_keys(
