@@ -35,8 +35,10 @@ def select_blocks(
     """See `openmsa.block_topk.select_blocks`."""
     total_q, heads, _ = index_q.shape
     chunk = max(64, cpu_workspace_bytes() // (BYTES_A_SCORE * heads * max(1, seqs.num_blocks(block_size))))
-    visible_blocks = seqs.visible_blocks(total_q, block_size)
-    first, end = _scored(index_q, index_k, visible_blocks, block_size, topk)
+    spans = [(range(offset, offset + q1 - q0), k_len - 1) for q0, q1, _, k_len, offset in seqs.on_host()]
+    seen = [max(0, min(position, last_key) // block_size + 1) for positions, last_key in spans for position in positions]
+    visible_blocks = torch.tensor(seen, dtype=torch.int32)
+    first, end = _scored(index_q, index_k, seen, block_size, topk)
     if blocks is None and (first, end) == (0, total_q) and total_q <= chunk:
         scores = SCORING.run("cpu", ScoringCall(index_q.detach(), index_k, seqs, block_size))
         return select_from_scores(scores, topk, visible_blocks, init_blocks, local_blocks)
@@ -53,20 +55,20 @@ def select_blocks(
 
 
 def _scored(
-    index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndexKeys, visible_blocks: Tensor, block_size: int, topk: int
+    index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndexKeys, seen: list[int], block_size: int, topk: int
 ) -> tuple[int, int]:
-    """Returns the first and the end of the packed queries that are scored. The others see at most topk blocks and select all of
-    them, because no score of plain tensors can be NaN or -inf where the greatest magnitudes bound every product."""
-    total_q = visible_blocks.numel()
-    crowded = (visible_blocks > topk).nonzero().flatten().tolist()
+    """Returns the first and the end of the packed queries that are scored, which see `seen` blocks each. The others see at most
+    topk blocks and select all of them, because no score of plain tensors can be NaN or -inf where the greatest magnitudes bound
+    every product."""
+    crowded = [i for i, count in enumerate(seen) if count > topk]
     first, end = (crowded[0], crowded[-1] + 1) if crowded else (0, 0)
-    unscored = int(visible_blocks[:first].sum() + visible_blocks[end:].sum()) * block_size  # products of a head
+    unscored = (sum(seen[:first]) + sum(seen[end:])) * block_size  # products of a head
     if not (isinstance(index_q, Tensor) and isinstance(index_k, Tensor)) or unscored < max(1, index_k.shape[0]):
-        return 0, total_q  # Reading the magnitudes of all keys would cost more than these products.
+        return 0, len(seen)  # Reading the magnitudes of all keys would cost more than these products.
     largest = index_q.shape[2] * math.prod(
         max(-float(low), float(high)) for low, high in map(torch.aminmax, (index_q, index_k))
     )
-    return (first, end) if largest < LARGEST else (0, total_q)  # A NaN is not below it.
+    return (first, end) if largest < LARGEST else (0, len(seen))  # A NaN is not below it.
 
 
 def select_from_scores(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: int, local_blocks: int) -> Tensor:
@@ -89,10 +91,11 @@ def _select_few(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: 
     chosen = []
     for of_query, seen in zip(scores.transpose(0, 1).tolist(), visible_blocks.tolist(), strict=True):
         first, last = min(init_blocks, seen, num_blocks), max(0, seen - local_blocks)
+        forced = [*range(first), *range(max(first, last), min(seen, num_blocks))]
         for of_head in of_query:
-            best = sorted((-score, first + i) for i, score in enumerate(of_head[first:last]) if score > -torch.inf)
-            forced = [*range(first), *range(max(first, last), min(seen, num_blocks))]
-            ids = sorted([*forced, *(i for _, i in best[: topk - len(forced)])])
+            free = [i for i in range(first, min(last, num_blocks)) if of_head[i] > -torch.inf]
+            free.sort(key=of_head.__getitem__, reverse=True)  # Equal scores stay in the order of their ids.
+            ids = sorted(forced + free[: topk - len(forced)])
             chosen.append(ids + [-1] * (topk - len(ids)))
     return torch.tensor(chosen, dtype=torch.int32).view(total_q, heads, topk)
 
