@@ -63,8 +63,8 @@ def sparse_attention(
     for rows, whole in _runs(blocks, seqs, block_size):
         part = seqs if rows == slice(0, q.shape[0]) else seqs.query_chunk(rows.start, rows.stop)
         if whole:
-            wanted = {"return_out": True, "return_lse": True, "return_max_score": False, "out": out[rows], "lse": lse[rows]}
-            DENSE.run("cpu", DenseCall(q[rows], k, v, part, True, softmax_scale, block_size, **wanted))
+            results = (True, True, False, out[rows], lse[rows])
+            DENSE.run("cpu", DenseCall(q[rows], k, v, part, True, softmax_scale, block_size, *results))
         if not whole or not bool(out[rows].isfinite().all()):  # Dense attention lets in NaN and inf of values behind a query.
             _attend(q[rows], k, v, blocks[rows], part, block_size, softmax_scale, out[rows], lse[rows])
     return (out, lse) if return_lse else out
