@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The command line has `openmsa demo`, `openmsa doctor` and `openmsa bench`; each imports what it needs when it runs."""
+"""The commands are `openmsa demo`, `doctor`, `plan` and `bench`; each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from openmsa.cli import bench
 from openmsa.cli.demo import demo
 from openmsa.cli.doctor import doctor
+from openmsa.cli.plan import plan
 
 app = typer.Typer(
     name="openmsa",
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(doctor)
+app.command()(plan)
 app.add_typer(bench.app, name="bench")
 
 
