@@ -14,7 +14,8 @@ from torch import Tensor
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention.call import DenseCall
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.kv_cache.rows import Rows, out_dtype, rows_of, wide_dtype
+from openmsa.kv_cache.rows import out_dtype, rows_of, wide_dtype
+from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.runtime.matmul import matmul_nt
 from openmsa.sparse_attention.cpu_token import attend_token
