@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.rows import Rows
+from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime.matmul import weigh_few
 
 GATHERED_BYTES = 2 << 20  # Copied keys of some heads, which stay in cache.
