@@ -144,3 +144,11 @@ def test_bad_settings_fail_when_registered(settings):
     with pytest.raises(ValueError, match="must be"):
         register("openmsa-bad", **settings)
     assert "openmsa-bad" not in transformers.AttentionInterface()
+
+
+def test_what_no_model_could_call_fails_when_registered():
+    with pytest.raises(TypeError, match=r"index must be a function of \(module, q, k\), got str"):
+        register("openmsa-bad", index="mean")
+    with pytest.raises(TypeError, match="name must be a str, as attn_implementation= takes it, got int"):
+        register(5)
+    assert not {"openmsa-bad", 5} & set(transformers.AttentionInterface())
