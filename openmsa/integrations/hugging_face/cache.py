@@ -77,13 +77,8 @@ class PagedCache(Cache):
         size = page_size or (branches.index_block_size if branches else 128)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._sizes = (config.num_hidden_layers, config.num_key_value_heads, head_dim, branches)
-        self._options: dict[str, Any] = {"dense_layers": dense, "page_size": size}
-        self._options.update(kv_format=kv_format, index_format=index_format)
-            "dense_layers": dense,
-            "page_size": size,
-            "kv_format": kv_format,
-            "index_format": index_format,
-        }
+        formats = {"kv_format": kv_format, "index_format": index_format}
+        self._options: dict[str, Any] = {"dense_layers": dense, "page_size": size, **formats}
         self._tokens, self._expected = checks.integer("tokens", tokens, 0), -1
         self.columns, self.held = 0, self._allocated(0, torch.float32, "cpu")  # this checks the formats and sizes
 
