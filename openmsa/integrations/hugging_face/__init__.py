@@ -16,7 +16,7 @@ except ImportError as error:
 
 from openmsa.integrations.hugging_face.cache import PagedCache
 from openmsa.integrations.hugging_face.convert import convert, load
-from openmsa.integrations.hugging_face.generate import stream
+from openmsa.integrations.hugging_face.generate import prefill, stream
 from openmsa.integrations.hugging_face.model import ATTENTION
 
-__all__ = ["ATTENTION", "PagedCache", "convert", "load", "stream"]
+__all__ = ["ATTENTION", "PagedCache", "convert", "load", "prefill", "stream"]

@@ -58,6 +58,8 @@ class PagedCache(Cache):
     page_size:   keys a page; None: the model's index_block_size.
     kv_format:   "plain", "e4m3" or "nvfp4"; index_format: these, "int8", "mxfp4" or "certified". See `MSACache`.
 
+    No index keys are held where all branches are in the stage "dense" when the cache is made.
+
     It serves the model's own attention only (not "sdpa" and others), cannot reorder sequences, so not beam search, and cannot
     drop tokens, so not assisted generation: these raise NotImplementedError.
     """
@@ -75,6 +77,8 @@ class PagedCache(Cache):
         super().__init__(layers=[_PagedLayer(self, number) for number in range(config.num_hidden_layers)])
         branches, dense = branch_settings(config)
         size = page_size or (branches.index_block_size if branches else 128)
+        if all(branch.stage == "dense" for branch in model.modules() if isinstance(branch, IndexBranch)):
+            branches = None
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._sizes = (config.num_hidden_layers, config.num_key_value_heads, head_dim, branches)
         formats = {"kv_format": kv_format, "index_format": index_format}

@@ -177,7 +177,7 @@ def _start_as_group_mean(seen: Seen) -> None:
         norm = getattr(layer, name, None)
         if norm is not None:
             branch_norm = getattr(layer.index_branch, name)
-            ones = torch.ones(1, seen.k.shape[2], dtype=torch.float32, device=norm.weight.device)
+            ones = torch.ones(1, seen.k.shape[2], dtype=torch.float32, device=branch_norm.weight.device)
             # Some norms multiply by weight, others by 1 + weight: their result for ones tells.
             branch_norm.weight.copy_(norm(ones)[0] * (1 + branch_norm.eps) ** 0.5)
 
