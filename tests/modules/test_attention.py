@@ -31,8 +31,7 @@ CONFIGS = {
 
 def made(config=CONFIG, **options):
     torch.manual_seed(0)
-    layer = MSAttention(ROOT = Path(__file__).parents[2]
-HIDDEN, HEADS, KV_HEADS, DIM, config, dtype=torch.float64, **options)
+    layer = MSAttention(HIDDEN, HEADS, KV_HEADS, DIM, config, dtype=torch.float64, **options)
     for name, parameter in layer.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -229,8 +228,7 @@ def test_stages_are_set_for_a_whole_model():
 )
 def test_refused_layers(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        MSAttention(ROOT = Path(__file__).parents[2]
-HIDDEN, HEADS, KV_HEADS, DIM, **({"config": CONFIG} | options))
+        MSAttention(HIDDEN, HEADS, KV_HEADS, DIM, **({"config": CONFIG} | options))
 
 
 def test_refused_forwards():
