@@ -152,3 +152,12 @@ def test_what_no_model_could_call_fails_when_registered():
     with pytest.raises(TypeError, match="name must be a str, as attn_implementation= takes it, got int"):
         register(5)
     assert not {"openmsa-bad", 5} & set(transformers.AttentionInterface())
+
+
+def test_autocast(model, ids):
+    """Position embedding leaves queries and keys in float32; attention takes all in bfloat16, with a cache or without."""
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [logits(model, ids, EVERY, use_cache=use_cache).logits for use_cache in (True, False)]
+        dense = logits(model, ids).logits
+    torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)
+    torch.testing.assert_close(found[0], dense, atol=2e-2, rtol=0)
