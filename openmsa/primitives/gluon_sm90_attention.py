@@ -3,9 +3,9 @@
 """Hopper's attention kernels share these Gluon functions. A kernel has two groups of four warps, and each attends with 64 rows.
 
 The first functions pass blocks of 16-bit keys and values from one loading warp to both groups, through a ring of places in
-shared memory. Those behind them take the softmax of 64 rows, block by block, in registers: four threads hold a row of a product,
-in the layout of its matrix instruction, and sums of weights stay apart, [ROWS, 4], until the last block, so that a block costs
-exchanges for its maxima alone. The last ones bring results into the order of memory."""
+shared memory. Those behind them take the softmax of 64 rows, block by block, in registers: four threads hold a row of a
+product, in the layout of its matrix instruction, and sums of weights stay apart, [ROWS, 4], until the last block, so that a
+block costs exchanges for its maxima alone. The last ones bring results into the order of memory."""
 
 from __future__ import annotations
 
