@@ -34,10 +34,10 @@ def main() -> int:
     options = parser.parse_args()
     schedule, config, windows, text = Schedule(1, seed=options.seed), ByteConfig(), 24, 200_000_000
     if options.smoke:
-        schedule, windows, text = Schedule(1, 16384, 2048, 8192, seed=options.seed), 4, 20_000_000
+        schedule, windows, text = Schedule(1, 16384, ((0.15, 512), (0.4, 2048), (1.0, 8192)), seed=options.seed), 4, 20_000_000
     if options.toy:
         config, windows, text = TOY, 4, 8_000_000
-        schedule = Schedule(1, 1024, 128, 512, rise=5, seed=options.seed)
+        schedule = Schedule(1, 1024, ((0.4, 128), (1.0, 512)), rise=5, seed=options.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
     work = options.work or options.out / "work"
     return Run(

@@ -101,9 +101,10 @@ def _walk(folder: Path) -> Iterator[Path]:
 def _licence(package: importlib.metadata.Distribution) -> str:
     """Returns what the metadata says of the licence, in at most 100 characters."""
     meta = package.metadata
-    stated = [meta.get("License-Expression") or "", *(x for x in meta.get_all("Classifier") or () if x.startswith("License"))]
-    if not any(stated):  # The field may hold the whole text of the licence, whose first line is its name.
-        stated = [(meta.get("License") or "").strip().partition("\n")[0]]
+    stated = [x for name in ("License-Expression", "Classifier") for x in meta.get_all(name) or ()]
+    stated = [x for x in stated if x.startswith("License ::") or " :: " not in x]
+    if not stated:  # The field may hold the whole text of the licence, whose first line is its name.
+        stated = [x.strip().partition("\n")[0] for x in meta.get_all("License") or ()]
     return "; ".join(x.rpartition(" :: ")[2] for x in stated if x)[:100]
 
 

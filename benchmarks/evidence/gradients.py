@@ -38,18 +38,18 @@ def wrong(config: ByteConfig, device: torch.device) -> list[str]:
         chosen = None if blocks is None else blocks.to(device)
 
         def attention(chosen: torch.Tensor | None = chosen) -> tuple[torch.Tensor, ...]:
-            leaves = [x.detach().requires_grad_() for x in (here.q, here.k, here.v)]
+            q, k, v = (x.detach().requires_grad_() for x in (here.q, here.k, here.v))
             if chosen is None:
-                out, lse = dense_attention(*leaves, here.seqs, return_lse=True)
+                out, lse = dense_attention(q, k, v, here.seqs, return_lse=True)
             else:
-                out, lse = sparse_attention(*leaves, chosen, here.seqs, block_size=size, return_lse=True)
+                out, lse = sparse_attention(q, k, v, chosen, here.seqs, block_size=size, return_lse=True)
             some = lse.isfinite()
-            return torch.autograd.grad((out, lse[some]), leaves, (grads[0].to(device), grads[1].to(device)[some]))
+            return torch.autograd.grad((out, lse[some]), (q, k, v), (grads[0].to(device), grads[1].to(device)[some]))
 
         def loss(chosen: torch.Tensor | None = chosen) -> tuple[torch.Tensor, ...]:
-            leaves = [x.detach().requires_grad_() for x in (here.index_q, here.index_k)]
-            value = index_loss(here.q, here.k, *leaves, chosen, here.seqs, block_size=size)
-            return (value.detach(), *torch.autograd.grad(value, leaves))
+            index_q, index_k = (x.detach().requires_grad_() for x in (here.index_q, here.index_k))
+            value = index_loss(here.q, here.k, index_q, index_k, chosen, here.seqs, block_size=size)
+            return (value.detach(), *torch.autograd.grad(value, (index_q, index_k)))
 
         for what, call, check in (
             ("attention", attention, lambda result, reads=reads: gradients.check(result, p, reads, scale, *grads)),

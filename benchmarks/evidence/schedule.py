@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHORT_UNTIL = 0.4  # of the tokens are read in short windows
+Windows = tuple[tuple[float, int], ...]
+WINDOWS: Windows = ((0.15, 512), (0.4, 2048), (1.0, 16384))
+"""Until which part of the tokens windows are so long."""
 STAGES: dict[str, tuple[tuple[float, str], ...]] = {
     "dense": ((1.0, "dense"),),
     # The index branch learns from all keys while windows are short, and for a while after they have grown.
@@ -19,21 +21,24 @@ FORK = STAGES["dense_then_msa"][0][0]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Holds what is equal for all arms. A step reads `tokens` bytes in windows of `short` or, later, `long` bytes. Each arm
-    takes `steps` steps."""
+    """Holds what is equal for all arms: how many steps each takes, of how many bytes, in windows of which lengths."""
 
     steps: int
     tokens: int = 65536
-    short: int = 2048
-    long: int = 16384
+    windows: Windows = WINDOWS
     rate: float = 2e-3
     final: float = 0.05  # of the rate
     rise: int = 20  # steps
     seed: int = 0
 
+    @property
+    def longest(self) -> int:
+        """Returns the length of the last windows."""
+        return self.windows[-1][1]
+
     def context(self, step: int) -> int:
         """Returns the length of a window."""
-        return self.short if step < SHORT_UNTIL * self.steps else self.long
+        return next(length for until, length in self.windows if step < until * self.steps)
 
     def stage(self, arm: str, step: int) -> str:
         """Returns the stage of an arm's index branches."""

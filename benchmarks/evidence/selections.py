@@ -88,6 +88,7 @@ def statistics(blocks: Tensor, size: int) -> dict[str, Any]:
     if not len(blocks):
         return {}
     back = own[:, None, None] - blocks
+    blocks = blocks.masked_fill(back < 0, -1)
     octave = torch.where(back < 1, 0, back.clamp(min=1).float().log2().floor().long() + 1)
     counts = torch.bincount(octave[blocks >= 0].flatten())
     found: dict[str, Any] = {

@@ -54,8 +54,15 @@ def attending(model: ByteModel, way: Way) -> Iterator[None]:
 
 def selected(config: MSAConfig, index_q: Tensor, index_k: Any, seqs: Sequences | None, topk: int) -> Tensor:
     """Returns the selection of a layer with `topk` blocks."""
-    forced = {"init_blocks": config.index_init_blocks, "local_blocks": config.index_local_blocks}
-    return select_blocks(index_q, index_k, topk, seqs, block_size=config.index_block_size, **forced)
+    return select_blocks(
+        index_q,
+        index_k,
+        topk,
+        seqs,
+        block_size=config.index_block_size,
+        init_blocks=config.index_init_blocks,
+        local_blocks=config.index_local_blocks,
+    )
 
 
 def dense(layer: int, branch: IndexBranch, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
