@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The command line has `openmsa demo`, `openmsa doctor` and `openmsa bench`; each imports what it needs when it runs."""
+"""The command line has `openmsa demo`, `openmsa demo-bytes`, `openmsa doctor` and `openmsa bench`; each imports what it needs
+when it runs."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 from openmsa.cli import bench
+from openmsa.cli.byte_demo import demo_bytes
 from openmsa.cli.demo import demo
 from openmsa.cli.doctor import doctor
 
@@ -20,6 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(demo_bytes)
 app.command()(doctor)
 app.add_typer(bench.app, name="bench")
 

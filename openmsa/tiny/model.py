@@ -15,7 +15,7 @@ from openmsa.modules import MSACache, MSAConfig, MSAttention, Rotary
 from openmsa.types import Sequences
 
 BYTES = 256
-LOGIT_ROWS = 16384  # Logits of so many bytes exist at a time where nothing is trained: 16 MB.
+ROWS = 16384  # Where nothing is trained, logits, and what a feed-forward makes, exist of so many bytes at a time.
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,13 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, seqs: Sequences | None, cache: Any) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, seqs, cache=cache)
-        gate, up = self.up(self.feed_forward_norm(hidden)).chunk(2, -1)
-        return hidden + self.down(functional.silu(gate) * up)
+        rows = hidden.shape[0] if torch.is_grad_enabled() else ROWS
+        return torch.cat([part + self.feed_forward(self.feed_forward_norm(part)) for part in hidden.split(max(rows, 1))])
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        """Returns the gated feed-forward of normed hidden states."""
+        gate, up = self.up(hidden).chunk(2, -1)
+        return self.down(functional.silu(gate) * up)
 
 
 class ByteModel(nn.Module):
@@ -102,7 +107,7 @@ class ByteModel(nn.Module):
         """Returns the negative log-likelihood of int64 `targets` ``[total]``, in nats, float32 ``[total]``."""
         if torch.is_grad_enabled():
             return functional.cross_entropy(self.logits(hidden).float(), targets, reduction="none")
-        parts = zip(hidden.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True)
+        parts = zip(hidden.split(ROWS), targets.split(ROWS), strict=True)
         return torch.cat([functional.cross_entropy(self.logits(h).float(), t, reduction="none") for h, t in parts])
 
     def cache(self, batch: int = 1, **options: Any) -> MSACache:

@@ -27,6 +27,7 @@ ROOMS = (
     "openmsa",  # the package itself: its public names
     "testing",
     "modules",
+    "tiny",
     "bench integrations fmha_sm100",
     "demo",
     "cli",
