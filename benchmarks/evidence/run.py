@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.evidence import corpus, gradients, train
+from benchmarks.evidence import corpus, gradients, report, train
 from benchmarks.evidence.measuring import Measuring
-from benchmarks.evidence.records import Records, machine
+from benchmarks.evidence.records import Records, machine, read
 from benchmarks.evidence.schedule import FORK, STAGES, Schedule
 from openmsa.tiny import ByteConfig, ByteModel, store
 
 MEASURING = 0.2  # of the time is kept for measuring
 SPARE = 0.93  # Steps are planned for so much of the time, as measured times are those of an untrained index branch.
 SAVED = 60.0  # seconds between checkpoints
+WHOLE = 20 * train.LOGGED  # Steps that are planned are a multiple of it.
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Run:
         schedule = self.plan(given)
         models = self.arms(schedule, given)
         status = Measuring(self, models, held_out).go()
+        print(report.summary(read(s.out)), flush=True)
         if len(models) < len(STAGES):
             self.say(f"time ended training after {len(models)} of {len(STAGES)} arms; the same command with --resume goes on")
             return 3
@@ -115,9 +117,10 @@ class Run:
         # dense_then_msa shares its first part with dense.
         starts = {arm: int(FORK * 1000) if arm == "dense_then_msa" else 0 for arm in STAGES}
         shares = [(n, seconds[key]) for arm, start in starts.items() for key, n in shape.shares(arm, start).items()]
-        steps = s.steps or max(20, int(left / sum(n / 1000 * x for n, x in shares)))
+        # Stages and windows change at multiples of a twentieth, which are then those of records, too.
+        steps = s.steps or max(WHOLE, int(left / sum(n / 1000 * x for n, x in shares)) // WHOLE * WHOLE)
         schedule = dataclasses.replace(s.schedule, steps=steps)
-        self.records.write("plan", milliseconds=named, **dataclasses.asdict(schedule))
+        self.records.write("plan", topk=self.topk, milliseconds=named, **dataclasses.asdict(schedule))
         self.say(f"{steps} steps of {schedule.tokens} bytes an arm")
         s.work.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(dataclasses.asdict(schedule)))

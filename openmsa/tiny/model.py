@@ -31,7 +31,7 @@ class ByteConfig:
     head_dim: int = 64
     feed_forward: int = 1536
     rotary_dim: int = 32
-    rotary_base: float = 100_000.0
+    rotary_base: float = 10_000.0
     msa: MSAConfig = field(default_factory=lambda: MSAConfig(index_n_heads=2, index_head_dim=64))
 
     def to_dict(self) -> dict[str, Any]:
