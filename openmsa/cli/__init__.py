@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The command line has `openmsa demo`, `openmsa demo-bytes`, `openmsa doctor` and `openmsa bench`; each imports what it needs
-when it runs."""
+"""The commands are put together here; each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -11,8 +10,10 @@ import typer
 
 from openmsa.cli import bench
 from openmsa.cli.byte_demo import demo_bytes
+from openmsa.cli.convert import convert
 from openmsa.cli.demo import demo
 from openmsa.cli.doctor import doctor
+from openmsa.cli.generate import generate
 
 app = typer.Typer(
     name="openmsa",
@@ -24,6 +25,8 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(demo_bytes)
 app.command()(doctor)
+app.command()(convert)
+app.command()(generate)
 app.add_typer(bench.app, name="bench")
 
 
