@@ -133,5 +133,5 @@ def selections(records: list[Record], file: Path) -> None:
             recall.bar(places, [r["quality"][name] for r in rows], width, color=LAYERS[i], label=name.replace("_", " "))
         recall.set_xticks([r["layer"] for r in rows])
         recall.set(title="recall of the main branch's blocks", xlabel="layer", ylim=(0, 1.02))
-        recall.legend(frameon=False, fontsize=8)
+        recall.legend(loc="lower right", fontsize=8)
     figure.savefig(file, dpi=100)

@@ -8,7 +8,7 @@ import torch
 from benchmarks.evidence.selections import as_uint16
 from openmsa.bench import recorded
 from openmsa.bench.inputs import Inputs
-from openmsa.bench.workloads import Workload
+from openmsa.bench.workloads import WORKLOADS, Workload
 
 
 @pytest.fixture
@@ -50,3 +50,13 @@ def test_what_is_missing_is_named(kept, queries, length, topk, words):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match="which is missing"):
         recorded.recorded(8, 256, 2, 4, 16, tmp_path / "none.npz")
+
+
+def test_the_shipped_file_serves_its_workload():
+    w = next(w for w in WORKLOADS if "sparse_attention/recorded" in w.rows)
+    found = recorded.recorded(w.q_len, w.context, w.num_kv_heads, w.topk, w.block_size)
+    own = torch.arange(w.context - w.q_len, w.context) // w.block_size
+    assert found.shape == (w.q_len, w.num_kv_heads, w.topk)
+    assert (found == own[:, None, None]).any(-1).all()  # each query reads its own block,
+    assert (found <= own[:, None, None]).all()  # none that it does not see,
+    assert (found.diff(dim=-1) > 0).all()  # and none twice
