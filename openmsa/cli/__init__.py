@@ -14,6 +14,7 @@ from openmsa.cli.convert import convert
 from openmsa.cli.demo import demo
 from openmsa.cli.doctor import doctor
 from openmsa.cli.generate import generate
+from openmsa.cli.plan import plan
 
 app = typer.Typer(
     name="openmsa",
@@ -27,6 +28,7 @@ app.command()(demo_bytes)
 app.command()(doctor)
 app.command()(convert)
 app.command()(generate)
+app.command()(plan)
 app.add_typer(bench.app, name="bench")
 
 
