@@ -182,6 +182,10 @@ class _PagedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def get_max_cache_shape(self) -> int:
+        """Returns what `get_max_length` does, under the name that older versions ask for."""
+        return -1
+
 
 def branch_settings(config: Any) -> tuple[MSAConfig | None, list[int]]:
     """Returns the settings of the index branches that a model's configuration names (None: it names none) and the numbers of
