@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 FILE = Path(__file__).with_name("recorded.npz")
-"""This file holds what the byte model (`docs/results/byte-model.md`) selects at the last 16,384 of 65,536 bytes of code."""
+"""This file holds what the byte model (`docs/results/byte-model.md`) selects over 16,384 bytes of code."""
 NOTHING = 65535
 
 

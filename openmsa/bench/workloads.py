@@ -113,7 +113,7 @@ WORKLOADS: tuple[Workload, ...] = (
     cpu_decode("decode-128k", context=128 * K, quick=("msa_attention", "msa_attention/paged", "select_blocks", "sdpa")),
     cpu_decode("decode-1m", context=M),
     *(gpu_chunk(f"gpu-chunk-16k-at-{_label(n)}", q_len=16 * K, context=n) for n in (32 * K, 128 * K, 512 * K, M)),
-    gpu_chunk("gpu-recorded-16k-at-64k", q_len=16 * K, context=64 * K, rows=GPU_RECORDED_ROWS),
+    gpu_prefill("gpu-recorded-16k", q_len=16 * K, context=16 * K, rows=GPU_RECORDED_ROWS, modes=BOTH),
     *(
         gpu_prefill(
             f"gpu-prefill-{_label(n)}",

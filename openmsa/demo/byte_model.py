@@ -16,7 +16,8 @@ from torch import Tensor
 import openmsa
 from openmsa.block_topk import select_blocks
 from openmsa.demo.plot import heat_map
-from openmsa.modules import IndexBranch, index_branches, set_stage
+from openmsa.modules import IndexBranch, MSAConfig, index_branches, set_stage
+from openmsa.sparse_attention import sparse_attention
 from openmsa.tiny import SHIPPED, ByteModel, load
 
 HEAT_MAP = "blocks_read_bytes.png"
@@ -121,16 +122,15 @@ def run(data: bytes, output: Path, *, stage: Callable[[str], None] = lambda titl
 
 
 class Kept:
-    """Keeps what a forward selects, and fills a cache with its keys and values."""
+    """Keeps what a forward with MSA selects, and its keys and values in a cache."""
 
     def __init__(self, model: ByteModel, tokens: int) -> None:
         self.blocks, self.cache = dict[int, Tensor](), model.cache()
         self.cache.reserve(tokens + NEW_BYTES)
         self.cache.extend([tokens])
 
-    def __call__(self, layer: int, branch: IndexBranch, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor) -> None:
-        """Receives what a layer attends to."""
-        c = branch.config
+    def attend(self, layer: int, c: MSAConfig, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor) -> Tensor:
+        """Attends as the layer does, and keeps its selection."""
         self.blocks[layer] = select_blocks(
             index_q,
             index_k,
@@ -139,12 +139,12 @@ class Kept:
             init_blocks=c.index_init_blocks,
             local_blocks=c.index_local_blocks,
         )
-        self.cache.layers[layer].append(k, v, index_k)
+        return sparse_attention(q, k, v, self.blocks[layer], block_size=c.index_block_size)
 
 
 def read(model: ByteModel, ids: Tensor, name: str, keep: Kept | None = None) -> tuple[Reading, Tensor]:
-    """Runs one forward over bytes ``[total]``. Returns its line of the table and the last hidden states. keep: receives what
-    each layer attends to, outside of the times."""
+    """Runs one forward over bytes ``[total]``. Returns its line of the table and the last hidden states. keep: attends in
+    the place of the layers, and keeps keys and values outside of the times."""
     start = time.perf_counter()
     with watched(model, keep) as clock:
         hidden = model(ids)
@@ -171,11 +171,14 @@ def watched(model: ByteModel, keep: Kept | None) -> Iterator[Clock]:
 
         def timed(q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor, *rest: Any, **options: Any) -> Tensor:
             start = time.perf_counter()
-            out = attend(q, k, v, index_q, index_k, *rest, **options)
+            if keep is None:
+                out = attend(q, k, v, index_q, index_k, *rest, **options)
+            else:
+                out = keep.attend(layer, branch.config, q, k, v, index_q, index_k)
             end = time.perf_counter()
             clock.inside += end - start
             if keep is not None:
-                keep(layer, branch, k, v, index_q, index_k)
+                keep.cache.layers[layer].append(k, v, index_k)
                 clock.apart += time.perf_counter() - end
             return out
 

@@ -59,4 +59,4 @@ def test_the_shipped_file_serves_its_workload():
     assert found.shape == (w.q_len, w.num_kv_heads, w.topk)
     assert (found == own[:, None, None]).any(-1).all()  # each query reads its own block,
     assert (found <= own[:, None, None]).all()  # none that it does not see,
-    assert (found.diff(dim=-1) > 0).all()  # and none twice
+    assert ((found.diff(dim=-1) > 0) | (found[..., 1:] < 0)).all()  # and none twice
