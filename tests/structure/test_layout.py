@@ -29,6 +29,7 @@ ROOMS = (
     "openmsa",  # the package itself: its public names
     "testing",
     "modules",
+    "tiny",
     "bench capacity integrations fmha_sm100",
     "demo",
     "cli",
