@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: MIT
+"""The report of a run: plots of the loss and of the recall by layer, from the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SHOWN = 200  # A curve is drawn with so many points: neighbouring steps are averaged.
+
+
+def loss_plot(records: Sequence[dict[str, Any]], layers: Sequence[int], file: Path) -> None:
+    """Writes a PNG of the index loss against the step: each layer, coloured by its depth, and the mean. Raises ImportError
+    without matplotlib."""
+    steps = [r for r in records if "losses" in r]
+    every = max(1, len(steps) // SHOWN)
+    parts = [steps[i : i + every] for i in range(0, len(steps), every)]
+    at = [p[0]["step"] + (len(p) - 1) / 2 for p in parts]
+    curves = [[sum(r["losses"][i] for r in p) / len(p) for p in parts] for i in range(len(layers))]
+    mean = [sum(r["loss"] for r in p) / len(p) for p in parts]
+    sparse = next((r["step"] for r in steps if r["stage"] == "sparse"), None)
+    _curves(at, curves, layers, mean, sparse, "index loss (nats)", file, log=True)
+
+
+def recall_plot(records: Sequence[dict[str, Any]], layers: Sequence[int], file: Path) -> None:
+    """Writes a PNG of the block recall on held-out text against the steps done, by layer, and its mean."""
+    found = [r for r in records if "measured" in r]
+    curves = [[r["measured"]["by_layer"][str(layer)] for r in found] for layer in layers]
+    at = [r["step"] for r in found]
+    _curves(at, curves, layers, [r["measured"]["block_recall"] for r in found], None, "block recall", file)
+
+
+def _curves(
+    at: Sequence[float],
+    curves: Sequence[Sequence[float]],
+    layers: Sequence[int],
+    mean: Sequence[float],
+    sparse: int | None,
+    title: str,
+    file: Path,
+    log: bool = False,
+) -> None:
+    import matplotlib
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    colours = ScalarMappable(Normalize(min(layers), max(max(layers), min(layers) + 1)), matplotlib.colormaps["viridis"])
+    for layer, curve in zip(layers, curves, strict=True):
+        axes.plot(at, curve, color=colours.to_rgba(layer), linewidth=0.8, alpha=0.8, marker="." if len(at) < 20 else None)
+    axes.plot(at, mean, color="black", linewidth=2, label="mean of layers")
+    if sparse:
+        axes.axvline(sparse, color="grey", linestyle="--", linewidth=1, label="sparse stage begins")
+    if log:
+        axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel(title)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.colorbar(colours, ax=axes, label="layer")
+    figure.savefig(file, dpi=130)
