@@ -12,15 +12,13 @@ from torch import Tensor
 
 from fmha_sm100 import call_checks
 from fmha_sm100.call import Call, checked_half, halves
-from fmha_sm100.operands import FP8, QUERIES, Scale, check_out, flags, valid_tiles
+from fmha_sm100.operands import FP8, QUERIES, Scale, check_out, flags, place, valid_tiles
 from fmha_sm100.plan import _fmha_sm100_plan, fmha_sm100_plan
 from fmha_sm100.plan_rows import Plan, offsets, on_device
 from fmha_sm100.sparse_fmha_adapter import sparse_fmha, sparse_fmha_plan
 from openmsa import E4M3, select_blocks_from_scores
-from openmsa.kv_cache.results import apart
 from openmsa.kv_cache.rows import wide_dtype
 from openmsa.runtime import checks, tracing
-from openmsa.runtime.kinds import tensors_in
 
 __all__ = [
     "_fmha_sm100",
@@ -83,11 +81,11 @@ def fmha_sm100(
 
     Names, order, defaults, shapes and results are those of the public function. Beyond it, this one runs on any device and
     takes requests in any order, pages of 16 to 256 keys and head dims from 16 to 256. It honours every scale on every path,
-    lets the kernels write into `out` (contiguous and apart from the inputs;
-    others are copied to) and `max_score`, in mixed batches too, returns the lse, gives no NaN rows, and takes selections in any
-    order, a separate one for each query head where they have num_qo_heads. Launches can be captured in a CUDA graph, wait for
-    nothing and share nothing. What cannot be computed (``output_o=False`` or `max_score` with a plan without max scores)
-    raises instead of being dropped. Wrong arguments raise ValueError or TypeError.
+    lets the kernels write into `out` (contiguous and apart from the inputs; others are copied to) and `max_score`, in mixed
+    batches too, returns the lse, gives no NaN rows, and takes selections in any order, a separate one for each query head where
+    they have num_qo_heads. Launches can be captured in a CUDA graph, wait for nothing and share nothing. What cannot be
+    computed (``output_o=False`` or `max_score` with a plan without max scores) raises instead of being dropped. Wrong arguments
+    raise ValueError or TypeError.
     """
     if not isinstance(plan_info, tuple) or len(plan_info) != 5 or not isinstance(plan_info[3], dict):
         raise TypeError(f"plan_info must be what fmha_sm100_plan returned, got {type(plan_info).__name__}")
@@ -110,7 +108,7 @@ def fmha_sm100(
     elif wanted["return_lse"]:
         lse = torch.empty(q.shape[:2], dtype=wide_dtype(q), device=q.device)
     target = out  # The second half reads its operands when the first half's results are written.
-    if output_o and (out is None or not apart(out, list(tensors_in(q, k, v, kv_block_indexes)))):
+    if output_o and place(out, q, k, v, kv_block_indexes) is None:
         target = torch.empty(q.shape, dtype=dtype, device=q.device)
     places = [target, lse, None if scores is None else scores.transpose(1, 2)]
     parts = halves((first, second), batch, q, kv_indices, kv_block_indexes, q_offset_override, places)

@@ -26,6 +26,7 @@ ROOMS = (
     "explain operators",
     "openmsa",  # the package itself: its public names
     "testing",
+    "modules",
     "bench integrations fmha_sm100",
     "demo",
     "cli",

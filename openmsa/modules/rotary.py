@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: MIT
+"""Rotary position embedding (RoPE): elements i and i + width / 2 of a vector are a point of a plane, which the position
+turns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from openmsa.modules.config import check_rotary_dim
+from openmsa.runtime import checks
+
+
+class Rotary(nn.Module):
+    """Makes the cosines and sines of positions, once a step for all layers.
+
+    dim:   leading elements of a head that are turned, even; fewer than the head has is partial RoPE.
+    base:  frequency i is ``base ** (-2 i / dim)`` radians a token.
+    """
+
+    frequencies: Tensor  # float32 [dim / 2]
+
+    def __init__(self, dim: int, base: float = 10000.0) -> None:
+        super().__init__()
+        check_rotary_dim("dim", dim, dim)
+        if checks.scale("base", base) <= 0:
+            raise ValueError(f"base must be positive, got {base}")
+        self.dim, self.base = dim, float(base)
+        powers = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        self.register_buffer("frequencies", self.base**-powers, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin of integer `positions` ``[...]``, float32 ``[..., dim]``: both halves of the last dimension are
+        the same."""
+        with torch.autocast(positions.device.type, enabled=False):
+            angles = positions[..., None].float() * self.frequencies.float()
+            angles = torch.cat((angles, angles), -1)
+            return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int | None = None) -> Tensor:
+    """Turns the leading elements of each head by its position.
+
+    x:           ``[..., heads, head_dim]``.
+    cos, sin:    ``[..., width]``, of the tokens of x, as `Rotary` and most models of transformers make them: both halves of
+                 the last dimension are the same.
+    rotary_dim:  leading elements to turn, a divisor of width; None: width, at most head_dim. Of fewer than width every
+                 (width / rotary_dim)-th frequency is taken, which is the RoPE of rotary_dim elements with the same base.
+
+    Returns what x is, in its dtype.
+    """
+    width = cos.shape[-1]
+    dim = min(width, x.shape[-1]) if rotary_dim is None else rotary_dim
+    if dim > min(width, x.shape[-1]) or width % dim:
+        raise ValueError(
+            f"rotary_dim must divide the last dimension of cos ({width}) and be at most head_dim ({x.shape[-1]}), got {dim}"
+        )
+    if dim < width:
+        chosen = slice(None, width // 2, width // dim)
+        cos, sin = (torch.cat((part[..., chosen], part[..., chosen]), -1) for part in (cos, sin))
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    turned = x[..., :dim]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((turned.to(x.dtype), x[..., dim:]), -1) if dim < x.shape[-1] else turned.to(x.dtype)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""These are tests of openmsa.modules."""
