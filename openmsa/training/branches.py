@@ -37,9 +37,7 @@ def selected(inputs: LayerInputs, index_q: Tensor, index_k: Tensor, config: MSAC
 
 def dense(inputs: LayerInputs) -> tuple[Tensor, Tensor]:
     """Returns attention to all visible keys, and its lse."""
-    return dense_attention(
-        inputs.q, inputs.k, inputs.v, inputs.seqs, softmax_scale=inputs.softmax_scale, return_lse=True
-    )
+    return dense_attention(inputs.q, inputs.k, inputs.v, inputs.seqs, softmax_scale=inputs.softmax_scale, return_lse=True)
 
 
 def sparse(inputs: LayerInputs, blocks: Tensor, block_size: int) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,8 @@ def read_facts(file: Path) -> dict[str, Any]:
         with safe_open(file, "pt") as opened:
             facts: dict[str, Any] = json.loads((opened.metadata() or {})["openmsa"])
     except Exception as error:
-        raise ValueError(f"{file} must be a checkpoint of `openmsa train-index`, got {type(error).__name__}: {error}") from error
+        rule = f"{file} must be a checkpoint of `openmsa train-index`"
+        raise ValueError(f"{rule}, got {type(error).__name__}: {error}") from error
     return facts
 
 

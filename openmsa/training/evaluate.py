@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from openmsa.training.layers import Attend, LayerInputs, attention_by, backbone
 from openmsa.training.branches import dense
+from openmsa.training.layers import Attend, LayerInputs, attention_by, backbone
 from openmsa.training.needle import Needle
 from openmsa.training.recall import Recall, block_mass, mean_recall, recall
 from openmsa.training.variants import VariantAttention
@@ -27,14 +28,20 @@ def hidden_states(model: Any, ids: Tensor, attend: Attend) -> Tensor:
 
 
 def token_losses(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """Returns the negative log-likelihood (nats) of each token but the first of ids ``[length]``, float64 ``[length - 1]``, from
+    """Returns the loss (negative log-likelihood in nats) of each token of ids ``[length]`` but the first, float64, from
     hidden states ``[length, hidden_size]``."""
-    head, parts = model.get_output_embeddings(), []
-    with torch.no_grad():
-        for rows, targets in zip(hidden[:-1].split(LOGIT_ROWS), ids[1:].split(LOGIT_ROWS), strict=True):
-            logits = head(rows.to(head.weight.dtype)).float()
-            parts.append(nn.functional.cross_entropy(logits, targets, reduction="none").double())
+    parts = []
+    for rows, targets in zip(hidden[:-1].split(LOGIT_ROWS), ids[1:].split(LOGIT_ROWS), strict=True):
+        parts.append(nn.functional.cross_entropy(logits_of(model, rows), targets, reduction="none").double())
     return torch.cat(parts).cpu()
+
+
+def logits_of(model: Any, hidden: Tensor) -> Tensor:
+    """Returns the logits ``[rows, vocabulary]`` of hidden states ``[rows, hidden_size]``, computed in float32."""
+    head = model.get_output_embeddings()
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        bias = None if head.bias is None else head.bias.float()
+        return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
 def loss_by_position(model: Any, windows: Sequence[Tensor], attend: Attend) -> Tensor:
@@ -46,7 +53,7 @@ def loss_by_position(model: Any, windows: Sequence[Tensor], attend: Attend) -> T
 def position_bins(length: int) -> list[tuple[int, int]]:
     """Returns ranges of positions that double in size: the first sixteenth of a window, the second, the second eighth, ..."""
     edges = [0, *(length // part for part in (16, 8, 4, 2, 1))]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))
 
 
 class RecallOfVariants:
@@ -94,13 +101,11 @@ class NeedleScore:
 def needle_scores(model: Any, needles: Sequence[Needle], attend: Attend) -> list[NeedleScore]:
     """Returns how well the model answers, by distance. The answer stands in the text, so one forward judges all its tokens."""
     device = next(model.parameters()).device
-    head = model.get_output_embeddings()
     by_distance: dict[int, list[tuple[bool, float]]] = {}
     for needle in needles:
         ids = needle.ids.to(device)
         hidden = hidden_states(model, ids[None], attend)[0, -needle.answer - 1 : -1]
-        with torch.no_grad():
-            logits, answer = head(hidden.to(head.weight.dtype)).float(), ids[-needle.answer :]
+        logits, answer = logits_of(model, hidden), ids[-needle.answer :]
         right = bool((logits.argmax(-1) == answer).all())
         by_distance.setdefault(needle.distance, []).append((right, nn.functional.cross_entropy(logits, answer).item()))
     return [

@@ -35,8 +35,5 @@ class Log:
 
 def read_log(file: Path) -> list[dict[str, Any]]:
     """Returns the records of a log; a last line that was cut off is left out."""
-    records = []
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n") and line.strip():
-            records.append(json.loads(line))
-    return records
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The loop that trains index branches: the backbone is frozen, each layer's loss is differentiated as soon as the layer runs."""
+"""Index branches are trained here: the backbone is frozen, and each layer's loss is differentiated as soon as it runs."""
 
 from __future__ import annotations
 
@@ -71,13 +71,11 @@ class Trainer:
             )
         self.model, self.originals, self.config, self.settings = model.requires_grad_(False).eval(), branches, config, settings
         self.windows, self.held_out, self.folder, self.world = windows, held_out, folder, world
-        self.branches = nn.ModuleDict(
-            {str(n): copy.deepcopy(b).to(world.device, torch.float32).requires_grad_() for n, b in branches.items()}
-        )
+        self.by_layer = {n: copy.deepcopy(b).to(world.device, torch.float32).requires_grad_() for n, b in branches.items()}
+        self.branches = nn.ModuleDict({str(n): b for n, b in self.by_layer.items()})
         for branch in branches.values():
             branch.to(world.device)
         shard(world, backbone(model), self._decoder_layers(), self.branches.values())
-        self.by_layer = {int(n): b for n, b in self.branches.items()}
         self.optimizer = torch.optim.AdamW(
             self.branches.parameters(),
             lr=settings.lr,

@@ -37,8 +37,8 @@ class LayerRecall:
 def measure(
     model: Any, branches: Mapping[int, IndexBranch], config: MSAConfig, windows: Windows, device: torch.device
 ) -> dict[str, Any]:
-    """Returns ``{block_recall, score_recall, mass, by_layer}`` on the first held-out windows: means over layers, and by layer the
-    block recall."""
+    """Returns ``{block_recall, score_recall, mass, by_layer}`` on the first held-out windows: means over layers, and the block
+    recall of each layer."""
     watch = LayerRecall(branches, config, spaced_rows(windows.length, ROWS))
     with torch.no_grad(), attention_by(model, watch):
         for number in range(min(WINDOWS, len(windows))):

@@ -33,19 +33,20 @@ def make_needles(tokenizer: Any, filler: Tensor, length: int, distances: Sequenc
     generator, found = random.Random(seed), []
     for distance in distances:
         for _ in range(trials):
-            what = f"{generator.choice(COLOURS)} {generator.choice(THINGS)}"
-            number = str(generator.randrange(10_000, 100_000))
-            needle, question, answer = (
+            question = f"\nThe secret number of the {generator.choice(COLOURS)} {generator.choice(THINGS)} is"
+            number = f" {generator.randrange(10_000, 100_000)}"
+            needle, asked, answer = (
                 torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)
-                for text in (f"\nThe secret number of the {what} is {number}.\n", f"\nThe secret number of the {what} is", f" {number}")
+                for text in (f"{question}{number}.\n", question, number)
             )
-            room = length - sum(len(x) for x in (needle, question, answer))
+            added = len(needle) + len(asked) + len(answer)
+            room = length - added
             if room < 1:
-                raise ValueError(f"--length must leave room for the needle and the question ({length - room + 1}), got {length}")
+                raise ValueError(f"--length must leave room for the needle and the question ({added + 1}), got {length}")
             behind = min(distance, room)
             start = generator.randrange(max(1, filler.numel() - room + 1))
             text = filler[start : start + room]
-            ids = torch.cat((text[: room - behind], needle, text[room - behind :], question, answer))
+            ids = torch.cat((text[: room - behind], needle, text[room - behind :], asked, answer))
             found.append(Needle(ids, len(answer), behind))
     return found
 

@@ -46,7 +46,8 @@ def block_mass(inputs: LayerInputs, rows: Tensor, block_size: int) -> Tensor:
     found = []
     for some in rows.to(q.device).split(ROWS_AT_A_TIME):
         queries = q[:, some].float().unflatten(2, (kv_heads, -1)).permute(0, 2, 1, 3, 4)  # [batch, kv_heads, rows, group, dim]
-        logits = torch.matmul(queries.flatten(2, 3), keys).unflatten(2, (len(some), -1)) * inputs.softmax_scale
+        with torch.autocast(q.device.type, enabled=False):
+            logits = torch.matmul(queries.flatten(2, 3), keys).unflatten(2, (len(some), -1)) * inputs.softmax_scale
         weights = logits.masked_fill_((position > some[:, None])[:, None], -torch.inf).softmax(-1).mean(3)
         whole = torch.nn.functional.pad(weights, (0, blocks * block_size - length))
         found.append(whole.unflatten(-1, (blocks, block_size)).sum(-1).transpose(1, 2))

@@ -48,9 +48,9 @@ def _curves(
 
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
-    colours = ScalarMappable(Normalize(min(layers), max(max(layers), min(layers) + 1)), matplotlib.colormaps["viridis"])
+    shades, places = matplotlib.colormaps["viridis"], Normalize(min(layers), max(max(layers), min(layers) + 1))
     for layer, curve in zip(layers, curves, strict=True):
-        axes.plot(at, curve, color=colours.to_rgba(layer), linewidth=0.8, alpha=0.8, marker="." if len(at) < 20 else None)
+        axes.plot(at, curve, color=shades(places(layer)), linewidth=0.8, alpha=0.8, marker="." if len(at) < 20 else None)
     axes.plot(at, mean, color="black", linewidth=2, label="mean of layers")
     if sparse:
         axes.axvline(sparse, color="grey", linestyle="--", linewidth=1, label="sparse stage begins")
@@ -60,5 +60,5 @@ def _curves(
     axes.set_ylabel(title)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.colorbar(colours, ax=axes, label="layer")
+    figure.colorbar(ScalarMappable(places, shades), ax=axes, label="layer")
     figure.savefig(file, dpi=130)

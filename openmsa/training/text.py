@@ -39,8 +39,8 @@ def text_files(paths: Sequence[Path]) -> list[Path]:
 def split_files(files: Sequence[Path], share: float) -> tuple[list[Path], list[Path]]:
     """Returns the files to train on and those held out, each in the order given.
 
-    share of the files, at least one where there are two, is held out: those whose name and size have the lowest SHA-256, so that
-    the choice changes with the files alone.
+    share of the files, at least one where there are two, is held out: those whose name and size have the lowest SHA-256, so
+    that the choice follows from the files alone.
     """
     if not 0 <= share < 1:
         raise ValueError(f"--held-out must be from 0 to less than 1, got {share}")
@@ -68,7 +68,7 @@ def read_files(files: Iterable[Path]) -> list[str]:
 
 
 def tokens_of(tokenizer: Any, texts: Sequence[str]) -> Tensor:
-    """Returns the tokens of all texts one behind the other, int64, each text ended by the tokenizer's end of text if it has one."""
+    """Returns the tokens of all texts in a row, int64, each text ended by the tokenizer's end of text if it has one."""
     end = getattr(tokenizer, "eos_token_id", None)
     ids: list[int] = []
     for text in texts:

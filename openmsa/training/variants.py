@@ -22,8 +22,8 @@ MOST_BLOCKS = 64  # A query reads so many at most.
 
 @dataclass(frozen=True)
 class Variant:
-    """Describes one row of a table. kind: "dense", "window" (the first block and the last ones), "random" (the query's own block
-    and random visible ones), or the name of an index; percent: share of the blocks of a window that the last query reads;
+    """Describes one row of a table. kind: "dense", "window" (the first block and the last ones), "random" (the query's own
+    block and random visible ones), or the name of an index; percent: share of the blocks of a window that the last query reads;
     block_size and topk: what that is."""
 
     kind: str
@@ -53,9 +53,7 @@ def group_mean(inputs: LayerInputs) -> tuple[Tensor, Tensor]:
 def blocks_by_index(index: Index, inputs: LayerInputs, variant: Variant, local_blocks: int = 1) -> Tensor:
     """Returns the blocks that an index selects, int32 ``[total_q, heads, topk]``."""
     index_q, index_k = index(inputs)
-    return select_blocks(
-        index_q, index_k, variant.topk, inputs.seqs, block_size=variant.block_size, local_blocks=local_blocks
-    )
+    return select_blocks(index_q, index_k, variant.topk, inputs.seqs, block_size=variant.block_size, local_blocks=local_blocks)
 
 
 def blocks_without_index(inputs: LayerInputs, variant: Variant, seed: int) -> Tensor:

