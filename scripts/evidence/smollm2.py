@@ -8,8 +8,8 @@
 FOLDER is what smollm2_files.py made. First the index loss is held against float64 on this device; a wrong gradient ends the
 run. Then all candidates (index dims, learning rates, seeds, and index branches that start from the layer's own keys) learn
 together in one pass over the dense model, as nothing flows back into it; two of them go on in the sparse stage, at a quarter of
-the blocks. Then come recall of blocks in the dense model, held-out loss and needles of every index, budget and block size, and of
-stored index keys.
+the blocks. Then come recall of blocks in the dense model, held-out loss and needles of every index, budget and block size, and
+of stored index keys.
 Records are appended to OUT/smollm2.jsonl as they come, branches to OUT/branches.safetensors; a short table ends the output.
 A coefficient of the loss is not swept: with a frozen backbone AdamW makes the same steps whatever multiplies the loss.
 """
