@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise ImportError("openmsa.training needs safetensors: pip install 'openmsa[models]'") from error
 
-from openmsa.training.parallel import like, whole
+from openmsa.training.parallel import cut_again, like, whole
 
 FILE = "checkpoint.safetensors"
 
@@ -39,6 +39,7 @@ def write_atomically(file: Path, write: Any) -> None:
 def training_state(branches: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Returns whole tensors on the CPU: weights and AdamW's state by parameter name, and the states of random generators.
     Every process must call it."""
+    cut_again(branches)
     tensors = {}
     for name, parameter in branches.named_parameters():
         tensors[f"weights.{name}"] = whole(parameter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -41,11 +41,10 @@ Attend = Callable[[LayerInputs], Tensor]
 
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     """Returns the attention modules of a model by layer number. Raises NotImplementedError where it has none like Llama's."""
-    found = {int(m.layer_idx): m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "q_proj")}  # type: ignore[arg-type]
+    found = {int(cast(int, m.layer_idx)): m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")}
     if not found:
         raise NotImplementedError(
-            f"the model must have attention layers with layer_idx and q_proj, as Llama, Qwen and Mistral models do, got "
-            f"{type(model).__name__}"
+            f"model must have attention layers as Llama, Qwen and Mistral models of transformers do, got {type(model).__name__}"
         )
     return dict(sorted(found.items()))
 

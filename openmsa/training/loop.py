@@ -75,7 +75,8 @@ class Trainer:
         self.branches = nn.ModuleDict({str(n): b for n, b in self.by_layer.items()})
         for branch in branches.values():
             branch.to(world.device)
-        shard(world, backbone(model), self._decoder_layers(), self.branches.values())
+        own = {p for b in branches.values() for p in b.parameters()}
+        shard(world, backbone(model), self._decoder_layers(), self.branches.values(), own)
         self.optimizer = torch.optim.AdamW(
             self.branches.parameters(),
             lr=settings.lr,

@@ -69,9 +69,14 @@ def join(device: torch.device) -> World:
     return World(rank, size, device)
 
 
-def shard(world: World, model: nn.Module, layers: Iterable[nn.Module], branches: Iterable[nn.Module]) -> None:
+def shard(
+    world: World, model: nn.Module, layers: Iterable[nn.Module], branches: Iterable[nn.Module], uncut: set[nn.Parameter]
+) -> None:
     """Cuts the weights of a frozen model, layer by layer, and of index branches, which do not belong to its modules, among the
-    processes. Each branch is a root of its own, as it is differentiated while the model still runs."""
+    processes. Each branch is a root of its own, as it is differentiated while the model still runs.
+
+    uncut: parameters of the model that stay whole, those of its own index branches.
+    """
     if world.size == 1:
         return
     from torch.distributed.device_mesh import init_device_mesh
@@ -79,10 +84,19 @@ def shard(world: World, model: nn.Module, layers: Iterable[nn.Module], branches:
 
     mesh = init_device_mesh(world.device.type, (world.size,))
     for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, ignored_params=uncut)
+    fully_shard(model, mesh=mesh, ignored_params=uncut)
     for branch in branches:
         fully_shard(branch, mesh=mesh)
+
+
+def cut_again(branches: nn.Module) -> None:
+    """Lets go of whole weights that the last forward left, so that the parameters are those that the optimizer knows."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in branches.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(value: Any) -> Tensor:

@@ -28,7 +28,7 @@ ROOMS = (
     "testing",
     "modules",
     "bench integrations fmha_sm100",
-    "demo",
+    "demo training",
     "cli",
     "__main__",
 )
