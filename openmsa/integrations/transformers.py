@@ -136,8 +136,9 @@ def register_forward(name: str, forward: Callable[..., tuple[Tensor, Tensor | No
     AttentionMaskInterface.register(name, padding_mask(name))
 
 
-def packed_forward(name: str, attend: PackedAttention) -> Callable[..., tuple[Tensor, None]]:
-    """Wraps `attend` as a function of transformers' `AttentionInterface`, which `name` stands for in its errors."""
+def packed_forward(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """Wraps `attend`, a `PackedAttention`, as a function of transformers' `AttentionInterface`, which `name` stands for in its
+    errors. Where a layer hands over `msa_index`, ``attend`` gets its index_q and index_k too, packed as q and k."""
 
     def forward(
         module: nn.Module,
@@ -147,22 +148,29 @@ def packed_forward(name: str, attend: PackedAttention) -> Callable[..., tuple[Te
         attention_mask: Tensor | None,
         scaling: float | None = None,
         is_causal: bool | None = None,
+        msa_index: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         # query [batch, num_q_heads, q_len, head_dim], key and value [batch, num_kv_heads, k_len, head_dim]
+        # msa_index: [batch, index_heads, q_len, index_dim] and [batch, index_key_heads, k_len, index_dim]
         refuse_unsupported(name, module, attention_mask, is_causal, kwargs)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        packed = [x.transpose(1, 2) for x in (query, key, value)]  # [batch, length, heads, head_dim]
+        index_query, index_key = ((), ()) if msa_index is None else (msa_index[:1], msa_index[1:])
+        queries = [x.transpose(1, 2) for x in (query, *index_query)]  # [batch, length, heads, head_dim]
+        keys = [x.transpose(1, 2) for x in (key, value, *index_key)]
         if attention_mask is None:
             seqs = equal_lengths(query.shape[0], query.shape[2], key.shape[2], query.device)
-            q, k, v = (x.flatten(0, 1) for x in packed)
-            return attend(module, q, k, v, seqs, scale).reshape(packed[0].shape), None
+            q, *index_q = (x.flatten(0, 1) for x in queries)
+            k, v, *index_k = (x.flatten(0, 1) for x in keys)
+            return attend(module, q, k, v, seqs, scale, *index_q, *index_k).reshape(queries[0].shape), None
         q_real, k_real = real_tokens(attention_mask, query.shape[2], key.shape[2])
         seqs = real_lengths(q_real, k_real)
         q_rows, k_rows = real_first(q_real), real_first(k_real)
-        q, k, v = (x[rows].flatten(0, 1) for x, rows in zip(packed, (q_rows, k_rows, k_rows), strict=True))
-        out = torch.empty_like(packed[0], memory_format=torch.contiguous_format)  # [batch, q_len, num_q_heads, head_dim]
-        out[q_rows] = attend(module, q, k, v, seqs, scale).view(out.shape)
+        q, *index_q = (x[q_rows].flatten(0, 1) for x in queries)
+        k, v, *index_k = (x[k_rows].flatten(0, 1) for x in keys)
+        found = attend(module, q, k, v, seqs, scale, *index_q, *index_k)
+        out = torch.empty_like(queries[0], memory_format=torch.contiguous_format)  # [batch, q_len, num_q_heads, head_dim]
+        out[q_rows] = found.view(out.shape)
         return out, None
 
     return forward

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: MIT
+"""A short forward shows what a model's attention layers hand over, before they are converted and again afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from openmsa.dense_attention import dense_attention
+from openmsa.integrations.hugging_face.model import ATTENTION
+from openmsa.integrations.transformers import packed_forward, padding_mask
+from openmsa.types import Sequences
+
+PROBE = f"{ATTENTION}-probe"
+TOKENS = 24
+
+
+@dataclass
+class Seen:
+    """Holds what one attention layer handed to the attention function for the tokens of a probe: q ``[tokens, num_q_heads,
+    head_dim]``, k ``[tokens, num_kv_heads, head_dim]``, both turned by their positions, and, of a layer with an index branch,
+    index_q and index_k. rotation: the layer's cos and sin ``[..., width]``; None: it got none."""
+
+    layer: Any
+    q: Tensor
+    k: Tensor
+    index: tuple[Tensor, ...]
+    rotation: tuple[Tensor, Tensor] | None
+
+
+def probe(model: Any) -> list[Seen]:
+    """Runs a model on a few tokens and returns what its layers handed over, in their order; the model is left as it was.
+
+    Raises NotImplementedError where its attention cannot be served, or does not come from transformers' AttentionInterface.
+    """
+    seen: dict[int, Seen] = {}
+    rotations: dict[int, Any] = {}
+
+    def note(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        rotations[id(layer)] = kwargs.get("position_embeddings")
+
+    def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float, *index: Tensor) -> Tensor:
+        seen[int(layer.layer_idx)] = Seen(layer, q, k, index, rotations.get(id(layer)))
+        return dense_attention(q, k, v, seqs, softmax_scale=softmax_scale)
+
+    AttentionInterface.register(PROBE, packed_forward(ATTENTION, attend))
+    AttentionMaskInterface.register(PROBE, padding_mask(ATTENTION))
+    hooks = [x.register_forward_pre_hook(note, with_kwargs=True) for x in model.modules() if hasattr(x, "layer_idx")]
+    before, training = model.config._attn_implementation, model.training
+    ids = torch.arange(TOKENS, device=model.device)[None] % model.config.vocab_size
+    try:
+        model.eval()
+        model.set_attn_implementation(PROBE)
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    if not seen:
+        raise NotImplementedError(
+            f"model must read its attention from transformers' AttentionInterface, got {type(model).__name__}, which does not"
+        )
+    return [seen[number] for number in sorted(seen)]

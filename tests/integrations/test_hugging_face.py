@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: MIT
+"""Converted models: a conversion without training selects as the group mean does, all blocks are dense attention, files keep
+the branches, every cache gives what one prefill gives, the index loss trains the branches alone, and refusals leave a model as
+it was."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache  # noqa: E402
+
+from openmsa.integrations.hugging_face import ATTENTION, PagedCache, convert, load, prefill, stream  # noqa: E402
+from openmsa.integrations.transformers import register  # noqa: E402
+from openmsa.modules import MSAConfig, collected_losses, index_branches, set_stage  # noqa: E402
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 96,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SPARSE = {"index_topk_blocks": 3, "index_block_size": 16}
+EVERY = {"index_topk_blocks": 64, "index_block_size": 16}
+NAMED = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+NOT_NAMED = ["Granite", "Gemma", "Mixtral", "Qwen3Moe", "StableLm"]
+
+
+def plain(family="Llama", **sizes):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        **{**SIZES, **({"sliding_window": None} if "tral" in family else {}), **sizes}
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():  # a new model has norms of 1 and biases of 0
+        if "norm" in name or "bias" in name:
+            torch.nn.init.uniform_(parameter, -0.3, 0.3)
+            parameter.data += "norm" in name and "Gemma" not in family
+    return model
+
+
+def tokens(batch=2, length=90, seed=1):
+    return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model, ids, **options):
+    return model(ids, **options).logits
+
+
+@pytest.mark.parametrize("family", NAMED + NOT_NAMED)
+def test_conversion_without_training_is_the_group_mean(family):
+    """The branches select as `group_mean_index` of the layer's own q and k does, but where queries are normed; with every block
+    selected the model is the dense one, which "sdpa" gives again."""
+    model, ids = plain(family), tokens()
+    dense = logits(model, ids)
+    register("openmsa-test", topk=3, block_size=16)
+    model.set_attn_implementation("openmsa-test")
+    wanted = logits(model, ids)
+    model.set_attn_implementation("sdpa")
+    assert convert(model, **SPARSE) is model
+    assert type(model).__name__ == f"MSA{family}ForCausalLM"
+    found = logits(model, ids)
+    assert (found - dense).abs().max() > 1e-3
+    if "Qwen3" not in family:
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(logits(model, ids), dense, atol=0, rtol=0)
+    torch.testing.assert_close(logits(convert(plain(family), **EVERY), ids), dense, atol=1e-5, rtol=0)
+
+
+def test_dense_layers_stay_dense():
+    model, ids = convert(plain(), dense_layers=[2, 0], **SPARSE), tokens()
+    assert [hasattr(layer.self_attn, "index_branch") for layer in model.model.layers] == [False, True, False]
+    some = logits(model, ids)
+    all_three, none = logits(convert(plain(), **SPARSE), ids), logits(plain(), ids)
+    for other in (all_three, none):
+        assert (some - other).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", [*NAMED, "Granite"])
+def test_files_keep_the_branches(family, tmp_path):
+    model, ids = convert(plain(family), dense_layers=[1], initialise="random", **SPARSE), tokens()
+    model.save_pretrained(tmp_path)
+    for read in (load(tmp_path), load(str(tmp_path), dtype=torch.float32), AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert type(read) is type(model)
+        assert index_branches(read)[0].config == index_branches(model)[0].config
+        torch.testing.assert_close(logits(read, ids), logits(model, ids), atol=0, rtol=0)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    torch.testing.assert_close(logits(dense, ids), logits(plain(family), ids), atol=0, rtol=0)
+    assert load(tmp_path, dtype=torch.bfloat16).model.layers[0].self_attn.index_branch.q_proj.weight.dtype == torch.bfloat16
+
+
+def test_a_config_alone_makes_a_model():
+    config = convert(plain(), **SPARSE).config
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    assert len(index_branches(model)) == 3
+    assert type(pickle.loads(pickle.dumps(config))) is type(config)
+
+
+def mask_of(ids, side, padded):
+    mask = torch.ones_like(ids)
+    mask[1] = (torch.arange(ids.shape[1]) >= padded) if side == "left" else (torch.arange(ids.shape[1]) < ids.shape[1] - padded)
+    return mask
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "configured", "static", "paged"])
+@pytest.mark.parametrize("padded", [0, 33])
+def test_cached_steps_equal_one_prefill(kind, padded):
+    """Prefill in chunks and decode, with a row of left padding, whose real tokens are as if they stood alone."""
+    model, ids = convert(plain(), dense_layers=[1], **SPARSE), tokens()
+    mask = mask_of(ids, "left", padded)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = {
+        "dynamic": lambda: DynamicCache(),
+        "configured": lambda: DynamicCache(config=model.config),
+        "static": lambda: StaticCache(config=model.config, max_cache_len=100),
+        "paged": lambda: PagedCache(model),
+    }[kind]()
+    alone = [logits(model, ids[:1]), logits(model, ids[1:, padded:])]
+    parts, start = [], 0
+    for stop in (50, 51, 88, 89, 90):
+        options = {"attention_mask": mask[:, :stop]} if padded else {}
+        step = slice(start, stop)
+        options |= {"position_ids": positions[:, step], "past_key_values": cache, "use_cache": True}
+        parts.append(logits(model, ids[:, step], **options))
+        start = stop
+    found = torch.cat(parts, 1)
+    torch.testing.assert_close(found[:1], alone[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(found[1:, padded:], alone[1], atol=1e-5, rtol=0)
+    if kind == "paged":
+        assert cache.held.lengths == [90, 90 - padded]
+        pages = 6 + -(-(90 - padded) // 16)
+        assert cache.memory() >= pages * 16 * 16 * 2 * 4 * (3 * 2 + 2)
+
+
+@pytest.mark.parametrize("padded", [0, 20])
+def test_generate_gives_the_same_tokens_over_every_cache(padded):
+    model, ids = convert(plain(), **SPARSE), tokens(length=70)
+    options = {"attention_mask": mask_of(ids, "left", padded), "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    wanted = model.generate(ids, use_cache=False, **options)
+    assert wanted.shape == (2, 82)
+    for more in (
+        {},
+        {"past_key_values": PagedCache(model)},
+        {"past_key_values": PagedCache(model, tokens=100, page_size=32), "prefill_chunk_size": 32},
+        {"cache_implementation": "static", "disable_compile": True},
+    ):
+        assert torch.equal(model.generate(ids, **options, **more), wanted), more
+    beams = model.generate(ids, num_beams=3, **options)
+    assert torch.equal(beams, model.generate(ids, num_beams=3, use_cache=False, **options))
+
+
+@pytest.mark.parametrize(("kv_format", "index_format"), [("e4m3", "int8"), ("nvfp4", "e4m3"), ("plain", "certified")])
+def test_formats_of_the_paged_cache(kv_format, index_format):
+    model, ids = convert(plain(), **SPARSE).bfloat16(), tokens()
+    exact, stored = PagedCache(model), PagedCache(model, kv_format=kv_format, index_format=index_format)
+    near, found = (logits(model, ids, past_key_values=cache, use_cache=True) for cache in (exact, stored))
+    assert torch.nn.functional.cosine_similarity(near.flatten().float(), found.flatten().float(), 0) > 0.97
+    assert (stored.memory() < exact.memory()) == (kv_format != "plain")
+
+
+def test_stream_continues_what_prefill_read():
+    model, ids = convert(plain(), **SPARSE), tokens(batch=1, length=70)
+    wanted = model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False)[0, 70:].tolist()
+    for chunk in (7, 4096):
+        cache = PagedCache(model)
+        *_, last = prefill(model, ids, cache, chunk=chunk)
+        assert list(stream(model, last, cache, max_new_tokens=12)) == wanted
+    cache = PagedCache(model)
+    *_, last = prefill(model, ids, cache)
+    at = next(i for i, token in enumerate(wanted) if token not in wanted[:i] and i > 0)
+    assert list(stream(model, last, cache, max_new_tokens=12, stop=frozenset([wanted[at]]))) == wanted[:at]
+    draws = [
+        list(stream(model, *_start(model, ids), max_new_tokens=9, temperature=2.0, generator=torch.Generator().manual_seed(s)))
+        for s in (0, 0, 1)
+    ]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def _start(model, ids):
+    cache = PagedCache(model)
+    *_, last = prefill(model, ids, cache)
+    return last, cache
+
+
+def test_a_dense_stage_holds_no_index_keys():
+    model, ids = convert(plain(), **SPARSE), tokens()
+    with_keys = PagedCache(model)
+    logits(model, ids, past_key_values=with_keys, use_cache=True)
+    set_stage(model, "dense")
+    without = PagedCache(model)
+    found = logits(model, ids, past_key_values=without, use_cache=True)
+    torch.testing.assert_close(found, logits(plain(), ids), atol=1e-5, rtol=0)
+    assert without.memory() < with_keys.memory() * 0.7
+
+
+@pytest.mark.parametrize("stage", ["warmup", "sparse"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_one_backward_trains_branches_and_model(stage, checkpointing):
+    """The branches' gradients are those of their losses alone, the model's those of the language model's loss alone."""
+    model, ids = convert(plain(), initialise="random", **SPARSE).train(), tokens()
+    set_stage(model, stage, loss_coefficient=0.5)
+    with collected_losses(model) as losses:
+        out = model(ids, labels=ids)
+    assert len(losses) == 3
+    torch.stack(losses).sum().backward(retain_graph=True)
+    of_branches = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+    assert set(of_branches) == {name for name, _ in model.named_parameters() if "index_branch" in name}
+    model.zero_grad()
+    out.loss.backward()
+    of_model = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+    assert not any("index_branch" in name for name in of_model)
+    model.zero_grad()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, (of_branches | of_model)[name], atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_it_compiles():
+    model, ids = convert(plain(), dense_layers=[0], **SPARSE), tokens()
+    wanted = logits(model, ids)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(logits(compiled, ids, attention_mask=torch.ones_like(ids), use_cache=False), wanted)
+
+
+def test_static_decode_compiles():
+    model, ids = convert(plain(), **SPARSE), tokens()
+    wanted = logits(model, ids)
+    cache = StaticCache(config=model.config, max_cache_len=100)
+    mask = torch.ones_like(ids)
+    logits(model, ids[:, :-1], past_key_values=cache, use_cache=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    options = {"attention_mask": mask, "position_ids": torch.full((2, 1), ids.shape[1] - 1)}
+    found = logits(compiled, ids[:, -1:], past_key_values=cache, use_cache=True, **options)
+    torch.testing.assert_close(found[:, 0], wanted[:, -1], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "error", "message"),
+    [
+        ("Llama", {"initialise": "zeros"}, ValueError, "initialise must be one of 'group_mean', 'random', got 'zeros'"),
+        ("Llama", {"dense_layers": [3]}, ValueError, "dense_layers must name layers from 0 to 2, got 3"),
+        ("Llama", {"dense_layers": [0, 1, 2]}, ValueError, "dense_layers must leave a layer to convert, got all 3"),
+        ("Llama", {"index_head_dim": 32}, ValueError, r"index_head_dim must be that of layer 0 \(LlamaAttention\) \(16\)"),
+        ("Llama", {"index_n_key_heads": 1}, ValueError, r"index_n_key_heads must be that of .* \(2\) .*, got 1: use init"),
+        ("Llama", {"index_topk_blocks": 99}, ValueError, "index_topk_blocks must be from 1 to 64, got 99"),
+        ("Llama", {"index_norm": True}, ValueError, "index_norm must be False, as .* has no q_norm, got True"),
+        ("Qwen2", {"index_bias": False}, ValueError, "index_bias must be True, as q_proj of .* has a bias, got False"),
+        ("Llama", {"config": MSAConfig(3), "initialise": "random"}, ValueError, r"index_n_heads must be the KV heads of"),
+        ("Llama", {"config": MSAConfig(2), "index_topk_blocks": 3}, ValueError, "config must be None where fields are given"),
+        ("Olmo2", {}, NotImplementedError, r"q_norm of layer 0 .* must norm each head alone \(16 weights\), got \(96,\): use"),
+        ("Phi3", {}, NotImplementedError, "must have a Linear q_proj, got NoneType: use initialise='random'"),
+        ("Cohere", {}, NotImplementedError, "must turn the halves of its heads, got cos and sin whose halves differ"),
+        ("Helium", {}, NotImplementedError, "index keys of layer 0 .* must be those of its own projection, .* got others"),
+        ("Gemma2", {}, NotImplementedError, "cannot serve a mask other than causal"),
+        ("GPTNeo", {}, (NotImplementedError, TypeError), "model must read its attention from transformers' AttentionInterface"),
+        ("OPT", {}, NotImplementedError, "must be given position_embeddings, cos and sin, got NoneType"),
+    ],
+)
+def test_refusals_leave_the_model_as_it_was(family, options, error, message):
+    sizes = {"attention_types": [[["global"], 3]]} if family == "GPTNeo" else {}
+    model, ids = plain(family, **sizes), tokens()
+    before, kind, names = logits(model, ids), type(model), [name for name, _ in model.named_parameters()]
+    with pytest.raises(error, match=message):
+        convert(model, **options)
+    assert type(model) is kind
+    assert [name for name, _ in model.named_parameters()] == names
+    assert not hasattr(model.config, "msa")
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    torch.testing.assert_close(logits(model, ids), before, atol=0, rtol=0)
+
+
+def test_other_refusals(tmp_path):
+    with pytest.raises(TypeError, match="model must be a model of transformers, got Linear"):
+        convert(torch.nn.Linear(2, 2))
+    model = convert(plain(), **SPARSE)
+    with pytest.raises(ValueError, match="model must have no index branches yet, got MSALlamaForCausalLM"):
+        convert(model)
+    with pytest.raises(NotImplementedError, match="model must be what AutoModelForCausalLM makes of its configuration, got Ll"):
+        convert(plain().model)
+    plain().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="must hold a converted model, got one of type 'llama': convert it first"):
+        load(tmp_path)
+    ids = tokens()
+    with pytest.raises(NotImplementedError, match="PagedCache must be given to a converted model that runs its own attention"):
+        logits(plain(), ids, past_key_values=PagedCache(model), use_cache=True)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(NotImplementedError, match="PagedCache must be given to a converted model that runs its own attention"):
+        logits(model, ids, past_key_values=PagedCache(model), use_cache=True)
+    model.set_attn_implementation(ATTENTION)
+    with pytest.raises(NotImplementedError, match="cannot reorder sequences"):
+        model.generate(ids, num_beams=2, max_new_tokens=4, past_key_values=PagedCache(model))
+    with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
+        next(stream(model, torch.zeros(1, 64), PagedCache(model), max_new_tokens=1, temperature=-1.0))
+    with pytest.raises(ValueError, match="format must be 'plain' or one of"):
+        PagedCache(model, kv_format="int8")
