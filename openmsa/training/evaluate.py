@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -59,11 +59,12 @@ def position_bins(length: int) -> list[tuple[int, int]]:
 class RecallOfVariants:
     """Is dense attention that compares, in passing, what each sparse variant would read with what the layer attends to.
 
-    variants: by name. rows: positions that are compared. found: recalls by name and layer, one a forward.
+    variants: by name. rows: positions that are compared. tick: is called after each layer. found: recalls by name and layer,
+    one a forward.
     """
 
-    def __init__(self, variants: Mapping[str, VariantAttention], rows: Tensor) -> None:
-        self.variants, self.rows = variants, rows
+    def __init__(self, variants: Mapping[str, VariantAttention], rows: Tensor, tick: Callable[[], None] = lambda: None) -> None:
+        self.variants, self.rows, self.tick = variants, rows, tick
         self.found: dict[str, dict[int, list[Recall]]] = {name: {} for name in variants}
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
@@ -76,6 +77,7 @@ class RecallOfVariants:
                 mass[size] = block_mass(inputs, self.rows, size)
             found = recall(mass[size], attention.blocks(inputs), self.rows, size)
             self.found[name].setdefault(inputs.number, []).append(found)
+        self.tick()
         return dense(inputs)[0]
 
     def by_layer(self, name: str) -> dict[int, Recall]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 
 from openmsa.integrations.transformers import register_packed
+from openmsa.modules import IndexBranch, MSAConfig, index_branches
 from openmsa.types import Sequences
 
 NAME = "openmsa-training"
@@ -59,6 +60,10 @@ def attention_by(model: Any, attend: Attend) -> Iterator[None]:
 
     def look(module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         hidden = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
+        if keywords.get("position_embeddings") is None:
+            raise NotImplementedError(
+                f"{type(module).__name__} must be given position_embeddings, cos and sin, as Llama's layers are, got none"
+            )
         # Each is [batch, length, dim]; embeddings of positions that all sequences share have a batch of 1.
         cos, sin = (x.expand(hidden.shape[0], -1, -1).flatten(0, 1) for x in keywords["position_embeddings"])
         seen[int(module.layer_idx)] = hidden.flatten(0, 1), cos, sin
@@ -77,6 +82,14 @@ def attention_by(model: Any, attend: Attend) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         model.set_attn_implementation(before)
+
+
+def branches_of(model: Any) -> tuple[dict[int, IndexBranch], MSAConfig]:
+    """Returns the index branches of a converted model by layer number, and their settings. Raises ValueError where it has
+    none."""
+    config = index_branches(model)[0].config
+    found = {number: getattr(layer, "index_branch", None) for number, layer in attention_layers(model).items()}
+    return {number: branch for number, branch in found.items() if isinstance(branch, IndexBranch)}, config
 
 
 def backbone(model: Any) -> nn.Module:

@@ -156,7 +156,7 @@ class Trainer:
             "stage": settings.stage(number),
             "lr": settings.learning_rate(number),
             "loss": sum(losses) / len(losses),
-            "losses": losses,
+            "by_layer": {str(n): loss for n, loss in zip(self.by_layer, losses, strict=True)},
             "seconds": time.perf_counter() - began,
         }
 

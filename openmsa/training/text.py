@@ -89,10 +89,11 @@ class Windows:
     tokens: Tensor  # int64 [total]
     length: int
     seed: int = 0
+    what: str = "text"  # its name in an error
 
     def __post_init__(self) -> None:
         if len(self) == 0:
-            raise ValueError(f"the text must hold at least {self.length} tokens (--length), got {self.tokens.numel()}")
+            raise ValueError(f"the {self.what} must hold at least {self.length} tokens (--length), got {self.tokens.numel()}")
 
     def __len__(self) -> int:
         return self.tokens.numel() // self.length

@@ -72,8 +72,8 @@ def test_two_processes_learn_what_one_learns(whole, tmp_path):
     one, two = without_times(whole), without_times(tmp_path / "two")
     assert [r["step"] for r in one] == [r["step"] for r in two]
     for mine, theirs in zip(one, two, strict=True):
-        if "losses" in mine:
-            assert theirs["losses"] == pytest.approx(mine["losses"], rel=1e-5)
+        if "loss" in mine:
+            assert theirs["by_layer"] == pytest.approx(mine["by_layer"], rel=1e-5)
     expected, found = weights(whole), weights(tmp_path / "two")  # A checkpoint holds whole tensors whatever wrote it.
     assert expected.keys() == found.keys()
     for name, value in expected.items():
@@ -190,12 +190,12 @@ def test_wrong_settings_are_refused(wrong, words):
 
 
 def test_the_learning_rate_grows_and_falls():
-    settings = TrainSettings(steps=100, lr=1.0, lr_steps=9)
+    settings = TrainSettings(steps=100, warmup_steps=0, lr=1.0, lr_steps=9)
     rates = [settings.learning_rate(step) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     assert rates[9:] == sorted(rates[9:], reverse=True)
     assert rates[-1] == pytest.approx(0.1)
-    assert TrainSettings(steps=100, lr=1.0, lr_steps=9, schedule="constant").learning_rate(99) == 1.0
+    assert TrainSettings(steps=100, warmup_steps=0, lr=1.0, schedule="constant").learning_rate(99) == 1.0
 
 
 def test_a_batch_that_processes_cannot_share_is_refused(tmp_path):
@@ -218,5 +218,5 @@ def test_the_report_is_drawn(tmp_path):
     run.run(run.resume(), save_every=3, measure_every=1)
     records = read_log(tmp_path / "log.jsonl")
     for draw, name in ((loss_plot, "loss.png"), (recall_plot, "recall.png")):
-        draw(records, LAYERS, tmp_path / name)
+        draw(records, tmp_path / name)
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
