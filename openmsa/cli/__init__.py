@@ -12,7 +12,9 @@ from openmsa.cli import bench
 from openmsa.cli.convert import convert
 from openmsa.cli.demo import demo
 from openmsa.cli.doctor import doctor
+from openmsa.cli.evaluate import evaluate
 from openmsa.cli.generate import generate
+from openmsa.cli.train_index import train_index
 
 app = typer.Typer(
     name="openmsa",
@@ -24,6 +26,8 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(doctor)
 app.command()(convert)
+app.command()(train_index)
+app.command()(evaluate)
 app.command()(generate)
 app.add_typer(bench.app, name="bench")
 

@@ -11,6 +11,7 @@ import typer
 
 from openmsa.cli.checks import INTERRUPTED, check_writable, refuse
 from openmsa.cli.models import SMOLLM2, Device, Dtype, Model, find_device, find_model, load_model, load_tokenizer
+from openmsa.cli.words import paragraphs
 
 if TYPE_CHECKING:
     from openmsa.training.compare import Row
@@ -82,7 +83,7 @@ def evaluate(
         _print(record, rows)
 
 
-evaluate.__doc__ = HELP
+evaluate.__doc__ = paragraphs(HELP)
 
 
 def _needles(tokenizer: Any, data: Windows, trials: int) -> list[Needle]:

@@ -12,6 +12,7 @@ import typer
 
 from openmsa.cli.checks import INTERRUPTED, check_writable, refuse
 from openmsa.cli.models import Device, Dtype, Model, find_device, find_model, load_model, load_tokenizer, quiet
+from openmsa.cli.words import paragraphs
 
 if TYPE_CHECKING:
     from openmsa.training.settings import TrainSettings
@@ -99,7 +100,7 @@ def train_index(
     world.close()
 
 
-train_index.__doc__ = HELP
+train_index.__doc__ = paragraphs(HELP)
 
 
 def _settings(**values: Any) -> TrainSettings:

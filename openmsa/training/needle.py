@@ -52,5 +52,5 @@ def make_needles(tokenizer: Any, filler: Tensor, length: int, distances: Sequenc
 
 
 def needle_distances(length: int) -> list[int]:
-    """Returns an eighth, a quarter, a half, three quarters of a length, and nearly all of it."""
-    return [length // 8, length // 4, length // 2, length * 3 // 4, length * 31 // 32 - 64]
+    """Returns an eighth, a quarter, a half, three quarters of a length, and nearly all of it, ascending."""
+    return sorted({length // 8, length // 4, length // 2, length * 3 // 4, max(1, length * 31 // 32 - 64)})

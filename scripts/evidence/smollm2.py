@@ -10,7 +10,8 @@ run. Then all candidates (index dims, learning rates, seeds, and index branches 
 together in one pass over the dense model, as nothing flows back into it; two of them go on in the sparse stage, at a quarter of
 the blocks. Then come recall of blocks in the dense model, held-out loss and needles of every index, budget and block size, and
 of stored index keys.
-Records are appended to OUT/smollm2.jsonl as they come, branches to OUT/branches.safetensors; a short table ends the output.
+Records are appended to OUT/smollm2.jsonl as they come; the two branches go to OUT/branches-*.safetensors; a table ends the
+output.
 A coefficient of the loss is not swept: with a frozen backbone AdamW makes the same steps whatever multiplies the loss.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import json
 import subprocess
@@ -37,7 +39,7 @@ from openmsa.bench.record import append, environment
 from openmsa.modules import IndexBranch, MSAConfig
 from openmsa.training.branches import LayerLosses, dense, index_vectors
 from openmsa.training.evaluate import RecallOfVariants, hidden_states, needle_scores, position_bins, token_losses
-from openmsa.training.layers import LayerInputs, attention_layers
+from openmsa.training.layers import Attend, LayerInputs, attention_layers
 from openmsa.training.needle import Needle
 from openmsa.training.recall import spaced_rows
 from openmsa.training.settings import TrainSettings
@@ -63,22 +65,21 @@ class Candidate:
     lr: float
     seed: int = 0
     own: bool = False
-    sparse: bool = False  # whether it goes on in the sparse stage
 
 
 CANDIDATES = (
-    Candidate("64", 64, 1e-3, sparse=True),
-    Candidate("own keys", 64, 3e-4, own=True, sparse=True),
-    Candidate("128", 128, 1e-3),
-    Candidate("32", 32, 1e-3),
-    Candidate("16", 16, 1e-3),
-    Candidate("64, lr 3e-3", 64, 3e-3),
-    Candidate("64, lr 3e-4", 64, 3e-4),
-    Candidate("64, seed 1", 64, 1e-3, seed=1),
+    Candidate("64", 64, 3e-3),
+    Candidate("own keys", 64, 1e-3, own=True),
+    Candidate("128", 128, 3e-3),
+    Candidate("32", 32, 3e-3),
+    Candidate("16", 16, 3e-3),
+    Candidate("64, lr 1e-2", 64, 1e-2),
+    Candidate("64, lr 1e-3", 64, 1e-3),
+    Candidate("64, seed 1", 64, 3e-3, seed=1),
 )
 TOY = (
-    Candidate("32", 32, 1e-2, sparse=True),
-    Candidate("own keys", 32, 1e-3, own=True, sparse=True),
+    Candidate("32", 32, 1e-2),
+    Candidate("own keys", 32, 1e-3, own=True),
     Candidate("16", 16, 1e-2),
 )
 
@@ -195,15 +196,16 @@ def check_gradients(device: torch.device) -> None:
         sys.exit("the index loss is wrong on this device:\n" + "\n".join(wrong))
 
 
-def train_together(study: Study, steps: int, until: float) -> list[dict[int, IndexBranch]]:
+def train_together(study: Study, steps: int, until: float) -> tuple[list[dict[int, IndexBranch]], list[float]]:
     """Trains all candidates in the warm-up stage, one window a step; fewer steps where so many would last longer than `until`
-    seconds of the run. Returns their branches."""
+    seconds of the run. Returns their branches, and their mean losses in the last tenth of the steps."""
     made = [study.branches(c) for c in study.candidates]
     groups = [[p for b in own.values() for p in b.parameters()] for own in made]
     optimizer = torch.optim.AdamW(
         [{"params": g} for g in groups], betas=(0.9, 0.95), weight_decay=0.0, fused=study.device.type == "cuda"
     )
     step, began, planned = 0, study.used, steps
+    ends = torch.zeros(len(made), device=study.device)
     while step < steps:
         if step == 5 and study.used > began:
             began = study.used  # The first steps compile kernels.
@@ -218,14 +220,18 @@ def train_together(study: Study, steps: int, until: float) -> list[dict[int, Ind
             group["lr"] = TrainSettings(steps=steps, warmup_steps=0, lr=candidate.lr).learning_rate(step)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if step >= steps - max(1, steps // 10):
+            ends += torch.stack([torch.stack(x).mean() for x in attend.losses]) / max(1, steps // 10)
         if step % 10 == 0 or step == steps - 1:
             losses = {c.name: torch.stack(x).mean().item() for c, x in zip(study.candidates, attend.losses, strict=True)}
             study.record("warmup", step=step, losses=losses)
             if step % 50 == 0 or step == steps - 1:
                 study.tell(f"warm-up step {step}: " + ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items()))
         step += 1
-    study.record("warmup done", steps=steps, planned=planned, tokens=steps * study.length)
-    return made
+    reached = dict(zip((c.name for c in study.candidates), ends.tolist(), strict=True))
+    study.record("warmup done", steps=steps, planned=planned, tokens=steps * study.length, reached=reached)
+    study.tell("mean loss of the last tenth: " + ", ".join(f"{name} {loss:.4f}" for name, loss in reached.items()))
+    return made, ends.tolist()
 
 
 def train_sparse(study: Study, candidate: Candidate, branches: dict[int, IndexBranch], steps: int, until: float) -> None:
@@ -293,7 +299,7 @@ def attentions(study: Study, indexes: dict[str, Index]) -> dict[str, VariantAtte
             for name, index in indexes.items():
                 if name.startswith("~"):
                     add(name[1:], index, size, (12.5, 25.0))
-            for name in ("training-free", f"trained {study.candidates[0].name} + sparse"):
+            for name in ("training-free", f"trained {study.candidates[0].dim} + sparse"):
                 for form in FORMATS:
                     add(f"{name}, {form} keys", stored(indexes[name], form), size, (12.5, 25.0))
     return found
@@ -367,72 +373,97 @@ def everything(study: Study, steps: tuple[int, int]) -> None:
     study.record("environment", **study.facts)
     check_gradients(study.device)
     study.tell("index loss and gradients hold against float64")
-    made = train_together(study, steps[0], 0.45 * study.seconds)
-    save_branches(study, made, "warm-up")
+    made, ends = train_together(study, steps[0], 0.45 * study.seconds)
     indexes: dict[str, Index] = {"training-free": group_mean}
-    going_on = [(c, b) for c, b in zip(study.candidates, made, strict=True) if c.sparse]
+    going_on = [goes_on(study, made, ends), next(x for x in zip(study.candidates, made, strict=True) if x[0].own)]
     for place, (candidate, branches) in enumerate(going_on):
-        import copy
-
         before = copy.deepcopy(branches)
         train_sparse(study, candidate, branches, steps[1], study.seconds * (0.45 + 0.075 * (place + 1)))
-        indexes[f"trained {candidate.name} + sparse"] = index_of(branches)
+        indexes[f"trained {'own keys' if candidate.own else study.candidates[0].dim} + sparse"] = index_of(branches)
         indexes[f"~trained {candidate.name}"] = index_of(before)
-    save_branches(study, [b for _, b in going_on], "sparse")
+    save_branches(study, *going_on[0], "branches-one-key")
+    save_branches(study, *going_on[1], "branches-own-keys")
     for candidate, branches in zip(study.candidates, made, strict=True):
-        if not candidate.sparse:
-            indexes[f"~trained {candidate.name}"] = index_of(branches)
-    rows = measure(study, attentions(study, indexes))
+        indexes.setdefault(f"~trained {candidate.name}", index_of(branches))
+    variants = attentions(study, indexes)
+    for name, error in failures(study, {n: a for n, a in variants.items() if a.variant.kind != "dense"}).items():
+        study.record("refused", variant=name, error=error)
+        del variants[name]
+    rows = measure(study, variants)
     show(rows)
     study.tell("done")
 
 
-def save_branches(study: Study, made: list[dict[int, IndexBranch]], stage: str) -> None:
-    """Writes the first candidate's branches, bfloat16."""
+def goes_on(study: Study, made: list[dict[int, IndexBranch]], ends: list[float]) -> tuple[Candidate, dict[int, IndexBranch]]:
+    """Returns the candidate with one index key head and the first one's dim and seed that learnt best, and its branches."""
+    first = study.candidates[0]
+    rivals = [
+        (end, place)
+        for place, (candidate, end) in enumerate(zip(study.candidates, ends, strict=True))
+        if (candidate.dim, candidate.seed, candidate.own) == (first.dim, first.seed, False)
+    ]
+    place = min(rivals)[1]
+    study.record("goes on", candidate=study.candidates[place].name)
+    return study.candidates[place], made[place]
+
+
+def save_branches(study: Study, candidate: Candidate, branches: dict[int, IndexBranch], name: str) -> None:
+    """Writes a candidate's branches, bfloat16."""
     from safetensors.torch import save_file
 
     tensors = {
         f"{number}.{name}": p.detach().to("cpu", torch.bfloat16).contiguous()
-        for number, branch in made[0].items()
+        for number, branch in branches.items()
         for name, p in branch.named_parameters()
     }
-    config = json.dumps(study.config(study.candidates[0]).to_dict())
-    save_file(tensors, study.out / "branches.safetensors", metadata={"config": config, "stage": stage})
+    metadata = {"config": json.dumps(study.config(candidate).to_dict()), "candidate": candidate.name}
+    save_file(tensors, study.out / f"{name}.safetensors", metadata=metadata)
 
 
-def compile_ahead(study: Study, share: int, of: int) -> None:
-    """Makes the calls of every `of`-th job on random tensors, so that their kernels are compiled and cached."""
-    config, device = study.model.config, study.device
+def random_inputs(study: Study) -> LayerInputs:
+    """Returns what a layer might hand over, with the strides that it does."""
+    config, device, n = study.model.config, study.device, study.length
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     torch.manual_seed(0)
 
     def rows(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
 
-    def heads_first(heads: int) -> Tensor:
-        return rows(heads, n, dim).transpose(0, 1)  # as the position embedding leaves queries and keys
-
-    n, dim = study.length, config.head_dim
-    angles = torch.zeros(n, dim, device=device)
-    q_heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    heads = (heads_first(q_heads), heads_first(kv_heads), rows(n, kv_heads, dim))
     starts = torch.tensor([0, n], dtype=torch.int32, device=device)
-    seqs = Sequences(starts, starts, n, n)
-    inputs = LayerInputs(0, rows(n, config.hidden_size), angles.cos(), angles.sin(), *heads, seqs, dim**-0.5)
-    jobs: list[Callable[[], Any]] = []
+    angles = torch.zeros(n, dim, device=device)
+    # The position embedding leaves queries and keys with heads first.
+    turned = (rows(heads, n, dim).transpose(0, 1), rows(kv_heads, n, dim).transpose(0, 1))
+    hidden, seqs = rows(n, config.hidden_size), Sequences(starts, starts, n, n)
+    return LayerInputs(0, hidden, angles.cos(), angles.sin(), *turned, rows(n, kv_heads, dim), seqs, dim**-0.5)
+
+
+def jobs_of(study: Study) -> dict[str, Attend]:
+    """Returns every attention that the study runs, with branches that have learnt nothing."""
+    jobs: dict[str, Attend] = {}
     indexes: dict[str, Index] = {"training-free": group_mean}
     for candidate in study.candidates:
         branches = study.branches(candidate)
-        jobs.append(lambda b=branches: Together([b])(inputs))
-        if candidate.sparse:
-            jobs.append(lambda b=branches, c=candidate: LayerLosses(b, study.config(c), warmup=False)(inputs))
-            indexes[f"trained {candidate.name} + sparse"] = index_of(branches)
+        jobs[f"warm-up of {candidate.name}"] = Together([branches])
+        if candidate.own or candidate is study.candidates[0]:
+            jobs[f"sparse stage of {candidate.name}"] = LayerLosses(branches, study.config(candidate), warmup=False)
+            indexes[f"trained {'own keys' if candidate.own else candidate.dim} + sparse"] = index_of(branches)
         indexes[f"~trained {candidate.name}"] = index_of(branches)
-    jobs += [lambda a=a: a(inputs) for a in attentions(study, indexes).values()]
-    for job in jobs[share::of]:
-        with torch.no_grad(), study.precision():
-            job()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    return {**jobs, **attentions(study, indexes)}
+
+
+def failures(study: Study, jobs: dict[str, Attend]) -> dict[str, str]:
+    """Runs each job on random tensors, which compiles its kernels, and returns the errors of those that fail."""
+    inputs, found = random_inputs(study), {}
+    for name, job in jobs.items():
+        try:
+            with torch.no_grad(), study.precision():
+                job(inputs)
+            if study.device.type == "cuda":
+                torch.cuda.synchronize()
+        except Exception as error:  # noqa: PERF203 - a job that fails must not end the others
+            found[name] = f"{type(error).__name__}: {error}"
+            print(f"{name} fails: {found[name]}", flush=True)
+    return found
 
 
 def random_study(options: argparse.Namespace) -> Study:
@@ -488,7 +519,7 @@ def main() -> None:
     parser.add_argument("--warmup-steps", type=int, default=400)
     parser.add_argument("--sparse-steps", type=int, default=150)
     parser.add_argument("--length", type=int, default=files.LENGTH, help="shorter windows, for a trial: no needles then")
-    parser.add_argument("--windows", type=int, default=16, help="held-out windows")
+    parser.add_argument("--windows", type=int, default=20, help="held-out windows")
     parser.add_argument("--compilers", type=int, default=14, help="processes that compile kernels beforehand; 0: none")
     parser.add_argument("--commit", help="what is recorded as the commit")
     parser.add_argument("--toy", action="store_true", help="a random model of 2 layers on the CPU")
@@ -497,16 +528,20 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.compile_share:
-        compile_ahead(random_study(options), *options.compile_share)
-        return
+        share, of = options.compile_share
+        study = random_study(options)
+        sys.exit(len(failures(study, dict(list(jobs_of(study).items())[share::of]))))
     began = time.monotonic()
     if options.compilers and not options.toy:
         own = [sys.executable, __file__, "--out", str(options.out), "--device", options.device]
         shares = [["--compile-share", str(i), str(options.compilers)] for i in range(options.compilers)]
         running = [subprocess.Popen(own + share) for share in shares]
         failed = sum(process.wait() != 0 for process in running)
-        print(f"kernels are compiled after {time.monotonic() - began:.0f} s; {failed} processes failed", flush=True)
-    if not options.compile_only:
+        print(f"kernels are compiled after {time.monotonic() - began:.0f} s; jobs failed in {failed} processes", flush=True)
+    if options.compile_only:
+        check_gradients(torch.device(options.device))
+        print(f"index loss and gradients hold against float64; {time.monotonic() - began:.0f} s", flush=True)
+    else:
         study = random_study(options) if options.toy else load(options)
         study.began = began
         everything(study, (20, 10) if options.toy else (options.warmup_steps, options.sparse_steps))

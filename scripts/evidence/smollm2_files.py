@@ -126,14 +126,14 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
 
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**CONFIG))
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are no weights
     missing, unexpected = model.load_state_dict(unpack_weights(folder), strict=False, assign=True)
     if unexpected or set(missing) != {"lm_head.weight"}:
         raise ValueError(f"the weights must be those of a Llama, got {unexpected} too many and {missing} missing")
     model.tie_weights()
-    rotary = model.model.rotary_emb
+    rotary = type(model.model.rotary_emb)
+    model.model.rotary_emb = None
     model = model.to(dtype).to(device).eval()
-    rotary.inv_freq = rotary.original_inv_freq.float().to(device)  # in float32 whatever the weights are
+    model.model.rotary_emb = rotary(model.config).to(device)  # It has no weights, and stays in float32.
     return model.requires_grad_(False)
 
 
