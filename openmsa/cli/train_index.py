@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from openmsa.cli.checks import INTERRUPTED, check_writable, refuse
-from openmsa.cli.models import Device, Dtype, Model, find_device, find_model, load_model, load_tokenizer, quiet
+from openmsa.cli.models import Device, Dtype, Model, Source, find_device, find_model, load_model, load_tokenizer, quiet
 from openmsa.cli.words import paragraphs
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def train_index(
         steps=steps, warmup_steps=warmup_steps, batch=batch, micro_batch=micro_batch, lr=lr, schedule=schedule, seed=seed
     )
     source = find_model(model)
+    _check_converted(model, source)
     place, wanted = find_device(device, dtype)
     checkpoint = out / "training" / "checkpoint.safetensors"
     if checkpoint.exists() and not resume:
@@ -78,7 +79,7 @@ def train_index(
         train, held = _files(text, held_out)
         world = join(place)
         tokenizer, loaded = load_tokenizer(source), load_model(source, world.device, wanted)
-        _check(loaded, length)
+        _check_length(loaded, length)
         windows, measured = _windows(tokenizer, train, length, seed), None
         if held:
             measured = _windows(tokenizer, held, length, seed, "held-out text")
@@ -103,6 +104,17 @@ def train_index(
 train_index.__doc__ = paragraphs(HELP)
 
 
+def _check_converted(model: str, source: Source) -> None:
+    from openmsa.integrations import hugging_face
+
+    try:
+        converted = source.file is None and hugging_face.is_converted(source.folder)
+    except (OSError, ValueError) as error:
+        refuse(f"MODEL cannot be loaded: {error}")
+    if not converted:
+        refuse(f"MODEL must have index branches to train, got {model!r}: openmsa convert {model} OUT gives it some")
+
+
 def _settings(**values: Any) -> TrainSettings:
     from openmsa.training.settings import TrainSettings
 
@@ -124,10 +136,7 @@ def _windows(tokenizer: Any, files: list[Path], length: int, seed: int, what: st
     return Windows(tokens_of(tokenizer, read_files(files)), length, seed, what)
 
 
-def _check(model: Any, length: int) -> None:
-    from openmsa.training.layers import branches_of
-
-    branches_of(model)  # raises where there are none
+def _check_length(model: Any, length: int) -> None:
     most = getattr(model.config, "max_position_embeddings", None)
     if most is not None and length > most:
         raise ValueError(f"--length must be at most what the model reads ({most} tokens), got {length}")

@@ -69,6 +69,8 @@ class Trainer:
                 f"batch must be a multiple of processes x micro_batch ({world.size} x {settings.micro_batch}), "
                 f"got {settings.batch}"
             )
+        if model.dtype == torch.float16:
+            raise ValueError("dtype must be bfloat16 or float32, as gradients of the index loss are too small for float16")
         self.model, self.originals, self.config, self.settings = model.requires_grad_(False).eval(), branches, config, settings
         self.windows, self.held_out, self.folder, self.world = windows, held_out, folder, world
         self.by_layer = {n: copy.deepcopy(b).to(world.device, torch.float32).requires_grad_() for n, b in branches.items()}
@@ -166,8 +168,9 @@ class Trainer:
                 backbone(self.model)(input_ids=ids.to(self.world.device), use_cache=False)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns the context in which forwards run: bfloat16 products on a GPU, nothing special on a CPU."""
-        if self.world.device.type == "cuda":
+        """Returns the context in which forwards run: products of index branches in the dtype of a bfloat16 model on a GPU,
+        otherwise in float32."""
+        if self.world.device.type == "cuda" and self.model.dtype == torch.bfloat16:
             return torch.autocast("cuda", torch.bfloat16)
         return contextlib.nullcontext()
 
