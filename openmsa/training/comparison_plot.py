@@ -39,6 +39,7 @@ def plot(rows: Sequence[Row], bins: Sequence[tuple[int, int]], shown: float, tit
             moved = 1 + 0.015 * number  # lines at one height stay apart
             axes[1][1].plot([score.distance * moved for score in row.needles], [score.found for score in row.needles], **style)
     axes[0][1].set_xscale("log", base=2)
+    axes[0][1].xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes[0][1].set_xlabel(f"position, up to (at {shown:g} % of the blocks)")
     axes[0][1].set_ylabel("loss, nats a token")
     axes[1][1].set_xlabel(f"tokens behind the needle (at {shown:g} % of the blocks)")

@@ -50,6 +50,7 @@ def _curves(
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
@@ -65,7 +66,8 @@ def _curves(
     axes.set_ylabel(title)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.colorbar(ScalarMappable(places, shades), ax=axes, label="layer")
+    figure.colorbar(ScalarMappable(places, shades), ax=axes, label="layer", ticks=MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(file, dpi=130)
 
 

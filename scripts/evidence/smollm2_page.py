@@ -155,9 +155,8 @@ def verdict(records: Records) -> str:
         for percent, target in ((25.0, 1.0), (12.5, 2.0)):
             r = found[f"{kind}, {percent:g} % of {size}"]
             change = 100 * r["change"] / dense
-            said.append(
-                f"{kind}, {percent:g} % of the blocks: {change:+.2f} % ({'within' if change <= target else 'NOT within'} {target:g} %)"
-            )
+            word = "within" if change <= target else "NOT within"
+            said.append(f"{kind}, {percent:g} % of the blocks: {change:+.2f} % ({word} {target:g} %)")
     return "\n".join(f"- {line}" for line in said) + "\n"
 
 
@@ -175,10 +174,8 @@ def plots(records: Records, out: Path) -> None:
                 (r for r in found.values() if (r["kind"], r["block_size"]) == (kind, size)), key=lambda r: r["percent"]
             )
             style = {"marker": "o", "label": kind, "color": f"C{number}"}
-            there = [r for r in own if r["variant"] in loss]
-            axes[0][column].plot(
-                [r["percent"] for r in there], [100 * loss[r["variant"]]["change"] / dense for r in there], **style
-            )
+            there = [loss[r["variant"]] for r in own if r["variant"] in loss]
+            axes[0][column].plot([r["percent"] for r in there], [100 * r["change"] / dense for r in there], **style)
             axes[1][column].plot([r["percent"] for r in own], [r["block_recall"] for r in own], **style)
         axes[0][column].set_title(f"blocks of {size} keys")
         axes[0][column].set_yscale("symlog", linthresh=1)
