@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from openmsa.cli.checks import check_writable, refuse
-from openmsa.cli.models import Dtype, Model, find_device, find_model, load_model, load_tokenizer
+from openmsa.cli.models import Dtype, Model, find_device, find_model, hugging_face, load_model, load_tokenizer
 
 
 def convert(
@@ -70,11 +70,9 @@ def convert(
 
 def to_msa(model: Any, initialise: str = "group-mean", dense_layers: list[int] | None = None, settings: Any = None) -> Any:
     """Converts a model in place; refuses in the command's words where it cannot be."""
-    from openmsa.integrations import hugging_face
-
     initialise = initialise.replace("-", "_")
     try:
-        return hugging_face.convert(model, dense_layers=dense_layers or [], initialise=initialise, **(settings or {}))
+        return hugging_face().convert(model, dense_layers=dense_layers or [], initialise=initialise, **(settings or {}))
     except (ValueError, TypeError, NotImplementedError) as error:
         refuse(f"MODEL cannot be converted: {error}")
 

@@ -16,7 +16,7 @@ import typer
 
 from openmsa.cli.checks import INTERRUPTED, refuse
 from openmsa.cli.convert import to_msa
-from openmsa.cli.models import Device, Dtype, Model, find_device, find_model, load_model, load_tokenizer
+from openmsa.cli.models import Device, Dtype, Model, find_device, find_model, hugging_face, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,6 +89,7 @@ def generate(
     """
     source = find_model(model)
     where, wanted = find_device(device, dtype)
+    _check_formats(kv_format, index_format)
     text = "" if file is None else _read(file)
     if not text and not prompt:
         refuse("--file or --prompt must be given, as there is nothing to answer otherwise")
@@ -102,10 +103,10 @@ def generate(
         loaded = _prepared(load_model(source, where, wanted), attention, topk, block_size)
         ids = ids.to(where)
     longest = getattr(loaded.config, "max_position_embeddings", None)
-    if longest is not None and ids.shape[1] + max_new_tokens > longest:
-        total = ids.shape[1] + max_new_tokens
-        console.print(f"Note: {total:,} tokens are more than the {longest:,} positions of the model, which may answer worse.")
-    cache = _cache(loaded, kv_format, index_format)
+    room = ids.shape[1] + max_new_tokens
+    if longest is not None and room > longest:
+        console.print(f"Note: {room:,} tokens are more than the {longest:,} positions of the model, which may answer worse.")
+    cache = hugging_face().PagedCache(loaded, tokens=room, kv_format=kv_format, index_format=index_format)
     report = Report(attention.value, ids.shape[1], 0)
     interrupted = False
     try:
@@ -149,10 +150,9 @@ def _token_ids(tokenizer: Any, text: str, prompt: str, raw: bool) -> Tensor:
 
 def _prepared(model: Any, attention: Attention, topk: int | None, block_size: int | None) -> Any:
     """Returns the model with the branches and the stage that the options ask for."""
-    from openmsa.integrations.hugging_face import MSAModel
     from openmsa.modules import index_branches, set_stage
 
-    converted: bool = isinstance(model, MSAModel)
+    converted = isinstance(model, hugging_face().MSAModel)
     if converted:
         if block_size is not None:
             refuse("--block-size must not be given with a converted model, whose branches have their own")
@@ -170,13 +170,13 @@ def _prepared(model: Any, attention: Attention, topk: int | None, block_size: in
     return model
 
 
-def _cache(model: Any, kv_format: str, index_format: str) -> Any:
-    from openmsa.integrations.hugging_face import PagedCache
+def _check_formats(kv_format: str, index_format: str) -> None:
+    from openmsa.kv_cache.rows import INDEX_FORMATS, KEY_FORMATS
 
-    try:
-        return PagedCache(model, kv_format=kv_format, index_format=index_format)
-    except ValueError as error:
-        refuse(f"--kv-format or --index-format: {error}")
+    pairs = (("--kv-format", kv_format, KEY_FORMATS), ("--index-format", index_format, INDEX_FORMATS))
+    for option, given, known in pairs:
+        if given not in ("plain", *known):
+            refuse(f"{option} must be plain or one of {', '.join(known)}, got {given!r}")
 
 
 def _pieces(

@@ -96,16 +96,24 @@ def find_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     return found, dtypes[dtype]
 
 
+def hugging_face() -> Any:
+    """Imports what converts and runs models; refuses where transformers is too old."""
+    try:
+        from openmsa.integrations import hugging_face as library
+    except ImportError as error:
+        refuse(str(error))
+    return library
+
+
 def load_model(source: Source, device: torch.device, dtype: torch.dtype) -> Any:
     """Loads a causal language model for inference, with its index branches where it has some. Refuses what cannot be loaded."""
-    from openmsa.integrations import hugging_face
-
+    library = hugging_face()
     with quiet():
         try:
             from transformers import AutoModelForCausalLM
 
-            converted = source.file is None and hugging_face.is_converted(source.folder)
-            read = hugging_face.load if converted else AutoModelForCausalLM.from_pretrained
+            converted = source.file is None and library.is_converted(source.folder)
+            read = library.load if converted else AutoModelForCausalLM.from_pretrained
             model: Any = read(**source.arguments, dtype=dtype)
         except (OSError, ValueError, ImportError) as error:
             refuse(f"MODEL cannot be loaded: {error}")

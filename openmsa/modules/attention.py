@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from openmsa.modules.cache import LayerCache
 from openmsa.modules.config import MSAConfig, check_rotary_dim
-from openmsa.modules.index_branch import IndexBranch, check_coefficient, check_stage
+from openmsa.modules.index_branch import IndexBranch, check_coefficient, check_stage, normed
 from openmsa.modules.rotary import rotate
 from openmsa.runtime import checks
 from openmsa.types import Sequences
@@ -92,8 +92,8 @@ class MSAttention(nn.Module):
         cos, sin = (x.expand(*lead, -1).reshape(total, -1) for x in (cos, sin))
         tokens = hidden.reshape(total, -1)
         q, k, v = (proj(tokens).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q = rotate(self.q_norm(q).to(v.dtype), cos, sin, self.rotary_dim)
-        k = rotate(self.k_norm(k).to(v.dtype), cos, sin, self.rotary_dim)
+        q = rotate(normed(q, self.q_norm), cos, sin, self.rotary_dim)
+        k = rotate(normed(k, self.k_norm), cos, sin, self.rotary_dim)
         index_q, index_k = None, None
         if self.stage != "dense" if cache is None else cache.index is not None:
             index_q, index_k = self.index_branch(tokens, cos, sin)

@@ -71,7 +71,7 @@ class IndexBranch(nn.Module):
         of `hidden` ``[..., hidden_size]``. cos, sin: as in `rotate`. No gradient flows to `hidden`."""
         hidden, dim = hidden.detach(), self.config.index_head_dim
         queries, keys = (proj(hidden).unflatten(-1, (-1, dim)) for proj in (self.q_proj, self.k_proj))
-        queries, keys = self.q_norm(queries).to(queries.dtype), self.k_norm(keys).to(keys.dtype)
+        queries, keys = normed(queries, self.q_norm), normed(keys, self.k_norm)
         return tuple(rotate(x, cos, sin, self.config.index_rotary_dim) for x in (queries, keys))  # type: ignore[return-value]
 
     def attend(
@@ -162,6 +162,11 @@ class IndexBranch(nn.Module):
 
     def extra_repr(self) -> str:
         return f"stage={self.stage!r}, loss_coefficient={self.loss_coefficient}, {self.config}"
+
+
+def normed(x: Tensor, norm: nn.Module) -> Tensor:
+    """Returns a norm of `x`, in the dtype of x, computed in that of the norm's weights: under autocast they differ."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype) if isinstance(norm, nn.RMSNorm) else x
 
 
 def check_stage(stage: str) -> str:

