@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-gpu test-wheel first-call lint types compile-check bench clean
+.PHONY: demo test test-gpu test-multi-gpu test-wheel first-call lint types compile-check bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -20,13 +20,17 @@ demo: $(INSTALLED)
 	$(BIN)/openmsa demo
 
 test: $(INSTALLED) lint types compile-check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not multi_gpu"
 
 # On a machine with a GPU, with the python that holds torch and triton: make test-gpu PYTHON=python3 [OPTIONS='-n 14']
 # The contract suite on CUDA tensors, graphs and streams, the fuzz (FUZZ_SECONDS=30 a test), and compute-sanitizer over every kernel
 # (tests/gpu).
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(OPTIONS)
+
+# On a host with two GPUs or more: ranks that share a computation (tests/multi_gpu).
+test-multi-gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest -m multi_gpu tests/multi_gpu $(OPTIONS)
 
 # The wheel in a fresh environment of each Python from 3.10 to 3.13 that is here: make test-wheel [OPTIONS='--folder FOLDER']
 test-wheel: $(INSTALLED)

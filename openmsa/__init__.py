@@ -13,6 +13,7 @@ from openmsa.block_topk import select_blocks, select_blocks_from_scores
 from openmsa.decode import DecodePlan
 from openmsa.dense_attention import dense_attention
 from openmsa.explain import explain
+from openmsa.host_kv import HostDecodePlan, HostKV
 from openmsa.index_loss import index_loss
 from openmsa.kv_cache import E4M3, MXFP4, NVFP4, CertifiedKeys, Int8, PagedIndexKeys, PagedKV
 from openmsa.plan import AttentionPlan
@@ -29,6 +30,8 @@ __all__ = [
     "AttentionPlan",
     "CertifiedKeys",
     "DecodePlan",
+    "HostDecodePlan",
+    "HostKV",
     "Int8",
     "PagedIndexKeys",
     "PagedKV",

@@ -14,6 +14,7 @@ from openmsa.cli.demo import demo
 from openmsa.cli.doctor import doctor
 from openmsa.cli.evaluate import evaluate
 from openmsa.cli.generate import generate
+from openmsa.cli.plan import plan
 from openmsa.cli.train_index import train_index
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.command()(convert)
 app.command()(train_index)
 app.command()(evaluate)
 app.command()(generate)
+app.command()(plan)
 app.add_typer(bench.app, name="bench")
 
 

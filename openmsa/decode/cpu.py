@@ -20,8 +20,17 @@ def run_stages(
     plan: DecodePlan, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, out: Tensor
 ) -> None:
     """Does what `DecodePlan.run` says for checked arguments."""
-    seqs = Sequences(cu_seqlens_q=plan.starts[: kv.batch + 1], max_seqlen_q=plan.new_tokens)
-    blocks = select_blocks(
+    seqs, blocks = select(plan, index_q, index_keys)
+    scale = plan.softmax_scale
+    result, lse = sparse_attention(q, kv, None, blocks, seqs, block_size=plan.block_size, softmax_scale=scale, return_lse=True)
+    for buffer, value in ((plan.blocks, blocks), (out, result), (plan.lse, lse)):
+        buffer.copy_(value)
+
+
+def select(plan: DecodePlan, index_q: Tensor | E4M3, index_keys: PagedIndexKeys) -> tuple[Sequences, Tensor]:
+    """Returns the lengths of a step's queries and the blocks that they read."""
+    seqs = Sequences(cu_seqlens_q=plan.starts[: index_keys.batch + 1], max_seqlen_q=plan.new_tokens)
+    return seqs, select_blocks(
         index_q,
         index_keys,
         plan.topk,
@@ -31,7 +40,3 @@ def run_stages(
         local_blocks=plan.local_blocks,
         certified=index_keys.format == "certified",
     )
-    scale = plan.softmax_scale
-    result, lse = sparse_attention(q, kv, None, blocks, seqs, block_size=plan.block_size, softmax_scale=scale, return_lse=True)
-    for buffer, value in ((plan.blocks, blocks), (out, result), (plan.lse, lse)):
-        buffer.copy_(value)

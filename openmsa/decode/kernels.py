@@ -110,18 +110,27 @@ class Kernels:
     def _stages(self, step: Step) -> None:
         """Runs one layer with a launch or more a stage."""
         sizes, batch, capacity = self.sizes, step.kv.batch, step.index_keys.capacity
-        certified = self.certified if _exact_bytes(batch, capacity, sizes) > BOUNDS_PAY else None
-        starts = self.cu_seqlens_q[: batch + 1]
+        certified, starts = self.bounds_that_pay(batch, capacity), self.cu_seqlens_q[: batch + 1]
         if certified is not None and self.parts is not None and self._pays(batch, capacity):
             due = step.index_keys.format == "certified" and self.parts.due(step.kv, step.index_keys)
             plain = isinstance(step.q, Tensor) and isinstance(step.index_q, Tensor)
             if due and plain and self.parts.serve(Part(step, starts, sizes, Buffers(certified, self.partials))):
                 return
-        select(step.index_q, step.index_keys, starts, sizes, self.scores, certified, step.blocks)
+        self.select(step.index_q, step.index_keys, step.blocks)
         triton_decode.launch(
             *(self.attend[step.kv.format][batch - 1], self.partials, step.q, step.kv, None, step.blocks, step.kv.seq_lens),
             *(sizes.new_tokens, sizes.block_size, step.softmax_scale, step.out, step.lse, self.pdl),
         )
+
+    def select(self, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, blocks: Tensor) -> None:
+        """Selects the blocks of a step, with a launch or more a stage; the arguments are taken as checked."""
+        certified = self.bounds_that_pay(index_keys.batch, index_keys.capacity)
+        starts = self.cu_seqlens_q[: index_keys.batch + 1]
+        select(index_q, index_keys, starts, self.sizes, self.scores, certified, blocks)
+
+    def bounds_that_pay(self, batch: int, capacity: int) -> triton_certified.Workspace | None:
+        """Returns the buffers of bounds where certified keys of so many sequences are read as bounds first."""
+        return self.certified if _exact_bytes(batch, capacity, self.sizes) > BOUNDS_PAY else None
 
     def _pays(self, batch: int, capacity: int) -> bool:
         """Tells whether certified keys of so many sequences, of `capacity` keys each, are served in two parts."""

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from openmsa.decode.cpu import run_stages
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.rows import QUERY_FORMATS, check_rows
 from openmsa.runtime import checks, devices, tracing
@@ -73,6 +74,7 @@ class DecodePlan:
     certified_keys: bool = True
     dtype: torch.dtype = torch.bfloat16
     device: torch.device | str = "cuda"
+    _kv_type, _run_stages = PagedKV, run_stages
 
     def __post_init__(self) -> None:
         self._device, self._tokens, self._in_graph = devices.resolved("device", self.device), 0, False
@@ -196,15 +198,13 @@ class DecodePlan:
                 recorded = self._kernels.parts is None and self._device.type == "cuda"
                 self._kinds.first(call, [run], (q, kv, index_q, index_keys, out), own=False) if recorded else run()
             else:
-                from openmsa.decode.cpu import run_stages
-
-                run_stages(self, q, kv, index_q, index_keys, to)
+                self._run_stages(q, kv, index_q, index_keys, to)
         return to
 
     def _check_call(
         self, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, out: Tensor | None
     ) -> None:
-        for name, cache, kind in (("kv", kv, PagedKV), ("index_keys", index_keys, PagedIndexKeys)):
+        for name, cache, kind in (("kv", kv, self._kv_type), ("index_keys", index_keys, PagedIndexKeys)):
             if not isinstance(cache, kind):
                 raise TypeError(f"{name} must be an openmsa.{kind.__name__}, got {type(cache).__name__}")
         checks.integer("kv.batch", kv.batch, 0, self.max_batch)

@@ -18,6 +18,7 @@ from torch import Tensor
 from openmsa.block_topk.triton_certified import Selection, Workspace
 from openmsa.decode.triton_launch import Sizes, Step
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV
+from openmsa.kv_cache.paged import Paged
 from openmsa.primitives.scoring import Lengths
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime import devices
@@ -145,7 +146,7 @@ class TwoParts:
 
     def due(self, kv: PagedKV, index_keys: PagedIndexKeys) -> bool:
         """Tells whether a step on such caches has to go through `serve`."""
-        return _like(kv, index_keys) not in self._loaded or self.side.serves()
+        return like(kv, index_keys) not in self._loaded or self.side.serves()
 
     def serve(self, whole: Part) -> bool:
         """Runs a layer's step in a CUDA graph. Outside of one it returns False and changes only the plan's own memory: the
@@ -156,7 +157,7 @@ class TwoParts:
         out = whole.step.out  # It may be the memory of the queries, which the step that counts still has to read.
         scratch = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
         self._run(replace(whole, step=whole.step._replace(out=scratch)))
-        self._loaded.add(_like(whole.step.kv, whole.step.index_keys))
+        self._loaded.add(like(whole.step.kv, whole.step.index_keys))
         return False
 
     def _run(self, whole: Part) -> None:
@@ -174,6 +175,6 @@ class TwoParts:
             self.side.join()
 
 
-def _like(kv: PagedKV, index_keys: PagedIndexKeys) -> tuple[int, str, int]:
+def like(kv: Paged, index_keys: PagedIndexKeys) -> tuple[int, str, int]:
     """Returns a key that tells apart the kernels that steps of a plan take."""
     return kv.batch, kv.format, next_power_of_two(index_keys.capacity)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,8 +67,18 @@ def gather(cache: Paged, lens: Tensor | None, dtype: torch.dtype) -> tuple[list[
     return [rows_of(pool, *index, dtype=dtype) for pool in cache.pools().values()], cu  # [total, heads, dim]
 
 
-def append(cache: Paged, new: dict[str, Tensor], cu_seqlens: Tensor | None, check: bool) -> None:
-    """Writes new tokens behind each sequence's keys, as `PagedKV.append` describes it. new: rows for each pool by its name."""
+def append(
+    cache: Paged,
+    new: dict[str, Tensor],
+    cu_seqlens: Tensor | None,
+    check: bool,
+    before: Callable[[int, Tensor | None], None] | None = None,
+) -> None:
+    """Writes new tokens behind each sequence's keys, as `PagedKV.append` describes it.
+
+    new:     rows for each pool by its name.
+    before:  called with the number of new tokens and checked `cu_seqlens` when the checks are done and nothing is written.
+    """
     checks.flag("check", check)
     checks.has_values("the cache", cache)
     total = _check_new(cache, new, check)
@@ -86,6 +97,8 @@ def append(cache: Paged, new: dict[str, Tensor], cu_seqlens: Tensor | None, chec
     if check or not on_gpu:
         sequence, position, lens = owners.places(cache, total, cu_seqlens)
     owners.claim_lengths(cache)
+    if before is not None:
+        before(total, cu_seqlens)
     if on_gpu:
         from openmsa.kv_cache import triton_store
 

@@ -123,6 +123,8 @@ class _Machine(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is Tensor.pin_memory:
             return args[0]
+        if func is Tensor.is_pinned:
+            return True
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         if func in (Tensor.cuda, Tensor.cpu):

@@ -13,6 +13,8 @@ from .kinds import (
     Dense,
     DenseBackward,
     DropIn,
+    Exchange,
+    HostPlan,
     IndexLoss,
     Plan,
     Scores,
@@ -182,6 +184,15 @@ CALLS: tuple[Any, ...] = (
     Plan(32, 32768, k="e4m3 tensor", heads=HEADS[64]),
     Plan(32, 32768, k="nvfp4", heads=HEADS[64]),
     Plan(32, 32768, k="nvfp4", heads=HEADS[32]),
+    # These exchange candidates and partial results with other ranks.
+    *(Exchange(ranks) for ranks in (2, 4, 8)),
+    Exchange(2, "fp16", topk=64, dim=64, init=1, local=2, page_blocks=4),
+    Exchange(2, topk=3, dim=80, local=0),
+    # These are decode steps over keys and values in host memory.
+    HostPlan(8, LONG),
+    HostPlan(2, 32768, k="e4m3", new=2),
+    HostPlan(8, 32768, k="nvfp4", page=256),
+    HostPlan(2, 8192, dim=80, block=48, page=96, topk=5),
     # These append to caches.
     *(Append(kind) for kind in ("bf16", "e4m3 tensor", "int8", "nvfp4", "nvfp4 128x4", "mxfp4")),
     # These call the drop-in package.

@@ -14,6 +14,8 @@ from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import triton_backward as dense_backward
 from openmsa.index_loss import STAGE as LOSS
 from openmsa.index_loss import triton_loss
+from openmsa.parallel import triton_exchange
+from openmsa.parallel.exchange import Choice
 from openmsa.runtime.recording import GPU
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention import triton_backward as sparse_backward
@@ -226,6 +228,61 @@ class Plan(NamedTuple):
         held = index_keys(self.index_k, self.batch, self.keys, 1, self.index_dim, self.page)
         index_q = rows(self.index_q, tokens, index_heads, self.index_dim)
         return plan.run(rows(self.q, tokens, q_heads, self.dim), cache, index_q, held)
+
+
+class Exchange(NamedTuple):
+    """Exchanges the candidates and partial results of a decode step with ranks that share memory, as rank 1 of them."""
+
+    ranks: int
+    dtype: str = "bf16"
+    topk: int = 16
+    dim: int = 128
+    init: int = 0
+    local: int = 1
+    page_blocks: int = 1
+
+    def run(self) -> Any:
+        tokens, reach = 32, triton_exchange.Reach(1, self.ranks, 10**9)
+        words = torch.zeros(1, dtype=torch.int64, device=GPU)
+        mail = triton_exchange.Mailbox(torch.zeros(self.ranks, dtype=torch.int64, device=GPU), words, words.clone())
+        ids, visible = (empty(shape, torch.int32) for shape in ((tokens, 4, self.topk), (tokens,)))
+        choice = Choice(self.topk, self.init, self.local, self.page_blocks)
+        scores = empty((4, tokens, 512), torch.float32)
+        triton_exchange.launch_choose(scores, ids, visible, ids.clone(), ids.clone(), mail, 128, choice, reach)
+        part, lse = rows(self.dtype, tokens, 64, self.dim), empty((tokens, 64), torch.float32)
+        triton_exchange.launch_merge(part, lse, part.clone(), lse.clone(), mail, 2048, reach)
+
+
+class HostPlan(NamedTuple):
+    """Appends to a `HostKV` and runs a step of a `HostDecodePlan`."""
+
+    batch: int
+    keys: int
+    k: str = "plain"
+    new: int = 1
+    heads: tuple[int, int] = (64, 4)
+    dim: int = 128
+    block: int = 128
+    page: int = 128
+    topk: int = 16
+
+    def run(self) -> Any:
+        q_heads, kv_heads = self.heads
+        table, _ = paged(self.batch, self.keys, self.page)
+        steps: dict[str, int] = {"block_size": self.block, "topk": self.topk, "new_tokens": self.new}
+        slots = self.batch * kv_heads * self.topk * self.new
+        sizes = (PAGES, kv_heads, self.page, self.dim, DTYPES["bf16"], self.k)
+        cache = openmsa.HostKV.allocate(table, *sizes, cache_blocks=slots, **steps)
+        plan = openmsa.HostDecodePlan(
+            max_batch=self.batch, num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=self.dim, page_size=self.page,
+            max_pages=-(-self.keys // self.page), **steps,
+        )  # fmt: skip
+        tokens = self.batch * self.new
+        new = rows("bf16", tokens, kv_heads, self.dim)
+        cache.append(new, new)
+        held = index_keys("bf16", self.batch, self.keys, 1, 128, self.page)
+        index_q = rows("bf16", tokens, kv_heads, 128)
+        return plan.run(rows("bf16", tokens, q_heads, self.dim), cache, index_q, held)
 
 
 class Append(NamedTuple):

@@ -77,6 +77,7 @@ CANDIDATES = (
     Candidate("64, lr 1e-3", 64, 1e-3),
     Candidate("64, seed 1", 64, 3e-3, seed=1),
 )
+MORE = (Candidate("128, lr 1e-2", 128, 1e-2),)  # which only --candidates names
 TOY = (
     Candidate("32", 32, 1e-2),
     Candidate("own keys", 32, 1e-3, own=True),
@@ -112,7 +113,7 @@ class Study:
 
     def record(self, what: str, **values: Any) -> None:
         """Appends one record."""
-        append([{"what": what, **values, "at_s": round(self.used, 1)}], self.out / "smollm2.jsonl")
+        append([rounded({"what": what, **values, "at_s": round(self.used, 1)})], self.out / "smollm2.jsonl")
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the context of forwards: bfloat16 products on a GPU."""
@@ -144,6 +145,15 @@ class Study:
                     branch.k_proj.weight.copy_(layer.k_proj.weight)  # type: ignore[union-attr, arg-type]
             made[number] = branch.to(self.device)
         return made
+
+
+def rounded(value: Any) -> Any:
+    """Returns a record whose numbers have five decimals."""
+    if isinstance(value, float):
+        return round(value, 5)
+    if isinstance(value, dict):
+        return {key: rounded(inside) for key, inside in value.items()}
+    return [rounded(inside) for inside in value] if isinstance(value, (list, tuple)) else value
 
 
 class Together:
@@ -295,13 +305,12 @@ def attentions(study: Study, indexes: dict[str, Index]) -> dict[str, VariantAtte
             add(name, index, size, PERCENTS)
         for name in ("window", "random"):
             add(name, group_mean, size, PERCENTS)
-        if size == study.sizes[0]:
-            for name, index in indexes.items():
-                if name.startswith("~"):
-                    add(name[1:], index, size, (12.5, 25.0))
-            for name in ("training-free", f"trained {study.candidates[0].dim} + sparse"):
-                for form in FORMATS:
-                    add(f"{name}, {form} keys", stored(indexes[name], form), size, (12.5, 25.0))
+    for name, index in indexes.items():
+        if name.startswith("~"):
+            add(name[1:], index, study.sizes[0], (12.5, 25.0))
+    for name in ("training-free", f"trained {study.candidates[0].dim} + sparse"):
+        for form in FORMATS:
+            add(f"{name}, {form} keys", stored(indexes[name], form), study.sizes[0], (12.5, 25.0))
     return found
 
 
@@ -316,8 +325,10 @@ def measure(study: Study, variants: dict[str, VariantAttention]) -> dict[str, di
     for name in sparse:
         mean = watch.mean(name)
         rows[name] |= {"block_recall": mean.blocks, "score_recall": mean.scores, "mass": mean.mass}
-        by_layer = {layer: [round(x, 4) for x in found[:3]] for layer, found in watch.by_layer(name).items()}
-        study.record("recall", variant=name, **rows[name], by_layer=by_layer)
+        more = {}
+        if rows[name]["percent"] == 25.0:
+            more["by_layer"] = {str(layer): [round(x, 4) for x in found[:2]] for layer, found in watch.by_layer(name).items()}
+        study.record("recall", variant=name, **rows[name], **more)
     study.tell(f"recall of {len(sparse)} variants on {min(4, len(study.held_out))} windows")
 
     bins, dense_losses = position_bins(study.length), None
@@ -476,7 +487,7 @@ def random_study(options: argparse.Namespace) -> Study:
         device = torch.device(options.device)
         model = LlamaForCausalLM(config).to(device).eval().requires_grad_(False)
         nothing = torch.empty(0, files.LENGTH)
-        return Study(model, device, files.LENGTH, (128, 64), nothing, nothing, [], CANDIDATES, out, 0.0, {})
+        return Study(model, device, files.LENGTH, (128, 64), nothing, nothing, [], named(options), out, 0.0, {})
     else:
         torch.manual_seed(0)
         small = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
@@ -487,6 +498,13 @@ def random_study(options: argparse.Namespace) -> Study:
         needles = [Needle(tokens[i], 5, 100 * (1 + i % 2)) for i in range(4)]
         data = (tokens[:8], tokens[8:10], needles)
         return Study(model, torch.device("cpu"), 512, (32, 16), *data, TOY, out, 60 * options.minutes, {"toy": True})
+
+
+def named(options: argparse.Namespace) -> tuple[Candidate, ...]:
+    """Returns the candidates that --candidates names, or `CANDIDATES`; one with an index dim of its own and "own keys" must be
+    among them, the former first."""
+    known = {c.name: c for c in CANDIDATES + MORE}
+    return tuple(known[name] for name in options.candidates) if options.candidates else CANDIDATES
 
 
 def load(options: argparse.Namespace) -> Study:
@@ -501,12 +519,12 @@ def load(options: argparse.Namespace) -> Study:
     needles = [Needle(ids, *pair) for ids, pair in zip(needle_ids, json.loads(told["needles"]), strict=True)]
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
     facts = environment(device, options.commit) | {"text": {k: json.loads(v) for k, v in told.items() if k.startswith("files")}}
-    facts |= {"windows": [len(train), len(held_out)], "candidates": [dataclasses.asdict(c) for c in CANDIDATES]}
+    facts |= {"windows": [len(train), len(held_out)], "candidates": [dataclasses.asdict(c) for c in named(options)]}
     if options.length < files.LENGTH:
         train, held_out, needles = train[:, : options.length], held_out[:, : options.length], []
     sizes = (128, 64) if options.length == files.LENGTH else (options.length // 32, options.length // 64)
     data = (train[order], held_out[: options.windows], needles)
-    return Study(model, device, options.length, sizes, *data, CANDIDATES, options.out, 60 * options.minutes, facts)
+    return Study(model, device, options.length, sizes, *data, named(options), options.out, 60 * options.minutes, facts)
 
 
 def main() -> None:
@@ -518,6 +536,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=7.0)
     parser.add_argument("--warmup-steps", type=int, default=400)
     parser.add_argument("--sparse-steps", type=int, default=150)
+    parser.add_argument("--candidates", nargs="+", help="train these alone, by name")
     parser.add_argument("--length", type=int, default=files.LENGTH, help="shorter windows, for a trial: no needles then")
     parser.add_argument("--windows", type=int, default=20, help="held-out windows")
     parser.add_argument("--compilers", type=int, default=14, help="processes that compile kernels beforehand; 0: none")
@@ -534,6 +553,7 @@ def main() -> None:
     began = time.monotonic()
     if options.compilers and not options.toy:
         own = [sys.executable, __file__, "--out", str(options.out), "--device", options.device]
+        own += ["--candidates", *options.candidates] if options.candidates else []
         shares = [["--compile-share", str(i), str(options.compilers)] for i in range(options.compilers)]
         running = [subprocess.Popen(own + share) for share in shares]
         failed = sum(process.wait() != 0 for process in running)

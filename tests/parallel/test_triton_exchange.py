@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: MIT
+"""The kernels of the symmetric exchange do what the collectives do: in the interpreter every rank puts its words, then each
+gets them."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from openmsa.parallel import exchange, triton_exchange
+from openmsa.parallel.exchange import Choice
+from openmsa.parallel.triton_exchange import FIRST_LAUNCH, Mailbox, Reach
+from openmsa.testing.compare import assert_close, assert_equal
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="one process has one rank on a GPU; see tests/multi_gpu"),
+]
+
+
+def mailboxes(ranks, words):
+    """One mailbox a rank, and a function that makes the counters those of launch `n`."""
+    memory = [torch.zeros(words, dtype=torch.int64) for _ in range(ranks)]
+    peers = torch.tensor([x.data_ptr() for x in memory])
+    counters = [torch.full((1,), FIRST_LAUNCH) for _ in range(ranks)]
+
+    def open_launch(n):
+        for counter in counters:
+            counter.fill_(FIRST_LAUNCH * n)
+
+    return [Mailbox(peers, x, counter) for x, counter in zip(memory, counters, strict=True)], open_launch
+
+
+def candidates(ranks, heads, tokens, blocks, topk, visible, page_blocks, seed):
+    """Scores of all blocks of the sequences, with ties, infinities and NaN, and what each rank holds and offers of them."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(heads, tokens, blocks, generator=generator)
+    scores[0] = scores[0].round() * 0.0 + scores[0].round().clamp(-1, 1)
+    scores[:, 0, ::3] = torch.nan
+    scores[:, 1 % tokens, 1::4] = torch.inf
+    scores[:, 2 % tokens, ::2] = -0.0
+    seen = torch.arange(blocks) < visible[:, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    block = torch.arange(blocks)
+    for rank in range(ranks):
+        held = block[block // page_blocks % ranks == rank]
+        own = scores[:, :, held].contiguous()
+        best = own.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argsort(dim=-1, descending=True, stable=True)
+        best = best[..., :topk].masked_fill(~(own.gather(-1, best[..., :topk]) > -torch.inf), -1)
+        best = torch.nn.functional.pad(best, (0, topk - best.shape[-1]), value=-1)
+        yield own, best.transpose(0, 1).int().contiguous(), scores
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "topk", "init", "local", "page_blocks"),
+    [(2, 2, 4, 0, 1, 1), (3, 1, 5, 1, 2, 2), (4, 2, 16, 0, 0, 1), (2, 1, 1, 1, 0, 1), (1, 2, 8, 3, 3, 4), (8, 1, 16, 2, 1, 1)],
+)
+def test_choose(ranks, heads, topk, init, local, page_blocks):
+    from openmsa.block_topk import reference
+
+    tokens, choice = 5, Choice(topk, init, local, page_blocks)
+    room = tokens * heads + 1
+    mail, open_launch = mailboxes(ranks, triton_exchange.choice_words(room, topk, ranks))
+    for launch, blocks in enumerate((40, 23, 2 * ranks * page_blocks), 1):
+        visible = torch.tensor([blocks, blocks - 1, max(blocks - 7, 0), 1, 0], dtype=torch.int32)
+        offers = list(candidates(ranks, heads, tokens, blocks, topk, visible, page_blocks, launch))
+        wanted = reference.select_from_scores(offers[0][2], topk, visible, init, local)
+        results = [[torch.full((tokens, heads, topk), -77, dtype=torch.int32) for _ in range(2)] for _ in range(ranks)]
+        for put in (True, False):
+            open_launch(launch)
+            for rank, (scores, ids, _) in enumerate(offers):
+                triton_exchange.launch_choose(
+                    scores, ids, visible, *results[rank], mail[rank], room, choice, Reach(rank, ranks, 0), put=put, get=not put
+                )
+        page, in_page = wanted // page_blocks, wanted % page_blocks
+        for rank, (blocks_of_all, mine) in enumerate(results):
+            assert_equal("blocks", blocks_of_all, wanted)
+            own = torch.where((wanted >= 0) & (page % ranks == rank), page // ranks * page_blocks + in_page, topk * 1000)
+            own = own.sort(-1).values
+            assert_equal("mine", mine, own.masked_fill(own == topk * 1000, -1).int())
+
+
+def test_launches_alternate_between_halves():
+    """What a rank that is ahead puts does not reach the words of the launch before."""
+    choice, room = Choice(2, 0, 0, 1), 1
+    mail, open_launch = mailboxes(2, triton_exchange.choice_words(room, 2, 2))
+    first, second = (torch.tensor([[[x, x + 1.0]]]) for x in (1.0, 5.0))
+    ids, visible = torch.tensor([[[0, 1]]], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    results = [torch.empty(1, 1, 2, dtype=torch.int32) for _ in range(2)]
+
+    def step(rank, launch, scores, put):
+        open_launch(launch)
+        reach = Reach(rank, 2, 0)
+        triton_exchange.launch_choose(scores, ids, visible, *results, mail[rank], room, choice, reach, put=put, get=not put)
+
+    step(0, 1, first, True)
+    step(1, 1, second, True)
+    step(1, 2, first * 100, True)  # rank 1 is one launch ahead
+    step(0, 1, first, False)
+    assert results[0].tolist() == [[[1, 3]]]  # the blocks of rank 1, whose scores were 5 and 6
+    step(0, 2, second, True)
+    step(0, 2, second, False)
+    assert results[0].tolist() == [[[1, 3]]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("ranks", "tokens", "heads", "dim"), [(2, 3, 2, 64), (3, 1, 5, 80), (1, 2, 1, 16), (4, 1, 3, 128)])
+def test_merge(ranks, tokens, heads, dim, dtype):
+    generator = torch.Generator().manual_seed(dim)
+    parts = torch.randn(ranks, tokens, heads, dim, generator=generator).to(dtype)
+    lses = torch.randn(ranks, tokens, heads, generator=generator) * 3
+    lses[0, 0, 0] = -torch.inf  # a rank that holds none of the row's blocks
+    parts[0, 0, 0] = 0
+    lses[:, -1, -1] = -torch.inf  # a row that sees nothing
+    parts[:, -1, -1] = 0
+    truth = exchange.merge_partials(parts.double(), lses.double())
+    honest = exchange.merge_partials(parts.float(), lses)
+    room = tokens * heads + 3
+    mail, open_launch = mailboxes(ranks, triton_exchange.merge_words(room, dim, ranks))
+    results = [(torch.full_like(parts[0], torch.nan), torch.full_like(lses[0], torch.nan)) for _ in range(ranks)]
+    for launch in (1, 2, 3):
+        for put in (True, False):
+            open_launch(launch)
+            for rank in range(ranks):
+                of_rank = (parts[rank] if launch == 3 else -parts[rank]).contiguous()
+                reach = Reach(rank, ranks, 0)
+                triton_exchange.launch_merge(
+                    of_rank, lses[rank].contiguous(), *results[rank], mail[rank], room, reach, put=put, get=not put
+                )
+    for out, lse in results:
+        assert_close("out", out, honest[0].to(dtype), truth[0])
+        assert_close("lse", lse, honest[1], truth[1])
+        assert_equal("out of rank 0", out, results[0][0])
+
+
+def test_many_candidates_are_refused():
+    assert triton_exchange.refuse_choice(16, 8) is None
+    assert "must be at most 256, got 512" in triton_exchange.refuse_choice(64, 4)
