@@ -73,6 +73,8 @@ def train_index(
         refuse(f"--out must be a new folder, got {str(out)!r}, which holds a model")
     check_writable("--out", checkpoint)
 
+    import torch
+
     from openmsa.training.parallel import join
 
     try:
@@ -94,10 +96,13 @@ def train_index(
             typer.echo(f"Stopped after {done} of {settings.steps} steps; the same command with --resume goes on.", err=True)
         raise typer.Exit(INTERRUPTED)
     if world.first:
+        if world.size > 1:  # The model is cut among the processes, but for its index branches.
+            loaded = _with_branches(load_model(source, torch.device("cpu"), wanted), loaded)
         with quiet():
             loaded.save_pretrained(out)
             tokenizer.save_pretrained(out)
         _report(out)
+    world.wait()
     world.close()
 
 
@@ -167,6 +172,15 @@ def _run(
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _with_branches(model: Any, trained: Any) -> Any:
+    """Returns a model with the index branches of another."""
+    from openmsa.training.layers import branches_of
+
+    for branch, source in zip(*(branches_of(x)[0].values() for x in (model, trained)), strict=True):
+        branch.load_state_dict(source.state_dict())
+    return model
 
 
 def _report(out: Path) -> None:

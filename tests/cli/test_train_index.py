@@ -87,6 +87,18 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(place, tmp_path):
     assert [r["step"] for r in read_log(log)] == list(range(60))
 
 
+def test_processes_that_share_a_run_write_one_whole_model(place, tmp_path):
+    arguments = ["train-index", place / "converted", "--text", place / "text", "--out", tmp_path / "out", *RUN]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "openmsa"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*map(str, [*command, *arguments])], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("The trained model:") == 1
+    before, after = (hugging_face.load(folder).state_dict() for folder in (place / "converted", tmp_path / "out"))
+    for name, value in before.items():
+        assert torch.equal(after[name], value) == ("index_branch" not in name), name
+
+
 def test_an_evaluation_is_printed_recorded_and_drawn(place, tmp_path):
     arguments = ("--text", place / "text", "--length", 96, "--windows", 2, "--needles", 0, "--device", "cpu")
     result = invoke("evaluate", place / "converted", *arguments, "--out", tmp_path, "--budget", 34, "--budget", 100)
