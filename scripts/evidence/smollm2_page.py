@@ -251,8 +251,8 @@ frozen backbone AdamW makes the same steps whatever multiplies the loss; learnin
 
 ## Held-out loss above dense attention, %
 
-Dense: {records.variants("loss")["dense"]["loss"]:.4f} nats a token. ± is the standard error over windows of the difference. A row
-that is missing was not measured, as the time was up.
+Dense: {records.variants("loss")["dense"]["loss"]:.4f} nats a token. ± is the standard error over windows of the difference.
+A row that is missing was not measured, as the time was up.
 
 {losses(records)}
 Targets are 1 % at a quarter of the blocks and 2 % at an eighth:
