@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from openmsa.cli.checks import INTERRUPTED, check_writable, refuse
+from openmsa.cli.checks import INTERRUPTED, check_writable, refuse, tell_left_out
 from openmsa.cli.models import SMOLLM2, Device, Dtype, Model, find_device, find_model, load_model, load_tokenizer
 from openmsa.cli.words import paragraphs
 
@@ -63,7 +63,8 @@ def evaluate(
     from openmsa.training.text import Windows, read_files, text_files, tokens_of
 
     try:
-        texts = read_files(text_files(text))
+        texts, left_out = read_files(text_files(text), text)
+        tell_left_out(left_out)
         tokenizer = load_tokenizer(source)
         data = Windows(tokens_of(tokenizer, texts), length, seed)
         hidden = _needles(tokenizer, data, needles)
@@ -107,7 +108,10 @@ def _run(
     name = "MSA" if branches else "training-free"
     read = windows_on(model.device, data, count)
     with evaluation_bar() as watcher:
-        variants = variants_of(data.length, size, percents, index_of(branches), dense_layers, name, data.seed)
+        options = {"index": index_of(branches), "dense_layers": dense_layers, "seed": data.seed}
+        if config:
+            options["forced"] = (config.index_init_blocks, config.index_local_blocks)
+        variants = variants_of(data.length, size, percents, name, **options)
         rows = compare(model, variants, read, needles, watcher)
     record = {
         "length": data.length,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from openmsa.cli.checks import INTERRUPTED, check_writable, refuse
+from openmsa.cli.checks import INTERRUPTED, check_writable, refuse, tell_left_out
 from openmsa.cli.models import Device, Dtype, Model, Source, find_device, find_model, load_model, load_tokenizer, quiet
 from openmsa.cli.words import paragraphs
 
@@ -82,9 +82,9 @@ def train_index(
         world = join(place)
         tokenizer, loaded = load_tokenizer(source), load_model(source, world.device, wanted)
         _check_length(loaded, length)
-        windows, measured = _windows(tokenizer, train, length, seed), None
+        windows, measured = _windows(tokenizer, train, text, length, seed), None
         if held:
-            measured = _windows(tokenizer, held, length, seed, "held-out text")
+            measured = _windows(tokenizer, held, text, length, seed, "held-out text")
         done = _run(loaded, windows, measured, settings, out, world, save_every, measure_every)
     except (ValueError, NotImplementedError) as error:
         refuse(str(error))
@@ -135,10 +135,12 @@ def _files(text: list[Path], held_out: float) -> tuple[list[Path], list[Path]]:
     return split_files(text_files(text), held_out)
 
 
-def _windows(tokenizer: Any, files: list[Path], length: int, seed: int, what: str = "text") -> Windows:
+def _windows(tokenizer: Any, files: list[Path], named: list[Path], length: int, seed: int, what: str = "text") -> Windows:
     from openmsa.training.text import Windows, read_files, tokens_of
 
-    return Windows(tokens_of(tokenizer, read_files(files)), length, seed, what)
+    texts, left_out = read_files(files, named)
+    tell_left_out(left_out)
+    return Windows(tokens_of(tokenizer, texts), length, seed, what)
 
 
 def _check_length(model: Any, length: int) -> None:

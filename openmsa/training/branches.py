@@ -22,12 +22,12 @@ def index_vectors(branch: IndexBranch, inputs: LayerInputs) -> tuple[Tensor, Ten
     return index_q.to(inputs.q.dtype), index_k.to(inputs.q.dtype)
 
 
-def selected(inputs: LayerInputs, index_q: Tensor, index_k: Tensor, config: MSAConfig, topk: int | None = None) -> Tensor:
-    """Returns the blocks that each query reads, int32 ``[total_q, index_heads, topk]``. topk None: the configuration's."""
+def selected(inputs: LayerInputs, index_q: Tensor, index_k: Tensor, config: MSAConfig) -> Tensor:
+    """Returns the blocks that each query reads, int32 ``[total_q, index_heads, topk]``."""
     return select_blocks(
         index_q.detach(),
         index_k.detach(),
-        config.index_topk_blocks if topk is None else topk,
+        config.index_topk_blocks,
         inputs.seqs,
         block_size=config.index_block_size,
         init_blocks=config.index_init_blocks,

@@ -15,6 +15,7 @@ from openmsa.training.branches import index_vectors
 from openmsa.training.evaluate import NeedleScore, RecallOfVariants, loss_by_position, needle_scores, position_bins
 from openmsa.training.needle import Needle
 from openmsa.training.recall import spaced_rows
+from openmsa.training.text import Windows
 from openmsa.training.variants import Index, Variant, VariantAttention, budgets, group_mean
 
 RECALL_ROWS = 256
@@ -70,15 +71,14 @@ def index_of(branches: Mapping[int, IndexBranch]) -> Index:
     return (lambda inputs: index_vectors(branches[inputs.number], inputs)) if branches else group_mean
 
 
-def variants_of(
-    length: int, block_size: int, percents: Sequence[float], index: Index, dense_layers: frozenset[int], name: str, seed: int
-) -> list[VariantAttention]:
-    """Returns dense attention, then the index called `name`, the window and random blocks, each at every budget."""
+def variants_of(length: int, block_size: int, percents: Sequence[float], name: str, **options: Any) -> list[VariantAttention]:
+    """Returns dense attention, then the index called `name`, the window and random blocks, each at every budget. options: those
+    of `VariantAttention`."""
     found = [VariantAttention(Variant("dense"))]
     for kind in (name, "window", "random"):
         for percent, topk in budgets(length, block_size, percents).items():
             variant = Variant(kind, percent, block_size, topk)
-            found.append(VariantAttention(variant, index, seed, dense_layers))
+            found.append(VariantAttention(variant, **options))
     return found
 
 
@@ -127,6 +127,6 @@ def mean_found(row: Row) -> float | None:
     return sum(score.found * score.trials for score in row.needles) / trials if trials else None
 
 
-def windows_on(device: torch.device, windows: Any, count: int) -> list[Tensor]:
-    """Returns the first windows of a text, at most `count`, on a device."""
-    return [windows[number].to(device) for number in range(min(count, len(windows)))]
+def windows_on(device: torch.device, windows: Windows, count: int) -> list[Tensor]:
+    """Returns windows drawn from a text, each at most once and at most `count`, on a device."""
+    return list(windows.drawn(0, min(count, len(windows))).to(device))

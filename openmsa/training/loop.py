@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -77,6 +78,7 @@ class Trainer:
         self.branches = nn.ModuleDict({str(n): b for n, b in self.by_layer.items()})
         for branch in branches.values():
             branch.to(world.device)
+        self.began = fingerprint(branches)
         own = {p for b in branches.values() for p in b.parameters()}
         shard(world, backbone(model), self._decoder_layers(), self.branches.values(), own)
         self.optimizer = torch.optim.AdamW(
@@ -94,11 +96,12 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """Returns what must be the same when a run goes on."""
-        return {"settings": self.settings.to_dict(), "config": asdict(self.config), "text": self.windows.digest()}
+        settings, config = self.settings.to_dict(), asdict(self.config)
+        return {"settings": settings, "config": config, "text": self.windows.digest(), "model": self.began}
 
     def resume(self) -> int:
         """Takes the checkpoint of the folder, if there is one, and returns how many steps it has done. Raises ValueError where
-        it belongs to a run with other settings or another text."""
+        it belongs to a run with other settings, another text or another model."""
         file = self.folder / checkpoint.FILE
         if not file.exists():
             self.log.keep_before(0)
@@ -190,6 +193,16 @@ class Trainer:
                     own[name].copy_(whole(parameter))
 
 
+def fingerprint(branches: Mapping[int, IndexBranch]) -> str:
+    """Returns what tells a model by the weights that its index branches begin with."""
+    found = hashlib.sha256()
+    for number, branch in branches.items():
+        for name, parameter in branch.named_parameters():
+            found.update(f"{number} {name} {tuple(parameter.shape)}".encode())
+            found.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises ValueError, which names what differs between the run of a checkpoint and the run that would go on."""
     for name in ("settings", "config"):
@@ -197,6 +210,10 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             before, after = saved[name].get(key), now[name].get(key)
             if before != after:
                 raise ValueError(f"{key} must be that of the checkpoint to go on ({before!r}), got {after!r}")
+    if saved["model"] != now["model"]:
+        raise ValueError(
+            f"the model must be that of the checkpoint to go on (index branches {saved['model']}), got one with {now['model']}"
+        )
     if saved["text"] != now["text"]:
         raise ValueError(
             f"the text, its windows' length and the seed must be those of the checkpoint to go on ({saved['text']}), "

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,21 +50,36 @@ def split_files(files: Sequence[Path], share: float) -> tuple[list[Path], list[P
     return [f for f in files if f not in held], [f for f in files if f in held]
 
 
-def read_files(files: Iterable[Path]) -> list[str]:
-    """Returns the text of each file that holds some. Raises ValueError for a file that cannot be read or is not UTF-8 text."""
-    texts = []
+def read_files(files: Iterable[Path], named: Collection[Path] = ()) -> tuple[list[str], list[Path]]:
+    """Returns the text of each file that holds some, and the files that are left out, as they are not UTF-8 text.
+
+    Raises ValueError for a file that cannot be read, and for one of `named` that is not UTF-8 text.
+    """
+    texts, left_out = [], []
     for file in files:
         try:
-            text = file.read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise ValueError(f"--text must name files that can be read, got {str(file)!r}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--text must be UTF-8 text, got {str(file)!r}, which is none at byte {error.start}") from error
-        if "\0" in text:
-            raise ValueError(f"--text must be UTF-8 text, got {str(file)!r}, which holds zero bytes, as binary files do")
+            text = read_file(file)
+        except UnicodeError as error:
+            if file in named:
+                raise ValueError(f"--text must be UTF-8 text, got {str(file)!r}, which {error}") from error
+            left_out.append(file)
+            continue
         if text.strip():
             texts.append(text)
-    return texts
+    return texts, left_out
+
+
+def read_file(file: Path) -> str:
+    """Returns what a file holds. Raises UnicodeError where it is not UTF-8 text, ValueError where it cannot be read."""
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"--text must name files that can be read, got {str(file)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UnicodeError(f"is none at byte {error.start}") from error
+    if "\0" in text:
+        raise UnicodeError("holds zero bytes, as binary files do")
+    return text
 
 
 def tokens_of(tokenizer: Any, texts: Sequence[str]) -> Tensor:

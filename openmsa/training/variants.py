@@ -50,10 +50,21 @@ def group_mean(inputs: LayerInputs) -> tuple[Tensor, Tensor]:
     return group_mean_index(torch.nn.Identity(), inputs.q, inputs.k)
 
 
-def blocks_by_index(index: Index, inputs: LayerInputs, variant: Variant, local_blocks: int = 1) -> Tensor:
-    """Returns the blocks that an index selects, int32 ``[total_q, heads, topk]``."""
+def blocks_by_index(index: Index, inputs: LayerInputs, variant: Variant, init_blocks: int = 0, local_blocks: int = 1) -> Tensor:
+    """Returns the blocks that an index selects, int32 ``[total_q, heads, topk]``. init_blocks, local_blocks: as in
+    `openmsa.select_blocks`, but at most topk together: the last ones come first."""
     index_q, index_k = index(inputs)
-    return select_blocks(index_q, index_k, variant.topk, inputs.seqs, block_size=variant.block_size, local_blocks=local_blocks)
+    last = min(local_blocks, variant.topk)
+    first = min(init_blocks, variant.topk - last)
+    return select_blocks(
+        index_q,
+        index_k,
+        variant.topk,
+        inputs.seqs,
+        block_size=variant.block_size,
+        init_blocks=first,
+        local_blocks=last,
+    )
 
 
 def blocks_without_index(inputs: LayerInputs, variant: Variant, seed: int) -> Tensor:
@@ -75,19 +86,21 @@ def blocks_without_index(inputs: LayerInputs, variant: Variant, seed: int) -> Te
 @dataclass
 class VariantAttention:
     """Is the attention of a model's layers as a variant says. index: what selects, for the kinds that need one; a layer in
-    `dense_layers` attends to all keys whatever the variant; `tick` is called after each layer."""
+    `dense_layers` attends to all keys whatever the variant; forced: first and last blocks that an index always selects, see
+    `blocks_by_index`; `tick` is called after each layer."""
 
     variant: Variant
     index: Index = group_mean
     seed: int = 0
     dense_layers: frozenset[int] = frozenset()
+    forced: tuple[int, int] = (0, 1)
     tick: Callable[[], None] = lambda: None
     kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def blocks(self, inputs: LayerInputs) -> Tensor:
         """Returns what the layer's queries read."""
         if self.variant.kind not in ("window", "random"):
-            return blocks_by_index(self.index, inputs, self.variant)
+            return blocks_by_index(self.index, inputs, self.variant, *self.forced)
         at = (inputs.number if self.variant.kind == "random" else 0, inputs.q.shape[0])
         if at not in self.kept:
             self.kept[at] = blocks_without_index(inputs, self.variant, self.seed)

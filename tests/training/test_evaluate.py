@@ -132,6 +132,15 @@ def test_variants_read_what_their_kind_says():
     )
 
 
+def test_forced_blocks_are_read_as_far_as_the_budget_goes():
+    inputs = layer()
+    own = torch.arange(140).remainder(70).div(16, rounding_mode="floor")
+    for topk, first in ((1, False), (2, True)):
+        blocks = VariantAttention(Variant("index", 20.0 * topk, 16, topk), forced=(1, 1)).blocks(inputs)
+        assert (blocks == own[:, None, None]).any(-1).all()
+        assert (blocks == 0).any(-1).all() == first
+
+
 @pytest.mark.parametrize("quantise", [E4M3.quantize, NVFP4.quantize])
 def test_an_index_may_have_stored_keys(quantise):
     inputs = layer()
@@ -222,7 +231,7 @@ def test_needles_are_found_by_the_likeliest_tokens():
 
 def test_a_comparison_measures_every_variant():
     model, read = tiny_llama(), [windows()[0], windows()[1]]
-    variants = variants_of(LENGTH, 16, (40.0, 100.0), group_mean, frozenset((0,)), "training-free", 0)
+    variants = variants_of(LENGTH, 16, (40.0, 100.0), "training-free", dense_layers=frozenset((0,)))
     rows = compare(model, variants, read, [Needle(windows()[2], 2, 8)])
     assert [(row.kind, row.topk) for row in rows] == [
         ("dense", 0), *((kind, topk) for kind in ("training-free", "window", "random") for topk in (2, 5))

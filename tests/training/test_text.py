@@ -36,7 +36,12 @@ def test_what_is_no_text_is_refused(tmp_path):
     for name, content, words in (("latin", "é".encode("latin-1"), "none at byte 0"), ("zeros", b"a\0b", "zero bytes")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=words):
-            read_files([tmp_path / name])
+            read_files([tmp_path / name], [tmp_path / name])
+    (tmp_path / "good").write_text("good")
+    files = [tmp_path / name for name in ("latin", "good", "zeros")]
+    assert read_files(files, [tmp_path]) == (["good"], [files[0], files[2]])
+    with pytest.raises(ValueError, match="--text must name files that can be read"):
+        read_files([tmp_path / "nothing"])
 
 
 def test_the_split_is_by_file_and_does_not_depend_on_the_order(tmp_path):

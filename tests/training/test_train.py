@@ -139,6 +139,11 @@ def test_a_run_does_not_go_on_with_other_settings_or_text(tmp_path):
         trainer(tmp_path, settings=TrainSettings(steps=2, warmup_steps=1, batch=1, lr=0.5)).resume()
     with pytest.raises(ValueError, match="the text, its windows' length and the seed"):
         trainer(tmp_path, settings=settings, data=windows(1)).resume()
+    others = tiny_branches()
+    with torch.no_grad():
+        others[1].q_proj.weight[0, 0] += 1
+    with pytest.raises(ValueError, match="the model must be that of the checkpoint to go on"):
+        trainer(tmp_path, settings=settings, branches=others).resume()
     (tmp_path / checkpoint.FILE).write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match="must be a checkpoint"):
         trainer(tmp_path, settings=settings).resume()
