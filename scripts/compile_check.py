@@ -101,10 +101,11 @@ def part(wanted: list[Variant]) -> list[Variant]:
     """Returns the variants for `TUNED`, and of the others those that cover what the variants of their kernel have: on each
     architecture, or, where the kernel has no matrix products, on any of them, as little of such code is one's own."""
     kept = [variant for variant in wanted if variant.launch.arch == TUNED]
+    multiplying = {v.launch.name for v in wanted if (known := KNOWN.get(v.launch.name)) and known.matrix(v.launch)}
     others: dict[Any, list[Variant]] = {}
     for variant in wanted:
         if variant.launch.arch != TUNED:
-            arch = variant.launch.arch if variant.launch.name in KNOWN else None
+            arch = variant.launch.arch if variant.launch.name in multiplying else None
             others.setdefault((variant.launch.kernel, arch), []).append(variant)
     for group in others.values():
         kept += [group[place] for place in covering([variant.launch for variant in group])]

@@ -7,7 +7,8 @@
 The host code runs on tensors without a GPU while its launches are recorded. A reader opens every file of the packages in which
 a function runs, and every file in which a kernel, or a device function that it calls with the constants of the launch, is
 written: Triton's front end says which these are. With --names every device function counts that a kernel names, also in
-branches that the constants leave out, such as those of formats.
+branches that the constants leave out, such as those of formats. "Lines" are those of the files, "passed" those of the
+functions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # Triton reads this when it is imported.
@@ -40,10 +41,12 @@ PACKAGES = (ROOT / "openmsa", ROOT / "fmha_sm100")
 
 @dataclass(frozen=True)
 class Reading:
-    """Says what one call takes to read. files: in the order in which a reader meets them; functions: host and device ones."""
+    """Says what one call takes to read. files: in the order in which a reader meets them; functions: host and device ones;
+    passed: lines of these functions, where `lines` counts those of the files."""
 
     files: tuple[Path, ...]
     functions: int
+    passed: int
     launches: int
 
     @property
@@ -56,13 +59,13 @@ def read(call: Callable[[], Any], launches: list[Launch], device: Callable[[Laun
     """Runs a call whose launches are recorded in `launches`, once to import what it needs and once to count what it opens.
     device: tells the device functions of a launch."""
     call()
-    functions: dict[tuple[str, str, int], None] = {}
+    functions: dict[tuple[str, str, int], CodeType] = {}
     start = len(launches)
 
     def seen(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_name != "<module>":
-            functions.setdefault((code.co_filename, code.co_qualname, code.co_firstlineno))
+            functions.setdefault((code.co_filename, code.co_qualname, code.co_firstlineno), code)
 
     sys.setprofile(seen)
     try:
@@ -72,7 +75,15 @@ def read(call: Callable[[], Any], launches: list[Launch], device: Callable[[Laun
     host = [key for key in functions if _ours(Path(key[0])) and not key[0].endswith("recording.py")]
     kernels = {function: None for launch in launches[start:] for function in device(launch)}
     files = [Path(name) for name, _, _ in host] + [_file(function) for function in kernels]
-    return Reading(tuple(dict.fromkeys(files)), len(host) + len(kernels), len(launches) - start)
+    passed = {line for key in host for line in _span(functions[key])}
+    passed |= {line for function in kernels for line in _span(function.fn.__code__)}
+    return Reading(tuple(dict.fromkeys(files)), len(host) + len(kernels), len(passed), len(launches) - start)
+
+
+def _span(code: CodeType) -> Iterator[tuple[str, int]]:
+    """Yields the file and the number of each line from the first to the last of a function."""
+    last = max(line for _, _, line in code.co_lines() if line is not None)
+    yield from ((code.co_filename, line) for line in range(code.co_firstlineno, last + 1))
 
 
 def _ours(path: Path) -> bool:
@@ -183,9 +194,9 @@ def main() -> None:
     parser.add_argument("--files", action="store_true", help="also name the files")
     parser.add_argument("--names", action="store_true", help="count every device function that is named")
     options = parser.parse_args()
-    print(f"{'call':24}{'files':>7}{'lines':>7}{'functions':>11}{'launches':>10}")
+    print(f"{'call':24}{'files':>7}{'lines':>7}{'passed':>8}{'functions':>11}{'launches':>10}")
     for name, found in readings(named if options.names else called).items():
-        print(f"{name:24}{len(found.files):7}{found.lines:7}{found.functions:11}{found.launches:10}")
+        print(f"{name:24}{len(found.files):7}{found.lines:7}{found.passed:8}{found.functions:11}{found.launches:10}")
         for path in found.files if options.files else ():
             print(f"    {len(path.read_text().splitlines()):5} {path.relative_to(ROOT)}")
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.kv_cache.rows import Rows, rows_of, wide_dtype
+from openmsa.kv_cache.rows import rows_of, wide_dtype
+from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime.matmul import matmul_nt
 from openmsa.types import Layout
 

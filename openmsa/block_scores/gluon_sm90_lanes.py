@@ -21,10 +21,11 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.block_scores import triton_lanes
 from openmsa.block_scores.gluon_sm90_scores import row_factors, sequence_bounds
-from openmsa.primitives import queries, scoring, tiles
+from openmsa.block_scores.triton_lanes import in_words, words_a_stride
+from openmsa.primitives import query_parts, scoring, tiles
 from openmsa.primitives.operands import QueryRows, Scores
 from openmsa.primitives.rows import KeyTiles
-from openmsa.primitives.scoring import Lengths, in_words, splits, words_a_stride
+from openmsa.primitives.scoring import Lengths, splits
 from openmsa.primitives.tiles import PAGE, Tile
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel
@@ -53,7 +54,7 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 exists = gluon.jit(tiles.exists.fn)
 scale_pairs = gluon.jit(triton_lanes.scale_pairs.fn)
 scaled_codes = gluon.jit(triton_lanes.scaled_codes.fn)
-power_of_two = gluon.jit(queries.power_of_two.fn)
+power_of_two = gluon.jit(query_parts.power_of_two.fn)
 
 
 @gluon.jit
@@ -181,7 +182,7 @@ def sm90_lane_kernel(
                 if i_t >= i_full:
                     s = gl.where((i_t * BLOCK + (j * SLOT + i * STEP) + o_k)[:, None] <= i_last[None, :], s, float("-inf"))
                 best = gl.maximum(best, s)
-        m = gl.max(best, 0) * 256.0 * b_f  # see `openmsa.primitives.queries.raised`
+        m = gl.max(best, 0) * 256.0 * b_f  # see `openmsa.primitives.query_parts.raised`
         m = gl.where(m > float("-inf"), m, float("-inf"))
         gl.store(p_s + i_t.to(gl.int64) * scores.s_block, m, mask=m_row, eviction_policy="evict_last")
     async_copy.wait_group(0)

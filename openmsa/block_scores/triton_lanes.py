@@ -11,13 +11,18 @@ a sum is free, so lanes keep their elements, and the queries are put in the orde
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.kv_cache.triton_numbers import swizzled_word
+from openmsa.primitives import operands
 from openmsa.primitives.codes import ASM, e2m1_parts, e4m3_bytes
-from openmsa.primitives.queries import float16_rows, load_rows, query_numbers, row_factors, spread_rows
+from openmsa.primitives.operands import KeyRows
+from openmsa.primitives.queries import load_rows, query_numbers, row_factors
+from openmsa.primitives.query_parts import float16_rows, spread_rows
+from openmsa.primitives.rows import Form, KeyTiles
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,
     rows_of,
@@ -28,7 +33,7 @@ from openmsa.primitives.scoring import (
     tiles_of,
     unspread,
 )
-from openmsa.primitives.tiles import exists, page_number, row_in_page, tile_start
+from openmsa.primitives.tiles import PAGES, Tile, exists, page_number, row_in_page, tile_start
 
 STEP = tl.constexpr(32)
 """A warp multiplies so many keys at a time."""
@@ -39,6 +44,44 @@ shl.b32 a, a, 8; and.b32 c, a, 0x8E008E00; mul.rn.f16x2 $0, c, $5;
 shr.b32 b, $4, 3; lop3.b32 a, $4, b, sign, 0xE4; and.b32 c, a, 0x8E008E00; mul.rn.f16x2 $3, c, $5;
 shl.b32 a, a, 8; and.b32 c, a, 0x8E008E00; mul.rn.f16x2 $1, c, $5; }""")
 E4M3_PAIR = tl.constexpr("{ .reg .b32 a; cvt.rn.f16x2.e4m3x2 a, $2; mov.b32 {$0, $1}, a; }")
+
+
+def reads_lanes(keys: KeyTiles, tile: Tile) -> bool:
+    """Says whether the kernel can read keys: NVFP4 of 128 elements, whole tiles of one block or a part
+    of one, scales in words, offsets in a tile of 32 bits."""
+    rows, form = keys.view.rows, keys.view.form
+    if form.format != operands.NVFP4 or keys.view.dim != 128 or form.split != 4 or keys.paging.mode == PAGES:
+        return False
+    if (tile.tile, tile.keys, tile.sub) != (128, 128, 1) or rows.scales is None or rows.scales.itemsize < 4:
+        return False
+    return rows.data.numel() > 0 and tile.tile * max(rows.s_row, rows.s_scales_row * words_a_stride(rows, form)) < 2**31
+
+
+def in_words(rows: KeyRows, form: Form) -> KeyRows:
+    """Returns rows whose scales of groups, in words of four or eight, are taken as words of four, int32."""
+    assert rows.scales is not None
+    words = words_a_stride(rows, form)
+    return KeyRows(
+        rows.data,
+        rows.s_page,
+        rows.s_head,
+        rows.s_row,
+        rows.s_dim,
+        rows.scales.view(torch.int32),
+        rows.s_scales_page * words,
+        rows.s_scales_head * words,
+        rows.s_scales_row * words,
+        rows.s_scales_group,
+        rows.factor,
+        s_factor_page=rows.s_factor_page,
+        s_factor_head=rows.s_factor_head,
+    )
+
+
+def words_a_stride(rows: KeyRows, form: Form) -> int:
+    """Says by what strides of scales are multiplied to count words of four; in the 128x4 layout they count rows, and stay."""
+    assert rows.scales is not None
+    return 1 if form.swizzled else rows.scales.itemsize // 4
 
 
 @triton.jit

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores.triton_config import config
-from openmsa.block_scores.triton_lanes import lane_kernel
+from openmsa.block_scores.triton_lanes import in_words, lane_kernel, reads_lanes
 from openmsa.block_scores.triton_score_kernel import score_kernel
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.primitives.operands import QueryRows, Scores
+from openmsa.primitives.operands import PAGE_FACTOR, QueryRows, Scores
 from openmsa.primitives.queries import product_type, query_rows
-from openmsa.primitives.rows import PAGE_FACTOR, KeyTiles, padded
-from openmsa.primitives.scoring import Kind, Lengths, Product, in_words, kind_of, splits
+from openmsa.primitives.rows import KeyTiles, padded
+from openmsa.primitives.scoring import Kind, Lengths, Product, kind_of, splits
 from openmsa.primitives.tiles import Tile
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, runs_hopper_kernels
@@ -87,6 +87,8 @@ def launch(
     group = index_q.shape[1] // heads
     rows = lengths.max_seqlen_q * group
     kind = kind_of(keys, product, tile)
+    if kind.groups and reads_lanes(keys, tile):
+        kind = kind._replace(lanes=True)
     s_head, s_token, s_block = scores.stride()
     num_blocks, even = scores.shape[2], _in_sectors(scores)
     written = Scores(scores, s_head, s_token, s_block, visible)

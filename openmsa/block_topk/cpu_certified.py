@@ -20,7 +20,8 @@ from openmsa.block_scores import STAGE as SCORING
 from openmsa.block_topk.cpu import select_from_scores
 from openmsa.inputs import ScoringCall, exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
-from openmsa.kv_cache.rows import Rows, dequantized, wide_dtype
+from openmsa.kv_cache.rows import dequantized, wide_dtype
+from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.kv_cache.stored import Stored
 from openmsa.types import Layout
 

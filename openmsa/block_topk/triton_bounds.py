@@ -22,8 +22,10 @@ from openmsa.kv_cache import Int8
 from openmsa.primitives import operands
 from openmsa.primitives.codes import key_errors, key_scales, load_of_keys
 from openmsa.primitives.operands import Scores
-from openmsa.primitives.queries import fixed_point, load_rows, query_rows
-from openmsa.primitives.rows import KeyTiles, key_strides, padded
+from openmsa.primitives.queries import load_rows, query_rows
+from openmsa.primitives.query_parts import power_of_two
+from openmsa.primitives.rows import KeyTiles, padded
+from openmsa.primitives.scales import key_strides
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,
     Config,
@@ -60,6 +62,31 @@ class Words:
     def bytes(self, tile: Tile, num_blocks: int) -> int:
         """Returns the bytes of the words of a sequence and key head."""
         return tile.count(num_blocks) * self.number * self.dtype.itemsize
+
+
+@triton.jit
+def fixed_point(b_q):
+    """Expresses rows of 16-bit queries [rows, width] as integers times a unit. Returns int8 [2 * rows, width], the high and the
+    low part of each row, with zeros behind them up to the 16 rows that Hopper's matrix unit is used for, and float32 [rows]:
+    the unit, and bounds of the norms of the row and of what the integers lack. A row with NaN, infinity or elements from 2**111
+    on becomes zeros and has an infinite norm."""
+    x = b_q.to(tl.float32)
+    largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
+    usable = largest < 2.0**111
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -100)
+    exponent = tl.where(usable, exponent, 0)
+    x = tl.where(usable[:, None], x, 0.0) * power_of_two(13 - exponent)[:, None]  # exact; at most 2**14 - 8 in magnitude
+    n = tl.floor(x + 0.5)
+    unit = power_of_two(exponent - 13)
+    MARGIN: tl.constexpr = 1 + 1e-4  # covers float32 sums and roots; 4e-37 below covers lost subnormal squares
+    norm = tl.sqrt(tl.sum(x * x, 1)) * unit * MARGIN + 4e-37
+    rest = tl.sqrt(tl.sum((x - n) * (x - n), 1)) * unit * MARGIN + (norm * 2.0**-64 + 4e-37)
+    whole = n.to(tl.int32)
+    parts = tl.join((whole >> 7).to(tl.int8), (whole & 127).to(tl.int8)).permute(0, 2, 1)
+    parts = parts.reshape(2 * x.shape[0], x.shape[1])
+    if parts.shape[0] < 16:
+        parts = tl.join(parts, tl.zeros_like(parts)).permute(2, 0, 1).reshape(2 * parts.shape[0], x.shape[1])
+    return parts, unit, tl.where(usable, norm, float("inf")), rest
 
 
 @triton.jit

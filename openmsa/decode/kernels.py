@@ -10,9 +10,8 @@ from torch import Tensor
 from openmsa.block_scores.triton_route import launch as launch_scores
 from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_topk import MAX_BLOCKS, launch_topk
-from openmsa.decode import triton_launch, two_parts
-from openmsa.decode.triton_launch import Sizes, Step
-from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Words
+from openmsa.decode import triton_layer, two_parts
+from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Sizes, Step, Words
 from openmsa.decode.two_parts import Buffers, InTurn, Part, Side, TwoParts, selection
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import E4M3, CertifiedKeys, PagedIndexKeys, PagedKV
@@ -25,6 +24,7 @@ from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div
 from openmsa.runtime.tape import computes
 from openmsa.sparse_attention import triton_decode
+from openmsa.sparse_attention.triton_decode_walk import refuse
 
 FORMATS = ("plain", "e4m3", "nvfp4")
 """The kernels read keys and values in these formats."""
@@ -44,7 +44,7 @@ class Kernels:
                 f"max_pages * page_size / block_size must be at most {MAX_BLOCKS} on {device}, got {sizes.num_blocks}"
             )
         self.sizes, facts = sizes, devices.facts(device)
-        self.one_launch = [triton_launch.configure(batch, sizes, facts) for batch in range(1, max_batch + 1)]
+        self.one_launch = [triton_layer.configure(batch, sizes, facts) for batch in range(1, max_batch + 1)]
         self.attend = {form: [_attend(b + 1, sizes, facts, form) for b in range(max_batch)] for form in FORMATS}
         self.interpreted = device.type != "cuda"
         self.pdl = devices.has_pdl(device)
@@ -82,7 +82,7 @@ class Kernels:
         """Says why the kernels cannot read these formats; returns None where they can."""
         if index_keys.format == "certified" and not isinstance(index_q, Tensor):
             return f"index_q must be plain ({index_keys.dtype}) beside certified index keys, got {index_q.format}"
-        return triton_decode.refuse(q, kv, None, self.sizes.block_size)
+        return refuse(q, kv, None, self.sizes.block_size)
 
     def run(
         self,
@@ -105,7 +105,7 @@ class Kernels:
         assert isinstance(exact, PagedIndexKeys)
         step = Step(q, kv, index_q, exact, softmax_scale, blocks, out, lse)
         for kind in (SCORE, ATTEND, MERGE) if self.interpreted else (EVERY,):
-            triton_launch.launch(config, self.sizes, self.words, step, pdl=self.pdl, kind=kind.value)
+            triton_layer.launch(config, self.sizes, self.words, step, pdl=self.pdl, kind=kind.value)
 
     def _stages(self, step: Step) -> None:
         """Runs one layer with a launch or more a stage."""

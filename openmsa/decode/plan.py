@@ -123,7 +123,7 @@ class DecodePlan:
 
     def _allocate_for_kernels(self) -> None:
         from openmsa.decode.kernels import Kernels
-        from openmsa.decode.triton_launch import Sizes
+        from openmsa.decode.triton_layer import Sizes
 
         sizes = Sizes(
             new_tokens=self.new_tokens,

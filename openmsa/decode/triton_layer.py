@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 # ruff: noqa: RUF005 (kernels know no unpacking)
-"""This kernel runs a decode layer of a small batch in one launch: scoring, selection, attention and merge.
+"""One launch runs a decode layer of a small batch: scoring, selection, attention and merge.
 
 Three kinds of programs take their work in the order of their tickets (see `openmsa.primitives.waiting`). A scoring program
 scores a share of one sequence's blocks, for one index key head and all its rows. An attention program serves one token, KV head
 and split: while the scores are made it loads its queries, then it selects for itself (every program of a row finds the same
 blocks) and reads its tiles of them. A merge program serves one token and query head, or half of its columns. Latency bounds the
 layer: a second launch costs more than what is computed, and so does a flag behind a fence.
+
+`configure` decides whether a layer is one launch, and cuts it into programs; `launch` launches it.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -21,15 +24,62 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.decode.triton_select import LANES, chosen_ids, load_words, no_words, select
-from openmsa.primitives.operands import KeyRows, PageTable, QueryRows
-from openmsa.primitives.queries import load_rows
-from openmsa.primitives.tiles import Tile, block_maxima, tile_start
+from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
+from openmsa.primitives.operands import KeyRows, Output, PageTable, QueryRows
+from openmsa.primitives.queries import load_rows, query_rows
+from openmsa.primitives.tiles import Tile, block_maxima, tile_start, tma_tiles
 from openmsa.primitives.waiting import absent, any_of, arrived, draw, fetch_ahead, look, put, put_pairs, value_of
-from openmsa.sparse_attention.triton_decode import Config as Cut
-from openmsa.sparse_attention.triton_decode_kernel import store_rows
+from openmsa.runtime import devices
+from openmsa.runtime.devices import Device
+from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
+from openmsa.sparse_attention import triton_decode
+from openmsa.sparse_attention.triton_decode import store_rows
 from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, walk
 
 EVERY, SCORE, ATTEND, MERGE = (tl.constexpr(i) for i in range(4))  # These are the kinds of programs in a launch.
+MAX_BLOCKS = 256
+"""One launch is faster than three where a sequence has at most so many blocks, those of 32K keys."""
+MAX_ROWS = 2
+"""One launch is faster than three where a multiprocessor has at most so many outputs (token and head)."""
+RESIDENT = 4
+"""Scoring is cut so that a multiprocessor has so many programs of all kinds."""
+MOST_SPLITS = 64
+"""A merge program holds at most so many splits."""
+LEAST_SHARE = 2
+"""A scoring program has at least so many tiles: with one, programs of all kinds are too many to be resident together."""
+FETCH_BYTES = 12 << 20
+"""Index keys of at most so many bytes are fetched while the kernel in front still runs."""
+
+
+class Sizes(NamedTuple):
+    """Holds the sizes of a plan's layer, in the terms of `DecodePlan`; num_blocks is the most blocks of a sequence."""
+
+    new_tokens: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    index_heads: int
+    index_key_heads: int
+    index_dim: int
+    page_size: int
+    num_blocks: int
+    topk: int
+    init_blocks: int
+    local_blocks: int
+    block_size: int
+
+
+class Step(NamedTuple):
+    """Holds the checked arguments of one layer of a decode step, and where its results go."""
+
+    q: Tensor | E4M3
+    kv: PagedKV
+    index_q: Tensor | E4M3
+    index_keys: PagedIndexKeys
+    softmax_scale: float
+    blocks: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 class IndexBranch(NamedTuple):
@@ -96,7 +146,7 @@ class Attending(NamedTuple):
     heads: int
     index_heads: int
     shape: Shape
-    cut: Cut
+    cut: triton_decode.Config
     init_blocks: int
     local_blocks: int
     topk_pad: int
@@ -364,3 +414,148 @@ def layer_kernel(
         )  # fmt: skip
     else:
         merge_share(i - scoring - attending, words, tag, out, ATTENDING, WAIT)
+
+
+class Config(NamedTuple):
+    """Says how one launch is cut into programs.
+
+    attend:       how attention is cut.
+    score_tiles:  key tiles of a scoring program.
+    rows:         (token, head) rows of a scoring program, padded.
+    reps:         scores of a row that a thread of an attention program holds.
+    merging:      programs that merge splits, `merge_parts` for an output.
+    """
+
+    attend: triton_decode.Config
+    score_tiles: int
+    score_splits: int
+    score_stages: int
+    rows: int
+    reps: int
+    scoring: int
+    attending: int
+    merging: int
+    merge_parts: int
+
+    @property
+    def programs(self) -> int:
+        """Returns the number of programs of all kinds."""
+        return self.scoring + self.attending + self.merging
+
+
+def configure(batch: int, sizes: Sizes, device: Device) -> Config | None:
+    """Chooses how one launch serves `batch` sequences, or None where three launches do; it is a pure function."""
+    attend, attending = attend_config(batch, sizes, device)
+    tile = Tile.of(sizes.block_size)
+    whole = tile.whole and sizes.page_size % tile.span == 0  # whether pages hold whole tiles
+    outputs = batch * sizes.new_tokens * sizes.num_q_heads
+    if attend.lookup or not whole or sizes.num_blocks > MAX_BLOCKS:
+        return None
+    if attending > 2 * device.num_sms or outputs > MAX_ROWS * device.num_sms:
+        return None
+    merge_parts = 2 if attend.tiles == 1 and outputs <= device.num_sms else 1  # Splits are many where a program has one tile.
+    merging = outputs * merge_parts if attend.splits > 1 else 0
+    tiles, walks = tile.count(sizes.num_blocks), batch * sizes.index_key_heads
+    room = max(RESIDENT * device.num_sms - attending - merging, (1 + (attending > device.num_sms)) * device.num_sms)
+    share = min(max(ceil_div(tiles * walks, room), LEAST_SHARE), tiles)
+    share = ceil_div(share, tile.parts) * tile.parts
+    splits = ceil_div(tiles, share)
+    rows = max(16, next_power_of_two(sizes.new_tokens * sizes.index_heads // sizes.index_key_heads))
+    reps = max(next_power_of_two(sizes.num_blocks) // LANES.value, 1)
+    stages = 1 if share == 1 else 3
+    return Config(attend, share, splits, stages, rows, reps, walks * splits, attending, merging, merge_parts)
+
+
+def attend_config(batch: int, sizes: Sizes, device: Device) -> tuple[triton_decode.Config, int]:
+    """Returns how attention is cut, and the number of its programs. It is cut as for a launch of its own, but into one tile of
+    64 keys a program where that makes at most one program a multiprocessor, or two for one or two tokens, because a merge costs
+    no counter here."""
+    tokens, group = batch * sizes.new_tokens, sizes.num_q_heads // sizes.num_kv_heads
+    shape = (sizes.num_kv_heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
+    config = triton_decode.configure(tokens, *shape, device)
+    walks = tokens * sizes.num_kv_heads * triton_decode.row_tiles(group, sizes.head_dim)[1]
+    finest = ceil_div(sizes.topk * sizes.block_size, 64)
+    if config.keys >= 64 and finest <= MOST_SPLITS and walks * finest <= (2 if tokens <= 2 else 1) * device.num_sms:
+        config = config._replace(keys=64, tiles=1, splits=finest)
+    return config._replace(num_stages=min(config.tiles, 2) + 1), walks * config.splits
+
+
+def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = False, kind: int = EVERY.value) -> None:
+    """Launches one layer of plain tensors. pdl: whether it may start before the kernel in front has ended, and waits for its
+    end inside. kind: EVERY, or programs of one kind alone, for an interpreter that runs one program after the other."""
+    q, kv, index_q, index_keys, softmax_scale, blocks, out, lse = step
+    attend, pool, table = config.attend, index_keys.keys, index_keys.page_table
+    programs = (config.programs, config.scoring, config.attending, config.merging)[kind]
+    if programs == 0:
+        return
+    assert isinstance(pool, Tensor)
+    assert isinstance(kv.k, Tensor)
+    assert isinstance(kv.v, Tensor)
+    (batch, pages), page_size = table.shape, sizes.page_size
+    scoring, attending = constants(config, sizes)
+    tma = tma_tiles(pool, scoring.tile.tile, scoring.dim_pad) if devices.facts(pool.device).has_tma else None
+    read = batch * sizes.index_key_heads * sizes.num_blocks * sizes.block_size * sizes.index_dim * pool.element_size()
+    launch_kernel(
+        layer_kernel,
+        (programs,),
+        IndexBranch(
+            query_rows(index_q, native=False),
+            KeyRows.of(pool),
+            PageTable(table, *table.stride()),
+            index_keys.seq_lens,
+        ),
+        tma,
+        MainBranch(
+            query_rows(q, native=False),
+            KeyRows.of(kv.k),
+            KeyRows.of(kv.v),
+            PageTable(kv.page_table, *kv.page_table.stride()),
+            kv.seq_lens,
+        ),
+        words,
+        blocks,
+        Output.of(out, lse),
+        softmax_scale,
+        *(sizes.new_tokens, sizes.num_blocks, pool.shape[0], pages * page_size),
+        *(kv.k.shape[0], kv.page_table.shape[1] * page_size),
+        *(config.score_splits, config.score_tiles, attend.tiles, config.scoring, config.attending, config.programs),
+        SCORING=scoring,
+        ATTENDING=attending,
+        KIND=kind,
+        PDL=pdl,
+        FETCH=pdl and tma is not None and read <= FETCH_BYTES,
+        num_warps=attend.num_warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+
+
+@functools.lru_cache(256)
+def constants(config: Config, sizes: Sizes) -> tuple[Scoring, Attending]:
+    """Returns the constants that the kernel is compiled for."""
+    attend, group = config.attend, sizes.num_q_heads // sizes.num_kv_heads
+    scoring = Scoring(
+        heads=sizes.index_heads,
+        key_heads=sizes.index_key_heads,
+        dim=sizes.index_dim,
+        dim_pad=next_power_of_two(sizes.index_dim),
+        page=sizes.page_size,
+        tile=Tile.of(sizes.block_size),
+        rows=config.rows,
+        share=next_power_of_two(config.score_tiles),
+        num_stages=config.score_stages,
+    )
+    dim_pad = next_power_of_two(sizes.head_dim)
+    attending = Attending(
+        heads=sizes.num_kv_heads,
+        index_heads=sizes.index_heads,
+        shape=Shape(group, sizes.head_dim, dim_pad, sizes.topk, sizes.block_size, sizes.page_size),
+        cut=attend,
+        init_blocks=sizes.init_blocks,
+        local_blocks=sizes.local_blocks,
+        topk_pad=next_power_of_two(sizes.topk),
+        pages_pad=next_power_of_two(ceil_div(sizes.num_blocks * sizes.block_size, sizes.page_size)),
+        splits_pad=next_power_of_two(attend.splits),
+        reps=config.reps,
+        merge_parts=config.merge_parts,
+    )
+    return scoring, attending

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from openmsa.block_topk.triton_certified import Selection, Workspace
-from openmsa.decode.triton_launch import Sizes, Step
+from openmsa.decode.triton_layer import Sizes, Step
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.paged import Paged
 from openmsa.primitives.scoring import Lengths

@@ -13,7 +13,8 @@ from openmsa.block_scores import STAGE as SCORING
 from openmsa.dense_attention.call import chosen_results
 from openmsa.inputs import ScoringCall
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
-from openmsa.kv_cache.rows import Rows, out_dtype, rows_of, wide_dtype
+from openmsa.kv_cache.rows import out_dtype, rows_of, wide_dtype
+from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime.matmul import attend_few
 from openmsa.types import Layout
 

@@ -129,8 +129,8 @@ def dense_attention_backward(
             query_rows(q, True),
             query_rows(grad_out, True),
             terms,
-            _key_rows(k),
-            _key_rows(v),
+            KeyRows.of(k),
+            KeyRows.of(v),
             Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset),
             results,
             softmax_scale,
@@ -146,11 +146,6 @@ def dense_attention_backward(
 def _shape(tile: Tile, group: int, q: Tensor, causal: bool) -> Shape:
     dim_pad, precision = max(16, next_power_of_two(q.shape[2])), "ieee" if q.dtype == torch.float32 else "tf32"
     return Shape(group, tile.keys, tile.rows, q.shape[2], dim_pad, causal, precision)
-
-
-def _key_rows(x: Tensor) -> KeyRows:
-    s_row, s_head, s_dim = x.stride()
-    return KeyRows(x, 0, s_head, s_row, s_dim)
 
 
 class Lengths(NamedTuple):

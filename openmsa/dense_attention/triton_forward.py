@@ -41,7 +41,7 @@ from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.primitives.tiles import tma_tiles
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
-from openmsa.runtime.launch import ceil_div, launch_kernel
+from openmsa.runtime.launch import ceil_div, launch_kernel, runs_hopper_kernels
 from openmsa.runtime.tape import computes
 from openmsa.types import Layout
 
@@ -76,6 +76,11 @@ def dense_attention(
     if return_max_score and max_score is None:
         computes("scores of blocks that no query sees")
         max_score = torch.full((heads, total_q, num_blocks), -torch.inf, dtype=torch.float32, device=q.device)
+    if config is None and out is not None and runs_hopper_kernels(q.device):
+        from openmsa.dense_attention import gluon_sm90_dense
+
+        if gluon_sm90_dense.launched(facts, q, k, v, seqs, causal, softmax_scale * LOG2_E, block_size, out, lse, max_score):
+            return chosen_results(out, lse, max_score)
     if config is None:
         sizes = (seqs.batch, seqs.max_seqlen_q, seqs.max_seqlen_k, num_kv_heads, heads // num_kv_heads, head_dim)
         config = configure(*sizes, facts, format_of(stored[0]), format_of(q), return_max_score)

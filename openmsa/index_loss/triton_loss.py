@@ -112,7 +112,7 @@ class Branch(NamedTuple):
     @classmethod
     def of(cls, queries: Tensor, keys: Tensor, lse: Tensor) -> Branch:
         """Returns the tensors with their strides."""
-        return cls(query_rows(queries, True), _key_rows(keys), LseRows(lse, *lse.stride()))
+        return cls(query_rows(queries, True), KeyRows.of(keys), LseRows(lse, *lse.stride()))
 
 
 class Left(NamedTuple):
@@ -294,7 +294,7 @@ class _Chunk:
             lse_parts,
             (self.lists.lists.numel(), per_list, shape.cuts),
             query_rows(queries, True),
-            _key_rows(keys),
+            KeyRows.of(keys),
             self.bounds,
             self.lists,
             parts,
@@ -344,11 +344,6 @@ class _Chunk:
             SHAPE=shape,
             num_warps=8,
         )
-
-
-def _key_rows(x: Tensor) -> KeyRows:
-    s_row, s_head, s_dim = x.stride()
-    return KeyRows(x, 0, s_head, s_row, s_dim)
 
 
 class Item(NamedTuple):

@@ -38,6 +38,16 @@ class KeyRows(NamedTuple):
     s_factor_page: int = 0
     s_factor_head: int = 0
 
+    @classmethod
+    def of(cls, data: Tensor, scales: tuple[Any, ...] = ()) -> KeyRows:
+        """Returns a pool ``[pages, heads, rows, columns]``, or packed rows ``[total, heads, columns]``, with its strides.
+        scales: the fields from `scales` on."""
+        if data.dim() == 4:
+            s_page, s_head, s_row, s_dim = data.stride()
+        else:
+            s_page, (s_row, s_head, s_dim) = 0, data.stride()
+        return cls(data, s_page, s_head, s_row, s_dim, *scales)
+
 
 class QueryRows(NamedTuple):
     """These are packed rows of queries ``[total_q, heads, dim]``, plain or e4m3 codes, and the float32 factor of the tensor or
@@ -117,3 +127,4 @@ class Selection(NamedTuple):
 
 
 PLAIN, E4M3, INT8, NVFP4, MXFP4 = 0, 1, 2, 3, 4
+NO_FACTOR, WHOLE_FACTOR, PAGE_FACTOR = 0, 1, 2

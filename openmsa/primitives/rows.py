@@ -3,7 +3,7 @@
 
 `KeyView` is what the host knows of keys or values, `KeyRows` in it is what kernels take, and `Form` the constant that says how
 to read it. Codes may be read several at a time: FP4 in fours (in twos where strides forbid it), int8 in twos. They are not put
-back in order: every `split`-th element of a key makes a tile of its own, and `openmsa.primitives.queries.query_parts` cuts
+back in order: every `split`-th element of a key makes a tile of its own, and `openmsa.primitives.query_parts.query_parts` cuts
 queries likewise.
 
 A stored number is code * scale of its group, key or page * factor of its head or tensor. Scales of groups of elements (FP4) are
@@ -14,22 +14,22 @@ pages. Factors of tensors and heads multiply scores in the end, together with th
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from openmsa.kv_cache import E4M3, MXFP4, NVFP4, CertifiedKeys, Int8, PagedIndexKeys, Stored
+from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, Stored
 from openmsa.kv_cache.stored import in_items
 from openmsa.primitives import operands
 from openmsa.primitives.operands import PLAIN, KeyRows, PageTable
+from openmsa.primitives.scales import UNSCALED, Scales
 from openmsa.primitives.tiles import PACKED, PAGE, PAGES, Paging, Tile, tma_tiles
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import next_power_of_two
 
-NO_FACTOR, WHOLE_FACTOR, PAGE_FACTOR = 0, 1, 2
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float8_e4m3fn: tl.float8e4nv}
 _FORMATS = {"e4m3": operands.E4M3, "int8": operands.INT8, "nvfp4": operands.NVFP4, "mxfp4": operands.MXFP4}
 
@@ -38,8 +38,8 @@ class Form(NamedTuple):
     """A form says how rows are stored; it is a constant of the kernels that read them.
 
     format:    `operands.PLAIN`, E4M3, INT8, NVFP4 or MXFP4.
-    factor:    whose `KeyRows.factor` is: WHOLE_FACTOR of the tensor or of each head, PAGE_FACTOR of each page (and head),
-               NO_FACTOR where there is none.
+    factor:    whose `KeyRows.factor` is: `operands.WHOLE_FACTOR` of the tensor or of each head, PAGE_FACTOR of each page (and
+               head), NO_FACTOR where there is none.
     swizzled:  whether the scales of groups lie in the 128x4 layout.
     split:     elements that an item of `KeyRows.data` holds.
     native:    whether the GPU converts e4m3, which it does from sm_90 on; elsewhere e4m3 codes are read as bytes.
@@ -99,64 +99,12 @@ class KeyView(NamedTuple):
         return cls(rows, form, table, dim, heads, num_pages, size, page_table.shape[1] * size)
 
 
-class Scales(NamedTuple):
-    """A format keeps these beside its codes; as operands they are the fields of `KeyRows` from `scales` on."""
-
-    operands: tuple[Any, ...]
-    factor_form: int = NO_FACTOR
-    swizzled: bool = False
-
-    @classmethod
-    def of(cls, keys: Stored, words: int) -> Scales:
-        """Finds the scales of stored keys. words: see `KeyView.of`."""
-        if isinstance(keys, E4M3):
-            if keys.scale is None:
-                return UNSCALED
-            form = WHOLE_FACTOR if keys.scale.dim() < 2 else PAGE_FACTOR
-            return cls((None, 0, 0, 0, 0, keys.scale, *keys.scale_strides), form)
-        if isinstance(keys, Int8):
-            beside = keys.words()
-            scale = keys.scale if beside is None else beside
-            return cls((scale, *key_strides(scale), 0, None, 0, 0))
-        if isinstance(keys, NVFP4):
-            octets = keys.scale.view(torch.uint8)
-            linear = keys.layout == "linear"
-            scale = in_items(octets, torch.int64, words >= 8 and linear and keys.groups in (8, 16))
-            if scale is octets:
-                scale = in_items(octets, torch.int32, keys.groups in {1: (), 4: (4, 8, 12, 16)}.get(words, (4, 8, 16)))
-            strides = _group_strides(scale) if linear else _row_numbers(keys.shape)
-            form = NO_FACTOR if keys.global_scale is None else WHOLE_FACTOR
-            return cls((scale, *strides, keys.global_scale, 0, 0), form, not linear)
-        if isinstance(keys, MXFP4):
-            scale = in_items(keys.scale, torch.int32, words >= 4 and keys.scale.shape[-1] in (4, 8))
-            return cls((scale, *_group_strides(scale), None, 0, 0))
-        return UNSCALED
-
-
-UNSCALED = Scales((None, 0, 0, 0, 0, None, 0, 0))
 NO_TABLE = PageTable(None)
 
 
 def pool_of(rows: Tensor) -> Tensor:
     """Views packed rows ``[total, heads, columns]`` as the only page of a pool ``[1, heads, total, columns]``."""
     return rows.unsqueeze(0).transpose(1, 2)
-
-
-def key_strides(numbers: Tensor) -> tuple[int, int, int]:
-    """Gives strides of pages, heads and keys of numbers ``[pages, heads, page_size]`` or packed ``[total, heads]``."""
-    strides = numbers.stride()
-    return strides if len(strides) == 3 else (0, strides[1], strides[0])
-
-
-def _group_strides(scale: Tensor) -> tuple[int, int, int, int]:
-    """Gives `key_strides` of scales of groups, and their stride from group to group."""
-    strides = scale.stride()
-    return strides if len(strides) == 4 else (0, strides[1], strides[0], strides[2])
-
-
-def _row_numbers(shape: torch.Size) -> tuple[int, int, int, int]:
-    """Gives `_group_strides` where rows are counted in C order of the logical shape, as in the 128x4 layout."""
-    return (shape[1] * shape[2], shape[2], 1, 0) if len(shape) == 4 else (0, 1, shape[1], 0)
 
 
 class KeyTiles(NamedTuple):

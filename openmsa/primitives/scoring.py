@@ -9,7 +9,6 @@ import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,9 +23,9 @@ from openmsa.primitives.codes import (
     load_group_scales,
     load_scales,
 )
-from openmsa.primitives.operands import Bounds, KeyRows
-from openmsa.primitives.rows import Form, KeyTiles
-from openmsa.primitives.tiles import FLAT, PAGES, Tile, block_maxima, load_keys
+from openmsa.primitives.operands import Bounds
+from openmsa.primitives.rows import KeyTiles
+from openmsa.primitives.tiles import FLAT, Tile, block_maxima, load_keys
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import next_power_of_two
 from openmsa.types import Layout
@@ -38,7 +37,7 @@ class Kind(NamedTuple):
     key_bytes:     bytes of a key as it is stored, and `factor_bytes` as a factor of the product; converted: they differ.
     groups:        groups of elements that have a scale, of FP4 keys; 0 of others. must_group: factors cannot hold the scales.
     indirect:      keys lie in pages, whose ids are read one stage ahead.
-    lanes:         `triton_lanes` can read them.
+    lanes:         `openmsa.block_scores.triton_lanes` can read them, which its stage finds out.
     """
 
     dim: int
@@ -54,14 +53,14 @@ class Kind(NamedTuple):
 
     @classmethod
     @functools.lru_cache(256)
-    def of(cls, dim: int, tile: int, format: int, product: Any, indirect: bool, tma: bool, lanes: bool = False) -> Kind:
+    def of(cls, dim: int, tile: int, format: int, product: Any, indirect: bool, tma: bool) -> Kind:
         """Derives the facts of keys. format: how keys are stored; product: the Triton dtype of factors."""
         padded, fp4 = next_power_of_two(dim), format >= operands.NVFP4
         key_bytes = padded // 2 if fp4 else padded * (2 if format == operands.PLAIN else 1)
         factor_bytes = padded * product.primitive_bitwidth // 8
         groups = next_power_of_two(dim // (16 if format == operands.NVFP4 else 32)) if fp4 else 0
         must_group = format == operands.MXFP4 and product == tl.float16
-        return cls(dim, tile, key_bytes, factor_bytes, key_bytes != factor_bytes, groups, must_group, indirect, tma, lanes)
+        return cls(dim, tile, key_bytes, factor_bytes, key_bytes != factor_bytes, groups, must_group, indirect, tma)
 
     @property
     def narrow(self) -> bool:
@@ -133,45 +132,7 @@ def splits(programs: int, tiles: int, slots: int, least: int, step: int = 1) -> 
 def kind_of(keys: KeyTiles, product: Any, tile: Tile) -> Kind:
     """Collects what the configuration of a call depends on. product: the Triton dtype of factors."""
     view, tma = keys.view, keys.tma is not None
-    return Kind.of(view.dim, tile.tile, view.form.format, product, keys.paging.mode != FLAT, tma, reads_lanes(keys, tile))
-
-
-def reads_lanes(keys: KeyTiles, tile: Tile) -> bool:
-    """Says whether `openmsa.block_scores.triton_lanes` can read keys: NVFP4 of 128 elements, whole tiles of one block or a part
-    of one, scales in words, offsets in a tile of 32 bits."""
-    rows, form = keys.view.rows, keys.view.form
-    if form.format != operands.NVFP4 or keys.view.dim != 128 or form.split != 4 or keys.paging.mode == PAGES:
-        return False
-    if (tile.tile, tile.keys, tile.sub) != (128, 128, 1) or rows.scales is None or rows.scales.itemsize < 4:
-        return False
-    return rows.data.numel() > 0 and tile.tile * max(rows.s_row, rows.s_scales_row * words_a_stride(rows, form)) < 2**31
-
-
-def in_words(rows: KeyRows, form: Form) -> KeyRows:
-    """Returns rows whose scales of groups, in words of four or eight, are taken as words of four, int32."""
-    assert rows.scales is not None
-    words = words_a_stride(rows, form)
-    return KeyRows(
-        rows.data,
-        rows.s_page,
-        rows.s_head,
-        rows.s_row,
-        rows.s_dim,
-        rows.scales.view(torch.int32),
-        rows.s_scales_page * words,
-        rows.s_scales_head * words,
-        rows.s_scales_row * words,
-        rows.s_scales_group,
-        rows.factor,
-        s_factor_page=rows.s_factor_page,
-        s_factor_head=rows.s_factor_head,
-    )
-
-
-def words_a_stride(rows: KeyRows, form: Form) -> int:
-    """Says by what strides of scales are multiplied to count words of four; in the 128x4 layout they count rows, and stay."""
-    assert rows.scales is not None
-    return 1 if form.swizzled else rows.scales.itemsize // 4
+    return Kind.of(view.dim, tile.tile, view.form.format, product, keys.paging.mode != FLAT, tma)
 
 
 @dataclass(frozen=True)

@@ -181,9 +181,9 @@ DECODE_READS = PREFILL_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "
 def _cannot_decode(call: SparseCall) -> str | None:
     reason = dispatch.unless_reads(DECODE_READS, q=call.q, k=call.k) or _unless_cuda(call)
     if reason is None:
-        from openmsa.sparse_attention import triton_decode
+        from openmsa.sparse_attention import triton_decode_walk
 
-        reason = triton_decode.refuse(*call[:3], call.block_size)
+        reason = triton_decode_walk.refuse(*call[:3], call.block_size)
     return reason
 
 

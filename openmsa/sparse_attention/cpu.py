@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.kv_cache.rows import Rows, out_dtype, rows_of, wide_dtype
+from openmsa.kv_cache.rows import out_dtype, rows_of, wide_dtype
+from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.runtime.matmul import attend_few, matmul_nt
 from openmsa.types import Layout

@@ -5,12 +5,12 @@
 A tile is 128 rows, and a program has three groups of warps:
 
     load        one warp brings queries, and the keys and values of each block of the union, through the copy engine
-    attend 0    four warps multiply the first 64 rows with the blocks that one of their queries selected
+    attend 0    four warps multiply the first 64 rows with the blocks of the union
     attend 1    four warps do the same for the other 64 rows
 
-Queries lie in shared memory, keys and values in a ring of blocks there. A group that attends starts the product of its queries
-with the next block before it takes the exponentials of this one, and the product of its weights with this block's values right
-behind:
+Queries lie in registers, keys and values in a ring of blocks in shared memory. A group that attends starts the product of its
+queries with the next block before it takes the exponentials of this one, and the product of its weights with this block's
+values right behind:
 
     unit      q k(1)  p(0) v(0)   q k(2)  p(1) v(1) ...
     threads       softmax(1)          softmax(2) ...
@@ -20,6 +20,8 @@ Programs stay and take one tile after another, so that the blocks of a tile arri
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,49 +36,39 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from openmsa.primitives.gluon_sm90_ring import (
+    BLOCK,
+    ROWS,
+    Ring,
+    Rows,
+    bring,
+    clear_behind,
+    descriptor,
+    exchanged,
+    following,
+    give_back,
+    pass_by,
+    rounded,
+    stay,
+)
+from openmsa.primitives.gluon_sm90_softmax import kept, no_rows, online_step, row_results, seen
 from openmsa.primitives.operands import PLAIN, QueryRows
-from openmsa.primitives.tiles import tma_tiles
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel
-from openmsa.sparse_attention.gluon_sm90_union import in_threads, load_tile, quad_layout
+from openmsa.sparse_attention import triton_lists
 from openmsa.sparse_attention.triton_config import MAX_UNION_TOKENS, PrefillConfig, padded_dim
 from openmsa.sparse_attention.triton_keys import Keys
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
 
+load_tile = gluon.jit(triton_lists.load_tile.fn)  # Gluon compiles the source of the Triton function.
+
 OPTIONS: dict[str, Any] = {
     "STAGES": 3,
-    "SKIP": True,
-    "TURNS": False,
-    "PIN": True,
-    "ATTEND_REGISTERS": 240,
-    "LOAD_REGISTERS": 24,
+    "ATTEND_REGISTERS": 232,
+    "LOAD_REGISTERS": 40,
     "num_warps": 4,
 }
 """The ring has STAGES blocks."""
-BLOCK = gl.constexpr(128)
-"""A block, and a tile of the ring, has so many keys."""
-ROWS = gl.constexpr(64)
-"""A group of warps attends with so many rows, one for each token and head."""
-
-
-class Ring(NamedTuple):
-    """Holds blocks of keys and of values in shared memory, [STAGES, 1, 1, BLOCK, dim] each. A barrier of each says that it has
-    arrived (`full`), and another that both groups have read it (`free`)."""
-
-    k: Any
-    v: Any
-    k_full: Any
-    k_free: Any
-    v_full: Any
-    v_free: Any
-
-
-class Rows(NamedTuple):
-    """Holds the queries of both groups in shared memory, [2, 1, tokens, heads, dim], with barriers as a `Ring` has them."""
-
-    q: Any
-    full: Any
-    free: Any
 
 
 class Cut(NamedTuple):
@@ -104,7 +96,8 @@ def item_at(i_item, num_items, union, num_kv_heads, CUT: gl.constexpr):
     the union list; the blocks in it (-1: the tile goes to another kernel) and how many of them all queries see whole; the
     tile's first token, tokens, sequence and position of the first token."""
     i_item = gl.maximum(gl.minimum(i_item, num_items - 1), 0)
-    i_part, i_h, i_tile = i_item % CUT.parts, i_item // CUT.parts % num_kv_heads, i_item // CUT.parts // num_kv_heads
+    i_part, i_pair = i_item % CUT.parts, i_item // CUT.parts
+    i_h, i_tile = i_pair % num_kv_heads, i_pair // num_kv_heads
     i_list = i_tile * num_kv_heads + i_h
     size, whole = gl.load(union.sizes + i_list * SIZE_FIELDS), gl.load(union.sizes + i_list * SIZE_FIELDS + 1)
     first, tokens, i_b, position = load_tile(union.tiles, i_tile)
@@ -116,9 +109,10 @@ def load(
     ring, rows, tma_q, tma_k, tma_v, union, num_items, num_kv_heads, capacity,
     CUT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Does the loading warp's share of a program."""
+    """Does the loading warp's share of a program: a block's values follow the keys of the next block, as they are read."""
     TOKENS: gl.constexpr = ROWS // CUT.heads
-    t, n = 0, 0
+    s, phase, n, any_v = 0, 0, 0, 0
+    s_v, page_v, h_v, at_v = 0, 0, 0, 0
     item = item_at(gl.program_id(0), num_items, union, num_kv_heads, CUT)
     for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         i_part, i_h, i_list, size, _, first, _, _, _ = item
@@ -131,10 +125,10 @@ def load(
                 if CUT.page_size > 0:
                     page, at = row // CUT.page_size, row % CUT.page_size
                 row = gl.load(p_rows + gl.minimum(i + 1, size - 1))
-                s, phase = t % STAGES, t // STAGES & 1
-                mbarrier.wait(ring.k_free.index(s), phase ^ 1)
-                mbarrier.expect(ring.k_full.index(s), tma_k.block_type.nbytes)
-                tma.async_copy_global_to_shared(tma_k, [page, i_h, at, 0], ring.k_full.index(s), ring.k.index(s))
+                mbarrier.wait(ring.free.index(s), phase ^ 1)
+                bring(tma_k, page, i_h, at, ring.k, ring.k_full, s)
+                if any_v > 0:
+                    bring(tma_v, page_v, h_v, at_v, ring.v, ring.v_full, s_v)
                 if i == 0:
                     head = i_h * CUT.group + i_part * CUT.heads
                     for side in gl.static_range(2):
@@ -142,121 +136,18 @@ def load(
                         mbarrier.expect(rows.full.index(side), tma_q.block_type.nbytes)
                         place = [0, first + side * TOKENS, head, 0]
                         tma.async_copy_global_to_shared(tma_q, place, rows.full.index(side), rows.q.index(side))
-                mbarrier.wait(ring.v_free.index(s), phase ^ 1)
-                mbarrier.expect(ring.v_full.index(s), tma_v.block_type.nbytes)
-                tma.async_copy_global_to_shared(tma_v, [page, i_h, at, 0], ring.v_full.index(s), ring.v.index(s))
-                t += 1
+                s_v, page_v, h_v, at_v, any_v = s, page, i_h, at, 1
+                s, phase = following(s, phase, STAGES)
             n += 1
-
-
-@gluon.jit
-def own_bits(p_bits, i, size, SIDE: gl.constexpr, TOKENS: gl.constexpr):
-    """Loads which of a group's tokens selected entry i of a list; behind its end it is not 0."""
-    return gl.load(p_bits + i, mask=i < size, other=-1) >> SIDE * TOKENS & (1 << TOKENS) - 1
-
-
-@gluon.jit
-def await_turn(turns, t, SIDE: gl.constexpr, TURNS: gl.constexpr):
-    """Waits until the other group has started its products with the block before, or for the second group, with this block."""
-    if TURNS:
-        mbarrier.wait(turns.index(SIDE), t & 1 ^ (1 - SIDE))
-
-
-@gluon.jit
-def end_turn(turns, SIDE: gl.constexpr, TURNS: gl.constexpr):
-    """Lets the other group start its products."""
-    if TURNS:
-        gl.thread_barrier()
-        mbarrier.arrive(turns.index(1 - SIDE), count=1)
-
-
-@gluon.jit
-def skip(
-    ring, turns, base, i, bits, p_bits, size, limit,
-    SIDE: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr, TURNS: gl.constexpr,
-):  # fmt: skip
-    """Goes on to the next block that a token of the group selected, at most to entry `limit`; returns its entry and these
-    tokens."""
-    if SKIP:
-        while (bits == 0) & (i < limit):
-            t = base + i
-            i += 1
-            bits = own_bits(p_bits, i, size, SIDE, TOKENS)
-            s, phase = t % STAGES, t // STAGES & 1
-            mbarrier.wait(ring.k_full.index(s), phase)
-            await_turn(turns, t, SIDE, TURNS)
-            end_turn(turns, SIDE, TURNS)
-            mbarrier.wait(ring.v_full.index(s), phase)
-            gl.thread_barrier()  # Every warp has seen the block arrive before one thread gives it back.
-            mbarrier.arrive(ring.k_free.index(s), count=1)
-            mbarrier.arrive(ring.v_free.index(s), count=1)
-    return i, bits
-
-
-@gluon.jit
-def seen(s, block, last_key):
-    """Replaces logits of keys behind each row's last key by -inf."""
-    o_key = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, s.type.layout))
-    return gl.where(o_key[None, :] <= last_key[:, None], s, -float("inf"))
-
-
-@gluon.jit
-def online_step(s, m_i, l_i, scale, m_member, WEIGHTS: gl.constexpr, OUT_ROW: gl.constexpr, NUMBER: gl.constexpr):
-    """Returns the weights of logits s as a factor of products with values, the new greatest logits and sums of weights, and by
-    what earlier sums of values shrink."""
-    ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    QUAD_ROW: gl.constexpr = gl.SliceLayout(1, quad_layout())
-    largest = gl.convert_layout(gl.max(in_threads(s, gl.max), 1), ROW, assert_trivial=True)
-    m_new = gl.maximum(m_i, gl.where(m_member, largest, -1e30))
-    # Queries that did not select the block get an infinite offset, which makes every weight of theirs exactly 0.
-    offset = gl.where(m_member, m_new * scale, float("inf"))
-    p = gl.exp2(s * scale - offset[:, None])
-    alpha = gl.exp2((m_i - m_new) * scale)
-    l_i = l_i * gl.convert_layout(alpha, QUAD_ROW, assert_trivial=True)[:, None] + in_threads(p, gl.sum)
-    weights = gl.convert_layout(p.to(NUMBER), WEIGHTS, assert_trivial=True)
-    return weights, m_new, l_i, gl.convert_layout(alpha, OUT_ROW, assert_trivial=True)
-
-
-@gluon.jit
-def clear_behind(tile, count):
-    """Overwrites the rows of values behind the first `count` by 0. Both groups may do so at a time."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_n = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
-    for part in gl.static_range(BLOCK // 32):
-        rows = tile.slice(part * 32, 32)
-        b_x = rows.load(LAYOUT)
-        rows.store(gl.where((part * 32 + o_n < count)[:, None], b_x, gl.zeros_like(b_x)))
-    fence_async_shared()
-    gl.thread_barrier()
-
-
-@gluon.constexpr_function
-def exchanged(pairs, first, second):
-    """Returns the layout [ROWS, pairs] of pairs of columns of a product, but for what the four threads of a row exchange: where
-    a thread has pairs 4 (8) apart, it has neighbours (neighbouring twos) instead if `first` (`second`) says so."""
-    lanes = [[0, 4 if first else 1], [0, 8 if second else 2], [1, 0], [2, 0], [4, 0]]
-    held = [[0, 1 if first else 4], [0, 2 if second else 8], [8, 0], [0, 16], [0, 32]][: 4 + (pairs > 32)]
-    return gl.DistributedLinearLayout(held, lanes, [[16, 0], [32, 0]], [], [64, pairs])
-
-
-@gluon.jit
-def rounded(x, NUMBER: gl.constexpr):
-    """Rounds a product [ROWS, dim] to 16 bits. Returns words of two numbers, [ROWS, dim // 2], four neighbouring ones a thread.
-    They are exchanged in two steps, since Triton would do it at once through shared memory, which has no room."""
-    PAIRS: gl.constexpr = x.shape[1] // 2
-    low, high = x.reshape([ROWS, PAIRS, 2]).split()
-    CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == NUMBER else "cvt.rn.f16x2.f32 $0, $2, $1;"
-    words = gl.inline_asm_elementwise(CONVERT, "=r,f,f", [low, high], gl.int32, True, 1)
-    words = gl.convert_layout(words, exchanged(PAIRS, False, False), assert_trivial=True)
-    words = gl.convert_layout(words, exchanged(PAIRS, True, False))
-    return gl.convert_layout(words, exchanged(PAIRS, True, True))
+    if any_v > 0:
+        mbarrier.wait(ring.free.index(s), phase ^ 1)
+        bring(tma_v, page_v, h_v, at_v, ring.v, ring.v_full, s_v)
 
 
 @gluon.jit
 def attend(
-    ring, rows, turns, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
-    SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr,
-    TURNS: gl.constexpr, PIN: gl.constexpr,
+    ring, rows, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
+    SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does a group's share of a program: the first (SIDE 0) or the second half of each tile's rows."""
     NUMBER: gl.constexpr = ring.k.dtype
@@ -264,120 +155,91 @@ def attend(
     DIM_PAD: gl.constexpr = CUT.dim_pad
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUTPUTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_PAD, 16])
+    QUERIES: gl.constexpr = gl.DotOperandLayout(0, LOGITS, 2)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUTS, 2)
     MEMORY: gl.constexpr = exchanged(DIM_PAD // 2, True, True)
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUTS)
-    token = gl.arange(0, ROWS, ROW) // CUT.heads
+    token = SIDE * TOKENS + gl.arange(0, ROWS, ROW) // CUT.heads
     zero = gl.zeros([ROWS, BLOCK], gl.float32, LOGITS)
-    q = rows.q.index(SIDE).reshape((ROWS, DIM_PAD))
-    base, n = 0, 0
+    q_rows = rows.q.index(SIDE).reshape((ROWS, DIM_PAD))
+    s, phase, n = 0, 0, 0
     item = item_at(gl.program_id(0), num_items, union, num_kv_heads, CUT)
     for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         i_part, i_h, i_list, size, whole, first, tokens, i_b, position = item
-        item = item_at(i_item + gl.num_programs(0), num_items, union, num_kv_heads, CUT)  # The next one is on its way.
+        item = item_at(i_item + gl.num_programs(0), num_items, union, num_kv_heads, CUT)  # It is on its way.
         if size >= 0:
             acc = gl.zeros([ROWS, DIM_PAD], gl.float32, OUTPUTS)
-            m_i = gl.full([ROWS], -1e30, gl.float32, ROW)
-            l_i = gl.zeros([ROWS, 4], gl.float32, quad_layout())
+            m_i, l_i = no_rows(LOGITS)
             if size > 0:
-                k_len = gl.load(cu_k + i_b + 1) - gl.load(cu_k + i_b)
-                last_key = gl.minimum(position + SIDE * TOKENS + token, k_len - 1)
-                # Keys behind the last query of the sequence may hold anything.
-                end_key = gl.minimum(position + gl.load(cu_q + i_b + 1) - first, k_len)
-                p_ids, p_bits = union.ids + i_list.to(gl.int64) * capacity, union.bits + i_list.to(gl.int64) * capacity
-                i, bits = skip(
-                    ring, turns, base, size * 0, own_bits(p_bits, 0, size, SIDE, TOKENS), p_bits, size, size,
-                    SIDE, TOKENS, STAGES, SKIP, TURNS,
-                )  # fmt: skip
                 mbarrier.wait(rows.full.index(SIDE), n & 1)
-                gl.thread_barrier()
-                mbarrier.arrive(rows.free.index(SIDE), count=1, pred=i >= size)
-                while i < size:
-                    # 1. The first block, or the first behind many that were skipped, is multiplied with the queries.
-                    s, phase = (base + i) % STAGES, (base + i) // STAGES & 1
-                    block, next_bits = gl.load(p_ids + i), own_bits(p_bits, i + 1, size, SIDE, TOKENS)
+                n += 1
+                if tokens <= SIDE * TOKENS:
+                    give_back(rows.free, SIDE)
+                    s, phase = pass_by(ring, s, phase, size, STAGES)
+                else:
+                    # 1. The first block is multiplied with the queries.
+                    q = q_rows.load(QUERIES)
+                    give_back(rows.free, SIDE)
                     mbarrier.wait(ring.k_full.index(s), phase)
-                    await_turn(turns, base + i, SIDE, TURNS)
                     b_k = ring.k.index(s).reshape((BLOCK, DIM_PAD))
                     b_s = warpgroup_mma(q, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    end_turn(turns, SIDE, TURNS)
+                    p_ids, p_bits = union.ids + i_list.to(gl.int64) * capacity, union.bits + i_list.to(gl.int64) * capacity
+                    bits, block = gl.load(p_bits), gl.load(p_ids)
+                    k_len = gl.load(cu_k + i_b + 1) - gl.load(cu_k + i_b)
+                    last_key = gl.minimum(position + token, k_len - 1)
+                    # Keys behind the last query of the sequence may hold anything.
+                    end_key = gl.minimum(position + gl.load(cu_q + i_b + 1) - first, k_len)
                     b_s = warpgroup_mma_wait(0, deps=(b_s,))
-                    gl.thread_barrier()  # Every warp has read before one thread says so.
-                    mbarrier.arrive(ring.k_free.index(s), count=1)
+                    gl.thread_barrier()
                     if CUT.negative:
                         b_s = -b_s
                     b_s = seen(b_s, block, last_key)
                     m_member = bits >> token & 1 != 0
+                    bits = gl.load(p_bits + gl.minimum(1, size - 1))
                     weights, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER)
-                    acc = acc * alpha[:, None]
-                    j = i
-                    # Values that wait to be weighed hold their place in the ring: no block a ring behind them can arrive.
-                    i, bits = skip(
-                        ring, turns, base, i + 1, next_bits, p_bits, size, j + STAGES, SIDE, TOKENS, STAGES, SKIP, TURNS
-                    )  # fmt: skip
+                    q = kept(q)
 
-                    # 2. Each further block is multiplied while the one before it is weighed.
-                    while ((bits != 0) if SKIP else (i >= 0)) & (i < size):
-                        s, phase = (base + i) % STAGES, (base + i) // STAGES & 1
-                        s_v, phase_v = (base + j) % STAGES, (base + j) // STAGES & 1
-                        next_bits = own_bits(p_bits, i + 1, size, SIDE, TOKENS)
+                    # 2. Each further block is multiplied with the queries, and the values before it with their weights.
+                    for i in range(1, size):
+                        s_v, phase_v = s, phase
+                        s, phase = following(s, phase, STAGES)
                         mbarrier.wait(ring.k_full.index(s), phase)
-                        mbarrier.wait(ring.v_full.index(s_v), phase_v)
-                        await_turn(turns, base + i, SIDE, TURNS)
                         b_k = ring.k.index(s).reshape((BLOCK, DIM_PAD))
                         b_s = warpgroup_mma(q, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
+                        give_back(ring.free, s_v)
+                        mbarrier.wait(ring.v_full.index(s_v), phase_v)
+                        acc = acc * alpha[:, None]
                         acc = warpgroup_mma(weights, ring.v.index(s_v).reshape((BLOCK, DIM_PAD)), acc, is_async=True)
-                        end_turn(turns, SIDE, TURNS)
-                        m_member = bits >> token & 1 != 0
                         b_s = warpgroup_mma_wait(1, deps=(b_s,))
-                        gl.thread_barrier()
-                        mbarrier.arrive(ring.k_free.index(s), count=1)
+                        m_member = bits >> token & 1 != 0
+                        bits = gl.load(p_bits + gl.minimum(i + 1, size - 1))
                         if CUT.negative:
                             b_s = -b_s
                         if i >= whole:
                             b_s = seen(b_s, gl.load(p_ids + i), last_key)
                         p, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER)
-                        if PIN:  # A wait that is over. The compiler would move the softmax behind the product.
-                            mbarrier.wait(ring.v_full.index(s_v), phase_v)
+                        q = kept(q)
+                        stay(i_list)
                         acc = warpgroup_mma_wait(0, deps=(acc,))
-                        gl.thread_barrier()
-                        mbarrier.arrive(ring.v_free.index(s_v), count=1)
-                        acc = acc * alpha[:, None]
                         weights = p
-                        j = i
-                        i, bits = skip(
-                            ring, turns, base, i + 1, next_bits, p_bits, size, j + STAGES,
-                            SIDE, TOKENS, STAGES, SKIP, TURNS,
-                        )  # fmt: skip
 
                     # 3. The last values follow.
-                    s = (base + j) % STAGES
+                    give_back(ring.free, s)
+                    acc = acc * alpha[:, None]
                     tile = ring.v.index(s).reshape((BLOCK, DIM_PAD))
-                    mbarrier.wait(ring.v_full.index(s), (base + j) // STAGES & 1)
-                    i_run = i
-                    mbarrier.arrive(rows.free.index(SIDE), count=1, pred=i_run >= size)
-                    if j == size - 1:  # No other block of a list reaches behind its sequence.
-                        count = end_key - gl.load(p_ids + j) * BLOCK
-                        if count < BLOCK:
-                            clear_behind(tile, count)
+                    count = end_key - gl.load(p_ids + size - 1) * BLOCK
+                    mbarrier.wait(ring.v_full.index(s), phase)
+                    if count < BLOCK:  # No other block of a list reaches behind its sequence.
+                        clear_behind(tile, count)
                     acc = warpgroup_mma(weights, tile, acc, is_async=True)
                     acc = warpgroup_mma_wait(0, deps=(acc,))
-                    gl.thread_barrier()
-                    mbarrier.arrive(ring.v_free.index(s), count=1)
-                    i, bits = skip(
-                        ring, turns, base, i, bits, p_bits, size, size, SIDE, TOKENS, STAGES, SKIP, TURNS
-                    )  # fmt: skip
-                    mbarrier.arrive(rows.free.index(SIDE), count=1, pred=(i >= size) & (i_run < size))
-                base += size
-                n += 1
+                    s, phase = following(s, phase, STAGES)
 
             # 4. The results are written.
             o_r = gl.arange(0, ROWS, gl.SliceLayout(1, MEMORY))
             o_w = gl.arange(0, DIM_PAD // 2, gl.SliceLayout(0, MEMORY))
-            l_row = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
-            m_any = l_row > 0
-            inverse = gl.where(m_any, 1.0 / gl.where(m_any, l_row, 1.0), 0.0)
+            inverse, b_lse = row_results(m_i, l_i, scale)
             words = rounded(acc * gl.convert_layout(inverse, OUT_ROW, assert_trivial=True)[:, None], NUMBER)
             here, head = SIDE * TOKENS + o_r // CUT.heads, i_part * CUT.heads + o_r % CUT.heads
             m_row = (here < tokens) & (head < CUT.group)
@@ -387,8 +249,6 @@ def attend(
                 m_out = m_out & (o_w < CUT.dim // 2)[None, :]
             p_out = result.rows.to(gl.pointer_type(gl.int32), bitcast=True)
             gl.store(p_out + o_out[:, None] * (CUT.dim // 2) + o_w[None, :], words, mask=m_out)
-            b_lse = (m_i * scale + gl.log2(gl.where(m_any, l_row, 1.0))) * 0.6931471805599453
-            b_lse = gl.where(m_any, b_lse, l_row - float("inf"))  # The lse of a NaN query is NaN.
             gl.store(result.lse + o_out, gl.convert_layout(b_lse, gl.SliceLayout(1, MEMORY), assert_trivial=True), mask=m_row)
 
 
@@ -407,9 +267,6 @@ def sm90_attend_kernel(
     capacity,
     CUT: gl.constexpr,
     STAGES: gl.constexpr,
-    SKIP: gl.constexpr,
-    TURNS: gl.constexpr,
-    PIN: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
@@ -421,37 +278,35 @@ def sm90_attend_kernel(
     v = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, BLOCK, CUT.dim_pad], tma_v.layout)
     q = gl.allocate_shared_memory(NUMBER, [2, 1, ROWS // CUT.heads, CUT.heads, CUT.dim_pad], tma_q.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     q_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=2)
+        mbarrier.init(free.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_free.index(i), count=1)
-        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    ring, rows = Ring(k, v, k_full, k_free, v_full, v_free), Rows(q, q_full, q_free)
+    ring, rows = Ring(k, v, k_full, v_full, free), Rows(q, q_full, q_free)
     SIDE_0: gl.constexpr = 0
     SIDE_1: gl.constexpr = 1
     gl.warp_specialize(
         [
             (attend, (
-                ring, rows, turns, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
-                SIDE_0, CUT, STAGES, SKIP, TURNS, PIN,
+                ring, rows, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
+                SIDE_0, CUT, STAGES,
             )),
             (attend, (
-                ring, rows, turns, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
-                SIDE_1, CUT, STAGES, SKIP, TURNS, PIN,
+                ring, rows, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
+                SIDE_1, CUT, STAGES,
             )),
-            (load, (ring, rows, tma_q, tma_k, tma_v, union, num_items, num_kv_heads, capacity, CUT, STAGES)),
+            (load, (
+                ring, rows, tma_q, tma_k, tma_v, union, num_items, num_kv_heads, capacity, CUT, STAGES,
+            )),
         ],
         [4, 1],
         [ATTEND_REGISTERS, LOAD_REGISTERS],
@@ -463,42 +318,36 @@ def union_tokens(config: PrefillConfig) -> int:
     return 2 * ROWS.value // config.heads
 
 
-def serves(device: Device, queries: QueryRows, keys: Keys, config: PrefillConfig, block_size: int) -> bool:
-    """Tells whether the kernel serves this call: queries, keys and values of one 16-bit type, which the copy engine can read,
-    of dims 40, 48, ... 128 in groups of at least three heads; blocks of 128 keys, packed or whole in pages."""
+def attend_launch(
+    device: Device, queries: QueryRows, keys: Keys, out: torch.Tensor, config: PrefillConfig, block_size: int
+) -> Callable[[PrefillCall], None] | None:
+    """Returns the launch of attention of the tiles that stay together, whose lists must have `has_union`; None where the kernel
+    does not serve. It serves queries, keys and values of one 16-bit type, which the copy engine can read, of dims 40, 48, ...
+    128 in groups of at least three heads; blocks of 128 keys, packed or whole in pages; outputs at multiples of four bytes."""
     q = queries.data
     if device.arch != 90 or block_size != BLOCK.value or union_tokens(config) > MAX_UNION_TOKENS or not keys.by_row:
-        return False
-    if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or keys.k.form.format != PLAIN:
-        return False
-    dim_pad = padded_dim(q.shape[2], q.dtype)
-    return q.shape[2] % 8 == 0 and dim_pad in (64, 128) and None not in _descriptors(queries, keys, config)
-
-
-def _descriptors(queries: QueryRows, keys: Keys, config: PrefillConfig) -> tuple[TensorDescriptor | None, ...]:
-    """Returns the descriptors of queries, keys and values, None where the copy engine cannot read them."""
-    dim_pad = padded_dim(keys.k.dim, keys.dtype)
-    boxes = (1, ROWS.value // config.heads, config.heads), (1, 1, BLOCK.value), (1, 1, BLOCK.value)
-    pools = queries.data[None], keys.k.rows.data, keys.v.rows.data
-    return tuple(_descriptor(pool, [*box, dim_pad]) for pool, box in zip(pools, boxes, strict=True))
-
-
-def _descriptor(pool: torch.Tensor, box: list[int]) -> TensorDescriptor | None:
-    tiles = tma_tiles(pool, box[2], box[3])
-    if tiles is None:
         return None
-    kind = gl.bfloat16 if pool.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(tiles.base, tiles.shape, tiles.strides, box, gl.NVMMASharedLayout.get_default_for(box, kind))
+    if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or keys.k.form.format != PLAIN:
+        return None
+    dim_pad = padded_dim(q.shape[2], q.dtype)
+    if q.shape[2] % 8 != 0 or dim_pad not in (64, 128) or out.data_ptr() % 4 != 0:
+        return None
+    boxes = (1, ROWS.value // config.heads, config.heads), (1, 1, BLOCK.value), (1, 1, BLOCK.value)
+    pools = q[None], keys.k.rows.data, keys.v.rows.data
+    tma_q, tma_k, tma_v = (descriptor(pool, [*box, dim_pad]) for pool, box in zip(pools, boxes, strict=True))
+    if tma_q is None or tma_k is None or tma_v is None:
+        return None
+    return functools.partial(launch_sm90_attend, (tma_q, tma_k, tma_v))
 
 
-def launch_sm90_attend(call: PrefillCall, options: dict[str, Any] = OPTIONS) -> None:
-    """Launches attention of the tiles that stay together; the lists must have `has_union`."""
+def launch_sm90_attend(tma: tuple[TensorDescriptor, ...], call: PrefillCall) -> None:
+    """Launches it with descriptors of queries, keys and values."""
     keys, plan, config = call.keys, call.plan, call.config
     dim = keys.k.dim
     launch_kernel(
         sm90_attend_kernel,
         (min(plan.num_tiles * keys.heads * plan.parts, facts(call.result.lse.device).num_sms),),
-        *_descriptors(call.queries, keys, config),
+        *tma,
         call.result,
         call.bounds.cu_q,
         call.bounds.cu_k,
@@ -508,5 +357,5 @@ def launch_sm90_attend(call: PrefillCall, options: dict[str, Any] = OPTIONS) -> 
         keys.heads,
         plan.limits.capacity,
         CUT=Cut(plan.group, config.heads, plan.parts, dim, padded_dim(dim, keys.dtype), keys.page_size, call.negative),
-        **options,
+        **OPTIONS,
     )

@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from openmsa.primitives import queries
+from openmsa.primitives.gluon_sm90_softmax import BLOCK, ROWS, kept, no_rows, online_step, row_results, seen
 from openmsa.primitives.operands import KeyRows, QueryRows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel
@@ -37,18 +38,14 @@ OPTIONS = {"STAGES": 3, "ATTEND_REGISTERS": 208, "CONVERT_REGISTERS": 96, "num_w
 thread of first tiles has what is left of 504. With fewer than 208 the values of a thread that attends do not fit."""
 LONGEST_ROW = 1 << 24
 """A key is at most so many elements from the next, because offsets within a block have 32 bits."""
-BLOCK = gl.constexpr(128)
-"""A block, and a tile of the ring, has so many keys."""
 HALF = gl.constexpr(64)
 """So many keys of a block are converted at a time."""
 DIM = gl.constexpr(128)
 """A head has so many elements."""
-ROWS = gl.constexpr(64)
-"""A tile of queries has so many rows, one for each token and head."""
 NOTHING = gl.constexpr(1 << 30)
 """It stands in the place of a block behind the end of a list."""
 
-in_range = gluon.jit(queries.in_range.fn)  # Gluon compiles the sources of the Triton functions.
+in_range = gluon.jit(queries.in_range.fn)  # Gluon compiles the sources of these Triton functions.
 load_tile = gluon.jit(triton_lists.load_tile.fn)
 
 
@@ -181,31 +178,6 @@ def convert(
             t += 1
 
 
-@gluon.constexpr_function
-def quad_layout():
-    """Returns the layout [ROWS, 4] of one number from each of the four threads that hold a row of a product."""
-    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
-
-
-@gluon.jit
-def in_threads(x, REDUCE: gl.constexpr):
-    """Reduces what each thread holds of each row of a product with 128 columns, to [ROWS, 4]. It goes pair by pair, so that few
-    instructions wait for each other. REDUCE: gl.max or gl.sum."""
-    x = REDUCE(x.reshape([ROWS, 16, 4, 2]), 3)
-    x = REDUCE(x.reshape([ROWS, 2, 8, 4]), 1)
-    x = REDUCE(x.reshape([ROWS, 2, 4, 4]), 1)
-    x = REDUCE(x.reshape([ROWS, 2, 2, 4]), 1)
-    return gl.convert_layout(REDUCE(x, 1), quad_layout(), assert_trivial=True)
-
-
-@gluon.jit
-def kept(x):
-    """Returns x, computed anew as far as ptxas can see. Without this, ptxas 12.8 gives the registers of the queries, behind
-    their last product in the loop, to the weights, and the next round multiplies those."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.float16, False, 2)
-
-
 @gluon.jit
 def attend(
     ring, queries, keys, values, result, cu_k, union, scale, num_pairs, num_tiles, num_kv_heads, capacity,
@@ -220,7 +192,6 @@ def attend(
     MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUTS)
-    QUAD_ROW: gl.constexpr = gl.SliceLayout(1, quad_layout())
     o_s, o_r = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, gl.SliceLayout(1, MEMORY))
     o_d = gl.arange(0, DIM, gl.SliceLayout(0, MEMORY))
     token = o_s // HEADS
@@ -255,8 +226,7 @@ def attend(
         last_key = gl.minimum(position + token, k_len - 1)
 
         acc = gl.zeros([ROWS, DIM], gl.float32, OUTPUTS)
-        m_i = gl.full([ROWS], -1e30, gl.float32, ROW)
-        l_i = gl.zeros([ROWS, 4], gl.float32, quad_layout())
+        m_i, l_i = no_rows(LOGITS)
         i, j = 0, 0
         mine, theirs, bits = entry(ids, 0, size), entry(other_ids, 0, other_size), entry(p_bits, 0, size)
         while (mine < NOTHING) | (theirs < NOTHING):
@@ -272,18 +242,9 @@ def attend(
                 s = warpgroup_mma(b_q, ring.k.index(t % STAGES).permute((1, 0)), zero, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 if not sees_all:
-                    o_key = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, LOGITS))
-                    s = gl.where(o_key[None, :] <= last_key[:, None], s, -float("inf"))
-                largest = gl.convert_layout(gl.max(in_threads(s, gl.max), 1), ROW, assert_trivial=True)
-                m_new = gl.maximum(m_i, gl.where(m_member, largest, -1e30))
-                # Queries that did not select the block get an infinite offset, which makes every weight of theirs exactly 0.
-                offset = gl.where(m_member, m_new * x_scale, float("inf"))
-                p = gl.exp2(s * x_scale[:, None] - offset[:, None])
-                alpha = gl.exp2((m_i - m_new) * x_scale)
-                l_i = l_i * gl.convert_layout(alpha, QUAD_ROW, assert_trivial=True)[:, None] + in_threads(p, gl.sum)
-                m_i = m_new
-                weights = gl.convert_layout(p.to(gl.float16), WEIGHTS, assert_trivial=True)
-                acc = acc * gl.convert_layout(alpha, OUT_ROW, assert_trivial=True)[:, None]
+                    s = seen(s, block, last_key)
+                weights, m_i, l_i, alpha = online_step(s, m_i, l_i, x_scale, m_member, WEIGHTS, OUT_ROW, gl.float16)
+                acc = acc * alpha[:, None]
                 acc = warpgroup_mma(weights, ring.v.index(t % STAGES), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 b_q = kept(b_q)
@@ -291,16 +252,12 @@ def attend(
             mbarrier.arrive(ring.free.index(t % STAGES), count=1)
             t += 1
 
-        l_i = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
-        m_any = l_i > 0
-        inverse = gl.where(m_any, 1.0 / gl.where(m_any, l_i, 1.0), 0.0)
+        inverse, b_lse = row_results(m_i, l_i, x_scale)
         if values.factor is not None:
             inverse *= gl.load(values.factor + i_h * values.s_factor_head)
         b_out = (acc * gl.convert_layout(inverse, OUT_ROW)[:, None]).to(result.rows.dtype.element_ty)
         o_out = row * num_kv_heads * GROUP + head
         gl.store(result.rows + o_out[:, None] * DIM + o_d[None, :], gl.convert_layout(b_out, MEMORY), mask=m_row[:, None])
-        b_lse = (m_i * x_scale + gl.log2(gl.where(m_any, l_i, 1.0))) * 0.6931471805599453
-        b_lse = gl.where(m_any, b_lse, l_i - float("inf"))  # The lse of a NaN query is NaN.
         gl.store(result.lse + o_out, gl.convert_layout(b_lse, gl.SliceLayout(1, MEMORY)), mask=m_row)
 
 

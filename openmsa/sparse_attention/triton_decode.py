@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""This module cuts sparse attention for a few new tokens a sequence into programs, and launches it, once a call.
+# mypy: allow-untyped-defs, disable-error-code="assignment"
+# ruff: noqa: RUF005 (kernels know no unpacking)
+"""Sparse attention for a few new tokens a sequence is cut into programs here, and is one launch.
 
-The selected blocks of a token and KV head are split over programs, and the last program to arrive merges what all of them found
-(`openmsa.sparse_attention.triton_decode_kernel`). Its time is that of reading 2 * topk * block_size * head_dim elements for
-each token and KV head. Outputs and plain keys are bfloat16 or float16.
+A program walks tiles of selected keys, plain (`triton_decode_walk`) or stored (`triton_decode_stored`). It serves one query
+token, one KV head (the query heads of its group are the rows of the tile, padded to 16) and one share of the token's selected
+blocks. Each program leaves a normalised partial, rounded as the outputs are, and its float32 lse; the last program of a token
+and head, which a counter finds, merges them and resets the counter. A launch takes the time of reading 2 * topk * block_size *
+head_dim elements for each token and KV head. Outputs and plain keys are bfloat16 or float16.
+
+The constexprs SHAPE, CUT and FORM of the kernel are a `Shape`, a `Config` and a `Form` of `openmsa.primitives.rows`. BM and BN
+are the rows and the keys of a tile.
 """
 
 from __future__ import annotations
@@ -12,20 +19,25 @@ import math
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.rows import out_dtype
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, Selection
 from openmsa.primitives.queries import query_rows
-from openmsa.primitives.rows import UNSCALED, Form, Scales
+from openmsa.primitives.rows import Form
+from openmsa.primitives.scales import UNSCALED, Scales
 from openmsa.primitives.softmax import UNSPLIT, Partials
+from openmsa.primitives.waiting import fetch_pages
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
-from openmsa.sparse_attention.triton_decode_kernel import sparse_decode_kernel
-from openmsa.sparse_attention.triton_decode_walk import Shape
+from openmsa.sparse_attention.triton_decode_stored import factors, load_parts, query_parts, walk_stored
+from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, walk
 from openmsa.types import Layout
 
 MIN_KEYS = 256
@@ -115,30 +127,169 @@ def narrowed(config: Config, keys: int) -> Config:
     return config._replace(keys=keys, tiles=config.tiles * config.keys // keys)
 
 
-def refuse(q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, block_size: int) -> str | None:
-    """Says why these formats or strides cannot be read; returns None where they can."""
-    pools = [rows for rows in ((k.k, k.v) if isinstance(k, PagedKV) else (k, v)) if rows is not None]
-    for rows in pools:
-        data = rows.data if isinstance(rows, Stored) else rows
-        if 128 * data.stride(-2 if data.dim() == 4 else 0) + data.shape[-1] * data.stride(-1) >= 2**31:  # 128: keys of a tile
-            return f"offsets inside its tiles are 32 bits wide, got strides {tuple(data.stride())}"
-    form = format_id(pools[0])
-    if not form:
-        return "it reads queries stored as e4m3 beside keys stored as e4m3 or nvfp4 only" if isinstance(q, Stored) else None
-    run = math.gcd(block_size, k.page_size) if isinstance(k, PagedKV) else block_size
-    if run & -run < 32:
-        return f"it reads stored keys 32 in a row or more, got blocks of {block_size} and runs of {run & -run}"
-    for rows in pools:
-        if isinstance(rows, Stored) and not _in_words(rows):
-            return f"it reads {rows.format} rows of contiguous bytes at even addresses, got strides {rows.data.stride()}"
-    return None
+@triton.jit
+def partial(partials, i_p, i_s, n_s, o_d, D: tl.constexpr, BM: tl.constexpr):
+    """Loads the partial [BM, DIM_PAD] of split i_s and its lse [BM], which are zeros and -inf from split n_s on."""
+    o_s = (i_p * n_s + i_s) * BM + tl.arange(0, BM)
+    m_s = tl.full([BM], 1, tl.int1) & (i_s < n_s)
+    b_lse = tl.load(partials.lse + o_s, mask=m_s, other=-float("inf"), cache_modifier=".cg")
+    p_part = partials.rows + o_s[:, None].to(tl.int64) * D + o_d[None, :]
+    b_part = tl.load(p_part, mask=(o_d < D)[None, :] & (i_s < n_s), other=0.0, cache_modifier=".cg")
+    return b_lse, b_part
 
 
-def _in_words(rows: Stored) -> bool:
-    """Tells whether rows can be read as 16-bit words."""
-    *outer, innermost = rows.data.stride()
-    even = innermost == 1 and all(stride % 2 == 0 for stride in outer) and rows.data.storage_offset() % 2 == 0
-    return even and rows.shape[-1] % 4 == 0
+@triton.jit
+def merge(partials, i_p, n_s, o_d, SHAPE: tl.constexpr, CUT: tl.constexpr):
+    """Returns the weighted sum [BM, DIM_PAD] of the n_s partials of row tile i_p, their greatest lse and the sum of weights
+    [BM]. As many partials as registers hold are read at once."""
+    BM: tl.constexpr = CUT.rows
+    DIM_PAD: tl.constexpr = SHAPE.dim_pad
+    AHEAD: tl.constexpr = min(8, max(1, 16384 // (BM * DIM_PAD)))
+    b_m = tl.full([BM], -float("inf"), tl.float32)
+    b_z = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, DIM_PAD], tl.float32)
+    for i_s in tl.range(0, n_s, AHEAD, num_stages=1):
+        b_new = b_m
+        lses, parts = (), ()
+        for j in tl.static_range(AHEAD):
+            b_lse, b_part = partial(partials, i_p, i_s + j, n_s, o_d, SHAPE.dim, BM)
+            lses, parts = lses + (b_lse,), parts + (b_part,)
+            b_new = tl.maximum(b_new, b_lse)
+        b_safe = tl.where(b_new == -float("inf"), 0.0, b_new)
+        b_old = tl.exp2(b_m - b_safe)
+        b_z *= b_old
+        b_acc *= b_old[:, None]
+        for j in tl.static_range(AHEAD):
+            b_w = tl.exp2(lses[j] - b_safe)
+            b_z += b_w
+            b_acc += b_w[:, None] * parts[j].to(tl.float32)
+        b_m = b_new
+    return b_acc, b_m, b_z
+
+
+@triton.jit
+def store_rows(out, p_out, p_lse, b_acc, b_m, b_z, o_r, o_d, m_r, D: tl.constexpr):
+    """Stores acc / z and its natural-log lse; 0 and -inf where nothing was read. p_out and p_lse point at the first head of the
+    group, of a token of `out`."""
+    b_out = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
+    p_rows = p_out + o_r[:, None] * out.s_head + o_d[None, :] * out.s_dim
+    tl.store(p_rows, b_out.to(out.rows.dtype.element_ty), mask=m_r[:, None] & (o_d[None, :] < D))
+    if out.lse is not None:
+        tl.store(p_lse + o_r * out.s_lse_head, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=m_r)
+
+
+@triton.jit(do_not_specialize=["queries", "num_pages", "capacity", "tiles"])
+def sparse_decode_kernel(
+    q, k, v, blocks, table, bounds, out, partials, scale,
+    queries, num_pages, capacity, tiles,
+    SHAPE: tl.constexpr, CUT: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attends, and merges partials, in a grid of (sequences * queries, KV heads * row tiles, splits) programs.
+
+    q is `QueryRows`, k and v are `KeyRows`, blocks is `Selection`, table is `PageTable`, bounds is `Bounds`, out is `Output`,
+    and partials is `Partials`. Lengths come from bounds.seq_lens, with `queries` tokens a sequence that are the last of its
+    keys; or, where that is None, from cu_q, cu_k and q_offset, with at most `queries` tokens a sequence. num_pages and capacity
+    count the pool's pages and the keys that a row of the page table has room for. PDL: the kernel may start before the one in
+    front has ended, and waits for it."""
+    PAGE: tl.constexpr = SHAPE.page
+    G: tl.constexpr = SHAPE.group
+    D: tl.constexpr = SHAPE.dim
+    TILES: tl.constexpr = CUT.tiles
+    FORMAT: tl.constexpr = FORM.format
+    BY_PAGE: tl.constexpr = FORM.factor == 2
+    ROW_TILES: tl.constexpr = (G + CUT.rows - 1) // CUT.rows
+    # 1. The program finds its token, heads and split, and how many keys the token sees.
+    i_b, i_q = tl.program_id(0) // queries, tl.program_id(0) % queries
+    i_h, i_s = tl.program_id(1) // ROW_TILES, tl.program_id(2)
+    o_r = (tl.program_id(1) % ROW_TILES) * CUT.rows + tl.arange(0, CUT.rows)  # heads in the group
+    m_r = o_r < G
+    o_d = tl.arange(0, SHAPE.dim_pad)
+    if PDL:
+        gdc_launch_dependents()
+
+    i_k0 = 0
+    if bounds.seq_lens is not None:
+        i_t = tl.program_id(0)
+        n_k = tl.load(bounds.seq_lens + i_b)
+        last = n_k - queries + i_q
+    else:
+        i_t = tl.load(bounds.cu_q + i_b) + i_q
+        end = tl.load(bounds.cu_q + i_b + 1)
+        if i_t >= end:
+            return
+        i_k0 = tl.load(bounds.cu_k + i_b)
+        n_k = tl.load(bounds.cu_k + i_b + 1) - i_k0
+        last = n_k - end + i_t if bounds.q_offset is None else tl.load(bounds.q_offset + i_b) + i_q
+    if PAGE:
+        n_k = tl.minimum(n_k, capacity)
+    n_k = tl.minimum(n_k, last + 1)  # The query sees so many keys, none where this is below 1.
+    n_blocks = (n_k + SHAPE.block - 1) // SHAPE.block
+
+    # 2. Queries and factors, which need no block ids, are loaded, and the page table is fetched.
+    p_q = q.data + i_t.to(tl.int64) * q.s_token + (i_h * G + o_r) * q.s_head
+    if FORMAT == 0:
+        b_q = tl.load(p_q[:, None] + o_d[None, :] * q.s_dim, mask=m_r[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, DIM_PAD]
+    else:
+        parts, q_f = load_parts(p_q, m_r, q.s_dim, SHAPE, FORM.split), 1.0
+        if q.factor is not None:
+            q_f = tl.load(q.factor + (i_h * G + o_r) * q.s_factor_head, mask=m_r, other=0.0)
+        if not BY_PAGE:
+            k_f, v_f = factors(k, 0, i_h, True), factors(v, 0, i_h, True)
+    p_ids = blocks.ids + i_t.to(tl.int64) * blocks.s_token + i_h * blocks.s_head
+    p_table = table.ids
+    if PAGE:
+        p_table = table.ids + i_b.to(tl.int64) * table.s_sequence
+    o_u = tl.arange(0, TILES)
+    if PDL and PAGE:  # Index keys have driven the page table out of the cache.
+        fetch_pages(p_table, table.s_page, tl.cdiv(tl.maximum(n_k, 0), PAGE))
+    if PDL:  # Only `blocks` comes from the kernel in front.
+        if FORMAT != 0:
+            b_qs, b_row = query_parts(parts, CUT.walks)
+        gdc_wait()
+
+    # 3. The walk goes over the tiles of this split.
+    b_first, b_page = o_u, o_u
+    if not CUT.lookup:
+        b_u = i_s * TILES + o_u
+        PER: tl.constexpr = SHAPE.block // CUT.keys
+        b_id = tl.load(p_ids + (b_u // PER) * blocks.s_slot, mask=b_u < SHAPE.topk * PER, other=-1)
+        b_first, b_page = first_keys(b_u, b_id, p_table, table.s_page, n_k, n_blocks, num_pages, SHAPE, CUT)
+    if FORMAT == 0:
+        b_acc, b_m, b_z = walk(
+            b_q, k, v, i_h, b_first, b_page, p_ids, blocks.s_slot, p_table, table.s_page, i_s, tiles, i_k0, n_k, n_blocks,
+            num_pages, scale, SHAPE, CUT,
+        )  # fmt: skip
+    else:
+        m_u = b_first < n_k
+        b_home = tl.where(m_u, b_page, 0) if PAGE else tl.zeros([TILES], tl.int32)
+        if BY_PAGE:
+            i_page = b_home.to(tl.int64)
+            k_f, v_f = factors(k, i_page, i_h, m_u), factors(v, i_page, i_h, m_u)
+        if not PDL:  # The page table is read meanwhile.
+            b_qs, b_row = query_parts(parts, CUT.walks)
+        b_acc, b_m, b_z = walk_stored(
+            b_qs, b_row * q_f, k, v, k_f, v_f, b_first, b_home, i_h, tiles, i_k0, n_k, scale, SHAPE, CUT, FORM
+        )
+
+    # 4. The output is stored, or a partial, which the last program of the token and head merges with the others.
+    p_out = out.rows + (i_t.to(tl.int64) * out.s_token + i_h * G * out.s_head)
+    p_lse = out.lse
+    if out.lse is not None:
+        p_lse = out.lse + (i_t.to(tl.int64) * out.s_lse_token + i_h * G * out.s_lse_head)
+    if CUT.splits == 1:
+        store_rows(out, p_out, p_lse, b_acc, b_m, b_z, o_r, o_d, m_r, D)
+    else:
+        i_p = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        o_s = (i_p * CUT.splits + i_s) * CUT.rows + tl.arange(0, CUT.rows)
+        b_part = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
+        p_part = partials.rows + o_s[:, None].to(tl.int64) * D + o_d[None, :]
+        tl.store(p_part, b_part.to(partials.rows.dtype.element_ty), mask=o_d[None, :] < D)
+        tl.store(partials.lse + o_s, b_m + tl.log2(b_z))
+        tl.debug_barrier()  # Every thread's partial is written before one thread publishes it.
+        if tl.atomic_add(partials.arrived + i_p, 1, sem="acq_rel") == CUT.splits - 1:
+            b_acc, b_m, b_z = merge(partials, i_p, tl.num_programs(2), o_d, SHAPE, CUT)
+            store_rows(out, p_out, p_lse, b_acc, b_m, b_z, o_r, o_d, m_r, D)
+            tl.store(partials.arrived + i_p, 0)
 
 
 def format_id(rows: Tensor | Stored) -> int:
@@ -151,17 +302,12 @@ def padded_dim(head_dim: int, form: int) -> int:
     return max(next_power_of_two(head_dim), {0: 16, 1: 32, 3: 64}[form])
 
 
-def key_rows(rows: Tensor | Stored) -> tuple[KeyRows, Scales]:
-    """Shows kernels a pool [pages, heads, rows, dim], or packed rows [total, heads, dim]; codes are read as int16 words."""
-    if isinstance(rows, Stored):
-        data, scales = rows.data.view(torch.uint8).view(torch.int16), Scales.of(rows, words=4)
-    else:
-        data, scales = rows, UNSCALED
-    if data.dim() == 4:
-        s_page, s_head, s_row, s_dim = data.stride()
-    else:
-        s_page, (s_row, s_head, s_dim) = 0, data.stride()
-    return KeyRows(data, s_page, s_head, s_row, s_dim, *scales.operands), scales
+def _operands(rows: Tensor | Stored) -> tuple[KeyRows, Scales]:
+    """Shows the kernel a pool, or packed rows; codes are read as int16 words."""
+    if not isinstance(rows, Stored):
+        return KeyRows.of(rows), UNSCALED
+    scales = Scales.of(rows, words=4)
+    return KeyRows.of(rows.data.view(torch.uint8).view(torch.int16), scales.operands), scales
 
 
 def launch(
@@ -184,7 +330,7 @@ def launch(
     from kernels launched since the last one that was launched without this attribute."""
     first, second = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
     assert second is not None
-    (keys, k_scales), (values, v_scales) = key_rows(first), key_rows(second)
+    (keys, k_scales), (values, v_scales) = _operands(first), _operands(second)
     if isinstance(k, PagedKV):
         num_pages, num_kv_heads, page_size, _ = keys.data.shape
         pages, capacity = PageTable(k.page_table, *k.page_table.stride()), k.page_table.shape[1] * page_size

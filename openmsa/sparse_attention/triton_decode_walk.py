@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""A program of decode attention walks its share of the selected keys here, where they are plain.
+"""A program of decode attention walks its share of the selected keys here, where they are plain; and here stands which keys
+the walks can read.
 
 The selected blocks of a token are one list of topk * block keys, cut into tiles. Where tiles lie inside one block and one page,
 a program looks up the ids of all its tiles at once and a tile is a run of neighbouring rows; otherwise every key looks up its
-own block and page. `openmsa.sparse_attention.triton_decode_kernel` walks so, and the kernel that runs a whole decode layer.
+own block and page. The kernel of `openmsa.sparse_attention.triton_decode` walks so, and the one that runs a whole decode layer.
 
 The constexprs SHAPE and CUT are a `Shape` and a `Config` of `openmsa.sparse_attention.triton_decode`. BM and BN are rows and
 keys of a tile.
@@ -12,10 +13,14 @@ keys of a tile.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from openmsa.kv_cache import PagedKV, Stored
 
 
 class Shape(NamedTuple):
@@ -28,6 +33,31 @@ class Shape(NamedTuple):
     topk: int
     block: int
     page: int
+
+
+def refuse(q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, block_size: int) -> str | None:
+    """Says why the walks over plain and over stored keys cannot read these formats or strides; returns None where they can."""
+    pools = [rows for rows in ((k.k, k.v) if isinstance(k, PagedKV) else (k, v)) if rows is not None]
+    for rows in pools:
+        data = rows.data if isinstance(rows, Stored) else rows
+        if 128 * data.stride(-2 if data.dim() == 4 else 0) + data.shape[-1] * data.stride(-1) >= 2**31:  # 128: keys of a tile
+            return f"offsets inside its tiles are 32 bits wide, got strides {tuple(data.stride())}"
+    if not isinstance(pools[0], Stored):
+        return "it reads queries stored as e4m3 beside keys stored as e4m3 or nvfp4 only" if isinstance(q, Stored) else None
+    run = math.gcd(block_size, k.page_size) if isinstance(k, PagedKV) else block_size
+    if run & -run < 32:
+        return f"it reads stored keys 32 in a row or more, got blocks of {block_size} and runs of {run & -run}"
+    for rows in pools:
+        if isinstance(rows, Stored) and not _in_words(rows):
+            return f"it reads {rows.format} rows of contiguous bytes at even addresses, got strides {rows.data.stride()}"
+    return None
+
+
+def _in_words(rows: Stored) -> bool:
+    """Tells whether rows can be read as 16-bit words."""
+    *outer, innermost = rows.data.stride()
+    even = innermost == 1 and all(stride % 2 == 0 for stride in outer) and rows.data.storage_offset() % 2 == 0
+    return even and rows.shape[-1] % 4 == 0
 
 
 @triton.jit

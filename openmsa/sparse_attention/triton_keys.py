@@ -20,8 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.triton_numbers import NVFP4, e2m1_pair, e4m3, swizzled_byte
 from openmsa.primitives.codes import e4m3_numbers
-from openmsa.primitives.operands import PLAIN, KeyRows, PageTable
-from openmsa.primitives.rows import PAGE_FACTOR, TYPES, Form, KeyView
+from openmsa.primitives.operands import PAGE_FACTOR, PLAIN, KeyRows, PageTable
+from openmsa.primitives.rows import TYPES, Form, KeyView
 from openmsa.primitives.tiles import tma_tiles
 from openmsa.sparse_attention.triton_config import PrefillConfig, padded_dim
 from openmsa.types import Layout

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from openmsa.primitives.softmax import Result
 from openmsa.runtime.devices import facts
 from openmsa.runtime.launch import runs_hopper_kernels
 from openmsa.runtime.tape import computes
-from openmsa.sparse_attention.triton_config import PrefillConfig, few_queries, prefill_config
+from openmsa.sparse_attention.triton_config import PrefillConfig, few_queries, plain_hopper_config, prefill_config
 from openmsa.sparse_attention.triton_expand import copies_of, expand, expands
 from openmsa.sparse_attention.triton_few import launch_few
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Descriptors, Keys
@@ -88,7 +87,7 @@ def sparse_attention(
     tuned = None
     if config is None and path in ("auto", "union"):
         few = few_queries(q.shape[0], q.shape[2], blocks.shape[2], keys.heads, buckets_of(keys, seqs, block_size))
-        tuned = _tuned(queries, keys, prefill_config(*tile), block_size, few and path == "auto")
+        tuned = _tuned(queries, keys, out, prefill_config(*tile), block_size, few and path == "auto")
     copies = None  # Triton's union kernel reads stored keys as copies; Hopper's own and KV-outer read them as they are.
     if path == "auto" and tuned is None and keys.stored and expands(keys, queries.data.dtype, readers, workspace_bytes):
         copies = copies_of(keys, queries.data.dtype)
@@ -98,8 +97,8 @@ def sparse_attention(
     if config is None:
         four_bits = converted and keys.k.form.format == NVFP4
         config = prefill_config(*tile, 2 if keys.stored else keys.dtype.itemsize, converted, four_bits)
-    if tuned is not None and not keys.stored:  # Hopper's kernel for plain keys has tiles of 128 rows.
-        config = replace(config, union_tokens=128 // config.heads)
+    if tuned is not None and not keys.stored:
+        config = plain_hopper_config(config)
 
     # 2. The work is listed, tile by tile.
     scale = max(abs(softmax_scale) * math.log2(math.e), SMALLEST_SCALE.value)
@@ -130,21 +129,19 @@ def sparse_attention(
 
 
 def _tuned(
-    queries: QueryRows, keys: Keys, config: PrefillConfig, block_size: int, few: bool
+    queries: QueryRows, keys: Keys, out: Tensor, config: PrefillConfig, block_size: int, few: bool
 ) -> Callable[[PrefillCall], None] | None:
     """Returns the launch of Hopper's own union kernel where one serves, else None. few: whether the rest of plain keys goes to
     the form for few queries, whose units have the tiles' queries; the kernel's own tiles are too large for that."""
     if not runs_hopper_kernels(queries.data.device):
         return None
+    device = facts(queries.data.device)
     if not keys.stored:
         from openmsa.sparse_attention import gluon_sm90_attend
 
-        device = facts(queries.data.device)
-        tiles = queries.data.shape[0] * queries.data.shape[1] // ROWS
-        enough = tiles >= FEWEST_TILES * device.num_sms and not few
-        plain = enough and gluon_sm90_attend.serves(device, queries, keys, config, block_size)
-        return gluon_sm90_attend.launch_sm90_attend if plain else None
+        if few or queries.data.shape[0] * queries.data.shape[1] // ROWS < FEWEST_TILES * device.num_sms:
+            return None
+        return gluon_sm90_attend.attend_launch(device, queries, keys, out, config, block_size)
     from openmsa.sparse_attention import gluon_sm90_union
 
-    serves = gluon_sm90_union.serves(facts(queries.data.device), queries, keys, config, block_size)
-    return gluon_sm90_union.launch_sm90_union if serves else None
+    return gluon_sm90_union.launch_sm90_union if gluon_sm90_union.serves(device, queries, keys, config, block_size) else None

@@ -111,6 +111,10 @@ CALLS: tuple[Any, ...] = (
     Dense("bf16", "bf16", 16384, page=128, results="ol"),
     Dense("bf16", "bf16", 4096, keys=8192, results="olm"),
     Dense("bf16", "bf16", 4096, keys=8192, results="m"),
+    Dense("bf16", "bf16", 288),  # It leaves too many of Hopper's multiprocessors idle for the kernel of its own.
+    Dense("bf16", "bf16", 288, page=128, results="ol"),
+    Dense("bf16", "bf16", 600, keys=8192, results="olm"),
+    Dense("fp16", "fp16", 4096, keys=8192, page=256, heads=HEADS[8], results="olm"),
     Dense("fp16", "fp16", 64, page=128, results="ol"),
     Dense("bf16", "bf16", 1, batch=32, keys=32768, page=128, results="ol"),
     Dense("bf16", "bf16", 1, batch=32, keys=32768, page=16),

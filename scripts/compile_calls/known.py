@@ -90,6 +90,8 @@ KNOWN = {
     # Hopper's union kernel spills before its loops; for groups other than 16 heads, also between pairs of tiles.
     "sm90_attend_kernel": Known(always),
     "sm90_union_kernel": Known(always, lambda launch: 16 if constant(launch, "GROUP") == 16 else 88),
+    # Where largest scores of blocks are stored, one register does not fit.
+    "sm90_dense_kernel": Known(always, by_arch({90: 8})),
     "sparse_decode_kernel": Known(may_spill=by_arch({120: 8})),  # One register is stored before the loops.
     "layer_kernel": Known(),
     # Gradients fill the registers with four sums and two products; addresses of gathered rows are stored and read back.

@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 from openmsa import E4M3, NVFP4, PagedIndexKeys
 from openmsa.block_scores import gluon_sm90_lanes, reference
 from openmsa.block_scores.gluon_sm90_lanes import CONFIG, RING, SHARE, cut
-from openmsa.primitives.queries import product_type, query_rows
+from openmsa.block_scores.triton_lanes import reads_lanes
+from openmsa.primitives.queries import query_rows
 from openmsa.primitives.rows import KeyTiles
-from openmsa.primitives.scoring import kind_of
 from openmsa.primitives.tiles import Tile
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
@@ -42,8 +42,7 @@ def serves(keys, queries, rows, device=COMPILE_TARGETS[90], block=128, pages=2):
     cache = PagedIndexKeys(keys, torch.zeros(1, pages, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
     tile = Tile.of(block)
     tiles = KeyTiles.of(cache, tile, device)
-    lanes = kind_of(tiles, product_type(queries, tiles.view), tile).lanes
-    return gluon_sm90_lanes.serves(device, tiles, query_rows(queries, device.arch >= 90), tile, rows, lanes)
+    return gluon_sm90_lanes.serves(device, tiles, query_rows(queries, device.arch >= 90), tile, rows, reads_lanes(tiles, tile))
 
 
 def test_what_it_serves():

@@ -13,9 +13,10 @@ import triton.language as tl
 from openmsa import E4M3, MXFP4, NVFP4, Int8, PagedIndexKeys
 from openmsa.block_scores import reference, triton_route
 from openmsa.block_scores.triton_config import config
+from openmsa.block_scores.triton_lanes import reads_lanes
 from openmsa.block_scores.triton_route import launch_scores
 from openmsa.primitives.rows import KeyTiles
-from openmsa.primitives.scoring import Kind, reads_lanes, splits
+from openmsa.primitives.scoring import Kind, splits
 from openmsa.primitives.tiles import Tile
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
@@ -169,7 +170,7 @@ def test_configurations_fit():
 
 def test_lanes_serve_up_to_four_rows():
     for device in COMPILE_TARGETS.values():
-        kind = Kind.of(128, 128, 3, tl.bfloat16, True, device.has_tma, lanes=True)
+        kind = Kind.of(128, 128, 3, tl.bfloat16, True, device.has_tma)._replace(lanes=True)
         assert all((config(device, rows, kind).lanes > 0) == (rows <= 4) for rows in (1, 4, 5, 64, 65536))
         chosen = config(device, 1, kind)
         assert chosen.rows == 4

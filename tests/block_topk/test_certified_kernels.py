@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from openmsa.primitives.queries import fixed_point
+from openmsa.block_topk.triton_bounds import fixed_point
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the contract tests run the kernels")
 

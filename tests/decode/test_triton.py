@@ -7,9 +7,8 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from openmsa.decode import triton_launch  # noqa: E402
-from openmsa.decode.triton_launch import Sizes, Step, configure  # noqa: E402
-from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Words  # noqa: E402
+from openmsa.decode import triton_layer  # noqa: E402
+from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Sizes, Step, Words, configure  # noqa: E402
 from openmsa.decode.triton_select import chosen_ids, load_words, select  # noqa: E402
 from openmsa.runtime.devices import COMPILE_TARGETS  # noqa: E402
 from openmsa.testing.compare import assert_close, assert_equal  # noqa: E402
@@ -82,7 +81,7 @@ def _layer(p, kv, index_keys, tokens, dim, block, topk, cut):
     lse = torch.full(p.q.shape[:2], torch.nan, device=DEVICE)
     step = Step(p.q.to(DEVICE), kv, p.index_q.to(DEVICE), index_keys, 0.2, blocks, out, lse)
     for kind in (EVERY,) if CUDA else (SCORE, ATTEND, MERGE):
-        triton_launch.launch(config, sizes, words, step, kind=kind.value)
+        triton_layer.launch(config, sizes, words, step, kind=kind.value)
     return blocks.cpu(), out.cpu(), lse.cpu()
 
 
@@ -121,9 +120,9 @@ def test_caches_that_disagree_about_their_lengths():
 def _config(sizes, batch, keys, tiles, share):
     """By hand, so that small problems are cut as large ones are."""
     base = configure(1, sizes._replace(page_size=256), COMPILE_TARGETS[90])
-    tokens, total = batch * sizes.new_tokens, triton_launch.Tile.of(sizes.block_size).count(sizes.num_blocks)
+    tokens, total = batch * sizes.new_tokens, triton_layer.Tile.of(sizes.block_size).count(sizes.num_blocks)
     splits = -(-sizes.topk * sizes.block_size // (keys * tiles))
-    row_tiles = triton_launch.triton_decode.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)[1]
+    row_tiles = triton_layer.triton_decode.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)[1]
     attend = base.attend._replace(keys=keys, tiles=triton.next_power_of_2(tiles), splits=splits, num_stages=2)
     return base._replace(
         attend=attend,
@@ -145,6 +144,6 @@ def test_the_choice_is_a_pure_function_of_sizes():
     assert [configure(b, M3, hopper) is not None for b in (1, 2, 4, 8, 32)] == [True, True, True, False, False]
     assert configure(1, M3._replace(num_blocks=512), hopper) is None
     many = configure(1, M3._replace(topk=64, num_q_heads=16, num_kv_heads=1), hopper)
-    assert many.attend.splits <= triton_launch.MOST_SPLITS
+    assert many.attend.splits <= triton_layer.MOST_SPLITS
     assert configure(1, M3._replace(page_size=16), hopper) is None
     assert configure(1, M3._replace(page_size=64), hopper) is None

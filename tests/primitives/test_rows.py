@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 from openmsa import E4M3, MXFP4, NVFP4, Int8
 from openmsa.kv_cache import CertifiedKeys
 from openmsa.primitives import operands
-from openmsa.primitives.rows import NO_FACTOR, PAGE_FACTOR, WHOLE_FACTOR, KeyTiles, KeyView, pool_of
+from openmsa.primitives.operands import NO_FACTOR, PAGE_FACTOR, WHOLE_FACTOR
+from openmsa.primitives.rows import KeyTiles, KeyView, pool_of
 from openmsa.primitives.tiles import FLAT, PAGE, PAGES, Tile, tma_tiles
 from openmsa.runtime.devices import COMPILE_TARGETS
 

@@ -12,7 +12,7 @@ from openmsa import E4M3, PagedKV, Sequences, sparse_attention
 from openmsa.primitives.queries import query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.sparse_attention import STAGE, gluon_sm90_attend, reference, triton_lists, triton_prefill
-from openmsa.sparse_attention.gluon_sm90_attend import OPTIONS, serves, union_tokens
+from openmsa.sparse_attention.gluon_sm90_attend import OPTIONS, attend_launch, union_tokens
 from openmsa.sparse_attention.triton_config import prefill_config
 from openmsa.sparse_attention.triton_keys import Keys
 from openmsa.testing.compare import assert_close, assert_equal
@@ -28,12 +28,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 128
 
 
-def served(q, k, v, block=BLOCK, arch=90):
+def served(q, k, v, block=BLOCK, arch=90, out=None):
     paged = (k.seq_lens, k.capacity) if v is None else ()
     seqs = layout(Sequences.from_lengths([8], [256]), 8, None if paged else 256, torch.device("cpu"), *paged)
     keys, queries = Keys.of(k, v, seqs, block, True), query_rows(q, True)
     config = prefill_config(q.shape[2], q.shape[1] // keys.heads, block, arch // 10)
-    return serves(COMPILE_TARGETS[arch], queries, keys, config, block)
+    out = torch.empty(q.shape) if out is None else out
+    return attend_launch(COMPILE_TARGETS[arch], queries, keys, out, config, block) is not None
 
 
 def numbers(*shape, dtype=torch.bfloat16):
@@ -72,6 +73,13 @@ def test_which_layouts_it_serves():
         assert served(q, PagedKV(k, v, table, lens), None) is expected
 
 
+def test_it_writes_words():
+    q, k, v = numbers(8, 32, 128), numbers(256, 2, 128), numbers(256, 2, 128)
+    room = numbers(8 * 32 * 128 + 2)
+    assert served(q, k, v, out=room[2:].view(q.shape))
+    assert not served(q, k, v, out=room[1:-1].view(q.shape))  # its address is odd in words
+
+
 def test_it_fits():
     shared = (OPTIONS["STAGES"] * 2 + 1) * BLOCK * 128 * 2
     assert shared + 512 <= COMPILE_TARGETS[90].shared_bytes  # with barriers
@@ -103,7 +111,8 @@ def checked_call(p, blocks, page_size=0, scale=0.2):
 def small_calls(monkeypatch):
     """The kernel serves calls of any size, also those with few queries."""
     monkeypatch.setattr(triton_prefill, "FEWEST_TILES", 0)
-    monkeypatch.setattr(triton_prefill, "few_queries", lambda *sizes: False)
+    for module in (triton_prefill, triton_lists):
+        monkeypatch.setattr(module, "few_queries", lambda *sizes: False)
 
 
 def test_what_it_is_given(monkeypatch):
@@ -112,7 +121,7 @@ def test_what_it_is_given(monkeypatch):
     given = []
     monkeypatch.setattr(triton_prefill, "runs_hopper_kernels", lambda device: True)
     monkeypatch.setattr(
-        gluon_sm90_attend, "launch_sm90_attend", lambda call: given.append(call) or triton_prefill.launch_union(call)
+        gluon_sm90_attend, "launch_sm90_attend", lambda tma, call: given.append(call) or triton_prefill.launch_union(call)
     )
     monkeypatch.setattr(triton_prefill, "facts", lambda _: COMPILE_TARGETS[90])
     for path in ("union", "auto"):
@@ -125,7 +134,7 @@ def test_what_it_is_given(monkeypatch):
 def launches(monkeypatch):
     """A list that has the call of each launch of the kernel."""
     done, launch = [], gluon_sm90_attend.launch_sm90_attend
-    monkeypatch.setattr(gluon_sm90_attend, "launch_sm90_attend", lambda call: (done.append(call), launch(call)))
+    monkeypatch.setattr(gluon_sm90_attend, "launch_sm90_attend", lambda tma, call: (done.append(call), launch(tma, call)))
     return done
 
 
@@ -176,7 +185,7 @@ def test_many_tiles_a_program(spread, launches, monkeypatch):
     sizes = launches[0].lists.union.sizes.view(-1, 2)[: launches[0].plan.num_tiles * 4, 0]
     assert bool((sizes > 0).any())
     assert bool((sizes < 0).any()) == (spread == 60)  # tiles that go elsewhere, too
-    monkeypatch.setattr(gluon_sm90_attend, "serves", lambda *_: False)
+    monkeypatch.setattr(gluon_sm90_attend, "attend_launch", lambda *_: None)
     triton_out, _ = sparse_attention(q, k, v, blocks, seqs, return_lse=True)
     assert len(launches) == 1
     lengths = layout(seqs, len(q), k.shape[0], q.device)
@@ -218,6 +227,17 @@ def test_tiles_that_read_nothing(selected, path, launches, monkeypatch):
     expected = oracle.attention(p, reads, 0.2), oracle.honest_attention(p, reads, 0.2)
     check(run(checked_call(p, blocks), path=path), expected)
     assert len(launches) == 1
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_outputs_at_odd_addresses_are_the_triton_kernels(launches):
+    checked, expected = case("odd", torch.bfloat16)
+    room = torch.full((checked.q.numel() + 3,), torch.nan, dtype=checked.q.dtype, device=DEVICE)
+    out = room[1:-2].view(checked.q.shape)
+    check(triton_prefill.sparse_attention(*checked._replace(out=out), path="union"), expected)
+    assert not launches
+    assert room[[0, -2, -1]].isnan().all()
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from openmsa import E4M3, PagedKV, Sequences, explain, sparse_attention
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.sparse_attention import STAGE, triton_decode
 from openmsa.sparse_attention.triton_decode import Config, configure
+from openmsa.sparse_attention.triton_decode_walk import refuse
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks, strided
@@ -119,11 +120,11 @@ def test_formats_against_the_truth(name, queries, storage, page, head_dim, group
 def test_formats_that_are_not_read_are_refused():
     p = problem((1,), (64,), head_dim=64, dtype=torch.bfloat16)
     e4m3 = E4M3.quantize(p.k)
-    assert triton_decode.refuse(p.q, e4m3, e4m3, 64) is None
-    assert "32 in a row" in triton_decode.refuse(p.q, e4m3, e4m3, 48)
-    assert "beside keys" in triton_decode.refuse(E4M3.quantize(p.q), p.k, p.v, 64)
+    assert refuse(p.q, e4m3, e4m3, 64) is None
+    assert "32 in a row" in refuse(p.q, e4m3, e4m3, 48)
+    assert "beside keys" in refuse(E4M3.quantize(p.q), p.k, p.v, 64)
     odd = E4M3(torch.zeros(64, 2, 65, dtype=torch.uint8)[..., :64])
-    assert "even addresses" in triton_decode.refuse(p.q, odd, odd, 64)
+    assert "even addresses" in refuse(p.q, odd, odd, 64)
 
 
 def test_keys_far_apart_are_refused():
@@ -137,11 +138,11 @@ def test_keys_far_apart_are_refused():
         torch.empty_strided((4, 1, 128, 64), (64, 64, step, 1), dtype=torch.float16, device="meta")
         for step in (2**24 - 64, 2**24)
     )
-    assert triton_decode.refuse(q, PagedKV(near, near, table, lens), None, 64) is None
-    assert "32 bits" in triton_decode.refuse(q, PagedKV(near, far, table, lens), None, 64)
+    assert refuse(q, PagedKV(near, near, table, lens), None, 64) is None
+    assert "32 bits" in refuse(q, PagedKV(near, far, table, lens), None, 64)
     stored = E4M3(far.to(torch.float8_e4m3fn).as_strided(far.shape, far.stride()))
-    assert "32 bits" in triton_decode.refuse(q, PagedKV(stored, stored, table, lens), None, 64)
-    assert "32 bits" in triton_decode.refuse(q, near[:, 0, :, :].transpose(0, 1), far[:, 0].transpose(0, 1), 64)
+    assert "32 bits" in refuse(q, PagedKV(stored, stored, table, lens), None, 64)
+    assert "32 bits" in refuse(q, near[:, 0, :, :].transpose(0, 1), far[:, 0].transpose(0, 1), 64)
 
 
 def test_the_order_of_blocks_and_the_split_do_not_matter():

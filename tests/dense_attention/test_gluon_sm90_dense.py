@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: MIT
+"""Hopper's own dense kernel is chosen where it should be, and on such a GPU its results are right."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from openmsa import E4M3, Sequences
+from openmsa.dense_attention import gluon_sm90_dense
+from openmsa.dense_attention.gluon_sm90_dense import OPTIONS, Cut, serves
+from openmsa.runtime.devices import COMPILE_TARGETS
+from openmsa.testing.compare import assert_equal
+from openmsa.testing.inputs import problem
+from openmsa.types import layout
+from tests.dense_attention.test_triton import check, run
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="it is written for sm_90")
+BF16, FP16 = torch.bfloat16, torch.float16
+RESULTS = ("out", "lse", "max_score")
+
+
+def lengths(*q_lens, keys=4096):
+    seqs = Sequences.from_lengths(list(q_lens), [keys] * len(q_lens))
+    return layout(seqs, sum(q_lens), keys * len(q_lens), torch.device("cpu"))
+
+
+def served(q, k, v, seqs, page_size=0, arch=90):
+    return serves(COMPILE_TARGETS[arch], q, k, v, page_size, seqs)
+
+
+def rows(heads, dim, dtype=BF16):
+    return torch.empty(4096, heads, dim, dtype=dtype)
+
+
+def test_what_it_serves():
+    k, many = rows(4, 128), lengths(4096)
+    assert served(rows(64, 128), k, k, many)
+    assert served(*(rows(heads, 128, FP16) for heads in (64, 4, 4)), many)
+    assert not served(rows(64, 128, FP16), k, k, many)
+    assert not served(rows(64, 128), k, k.half(), many)
+    expected = {32: False, 40: True, 64: True, 80: True, 100: False, 128: True, 136: False, 256: False}
+    for dim, serving in expected.items():
+        assert served(rows(64, dim), rows(4, dim), rows(4, dim), many) is serving
+    for group, serving in {1: True, 2: True, 3: True, 5: False, 6: True, 16: True, 64: True, 65: False, 100: True}.items():
+        assert served(rows(4 * group, 128), k, k, many) is serving
+    for page_size, serving in {64: False, 100: False, 128: True, 256: True}.items():
+        assert served(rows(64, 128), k, k, many, page_size) is serving
+
+
+def test_how_many_tiles_it_wants():
+    q, k = rows(64, 128), rows(4, 128)
+    expected = {8: False, 128: False, 256: True, 272: False, 500: True, 530: False, 600: False, 800: False, 1700: True}
+    assert {length: served(q, k, k, lengths(length)) for length in expected} == expected
+    assert served(q, k, k, lengths(*[100] * 50))
+
+
+def test_it_fits():
+    shared = (OPTIONS["STAGES"] * 2 + 1) * 128 * 128 * 2
+    assert shared + 512 <= COMPILE_TARGETS[90].shared_bytes  # with barriers
+    registers = OPTIONS["ATTEND_REGISTERS"] * 2 + OPTIONS["LOAD_REGISTERS"]
+    assert registers <= 504  # Triton leaves what is left to the first four warps.
+
+
+def test_its_tiles():
+    assert [Cut.of(group, 128, 0).tokens for group in (1, 3, 4, 16, 64, 100)] == [128, 32, 32, 8, 2, 2]
+
+
+CASES = {  # q_lens, k_lens, kv_heads, group, dim, storage, causal, dtype, scale, offsets
+    "packed": ((300, 0, 3, 1, 70), (700, 5, 130, 1, 256), 2, 16, 128, None, True, BF16, 0.2, None),
+    "pages": ((300, 0, 3, 1, 70), (700, 5, 130, 1, 256), 2, 16, 128, 128, True, BF16, 0.2, None),
+    "wide pages": ((130, 17), (900, 257), 2, 8, 128, 256, True, FP16, 0.2, None),
+    "strides": ((130, 17), (900, 257), 2, 4, 64, "strided", True, FP16, 0.2, None),
+    "one head a group": ((700, 33), (700, 257), 3, 1, 128, None, True, BF16, 0.2, None),
+    "groups of three": ((130, 17), (500, 257), 2, 3, 80, None, True, FP16, 0.2, None),
+    "wide groups": ((30, 17), (500, 257), 1, 100, 128, None, True, BF16, 0.2, None),
+    "all keys": ((130, 17, 2), (500, 257, 0), 2, 16, 128, None, False, BF16, 0.2, None),
+    "negative scale": ((130, 17), (500, 257), 2, 16, 128, None, True, FP16, -0.3, None),
+    "no scale": ((130, 17), (500, 257), 2, 16, 128, None, True, FP16, 0.0, None),
+    "offsets": ((130, 17, 9, 4), (500, 257, 128, 300), 2, 16, 128, 128, True, BF16, 0.2, (-60, 400, -20, 100)),
+}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The launches that the kernel made, which serves calls of any size."""
+    found, launched = [], gluon_sm90_dense.launched
+    monkeypatch.setattr(gluon_sm90_dense, "BUSY", 0)
+    monkeypatch.setattr(gluon_sm90_dense, "launched", lambda *given: found.append(launched(*given)) or found[-1])
+    return found
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("results", [("out",), RESULTS[:2], RESULTS], ids=["out", "lse", "scores"])
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_truth(name, results, launches):
+    q_lens, k_lens, heads, group, dim, storage, causal, dtype, scale, offsets = CASES[name]
+    p = problem(q_lens, k_lens, kv_heads=heads, group=group, head_dim=dim, dtype=dtype, offsets=offsets)
+    got = [run(p, storage, causal=causal, scale=scale, block_size=128, results=results) for _ in range(2)]
+    check(p, got[0], causal=causal, scale=scale, block_size=128)
+    for result in results:
+        assert_equal(result, got[0][result], got[1][result])
+    assert launches == [not ("max_score" in results and scale <= 0)] * 2
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("storage", [None, 128])
+def test_many_tiles(storage, launches):
+    """Programs take several tiles, of sequences of very different lengths."""
+    p = problem((900, 3, 1500, 0, 257), (3000, 128, 1500, 9, 2049), kv_heads=4, group=16, head_dim=128, dtype=BF16)
+    check(p, run(p, storage, block_size=128), block_size=128)
+    assert launches == [True]
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_nan_stays_in_its_rows(launches):
+    p = problem((200,), (300,), kv_heads=1, group=16, head_dim=128, dtype=BF16)
+    clean = run(p, block_size=128)
+    p.q[17, 3] = float("nan")
+    got = run(p, block_size=128)
+    assert got["out"][17, 3].isnan().all()
+    assert got["lse"][17, 3].isnan()
+    assert (got["max_score"][3, 17] == -torch.inf).all()
+    for name, axis in (("out", 0), ("lse", 0), ("max_score", 1)):
+        keep = [n for n in range(200) if n != 17]
+        index = torch.tensor(keep, device=got[name].device)
+        assert_equal(name, got[name].index_select(axis, index), clean[name].index_select(axis, index))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_stored_keys_go_to_the_other_kernel(launches):
+    from openmsa import dense_attention
+
+    q, k = (torch.randn(4096, heads, 128, device="cuda").bfloat16() for heads in (64, 4))
+    dense_attention(q, E4M3.quantize(k), E4M3.quantize(k))
+    dense_attention(q, k, k)
+    assert launches == [False, True]
