@@ -89,6 +89,8 @@ def generate(
     """
     source = find_model(model)
     where, wanted = find_device(device, dtype)
+    if where.type == "cuda" and dtype == "float32":
+        refuse("--dtype must be bfloat16 or float16 on a GPU, whose kernels read no others, got 'float32'")
     _check_formats(kv_format, index_format)
     text = "" if file is None else _read(file)
     if not text and not prompt:

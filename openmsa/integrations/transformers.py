@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from openmsa.attention import msa_attention
 from openmsa.block_topk import STAGE as SELECTION
+from openmsa.integrations.autocast import lowered
 from openmsa.integrations.padding import real_first, real_lengths, real_tokens, static_mask
 from openmsa.runtime import checks
 from openmsa.runtime.dispatch import check_name
@@ -156,8 +157,8 @@ def packed_forward(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
         refuse_unsupported(name, module, attention_mask, is_causal, kwargs)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         index_query, index_key = ((), ()) if msa_index is None else (msa_index[:1], msa_index[1:])
-        queries = [x.transpose(1, 2) for x in (query, *index_query)]  # [batch, length, heads, head_dim]
-        keys = [x.transpose(1, 2) for x in (key, value, *index_key)]
+        queries = [x.transpose(1, 2) for x in lowered(query, *index_query)]  # [batch, length, heads, head_dim]
+        keys = [x.transpose(1, 2) for x in lowered(key, value, *index_key)]
         if attention_mask is None:
             seqs = equal_lengths(query.shape[0], query.shape[2], key.shape[2], query.device)
             q, *index_q = (x.flatten(0, 1) for x in queries)

@@ -229,6 +229,21 @@ def test_one_backward_trains_branches_and_model(stage, checkpointing):
         torch.testing.assert_close(parameter.grad, (of_branches | of_model)[name], atol=1e-6, rtol=1e-4, msg=name)
 
 
+def test_autocast():
+    """Float32 weights in bfloat16 products, over a cache and in training."""
+    model, ids = convert(plain(), **SPARSE).train(), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+        assert model(ids, labels=ids, use_cache=False).loss == loss
+        cached = logits(model, ids, past_key_values=PagedCache(model), use_cache=True)
+        whole = logits(model, ids)
+    torch.testing.assert_close(cached, whole, atol=2e-2, rtol=0)
+    loss.backward()
+    branch = index_branches(model)[0]
+    assert branch.q_proj.weight.grad.dtype == torch.float32
+    assert branch.q_proj.weight.grad.abs().max() > 0
+
+
 def test_it_compiles():
     model, ids = convert(plain(), dense_layers=[0], **SPARSE), tokens()
     wanted = logits(model, ids)

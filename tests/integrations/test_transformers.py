@@ -144,3 +144,12 @@ def test_bad_settings_fail_when_registered(settings):
     with pytest.raises(ValueError, match="must be"):
         register("openmsa-bad", **settings)
     assert "openmsa-bad" not in transformers.AttentionInterface()
+
+
+def test_autocast(model, ids):
+    """Position embedding leaves queries and keys in float32; attention takes all in bfloat16, with a cache or without."""
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [logits(model, ids, EVERY, use_cache=use_cache).logits for use_cache in (True, False)]
+        dense = logits(model, ids).logits
+    torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)
+    torch.testing.assert_close(found[0], dense, atol=2e-2, rtol=0)

@@ -11,6 +11,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from openmsa.dense_attention import dense_attention
+from openmsa.integrations.autocast import autocast_dtype, lowered
 from openmsa.modules import IndexBranch, LayerCache, MSACache, MSAConfig
 from openmsa.runtime import checks
 
@@ -103,7 +104,7 @@ class PagedCache(Cache):
         batch, length = hidden.shape[:2]
         if number == 0:
             if self.columns == 0:
-                self.held = self._allocated(batch, hidden.dtype, hidden.device)
+                self.held = self._allocated(batch, autocast_dtype(hidden), hidden.device)
                 self.held.reserve(self._tokens)
             self.real = None if mask is None or bool(mask[:, -length:].all()) else mask[:, -length:]
             self.held.extend([length] * batch if self.real is None else self.real.sum(1).tolist())
@@ -162,11 +163,12 @@ class _PagedLayer(CacheLayerMixin):
         """Returns the attention ``[batch, length, num_q_heads, head_dim]`` of query ``[batch, num_q_heads, length, head_dim]``
         over the pages; index_q ``[batch, index_heads, length, index_dim]``. Padding rows are 0."""
         cache, held = self.cache, self.cache.held.layers[self.number]
-        q = cache.packed(query)
+        (q,) = lowered(cache.packed(query))
         if branch is None or index_q is None:
             out = dense_attention(q, held.kv, None, held.seqs, softmax_scale=softmax_scale)
         else:
-            out = branch.attend(q, held.kv, None, cache.packed(index_q), held.index, held.seqs, softmax_scale=softmax_scale)
+            (index_q,) = lowered(cache.packed(index_q))
+            out = branch.attend(q, held.kv, None, index_q, held.index, held.seqs, softmax_scale=softmax_scale)
         if cache.real is None:
             return out.unflatten(0, (query.shape[0], -1))
         whole = out.new_zeros(*cache.real.shape, *out.shape[1:])
@@ -180,6 +182,10 @@ class _PagedLayer(CacheLayerMixin):
         return self.cache.columns + query_length, 0
 
     def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """Returns what `get_max_length` does, under the name that older versions ask for."""
         return -1
 
 
