@@ -13,8 +13,10 @@ from openmsa.cli.byte_demo import demo_bytes
 from openmsa.cli.convert import convert
 from openmsa.cli.demo import demo
 from openmsa.cli.doctor import doctor
+from openmsa.cli.evaluate import evaluate
 from openmsa.cli.generate import generate
 from openmsa.cli.plan import plan
+from openmsa.cli.train_index import train_index
 
 app = typer.Typer(
     name="openmsa",
@@ -27,6 +29,8 @@ app.command()(demo)
 app.command()(demo_bytes)
 app.command()(doctor)
 app.command()(convert)
+app.command()(train_index)
+app.command()(evaluate)
 app.command()(generate)
 app.command()(plan)
 app.add_typer(bench.app, name="bench")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +16,13 @@ def refuse(sentence: str) -> NoReturn:
     """Prints the sentence on stderr and ends the command."""
     typer.echo(sentence, err=True)
     raise typer.Exit(2)
+
+
+def tell_left_out(files: Sequence[Path]) -> None:
+    """Says on stderr which files of folders are not read."""
+    if files:
+        which = f"{files[0]}{' and so on' if len(files) > 1 else ''}"
+        typer.echo(f"Left out, as no UTF-8 text: {len(files)} files of the folders, {which}", err=True)
 
 
 def check_writable(option: str, file: Path) -> None:

@@ -31,7 +31,7 @@ ROOMS = (
     "modules",
     "tiny",
     "bench capacity integrations fmha_sm100",
-    "demo",
+    "demo training",
     "cli",
     "__main__",
 )

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: MIT
+"""This progress bar shows how far an evaluation is, and each variant's loss as soon as it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import rich.progress
+from rich.console import Console
+
+from openmsa.cli.progress import Remaining
+from openmsa.training.compare import Row, Watcher
+
+
+class Bar(Watcher):
+    """Moves on with each layer of a forward."""
+
+    def __init__(self, bar: rich.progress.Progress) -> None:
+        self.bar, self.task = bar, bar.add_task("", total=None)
+
+    def begin(self, ticks: int) -> None:
+        self.bar.update(self.task, total=ticks, began=self.bar.get_time())
+
+    def stage(self, title: str) -> None:
+        self.bar.update(self.task, description=title)
+
+    def tick(self) -> None:
+        self.bar.advance(self.task)
+
+    def row(self, row: Row) -> None:
+        name = row.kind if row.kind == "dense" else f"{row.kind}, {row.percent:g} %"
+        self.bar.console.print(f"{name}: loss {row.loss:.4f}", style="dim")
+
+
+@contextmanager
+def evaluation_bar() -> Iterator[Bar]:
+    """Shows the bar on stderr."""
+    columns = (
+        rich.progress.SpinnerColumn(),
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(bar_width=20),
+        rich.progress.TaskProgressColumn(),
+        rich.progress.TimeElapsedColumn(),
+        Remaining(),
+    )
+    with rich.progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield Bar(bar)

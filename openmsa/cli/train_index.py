@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: MIT
+"""`openmsa train-index` trains the index branches of a language model, whose own weights stay as they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from openmsa.cli.checks import INTERRUPTED, check_writable, refuse, tell_left_out
+from openmsa.cli.models import Device, Dtype, Model, Source, find_device, find_model, load_model, load_tokenizer, quiet
+from openmsa.cli.words import paragraphs
+
+if TYPE_CHECKING:
+    from openmsa.training.settings import TrainSettings
+    from openmsa.training.text import Windows
+
+CALLS = """Examples:
+
+openmsa train-index converted --text books/ --text notes.md --out trained
+
+openmsa train-index converted --text books/ --out trained --resume
+
+torchrun --nproc-per-node 8 -m openmsa train-index converted --text books/ --out trained --batch 32"""
+HELP = f"""Train the index branches of a model, so that attention reads the blocks that it would attend to.
+
+MODEL is one that `openmsa convert` wrote. Its own weights are frozen: each layer's index branch learns the attention weights of
+that layer, first over all keys (the warm-up, in which attention is dense), then over the blocks that it selects (attention is
+sparse). One layer's graph is held at a time, so training takes little more memory than reading the text does.
+
+OUT gets the trained model, and in OUT/training the log (log.jsonl, one line a step), plots of loss and recall, and a
+checkpoint, written every so many steps and on Ctrl-C. A run that was stopped or killed goes on with --resume, and ends with the
+same bits as one that was not. Recall is measured on files that are held out: how many of the blocks with most attention are
+selected.
+
+{CALLS}"""
+RESTART = "--resume goes on with it, another --out begins a new one"
+
+
+def train_index(
+    model: Model,
+    text: Annotated[list[Path], typer.Option(help="A text file, or a folder of them; repeatable.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The folder to write.", file_okay=False, show_default=False)],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT, or begin it.")] = False,
+    length: Annotated[int, typer.Option(min=32, help="Tokens of a window, what a training sequence is.")] = 4096,
+    steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = 400,
+    warmup_steps: Annotated[int, typer.Option(help="The first of them, in which attention is dense.")] = 200,
+    batch: Annotated[int, typer.Option(help="Windows a step, on all GPUs together.")] = 4,
+    micro_batch: Annotated[int, typer.Option(help="Windows that go through the model at a time, on each GPU.")] = 1,
+    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-3,
+    schedule: Annotated[str, typer.Option(help="cosine (falls to a tenth) or constant.")] = "cosine",
+    held_out: Annotated[float, typer.Option(help="Share of the files on which recall is measured; 0: none.")] = 0.05,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")] = 50,
+    measure_every: Annotated[int, typer.Option(min=1, help="Steps from measurement to measurement.")] = 50,
+    seed: Annotated[int, typer.Option(help="Of the order of the windows.")] = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Train the index branches (`HELP` is what --help prints)."""
+    settings = _settings(
+        steps=steps, warmup_steps=warmup_steps, batch=batch, micro_batch=micro_batch, lr=lr, schedule=schedule, seed=seed
+    )
+    source = find_model(model)
+    _check_converted(model, source)
+    place, wanted = find_device(device, dtype)
+    checkpoint = out / "training" / "checkpoint.safetensors"
+    if checkpoint.exists() and not resume:
+        refuse(f"--out must be a new folder, got {str(out)!r}, which holds a run: {RESTART}")
+    if (out / "config.json").exists() and not checkpoint.exists():
+        refuse(f"--out must be a new folder, got {str(out)!r}, which holds a model")
+    check_writable("--out", checkpoint)
+
+    import torch
+
+    from openmsa.training.parallel import join
+
+    try:
+        train, held = _files(text, held_out)
+        world = join(place)
+        tokenizer, loaded = load_tokenizer(source), load_model(source, world.device, wanted)
+        _check_length(loaded, length)
+        windows, measured = _windows(tokenizer, train, text, length, seed), None
+        if held:
+            measured = _windows(tokenizer, held, text, length, seed, "held-out text")
+        done = _run(loaded, windows, measured, settings, out, world, save_every, measure_every)
+    except (ValueError, NotImplementedError) as error:
+        refuse(str(error))
+    except FloatingPointError as error:
+        typer.echo(f"Stopped: {error}", err=True)
+        raise typer.Exit(1) from error
+    if done < settings.steps:
+        if world.first:
+            typer.echo(f"Stopped after {done} of {settings.steps} steps; the same command with --resume goes on.", err=True)
+        raise typer.Exit(INTERRUPTED)
+    if world.first:
+        if world.size > 1:  # The model is cut among the processes, but for its index branches.
+            loaded = _with_branches(load_model(source, torch.device("cpu"), wanted), loaded)
+        with quiet():
+            loaded.save_pretrained(out)
+            tokenizer.save_pretrained(out)
+        _report(out)
+    world.wait()
+    world.close()
+
+
+train_index.__doc__ = paragraphs(HELP)
+
+
+def _check_converted(model: str, source: Source) -> None:
+    from openmsa.integrations import hugging_face
+
+    try:
+        converted = source.file is None and hugging_face.is_converted(source.folder)
+    except (OSError, ValueError) as error:
+        refuse(f"MODEL cannot be loaded: {error}")
+    if not converted:
+        refuse(f"MODEL must have index branches to train, got {model!r}: openmsa convert {model} OUT gives it some")
+
+
+def _settings(**values: Any) -> TrainSettings:
+    from openmsa.training.settings import TrainSettings
+
+    try:
+        return TrainSettings(**values)
+    except (ValueError, TypeError) as error:
+        refuse("--" + str(error).replace("_", "-", 1))
+
+
+def _files(text: list[Path], held_out: float) -> tuple[list[Path], list[Path]]:
+    from openmsa.training.text import split_files, text_files
+
+    return split_files(text_files(text), held_out)
+
+
+def _windows(tokenizer: Any, files: list[Path], named: list[Path], length: int, seed: int, what: str = "text") -> Windows:
+    from openmsa.training.text import Windows, read_files, tokens_of
+
+    texts, left_out = read_files(files, named)
+    tell_left_out(left_out)
+    return Windows(tokens_of(tokenizer, texts), length, seed, what)
+
+
+def _check_length(model: Any, length: int) -> None:
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and length > most:
+        raise ValueError(f"--length must be at most what the model reads ({most} tokens), got {length}")
+
+
+def _run(
+    model: Any,
+    windows: Windows,
+    held_out: Windows | None,
+    settings: TrainSettings,
+    out: Path,
+    world: Any,
+    save_every: int,
+    measure_every: int,
+) -> int:
+    """Trains with a progress bar. Returns how many steps are done."""
+    from openmsa.cli.training_progress import training_bar
+    from openmsa.training.layers import branches_of
+    from openmsa.training.loop import Trainer
+
+    branches, config = branches_of(model)
+    run = Trainer(model, branches, config, windows, settings, out / "training", world, held_out)
+    start = run.resume()
+    with training_bar(world.first) as watcher:
+        before = {number: signal.signal(number, watcher.ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return run.run(start, save_every=save_every, measure_every=measure_every, watcher=watcher)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _with_branches(model: Any, trained: Any) -> Any:
+    """Returns a model with the index branches of another."""
+    from openmsa.training.layers import branches_of
+
+    for branch, source in zip(*(branches_of(x)[0].values() for x in (model, trained)), strict=True):
+        branch.load_state_dict(source.state_dict())
+    return model
+
+
+def _report(out: Path) -> None:
+    """Draws the plots, where matplotlib is installed, and says what came of the run."""
+    from openmsa.training.log import read_log
+    from openmsa.training.report import loss_plot, recall_plot, summary
+
+    folder = out / "training"
+    records = read_log(folder / "log.jsonl")
+    typer.echo(summary(records))
+    try:
+        loss_plot(records, folder / "loss.png")
+        recall_plot(records, folder / "recall.png")
+        typer.echo(f"Plots and log: {folder}{os.sep}")
+    except ImportError:
+        typer.echo(f"Log: {folder / 'log.jsonl'}; for plots, pip install matplotlib")
+    typer.echo(f"The trained model: {out}")

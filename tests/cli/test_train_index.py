@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: MIT
+"""`openmsa train-index` and `openmsa evaluate` run on a tiny model from end to end, and refuse before any work what they cannot
+do."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+from openmsa.cli import app
+from openmsa.integrations import hugging_face
+from openmsa.training.log import read_log
+from tests.cli.language_model import save_llama
+
+RUN = ("--length", 64, "--steps", 4, "--warmup-steps", 2, "--batch", 2, "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a model, the converted one, and four texts."""
+    folder = tmp_path_factory.mktemp("models")
+    save_llama(folder / "plain")
+    result = invoke("convert", folder / "plain", folder / "converted", "--block-size", 16, "--topk", 2)
+    assert result.exit_code == 0, result.output
+    (folder / "text").mkdir()
+    for number in range(4):
+        words = " ".join(str((number * 7919 + i * i) % 1000) for i in range(200))
+        (folder / "text" / f"{number}.txt").write_text(words)
+    return folder
+
+
+def invoke(command, *arguments):
+    return CliRunner().invoke(app, [command, *map(str, arguments)])
+
+
+def train(place, out, *more):
+    return invoke("train-index", place / "converted", "--text", place / "text", "--out", out, *RUN, *more)
+
+
+def test_a_trained_model_differs_in_its_branches_alone_and_loads(place, tmp_path):
+    out = tmp_path / "out"
+    result = train(place, out, "--held-out", 0.3)
+    assert result.exit_code == 0, result.output
+    assert "warmup stage: index loss" in result.stdout
+    assert "held-out text: block recall" in result.stdout
+    assert sorted(f.name for f in (out / "training").iterdir()) == [
+        "checkpoint.safetensors", "log.jsonl", "loss.png", "recall.png"
+    ]  # fmt: skip
+    before, after = (hugging_face.load(folder).state_dict() for folder in (place / "converted", out))
+    for name, value in before.items():
+        assert torch.equal(after[name], value) == ("index_branch" not in name), name
+    stages = [r["stage"] for r in read_log(out / "training" / "log.jsonl") if "loss" in r]
+    assert stages == ["warmup", "warmup", "sparse", "sparse"]
+
+
+def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(place, tmp_path):
+    arguments = ["train-index", place / "converted", "--text", place / "text", *RUN, "--held-out", 0]
+    command = [sys.executable, "-m", "openmsa", *map(str, arguments), "--steps", "60", "--out"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen([*command, str(tmp_path / "out")], env=environment, stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "out" / "training" / "log.jsonl"
+    while not log.exists() or len(read_log(log)) < 2:
+        assert run.poll() is None
+        time.sleep(0.02)
+    run.send_signal(signal.SIGINT)
+    said = run.communicate()[1]
+    assert run.returncode == 130
+    assert "of 60 steps; the same command with --resume goes on." in said
+    done = len(read_log(log))
+    assert f"Stopped after {done}" in said
+    assert not (tmp_path / "out" / "config.json").exists()
+    short = ("--steps", 60, "--out", tmp_path / "out", "--resume", "--batch", 2)
+    changed = invoke(*arguments, *short, "--lr", 0.5)
+    assert changed.exit_code == 2
+    assert "lr must be that of the checkpoint to go on (0.001), got 0.5" in changed.stderr
+    resumed = invoke(*arguments, *short)
+    assert resumed.exit_code == 0, resumed.output
+    assert [r["step"] for r in read_log(log)] == list(range(60))
+
+
+def test_processes_that_share_a_run_write_one_whole_model(place, tmp_path):
+    arguments = ["train-index", place / "converted", "--text", place / "text", "--out", tmp_path / "out", *RUN]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "openmsa"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*map(str, [*command, *arguments])], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("The trained model:") == 1
+    before, after = (hugging_face.load(folder).state_dict() for folder in (place / "converted", tmp_path / "out"))
+    for name, value in before.items():
+        assert torch.equal(after[name], value) == ("index_branch" not in name), name
+
+
+def test_an_evaluation_is_printed_recorded_and_drawn(place, tmp_path):
+    arguments = ("--text", place / "text", "--length", 96, "--windows", 2, "--needles", 0, "--device", "cpu")
+    result = invoke("evaluate", place / "converted", *arguments, "--out", tmp_path, "--budget", 34, "--budget", 100)
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    record = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [(row["kind"], row["topk"]) for row in record["rows"]] == [
+        ("dense", 0), *((kind, topk) for kind in ("MSA", "window", "random") for topk in (2, 6))
+    ]  # fmt: skip
+    assert all(abs(row["change"]) < 1e-4 for row in record["rows"] if row["topk"] in (0, 6))
+    assert record["block_size"] == 16
+    assert record["windows"] == 2
+    assert (tmp_path / "evaluation.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_model_without_branches_is_evaluated_by_its_own_keys(place):
+    """Which is what conversion without training makes of it."""
+    arguments = ("--text", place / "text", "--length", 192, "--windows", 1, "--needles", 1, "--json", "--device", "cpu")
+    plain, converted = (
+        json.loads(invoke("evaluate", place / name, *arguments, "--block-size", 16, "--budget", 34).stdout)["rows"][1]
+        for name in ("plain", "converted")
+    )
+    assert (plain.pop("kind"), converted.pop("kind")) == ("training-free", "MSA")
+    for mine, theirs in zip(plain.pop("needles"), converted.pop("needles"), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3)
+    assert plain.pop("by_position") == pytest.approx(converted.pop("by_position"), rel=1e-3)
+    assert plain == pytest.approx(converted, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (("--text", "nowhere"), "--text must name files or folders that exist, got 'nowhere'"),
+        (("--steps", "0"), "--steps must be at least 1, got 0"),
+        (("--warmup-steps", "9"), "--warmup-steps must be from 0 to 4, got 9"),
+        (("--lr", "0"), "--lr must be positive, got 0.0"),
+        (("--schedule", "linear"), "--schedule must be cosine or constant, got 'linear'"),
+        (("--length", "1000"), "--length must be at most what the model reads (512 tokens), got 1000"),
+        (("--micro-batch", "3"), "batch must be a multiple of processes x micro_batch (1 x 3), got 2"),
+        (("--held-out", "1"), "--held-out must be from 0 to less than 1, got 1.0"),
+        (("--dtype", "float16"), "dtype must be bfloat16 or float32"),
+        (("--device", "tpu"), "--device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(place, tmp_path, wrong, words):
+    result = train(place, tmp_path / "out", *wrong)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert not (tmp_path / "out" / "training" / "log.jsonl").exists()
+
+
+def test_places_that_hold_something_are_refused(place, tmp_path):
+    result = train(place, place / "plain")
+    assert result.exit_code == 2
+    assert "which holds a model" in result.stderr
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "checkpoint.safetensors").write_bytes(b"something")
+    assert "--resume goes on with it" in train(place, tmp_path).stderr
+    assert "must be a checkpoint" in train(place, tmp_path, "--resume").stderr
+
+
+def test_a_model_without_branches_cannot_be_trained(place, tmp_path):
+    result = invoke("train-index", place / "plain", "--text", place / "text", "--out", tmp_path / "out", *RUN)
+    assert result.exit_code == 2
+    assert "must have index branches to train" in result.stderr
+
+
+def test_a_text_too_short_for_a_window_is_refused(place, tmp_path):
+    (tmp_path / "short.txt").write_text("too short")
+    result = invoke("evaluate", place / "plain", "--text", tmp_path / "short.txt", "--length", 64, "--device", "cpu")
+    assert result.exit_code == 2
+    assert "the text must hold at least 64 tokens (--length), got 10" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["train-index", "evaluate"])
+def test_help_teaches(command):
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "Examples:" in result.stdout
