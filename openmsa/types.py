@@ -44,11 +44,10 @@ class Sequences:
     def from_lengths(cls, q_lens: Sequence[int], k_lens: Sequence[int], device: torch.device | str = "cpu") -> Sequences:
         """Makes sequences from their query lengths and key lengths, which are known on the host."""
         device = devices.usable("device", device)
+        for name, lens in (("q_lens", q_lens), ("k_lens", k_lens)):
+            checks.lengths(name, lens, INT32_MAX)
         if len(q_lens) != len(k_lens):
             raise ValueError(f"k_lens must have one entry a sequence ({len(q_lens)}), got {len(k_lens)}")
-        for name, lens in (("q_lens", q_lens), ("k_lens", k_lens)):
-            total = sum(checks.integer(f"{name}[{b}]", length, 0) for b, length in enumerate(lens))
-            checks.integer(f"sum({name})", total, 0, INT32_MAX)
         cu_q, cu_k = (torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in (q_lens, k_lens))
         return cls(cu_q.to(device), cu_k.to(device), max(q_lens, default=0), max(k_lens, default=0))
 
@@ -229,7 +228,7 @@ def starts(name: str, value: Tensor, device: torch.device, total: int | None = N
 def _check_starts(name: str, starts: Tensor, total: int | None, what: str) -> None:
     values = starts.tolist()
     if values[0] != 0:
-        raise ValueError(f"{name} must start at 0, got {values[0]}")
+        raise ValueError(f"{name} must start at 0, got {values[0]}; Sequences.from_lengths makes starts from lengths")
     for b, (start, stop) in enumerate(pairwise(values)):
         if stop < start:
             raise ValueError(f"{name} must not decrease, got {start} then {stop} at index {b + 1}")

@@ -3,12 +3,14 @@
 """Checks the gradients of attention and of the index loss on a GPU, and times forward and backward beside cuDNN's attention.
 
     python scripts/training.py [--tokens 16384 65536] [--selections random clustered] [--repeats 7] [--sweep]
+                               [--skip checks dense losses]
 
 Every kernel's gradients are held against float64 on small inputs, at most twice the error of PyTorch in bfloat16, and a second
 run must have the same bits. Then MiniMax-M3's layout (64 query and 4 KV heads, dim 128, 16 blocks of 128) is timed, causal
 self-attention of one sequence, with a cold L2 cache; below each attention the index loss over the keys that it reads, and by
 what it multiplies the time of forward and backward. With --sweep also the parts of the backward, and other tiles. Prints one
-table; times are medians in milliseconds. Exits with 1 where a gradient is wrong.
+table; times are medians in milliseconds. --skip leaves out checks, our dense attention, or the index loss. Exits with 1 where
+a gradient is wrong.
 """
 
 from __future__ import annotations
@@ -150,22 +152,25 @@ def cudnn(x: Inputs) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
     return run, leaves
 
 
-def times(tokens: int, kinds: list[str], timer: Timer, sweep: bool) -> None:
+def times(tokens: int, kinds: list[str], timer: Timer, sweep: bool, skip: list[str]) -> None:
     """Prints the table of one length."""
     x = Inputs(Workload(f"training {tokens}", "cuda", tokens, tokens, ()), GPU)
     pairs = 4 * 64 * 128  # FLOPs of the forward for a (query, key) pair of all heads
     print(f"\n{f'{tokens} tokens, ms':<44}{'forward':>9}{'backward':>10}{'both':>10}{'TFLOP/s':>9}")
     peer = timer.show("cuDNN dense", *cudnn(x), pairs * tokens * (tokens + 1) / 2)
     leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-    both = timer.show("openmsa dense", lambda: dense_attention(*leaves), leaves, pairs * tokens * (tokens + 1) / 2)
-    losses(x, None, both, timer, sweep)
+    if "dense" not in skip:
+        both = timer.show("openmsa dense", lambda: dense_attention(*leaves), leaves, pairs * tokens * (tokens + 1) / 2)
+        if "losses" not in skip:
+            losses(x, None, both, timer, sweep)
     for kind in kinds:
         blocks = x.selection(kind)
         last = torch.arange(tokens, device=GPU)[:, None, None]
         seen = (last - blocks * 128 + 1).clamp(0, 128).masked_fill(blocks < 0, 0).sum().item() / 4
         both = timer.show(f"openmsa sparse, {kind}", lambda b=blocks: sparse_attention(*leaves, b), leaves, pairs * seen)
         print(f"{'':<4}cuDNN / openmsa: {peer / both:.2f}")
-        losses(x, blocks, both, timer, sweep)
+        if "losses" not in skip:
+            losses(x, blocks, both, timer, sweep)
         if sweep:
             parts(x, blocks, timer)
 
@@ -245,15 +250,17 @@ def main() -> int:
     parser.add_argument("--selections", nargs="+", default=["random", "clustered"], choices=["random", "clustered"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--skip", nargs="+", default=[], choices=["checks", "dense", "losses"])
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
-    found = wrong()
-    found += wrong_losses()
-    print(f"gradients: {len(found)} wrong of {10 * len(SHAPES)}", *found, sep="\n  ")
+    found = []
+    if "checks" not in options.skip:
+        found = wrong() + wrong_losses()
+        print(f"gradients: {len(found)} wrong of {10 * len(SHAPES)}", *found, sep="\n  ")
     timer = Timer(options.repeats)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for tokens in options.tokens:
-        times(tokens, options.selections, timer, options.sweep)
+        times(tokens, options.selections, timer, options.sweep, options.skip)
         torch.cuda.empty_cache()
     return 1 if found else 0
 

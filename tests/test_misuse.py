@@ -195,6 +195,34 @@ def test_sequences_are_compared_by_value(other):
     assert Sequences(max_seqlen_q=3) == Sequences(max_seqlen_q=3)
 
 
+@pytest.mark.parametrize(
+    ("lens", "got"), [(10, "int"), (torch.tensor([10]), r"Tensor; pass q_lens.tolist()"), ("10", "q_lens[0] must be an int")]
+)
+def test_lengths_are_lists(lens, got):
+    refused(f"q_lens | must be | {got}", Sequences.from_lengths, lens, [300], error=TypeError)
+
+
+def test_lengths_in_place_of_starts():
+    q, k = torch.randn(10, 4, 32), torch.randn(300, 2, 32)
+    lens = Sequences(torch.tensor([10]), torch.tensor([300]))
+    refused("seqs.cu_seqlens_q must start at 0, got 10 | from_lengths", dense_attention, q, k, k, lens)
+
+
+# Selections
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_a_block_named_twice(queries):
+    """Past the visible blocks, where ids are skipped, one may stand twice."""
+    p = problem((queries,), (40,))
+    blocks = torch.tensor([0, 2, 7, 7], dtype=torch.int32).expand(queries, 2, 4).contiguous()
+    right = sparse_attention(p.q, p.k, p.v, blocks, block_size=16)
+    assert torch.equal(right, sparse_attention(p.q, p.k, p.v, blocks.clamp(max=3), block_size=16))
+    blocks[-1, 1, 1] = 0
+    words = f"blocks must hold distinct ids in a row, got 0 twice at row {queries - 1}, head 1"
+    refused(words, sparse_attention, p.q, p.k, p.v, blocks, block_size=16)
+
+
 # Scales
 
 

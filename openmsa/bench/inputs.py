@@ -12,6 +12,7 @@ from torch import Tensor
 
 from openmsa import E4M3, NVFP4, CertifiedKeys, PagedIndexKeys, PagedKV, Sequences
 from openmsa.bench.cost import SPAN, SPARE
+from openmsa.bench.recorded import recorded
 from openmsa.bench.workloads import Workload
 from openmsa.kv_cache import stored as formats
 
@@ -123,11 +124,14 @@ class Inputs:
         """Returns int32 ``[total_q, num_kv_heads, topk]``: distinct visible ids, each query's own block among them, -1 tail.
 
         kind: "random", independent for every query and head; or "clustered": each span of 64 queries draws topk + 8 blocks
-        and each query keeps topk - 1 of them plus its own.
+        and each query keeps topk - 1 of them plus its own; or "recorded" (`openmsa.bench.recorded`).
         """
+        w = self.workload
+        if kind == "recorded" and kind not in self._selections:
+            of_model = recorded(w.q_len, w.context, w.num_kv_heads, w.topk, w.block_size)
+            self._selections[kind] = of_model.repeat(w.batch, 1, 1).to(self.device)
         if kind not in self._selections:
             draw: dict[str, Callable[[int, int], Tensor]] = {"random": self._random, "clustered": self._clustered}
-            w = self.workload
             step = max(SPAN, ROWS_AT_A_TIME // (w.num_kv_heads * w.num_blocks) // SPAN * SPAN)
             parts = [draw[kind](start, min(start + step, w.q_len)) for _ in range(w.batch) for start in range(0, w.q_len, step)]
             self._selections[kind] = torch.cat(parts)

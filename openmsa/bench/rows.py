@@ -80,7 +80,7 @@ def _select_blocks_from_scores(c: Context) -> partial[Any]:
 
 
 def _sparse_attention(c: Context, selection: str = "own", paged: bool = False) -> partial[Any]:
-    """Makes a call for a selection: "random", "clustered", or "own", which the index branch selects on these inputs."""
+    """Makes a call for a selection of `Inputs`, or for "own", which the index branch selects on these inputs."""
     blocks = _select_blocks(c)() if selection == "own" else c.x.selection(selection)
     if paged:
         return partial(sparse_attention, c.x.q, c.x.pages().kv, None, blocks, c.x.seqs, **_options(c))
@@ -187,6 +187,7 @@ ROWS: dict[str, Row] = {
         for form in ("", "/paged")
         for kind, costing in (("random", cost.sparse_attention), ("clustered", cost.sparse_attention_clustered))
     },
+    "sparse_attention/recorded": Row(partial(_sparse_attention, selection="recorded"), cost.sparse_attention, ("sdpa",)),
     **{
         f"sparse_attention/{form}{kept}/{kind}": _in_form("sparse_attention", form, bool(kept), kind)
         for form in ("e4m3", "nvfp4")

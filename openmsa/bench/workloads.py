@@ -27,6 +27,13 @@ GPU_CHUNK_ROWS = (
     *("vllm_path", "vllm_scores", "vllm_select", "vllm_topk", "vllm_attend/random", "vllm_attend/clustered"),
     *("vllm_path/e4m3", "vllm_scores/e4m3", "vllm_attend/e4m3/random", "vllm_attend/e4m3/clustered"),
 )
+GPU_RECORDED_ROWS = (
+    "sparse_attention/random",
+    "sparse_attention/clustered",
+    "sparse_attention/recorded",
+    "dense_attention",
+    "sdpa",
+)
 GPU_DECODE_ROWS = (
     *("decode_plan", "msa_attention/paged", "block_scores/paged", "select_blocks/paged", "sparse_attention/paged/random"),
     *("decode_plan/e4m3", "select_blocks/e4m3/paged", "sparse_attention/e4m3/paged/random"),
@@ -106,6 +113,7 @@ WORKLOADS: tuple[Workload, ...] = (
     cpu_decode("decode-128k", context=128 * K, quick=("msa_attention", "msa_attention/paged", "select_blocks", "sdpa")),
     cpu_decode("decode-1m", context=M),
     *(gpu_chunk(f"gpu-chunk-16k-at-{_label(n)}", q_len=16 * K, context=n) for n in (32 * K, 128 * K, 512 * K, M)),
+    gpu_prefill("gpu-recorded-16k", q_len=16 * K, context=16 * K, rows=GPU_RECORDED_ROWS, modes=BOTH),
     *(
         gpu_prefill(
             f"gpu-prefill-{_label(n)}",

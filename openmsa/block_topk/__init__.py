@@ -42,7 +42,8 @@ def select_blocks(
 
     Returns int32 ``[total_q, index_heads, topk]``: block ids counted from the start of the query's sequence, ascending, then
     -1. Ties go to the lower id; the result is the same in every run. NaN counts as lowest: a block whose score is NaN or -inf
-    is selected only where it is forced. A query that sees fewer than topk blocks gets all of them.
+    is selected only where it is forced. A query that sees at most topk blocks gets all others of them, whatever their scores;
+    where no score can be NaN or -inf, they need not be computed.
     Memory is bounded: the scores of a few queries are held at a time.
 
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.

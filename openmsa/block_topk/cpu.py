@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ BYTES_A_SCORE = 32  # the score, its integer key and what torch.topk holds besid
 FORCED = 0x7FFFFFFF  # above the ordered bits of +inf
 LOWEST = -0x7F800001  # the ordered bits of -inf
 ID_BITS = 24
+LARGEST = torch.finfo(torch.float32).max / 2  # Sums of products below it stay finite in any order.
 FEW_SCORES = 512  # So few scores are sorted sooner by Python than by the two dozen calls of PyTorch.
 
 
@@ -32,17 +35,40 @@ def select_blocks(
     """See `openmsa.block_topk.select_blocks`."""
     total_q, heads, _ = index_q.shape
     chunk = max(64, cpu_workspace_bytes() // (BYTES_A_SCORE * heads * max(1, seqs.num_blocks(block_size))))
-    visible_blocks = seqs.visible_blocks(total_q, block_size)
-    if blocks is None and total_q <= chunk:
+    spans = [(range(offset, offset + q1 - q0), k_len - 1) for q0, q1, _, k_len, offset in seqs.on_host()]
+    seen = [max(0, min(position, last_key) // block_size + 1) for positions, last_key in spans for position in positions]
+    visible_blocks = torch.tensor(seen, dtype=torch.int32)
+    first, end = _scored(index_q, index_k, seen, block_size, topk)
+    if blocks is None and (first, end) == (0, total_q) and total_q <= chunk:
         scores = SCORING.run("cpu", ScoringCall(index_q.detach(), index_k, seqs, block_size))
         return select_from_scores(scores, topk, visible_blocks, init_blocks, local_blocks)
     blocks = torch.empty((total_q, heads, topk), dtype=torch.int32) if blocks is None else blocks
-    for start in range(0, total_q, chunk):
-        rows = slice(start, min(start + chunk, total_q))
+    slot = torch.arange(topk, dtype=torch.int32)
+    for rows in (slice(0, first), slice(end, total_q)):
+        blocks[rows] = torch.where(slot < visible_blocks[rows, None], slot, -1)[:, None]
+    for start in range(first, end, chunk):
+        rows = slice(start, min(start + chunk, end))
         part = ScoringCall(index_q[rows].detach(), index_k, seqs.query_chunk(rows.start, rows.stop), block_size)
         scores = SCORING.run("cpu", part)  # [heads, rows, num_blocks]
         blocks[rows] = select_from_scores(scores, topk, visible_blocks[rows], init_blocks, local_blocks)
     return blocks
+
+
+def _scored(
+    index_q: Tensor | Stored, index_k: Tensor | Stored | PagedIndexKeys, seen: list[int], block_size: int, topk: int
+) -> tuple[int, int]:
+    """Returns the first and the end of the packed queries that are scored, which see `seen` blocks each. The others see at most
+    topk blocks and select all of them, because no score of plain tensors can be NaN or -inf where the greatest magnitudes bound
+    every product."""
+    crowded = [i for i, count in enumerate(seen) if count > topk]
+    first, end = (crowded[0], crowded[-1] + 1) if crowded else (0, 0)
+    unscored = (sum(seen[:first]) + sum(seen[end:])) * block_size  # products of a head
+    if not (isinstance(index_q, Tensor) and isinstance(index_k, Tensor)) or unscored < max(1, index_k.shape[0]):
+        return 0, len(seen)  # Reading the magnitudes of all keys would cost more than these products.
+    largest = index_q.shape[2] * math.prod(
+        max(-float(low), float(high)) for low, high in map(torch.aminmax, (index_q, index_k))
+    )
+    return (first, end) if largest < LARGEST else (0, len(seen))  # A NaN is not below it.
 
 
 def select_from_scores(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: int, local_blocks: int) -> Tensor:
@@ -65,10 +91,11 @@ def _select_few(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: 
     chosen = []
     for of_query, seen in zip(scores.transpose(0, 1).tolist(), visible_blocks.tolist(), strict=True):
         first, last = min(init_blocks, seen, num_blocks), max(0, seen - local_blocks)
+        forced = [*range(first), *range(max(first, last), min(seen, num_blocks))]
         for of_head in of_query:
-            best = sorted((-score, first + i) for i, score in enumerate(of_head[first:last]) if score > -torch.inf)
-            forced = [*range(first), *range(max(first, last), min(seen, num_blocks))]
-            ids = sorted([*forced, *(i for _, i in best[: topk - len(forced)])])
+            free = [i for i in range(first, min(last, num_blocks)) if of_head[i] > -torch.inf]
+            free.sort(key=of_head.__getitem__, reverse=True)  # Equal scores stay in the order of their ids.
+            ids = sorted(forced + free[: topk - len(forced)])
             chosen.append(ids + [-1] * (topk - len(ids)))
     return torch.tensor(chosen, dtype=torch.int32).view(total_q, heads, topk)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from openmsa.cli import bench
+from openmsa.cli.byte_demo import demo_bytes
 from openmsa.cli.convert import convert
 from openmsa.cli.demo import demo
 from openmsa.cli.doctor import doctor
@@ -25,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(demo_bytes)
 app.command()(doctor)
 app.command()(convert)
 app.command()(train_index)

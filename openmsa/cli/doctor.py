@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from openmsa.runtime.explanation import Explanation
 
 HEADS, KV_HEADS, DIM, BLOCK, TOKENS = 16, 1, 128, 128, 256
+PAYS = {
+    "cpu": "prefill from about 10,000 tokens on; decode from 12,000 in float32, from 1,500 in bfloat16 and float16 "
+    "(one thread of an AMD EPYC, 9 query and 3 KV heads of 64; docs/hugging-face.md)",
+    "cuda": "prefill from 16,384 tokens on, decode from 8,192 "
+    "(one NVIDIA H200 in bfloat16, 64 query and 4 KV heads of 128; README.md)",
+}
+"""By the kind of device, this is from which context on 16 blocks of 128 were measured to be faster than PyTorch's attention."""
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
@@ -28,7 +35,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
 
 
 def examine() -> dict[str, Any]:
-    """Returns ``{versions, platform, devices, settings, launches, stages}``, plain values only.
+    """Returns ``{versions, platform, devices, pays, settings, launches, stages}``, plain values only.
+
+    pays: for each kind of device here, from which context on sparse attention was measured to be faster than dense.
 
     launches: whether compiled variants of kernels are remembered from launch to launch, or why Triton chooses at each.
 
@@ -50,6 +59,7 @@ def examine() -> dict[str, Any]:
         "versions": versions(),
         "platform": platform.platform(),
         "devices": devices,
+        "pays": {kind: PAYS[kind] for kind in dict.fromkeys(device["name"].partition(":")[0] for device in devices)},
         "settings": {"CPU workspace of one call (bytes)": environment.cpu_workspace_bytes()},
         "launches": _launches(),
         "stages": stages,
@@ -121,7 +131,7 @@ def _calls(device: torch.device, dtype: torch.dtype) -> dict[str, list[Explanati
         ("decode, paged", 1, (pages, None), index_pages),
     ):
         q, index_q = zeros(count, HEADS, DIM), zeros(count, KV_HEADS, DIM)
-        blocks = torch.zeros(count, KV_HEADS, 2, dtype=torch.int32, device=device)
+        blocks = torch.arange(TOKENS // BLOCK, dtype=torch.int32, device=device).expand(count, KV_HEADS, -1)
         scores = torch.zeros(KV_HEADS, count, TOKENS // BLOCK, device=device)
         found[call] = [
             _explained(openmsa.block_scores, index_q, index),
@@ -166,6 +176,8 @@ def _print(findings: dict[str, Any]) -> None:
     for device in findings["devices"]:
         facts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in device.items() if key not in ("name", "model"))
         console.print(f"[bold]{device['name']}[/]: {device['model']}, {facts}")
+    for kind, contexts in findings["pays"].items():
+        console.print(f"faster than dense attention on {kind}: {contexts}", markup=False)
     for name, value in findings["settings"].items():
         console.print(f"{name}: {value:,}")
     console.print(f"kernel launches: {findings['launches']}", markup=False)

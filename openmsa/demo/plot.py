@@ -17,18 +17,24 @@ def read_share(blocks: Tensor, num_blocks: int) -> Tensor:
 
     blocks: int32 ``[total_q, heads, topk]``, -1 where unused.
     """
+    return torch.stack([_share(rows, num_blocks) for rows in blocks.tensor_split(min(ROWS, blocks.shape[0]))])
+
+
+def _share(blocks: Tensor, num_blocks: int) -> Tensor:
+    """Returns one row of the picture, float32 ``[num_blocks]``."""
     reads = torch.zeros(*blocks.shape[:2], num_blocks + 1)
     reads.scatter_(2, blocks.long().masked_fill(blocks < 0, num_blocks), 1.0)  # -1 goes to one more block, which is dropped.
-    share = reads[..., :num_blocks].mean(1)  # [total_q, num_blocks]
-    return torch.stack([rows.mean(0) for rows in share.tensor_split(min(ROWS, share.shape[0]))])
+    return reads[..., :num_blocks].mean((0, 1))
 
 
-def heat_map(blocks: dict[int, Tensor], num_blocks: int, block_size: int, title: str, file: Path) -> None:
-    """Writes a PNG with one panel for each of `LAYERS` in `blocks` (layer to selection) and one for the mean of all."""
+def heat_map(
+    blocks: dict[int, Tensor], num_blocks: int, block_size: int, title: str, file: Path, layers: tuple[int, ...] = LAYERS
+) -> None:
+    """Writes a PNG with one panel for each of `layers` in `blocks` (layer to selection) and one for the mean of all."""
     from matplotlib.figure import Figure  # The demo extra has it.
 
     shares = {layer: read_share(selection, num_blocks) for layer, selection in blocks.items()}
-    panels = {f"layer {layer}": shares[layer] for layer in LAYERS if layer in shares}
+    panels = {f"layer {layer}": shares[layer] for layer in layers if layer in shares}
     panels[f"mean of all {len(shares)} layers"] = torch.stack(list(shares.values())).mean(0)
     tokens = next(iter(blocks.values())).shape[0]
 

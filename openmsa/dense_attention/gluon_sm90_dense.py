@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.primitives.gluon_sm90_ring import (
+from openmsa.primitives.gluon_sm90_attention import (
     BLOCK,
     ROWS,
     Ring,
@@ -43,11 +43,16 @@ from openmsa.primitives.gluon_sm90_ring import (
     exchanged,
     following,
     give_back,
+    in_threads,
+    kept,
+    no_rows,
+    online_step,
     pass_by,
     rounded,
+    row_results,
+    seen,
     stay,
 )
-from openmsa.primitives.gluon_sm90_softmax import in_threads, kept, no_rows, online_step, row_results, seen
 from openmsa.primitives.operands import Bounds, PageTable, Scores
 from openmsa.primitives.rows import pool_of
 from openmsa.primitives.softmax import Result

@@ -68,7 +68,8 @@ def loss_config(widest_dim: int, kv: int, block_size: int, element_bytes: int, d
     else:
         keys, rows = (32, 32) if wide else (64, 64 if roomy else 32)
     keys = min(keys, max(16, next_power_of_two(block_size)))
-    return LossConfig(keys, rows, 512, 8 if keys * rows >= 64 * 64 or element_bytes == 4 else 4, 2)
+    stages = 3 if keys * rows >= 128 * 64 else 2
+    return LossConfig(keys, rows, 512, 8 if keys * rows >= 64 * 64 or element_bytes == 4 else 4, stages)
 
 
 class Shape(NamedTuple):

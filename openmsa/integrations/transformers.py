@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from openmsa.attention import msa_attention
 from openmsa.block_topk import STAGE as SELECTION
+from openmsa.inputs import check_counts
 from openmsa.integrations.autocast import lowered
 from openmsa.integrations.padding import real_first, real_lengths, real_tokens, static_mask
-from openmsa.runtime import checks
 from openmsa.runtime.dispatch import check_name
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.types import Sequences
@@ -94,14 +94,10 @@ def register(
     bidirectional attention, dropout, attention weights as an output), the forward raises NotImplementedError, which names it.
     Raises ValueError or TypeError for settings that `msa_attention` would refuse.
     """
-    checks.integer("topk", topk, 1, 64)
-    checks.integer("block_size", block_size, 16, 256)
-    checks.integer("init_blocks", init_blocks, 0)
-    checks.integer("local_blocks", local_blocks, 0)
-    if init_blocks + local_blocks > topk:
-        raise ValueError(f"init_blocks + local_blocks must be at most topk ({topk}), got {init_blocks} + {local_blocks}")
-
+    check_counts(topk, block_size, init_blocks, local_blocks)
     check_name(impl, SELECTION, ATTENTION)
+    if not callable(index):
+        raise TypeError(f"index must be a function of (module, q, k), got {type(index).__name__}")
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float) -> Tensor:
         index_q, index_k = index(module, q, k)
@@ -133,6 +129,8 @@ def register_packed(name: str, attend: PackedAttention) -> None:
 
 def register_forward(name: str, forward: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
     """Registers ``forward(module, query, key, value, attention_mask, ...)`` under `name`, with masks by `padding_mask`."""
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, as attn_implementation= takes it, got {type(name).__name__}")
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, padding_mask(name))
 

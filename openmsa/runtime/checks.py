@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,6 +88,14 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
         bounds = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be {bounds}, got {value}")
     return int(value)
+
+
+def lengths(name: str, value: Any, most: int) -> None:
+    """`value` must be a list, or another sequence, of ints of at least 0 whose sum is at most `most`."""
+    if not isinstance(value, Sequence):
+        hint = f"; pass {name}.tolist()" if hasattr(value, "tolist") else ""
+        raise TypeError(f"{name} must be a list of ints, one a sequence, got {type(value).__name__}{hint}")
+    integer(f"sum({name})", sum(integer(f"{name}[{i}]", length, 0) for i, length in enumerate(value)), 0, most)
 
 
 def flag(name: str, value: Any) -> bool:

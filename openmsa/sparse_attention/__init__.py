@@ -92,7 +92,7 @@ def sparse_attention(
     seqs, block_size, impl:  as in `openmsa.block_scores`.
     softmax_scale:  factor on the logits; None: ``head_dim ** -0.5``.
     check:          also read the values (block ids from -1 to num_blocks - 1 and distinct, page ids, lengths, NaN) on any
-                    device and raise ValueError on a bad one.
+                    device and raise ValueError on a bad one. On a CPU a block that is named twice always raises.
 
     Returns ``[total_q, num_q_heads, head_dim]`` in q's dtype (bfloat16 for `E4M3`), and with `return_lse` float32
     ``[total_q, num_q_heads]`` (float64 for float64 queries), the natural logarithm of the softmax denominator. A query with
@@ -149,15 +149,17 @@ def check_sparse(
     if blocks.shape[1] not in (1, num_kv_heads):
         raise ValueError(f"blocks.shape[1] must be num_kv_heads ({num_kv_heads}) or 1, got {blocks.shape[1]}")
     checks.integer("blocks.shape[2] (topk)", blocks.shape[2], 1, 64)
-    if check:
-        _check_ids(blocks, inputs.seqs.num_blocks(block_size))
+    if check or q.device.type == "cpu":
+        num_blocks = inputs.seqs.num_blocks(block_size)
+        if check:
+            checks.in_range("blocks", blocks, -1, num_blocks)
+        _check_distinct(blocks, num_blocks)
     return SparseCall(*inputs[:3], blocks, inputs.seqs, block_size, inputs.softmax_scale, return_lse)
 
 
-def _check_ids(blocks: Tensor, num_blocks: int) -> None:
-    checks.in_range("blocks", blocks, -1, num_blocks)
+def _check_distinct(blocks: Tensor, num_blocks: int) -> None:
     ordered = blocks.sort(dim=-1).values
-    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0) & (ordered[..., 1:] < num_blocks)
     if bool(twice.any()):
         row, head, slot = twice.nonzero()[0].tolist()
         raise ValueError(

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: MIT
 """This module runs `sparse_attention` on CPU. Many queries go KV-outer: the queries of a block are gathered, and their partial
-results merged by lse. For few queries (decode) the selected keys of each query are gathered."""
+results merged by lse. For few queries (decode) the selected keys of each query are gathered. Queries that read every block they
+see are left to dense attention."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from openmsa.dense_attention import STAGE as DENSE
+from openmsa.dense_attention.call import DenseCall
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.rows import out_dtype, rows_of, wide_dtype
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime.environment import cpu_workspace_bytes
-from openmsa.runtime.matmul import attend_few, matmul_nt
+from openmsa.runtime.matmul import matmul_nt
+from openmsa.sparse_attention.cpu_token import attend_token
 from openmsa.types import Layout
 
 TILE_ROWS = 4096  # (query, head) rows of a tile, whose logits take 2 MB
 ROUND_ROWS = 256  # rows of a tile are rounded up to multiples of it: products then have a few shapes, not thousands
 MERGED_QUERIES = 256  # so many queries are merged at a time, and their partials stay in cache
-GATHERED_BYTES = 2 << 20  # Few queries: gathered keys of some heads, which stay in cache.
 FEW_QUERIES = 8  # So few queries of a sequence share too few blocks for KV-outer to pay.
 
 
@@ -52,14 +56,55 @@ def sparse_attention(
     lse: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Does what `openmsa.sparse_attention.sparse_attention` says."""
-    total_q, heads, dim = q.shape
+    out = torch.empty(q.shape, dtype=out_dtype(q)) if out is None else out
+    lse = torch.empty(q.shape[:2], dtype=wide_dtype(q)) if lse is None else lse
+    if seqs.longest_q <= FEW_QUERIES:
+        _attend(q, k, v, blocks, seqs, block_size, softmax_scale, out, lse)
+        return (out, lse) if return_lse else out
+    for rows, whole in _runs(blocks, seqs, block_size):
+        part = seqs if rows == slice(0, q.shape[0]) else seqs.query_chunk(rows.start, rows.stop)
+        if whole:
+            results = (True, True, False, out[rows], lse[rows])
+            DENSE.run("cpu", DenseCall(q[rows], k, v, part, True, softmax_scale, block_size, *results))
+        if not whole or not bool(out[rows].isfinite().all()):  # Dense attention lets in NaN and inf of values behind a query.
+            _attend(q[rows], k, v, blocks[rows], part, block_size, softmax_scale, out[rows], lse[rows])
+    return (out, lse) if return_lse else out
+
+
+def _runs(blocks: Tensor, seqs: Layout, block_size: int) -> list[tuple[slice, bool]]:
+    """Cuts the packed queries into runs: those that read every block they see, listed in order, and the others."""
+    total_q, _, topk = blocks.shape
+    visible = seqs.visible_blocks(total_q, block_size)[:, None]
+    slot = torch.arange(topk, dtype=torch.int32)
+    whole = (blocks == torch.where(slot < visible, slot, -1)[:, None]).flatten(1).all(1) & (visible[:, 0] <= topk)
+    edges = [0, *((whole[1:] != whole[:-1]).nonzero().flatten() + 1).tolist(), total_q]
+    runs: list[tuple[slice, bool]] = []
+    for start, stop in pairwise(edges):
+        dense = stop - start > FEW_QUERIES and bool(whole[start])
+        if runs and runs[-1][1] == dense:
+            start = runs.pop()[0].start
+        runs.append((slice(start, stop), dense))
+    return runs
+
+
+def _attend(
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
+    blocks: Tensor,
+    seqs: Layout,
+    block_size: int,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attends to the blocks of each query alone."""
+    heads = q.shape[1]
     k_pool, v_pool = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
     assert v_pool is not None
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
     dtype = wide_dtype(q)
-    out = torch.empty((total_q, heads, dim), dtype=out_dtype(q)) if out is None else out
-    lse = torch.empty((total_q, heads), dtype=dtype) if lse is None else lse
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         pages = k.page_table[b] if isinstance(k, PagedKV) else None
         keys, values = (Rows(pool, k0, pages, dtype) for pool in (k_pool, v_pool))
@@ -67,7 +112,7 @@ def sparse_attention(
             for i in range(q0, q1):
                 rows = rows_of(q, slice(i, i + 1), dtype=dtype)[0].to(dtype).unflatten(0, (kv_heads, group)) * softmax_scale
                 token = min(i - q0 + offset, k_len - 1)
-                of_token = _gather_keys(rows, blocks[i].tolist(), token, keys, values, block_size)
+                of_token = attend_token(rows, blocks[i].tolist(), token, keys, values, block_size)
                 out[i], lse[i] = (x.flatten(0, 1) for x in of_token)
             continue
         last_key = (torch.arange(q1 - q0) + offset).clamp_(max=k_len - 1)
@@ -78,44 +123,6 @@ def sparse_attention(
             of_head = rows_of(q, slice(q0, q1), of_group, dtype=dtype)
             problem = _Head(of_head, softmax_scale, dtype, ids, last_key, keys, values, head, block_size, k_len)
             _gather_queries(problem, out[q0:q1, of_group], lse[q0:q1, of_group])
-    return (out, lse) if return_lse else out
-
-
-def _gather_keys(
-    q: Tensor, ids: list[list[int]], last_key: int, keys: Rows, values: Rows, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """Attends with the queries of one token, scaled, ``[kv_heads, group, dim]``, to all keys of the blocks that each KV head
-    selected, in any order, of which those that are not visible are skipped. Returns results of q's leading dimensions."""
-    kv_heads, group, dim = q.shape
-    visible = last_key // block_size + 1
-    chosen = [sorted({i for i in of_head if 0 <= i < visible}) for of_head in ids]
-    chosen = chosen * kv_heads if len(chosen) == 1 else chosen
-    counts = [
-        min(len(of) * block_size, len(of) * block_size + last_key + 1 - (of[-1] + 1) * block_size) if of else 0 for of in chosen
-    ]
-    parts: list[tuple[Tensor, Tensor]] = []
-    first = 0
-    while first < kv_heads:  # Heads that read as many keys are served together, as far as their keys fit into caches.
-        count = counts[first]
-        most = max(1, GATHERED_BYTES // max(1, count * dim * q.dtype.itemsize))
-        stop = first + 1
-        while stop < kv_heads and counts[stop] == count and stop - first < most:
-            stop += 1
-        heads = range(first, stop)
-        if not count:
-            parts.append((q.new_zeros(len(heads), group, dim), q.new_full((len(heads), group), -torch.inf)))
-        else:
-            read = [_read(rows, chosen[first:stop], heads, visible, block_size, count).to(q.dtype) for rows in (keys, values)]
-            parts.append(attend_few(q[first:stop], *read))
-        first = stop
-    return parts[0] if len(parts) == 1 else (torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts]))
-
-
-def _read(rows: Rows, ids: list[list[int]], heads: range, visible: int, block_size: int, count: int) -> Tensor:
-    """Gives the rows of the blocks of some heads, ``[heads, count, dim]``: a view where all visible blocks are chosen."""
-    if len(ids[0]) == visible and rows.pages is None and isinstance(rows.rows, Tensor):
-        return rows.heads(0, count)[heads.start : heads.stop]
-    return rows.blocks(ids, heads, block_size, count)
 
 
 def _gather_queries(p: _Head, out: Tensor, lse: Tensor) -> None:

@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from openmsa.primitives.gluon_sm90_ring import (
+from openmsa.primitives.gluon_sm90_attention import (
     BLOCK,
     ROWS,
     Ring,
@@ -47,11 +47,15 @@ from openmsa.primitives.gluon_sm90_ring import (
     exchanged,
     following,
     give_back,
+    kept,
+    no_rows,
+    online_step,
     pass_by,
     rounded,
+    row_results,
+    seen,
     stay,
 )
-from openmsa.primitives.gluon_sm90_softmax import kept, no_rows, online_step, row_results, seen
 from openmsa.primitives.operands import PLAIN, QueryRows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel

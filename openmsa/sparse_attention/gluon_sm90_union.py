@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from openmsa.primitives import queries
-from openmsa.primitives.gluon_sm90_softmax import BLOCK, ROWS, kept, no_rows, online_step, row_results, seen
+from openmsa.primitives.gluon_sm90_attention import BLOCK, ROWS, kept, no_rows, online_step, row_results, seen
 from openmsa.primitives.operands import KeyRows, QueryRows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel

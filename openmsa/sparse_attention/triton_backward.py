@@ -29,7 +29,7 @@ from openmsa.sparse_attention.triton_config import SHARED_BYTES
 from openmsa.sparse_attention.triton_lists import position_of_token_zero
 from openmsa.types import Layout
 
-WORKSPACE_BYTES = 2 << 30  # What blocks add to dq takes at most so many bytes at a time, at least one query's.
+WORKSPACE_BYTES = 4 << 30  # What blocks add to dq takes at most so many bytes at a time, at least one query's.
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,9 @@ def test_every_row_runs_or_says_why_not(w):
         if line["row"].startswith("vllm"):
             assert line["error"] == "vLLM's kernels need a GPU"
             continue
+        if line["row"].endswith("recorded"):  # what was recorded has one length; tests/benchmarks/test_recorded.py replays it
+            assert "recorded selections must have some of" in line["error"]
+            continue
         assert line["error"] is None, line["error"]
         check_record(line)
     json.dumps(lines)

@@ -97,6 +97,7 @@ def test_doctor_as_json():
     assert findings["devices"][0]["name"] == "cpu"
     assert findings["devices"][0]["threads"] >= 1
     assert findings["versions"]["torch"] == torch.__version__
+    assert set(findings["pays"]) == {device["name"].split(":")[0] for device in findings["devices"]}
     on_cpu = [entry for entry in findings["stages"] if entry["device"] == "cpu"]
     assert {entry["stage"] for entry in on_cpu} == {stage.name for stage in STAGES.values()}
     for entry in on_cpu:
@@ -108,7 +109,8 @@ def test_doctor_as_json():
 
 def test_doctor_for_people():
     shown = invoke("doctor").stdout
-    for word in ("torch", "which implementation serves each stage", "select_blocks_from_scores ", "why not the others"):
+    words = ("torch", "faster than dense attention on cpu: prefill from", "which implementation serves each stage")
+    for word in (*words, "select_blocks_from_scores ", "why not the others"):
         assert word in shown
 
 

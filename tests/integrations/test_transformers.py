@@ -146,6 +146,14 @@ def test_bad_settings_fail_when_registered(settings):
     assert "openmsa-bad" not in transformers.AttentionInterface()
 
 
+def test_what_no_model_could_call_fails_when_registered():
+    with pytest.raises(TypeError, match=r"index must be a function of \(module, q, k\), got str"):
+        register("openmsa-bad", index="mean")
+    with pytest.raises(TypeError, match="name must be a str, as attn_implementation= takes it, got int"):
+        register(5)
+    assert not {"openmsa-bad", 5} & set(transformers.AttentionInterface())
+
+
 def test_autocast(model, ids):
     """Position embedding leaves queries and keys in float32; attention takes all in bfloat16, with a cache or without."""
     with torch.autocast("cpu", torch.bfloat16):

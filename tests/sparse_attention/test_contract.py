@@ -94,7 +94,7 @@ def test_nothing_selected(subject):
     """A row of -1, a row whose blocks all lie ahead, a row before position 0: 0 and -inf."""
     p = problem((3, 3), (40, 1), dtype=subject.dtype).to(subject.device)
     blocks = torch.full((6, 2, 2), -1, dtype=torch.int32, device=subject.device)
-    blocks[1], blocks[3:] = 3, 0
+    blocks[1], blocks[3:, :, 0] = 3, 0
     for storage in ("flat", "paged"):
         q, _, (k, v), _ = stored(p, storage)
         out, lse = subject.run(sparse_attention, q, k, v, blocks, p.seqs, block_size=16, return_lse=True)

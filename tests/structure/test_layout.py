@@ -18,7 +18,8 @@ ROOMS = (
     "kv_cache",
     "gradients inputs primitives",
     "block_scores",
-    "block_topk sparse_attention dense_attention",
+    "block_topk dense_attention",
+    "sparse_attention",
     "index_loss",
     "decode",
     "attention",
@@ -28,6 +29,7 @@ ROOMS = (
     "openmsa",  # the package itself: its public names
     "testing",
     "modules",
+    "tiny",
     "bench capacity integrations fmha_sm100",
     "demo training",
     "cli",

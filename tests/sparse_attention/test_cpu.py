@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: MIT
+"""On a CPU queries that read every block they see are left to dense attention, and few queries may read all keys in place."""
+
+import pytest
+import torch
+
+from openmsa import E4M3, Sequences, sparse_attention
+from openmsa.sparse_attention import cpu, cpu_token
+from openmsa.testing.inputs import paged, problem
+
+
+def listed(q_lens, k_lens, topk, heads=2, block_size=16):
+    """Every visible block where there are at most topk of them, else every other one."""
+    rows = []
+    for q_len, k_len in zip(q_lens, k_lens, strict=True):
+        for token in range(k_len - q_len, k_len):
+            visible = token // block_size + 1
+            ids = list(range(visible)) if visible <= topk else list(range(visible % 2, visible, 2))[-topk:]
+            rows.append([ids + [-1] * (topk - len(ids))] * heads)
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@pytest.fixture
+def dense(monkeypatch):
+    """The queries of each call of dense attention."""
+    queries = []
+    run = cpu.DENSE.run
+    monkeypatch.setattr(cpu.DENSE, "run", lambda impl, call: queries.append(call.q.shape[0]) or run(impl, call))
+    return queries
+
+
+def close(ours, reference):
+    for x, y in zip(ours, reference, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), atol=2e-5, rtol=2e-5, equal_nan=True)
+
+
+def both(*args, **options):
+    return (sparse_attention(*args, block_size=16, return_lse=True, impl=x, **options) for x in ("cpu", "reference"))
+
+
+@pytest.mark.parametrize("stored", ["plain", "e4m3", "paged"])
+def test_queries_that_read_all_they_see_run_dense(stored, dense):
+    q_lens, k_lens = (40, 90, 0, 20, 3), (40, 100, 5, 20, 90)
+    p = problem(q_lens, k_lens)
+    k, v = {"plain": (p.k, p.v), "e4m3": (E4M3.quantize(p.k), E4M3.quantize(p.v)), "paged": (paged(p, 16)[0], None)}[stored]
+    close(*both(p.q, k, v, listed(q_lens, k_lens, 4), p.seqs))
+    assert dense == [40 + 54, 20]  # the second sequence begins at position 10 and has 4 blocks up to position 63
+
+
+def test_a_list_in_another_order_or_with_a_block_left_out_is_followed(dense):
+    p = problem((60,), (60,))
+    blocks = listed((60,), (60,), 4)
+    blocks[30] = blocks[30].flip(-1)
+    blocks[40, 1, 1] = -1
+    close(*both(p.q, p.k, p.v, blocks, p.seqs))
+    assert dense == [30, 9, 19]
+
+
+def test_an_offset_beyond_the_keys_and_before_the_first(dense):
+    p = problem((30, 30), (20, 40))
+    seqs = Sequences(p.seqs.cu_seqlens_q, p.seqs.cu_seqlens_k, 30, 40, torch.tensor([-15, 25], dtype=torch.int32))
+    seen = [max(0, min(t, 19) // 16 + 1) for t in range(-15, 15)] + [min(t, 39) // 16 + 1 for t in range(25, 55)]
+    blocks = torch.tensor([[[i if i < n else -1 for i in range(4)]] * 2 for n in seen], dtype=torch.int32)
+    close(*both(p.q, p.k, p.v, blocks, seqs))
+    assert dense == [60]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_keys_and_values_behind_a_block_are_not_let_in(name, bad, dense):
+    """A query of the first block does not read the third one, where dense attention multiplies values by weights of 0."""
+    p = problem((60,), (60,))
+    {"k": p.k, "v": p.v}[name][45] = bad
+    out = sparse_attention(p.q, p.k, p.v, listed((60,), (60,), 4), p.seqs, block_size=16)
+    assert dense == [60]
+    assert bool(out[:32].isfinite().all())
+    reference = sparse_attention(p.q, p.k, p.v, listed((60,), (60,), 4), p.seqs, block_size=16, impl="reference")
+    close((out[:32], out[45:]), (reference[:32], reference[45:]))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("length", [33, 64, 100, 128, 129])
+def test_few_queries_read_in_place_or_copies(heads, length, monkeypatch):
+    """Keys are copied where less than half of the blocks that a query sees are selected."""
+    p = problem((2,), (length,))
+    blocks = listed((2,), (length,), 4, heads)
+    used = []
+    for way in ("_mask_keys", "_gather_keys"):
+        function = getattr(cpu_token, way)
+        monkeypatch.setattr(cpu_token, way, lambda *a, way=way, function=function: used.append(way) or function(*a))
+    close(*both(p.q, p.k, p.v, blocks, p.seqs))
+    copied = {100: (True, True), 129: (False, True)}.get(length, (False, False))  # 3 of 7 blocks, and 4 of 9
+    assert used == ["_gather_keys" if copy else "_mask_keys" for copy in copied]
+    monkeypatch.setattr(cpu_token, "READ_ANYWAY", 0)
+    close(*both(p.q, p.k, p.v, blocks, p.seqs))
+    assert used[2:] == ["_gather_keys"] * 2
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_few_queries_do_not_let_in_keys_and_values_that_are_not_selected(name, bad):
+    p = problem((1,), (100,))
+    {"k": p.k, "v": p.v}[name][20] = bad  # of block 1
+    blocks = torch.tensor([[[0, 2, 4, 6], [0, 2, 3, 6]]], dtype=torch.int32)
+    ours, reference = both(p.q, p.k, p.v, blocks, p.seqs)
+    assert bool(ours[0].isfinite().all())
+    close(ours, reference)
+
+
+def test_heads_that_select_nothing():
+    p = problem((1,), (100,))
+    blocks = torch.tensor([[[-1, -1, -1, -1], [0, 2, 3, 6]]], dtype=torch.int32)
+    close(*both(p.q, p.k, p.v, blocks, p.seqs))
