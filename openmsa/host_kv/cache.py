@@ -152,12 +152,12 @@ class HostKV(Paged):
 
     def append(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, *, check: bool = False) -> None:
         """Writes new tokens to host memory behind each sequence's keys and advances `seq_lens`, as `PagedKV.append` does: on a
-        GPU kernels write, nothing waits and nothing is allocated. BlockCache fetch the new rows when a step reads them."""
+        GPU kernels write, nothing waits and nothing is allocated. New rows reach slots when a step reads them."""
         refuse_to_trace("HostKV.append")
         contents.append(self, {"k": k, "v": v}, cu_seqlens, check, before=self._outdate)
 
     def _outdate(self, total: int, cu_seqlens: Tensor | None) -> None:
-        """BlockCache hold rows no longer that are about to be written."""
+        """Makes slots forget rows that are about to be written."""
         if self.device.type != "cuda":
             cpu.outdate(self, total, cu_seqlens)
             return
