@@ -15,6 +15,8 @@ NUMBERS = 20
 """A slot of a `HostKV` has so many bytes of numbers, and each block of its pools 4."""
 LAUNCHES, HOST_LAUNCHES = 3, 5
 """A layer takes so many launches, and so many where its keys and values lie in host memory."""
+EXCHANGES = 2
+"""A sparse layer of keys that are spread by pages takes so many exchanges: of candidates and of partial results."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def plan(model: Model, request: Request, machine: Machine) -> Plan:
     """Says what of a model's caches fits where, how long the attention of a decode step takes, and what to change.
 
     The caches are spread over the GPUs evenly, by pages or by heads. A step's time is that of the bytes that it reads, of its
-    launches and, with several GPUs, of one exchange a layer; matrix products of the weights are not counted.
+    launches and, with several GPUs, of the exchanges of `ContextDecodePlan`; matrix products of the weights are not counted.
     """
     resident, in_host = (
         Way(*memory(model, request, machine, host), step(model, request, machine, host), *bounds(model, request, machine, host))
@@ -96,7 +98,7 @@ def step(model: Model, request: Request, machine: Machine, host: bool) -> float:
     chosen = request.batch * request.new_tokens * min(model.topk * model.block_size, request.context) * row
     read = gpu.of_limit / gpu.read / machine.gpus
     apart = gpu.exchange if machine.gpus > 1 else 0.0
-    sparse = (tokens * request.index_read(model) + chosen) * read + apart
+    sparse = (tokens * request.index_read(model) + chosen) * read + EXCHANGES * apart
     sparse += (HOST_LAUNCHES if host else LAUNCHES) * gpu.launch
     if host:
         sparse += (1 - request.hits) * chosen / gpu.link / machine.gpus
