@@ -131,6 +131,10 @@ def _print(found: Plan) -> None:
     table.add_row(f"longest context, batch {request.batch}", *(f"{way.longest:,}" for way in answers), "")
     table.add_row("attention of a step, ms", *(f"{1e3 * way.step_s:.2f}" for way in answers), "")
     console.print(table)
-    console.print(f"Steps over host memory find {request.hits:.0%} of their blocks in the block cache (--hits).", markup=False)
+    console.print(
+        f"Steps over host memory find {request.hits:.0%} of their blocks in the block cache (--hits). PyTorch takes a power "
+        "of two of bytes of host memory for each layer's keys, and for its values.",
+        markup=False,
+    )
     for sentence in found.advice:
         console.print(f"- {sentence}", markup=False)
