@@ -294,6 +294,8 @@ def main() -> None:
     parser.add_argument("records", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
+    if not options.records.is_file():
+        parser.error(f"RECORDS must be a file that exists, got {str(options.records)!r}")
     options.out.mkdir(parents=True, exist_ok=True)
     records = Records(options.records)
     (options.out / "smollm2.md").write_text(page(records))

@@ -529,7 +529,7 @@ def load(options: argparse.Namespace) -> Study:
 def main() -> None:
     """Runs what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="what benchmarks/smollm2/files.py made")
+    parser.add_argument("--data", type=Path, help="what `python -m benchmarks.smollm2.files` made")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=7.0)
@@ -544,6 +544,8 @@ def main() -> None:
     parser.add_argument("--compile-only", action="store_true", help="compile kernels and stop")
     parser.add_argument("--compile-share", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not (options.toy or options.compile_only or options.compile_share or options.data):
+        parser.error("--data must name what `python -m benchmarks.smollm2.files` made, or --toy be given")
     options.out.mkdir(parents=True, exist_ok=True)
     if options.compile_share:
         share, of = options.compile_share
