@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,6 +90,8 @@ def generate(
     """
     source = find_model(model)
     where, wanted = find_device(device, dtype)
+    if math.isinf(temperature):
+        refuse(f"--temperature must be finite, got {temperature}")
     if where.type == "cuda" and dtype == "float32":
         refuse("--dtype must be bfloat16 or float16 on a GPU, whose kernels read no others, got 'float32'")
     _check_formats(kv_format, index_format)
@@ -97,9 +100,10 @@ def generate(
         refuse("--file or --prompt must be given, as there is nothing to answer otherwise")
 
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(stderr=True)
-    with console.status(f"loading {model}"):
+    with console.status(escape(f"loading {model}")):
         tokenizer = load_tokenizer(source)
         ids = _token_ids(tokenizer, text, prompt, raw)
         loaded = _prepared(load_model(source, where, wanted), attention, topk, block_size)
