@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ def convert(
         raise ValueError(f"initialise must be one of {', '.join(map(repr, INITIALISATIONS))}, got {initialise!r}")
     seen = probe(model)
     numbers = [int(x.layer.layer_idx) for x in seen]
+    if len(numbers) != model.config.num_hidden_layers:
+        rule = f"model must have attention in each of its {model.config.num_hidden_layers} layers"
+        raise NotImplementedError(f"{rule}, got it in {', '.join(map(str, numbers))} alone")
     for number in dense_layers:
         if number not in numbers:
             raise ValueError(f"dense_layers must name layers from 0 to {numbers[-1]}, got {number!r}")
@@ -58,6 +62,8 @@ def convert(
         raise ValueError(f"dense_layers must leave a layer to convert, got all {len(numbers)}")
     if config is None:
         config = _own_config(chosen[0], **settings)
+    elif not isinstance(config, MSAConfig):
+        raise TypeError(f"config must be an openmsa.modules.MSAConfig or None, got {type(config).__name__}")
     elif settings:
         raise ValueError(f"config must be None where fields are given ({', '.join(settings)}), got {type(config).__name__}")
     for x in chosen:
@@ -93,7 +99,7 @@ def load(pretrained_model_name_or_path: str | Path, **options: Any) -> Any:
 
     Raises ValueError where that place holds a model without index branches, and OSError where it holds none.
     """
-    kind = _model_type(pretrained_model_name_or_path)
+    kind = _model_type(pretrained_model_name_or_path, **options)
     if not kind.startswith(PREFIX):
         where = str(pretrained_model_name_or_path)
         raise ValueError(f"{where!r} must hold a converted model, got one of type {kind!r}: convert it first")
@@ -106,8 +112,8 @@ def is_converted(path: str | Path) -> bool:
     return _model_type(path).startswith(PREFIX)
 
 
-def _model_type(path: str | Path) -> str:
-    values, _ = PreTrainedConfig.get_config_dict(path)
+def _model_type(path: str | Path, **options: Any) -> str:
+    values, _ = PreTrainedConfig.get_config_dict(path, **options)
     return str(values.get("model_type"))
 
 
@@ -148,7 +154,7 @@ def _own_config(seen: Seen, **settings: Any) -> MSAConfig:
         "index_bias": any(getattr(getattr(layer, name, None), "bias", None) is not None for name in ("q_proj", "k_proj")),
         "index_norm_eps": epsilon,
     }
-    return MSAConfig(**{**own, **settings})
+    return MSAConfig.from_dict({**own, **settings})
 
 
 def _check_layer(seen: Seen, config: MSAConfig, initialise: str) -> None:
@@ -156,6 +162,10 @@ def _check_layer(seen: Seen, config: MSAConfig, initialise: str) -> None:
     where = f"layer {layer.layer_idx} ({type(layer).__name__})"
     if seen.rotation is None or len(seen.rotation) != 2:
         raise NotImplementedError(f"{where} must be given position_embeddings, cos and sin, got {type(seen.rotation).__name__}")
+    if "past_key_values" not in inspect.signature(layer.forward).parameters:
+        raise NotImplementedError(
+            f"{where} must take its cache as past_key_values, which index keys go to, got a forward without"
+        )
     for part in seen.rotation:
         first, second = part.chunk(2, -1)
         if first.shape != second.shape or not torch.equal(first, second):
