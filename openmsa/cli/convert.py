@@ -82,7 +82,7 @@ def layer_numbers(option: str, text: str) -> list[int]:
     numbers: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        if not first.isdecimal() or (dash and not (last.isdecimal() and int(first) <= int(last))):
             refuse(f"{option} must be numbers and ranges such as 0-2,5, got {text!r}")
         numbers.update(range(int(first), int(last if dash else first) + 1))
     return sorted(numbers)

@@ -131,6 +131,8 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
         (["convert", "EMPTY", "OUT"], "which holds no config.json"),
         (["convert", "TINY", "TINY"], "OUT must be a new or empty folder, got"),
         (["convert", "TINY", "OUT", "--dense-layers", "a-2"], "--dense-layers must be numbers and ranges such as 0-2,5, got"),
+        (["convert", "TINY", "OUT", "--dense-layers", "2-1"], "--dense-layers must be numbers and ranges such as 0-2,5, got"),
+        (["convert", "~nobody-of-this-name/a", "OUT"], "MODEL must be a place that exists, got '~nobody-of-this-name/a'"),
         (["convert", "TINY", "OUT", "--dense-layers", "7"], "dense_layers must name layers from 0 to 2, got 7"),
         (["convert", "TINY", "OUT", "--dtype", "int4"], "--dtype must be auto, float32, bfloat16 or float16, got 'int4'"),
         (["convert", "TINY", "OUT", "--initialise", "zeros"], "initialise must be one of"),
@@ -176,6 +178,19 @@ def test_ctrl_c_keeps_what_is_there(converted, monkeypatch):
     assert done.exit_code == 130
     assert done.stdout.strip()
     assert "wrote 2 in" in done.stderr.replace("\n", " ")
+
+
+def test_ctrl_c_while_reading_reports_what_was_read(converted, text, monkeypatch):
+    from openmsa.integrations import hugging_face
+
+    def interrupted(model, ids, cache, chunk):
+        yield torch.zeros(1, 260)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hugging_face, "prefill", interrupted)
+    done = invoke("generate", converted, "--file", text, "--chunk", 100)
+    assert done.exit_code == 130
+    assert "msa: read 100 tokens in" in done.stderr.replace("\n", " ")
 
 
 def test_layer_numbers():
