@@ -327,7 +327,7 @@ def test_static_decode_compiles():
             "GPTNeoX",
             {"initialise": "random"},
             NotImplementedError,
-            "must take its cache as past_key_values, which index keys go",
+            "must take its cache as past_key_values, as index keys",
         ),
         ("Lfm2", {"initialise": "random"}, NotImplementedError, "attention in each of its 3 layers, got it in 1, 2 alone"),
         ("Llama", {"config": 3}, TypeError, "config must be an openmsa.modules.MSAConfig or None, got int"),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,9 +50,6 @@ def convert(
         raise ValueError(f"initialise must be one of {', '.join(map(repr, INITIALISATIONS))}, got {initialise!r}")
     seen = probe(model)
     numbers = [int(x.layer.layer_idx) for x in seen]
-    if len(numbers) != model.config.num_hidden_layers:
-        rule = f"model must have attention in each of its {model.config.num_hidden_layers} layers"
-        raise NotImplementedError(f"{rule}, got it in {', '.join(map(str, numbers))} alone")
     for number in dense_layers:
         if number not in numbers:
             raise ValueError(f"dense_layers must name layers from 0 to {numbers[-1]}, got {number!r}")
@@ -162,10 +158,6 @@ def _check_layer(seen: Seen, config: MSAConfig, initialise: str) -> None:
     where = f"layer {layer.layer_idx} ({type(layer).__name__})"
     if seen.rotation is None or len(seen.rotation) != 2:
         raise NotImplementedError(f"{where} must be given position_embeddings, cos and sin, got {type(seen.rotation).__name__}")
-    if "past_key_values" not in inspect.signature(layer.forward).parameters:
-        raise NotImplementedError(
-            f"{where} must take its cache as past_key_values, which index keys go to, got a forward without"
-        )
     for part in seen.rotation:
         first, second = part.chunk(2, -1)
         if first.shape != second.shape or not torch.equal(first, second):

@@ -93,7 +93,8 @@ def _hand_over(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     keyword arguments that transformers passes on."""
     if not layer.config._attn_implementation.startswith(ATTENTION):
         return args, kwargs
-    hidden, past = args[0] if args else kwargs["hidden_states"], kwargs.get("past_key_values")
+    hidden = args[0] if args else kwargs["hidden_states"]
+    past: Any = kwargs.get("past_key_values")
     paged = isinstance(past, PagedCache)
     if paged:
         refuse_unsupported(ATTENTION, layer, kwargs.get("attention_mask"), None, kwargs)
