@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token; above: samples.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the samples.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, though the model has a chat format.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -93,6 +94,8 @@ def generate(
     if where.type == "cuda" and dtype == "float32":
         refuse("--dtype must be bfloat16 or float16 on a GPU, whose kernels read no others, got 'float32'")
     _check_formats(kv_format, index_format)
+    if not math.isfinite(temperature):
+        refuse(f"--temperature must be finite, got {temperature}")
     text = "" if file is None else _read(file)
     if not text and not prompt:
         refuse("--file or --prompt must be given, as there is nothing to answer otherwise")

@@ -145,6 +145,8 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
             ["generate", "TINY", "--prompt", "a", "--device", "cuda:99"],
             "--device must be there, got 'cuda:99' on a",
         ),
+        (["generate", "TINY", "--prompt", "a", "--temperature", "inf"], "--temperature must be finite, got inf"),
+        (["generate", "TINY", "--prompt", "a", "--seed", 2**63], "Invalid value for '--seed'"),
         (["generate", "TINY", "--prompt", "a", "--kv-format", "int8"], "--kv-format must be plain or one of e4m3, nvfp4, got"),
         (["generate", "CONVERTED", "--prompt", "a", "--block-size", "32"], "--block-size must not be given with a converted"),
         (
