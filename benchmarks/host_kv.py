@@ -157,6 +157,8 @@ def recorded(p: Problem, ids: Tensor, steps: int) -> Tensor:
             start, of = (b * length) // batch, (b * HEADS + head) % ids.shape[1]
             taken = ids[start : start + steps, of].int()
             chosen[:, b, head] = taken - taken[:, -1:] + own[:, b, None].int()
+    if int(chosen.min()) < 0:
+        raise ValueError(f"recorded selections must reach back no further than the keys, got block {int(chosen.min())}")
     return chosen.to(GPU)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, replace
+from math import ceil
 
-from openmsa.capacity.model import Model, Request
+from openmsa.capacity.model import KV_TENSORS, Model, Request
 from openmsa.capacity.rates import GIB, Machine
 from openmsa.host_kv.cache import least_blocks
 
@@ -14,6 +15,8 @@ NUMBERS = 20
 """A slot of a `HostKV` has so many bytes of numbers, and each block of its pools 4."""
 LAUNCHES, HOST_LAUNCHES = 3, 5
 """A layer takes so many launches, and so many where its keys and values lie in host memory."""
+EXCHANGES = 2
+"""A sparse layer of keys that are spread by pages takes so many exchanges: of candidates and of partial results."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def plan(model: Model, request: Request, machine: Machine) -> Plan:
     """Says what of a model's caches fits where, how long the attention of a decode step takes, and what to change.
 
     The caches are spread over the GPUs evenly, by pages or by heads. A step's time is that of the bytes that it reads, of its
-    launches and, with several GPUs, of one exchange a layer; matrix products of the weights are not counted.
+    launches and, with several GPUs, of the exchanges of `ContextDecodePlan`; matrix products of the weights are not counted.
     """
     resident, in_host = (
         Way(*memory(model, request, machine, host), step(model, request, machine, host), *bounds(model, request, machine, host))
@@ -78,7 +81,14 @@ def memory(model: Model, request: Request, machine: Machine, host: bool) -> tupl
     least = least_blocks(request.batch, model.num_kv_heads, model.topk * request.new_tokens, blocks)
     slots = max(round(request.cache * all_blocks), least)
     slot = model.block_size * request.kv_row(model) / model.num_kv_heads + NUMBERS
-    return gpu | {"block cache": sparse * (slots * slot + 4 * all_blocks) * of_gpu}, {"K and V": kv}
+    gpu["block cache"] = sparse * (slots * slot + 4 * all_blocks) * of_gpu
+    return gpu, {"K and V": sparse * machine.gpus * pinned(model, request, tokens * of_gpu)}
+
+
+def pinned(model: Model, request: Request, tokens: float) -> int:
+    """Returns the host memory that PyTorch takes for a layer's keys and values: a power of two of bytes for each tensor."""
+    sizes = [ceil(tokens * model.num_kv_heads * model.head_dim * each) for each in KV_TENSORS[request.kv]]
+    return 2 * sum(1 << (size - 1).bit_length() for size in sizes)
 
 
 def step(model: Model, request: Request, machine: Machine, host: bool) -> float:
@@ -88,7 +98,7 @@ def step(model: Model, request: Request, machine: Machine, host: bool) -> float:
     chosen = request.batch * request.new_tokens * min(model.topk * model.block_size, request.context) * row
     read = gpu.of_limit / gpu.read / machine.gpus
     apart = gpu.exchange if machine.gpus > 1 else 0.0
-    sparse = (tokens * request.index_read(model) + chosen) * read + apart
+    sparse = (tokens * request.index_read(model) + chosen) * read + EXCHANGES * apart
     sparse += (HOST_LAUNCHES if host else LAUNCHES) * gpu.launch
     if host:
         sparse += (1 - request.hits) * chosen / gpu.link / machine.gpus
@@ -139,7 +149,7 @@ def advice(model: Model, request: Request, machine: Machine, resident: Way, in_h
             where = "keys and values in host memory" if host else "all on the GPUs"
             said.append(f"With {where} it fits with {others[0]} index keys.")
     needed = sum(in_host.host.values())
-    if machine.host_memory is not None and needed > machine.host_memory:
+    if not resident.fits and machine.host_memory is not None and needed > machine.host_memory:
         said.append(f"Host memory must have {needed / GIB:.0f} GiB for keys and values, not {machine.host_memory / GIB:.0f}.")
     if sum(in_host.gpu.values()) > machine.room and request.cache > 0:
         least = replace(request, cache=0.0)

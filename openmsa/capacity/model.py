@@ -10,7 +10,9 @@ from typing import Any
 
 from openmsa.runtime import checks
 
-KV_ROW_BYTES = {"bf16": 2.0, "e4m3": 1.0, "nvfp4": 9 / 16}
+KV_TENSORS = {"bf16": (2.0,), "e4m3": (1.0,), "nvfp4": (1 / 2, 1 / 16)}
+"""Bytes an element of keys and values in each tensor that holds them, elements or codes first, by format."""
+KV_ROW_BYTES = {name: sum(tensors) for name, tensors in KV_TENSORS.items()}
 """Bytes an element of keys and values, scales included, by format."""
 INDEX_ROW_BYTES = {"bf16": 2.0, "e4m3": 1.0, "int8": 1.0, "nvfp4": 9 / 16, "mxfp4": 17 / 32, "certified": 3.0}
 """Bytes an element of index keys, without the `KEY_BYTES` of each key."""
@@ -53,8 +55,9 @@ class Model:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"model must be a preset or a JSON config file, got {str(path)!r}: {error}") from None
-        config = config.get("text_config", config) if isinstance(config, dict) else {}
-        sparse = config.get("sparse_attention_config") or {}
+        config = _part(path, {"config": config}, "config")
+        config = _part(path, config, "text_config") or config
+        sparse = _part(path, config, "sparse_attention_config")
 
         def value(name: str, other: str = "") -> Any:
             found = config.get(name, sparse.get(other))
@@ -63,7 +66,7 @@ class Model:
             return found
 
         kinds = config.get("layer_types") or sparse.get("sparse_attention_freq")
-        if not kinds:
+        if not isinstance(kinds, list) or not kinds:
             raise ValueError(f"{path} must say which layers are sparse: layer_types or sparse_attention_freq")
         count = sum(kind not in (0, "full_attention") for kind in kinds)
         return cls(
@@ -77,6 +80,14 @@ class Model:
             block_size=value("index_block_size", "sparse_block_size"),
             topk=value("index_topk_blocks", "sparse_topk_blocks"),
         )
+
+
+def _part(path: Path, config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns a part of a config, empty where it is missing."""
+    part = config.get(name) or {}
+    if not isinstance(part, dict):
+        raise ValueError(f"{name} of {path} must be an object of names and values, got {type(part).__name__}")
+    return part
 
 
 PRESETS = {

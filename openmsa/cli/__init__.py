@@ -17,6 +17,7 @@ from openmsa.cli.evaluate import evaluate
 from openmsa.cli.generate import generate
 from openmsa.cli.plan import plan
 from openmsa.cli.train_index import train_index
+from openmsa.cli.words import paragraphs
 
 app = typer.Typer(
     name="openmsa",
@@ -25,14 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command()(demo_bytes)
-app.command()(doctor)
-app.command()(convert)
-app.command()(train_index)
-app.command()(evaluate)
-app.command()(generate)
-app.command()(plan)
+for command in (doctor, demo, demo_bytes, convert, generate, train_index, evaluate, plan):
+    app.command(help=paragraphs(command.__doc__ or ""))(command)
 app.add_typer(bench.app, name="bench")
 
 

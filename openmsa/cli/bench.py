@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from openmsa.cli.checks import INTERRUPTED, check_writable, refuse
+from openmsa.cli.words import paragraphs
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
     from openmsa.bench.workloads import Work
 
 DEVICES = ("cpu", "cuda")
-HELP = """Measure named workloads against dense attention and the device's limits in the same run.
+HELP = paragraphs("""Measure named workloads against dense attention and the device's limits in the same run.
 
 Without --match and --full a quick choice is measured, in less than two minutes on two cores. Ctrl-C ends a run and prints
-what it has by then."""
+what it has by then.""")
 
 
 class Commands(TyperGroup):

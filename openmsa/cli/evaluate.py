@@ -11,7 +11,6 @@ import typer
 
 from openmsa.cli.checks import INTERRUPTED, check_writable, refuse, tell_left_out
 from openmsa.cli.models import SMOLLM2, Device, Dtype, Model, find_device, find_model, load_model, load_tokenizer
-from openmsa.cli.words import paragraphs
 
 if TYPE_CHECKING:
     from openmsa.training.compare import Row
@@ -50,7 +49,7 @@ def evaluate(
     needles: Annotated[int, typer.Option(min=0, help="Needles to hide at each distance; 0: none.")] = 4,
     out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for evaluation.json and evaluation.png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of tables.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of windows, random blocks and needles.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed by which windows, random blocks and needles are drawn.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -84,7 +83,7 @@ def evaluate(
         _print(record, rows)
 
 
-evaluate.__doc__ = paragraphs(HELP)
+evaluate.__doc__ = HELP
 
 
 def _needles(tokenizer: Any, data: Windows, trials: int) -> list[Needle]:

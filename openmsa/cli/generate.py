@@ -69,14 +69,16 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token; above: samples.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the samples.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed by which samples are drawn, where the temperature is above 0.")
+    ] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, though the model has a chat format.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     chunk: Annotated[int, typer.Option(min=1, help="Tokens read at a time, which bounds memory.")] = 4096,
     kv_format: Annotated[str, typer.Option(help="How the cache stores keys and values: plain, e4m3 or nvfp4.")] = "plain",
     index_format: Annotated[
-        str, typer.Option(help="How it stores index keys: plain, e4m3, int8, nvfp4, mxfp4 or certified.")
+        str, typer.Option(help="How the cache stores index keys: plain, e4m3, int8, nvfp4, mxfp4 or certified.")
     ] = "plain",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the stream.")] = False,
 ) -> None:

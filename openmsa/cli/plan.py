@@ -34,14 +34,20 @@ def plan(
     hits: Annotated[float, typer.Option(help="Share of chosen blocks found there.")] = 0.95,
     new_tokens: Annotated[int, typer.Option(help="New tokens of a sequence in a step.")] = 1,
     heads: Annotated[str | None, typer.Option(help="Query/KV heads in place of the model's: 64/4.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="In place of the model's.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Elements of a head, in place of the model's.")] = None,
     layers: Annotated[str | None, typer.Option(help="Sparse/dense layers in place of the model's: 57/3.")] = None,
-    index_dim: Annotated[int | None, typer.Option(help="In place of the model's.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="In place of the model's.")] = None,
-    topk: Annotated[int | None, typer.Option(help="In place of the model's.")] = None,
+    index_dim: Annotated[int | None, typer.Option(help="Elements of an index key, in place of the model's.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Keys of a block, in place of the model's.")] = None,
+    topk: Annotated[int | None, typer.Option(help="Blocks that a query reads, in place of the model's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Say what of a model's caches fits where, how long a decode step takes, and what to change."""
+    """Say what of a model's caches fits where, how long a decode step takes, and what to change.
+
+    Two ways are compared: all caches on the GPUs, and keys and values in host memory with a block cache on the GPU. Times are
+    predictions from rates that were measured on the named GPU, of attention alone.
+
+    openmsa plan --context 1M --batch 4 --gpus 2 --host-memory 500
+    """
     from openmsa.capacity import GPUS, Machine, Request
     from openmsa.capacity import plan as make
     from openmsa.capacity.rates import GIB
@@ -125,6 +131,10 @@ def _print(found: Plan) -> None:
     table.add_row(f"longest context, batch {request.batch}", *(f"{way.longest:,}" for way in answers), "")
     table.add_row("attention of a step, ms", *(f"{1e3 * way.step_s:.2f}" for way in answers), "")
     console.print(table)
-    console.print(f"Steps over host memory find {request.hits:.0%} of their blocks in the block cache (--hits).", markup=False)
+    console.print(
+        f"Steps over host memory find {request.hits:.0%} of their blocks in the block cache (--hits). PyTorch takes a power "
+        "of two of bytes of host memory for each layer's keys, and for its values.",
+        markup=False,
+    )
     for sentence in found.advice:
         console.print(f"- {sentence}", markup=False)

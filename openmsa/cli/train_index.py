@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from openmsa.cli.checks import INTERRUPTED, check_writable, refuse, tell_left_out
-from openmsa.cli.models import Device, Dtype, Model, Source, find_device, find_model, load_model, load_tokenizer, quiet
-from openmsa.cli.words import paragraphs
+from openmsa.cli.models import Device, Dtype, Source, find_device, find_model, load_model, load_tokenizer, quiet
 
 if TYPE_CHECKING:
     from openmsa.training.settings import TrainSettings
@@ -31,17 +30,17 @@ MODEL is one that `openmsa convert` wrote. Its own weights are frozen: each laye
 that layer, first over all keys (the warm-up, in which attention is dense), then over the blocks that it selects (attention is
 sparse). One layer's graph is held at a time, so training takes little more memory than reading the text does.
 
-OUT gets the trained model, and in OUT/training the log (log.jsonl, one line a step), plots of loss and recall, and a
-checkpoint, written every so many steps and on Ctrl-C. A run that was stopped or killed goes on with --resume, and ends with the
-same bits as one that was not. Recall is measured on files that are held out: how many of the blocks with most attention are
-selected.
+OUT gets the trained model, and in OUT/training the log (log.jsonl, one line a step), plots of loss and recall where matplotlib
+is installed, and a checkpoint, written every so many steps and on Ctrl-C. A run that was stopped or killed goes on with
+--resume, and ends with the same bits as one that was not. Recall is measured on files that are held out: how many of the blocks
+with most attention are selected.
 
 {CALLS}"""
 RESTART = "--resume goes on with it, another --out begins a new one"
 
 
 def train_index(
-    model: Model,
+    model: Annotated[str, typer.Argument(help="A model that openmsa convert wrote.", metavar="MODEL", show_default=False)],
     text: Annotated[list[Path], typer.Option(help="A text file, or a folder of them; repeatable.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The folder to write.", file_okay=False, show_default=False)],
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT, or begin it.")] = False,
@@ -55,7 +54,7 @@ def train_index(
     held_out: Annotated[float, typer.Option(help="Share of the files on which recall is measured; 0: none.")] = 0.05,
     save_every: Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")] = 50,
     measure_every: Annotated[int, typer.Option(min=1, help="Steps from measurement to measurement.")] = 50,
-    seed: Annotated[int, typer.Option(help="Of the order of the windows.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed by which the order of the windows is drawn.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -106,7 +105,7 @@ def train_index(
     world.close()
 
 
-train_index.__doc__ = paragraphs(HELP)
+train_index.__doc__ = HELP
 
 
 def _check_converted(model: str, source: Source) -> None:

@@ -96,6 +96,8 @@ class HostKV(Paged):
     def of(cls, kv: PagedKV, device: torch.device | str | None = None, *, cache_blocks: int, **options: int) -> Self:
         """Copies what a resident cache holds to host memory; its page table is shared. device: where steps run; None: where the
         cache is. options: block_size, topk, new_tokens."""
+        if not isinstance(kv, PagedKV):
+            raise TypeError(f"kv must be an openmsa.PagedKV, got {type(kv).__name__}")
         device = kv.device if device is None else devices.resolved("device", device)
         k, v = (_copied(pool, pinned=device.type == "cuda") for pool in (kv.k, kv.v))
         return cls(k, v, kv.page_table.to(device), kv.seq_lens.to(device, copy=True), cache_blocks, **options)
@@ -116,10 +118,11 @@ class HostKV(Paged):
         **options: int,
     ) -> list[Self]:
         """Makes the caches of `count` layers as `allocate` does. Their slots share `cache_bytes` of the device evenly. The
-        layers share the page table; each has its own lengths."""
+        layers share the page table; each has its own lengths. A budget of too few slots is refused as `cache_blocks`."""
         checks.integer("count", count, 1)
+        checks.integer("head_dim", head_dim, 1)
         row = _pool(format, (1, 1, 1, head_dim), dtype, pinned=False)
-        block = row_bytes(row, row) * options.get("block_size", 128)
+        block = row_bytes(row, row) * checks.integer("block_size", options.get("block_size", cls.block_size), 16, 256)
         blocks = checks.integer("cache_bytes", cache_bytes, 1) // (count * block)
         make = partial(cls.allocate, page_table, num_pages, num_kv_heads, page_size, head_dim, dtype, format)
         return [make(cache_blocks=blocks, **options) for _ in range(count)]
@@ -152,12 +155,12 @@ class HostKV(Paged):
 
     def append(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, *, check: bool = False) -> None:
         """Writes new tokens to host memory behind each sequence's keys and advances `seq_lens`, as `PagedKV.append` does: on a
-        GPU kernels write, nothing waits and nothing is allocated. BlockCache fetch the new rows when a step reads them."""
+        GPU kernels write, nothing waits and nothing is allocated. New rows reach slots when a step reads them."""
         refuse_to_trace("HostKV.append")
         contents.append(self, {"k": k, "v": v}, cu_seqlens, check, before=self._outdate)
 
     def _outdate(self, total: int, cu_seqlens: Tensor | None) -> None:
-        """BlockCache hold rows no longer that are about to be written."""
+        """Makes slots forget rows that are about to be written."""
         if self.device.type != "cuda":
             cpu.outdate(self, total, cu_seqlens)
             return

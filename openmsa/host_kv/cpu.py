@@ -25,7 +25,7 @@ def bring(kv: HostKV, blocks: Tensor, new_tokens: int) -> tuple[Tensor, Tensor]:
     cache, chosen = kv.cache, block[block >= 0]
     now = int(cache.counts[0]) + 1
     order = cache.order[(now - 1) % 2].long()
-    # 1. BlockCache that hold chosen blocks are used now.
+    # 1. Slots that hold chosen blocks are used now.
     slot = cache.slot_of[chosen]
     cache.used[slot[slot >= 0].long()] = now
     # 2. Blocks that no slot holds, each once, replace those of the slots unused for the longest time.
@@ -45,7 +45,7 @@ def bring(kv: HostKV, blocks: Tensor, new_tokens: int) -> tuple[Tensor, Tensor]:
                 size = (kv.block_size, host.shape[-1])
                 here.view(-1, *size)[at, first:stop] = host.view(-1, *size)[number, first:stop]
             cache.filled[at], fetched = stop, fetched + stop - first
-    # 4. BlockCache of this step go behind the others.
+    # 4. Slots of this step go behind the others.
     used = cache.used[order] == now
     cache.order[now % 2] = torch.cat((order[~used], order[used])).int()
     cache.counts += torch.tensor([1, len(chosen), len(missed), fetched])
@@ -76,7 +76,7 @@ def wanted(kv: HostKV, blocks: Tensor, new_tokens: int) -> tuple[Tensor, Tensor,
 
 
 def outdate(kv: HostKV, total: int, cu_seqlens: Tensor | None) -> None:
-    """BlockCache forget the rows where `total` new tokens are about to be written, and those behind them in their block."""
+    """Makes slots forget the rows where `total` new tokens are about to be written, and those behind them in their block."""
     sequence, position, _ = owners.places(kv, total, cu_seqlens)
     row = kv.slots(sequence, position)
     page, row = row // kv.page_size, row % kv.page_size

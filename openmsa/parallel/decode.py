@@ -16,7 +16,7 @@ from openmsa.block_topk import SCORES_STAGE
 from openmsa.block_topk.given_scores import TopkCall
 from openmsa.inputs import check_counts, check_scoring
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.kv_cache.rows import out_dtype, wide_dtype
+from openmsa.kv_cache.rows import QUERY_FORMATS, check_rows, out_dtype, wide_dtype
 from openmsa.parallel.exchange import Choice, Collectives
 from openmsa.parallel.ranks import Ranks
 from openmsa.parallel.shards import PageStripes
@@ -43,7 +43,8 @@ class ContextDecodePlan:
     new_tokens:     queries of each sequence, 1 to 16, the last of its positions; with several of them local_blocks is at least
                     1.
     topk, block_size, init_blocks, local_blocks, softmax_scale:  as in `msa_attention`.
-    exchange:       "symmetric": kernels write into the memory of the other ranks, GPUs of one host and a group of nccl.
+    exchange:       "symmetric": kernels write into the memory of the other ranks, GPUs of one host and a group of nccl, for
+                    `attend` with float16, bfloat16 and `E4M3` queries.
                     "collective": `all_gather`, on every backend. "auto": "symmetric" where it can serve; `exchange` then says
                     what was chosen.
     timeout:        seconds that kernels of "symmetric" wait for another rank before they end with an error of the GPU;
@@ -184,10 +185,14 @@ class ContextDecodePlan:
         """
         if self._mine is None:
             raise ValueError("select must run before attend, which reads its blocks, got none")
+        check_rows("q", q, "[batch * new_tokens, num_q_heads, head_dim]", QUERY_FORMATS)
         part = torch.empty(q.shape, dtype=out_dtype(q), device=self._device)
         part_lse = torch.empty(q.shape[:2], dtype=wide_dtype(q), device=self._device)
         out, lse = (torch.empty_like(x) if y is None else y for x, y in ((part, out), (part_lse, lse)))
         for name, given, like in (("out", out, part), ("lse", lse, part_lse)):
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+            checks.no_gradient(name, given, "it is written to")
             if given.shape != like.shape or given.dtype != like.dtype or not given.is_contiguous():
                 expected, got = (f"{x.dtype} {tuple(x.shape)}" for x in (like, given))
                 raise ValueError(f"{name} must be contiguous, {expected}, got {got} with strides {given.stride()}")

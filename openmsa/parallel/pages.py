@@ -119,7 +119,7 @@ def _mapped(pool: Tensor | Stored, change: Callable[[Tensor], Tensor]) -> Tensor
 
 
 def check_caches(kv: PagedKV, index_keys: PagedIndexKeys, shards: TokenShards, cached: tuple[int, ...], rank: int) -> None:
-    """Checks this rank's shares of the caches; on a CPU also their lengths."""
+    """Checks this rank's shares of the caches; on a CPU also their lengths and pages."""
     for name, cache, kind in (("kv", kv, PagedKV), ("index_keys", index_keys, PagedIndexKeys)):
         if not isinstance(cache, kind):
             raise TypeError(f"{name} must be an openmsa.{kind.__name__}, got {type(cache).__name__}")
@@ -132,8 +132,9 @@ def check_caches(kv: PagedKV, index_keys: PagedIndexKeys, shards: TokenShards, c
         if max(after, default=0) > cache.capacity:
             raise ValueError(f"{name}.page_table must have room for the rank's {max(after)} keys, got {cache.capacity}")
         expected = [stripes.held(old, rank) for old in cached]
-        if cache.device.type == "cpu" and cache.seq_lens.tolist() != expected:
-            got = cache.seq_lens.tolist()
-            raise ValueError(f"{name}.seq_lens must be the rank's share of cached {list(cached)}, {expected}, got {got}")
+        if cache.device.type == "cpu":
+            if (got := cache.seq_lens.tolist()) != expected:
+                raise ValueError(f"{name}.seq_lens must be the rank's share of cached {list(cached)}, {expected}, got {got}")
+            cache.check_pages(torch.tensor(after))
     if kv.page_size != index_keys.page_size:
         raise ValueError(f"index_keys.page_size must be that of kv ({kv.page_size}), got {index_keys.page_size}")

@@ -20,7 +20,7 @@ from openmsa.kv_cache import PagedIndexKeys, PagedKV
 from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.parallel.pages import places
 from openmsa.parallel.ranks import Ranks
-from openmsa.parallel.shards import TokenShards
+from openmsa.parallel.shards import TokenShards, check_shards
 from openmsa.parallel.sources import Packed, Paged, check_new_keys
 from openmsa.runtime import checks
 from openmsa.runtime.dispatch import check_name
@@ -134,6 +134,7 @@ def context_attention(
     kv, index_keys, cached:  for prompts that come in chunks: this rank's pages of the caches, spread as `PageStripes` says, and
                     how many keys each sequence had before this step, known on the host. New keys are appended, by each rank
                     those of its pages, and attention reads cached and new keys in the format of the caches. All three or none.
+                    A scale of a whole tensor or of heads must be the same on all ranks, which is not checked.
     topk, block_size, init_blocks, local_blocks, softmax_scale, query_chunk, certified, impl:  as in `msa_attention`;
                     `certified` needs caches of `CertifiedKeys`.
 
@@ -146,6 +147,7 @@ def context_attention(
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value, before anything is sent. A
     rank that fails makes the others raise RuntimeError at the group's timeout.
     """
+    check_shards(shards)
     ranks = Ranks.of(group, shards.ranks)
     stage = CERTIFIED if certified else SELECTION
     check_name(impl, stage, ATTENTION)

@@ -22,7 +22,7 @@ class Ranks(NamedTuple):
     @classmethod
     def of(cls, group: dist.ProcessGroup | DeviceMesh | None, expected: int | None = None) -> Ranks:
         """Takes a process group, a `DeviceMesh` of one dimension, or None for the default group. expected: how many ranks the
-        shards or stripes of the call have."""
+        shards of the call have."""
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(f"group must be a DeviceMesh of one dimension, such as mesh['context'], got {group.ndim}")
@@ -39,7 +39,7 @@ class Ranks(NamedTuple):
         if rank < 0:
             raise ValueError("group must hold this process, which is none of its ranks")
         if expected not in (None, size):
-            raise ValueError(f"group must have {expected} ranks, as the shards or stripes have, got {size}")
+            raise ValueError(f"group must have {expected} ranks, as the shards have, got {size}")
         return cls(group, rank, size)
 
     def all_gather(self, mine: Tensor, everyone: Tensor) -> dist.Work | None:

@@ -42,11 +42,8 @@ class TokenShards:
     _made: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.lengths, (str, Tensor)) or not isinstance(self.lengths, Sequence):
-            raise TypeError(f"lengths must be a sequence of ints, got {type(self.lengths).__name__}")
-        lengths = tuple(checks.integer(f"lengths[{b}]", n, 0) for b, n in enumerate(self.lengths))
-        checks.integer("sum(lengths)", sum(lengths), 0, INT32_MAX)
-        object.__setattr__(self, "lengths", lengths)
+        checks.lengths("lengths", self.lengths, INT32_MAX)
+        object.__setattr__(self, "lengths", tuple(self.lengths))
         checks.integer("ranks", self.ranks, 1)
         if self.order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(map(repr, ORDERS))}, got {self.order!r}")
@@ -104,9 +101,10 @@ class TokenShards:
     def known(self, cached: Sequence[int] | None) -> tuple[int, ...]:
         """Checks how many keys each sequence had before this step."""
         cached = [0] * len(self.lengths) if cached is None else cached
+        checks.lengths("cached", cached, INT32_MAX - sum(self.lengths))
         if len(cached) != len(self.lengths):
             raise ValueError(f"cached must have one entry a sequence ({len(self.lengths)}), got {len(cached)}")
-        return tuple(checks.integer(f"cached[{b}]", n, 0) for b, n in enumerate(cached))
+        return tuple(cached)
 
     def layouts(self, rank: int, cached: tuple[int, ...], device: torch.device) -> list[tuple[slice, Layout]]:
         """Does what `pieces` does, for checked arguments. Bounds on queries say as much of whole sequences as implementations
@@ -120,7 +118,7 @@ class TokenShards:
         for piece in self.spans(rank):
             q_lens = [stop - start for start, stop in piece]
             offset = torch.tensor([old + start for old, (start, _) in zip(cached, piece, strict=True)], dtype=torch.int32)
-            bound = min(longest, max(*q_lens, FEW_ROWS + 1))
+            bound = min(longest, max([*q_lens, FEW_ROWS + 1]))
             seqs = Layout(_starts(q_lens, device), cu_k, bound, max(k_lens, default=0), offset.to(device), longest)
             made.append((slice(first, first + sum(q_lens)), seqs))
             first += sum(q_lens)
@@ -132,6 +130,12 @@ class TokenShards:
             self._made[key] = make()
         made: Made = self._made[key]
         return made
+
+
+def check_shards(shards: Any) -> None:
+    """Raises TypeError unless the argument `shards` is a `TokenShards`."""
+    if not isinstance(shards, TokenShards):
+        raise TypeError(f"shards must be an openmsa.parallel.TokenShards, got {type(shards).__name__}")
 
 
 def _starts(lens: list[int], device: torch.device) -> Tensor:
@@ -162,6 +166,7 @@ class PageStripes:
 
     def held(self, lens: int | Tensor, rank: int) -> int | Tensor:
         """Returns how many of the first `lens` keys of a sequence the rank holds; for a tensor of lengths, a tensor."""
+        checks.integer("rank", rank, 0, self.ranks - 1)
         stripe = self.ranks * self.page_size
         rest = lens % stripe - rank * self.page_size
         rest = rest.clamp(0, self.page_size) if isinstance(rest, Tensor) else min(max(rest, 0), self.page_size)
@@ -169,5 +174,6 @@ class PageStripes:
 
     def positions(self, start: int, stop: int, rank: int) -> Tensor:
         """Returns which of the positions from `start` to `stop` the rank holds, int64, ascending."""
+        checks.integer("rank", rank, 0, self.ranks - 1)
         position = torch.arange(start, stop)
         return position[position // self.page_size % self.ranks == rank]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,14 +26,22 @@ def refuse(ranks: Ranks, device: torch.device, topk: int) -> str | None:
         return f"it needs a group of the backend nccl, got {dist.get_backend(ranks.group)}"
     if ranks.size > torch.cuda.device_count():
         return f"all {ranks.size} ranks must be GPUs of this host, which has {torch.cuda.device_count()}"
+    if (hosts := count_hosts(dist.get_process_group_ranks(ranks.group))) > 1:
+        return f"all {ranks.size} ranks must be GPUs of one host, got {hosts} hosts"
     from openmsa.parallel.triton_exchange import refuse_choice
 
     return refuse_choice(topk, ranks.size)
 
 
+def count_hosts(ranks: list[int]) -> int:
+    """Returns on how many hosts `torchrun` started these global ranks; 1 where it did not start them."""
+    each = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return len({rank // each for rank in ranks}) if each else 1
+
+
 class Symmetric:
-    """Exchanges through memory that `torch.distributed._symmetric_memory` makes known to all ranks, which is allocated when
-    more rows come than ever before: outside of graphs, and on all ranks at once.
+    """Exchanges through memory that `torch.distributed._symmetric_memory` makes known to all ranks. It is allocated when a
+    layer of so many rows comes for the first time, outside of graphs and on all ranks at once, and kept: graphs write to it.
 
     timeout: seconds that a rank waits for the others before its kernel ends with an error.
     """
@@ -43,10 +53,12 @@ class Symmetric:
 
         self._ranks, self._device = ranks, device
         self._reach = Reach(ranks.rank, ranks.size, int(timeout * 1e9))
-        self._rooms: dict[tuple[str, int], _Room] = {}
+        self._rooms: dict[tuple[str, int, int], _Room] = {}
 
     def choose(self, scores: Tensor, ids: Tensor, visible_blocks: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
         """See `openmsa.parallel.exchange.Collectives.choose`."""
+        if scores.dtype != torch.float32:
+            raise NotImplementedError(f"exchange must be 'collective' where scores are not float32, got {scores.dtype}")
         from openmsa.parallel import triton_exchange
 
         blocks, mine = torch.empty_like(ids), torch.empty_like(ids)
@@ -59,6 +71,8 @@ class Symmetric:
 
     def merge(self, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
         """See `openmsa.parallel.exchange.Collectives.merge`."""
+        if part.dtype not in (torch.float16, torch.bfloat16):
+            raise NotImplementedError(f"exchange must be 'collective' where q has no 16-bit results, got {part.dtype}")
         from openmsa.parallel import triton_exchange
 
         if part_lse.numel():
@@ -68,14 +82,14 @@ class Symmetric:
 
     def _room(self, use: str, words: int, rows: int) -> _Room:
         """Returns memory for `rows` rows of so many words each."""
-        room = self._rooms.get((use, words))
+        room = self._rooms.get((use, words, rows))
         assert self._ranks.group is not None
-        if room is None or room.rows < rows:
+        if room is None:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"a layer of {rows} rows must run once before a CUDA graph captures one, because memory is shared then"
                 )
-            room = self._rooms[use, words] = _Room(self._ranks.group, self._device, words, rows)
+            room = self._rooms[use, words, rows] = _Room(self._ranks.group, self._device, words, rows)
         return room
 
 

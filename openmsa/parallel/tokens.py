@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from openmsa.parallel.ranks import Ranks, finished
-from openmsa.parallel.shards import TokenShards
+from openmsa.parallel.shards import TokenShards, check_shards
 from openmsa.runtime import checks
 
 
@@ -26,8 +26,10 @@ def gather_tokens(x: Tensor, shards: TokenShards, group: dist.ProcessGroup | Dev
     Returns ``[total, ...]``, the tokens of all sequences, packed. The gradient of a token is the sum of those of all ranks,
     taken in float32 (float64 for float64) and rounded once. Every rank of the group must call this, and its backward.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if not isinstance(x, Tensor) or x.dim() == 0:
+        got = "a tensor without dimensions" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"x must be a torch.Tensor of shape [tokens, ...], got {got}")
+    check_shards(shards)
     ranks = Ranks.of(group, shards.ranks)
     checks.size("x", x, 0, shards.tokens(ranks.rank), "the tokens that the rank owns")
     return Gathering(x, shards, ranks).wait()

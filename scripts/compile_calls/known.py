@@ -87,8 +87,8 @@ KNOWN = {
     "attend_union": Known(tiles, by_arch({100: 8}, STORED)),
     "attend_outer": Known(tiles, by_arch({}, STORED)),
     "attend_few": Known(tiles, by_arch({80: 8, 90: 8, 100: 16, 120: 72})),
-    # Hopper's union kernel spills before its loops; for groups other than 16 heads, also between pairs of tiles.
-    "sm90_attend_kernel": Known(always),
+    # Hopper's union kernels spill before their loops; for groups other than 16 heads, also between tiles.
+    "sm90_attend_kernel": Known(always, lambda launch: 0 if constant(launch, "group") == 16 else 16),
     "sm90_union_kernel": Known(always, lambda launch: 16 if constant(launch, "GROUP") == 16 else 88),
     # Where largest scores of blocks are stored, one register does not fit.
     "sm90_dense_kernel": Known(always, by_arch({90: 8})),

@@ -14,6 +14,7 @@ from openmsa import HostKV, PagedIndexKeys, PagedKV
 from openmsa.capacity import GPUS, INDEX_ROW_BYTES, KV_ROW_BYTES, PRESETS, Machine, Model, Request, plan
 from openmsa.capacity.rates import GIB
 from openmsa.cli import app
+from openmsa.host_kv.block_cache import planes
 from openmsa.kv_cache import Stored
 
 M3 = PRESETS["minimax-m3"]
@@ -45,7 +46,8 @@ def test_memory_is_what_caches_allocate(kv, index):
     assert answer.resident.gpu["K and V"] == 3 * (held(resident.k) + held(resident.v))
     assert answer.resident.gpu["K and V of dense layers"] == held(resident.k) + held(resident.v)
     assert answer.resident.gpu["index keys"] == answer.in_host_memory.gpu["index keys"] == 3 * held(keys.keys)
-    assert answer.in_host_memory.host["K and V"] == 3 * host.host_bytes
+    taken = sum(1 << (plane.numel() * plane.element_size() - 1).bit_length() for plane in planes(host.k, host.v))
+    assert answer.in_host_memory.host["K and V"] == 3 * taken > 3 * host.host_bytes
     counts = 3 * host.cache.counts.numel() * 8
     assert answer.in_host_memory.gpu["block cache"] == 3 * host.device_bytes - counts
 
@@ -75,6 +77,7 @@ def test_times_follow_bytes():
     assert answer.in_host_memory.step_s == pytest.approx(seconds + 57 * (0.05 * chosen / 51.2e9 + 2 * 2e-6))
     assert plan(M3, replace(request, hits=1.0), H200).in_host_memory.step_s < answer.in_host_memory.step_s
     two = plan(M3, request, replace(H200, gpus=2))
+    assert two.resident.step_s == pytest.approx((seconds + 174 * 2e-6) / 2 + (2 * 57 + 3) * 14e-6)
     assert answer.resident.step_s / 2 < two.resident.step_s < answer.resident.step_s
     assert sum(two.resident.gpu.values()) == sum(answer.resident.gpu.values()) / 2
 
@@ -90,6 +93,7 @@ def test_advice_says_what_helps():
     assert "Host memory must have 456 GiB for keys and values, not 400." in text
     assert "5 GPUs hold all keys and values." in text
     assert "HostKV with HostDecodePlan" in said(replace(one, batch=4), replace(H200, host_memory=500 * GIB))
+    assert "Host memory" not in said(replace(one, context=1 << 17), replace(H200, host_memory=1 * GIB))
     assert "A smaller block cache makes room" in said(replace(one, batch=4, cache=0.6), H200)
     assert "leave no room on a GPU" in said(one, replace(H200, weights=140 * GIB))
     assert "times as long: a larger block cache" in said(replace(one, batch=1, context=1 << 15, hits=0.2), H200)
@@ -112,6 +116,9 @@ def test_a_config_gives_the_model(tmp_path):
         (config, "must say which layers are sparse"),
         (config | {"sparse_attention_config": sparse}, "must have index_topk_blocks or sparse_attention_config.sparse_topk_"),
         ([], "must say which layers"),
+        ([1], "config of .*config.json must be an object of names and values, got list"),
+        ({"text_config": "x"}, "text_config of .*config.json must be an object of names and values, got str"),
+        ({"text_config": None, "layer_types": 5}, "must say which layers are sparse"),
     ):
         file.write_text(json.dumps(content))
         with pytest.raises(ValueError, match=sentence):

@@ -51,11 +51,20 @@ def tiny(monkeypatch):
     monkeypatch.setitem(ceilings.BUFFER_BYTES, "cpu", 1 << 16)
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "bench"])
+COMMANDS = ("doctor", "demo", "demo-bytes", "convert", "generate", "train-index", "evaluate", "plan", "bench")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help(command):
     assert command in invoke("--help").stdout
     assert invoke(command, "--help").exit_code == 0
     assert invoke(command, "-h").stdout == invoke(command, "--help").stdout
+
+
+def test_help_leaves_lines_to_the_terminal():
+    texts = [info.help for info in app.registered_commands] + [info.typer_instance.info.help for info in app.registered_groups]
+    assert len(texts) == len(COMMANDS)
+    assert all(text and "\n" not in paragraph for text in texts for paragraph in text.split("\n\n"))
 
 
 @pytest.mark.parametrize("command", [["bench", "show"], ["bench", "plot"]])

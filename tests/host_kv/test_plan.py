@@ -263,6 +263,12 @@ def test_misuse_names_the_argument_the_rule_and_the_value():
     swizzled = NVFP4.quantize(pool, layout="128x4")
     with pytest.raises(NotImplementedError, match=r"k must have linear NVFP4 scales, got layout '128x4'"):
         HostKV(swizzled, swizzled, table, lens, 64, block_size=32)
+    with pytest.raises(TypeError, match=r"kv must be an openmsa.PagedKV, got Tensor"):
+        HostKV.of(pool, cache_blocks=64)
+    for name, value in (("block_size", 0), ("head_dim", -1)):
+        sizes = {"num_kv_heads": 2, "page_size": 64, "head_dim": 16, "cache_bytes": 1 << 20} | {name: value}
+        with pytest.raises(ValueError, match=rf"{name} must be .*, got {value}"):
+            HostKV.layers(1, table, 8, **sizes)
     with pytest.raises(ValueError, match=r"format must be 'plain' or one of .*, got 'int8'"):
         HostKV.allocate(table, 8, 2, 64, 16, format="int8", cache_blocks=64)
     kv = make(16, block_size=32, topk=4)

@@ -113,7 +113,7 @@ def test_refusals():
             call.writing(*places)
     apart = aliased.writing(both[total : 2 * total], None)
     assert apart.out.data_ptr() == both[total:].data_ptr()
-    sparse = SPARSE.check(p.q, p.k, p.v, torch.zeros(total, 1, 2, dtype=torch.int32, device=DEVICE), p.seqs, return_lse=True)
+    sparse = SPARSE.check(p.q, p.k, p.v, torch.zeros(total, 1, 1, dtype=torch.int32, device=DEVICE), p.seqs, return_lse=True)
     memory = p.q.new_empty(total * 4 * 32)
     with pytest.raises(ValueError, match="lse must share no memory with the inputs"):
         sparse.writing(memory.view(total, 4, 32), memory.view(torch.float32)[: total * 4].view(total, 4))

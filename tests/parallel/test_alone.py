@@ -6,6 +6,7 @@ import torch
 
 from openmsa import msa_attention
 from openmsa.parallel import ContextDecodePlan, TokenShards, context_attention, gather_tokens
+from openmsa.parallel.symmetric import count_hosts
 from openmsa.testing.inputs import problem
 from tests.parallel import cases
 
@@ -63,8 +64,51 @@ def test_a_layer_names_what_is_wrong():
     plan.select(torch.zeros(2, 2, 32), pool[:, :1])
     with pytest.raises(ValueError, match=r"out must be contiguous, torch.float32 \(2, 4, 32\), got torch.float64"):
         plan.attend(q, pool, pool, out=torch.zeros(2, 4, 32, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"lse must be a torch.Tensor, got list"):
+        plan.attend(q, pool, pool, lse=[0.0])
+    with pytest.raises(ValueError, match=r"out must not require a gradient, as it is written to"):
+        plan.attend(q, pool, pool, out=torch.zeros(2, 4, 32, requires_grad=True))
+    with pytest.raises(TypeError, match=r"q must be a torch.Tensor of shape .*, got list"):
+        plan.attend([q], pool, pool)
 
 
 def test_a_group_must_be_there():
     with pytest.raises(ValueError, match="group must have 2 ranks, got None"):
         gather_tokens(torch.zeros(2), TokenShards((4,), 2))
+    with pytest.raises(TypeError, match=r"shards must be an openmsa.parallel.TokenShards, got tuple"):
+        gather_tokens(torch.zeros(4), (4,))
+    with pytest.raises(TypeError, match=r"x must be a torch.Tensor of shape \[tokens, ...\], got a tensor without dimensions"):
+        gather_tokens(torch.tensor(4.0), TokenShards((4,), 1))
+
+
+def of_no_sequence():
+    """Tokens of no sequence, and caches for none."""
+    p = problem((1,), (1,), **cases.SMALL)
+    return [x[:0] for x in (p.q, p.k, p.v, p.index_q, p.index_k)], cases.empty_caches((), 0, 1, 16, p)
+
+
+def test_no_sequences():
+    tokens, (kv, index) = of_no_sequence()
+    shards = TokenShards((), 1)
+    for caches in ({}, {"kv": kv, "index_keys": index, "cached": ()}):
+        assert context_attention(*tokens, shards, **caches, **OPTIONS).shape == (0, 4, 32)
+    plan = a_plan(seq_lens=torch.zeros(0, dtype=torch.int32), page_table=torch.zeros(0, 3, dtype=torch.int32))
+    pool = torch.zeros(4, 2, 128, 32)
+    assert plan.run(torch.zeros(0, 4, 32), pool, pool, torch.zeros(0, 2, 32), pool[:, :1]).shape == (0, 4, 32)
+
+
+def test_pages_that_are_missing_are_named_before_anything_changes():
+    p = problem((20,), (20,), **cases.SMALL)
+    kv, index = cases.empty_caches((20,), 0, 1, 16, p)
+    kv.page_table[0, 1] = -1
+    shards, caches = TokenShards((20,), 1), {"kv": kv, "index_keys": index, "cached": (0,)}
+    with pytest.raises(ValueError, match=r"page_table must name pages .* got -1 at sequence 0, logical page 1"):
+        context_attention(p.q, p.k, p.v, p.index_q, p.index_k, shards, **caches, **OPTIONS)
+    assert kv.seq_lens.tolist() == index.seq_lens.tolist() == [0]
+
+
+def test_hosts_are_counted_as_torchrun_starts_ranks(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert count_hosts([0, 8]) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert (count_hosts([8, 9, 15]), count_hosts([0, 8]), count_hosts([7, 8, 24])) == (1, 2, 3)

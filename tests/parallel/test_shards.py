@@ -96,6 +96,9 @@ def test_index_keys_follow_their_index_heads():
         (lambda: TokenShards((3,), 2, "striped"), "order must be one of 'zigzag', 'contiguous', got 'striped'"),
         (lambda: TokenShards((3,), 2).spans(2), "rank must be from 0 to 1, got 2"),
         (lambda: TokenShards((3,), 2).pieces(0, [1, 2]), r"cached must have one entry a sequence \(1\), got 2"),
+        (lambda: TokenShards((3,), 2).pieces(0, [2**31 - 3]), r"sum\(cached\) must be from 0 to 2147483644, got 2147483645"),
+        (lambda: PageStripes(2, 16).held(10, 2), "rank must be from 0 to 1, got 2"),
+        (lambda: PageStripes(2, 16).positions(0, 10, -1), "rank must be from 0 to 1, got -1"),
         (lambda: TokenShards((3,), 2).shard(torch.zeros(4), 0), r"x.shape\[0\] must be 3"),
         (lambda: PageStripes(2, 0), "page_size must be at least 1, got 0"),
         (lambda: shard_heads(8, 3, 0, 1), r"num_kv_heads must divide num_q_heads \(8\), got 3"),
@@ -111,5 +114,5 @@ def test_errors_name_the_argument(make, text):
 
 
 def test_lengths_are_known_on_the_host():
-    with pytest.raises(TypeError, match="lengths must be a sequence of ints, got Tensor"):
+    with pytest.raises(TypeError, match="lengths must be a list of ints, one a sequence, got Tensor"):
         TokenShards(torch.tensor([3]), 2)

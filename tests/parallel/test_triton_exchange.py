@@ -7,8 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from openmsa.parallel import exchange, triton_exchange
+from openmsa.parallel import exchange, symmetric, triton_exchange
 from openmsa.parallel.exchange import Choice
+from openmsa.parallel.ranks import Ranks
+from openmsa.parallel.symmetric import Symmetric
 from openmsa.parallel.triton_exchange import FIRST_LAUNCH, Mailbox, Reach
 from openmsa.testing.compare import assert_close, assert_equal
 
@@ -131,6 +133,28 @@ def test_merge(ranks, tokens, heads, dim, dtype):
         assert_close("out", out, honest[0].to(dtype), truth[0])
         assert_close("lse", lse, honest[1], truth[1])
         assert_equal("out of rank 0", out, results[0][0])
+
+
+def test_wide_numbers_are_refused():
+    """Words carry float32 scores and 16-bit results; other dtypes are not rounded in silence."""
+    kernels, lse = Symmetric(Ranks(None, 0, 2), torch.device("cpu"), 1.0), torch.zeros(1, 2)
+    for dtype in (torch.float32, torch.float64):
+        part = torch.zeros(1, 2, 16, dtype=dtype)
+        with pytest.raises(NotImplementedError, match=f"q has no 16-bit results, got {dtype}"):
+            kernels.merge(part, lse, part, lse)
+    ids, seen = torch.zeros(1, 1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=r"scores are not float32, got torch.float64"):
+        kernels.choose(torch.zeros(1, 1, 2, dtype=torch.float64), ids, seen, Choice(2, 0, 1, 1))
+
+
+def test_memory_that_graphs_write_to_is_kept(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(symmetric, "_Room", lambda group, device, words, rows: (words, rows))
+    kernels = Symmetric(Ranks(object(), 0, 2), torch.device("cpu"), 1.0)
+    few, many = kernels._room("merge", 9, 2), kernels._room("merge", 9, 8)
+    assert (few, many) == ((9, 2), (9, 8))
+    assert kernels._room("merge", 9, 2) is few
+    assert kernels._room("merge", 9, 8) is many
 
 
 def test_many_candidates_are_refused():

@@ -87,6 +87,14 @@ def test_readme_says_from_where_on_it_pays(line, workload, found):
         assert cell.strip() == expected, context
 
 
+@pytest.mark.parametrize("document", ["README.md", "docs/parallel.md", "docs/log/parallel.md"])
+def test_prompts_on_two_gpus_are_as_fast_as_recorded(document):
+    records = (ROOT / "benchmarks/results/2026-11-23-h200-parallel.jsonl").read_text().splitlines()
+    text = (ROOT / document).read_text()
+    assert len(records) == 2
+    assert all(f"{json.loads(line)['times_faster_than_one']:.2f}" in text for line in records)
+
+
 def test_environment_variables_are_documented():
     """Every OPENMSA_ variable that the code reads has a line in docs/environment.md, and no other has."""
     pattern = re.compile(r"OPENMSA_[A-Z0-9_]+")
