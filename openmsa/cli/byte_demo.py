@@ -80,8 +80,13 @@ def _print(result: ByteResult) -> None:
     for row in result.readings:
         table.add_row(row.attention, f"{row.bytes:,}", f"{row.loss:.4f}", f"{row.seconds:.1f}", f"{row.attention_seconds:.1f}")
     console.print(table)
-    words = Text.assemble((result.prompt_end, "dim"), (result.continuation, "bold green"))
+    words = Text.assemble((_printable(result.prompt_end), "dim"), (_printable(result.continuation), "bold green"))
     title = f"continued at {result.bytes_a_second:.0f} bytes a second from a cache of {result.cache_bytes / 2**20:.0f} MiB"
     console.print(Panel(words, title=title, title_align="left"))
     console.print(f"Which blocks each layer reads: {result.heat_map}", soft_wrap=True, markup=False)
     console.print(f"{result.seconds:.0f} s in all.")
+
+
+def _printable(text: str) -> str:
+    """Returns a text in which control characters, which a terminal would obey, are replaced."""
+    return "".join(x if x.isprintable() or x in "\n\t" else "\N{REPLACEMENT CHARACTER}" for x in text)

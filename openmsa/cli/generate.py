@@ -32,11 +32,12 @@ class Attention(str, Enum):
 
 @dataclass
 class Report:
-    """Says what a run took, under the names that its JSON has. Seconds are of the wall clock; bytes are those of the cache."""
+    """Says what a run took, under the names that its JSON has. Seconds are of the wall clock; bytes are those of the cache.
+    Of a run that Ctrl-C ended, tokens are those that were read and written."""
 
     attention: str
-    prompt_tokens: int
-    new_tokens: int
+    prompt_tokens: int = 0
+    new_tokens: int = 0
     read_seconds: float = 0.0
     write_seconds: float = 0.0
     cache_bytes: int = 0
@@ -68,7 +69,9 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token; above: samples.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed by which samples are drawn, where the temperature is above 0.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed by which samples are drawn, where the temperature is above 0.")
+    ] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, though the model has a chat format.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -95,6 +98,8 @@ def generate(
     if where.type == "cuda" and dtype == "float32":
         refuse("--dtype must be bfloat16 or float16 on a GPU, whose kernels read no others, got 'float32'")
     _check_formats(kv_format, index_format)
+    if not math.isfinite(temperature):
+        refuse(f"--temperature must be finite, got {temperature}")
     text = "" if file is None else _read(file)
     if not text and not prompt:
         refuse("--file or --prompt must be given, as there is nothing to answer otherwise")
@@ -106,6 +111,8 @@ def generate(
     with console.status(escape(f"loading {model}")):
         tokenizer = load_tokenizer(source)
         ids = _token_ids(tokenizer, text, prompt, raw)
+        if ids.shape[1] == 0:
+            refuse("--file and --prompt must hold a token of the model at least, got none")
         loaded = _prepared(load_model(source, where, wanted), attention, topk, block_size)
         ids = ids.to(where)
     longest = getattr(loaded.config, "max_position_embeddings", None)
@@ -113,7 +120,7 @@ def generate(
     if longest is not None and room > longest:
         console.print(f"Note: {room:,} tokens are more than the {longest:,} positions of the model, which may answer worse.")
     cache = hugging_face().PagedCache(loaded, tokens=room, kv_format=kv_format, index_format=index_format)
-    report = Report(attention.value, ids.shape[1], 0)
+    report = Report(attention.value)
     interrupted = False
     try:
         for piece in _pieces(loaded, tokenizer, ids, cache, report, console, chunk, max_new_tokens, temperature, seed):
@@ -209,8 +216,9 @@ def _pieces(
         task = bar.add_task("", total=ids.shape[1])
         for logits in prefill(model, ids, cache, chunk):
             _wait(logits)
-            bar.advance(task, min(chunk, ids.shape[1] - int(bar.tasks[0].completed)))
-    report.read_seconds = time.perf_counter() - start
+            report.prompt_tokens = min(report.prompt_tokens + chunk, ids.shape[1])
+            report.read_seconds = time.perf_counter() - start
+            bar.update(task, completed=report.prompt_tokens)
     start, tokens, shown = time.perf_counter(), list[int](), ""
     generator = torch.Generator(ids.device).manual_seed(seed)
     stop = _stop_tokens(model, tokenizer)

@@ -47,7 +47,10 @@ def find_model(model: str) -> Source:
     """Finds the files of a model without loading it. Refuses where a library or the model is missing, and says what to do."""
     if absent := [name for name in LIBRARIES if importlib.util.find_spec(name) is None]:
         refuse(f"The models extra is not installed ({', '.join(absent)} missing): pip install 'openmsa[models]'")
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:
+        refuse(f"MODEL must be a place that exists, got {model!r}: {error}")
     if model == SMOLLM2:
         found = _smollm2()
         if found is None:

@@ -81,7 +81,7 @@ def append(
     """
     checks.flag("check", check)
     checks.has_values("the cache", cache)
-    total = _check_new(cache, new, check)
+    total = check_new(cache, new, check)
     on_gpu = cache.device.type == "cuda" and has_triton()
     if cu_seqlens is None:
         if cache.batch == 0 or total % cache.batch:
@@ -114,7 +114,7 @@ def append(
     cache.seq_lens.copy_(lens)
 
 
-def _check_new(cache: Paged, new: dict[str, Tensor], check: bool) -> int:
+def check_new(cache: Paged, new: dict[str, Tensor], check: bool) -> int:
     """Checks the new tokens and counts them."""
     first_name, first = next(iter(new.items()))
     for name, rows in new.items():

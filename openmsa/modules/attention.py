@@ -59,6 +59,8 @@ class MSAttention(nn.Module):
         checks.head_dim("head_dim", head_dim)
         if rotary_dim is not None:
             check_rotary_dim("rotary_dim", rotary_dim, head_dim)
+        if checks.scale("norm_eps", norm_eps) < 0:
+            raise ValueError(f"norm_eps must be at least 0, got {norm_eps}")
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.index_branch = IndexBranch(hidden_size, config, stage=stage, loss_coefficient=loss_coefficient, **made)
         if config.index_n_heads not in (1, num_kv_heads):
@@ -89,8 +91,8 @@ class MSAttention(nn.Module):
         """
         lead, total = hidden.shape[:-1], hidden.shape[:-1].numel()
         seqs = self._lengths(hidden, seqs, cache)
-        cos, sin = (x.expand(*lead, -1).reshape(total, -1) for x in (cos, sin))
-        tokens = hidden.reshape(total, -1)
+        cos, sin = _spread("cos", cos, lead), _spread("sin", sin, lead)
+        tokens = hidden.reshape(total, hidden.shape[-1])
         q, k, v = (proj(tokens).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q = rotate(normed(q, self.q_norm), cos, sin, self.rotary_dim)
         k = rotate(normed(k, self.k_norm), cos, sin, self.rotary_dim)
@@ -102,7 +104,7 @@ class MSAttention(nn.Module):
         else:
             cache.append(k, v, index_k)
             out = self.index_branch.attend(q, cache.kv, None, index_q, cache.index, seqs, impl=self.impl)
-        return self.o_proj(out.flatten(1)).reshape(*lead, -1)
+        return self.o_proj(out.flatten(1)).reshape(hidden.shape)
 
     def _lengths(self, hidden: Tensor, seqs: Sequences | None, cache: LayerCache | None) -> Sequences | None:
         if hidden.dim() not in (2, 3):
@@ -113,7 +115,7 @@ class MSAttention(nn.Module):
             given = "[batch, length, hidden]" if cache is None else "a cache"
             raise ValueError(f"seqs must be None with {given}, which says the lengths, got {type(seqs).__name__}")
         if cache is not None:
-            if checks.needs_grad(hidden):
+            if checks.needs_grad(hidden, *self.parameters()):
                 raise ValueError("cache must be None where gradients are recorded, as none pass it: use torch.no_grad()")
             return cache.seqs
         batch, length = hidden.shape[:2]
@@ -140,3 +142,13 @@ class MSAttention(nn.Module):
     def index_loss(self) -> Tensor | None:
         """The index loss of the last forward, as in `IndexBranch`."""
         return self.index_branch.index_loss
+
+
+def _spread(name: str, x: Tensor, lead: torch.Size) -> Tensor:
+    """Spreads cosines or sines over tokens of the shape `lead`. Returns ``[tokens, width]``."""
+    own = x.shape[:-1]
+    if len(own) > len(lead) or any(
+        mine not in (1, wanted) for mine, wanted in zip(reversed(own), reversed(lead), strict=False)
+    ):
+        raise ValueError(f"{name} must spread over hidden's tokens {tuple(lead)}, got shape {tuple(x.shape)}")
+    return x.expand(*lead, x.shape[-1]).reshape(lead.numel(), x.shape[-1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache import PagedIndexKeys, PagedKV
+from openmsa.kv_cache import PagedIndexKeys, PagedKV, contents
 from openmsa.modules.config import MSAConfig
 from openmsa.runtime import checks, devices
 from openmsa.runtime.kinds import tensors_in
@@ -23,20 +23,28 @@ class LayerCache:
     kv:     the layer's keys and values.
     index:  its index keys; None in a dense layer.
     seqs:   lengths of the step that `MSACache.extend` began: its queries are the new tokens.
+    begun:  whether the step waits for this layer to append.
     """
 
     kv: PagedKV
     index: PagedIndexKeys | None
     seqs: Sequences
+    begun: bool = False
 
     def append(self, k: Tensor, v: Tensor, index_k: Tensor | None = None) -> None:
         """Appends what the step's tokens give: k and v ``[total_new, num_kv_heads, head_dim]``, index_k ``[total_new,
-        index_key_heads, index_dim]``, which a dense layer lacks."""
+        index_key_heads, index_dim]``, which a dense layer lacks. On an error the cache is unchanged."""
         if self.index is not None and index_k is None:
             raise ValueError("index_k must be given, as this layer's cache holds index keys, got None")
+        if not self.begun:
+            raise ValueError("a layer must append once in each step that MSACache.extend began, got one more append")
+        if self.index is not None and index_k is not None:
+            contents.check_new(self.index, {"index_k": index_k}, False)
+            checks.size("index_k", index_k, 0, k.shape[0], "the tokens of k")
         self.kv.append(k, v, self.seqs.cu_seqlens_q)
         if self.index is not None and index_k is not None:
             self.index.append(index_k, self.seqs.cu_seqlens_q)
+        self.begun = False
 
 
 class MSACache:
@@ -109,7 +117,7 @@ class MSACache:
         # The caches say how many keys there are, which each layer's append changes.
         seqs = Sequences(made.cu_seqlens_q, None, made.max_seqlen_q, made.max_seqlen_k)
         for layer in self.layers:
-            layer.seqs = seqs
+            layer.seqs, layer.begun = seqs, True
         return seqs
 
     @property

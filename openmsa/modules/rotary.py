@@ -4,6 +4,8 @@ turns."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -26,14 +28,22 @@ class Rotary(nn.Module):
         if checks.scale("base", base) <= 0:
             raise ValueError(f"base must be positive, got {base}")
         self.dim, self.base = dim, float(base)
-        powers = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        self.register_buffer("frequencies", self.base**-powers, persistent=False)
+        self.register_buffer("frequencies", self._frequencies(), persistent=False)
+
+    def _frequencies(self) -> Tensor:
+        return self.base ** -(torch.arange(0, self.dim, 2, dtype=torch.float32, device="cpu") / self.dim)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        """Moves the frequencies as ``to`` asks, but leaves them float32: 16-bit ones turn far positions by other angles."""
+        super()._apply(fn, recurse)
+        self.frequencies = self._frequencies().to(self.frequencies.device)
+        return self
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cos and sin of integer `positions` ``[...]``, float32 ``[..., dim]``: both halves of the last dimension are
         the same."""
         with torch.autocast(positions.device.type, enabled=False):
-            angles = positions[..., None].float() * self.frequencies.float()
+            angles = positions[..., None].float() * self.frequencies
             angles = torch.cat((angles, angles), -1)
             return angles.cos(), angles.sin()
 

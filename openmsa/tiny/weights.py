@@ -51,9 +51,10 @@ def load(file: Path | None = None) -> tuple[ByteModel, dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
     file = SHIPPED if file is None else file
-    if not file.exists():
+    if not file.is_file():
         raise FileNotFoundError(
-            f"file must exist, got {str(file)!r}" + (": this copy of openmsa ships no weights" if file == SHIPPED else "")
+            f"file must be a file that exists, got {str(file)!r}"
+            + (": this copy of openmsa ships no weights" if file == SHIPPED else "")
         )
     try:
         with safe_open(file, "pt") as opened:

@@ -79,6 +79,14 @@ def test_table_over_its_own_sources(shipped, tmp_path):
         assert word in result.stdout.replace("\n", "") or word in result.stdout
 
 
+def test_control_characters_do_not_reach_the_terminal(shipped, tmp_path):
+    (tmp_path / "file.bin").write_bytes(b"\x1b[31m\x07text\n" * 500)
+    result = invoke(tmp_path / "file.bin", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "[31m" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
 def test_a_copy_without_weights_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(byte_model, "SHIPPED", tmp_path / "byte-model.safetensors")
     result = invoke("--output", tmp_path / "out")

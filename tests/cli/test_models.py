@@ -134,6 +134,7 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
         (["convert", "TINY", "OUT", "--dense-layers", "a-2"], "--dense-layers must be numbers and ranges such as 0-2,5, got"),
         (["convert", "TINY", "OUT", "--dense-layers", "5-3"], "--dense-layers must be numbers and ranges such as 0-2,5, got"),
         (["convert", "TINY", "OUT", "--dense-layers", "0-99999999"], "--dense-layers must be numbers and ranges"),
+        (["convert", "~nobody-of-this-name/a", "OUT"], "MODEL must be a place that exists, got '~nobody-of-this-name/a'"),
         (["convert", "TINY", "OUT", "--dense-layers", "7"], "dense_layers must name layers from 0 to 2, got 7"),
         (["convert", "TINY", "OUT", "--dtype", "int4"], "--dtype must be auto, float32, bfloat16 or float16, got 'int4'"),
         (["convert", "TINY", "OUT", "--initialise", "zeros"], "initialise must be one of"),
@@ -146,6 +147,8 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
             ["generate", "TINY", "--prompt", "a", "--device", "cuda:99"],
             "--device must be there, got 'cuda:99' on a",
         ),
+        (["generate", "TINY", "--prompt", "a", "--temperature", "inf"], "--temperature must be finite, got inf"),
+        (["generate", "TINY", "--prompt", "a", "--seed", 2**63], "Invalid value for '--seed'"),
         (["generate", "TINY", "--prompt", "a", "--kv-format", "int8"], "--kv-format must be plain or one of e4m3, nvfp4, got"),
         (["generate", "CONVERTED", "--prompt", "a", "--block-size", "32"], "--block-size must not be given with a converted"),
         (
@@ -214,6 +217,19 @@ def test_ctrl_c_keeps_what_is_there(converted, monkeypatch):
     assert done.exit_code == 130
     assert done.stdout.strip()
     assert "wrote 2 in" in done.stderr.replace("\n", " ")
+
+
+def test_ctrl_c_while_reading_reports_what_was_read(converted, text, monkeypatch):
+    from openmsa.integrations import hugging_face
+
+    def interrupted(model, ids, cache, chunk):
+        yield torch.zeros(1, 260)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hugging_face, "prefill", interrupted)
+    done = invoke("generate", converted, "--file", text, "--chunk", 100)
+    assert done.exit_code == 130
+    assert "msa: read 100 tokens in" in done.stderr.replace("\n", " ")
 
 
 def test_layer_numbers():

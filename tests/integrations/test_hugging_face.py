@@ -33,7 +33,7 @@ SIZES = {
 SPARSE = {"index_topk_blocks": 3, "index_block_size": 16}
 EVERY = {"index_topk_blocks": 64, "index_block_size": 16}
 NAMED = ["Llama", "Mistral", "Qwen2", "Qwen3"]
-NOT_NAMED = ["Granite", "Gemma", "Mixtral", "Qwen3Moe", "StableLm"]
+NOT_NAMED = ["Granite", "Gemma", "Mixtral", "Qwen3Moe", "StableLm", "Arcee", "Nemotron"]
 
 
 def plain(family="Llama", **sizes):
@@ -92,7 +92,13 @@ def test_dense_layers_stay_dense():
 def test_files_keep_the_branches(family, tmp_path):
     model, ids = convert(plain(family), dense_layers=[1], initialise="random", **SPARSE), tokens()
     model.save_pretrained(tmp_path)
-    for read in (load(tmp_path), load(str(tmp_path), dtype=torch.float32), AutoModelForCausalLM.from_pretrained(tmp_path)):
+    model.save_pretrained(tmp_path / "inside")
+    for read in (
+        load(tmp_path),
+        load(tmp_path, subfolder="inside"),
+        load(str(tmp_path), dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+    ):
         assert type(read) is type(model)
         assert index_branches(read)[0].config == index_branches(model)[0].config
         torch.testing.assert_close(logits(read, ids), logits(model, ids), atol=0, rtol=0)
@@ -194,6 +200,39 @@ def _start(model, ids):
     return last, cache
 
 
+def test_a_prefilled_cache_serves_generate_and_is_used_again():
+    model, ids = convert(plain(), **SPARSE), tokens(batch=1, length=70)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    wanted, cache = model.generate(ids, **options), PagedCache(model)
+    for _ in range(2):
+        list(prefill(model, ids[:, :60], cache))
+        assert torch.equal(model.generate(ids, past_key_values=cache, **options), wanted)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+
+
+def test_a_cache_lacks_no_index_key():
+    """A paged cache takes the index keys of tokens that are read in the stage "dense"; others are refused afterwards."""
+    model, ids = convert(plain(), **SPARSE), tokens()
+
+    def read(stage, part, cache):
+        set_stage(model, stage)
+        logits(model, part, past_key_values=cache, use_cache=True)
+
+    for cache in (DynamicCache(), StaticCache(config=model.config, max_cache_len=100)):
+        read("dense", ids[:, :50], cache)
+        with pytest.raises(ValueError, match="past_key_values must hold the index keys of its 50 tokens, got 0"):
+            read("sparse", ids[:, 50:], cache)
+    cache = PagedCache(model)
+    for stage, part in zip(("sparse", "dense", "sparse"), ids.split(30, 1), strict=True):
+        read(stage, part, cache)
+    assert [layer.index.seq_lens.tolist() for layer in cache.held.layers] == [[90, 90]] * 3
+    set_stage(model, "dense")
+    without = PagedCache(model)
+    with pytest.raises(ValueError, match=r"must hold index keys .*, got a PagedCache that was made in the stage 'dense'"):
+        read("sparse", ids, without)
+
+
 def test_a_dense_stage_holds_no_index_keys():
     model, ids = convert(plain(), **SPARSE), tokens()
     with_keys = PagedCache(model)
@@ -284,11 +323,23 @@ def test_static_decode_compiles():
         ("Helium", {}, NotImplementedError, "index keys of layer 0 .* must be those of its own projection, .* got others"),
         ("Gemma2", {}, NotImplementedError, "cannot serve a mask other than causal"),
         ("GPTNeo", {}, (NotImplementedError, TypeError), "model must read its attention from transformers' AttentionInterface"),
+        (
+            "GPTNeoX",
+            {"initialise": "random"},
+            NotImplementedError,
+            "must take its cache as past_key_values, as index keys",
+        ),
+        ("Lfm2", {"initialise": "random"}, NotImplementedError, "attention in each of its 3 layers, got it in 1, 2 alone"),
+        ("Llama", {"config": 3}, TypeError, "config must be an openmsa.modules.MSAConfig or None, got int"),
+        ("Llama", {"index_topk": 3}, ValueError, "an MSAConfig must have no fields but .*, got index_topk"),
         ("OPT", {}, NotImplementedError, "must be given position_embeddings, cos and sin, got NoneType"),
     ],
 )
 def test_refusals_leave_the_model_as_it_was(family, options, error, message):
-    sizes = {"attention_types": [[["global"], 3]]} if family == "GPTNeo" else {}
+    sizes = {
+        "GPTNeo": {"attention_types": [[["global"], 3]]},
+        "Lfm2": {"layer_types": ["conv", "full_attention", "full_attention"]},
+    }.get(family, {})
     model, ids = plain(family, **sizes), tokens()
     before, kind, names = logits(model, ids), type(model), [name for name, _ in model.named_parameters()]
     with pytest.raises(error, match=message):
@@ -324,3 +375,14 @@ def test_other_refusals(tmp_path):
         next(stream(model, torch.zeros(1, 64), PagedCache(model), max_new_tokens=1, temperature=-1.0))
     with pytest.raises(ValueError, match="format must be 'plain' or one of"):
         PagedCache(model, kv_format="int8")
+    with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
+        PagedCache(model, page_size=0)
+    cache = PagedCache(model)
+    mask = torch.ones(2, 1, 90, 90, dtype=torch.bool).tril()
+    with pytest.raises(NotImplementedError, match=r"cannot serve an attention_mask of shape \(2, 1, 90, 90\)"):
+        logits(model, ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 0
+    with pytest.raises(ValueError, match=r"ids must have shape \[batch, length\] with a token at least, got \(2, 0\)"):
+        list(prefill(model, ids[:, :0], cache))
+    with pytest.raises(ValueError, match=r"logits must have shape \[1, vocabulary\], of one sequence, got \(2, 64\)"):
+        list(stream(model, torch.zeros(2, 64), cache, max_new_tokens=1))

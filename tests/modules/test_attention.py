@@ -223,6 +223,7 @@ def test_stages_are_set_for_a_whole_model():
         ({"loss_coefficient": -1.0}, r"loss_coefficient must be at least 0, got -1.0"),
         ({"rotary_dim": 7}, "rotary_dim must be even, got 7"),
         ({"config": dataclasses.replace(CONFIG, index_n_heads=3)}, r"index_n_heads must be num_kv_heads \(2\) or 1, got 3"),
+        ({"norm_eps": -1.0}, "norm_eps must be at least 0, got -1.0"),
         ({"config": None}, "config must be an openmsa.modules.MSAConfig, got NoneType"),
     ],
 )
@@ -231,9 +232,40 @@ def test_refused_layers(options, message):
         MSAttention(HIDDEN, HEADS, KV_HEADS, DIM, **({"config": CONFIG} | options))
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("lead", [(0,), (0, 7), (3, 0)])
+def test_no_token_gives_no_row(stage, lead):
+    layer, hidden = made(stage=stage), torch.empty(*lead, HIDDEN, dtype=torch.float64)
+    out = layer(hidden, *embedded(torch.arange(lead[-1])))
+    assert out.shape == hidden.shape
+    out.sum().backward()
+
+
+@torch.no_grad()
+def test_a_step_may_bring_no_token():
+    layer, cache, hidden = made(), MSACache(1, 2, KV_HEADS, DIM, CONFIG, dtype=torch.float64), tokens(20)
+    found = []
+    for part, new in zip(hidden.split([19, 0, 1]), ([19, 0], [0, 0], [1, 0]), strict=True):
+        cache.extend(new)
+        found.append(layer(part, *embedded(cache.positions), cache=cache.layers[0]))
+    torch.testing.assert_close(torch.cat(found), layer(hidden, *embedded(torch.arange(20))))
+
+
+def test_frequencies_stay_float32():
+    """In 16 bits a far position would be turned by quite another angle."""
+    far = torch.tensor([100_001])
+    for mine, wanted in zip(Rotary(64).bfloat16()(far), Rotary(64)(far), strict=True):
+        assert torch.equal(mine, wanted)
+    with torch.device("meta"):
+        empty = Rotary(64)
+    assert torch.equal(empty.to_empty(device="cpu")(far)[0], Rotary(64)(far)[0])
+
+
 def test_refused_forwards():
     layer, hidden = made(), tokens(20)
     cos, sin = embedded(torch.arange(20))
+    with pytest.raises(ValueError, match=r"cos must spread over hidden's tokens \(19,\), got shape \(20, "):
+        layer(hidden[1:], cos, sin)
     with pytest.raises(ValueError, match=r"seqs must be None with \[batch, length, hidden\]"):
         layer(hidden[None], cos, sin, Sequences.from_lengths([20], [20]))
     with pytest.raises(ValueError, match="hidden must have shape"):
@@ -242,6 +274,8 @@ def test_refused_forwards():
     cache.extend([20])
     with pytest.raises(ValueError, match="cache must be None where gradients are recorded"):
         layer(hidden.requires_grad_(), cos, sin, cache=cache.layers[0])
+    with pytest.raises(ValueError, match="cache must be None where gradients are recorded"):
+        layer(hidden.detach(), cos, sin, cache=cache.layers[0])  # its weights record them
     assert cache.layers[0].kv.seq_lens.tolist() == [0]
 
 

@@ -75,6 +75,16 @@ def test_refusals():
     cache.extend([1, 0])
     with pytest.raises(ValueError, match="index_k must be given, as this layer's cache holds index keys, got None"):
         cache.layers[0].append(rows(1, 1, 16, 0), rows(1, 1, 16, 0))
+    k, index_k = rows(1, 1, 16, 0), rows(1, 1, 32, 0)
+    with pytest.raises(ValueError, match=r"index_k\.shape\[2\] must be 32 .*, got 16"):
+        cache.layers[0].append(k, k, k)
+    with pytest.raises(ValueError, match=r"index_k\.shape\[0\] must be 1 .*, got 2"):
+        cache.layers[0].append(k, k, index_k.expand(2, 1, 32))
+    assert cache.layers[0].kv.seq_lens.tolist() == [0, 0]
+    cache.layers[0].append(k, k, index_k)
+    with pytest.raises(ValueError, match="a layer must append once in each step"):
+        cache.layers[0].append(k, k, index_k)
+    assert cache.layers[0].kv.seq_lens.tolist() == cache.layers[0].index.seq_lens.tolist() == [1, 0]
     with pytest.raises(ValueError, match="dense_layers must be from 0 to 0, got 1"):
         MSACache(1, 2, 1, 16, dense_layers=[1])
     with pytest.raises(ValueError, match="format must be 'plain' or one of"):

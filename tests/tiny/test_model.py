@@ -126,6 +126,8 @@ def test_what_is_no_model_is_refused(tmp_path):
 
     with pytest.raises(FileNotFoundError, match=r"none\.safetensors"):
         load(tmp_path / "none.safetensors")
+    with pytest.raises(FileNotFoundError, match="file must be a file that exists"):
+        load(tmp_path)
     text = tmp_path / "text.safetensors"
     text.write_text("no tensors here")
     with pytest.raises(ValueError, match=r"text\.safetensors"):

@@ -25,14 +25,29 @@ def held_index_keys(cache: Cache, layer: Any, index_k: Tensor) -> Tensor:
     """
     if isinstance(cache, PagedCache):
         held = cache.held.layers[layer.layer_idx]
-        assert held.index is not None
+        if held.index is None:
+            rule = "past_key_values must hold index keys where the stage is not 'dense'"
+            raise ValueError(f"{rule}, got a PagedCache that was made in the stage 'dense': make a new one")
         held.index.append(cache.packed(index_k), held.seqs.cu_seqlens_q)
         return index_k
     place = layer.config.num_hidden_layers + layer.index_rank
     while len(cache.layers) <= place and cache.layer_class_to_replicate is None:
         cache.layers.append(_like(cache.layers[0]))
+    _check_lengths(cache, layer.layer_idx, place)
     keys: Tensor = cache.update(index_k, index_k[..., :0], place)[0]
     return keys
+
+
+def _check_lengths(cache: Cache, of_keys: int, of_index_keys: int) -> None:
+    """Checks that no token was read without its index key. What lies on a GPU is not read for it."""
+    keys, index_keys = cache.get_seq_length(of_keys), cache.get_seq_length(of_index_keys)
+    if torch.compiler.is_compiling() or any(isinstance(x, Tensor) and x.is_cuda for x in (keys, index_keys)):
+        return
+    if int(keys) != int(index_keys):
+        raise ValueError(
+            f"past_key_values must hold the index keys of its {int(keys)} tokens, got {int(index_keys)}: it read others in the "
+            "stage 'dense' or with another attention, so read them again with a new cache"
+        )
 
 
 def _like(layer: Any) -> CacheLayerMixin:
@@ -77,13 +92,15 @@ class PagedCache(Cache):
         config = model.config
         super().__init__(layers=[_PagedLayer(self, number) for number in range(config.num_hidden_layers)])
         branches, dense = branch_settings(config)
-        size = page_size or (branches.index_block_size if branches else 128)
+        if page_size is None:
+            page_size = branches.index_block_size if branches else 128
         if all(branch.stage == "dense" for branch in model.modules() if isinstance(branch, IndexBranch)):
             branches = None
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._sizes = (config.num_hidden_layers, config.num_key_value_heads, head_dim, branches)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self._sizes = (config.num_hidden_layers, heads, head_dim, branches)
         formats = {"kv_format": kv_format, "index_format": index_format}
-        self._options: dict[str, Any] = {"dense_layers": dense, "page_size": size, **formats}
+        self._options: dict[str, Any] = {"dense_layers": dense, "page_size": page_size, **formats}
         self._tokens, self._expected = checks.integer("tokens", tokens, 0), -1
         self.columns, self.held = 0, self._allocated(0, torch.float32, "cpu")  # this checks the formats and sizes
 
@@ -126,6 +143,10 @@ class PagedCache(Cache):
             )
         self._expected = -1
         return self.held.layers[number]
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        self.columns, self.held = 0, self._allocated(0, torch.float32, "cpu")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         raise NotImplementedError("an openmsa PagedCache cannot reorder sequences: search beams with transformers' own cache")

@@ -58,6 +58,8 @@ def convert(
         raise ValueError(f"dense_layers must leave a layer to convert, got all {len(numbers)}")
     if config is None:
         config = _own_config(chosen[0], **settings)
+    elif not isinstance(config, MSAConfig):
+        raise TypeError(f"config must be an openmsa.modules.MSAConfig or None, got {type(config).__name__}")
     elif settings:
         raise ValueError(f"config must be None where fields are given ({', '.join(settings)}), got {type(config).__name__}")
     for x in chosen:
@@ -93,7 +95,7 @@ def load(pretrained_model_name_or_path: str | Path, **options: Any) -> Any:
 
     Raises ValueError where that place holds a model without index branches, and OSError where it holds none.
     """
-    kind = _model_type(pretrained_model_name_or_path)
+    kind = _model_type(pretrained_model_name_or_path, **options)
     if not kind.startswith(PREFIX):
         where = str(pretrained_model_name_or_path)
         raise ValueError(f"{where!r} must hold a converted model, got one of type {kind!r}: convert it first")
@@ -106,8 +108,8 @@ def is_converted(path: str | Path) -> bool:
     return _model_type(path).startswith(PREFIX)
 
 
-def _model_type(path: str | Path) -> str:
-    values, _ = PreTrainedConfig.get_config_dict(path)
+def _model_type(path: str | Path, **options: Any) -> str:
+    values, _ = PreTrainedConfig.get_config_dict(path, **options)
     return str(values.get("model_type"))
 
 
@@ -148,7 +150,7 @@ def _own_config(seen: Seen, **settings: Any) -> MSAConfig:
         "index_bias": any(getattr(getattr(layer, name, None), "bias", None) is not None for name in ("q_proj", "k_proj")),
         "index_norm_eps": epsilon,
     }
-    return MSAConfig(**{**own, **settings})
+    return MSAConfig.from_dict({**own, **settings})
 
 
 def _check_layer(seen: Seen, config: MSAConfig, initialise: str) -> None:

@@ -13,17 +13,19 @@ from openmsa.integrations.hugging_face.cache import PagedCache
 from openmsa.runtime import checks
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prefill(model: Any, ids: Tensor, cache: PagedCache, chunk: int = 4096) -> Iterator[Tensor]:
     """Reads `ids`, int64 ``[batch, length]``, into the cache of a converted model, `chunk` tokens at a time, which bounds
     memory; yields the logits ``[batch, vocabulary]`` after each chunk. The chunk changes results by rounding alone."""
     checks.integer("chunk", chunk, 1)
+    if ids.dim() != 2 or ids.shape[1] == 0:
+        raise ValueError(f"ids must have shape [batch, length] with a token at least, got {tuple(ids.shape)}")
     for start in range(0, ids.shape[1], chunk):
         piece = ids[:, start : start + chunk]
         yield model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def stream(
     model: Any,
     logits: Tensor,
@@ -40,6 +42,8 @@ def stream(
     temperature:  0: the most likely token; above: a sample from the softmax of logits / temperature, drawn by `generator`.
     """
     checks.integer("max_new_tokens", max_new_tokens, 0)
+    if logits.dim() != 2 or logits.shape[0] != 1:
+        raise ValueError(f"logits must have shape [1, vocabulary], of one sequence, got {tuple(logits.shape)}")
     if checks.scale("temperature", temperature) < 0:
         raise ValueError(f"temperature must be at least 0, got {temperature}")
     for number in range(max_new_tokens):

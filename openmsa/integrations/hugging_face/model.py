@@ -94,11 +94,15 @@ def _hand_over(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     keyword arguments that transformers passes on."""
     if not layer.config._attn_implementation.startswith(ATTENTION):
         return args, kwargs
-    hidden, past = args[0] if args else kwargs["hidden_states"], kwargs.get("past_key_values")
-    if isinstance(past, PagedCache):
+    hidden = args[0] if args else kwargs["hidden_states"]
+    past: Any = kwargs.get("past_key_values")
+    paged = isinstance(past, PagedCache)
+    if paged:
+        refuse_unsupported(ATTENTION, layer, kwargs.get("attention_mask"), None, kwargs)
         kwargs["msa_cache"] = past.step(layer.layer_idx, hidden, kwargs.get("attention_mask"))
     branch = getattr(layer, "index_branch", None)
-    if branch is None or branch.stage == "dense":
+    holds = paged and past.held.layers[layer.layer_idx].index is not None  # which must then hold those of every token
+    if branch is None or (branch.stage == "dense" and not holds):
         return args, kwargs
     index_q, index_k = (x.transpose(1, 2) for x in branch(hidden, *kwargs["position_embeddings"]))
     if past is not None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,8 @@ class Seen:
 def probe(model: Any) -> list[Seen]:
     """Runs a model on a few tokens and returns what its layers handed over, in their order; the model is left as it was.
 
-    Raises NotImplementedError where its attention cannot be served, or does not come from transformers' AttentionInterface.
+    Raises NotImplementedError where its attention cannot be served, does not come from transformers' AttentionInterface, is
+    missing in a layer, or knows its cache by another name than past_key_values.
     """
     seen: dict[int, Seen] = {}
     rotations: dict[int, Any] = {}
@@ -66,4 +68,14 @@ def probe(model: Any) -> list[Seen]:
         raise NotImplementedError(
             f"model must read its attention from transformers' AttentionInterface, got {type(model).__name__}, which does not"
         )
+    layers = [seen[number].layer for number in sorted(seen)]
+    if len(layers) != model.config.num_hidden_layers:
+        rule = f"model must have attention in each of its {model.config.num_hidden_layers} layers"
+        raise NotImplementedError(f"{rule}, got it in {', '.join(map(str, sorted(seen)))} alone")
+    for layer in layers:
+        if "past_key_values" not in inspect.signature(layer.forward).parameters:
+            where = f"layer {layer.layer_idx} ({type(layer).__name__})"
+            raise NotImplementedError(
+                f"{where} must take its cache as past_key_values, as index keys go there, got a forward without"
+            )
     return [seen[number] for number in sorted(seen)]
