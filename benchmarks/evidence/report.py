@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence import plots
-from benchmarks.evidence.records import read
+from benchmarks.evidence.records import FILE, read
 
 PAGE = "byte-model.md"
 RECORDS = "2026-11-23-byte-model.jsonl"
@@ -120,7 +120,7 @@ def page(records: list[Record]) -> str:
     lengths = sorted({r["length"] for r in of(records, "held_out")})
     c, msa = run["config"], run["config"]["msa"]
     longer = "".join(
-        f"\nIn windows of {n:,} bytes, four times as long as in training:\n\n{losses(records, n)}"
+        f"\nIn windows of {n:,} bytes, {n / longest:g} times as long as in training:\n\n{losses(records, n)}"
         for n in lengths
         if n > longest
     )
@@ -183,7 +183,14 @@ def main() -> None:
     parser.add_argument("records", type=Path)
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
+    if not (options.records / FILE).is_file():
+        parser.error(f"records must be a folder with {FILE}, got {str(options.records)!r}")
     records = read(options.records)
+    absent = [kind for kind in ("held_out", "selections") if not of(records, kind)]
+    if absent:
+        parser.error(
+            f"records must be those of a run that ended, got none of {' and '.join(absent)} in {str(options.records)!r}"
+        )
     options.folder.mkdir(parents=True, exist_ok=True)
     (options.folder / PAGE).write_text(page(records), encoding="utf-8")
     plots.training(records, options.folder / "byte-model-training.png")

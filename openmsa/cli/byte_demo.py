@@ -83,7 +83,7 @@ def _print(result: ByteResult) -> None:
     words = Text.assemble((_printable(result.prompt_end), "dim"), (_printable(result.continuation), "bold green"))
     title = f"continued at {result.bytes_a_second:.0f} bytes a second from a cache of {result.cache_bytes / 2**20:.0f} MiB"
     console.print(Panel(words, title=title, title_align="left"))
-    console.print(f"Which blocks each layer reads: {result.heat_map}", soft_wrap=True)
+    console.print(f"Which blocks each layer reads: {result.heat_map}", soft_wrap=True, markup=False)
     console.print(f"{result.seconds:.0f} s in all.")
 
 

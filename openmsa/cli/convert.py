@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from openmsa.cli.checks import check_writable, refuse
-from openmsa.cli.models import Dtype, Model, find_device, find_model, hugging_face, load_model, load_tokenizer
+from openmsa.cli.models import Dtype, Model, find_device, find_model, hugging_face, load_model, load_tokenizer, quiet
 
 
 def convert(
@@ -56,16 +56,18 @@ def convert(
         settings |= {"index_head_dim": index_dim}
 
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(stderr=True)
-    with console.status(f"loading {model}") as status:
+    with console.status(escape(f"loading {model}")) as status:
         tokenizer, loaded = load_tokenizer(source), load_model(source, device, wanted)
         status.update("converting")
         converted = to_msa(loaded, initialise, layers, settings)
-        status.update(f"writing {out}")
-        converted.save_pretrained(out)
-        tokenizer.save_pretrained(out)
-    console.print(_summary(converted, out), soft_wrap=True)
+        status.update(escape(f"writing {out}"))
+        with quiet():
+            converted.save_pretrained(out)
+            tokenizer.save_pretrained(out)
+    console.print(_summary(converted, out), soft_wrap=True, markup=False)
 
 
 def to_msa(model: Any, initialise: str = "group-mean", dense_layers: list[int] | None = None, settings: Any = None) -> Any:
@@ -82,9 +84,10 @@ def layer_numbers(option: str, text: str) -> list[int]:
     numbers: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not (last.isdecimal() and int(first) <= int(last))):
+        ends = first, last if dash else first
+        if not all(end.isdecimal() and len(end) < 5 for end in ends) or int(ends[0]) > int(ends[1]):
             refuse(f"{option} must be numbers and ranges such as 0-2,5, got {text!r}")
-        numbers.update(range(int(first), int(last if dash else first) + 1))
+        numbers.update(range(int(ends[0]), int(ends[1]) + 1))
     return sorted(numbers)
 
 

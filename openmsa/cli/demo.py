@@ -165,5 +165,5 @@ def _print(result: Result) -> None:
         f"Prefill and decode {verdict}: over the {result.new_tokens} decoded positions their logits differ by at most "
         f"{result.max_logit_difference:.1e} (tolerance {result.tolerance:.0e})."
     )
-    console.print(f"Which blocks each layer reads: {result.heat_map}", soft_wrap=True)
+    console.print(f"Which blocks each layer reads: {result.heat_map}", soft_wrap=True, markup=False)
     console.print(f"{result.seconds:.0f} s in all.")

@@ -68,6 +68,7 @@ def evaluate(
         data = Windows(tokens_of(tokenizer, texts), length, seed)
         hidden = _needles(tokenizer, data, needles)
         loaded = load_model(source, place, wanted)
+        _note_length(loaded, length)
         record, rows = _run(loaded, data, hidden, windows, budget, block_size)
     except (ValueError, NotImplementedError) as error:
         refuse(str(error))
@@ -84,6 +85,12 @@ def evaluate(
 
 
 evaluate.__doc__ = HELP
+
+
+def _note_length(model: Any, length: int) -> None:
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        typer.echo(f"Note: {length:,} tokens (--length) are more than the {longest:,} positions of the model.", err=True)
 
 
 def _needles(tokenizer: Any, data: Windows, trials: int) -> list[Needle]:

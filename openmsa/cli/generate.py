@@ -93,6 +93,8 @@ def generate(
     """
     source = find_model(model)
     where, wanted = find_device(device, dtype)
+    if math.isinf(temperature):
+        refuse(f"--temperature must be finite, got {temperature}")
     if where.type == "cuda" and dtype == "float32":
         refuse("--dtype must be bfloat16 or float16 on a GPU, whose kernels read no others, got 'float32'")
     _check_formats(kv_format, index_format)
@@ -103,9 +105,10 @@ def generate(
         refuse("--file or --prompt must be given, as there is nothing to answer otherwise")
 
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(stderr=True)
-    with console.status(f"loading {model}"):
+    with console.status(escape(f"loading {model}")):
         tokenizer = load_tokenizer(source)
         ids = _token_ids(tokenizer, text, prompt, raw)
         if ids.shape[1] == 0:

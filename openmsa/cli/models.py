@@ -111,27 +111,43 @@ def hugging_face() -> Any:
 def load_model(source: Source, device: torch.device, dtype: torch.dtype) -> Any:
     """Loads a causal language model for inference, with its index branches where it has some. Refuses what cannot be loaded."""
     library = hugging_face()
-    with quiet():
-        try:
+    converted = is_converted(source)
+    try:
+        with quiet():
             from transformers import AutoModelForCausalLM
 
-            converted = source.file is None and library.is_converted(source.folder)
-            read = library.load if converted else AutoModelForCausalLM.from_pretrained
-            model: Any = read(**source.arguments, dtype=dtype)
-        except (OSError, ValueError, ImportError) as error:
-            refuse(f"MODEL cannot be loaded: {error}")
+            read: Any = library.load if converted else AutoModelForCausalLM.from_pretrained
+            model, found = read(**source.arguments, dtype=dtype, output_loading_info=True)
+    except Exception as error:  # Whatever transformers raises for files that are damaged.
+        refuse(f"MODEL cannot be loaded: {_told(error)}")
+    absent = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
+    if absent:
+        refuse(f"MODEL must have all its weights, got none that fit for {len(absent)} of them: {', '.join(absent[:3])}")
     return model.to(device).eval()
+
+
+def is_converted(source: Source) -> bool:
+    """Says whether a model has index branches. Refuses what cannot be read."""
+    try:
+        return source.file is None and bool(hugging_face().is_converted(source.folder))
+    except Exception as error:
+        refuse(f"MODEL cannot be loaded: {_told(error)}")
 
 
 def load_tokenizer(source: Source) -> Any:
     """Loads a model's tokenizer. Refuses where there is none."""
     from transformers import AutoTokenizer
 
-    with quiet():
-        try:
+    try:
+        with quiet():
             return AutoTokenizer.from_pretrained(**source.arguments)
-        except (OSError, ValueError, ImportError) as error:
-            refuse(f"MODEL must come with a tokenizer: {error}")
+    except Exception as error:
+        refuse(f"MODEL must come with a tokenizer: {_told(error)}")
+
+
+def _told(error: Exception) -> str:
+    """Returns an error of another library as words: its own, behind its type where they say little without."""
+    return str(error) if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager

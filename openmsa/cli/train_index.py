@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from openmsa.cli.checks import INTERRUPTED, check_writable, refuse, tell_left_out
-from openmsa.cli.models import Device, Dtype, Source, find_device, find_model, load_model, load_tokenizer, quiet
+from openmsa.cli.models import (
+    Device,
+    Dtype,
+    Source,
+    find_device,
+    find_model,
+    is_converted,
+    load_model,
+    load_tokenizer,
+    quiet,
+)
 
 if TYPE_CHECKING:
     from openmsa.training.settings import TrainSettings
@@ -65,12 +75,9 @@ def train_index(
     source = find_model(model)
     _check_converted(model, source)
     place, wanted = find_device(device, dtype)
-    checkpoint = out / "training" / "checkpoint.safetensors"
-    if checkpoint.exists() and not resume:
-        refuse(f"--out must be a new folder, got {str(out)!r}, which holds a run: {RESTART}")
-    if (out / "config.json").exists() and not checkpoint.exists():
-        refuse(f"--out must be a new folder, got {str(out)!r}, which holds a model")
-    check_writable("--out", checkpoint)
+    first = os.environ.get("RANK", "0") == "0"
+    if first:  # The others would see what this one tries out; they end with it.
+        _check_out(out, resume)
 
     import torch
 
@@ -81,9 +88,9 @@ def train_index(
         world = join(place)
         tokenizer, loaded = load_tokenizer(source), load_model(source, world.device, wanted)
         _check_length(loaded, length)
-        windows, measured = _windows(tokenizer, train, text, length, seed), None
-        if held:
-            measured = _windows(tokenizer, held, text, length, seed, "held-out text")
+        windows, measured = _windows(tokenizer, train, text, length, seed, first), None
+        if not _nothing_to_measure(loaded, held, held_out, length, first):
+            measured = _windows(tokenizer, held, text, length, seed, first, "held-out text")
         done = _run(loaded, windows, measured, settings, out, world, save_every, measure_every)
     except (ValueError, NotImplementedError) as error:
         refuse(str(error))
@@ -108,14 +115,17 @@ def train_index(
 train_index.__doc__ = HELP
 
 
-def _check_converted(model: str, source: Source) -> None:
-    from openmsa.integrations import hugging_face
+def _check_out(out: Path, resume: bool) -> None:
+    checkpoint = out / "training" / "checkpoint.safetensors"
+    if checkpoint.exists() and not resume:
+        refuse(f"--out must be a new folder, got {str(out)!r}, which holds a run: {RESTART}")
+    if (out / "config.json").exists() and not checkpoint.exists():
+        refuse(f"--out must be a new folder, got {str(out)!r}, which holds a model")
+    check_writable("--out", checkpoint)
 
-    try:
-        converted = source.file is None and hugging_face.is_converted(source.folder)
-    except (OSError, ValueError) as error:
-        refuse(f"MODEL cannot be loaded: {error}")
-    if not converted:
+
+def _check_converted(model: str, source: Source) -> None:
+    if not is_converted(source):
         refuse(f"MODEL must have index branches to train, got {model!r}: openmsa convert {model} OUT gives it some")
 
 
@@ -134,12 +144,30 @@ def _files(text: list[Path], held_out: float) -> tuple[list[Path], list[Path]]:
     return split_files(text_files(text), held_out)
 
 
-def _windows(tokenizer: Any, files: list[Path], named: list[Path], length: int, seed: int, what: str = "text") -> Windows:
+def _windows(
+    tokenizer: Any, files: list[Path], named: list[Path], length: int, seed: int, tells: bool, what: str = "text"
+) -> Windows:
     from openmsa.training.text import Windows, read_files, tokens_of
 
     texts, left_out = read_files(files, named)
-    tell_left_out(left_out)
+    if tells:
+        tell_left_out(left_out)
     return Windows(tokens_of(tokenizer, texts), length, seed, what)
+
+
+def _nothing_to_measure(model: Any, held: list[Path], held_out: float, length: int, tells: bool) -> bool:
+    """Says whether recall is not measured, and on stderr why, where it was asked for."""
+    from openmsa.training.layers import branches_of
+
+    config, reason = branches_of(model)[1], ""
+    reads = config.index_topk_blocks * config.index_block_size
+    if length <= reads:
+        reason = f"a query reads {reads} tokens, and a window has {length} (--length): there is nothing to select"
+    elif held_out and not held:
+        reason = "a single file cannot be held out"
+    if reason and tells:
+        typer.echo(f"Note: recall is not measured, as {reason}.", err=True)
+    return bool(reason) or not held
 
 
 def _check_length(model: Any, length: int) -> None:

@@ -37,17 +37,16 @@ def write_atomically(file: Path, write: Any) -> None:
 
 
 def training_state(branches: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns whole tensors on the CPU: weights and AdamW's state by parameter name, and the states of random generators.
-    Every process must call it."""
+    """Returns whole tensors on the CPU: weights and AdamW's state by parameter name. Every process must call it.
+
+    No random generator is among them: a step draws nothing, and the order of windows follows from the step's number.
+    """
     cut_again(branches)
     tensors = {}
     for name, parameter in branches.named_parameters():
         tensors[f"weights.{name}"] = whole(parameter)
         for key, value in optimizer.state[parameter].items():
             tensors[f"optimizer.{key}.{name}"] = whole(value)
-    tensors["random.cpu"] = torch.get_rng_state()
-    if torch.cuda.is_initialized():
-        tensors["random.cuda"] = torch.cuda.get_rng_state()
     return tensors
 
 
@@ -69,13 +68,10 @@ def read_facts(file: Path) -> dict[str, Any]:
 
 
 def restore(file: Path, branches: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Gives weights, AdamW's state and random generators the state that a checkpoint holds."""
+    """Gives weights and AdamW the state that a checkpoint holds."""
     with safe_open(file, "pt") as opened:
         for name, parameter in branches.named_parameters():
             with torch.no_grad():
                 parameter.copy_(like(opened.get_tensor(f"weights.{name}"), parameter))
             state = {key: opened.get_tensor(f"optimizer.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {k: x if k == "step" else like(x, parameter) for k, x in state.items()}
-        torch.set_rng_state(opened.get_tensor("random.cpu"))
-        if "random.cuda" in opened.keys() and torch.cuda.is_available():  # noqa: SIM118 - it is no dictionary
-            torch.cuda.set_rng_state(opened.get_tensor("random.cuda"))

@@ -97,7 +97,8 @@ class Trainer:
     def facts(self) -> dict[str, Any]:
         """Returns what must be the same when a run goes on."""
         settings, config = self.settings.to_dict(), asdict(self.config)
-        return {"settings": settings, "config": config, "text": self.windows.digest(), "model": self.began}
+        numbers = {"text": self.windows.digest(), "model": self.began, "dtype": str(self.model.dtype).removeprefix("torch.")}
+        return {"settings": settings, "config": config, **numbers}
 
     def resume(self) -> int:
         """Takes the checkpoint of the folder, if there is one, and returns how many steps it has done. Raises ValueError where
@@ -210,6 +211,8 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             before, after = saved[name].get(key), now[name].get(key)
             if before != after:
                 raise ValueError(f"{key} must be that of the checkpoint to go on ({before!r}), got {after!r}")
+    if saved["dtype"] != now["dtype"]:
+        raise ValueError(f"dtype must be that of the checkpoint to go on ({saved['dtype']}), got {now['dtype']}")
     if saved["model"] != now["model"]:
         raise ValueError(
             f"the model must be that of the checkpoint to go on (index branches {saved['model']}), got one with {now['model']}"

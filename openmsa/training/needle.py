@@ -42,7 +42,8 @@ def make_needles(tokenizer: Any, filler: Tensor, length: int, distances: Sequenc
             added = len(needle) + len(asked) + len(answer)
             room = length - added
             if room < 1:
-                raise ValueError(f"--length must leave room for the needle and the question ({added + 1}), got {length}")
+                rule = f"--length must leave room for the needle and the question ({added + 1})"
+                raise ValueError(f"{rule}, got {length}: --needles 0 hides none")
             behind = min(distance, room)
             start = generator.randrange(max(1, filler.numel() - room + 1))
             text = filler[start : start + room]

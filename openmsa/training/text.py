@@ -17,23 +17,24 @@ SUFFIXES = (".c", ".cpp", ".h", ".js", ".json", ".md", ".py", ".rs", ".rst", ".t
 
 
 def text_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the files that `paths` name, each once: a file as it is, of a folder all files with one of `SUFFIXES`, in it and
-    below it, ordered by path.
+    """Returns the files that `paths` name, each once, also where it comes under several names: a file as it is, of a folder all
+    files with one of `SUFFIXES`, in it and below it, ordered by path.
 
     Raises ValueError for a path that is not there and for a folder without such files.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}
     for path in paths:
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
             if not inside:
                 raise ValueError(f"--text must name folders with text files ({', '.join(SUFFIXES)}), got {str(path)!r}")
-            found |= dict.fromkeys(inside)
+            for file in inside:
+                found.setdefault(file.resolve(), file)
         elif path.is_file():
-            found[path] = None
+            found.setdefault(path.resolve(), path)
         else:
             raise ValueError(f"--text must name files or folders that exist, got {str(path)!r}")
-    return list(found)
+    return list(found.values())
 
 
 def split_files(files: Sequence[Path], share: float) -> tuple[list[Path], list[Path]]:

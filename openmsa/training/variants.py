@@ -38,11 +38,11 @@ class Variant:
 
 
 def budgets(length: int, block_size: int, percents: Sequence[float]) -> dict[float, int]:
-    """Returns how many blocks are so many per cent of those of a window, at least 1 and at most `MOST_BLOCKS`; percentages that
-    give the same number are one, the largest."""
+    """Returns the whole numbers of blocks nearest to so many per cent of those of a window, ascending, at least 1 and at most
+    `MOST_BLOCKS`, by the per cent that they are."""
     blocks = -(-length // block_size)
-    counts = {p: max(1, min(MOST_BLOCKS, round(blocks * p / 100))) for p in sorted(percents)}
-    return {p: topk for topk, p in {topk: p for p, topk in counts.items()}.items()}
+    counts = sorted({max(1, min(MOST_BLOCKS, blocks, round(blocks * p / 100))) for p in percents})
+    return {float(f"{100 * topk / blocks:.4g}"): topk for topk in counts}
 
 
 def group_mean(inputs: LayerInputs) -> tuple[Tensor, Tensor]:

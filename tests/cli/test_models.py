@@ -2,6 +2,7 @@
 """`openmsa convert` and `openmsa generate` work on a tiny model, print what they say, and refuse before any work."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -131,8 +132,9 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
         (["convert", "EMPTY", "OUT"], "which holds no config.json"),
         (["convert", "TINY", "TINY"], "OUT must be a new or empty folder, got"),
         (["convert", "TINY", "OUT", "--dense-layers", "a-2"], "--dense-layers must be numbers and ranges such as 0-2,5, got"),
-        (["convert", "TINY", "OUT", "--dense-layers", "2-1"], "--dense-layers must be numbers and ranges such as 0-2,5, got"),
         (["convert", "~nobody-of-this-name/a", "OUT"], "MODEL must be a place that exists, got '~nobody-of-this-name/a'"),
+        (["convert", "TINY", "OUT", "--dense-layers", "5-3"], "--dense-layers must be numbers and ranges such as 0-2,5, got"),
+        (["convert", "TINY", "OUT", "--dense-layers", "0-99999999"], "--dense-layers must be numbers and ranges"),
         (["convert", "TINY", "OUT", "--dense-layers", "7"], "dense_layers must name layers from 0 to 2, got 7"),
         (["convert", "TINY", "OUT", "--dtype", "int4"], "--dtype must be auto, float32, bfloat16 or float16, got 'int4'"),
         (["convert", "TINY", "OUT", "--initialise", "zeros"], "initialise must be one of"),
@@ -154,6 +156,7 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
             "--topk cannot be 1: index_init_blocks + ",
         ),
         (["generate", "TINY", "--file", "BINARY"], "--file must be UTF-8 text, got"),
+        (["generate", "TINY", "--prompt", "a", "--temperature", "inf"], "--temperature must be finite, got inf"),
     ],
 )
 def test_refusals(arguments, message, tiny, converted, tmp_path):
@@ -165,6 +168,40 @@ def test_refusals(arguments, message, tiny, converted, tmp_path):
     assert done.exit_code == 2, done.output
     assert message in done.stderr.replace("\n", " ")
     assert not (tmp_path / "out/config.json").exists()
+
+
+DAMAGES = [
+    ("config.json", b"{", "MODEL must come with a tokenizer: It looks like"),
+    ("config.json", b"[]", "MODEL must come with a tokenizer: TypeError: "),
+    ("tokenizer.json", b"{}", "MODEL must come with a tokenizer: "),
+    ("model.safetensors", b"cut off", "MODEL cannot be loaded: SafetensorError: "),
+    ("model.safetensors", None, "MODEL cannot be loaded: Error no file named model.safetensors"),
+    (
+        "model.safetensors",
+        "TINY",
+        "MODEL must have all its weights, got none that fit for 4 of them: model.layers.1.self_attn.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "message"), DAMAGES)
+def test_what_a_damaged_model_lacks_is_said(file, content, message, tiny, converted, tmp_path):
+    """And reaches stderr, though what transformers prints while it loads does not."""
+    folder = shutil.copytree(converted, tmp_path / "damaged")
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes((tiny / file).read_bytes() if content == "TINY" else content)
+    done = invoke("generate", folder, "--prompt", "a")
+    assert done.exit_code == 2, done.output
+    assert message in done.stderr
+
+
+def test_a_folder_may_be_called_anything(tiny, tmp_path):
+    out = tmp_path / "a[b]" / "[/c]"
+    done = invoke("convert", tiny, out)
+    assert done.exit_code == 0, done.output
+    assert done.stderr.startswith(f"{out}: MSALlama"), "nothing else is printed, no library's progress either"
+    assert invoke("generate", out, "--prompt", "a", "--max-new-tokens", 1).exit_code == 0
 
 
 def test_ctrl_c_keeps_what_is_there(converted, monkeypatch):

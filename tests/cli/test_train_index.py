@@ -160,6 +160,37 @@ def test_places_that_hold_something_are_refused(place, tmp_path):
     assert "must be a checkpoint" in train(place, tmp_path, "--resume").stderr
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--text", "text/0.txt", "--length", 64), "Note: recall is not measured, as a single file cannot be held out."),
+        (("--text", "text", "--length", 32), "as a query reads 32 tokens, and a window has 32 (--length): there is nothing to"),
+    ],
+)
+def test_a_run_without_recall_says_why(place, tmp_path, monkeypatch, more, said):
+    monkeypatch.chdir(place)
+    arguments = (*more, "--steps", 1, "--warmup-steps", 1, "--batch", 1, "--device", "cpu")
+    done = invoke("train-index", "converted", "--out", tmp_path, *arguments)
+    assert done.exit_code == 0, done.output
+    assert said in done.stderr
+    assert not any("measured" in record for record in read_log(tmp_path / "training" / "log.jsonl"))
+
+
+def test_a_text_longer_than_the_models_positions_is_noted(place):
+    arguments = ("--text", place / "text", "--length", 520, "--windows", 1, "--needles", 0, "--budget", 25, "--device", "cpu")
+    result = invoke("evaluate", place / "converted", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "Note: 520 tokens (--length) are more than the 512 positions of the model." in result.stderr
+
+
+def test_only_the_first_process_looks_at_the_place_for_results(place, monkeypatch):
+    """The others would meet the file that it tries to write."""
+    monkeypatch.setenv("RANK", "1")
+    result = train(place, place / "plain", "--text", "nowhere")
+    assert "--text must name files or folders that exist" in result.stderr
+    assert "which holds a model" not in result.stderr
+
+
 def test_a_model_without_branches_cannot_be_trained(place, tmp_path):
     result = invoke("train-index", place / "plain", "--text", place / "text", "--out", tmp_path / "out", *RUN)
     assert result.exit_code == 2

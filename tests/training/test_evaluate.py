@@ -157,7 +157,10 @@ def test_an_index_may_have_stored_keys(quantise):
 def test_budgets_are_shares_of_the_blocks():
     assert budgets(8192, 128, (6.25, 12.5, 25.0, 50.0)) == {6.25: 4, 12.5: 8, 25.0: 16, 50.0: 32}
     assert budgets(1000, 64, (1.0, 6.25)) == {6.25: 1}
-    assert budgets(100_000, 64, (50.0,)) == {50.0: 64}
+    assert budgets(100_000, 64, (25.0, 50.0)) == {4.095: 64}, (
+        "no query reads more than 64 blocks, and the row says what that is"
+    )
+    assert budgets(100, 64, (6.25,)) == {50.0: 1}
 
 
 def test_hidden_layers_inputs_are_those_of_each_window():

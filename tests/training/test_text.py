@@ -23,6 +23,9 @@ def test_files_come_once_and_in_order(tmp_path):
         (tmp_path / name).write_text(name)
     names = [str(f.relative_to(tmp_path)) for f in text_files([tmp_path / "odd.name", tmp_path, tmp_path / "a.txt"])]
     assert names == ["odd.name", "a.txt", "b/a.md", "z.py"]
+    other_names = [tmp_path / "b/../a.txt", tmp_path / "b/link.md"]
+    other_names[1].symlink_to(tmp_path / "b/a.md")
+    assert len(text_files([*other_names, tmp_path])) == 3, "under another name a file is the same"
 
 
 @pytest.mark.parametrize("name", ["nothing", "empty"])

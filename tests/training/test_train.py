@@ -48,7 +48,7 @@ def without_times(folder):
 
 
 def test_a_killed_run_goes_on_bit_for_bit(whole, tmp_path):
-    """Killed without warning at a random step; weights, optimizer, random state and log are those of a run in one go."""
+    """Killed without warning at a random step; weights, optimizer and log are those of a run in one go."""
     broken = tmp_path / "broken"
     steps = random.Random().randrange(1, SETTINGS.steps)
     run = start(broken, 0.3)
@@ -139,6 +139,10 @@ def test_a_run_does_not_go_on_with_other_settings_or_text(tmp_path):
         trainer(tmp_path, settings=TrainSettings(steps=2, warmup_steps=1, batch=1, lr=0.5)).resume()
     with pytest.raises(ValueError, match="the text, its windows' length and the seed"):
         trainer(tmp_path, settings=settings, data=windows(1)).resume()
+    other = trainer(tmp_path, settings=settings)
+    other.model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"dtype must be that of the checkpoint to go on \(float32\), got bfloat16"):
+        other.resume()
     others = tiny_branches()
     with torch.no_grad():
         others[1].q_proj.weight[0, 0] += 1

@@ -67,7 +67,8 @@ def attention_layers(model: nn.Module, name: str) -> Iterator[Any]:
 def add_branches(model: Any) -> None:
     """Gives the attention layers of a model the index branches that its configuration names, and lets them hand these on."""
     (config, dense), rank = branch_settings(model.config), 0
-    assert config is not None
+    if config is None:
+        raise ValueError("config.msa must hold the settings of the index branches, got none")
     for layer in attention_layers(model, model.config.msa["attention"]):
         if layer.layer_idx not in dense:
             hidden = getattr(getattr(layer, "q_proj", None), "in_features", model.config.hidden_size)

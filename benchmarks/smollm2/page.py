@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 """Writes docs/results/smollm2.md and its plots from the records that smollm2.py left.
 
-python scripts/evidence/smollm2_page.py RECORDS.jsonl [--out docs/results]
+python -m benchmarks.smollm2.page RECORDS.jsonl [--out docs/results]
 """
 
 from __future__ import annotations
@@ -227,7 +226,7 @@ def page(records: Records) -> str:
     seconds = records.lines[-1]["at_s"]
     return f"""# SmolLM2-135M with trained index branches
 
-Written by `scripts/evidence/smollm2_page.py` from `{records.file}`:
+Written by `benchmarks/smollm2/page.py` from `{records.file}`:
 {where}; {seconds:.0f} seconds in all.
 
 SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads, head dim 64, 8,192 tokens; the Q4_1 weights of the package
@@ -295,6 +294,8 @@ def main() -> None:
     parser.add_argument("records", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
+    if not options.records.is_file():
+        parser.error(f"RECORDS must be a file that exists, got {str(options.records)!r}")
     options.out.mkdir(parents=True, exist_ok=True)
     records = Records(options.records)
     (options.out / "smollm2.md").write_text(page(records))

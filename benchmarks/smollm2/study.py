@@ -1,15 +1,14 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 """Trains index branches for SmolLM2-135M, whose weights stay as they are, and measures what they are worth at 8K tokens.
 
-    python scripts/evidence/smollm2.py --data FOLDER --out FOLDER [--minutes 7] [--commit ID]
-    python scripts/evidence/smollm2.py --toy --out FOLDER        # seconds on a CPU: a random model of 2 layers, 512 tokens
+    python -m benchmarks.smollm2.study --data FOLDER --out FOLDER [--minutes 7] [--commit ID]
+    python -m benchmarks.smollm2.study --toy --out FOLDER        # seconds on a CPU: a random model of 2 layers, 512 tokens
 
-FOLDER is what smollm2_files.py made. First the index loss is held against float64 on this device; a wrong gradient ends the
-run. Then all candidates (index dims, learning rates, seeds, and index branches that start from the layer's own keys) learn
-together in one pass over the dense model, as nothing flows back into it; two of them go on in the sparse stage, at a quarter of
-the blocks. Then come recall of blocks in the dense model, held-out loss and needles of every index, budget and block size, and
-of stored index keys.
+FOLDER is what `python -m benchmarks.smollm2.files` made. First the index loss is held against float64 on this device; a wrong
+gradient ends the run. Then all candidates (index dims, learning rates, seeds, and index branches that start from the layer's
+own keys) learn together in one pass over the dense model, as nothing flows back into it; two of them go on in the sparse
+stage, at a quarter of the blocks. Then come recall of blocks in the dense model, held-out loss and needles of every index,
+budget and block size, and of stored index keys.
 Records are appended to OUT/smollm2.jsonl as they come; the two branches go to OUT/branches-*.safetensors; a table ends the
 output.
 A coefficient of the loss is not swept: with a frozen backbone AdamW makes the same steps whatever multiplies the loss.
@@ -32,8 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
+from benchmarks.smollm2 import files
 from openmsa import E4M3, MXFP4, NVFP4, Int8, Sequences, index_loss
 from openmsa.bench.record import append, environment
 from openmsa.modules import IndexBranch, MSAConfig
@@ -44,7 +42,6 @@ from openmsa.training.needle import Needle
 from openmsa.training.recall import spaced_rows
 from openmsa.training.settings import TrainSettings
 from openmsa.training.variants import Index, Variant, VariantAttention, budgets, group_mean
-from scripts.evidence import smollm2_files as files
 
 PERCENTS = (6.25, 12.5, 25.0, 50.0)
 FORMATS: dict[str, Callable[[Tensor], Any]] = {
@@ -193,7 +190,8 @@ def check_gradients(device: torch.device) -> None:
                 there = p.to(device)
                 leaves = [x.detach().requires_grad_() for x in (there.index_q, there.index_k)]
                 given = None if blocks is None else blocks.to(device)
-                loss = index_loss(there.q, there.k, *leaves, given, there.seqs, block_size=64)
+                index_q, index_k = leaves
+                loss = index_loss(there.q, there.k, index_q, index_k, given, there.seqs, block_size=64)
                 results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
             what = f"dim {dim}, group {group}, {'all keys' if blocks is None else 'selected'}"
             try:
@@ -485,7 +483,8 @@ def random_study(options: argparse.Namespace) -> Study:
     if not options.toy:
         config = LlamaConfig(**files.CONFIG | {"num_hidden_layers": 1})
         device = torch.device(options.device)
-        model = LlamaForCausalLM(config).to(device).eval().requires_grad_(False)
+        model: Any = LlamaForCausalLM(config)
+        model = model.to(device).eval().requires_grad_(False)
         nothing = torch.empty(0, files.LENGTH)
         return Study(model, device, files.LENGTH, (128, 64), nothing, nothing, [], named(options), out, 0.0, {})
     else:
@@ -530,7 +529,7 @@ def load(options: argparse.Namespace) -> Study:
 def main() -> None:
     """Runs what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="what smollm2_files.py made")
+    parser.add_argument("--data", type=Path, help="what `python -m benchmarks.smollm2.files` made")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=7.0)
@@ -545,6 +544,8 @@ def main() -> None:
     parser.add_argument("--compile-only", action="store_true", help="compile kernels and stop")
     parser.add_argument("--compile-share", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not (options.toy or options.compile_only or options.compile_share or options.data):
+        parser.error("--data must name what `python -m benchmarks.smollm2.files` made, or --toy be given")
     options.out.mkdir(parents=True, exist_ok=True)
     if options.compile_share:
         share, of = options.compile_share
@@ -552,7 +553,7 @@ def main() -> None:
         sys.exit(len(failures(study, dict(list(jobs_of(study).items())[share::of]))))
     began = time.monotonic()
     if options.compilers and not options.toy:
-        own = [sys.executable, __file__, "--out", str(options.out), "--device", options.device]
+        own = [sys.executable, "-m", "benchmarks.smollm2.study", "--out", str(options.out), "--device", options.device]
         own += ["--candidates", *options.candidates] if options.candidates else []
         shares = [["--compile-share", str(i), str(options.compilers)] for i in range(options.compilers)]
         running = [subprocess.Popen(own + share) for share in shares]
