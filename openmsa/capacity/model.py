@@ -50,14 +50,16 @@ class Model:
 
     @classmethod
     def from_config(cls, path: Path) -> Model:
-        """Reads the config.json of a MiniMax-M3 checkpoint, or of one with its names. Raises ValueError for what it lacks."""
+        """Reads the config.json of a MiniMax-M3 checkpoint, of one with its names, or of a model that `openmsa convert` wrote.
+        Raises ValueError for what it lacks."""
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"model must be a preset or a JSON config file, got {str(path)!r}: {error}") from None
         config = _part(path, {"config": config}, "config")
         config = _part(path, config, "text_config") or config
-        sparse = _part(path, config, "sparse_attention_config")
+        sparse, converted = _part(path, config, "sparse_attention_config"), _part(path, config, "msa")
+        config = {**config, **converted}
 
         def value(name: str, other: str = "") -> Any:
             found = config.get(name, sparse.get(other))
@@ -66,6 +68,9 @@ class Model:
             return found
 
         kinds = config.get("layer_types") or sparse.get("sparse_attention_freq")
+        if converted:
+            layers = checks.integer("num_hidden_layers", value("num_hidden_layers"), 1)
+            kinds = [int(number not in value("dense_layers")) for number in range(layers)]
         if not isinstance(kinds, list) or not kinds:
             raise ValueError(f"{path} must say which layers are sparse: layer_types or sparse_attention_freq")
         count = sum(kind not in (0, "full_attention") for kind in kinds)
@@ -75,10 +80,11 @@ class Model:
             dense_layers=len(kinds) - count,
             num_q_heads=value("num_attention_heads"),
             num_kv_heads=value("num_key_value_heads"),
-            head_dim=value("head_dim"),
+            head_dim=config.get("head_dim") or value("hidden_size") // value("num_attention_heads"),
             index_dim=value("index_head_dim", "sparse_index_dim"),
             block_size=value("index_block_size", "sparse_block_size"),
             topk=value("index_topk_blocks", "sparse_topk_blocks"),
+            index_key_heads=config.get("index_n_key_heads", 1),
         )
 
 

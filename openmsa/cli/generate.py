@@ -93,8 +93,6 @@ def generate(
     """
     source = find_model(model)
     where, wanted = find_device(device, dtype)
-    if math.isinf(temperature):
-        refuse(f"--temperature must be finite, got {temperature}")
     if where.type == "cuda" and dtype == "float32":
         refuse("--dtype must be bfloat16 or float16 on a GPU, whose kernels read no others, got 'float32'")
     _check_formats(kv_format, index_format)

@@ -112,8 +112,20 @@ def test_a_config_gives_the_model(tmp_path):
     file.write_text(json.dumps(flat))
     found = Model.from_config(file)
     assert (found.sparse_layers, found.dense_layers, found.index_dim, found.block_size, found.topk) == (2, 1, 64, 64, 8)
+    branches = {
+        "index_n_key_heads": 3,
+        "index_head_dim": 64,
+        "index_block_size": 32,
+        "index_topk_blocks": 4,
+        "dense_layers": [0, 2],
+    }
+    llama = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "num_hidden_layers": 5, "msa": branches}
+    file.write_text(json.dumps(llama))  # openmsa convert writes such a config
+    found = Model.from_config(file)
+    assert (found.sparse_layers, found.dense_layers, found.head_dim, found.index_key_heads, found.topk) == (3, 2, 64, 3, 4)
     for content, sentence in (
         (config, "must say which layers are sparse"),
+        ({"msa": branches}, "must have num_hidden_layers"),
         (config | {"sparse_attention_config": sparse}, "must have index_topk_blocks or sparse_attention_config.sparse_topk_"),
         ([], "must say which layers"),
         ([1], "config of .*config.json must be an object of names and values, got list"),
