@@ -23,7 +23,7 @@ from openmsa.primitives.tiles import Tile
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div
 from openmsa.runtime.tape import computes
-from openmsa.sparse_attention import triton_decode
+from openmsa.sparse_attention import triton_decode, triton_decode_shared
 from openmsa.sparse_attention.triton_decode_walk import refuse
 
 FORMATS = ("plain", "e4m3", "nvfp4")
@@ -61,12 +61,22 @@ class Kernels:
             rest = max_batch - two_parts.first_part(max_batch)
             second = Buffers(_bounds(rest, sizes, device), self._partials(rest, dtype, device))
             self.parts = TwoParts(second, self.attend, InTurn() if self.interpreted else Side(device))
+        self._share_reading(max_batch, dtype, device)
         self.scores = torch.empty(scores_held(tokens, capacity, sizes), dtype=torch.float32, device=device)
         self.cu_seqlens_q = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * sizes.new_tokens
         small = {(i + 1) * sizes.new_tokens: c for i, c in enumerate(self.one_launch) if c}
         splits = max((n * c.attend.splits for n, c in small.items() if c.merging), default=0) * sizes.num_q_heads
         scores = max(small, default=0) * sizes.index_heads * sizes.num_blocks
         self.words = Words.allocate(scores, splits, sizes.head_dim, device) if small else None
+
+    def _share_reading(self, max_batch: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Chooses how the new tokens of a sequence share the reading of blocks, and allocates what that needs. In plans with
+        bounds they do not, so that one part and two give the same bits."""
+        sizes, facts = self.sizes, devices.facts(device)
+        group, heads = sizes.num_q_heads // sizes.num_kv_heads, sizes.num_kv_heads
+        shape = (sizes.new_tokens, heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
+        self.shared = [triton_decode_shared.configure(b + 1, *shape, facts) for b in range(0 if self.certified else max_batch)]
+        self.shared_partials = triton_decode_shared.room(self.shared, sizes.new_tokens, heads, sizes.head_dim, dtype, device)
 
     def _partials(self, max_batch: int, dtype: torch.dtype, device: torch.device) -> Partials:
         """Allocates what attention needs for steps of up to `max_batch` sequences."""
@@ -117,6 +127,13 @@ class Kernels:
             if due and plain and self.parts.serve(Part(step, starts, sizes, Buffers(certified, self.partials))):
                 return
         self.select(step.index_q, step.index_keys, step.blocks)
+        shared, q = self.shared[batch - 1] if self.shared else None, step.q
+        if shared is not None and isinstance(q, Tensor) and isinstance(step.kv.k, Tensor) and isinstance(step.kv.v, Tensor):
+            triton_decode_shared.launch(
+                *(shared, self.shared_partials, q, step.kv, step.blocks, sizes.new_tokens, sizes.block_size),
+                *(step.softmax_scale, step.out, step.lse, self.pdl),
+            )
+            return
         triton_decode.launch(
             *(self.attend[step.kv.format][batch - 1], self.partials, step.q, step.kv, None, step.blocks, step.kv.seq_lens),
             *(sizes.new_tokens, sizes.block_size, step.softmax_scale, step.out, step.lse, self.pdl),
