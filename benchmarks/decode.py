@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Decode steps over many batches, lengths and new tokens, beside vLLM's kernels, each in a CUDA graph.
 
-    python3 -m benchmarks.decode --peers .peers --out records.jsonl [--heads 64/4 16/1] [--batch 8 32 128] [--keys 1024 8192 ...]
+    python3 -m benchmarks.decode --peers .peers --out records.jsonl [--heads 64/4] [--batch 8 32 128] [--keys 1024] [--new 8]
 
 A step is selection and attention of one layer, on random keys and a cold L2 cache; all ways take turns. `plan` is a
 `DecodePlan`, `apart` the same plan whose new tokens each read their blocks on their own, `steps` an `AttentionPlan`, `vllm` are
