@@ -15,9 +15,8 @@ from openmsa.block_scores.triton_lanes import in_words, lane_kernel, reads_lanes
 from openmsa.block_scores.triton_score_kernel import score_kernel
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.primitives.operands import PAGE_FACTOR, QueryRows, Scores
-from openmsa.primitives.queries import product_type, query_rows
-from openmsa.primitives.rows import KeyTiles, padded
-from openmsa.primitives.scoring import Kind, Lengths, Product, kind_of, splits
+from openmsa.primitives.rows import KeyTiles, padded, query_rows
+from openmsa.primitives.scoring import Kind, Lengths, Product, kind_of, product_type, splits
 from openmsa.primitives.tiles import Tile
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, runs_hopper_kernels

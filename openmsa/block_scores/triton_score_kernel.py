@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from openmsa.primitives.queries import query_factors, row_factors
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,
+    query_factors,
+    row_factors,
     rows_of,
     score_tile,
     scored,

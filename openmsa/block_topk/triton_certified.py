@@ -29,10 +29,9 @@ from openmsa.block_topk.triton_ids import as_words, bit_of, free_range, popcount
 from openmsa.block_topk.triton_topk import EARLY_ROWS, best_of, goal_reached, row_constants, selection_constants
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
-from openmsa.primitives.queries import query_rows
-from openmsa.primitives.rows import KeyTiles
+from openmsa.primitives.rows import PAGES, KeyTiles, exists, page_number, query_rows
 from openmsa.primitives.scoring import Lengths, sequence_bounds
-from openmsa.primitives.tiles import PAGES, Tile, exists, page_number, tile_start
+from openmsa.primitives.tiles import Tile, tile_start
 from openmsa.runtime.devices import Device, facts, has_pdl
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.types import Layout

@@ -28,11 +28,10 @@ from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.rows import out_dtype
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, Selection
-from openmsa.primitives.queries import query_rows
-from openmsa.primitives.rows import Form
+from openmsa.primitives.rows import Form, query_rows
 from openmsa.primitives.scales import UNSCALED, Scales
 from openmsa.primitives.softmax import UNSPLIT, Partials
-from openmsa.primitives.waiting import fetch_pages
+from openmsa.primitives.tiles import fetch_pages
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
