@@ -21,7 +21,7 @@ from openmsa.runtime import checks, tracing
 from openmsa.runtime.dispatch import check_name, has_triton
 from openmsa.runtime.kinds import Kinds, Memory, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
-from openmsa.sparse_attention import SparseCall, check_sparse
+from openmsa.sparse_attention.call import SparseCall, check_sparse
 from openmsa.types import Layout, Sequences, layout
 
 LAYERS = Kinds()
