@@ -11,7 +11,8 @@ from openmsa.block_scores.triton_route import launch as launch_scores
 from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_topk import MAX_BLOCKS, launch_topk
 from openmsa.decode import triton_layer, two_parts
-from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Sizes, Step, Words
+from openmsa.decode.sizes import Sizes
+from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Step, Words
 from openmsa.decode.two_parts import Buffers, InTurn, Part, Side, TwoParts, selection
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import E4M3, CertifiedKeys, PagedIndexKeys, PagedKV

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_select import LANES, chosen_ids, load_words, no_words, select
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.primitives.operands import KeyRows, Output, PageTable, QueryRows
@@ -48,24 +49,6 @@ LEAST_SHARE = 2
 """A scoring program has at least so many tiles: with one, programs of all kinds are too many to be resident together."""
 FETCH_BYTES = 12 << 20
 """Index keys of at most so many bytes are fetched while the kernel in front still runs."""
-
-
-class Sizes(NamedTuple):
-    """Holds the sizes of a plan's layer, in the terms of `DecodePlan`; num_blocks is the most blocks of a sequence."""
-
-    new_tokens: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    index_heads: int
-    index_key_heads: int
-    index_dim: int
-    page_size: int
-    num_blocks: int
-    topk: int
-    init_blocks: int
-    local_blocks: int
-    block_size: int
 
 
 class Step(NamedTuple):

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from openmsa.block_topk.triton_certified import Selection, Workspace
-from openmsa.decode.triton_layer import Sizes, Step
+from openmsa.decode.sizes import Sizes
+from openmsa.decode.triton_layer import Step
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.page_table import Paged
 from openmsa.primitives.scoring import Lengths

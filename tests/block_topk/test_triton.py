@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from openmsa import E4M3, MXFP4, NVFP4, Int8, PagedIndexKeys
 from openmsa.block_topk import reference, triton_select, triton_topk
 from openmsa.decode import kernels
-from openmsa.decode.triton_layer import Sizes
+from openmsa.decode.sizes import Sizes
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import paged, problem
