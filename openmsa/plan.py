@@ -19,7 +19,7 @@ from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import out_dtype
 from openmsa.runtime import checks, tracing
 from openmsa.runtime.dispatch import check_name, has_triton
-from openmsa.runtime.kinds import Kinds, Memory, tensors_in
+from openmsa.runtime.kinds import Call, Kinds, Memory, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention import SparseCall, check_sparse
 from openmsa.types import Layout, Sequences, layout
@@ -138,19 +138,10 @@ class AttentionPlan:
 
         Returns int32 ``[total_q, index_heads, topk]``, the plan's own memory, which the next `select` overwrites.
         """
-        heads = index_q.shape[1] if isinstance(index_q, (Tensor, Stored)) and index_q.dim() == 3 else 0
-        blocks = self._blocks.get(heads)
-        if blocks is None:
-            blocks = torch.empty((self.total_q, heads, self.topk), dtype=torch.int32, device=self._device)
-        if self._again("select", index_q, index_k, blocks):
-            self._blocks[heads] = blocks
-            return blocks
-        checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
-        keys = index_k if self.page_table is None else self._paged(PagedIndexKeys, index_k)
-        counts = (self.block_size, self.init_blocks, self.local_blocks)
-        call = check_selection(index_q, keys, self.topk, self._layout, *counts, self.certified, None, False)
-        self._blocks[heads], call = blocks, call._replace(blocks=blocks)
-        self._first([partial(self._select, call, i) for i in range(len(self._rows))], "select", index_q, index_k, blocks)
+        blocks = self._room(index_q)
+        if (call := self._unknown("select", blocks, index_q, index_k)) is not None:
+            self._first(call, self._selection(index_q, index_k, blocks), blocks, index_q, index_k)
+        self._blocks[blocks.shape[1]] = blocks
         return blocks
 
     @tracing.operator("openmsa::plan_attend")
@@ -176,13 +167,8 @@ class AttentionPlan:
         Returns `out`.
         """
         out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
-        if self._again("attend", q, k, v, blocks, out, lse):
-            return out
-        checks.size("q", q, 0, self.total_q, "total_q of the plan")
-        keys = (k, v) if self.page_table is None else (self._paged(PagedKV, k, v), None)
-        call = check_sparse(q, keys[0], keys[1], blocks, self._layout, self.block_size, self.softmax_scale, True, False)
-        call = call.writing(out, lse)
-        self._first([partial(self._attend, call, i) for i in range(len(self._rows))], "attend", q, k, v, blocks, out, lse)
+        if (call := self._unknown("attend", blocks, q, k, v, out, lse)) is not None:
+            self._first(call, self._attention(q, k, v, blocks, out, lse), blocks, q, k, v, out, lse)
         return out
 
     def run(
@@ -197,7 +183,16 @@ class AttentionPlan:
         lse: Tensor | None = None,
     ) -> Tensor:
         """Does what `select` and `attend` do, one after the other, for one layer; see there. Returns `out`."""
-        return self.attend(q, k, v, self.select(index_q, index_k), out=out, lse=lse)
+        if self._device.type != "cuda" or torch.compiler.is_compiling():
+            return self.attend(q, k, v, self.select(index_q, index_k), out=out, lse=lse)
+        blocks = self._room(index_q)
+        out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
+        values = (index_q, index_k, q, k, v, out, lse)
+        if (call := self._unknown("run", blocks, *values)) is not None:
+            steps = self._selection(index_q, index_k, blocks) + self._attention(q, k, v, blocks, out, lse)
+            self._first(call, steps, blocks, *values)
+        self._blocks[blocks.shape[1]] = blocks
+        return out
 
     @property
     def not_recorded(self) -> tuple[str, ...]:
@@ -207,6 +202,39 @@ class AttentionPlan:
 
     def _paged(self, kind: type[Any], *pools: Any) -> Any:
         return kind(*pools, self.page_table, self.seq_lens)
+
+    def _room(self, index_q: Tensor | Stored) -> Tensor:
+        """Returns the memory of a selection for these queries, which are not checked yet."""
+        heads = index_q.shape[1] if isinstance(index_q, (Tensor, Stored)) and index_q.dim() == 3 else 0
+        blocks = self._blocks.get(heads)
+        if blocks is None:
+            blocks = torch.empty((self.total_q, heads, self.topk), dtype=torch.int32, device=self._device)
+        return blocks
+
+    def _selection(self, index_q: Tensor | Stored, index_k: Tensor | Stored, blocks: Tensor) -> list[Callable[[], None]]:
+        """Checks what `select` is given, and returns its steps, one a chunk of queries."""
+        checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
+        keys = index_k if self.page_table is None else self._paged(PagedIndexKeys, index_k)
+        counts = (self.block_size, self.init_blocks, self.local_blocks)
+        call = check_selection(index_q, keys, self.topk, self._layout, *counts, self.certified, None, False)
+        call = call._replace(blocks=blocks)
+        return [partial(self._select, call, i) for i in range(len(self._rows))]
+
+    def _attention(
+        self,
+        q: Tensor | Stored,
+        k: Tensor | Stored,
+        v: Tensor | Stored,
+        blocks: Tensor,
+        out: Tensor | None,
+        lse: Tensor | None,
+    ) -> list[Callable[[], None]]:
+        """Checks what `attend` is given, and returns its steps, one a chunk of queries."""
+        checks.size("q", q, 0, self.total_q, "total_q of the plan")
+        keys = (k, v) if self.page_table is None else (self._paged(PagedKV, k, v), None)
+        call = check_sparse(q, keys[0], keys[1], blocks, self._layout, self.block_size, self.softmax_scale, True, False)
+        call = call.writing(out, lse)
+        return [partial(self._attend, call, i) for i in range(len(self._rows))]
 
     def _select(self, call: SelectionCall, part: int) -> None:
         rows = self._rows[part]
@@ -220,26 +248,25 @@ class AttentionPlan:
         out, lse = (None if x is None else x[rows] for x in (call.out, call.lse))
         ATTENTION.run(self.impl, chunk._replace(out=out, lse=lse))
 
-    def _again(self, *values: Any) -> bool:
-        """Launches a layer of a known kind; says whether the kind is known."""
-        launches = LAYERS.look(self._kind, *values)
-        if launches.replays is None:
-            return False
-        launches.addresses.extend(self._addresses)
-        LAYERS.again(launches, self._memory)
-        return True
+    def _unknown(self, *values: Any) -> Call | None:
+        """Launches a layer of a known kind, and returns None; returns the call of any other."""
+        call = LAYERS.look(self._kind, *values)
+        if call.replays is None:
+            return call
+        call.addresses.extend(self._addresses)
+        LAYERS.again(call, self._memory)
+        return None
 
-    def _first(self, steps: list[Callable[[], None]], *values: Any) -> None:
-        """Runs the first layer of a kind, in steps, and records its launches on a GPU."""
+    def _first(self, call: Call, steps: list[Callable[[], None]], *values: Any) -> None:
+        """Runs the first layer of a kind, in steps, and records its launches on a GPU. values: those of the call."""
         if checks.needs_grad(*tensors_in(*values)):
             reason = "a plan computes no gradients, got tensors that require one; call it under torch.no_grad()"
             raise NotImplementedError(reason)
-        launches = LAYERS.look(self._kind, *values)
         with torch.no_grad():
             if self._device.type != "cuda" or not has_triton():
                 for step in steps:
                     step()
-            elif (failed := LAYERS.first(launches, steps, (*values, *self._own))) is not None:
+            elif (failed := LAYERS.first(call, steps, (*values, *self._own))) is not None:
                 self._reasons[failed] = None
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MOST_KINDS = 1024
 """So many kinds are kept at a time; past that all are forgotten, and recorded again."""
+PLAIN = frozenset((type(None), bool, int, float, str))
+"""Values of these types are kinds themselves."""
 
 
 def described(value: Any, addresses: list[int]) -> Any:
@@ -29,7 +31,7 @@ def described(value: Any, addresses: list[int]) -> Any:
         return value.dtype, value.shape, value.stride(), value.get_device(), value.requires_grad, address & 15
     if hasattr(type(value), "__dataclass_fields__"):
         return type(value), *[described(x, addresses) for x in vars(value).values()]
-    return value if value is None or isinstance(value, (int, float, str)) else type(value)
+    return value if type(value) in PLAIN else type(value)
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
@@ -92,9 +94,18 @@ class Kinds:
     def look(self, *values: Any) -> Call:
         """Looks up the kind of a call on these values."""
         addresses: list[int] = []
-        kind = (torch.is_grad_enabled(), *[described(x, addresses) for x in values])
+        kinds: list[Any] = [torch.is_grad_enabled()]
+        for value in values:  # This runs for every layer, so what `described` does is written out for tensors and None.
+            if isinstance(value, Tensor):
+                address = value.data_ptr()
+                addresses.append(address)
+                where = value.get_device(), value.requires_grad, address & 15
+                kinds.append((value.dtype, value.shape, value.stride(), *where))
+            else:
+                kinds.append(value if type(value) in PLAIN else described(value, addresses))
         if len(set(addresses)) < len(addresses):  # Tensors of one address are of one kind with others that share theirs.
-            kind = (*kind, *map(addresses.index, addresses))
+            kinds.extend(map(addresses.index, addresses))
+        kind = tuple(kinds)
         return Call(kind, addresses, self._replays.get(kind))
 
     def again(self, call: Call, memory: Memory) -> None:

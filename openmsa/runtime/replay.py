@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.runtime import driver
 
 from openmsa.runtime import launch
-from openmsa.runtime.driver_calls import Address, Descriptor, KernelCall, Words, ZeroCall
+from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall, checked
 from openmsa.runtime.kinds import span
 from openmsa.runtime.launch import Variant
+from openmsa.runtime.parameters import Given
 from openmsa.runtime.tape import Computed, Launched, Zeroed, taping
 
 ALIGNED = 512
@@ -64,11 +66,15 @@ class _Places:
     """Finds what an address belongs to, and gives it a word."""
 
     def __init__(self, inputs: list[Tensor], own: bool) -> None:
-        self.inputs = [(*span(x), x.stride(0) * x.element_size() if x.dim() else 0) for x in inputs]
-        self.of_inputs = {x.untyped_storage().data_ptr() for x in inputs if x.numel()}
-        self.own = own
+        self.inputs, self.own = inputs, own
+        self.starts: dict[int, int] = {}  # of each address at which inputs begin, the first of these
+        self.storages: dict[int, list[int]] = {}  # of the memory of inputs, which inputs lie there
+        for i, x in enumerate(inputs):
+            if x.numel():
+                self.starts.setdefault(x.data_ptr(), i)
+                self.storages.setdefault(x.untyped_storage().data_ptr(), []).append(i)
         self.found: dict[int, int] = {}  # the word of each address
-        self.words: dict[tuple[str, int, int], int] = {}
+        self.words: list[tuple[str, int, int]] = []
         self.memories: dict[int, tuple[int, Tensor]] = {}  # of each storage its place in the workspace, and a tensor in it
         self.size = 0  # of the workspace in bytes
 
@@ -77,22 +83,24 @@ class _Places:
         address = tensor.data_ptr()
         word = self.found.get(address)
         if word is None:
-            word = self.found[address] = self.words.setdefault(self._place(tensor, address), len(self.words))
+            word = self.found[address] = len(self.words)
+            self.words.append(self._place(tensor, address))
         return word
 
     def _place(self, tensor: Tensor, address: int) -> tuple[str, int, int]:
-        inside = [i for i, (first, last, _) in enumerate(self.inputs) if first <= address < last]
-        # Host code cuts inputs into slices of their first dimension, so that an address begins at a row of its own input.
-        exact = [i for i in inside if self.inputs[i][0] == address]
-        inside = exact[:1] or [i for i in inside if self._begins_row(i, address)]
-        if len(inside) > 1:
-            raise _AmbiguousError(f"an address lies in {len(inside)} of its inputs")
-        if inside:
-            return "input", inside[0], address - self.inputs[inside[0]][0]
+        i = self.starts.get(address)
+        if i is not None:
+            return "input", i, 0
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
-        if start in self.of_inputs:
-            raise _AmbiguousError("an address lies beside its inputs, in the memory of one")
+        if start in self.storages:
+            # Host code cuts inputs into slices of their first dimension, so that an address begins at a row of its own input.
+            inside = [i for i in self.storages[start] if self._begins_row(i, address)]
+            if len(inside) > 1:
+                raise _AmbiguousError(f"an address lies in {len(inside)} of its inputs")
+            if not inside:
+                raise _AmbiguousError("an address lies beside its inputs, in the memory of one")
+            return "input", inside[0], address - self.inputs[inside[0]].data_ptr()
         if not self.own or not storage.nbytes():
             self.memories.setdefault(start, (-1, tensor))
             return "kept", address, 0
@@ -102,33 +110,26 @@ class _Places:
         return "own", self.memories[start][0] + address - start, 0
 
     def _begins_row(self, i: int, address: int) -> bool:
-        first, _, row = self.inputs[i]
-        return row > 0 and (address - first) % row == 0
+        x = self.inputs[i]
+        first, last = span(x)
+        row = x.stride(0) * x.element_size() if x.dim() else 0
+        return first <= address < last and row > 0 and (address - first) % row == 0
 
 
-def parameters(variant: Variant, arguments: tuple[Any, ...], word: Callable[[Tensor], int]) -> list[tuple[str, Any]]:
-    """Returns what a kernel takes, in order: Triton's type, and a number, an `Address` or a `Descriptor`."""
-    layouts = dict(variant.descriptors)
-    found: list[tuple[str, Any]] = []
+class Launch(NamedTuple):
+    """A launch in numbers and addresses. words: of each of its tensors, the number of the word that holds its address."""
 
-    def visit(kind: Any, value: Any) -> None:
-        if isinstance(kind, tuple):
-            for inner, x in zip(kind, value, strict=True):
-                visit(inner, x)
-        elif kind[0] == "*":
-            found.append((kind, Address(word(value))))
-        elif kind != "constexpr":
-            found.append((kind, value))
+    variant: Variant
+    grid: tuple[int, ...]
+    given: Given
+    words: list[int]
 
-    for place, (kind, value) in enumerate(zip(variant.signature, arguments, strict=True)):
-        if place in layouts:
-            encoded, *numbers = launch.encoded(variant, place, layouts[place], value)
-            rank = len(numbers) // 2
-            found.append((kind, Descriptor(encoded, word(value.base))))
-            found += [("i32", n) for n in numbers[:rank]] + [("i64", n) for n in numbers[rank:]]
-        else:
-            visit(kind, value)
-    return found
+
+class Zero(NamedTuple):
+    """Memory that is set to 0: the word of its address, and its bytes."""
+
+    word: int
+    size: int
 
 
 class Prepared(NamedTuple):
@@ -136,27 +137,28 @@ class Prepared(NamedTuple):
 
     words:      what each word holds: ("input", its number, an offset), ("own", an offset in the workspace, 0) or ("kept", an
                 address, 0).
-    calls:      for each launch its variant, its grid and its parameters; for memory that is set to 0 its word and its bytes.
+    calls:      launches, and memory that is set to 0, in order.
     workspace:  bytes, a multiple of `ALIGNED`.
     kept:       tensors whose memory is kept.
     """
 
     words: list[tuple[str, int, int]]
-    calls: list[tuple[Any, ...]]
+    calls: list[Launch | Zero]
     workspace: int
     kept: list[Tensor]
 
 
 def prepare(tape: Tape, inputs: list[Tensor], own: bool) -> Prepared:
     """Finds what each address of a tape belongs to."""
-    places, calls = _Places(inputs, own), list[tuple[Any, ...]]()
+    places, calls = _Places(inputs, own), list[Launch | Zero]()
     for event in tape:
-        if isinstance(event, Zeroed):
-            calls.append((places.word(event.memory), event.memory.numel() * event.memory.element_size()))
-        elif isinstance(event, Launched):
-            calls.append((event.variant, event.grid, parameters(event.variant, event.arguments, places.word)))
+        if isinstance(event, Launched):
+            given = event.variant.parameters.given(event.arguments, partial(launch.encoded, event.variant))
+            calls.append(Launch(event.variant, event.grid, given, [places.word(x) for x in given.tensors]))
+        elif isinstance(event, Zeroed):
+            calls.append(Zero(places.word(event.memory), event.memory.numel() * event.memory.element_size()))
     held = [tensor for place, tensor in places.memories.values() if place < 0]
-    return Prepared(list(places.words), calls, places.size, held)
+    return Prepared(places.words, calls, places.size, held)
 
 
 class Replay:
@@ -178,8 +180,10 @@ class Replay:
                 self._own.append((word, at))
             else:
                 self._words.values[word] = at
-        calls = [(ZeroCall if len(x) == 2 else KernelCall)(*x, self._words) for x in prepared.calls]  # type: ignore[call-arg]
+        calls = [(ZeroCall if isinstance(x, Zero) else KernelCall)(*x, self._words) for x in prepared.calls]  # type: ignore[arg-type]
         self._calls = [call for call in calls if not call.empty]
+        self._described = [call for call in self._calls if call.maps]
+        self._launches = [call.launch for call in self._calls]
         self._lock = threading.Lock()
         self._at = self._stream = -1
 
@@ -196,7 +200,10 @@ class Replay:
                 self._at = workspace
             if stream != self._stream:
                 for call in self._calls:
-                    call.configuration.stream = stream
+                    call.on(stream)
                 self._stream = stream
-            for call in self._calls:
-                call()
+            for call in self._described:
+                call.describe()
+            for number, launch_ in enumerate(self._launches):
+                if status := launch_():
+                    checked(status, self._calls[number].what)

@@ -21,7 +21,6 @@ from openmsa.decode.kernels import Kernels
 from openmsa.kv_cache import E4M3, NVFP4
 from openmsa.runtime import kinds, replay
 from openmsa.runtime.dispatch import Stage
-from openmsa.runtime.driver_calls import Address, Descriptor
 from openmsa.runtime.launch import Variant
 from openmsa.runtime.recording import recording
 from openmsa.runtime.tape import Computed, Launched, Zeroed, computes, listening, taping
@@ -54,7 +53,7 @@ def prepared(outcome: Any = "nothing is launched") -> Iterator[list[tuple[replay
     the addresses of its inputs. outcome: what `record` returns, a stand-in for a `Replay` or why there is none."""
     found: list[tuple[replay.Prepared, list[int]]] = []
 
-    def encoded(variant: Variant, place: int, layout: Any, descriptor: Any) -> list[Any]:
+    def encoded(variant: Variant, place: int, descriptor: Any) -> list[Any]:
         return ["map", *descriptor.shape, *descriptor.strides]
 
     def record(function: Callable[[], Any], inputs: list[Tensor], own: bool = True) -> Any:
@@ -92,15 +91,16 @@ def resolved(made: replay.Prepared, addresses: list[int]) -> list[Any]:
     }
     words = [at[kind](*where) for kind, *where in made.words]
 
-    def value(x: Any) -> Any:
-        return words[x.word] if isinstance(x, Address) else ("map", words[x.word]) if isinstance(x, Descriptor) else x
-
     calls: list[Any] = []
     for call in made.calls:
-        if len(call) == 2:
-            calls.append((words[call[0]], call[1]))
-        else:
-            calls.append((call[0].kernel.__name__, call[1], [(kind, value(x)) for kind, x in call[2]]))
+        if isinstance(call, replay.Zero):
+            calls.append((words[call.word], call.size))
+            continue
+        parameters, tensors = call.variant.parameters, [words[word] for word in call.words]
+        first = len(call.given.numbers)
+        every = (*call.given.numbers, *(("at", x) for x in tensors))
+        taken = [every[i] if i < first else (i - first, every[i]) for i in parameters.order]
+        calls.append((call.variant.kernel.__name__, call.grid, parameters.formats, taken))
     return calls
 
 
@@ -179,9 +179,9 @@ def launches_fit_other_tensors(name: str) -> None:
         assert any(kind == "input" for kind, _, _ in mine.words)
     if "prefill" in name:  # Hopper's own kernel, whose descriptors begin at queries, keys and values
         made = found[first - 1][0]
-        (call,) = [call for call in made.calls if len(call) > 2 and call[0].kernel.__name__ == "sm90_attend_kernel"]
-        maps = [x for _, x in call[2] if isinstance(x, Descriptor)]
-        assert [made.words[x.word][0] for x in maps] == ["input"] * 3
+        launches = [call for call in made.calls if isinstance(call, replay.Launch)]
+        (call,) = [call for call in launches if call.variant.kernel.__name__ == "sm90_attend_kernel"]
+        assert [made.words[word][0] for word in call.words[-3:]] == ["input"] * len(call.given.maps) == ["input"] * 3
 
 
 def memory_is_found(name: str) -> None:
