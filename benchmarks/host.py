@@ -133,8 +133,14 @@ def turn(x: Step, layers: int, kernels: Any) -> Iterator[tuple[str, float]]:
     yield "call_first", microseconds(partial(layers_by_call, x, 1))
     yield "call", microseconds(partial(layers_by_call, x, FEW_LAYERS)) / FEW_LAYERS
     if max(x.new) == 1:
-        heads = {"num_q_heads": x.layers[0][0].shape[1], "num_kv_heads": x.layers[0][1].shape[1]}
-        decode = DecodePlan(max_batch=len(x.new), head_dim=128, page_size=PAGE, max_pages=x.table.shape[1], **heads)
+        decode = DecodePlan(
+            max_batch=len(x.new),
+            num_q_heads=x.layers[0][0].shape[1],
+            num_kv_heads=x.layers[0][1].shape[1],
+            head_dim=128,
+            page_size=PAGE,
+            max_pages=x.table.shape[1],
+        )
         yield "decode_first", microseconds(partial(layers_by_decode_plan, x, decode, 1))
         yield "decode", microseconds(partial(layers_by_decode_plan, x, decode, FEW_LAYERS)) / FEW_LAYERS
     if kernels is not None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import out_dtype
 from openmsa.runtime import checks, tracing
 from openmsa.runtime.dispatch import check_name, has_triton
-from openmsa.runtime.kinds import Call, Kinds, Memory, tensors_in
+from openmsa.runtime.kinds import Call, Kinds, Memory, Steps, rounded, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention import SparseCall, check_sparse
 from openmsa.types import Layout, Sequences, layout
@@ -86,10 +85,10 @@ class AttentionPlan:
         self._layout = self._made_layout()
         self._rows = [slice(start, min(start + chunk, self.total_q)) for start in range(0, self.total_q, chunk)]
         self._parts = self._made_parts(self._layout)
-        self._own = (self._layout, *self._parts, self.page_table, self.seq_lens)  # what launches read beside a layer's tensors
+        lengths = dict.fromkeys((self._layout, *self._parts))  # One chunk has the lengths of the whole.
+        self._own = (*lengths, self.page_table, self.seq_lens)  # what launches read beside a layer's tensors
         counts = (self.total_q, self.topk, self.block_size, self.init_blocks, self.local_blocks)
-        numbers = (*counts, self.softmax_scale, self.certified, chunk, self.impl)
-        kind, self._addresses, _ = LAYERS.look(*numbers, *self._own)
+        kind, self._addresses, _ = LAYERS.look(*counts, self.softmax_scale, self.certified, chunk, self.impl, *self._own)
         self._kind, self.number = LAYERS.number(kind), tracing.numbered(self)
 
     def _made_layout(self) -> Layout:
@@ -107,22 +106,18 @@ class AttentionPlan:
             checks.size(name, value, 0, self.cu_seqlens_q.numel() - 1, "the sequences of cu_seqlens_q")
         capacity = self.page_table.shape[1] * checks.integer("page_size", self.page_size, 1)
         made = layout(seqs, self.total_q, None, self._device, self.seq_lens, capacity)
-        return replace(made, max_seqlen_k=max(made.max_seqlen_k, min(_rounded(made.max_seqlen_k), capacity)))
+        return replace(made, max_seqlen_k=max(made.max_seqlen_k, min(rounded(made.max_seqlen_k), capacity)))
 
     def _made_parts(self, whole: Layout) -> list[Layout]:
         """Returns the lengths of each chunk of queries."""
-        if len(self._rows) < 2:
-            return [whole] * len(self._rows)
-        return [whole.query_chunk(rows.start, rows.stop) for rows in self._rows]
+        return [whole.query_chunk(x.start, x.stop) for x in self._rows] if len(self._rows) > 1 else [whole] * len(self._rows)
 
     def refresh(self) -> None:
         """Follows changes that were made in place to the tensors that the plan was made from, within its bounds. On a GPU it
         launches a few small kernels and never waits."""
         made = self._made_layout()
-        pairs = [(self._layout, made)]
-        if len(self._rows) > 1:
-            pairs += zip(self._parts, self._made_parts(made), strict=True)
-        for old, new in pairs:
+        pairs = [(self._layout, made), *zip(self._parts, self._made_parts(made), strict=True)]
+        for old, new in dict.fromkeys(pairs):
             for name in ("cu_seqlens_q", "cu_seqlens_k", "q_offset"):
                 kept, value = getattr(old, name), getattr(new, name)
                 if kept is not None and kept.data_ptr() != value.data_ptr():
@@ -141,7 +136,6 @@ class AttentionPlan:
         blocks = self._room(index_q)
         if (call := self._unknown("select", blocks, index_q, index_k)) is not None:
             self._first(call, self._selection(index_q, index_k, blocks), blocks, index_q, index_k)
-        self._blocks[blocks.shape[1]] = blocks
         return blocks
 
     @tracing.operator("openmsa::plan_attend")
@@ -187,11 +181,9 @@ class AttentionPlan:
             return self.attend(q, k, v, self.select(index_q, index_k), out=out, lse=lse)
         blocks = self._room(index_q)
         out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
-        values = (index_q, index_k, q, k, v, out, lse)
-        if (call := self._unknown("run", blocks, *values)) is not None:
-            steps = self._selection(index_q, index_k, blocks) + self._attention(q, k, v, blocks, out, lse)
-            self._first(call, steps, blocks, *values)
-        self._blocks[blocks.shape[1]] = blocks
+        if (call := self._unknown("run", blocks, index_q, index_k, q, k, v, out, lse)) is not None:
+            steps = [*self._selection(index_q, index_k, blocks), *self._attention(q, k, v, blocks, out, lse)]
+            self._first(call, steps, blocks, index_q, index_k, q, k, v, out, lse)
         return out
 
     @property
@@ -206,34 +198,23 @@ class AttentionPlan:
     def _room(self, index_q: Tensor | Stored) -> Tensor:
         """Returns the memory of a selection for these queries, which are not checked yet."""
         heads = index_q.shape[1] if isinstance(index_q, (Tensor, Stored)) and index_q.dim() == 3 else 0
-        blocks = self._blocks.get(heads)
-        if blocks is None:
-            blocks = torch.empty((self.total_q, heads, self.topk), dtype=torch.int32, device=self._device)
-        return blocks
+        if heads not in self._blocks:
+            self._blocks[heads] = torch.empty((self.total_q, heads, self.topk), dtype=torch.int32, device=self._device)
+        return self._blocks[heads]
 
-    def _selection(self, index_q: Tensor | Stored, index_k: Tensor | Stored, blocks: Tensor) -> list[Callable[[], None]]:
-        """Checks what `select` is given, and returns its steps, one a chunk of queries."""
+    def _selection(self, index_q: Tensor | Stored, index_k: Tensor | Stored, blocks: Tensor) -> Steps:
+        """Checks what `select` is given, and returns its steps."""
         checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
         keys = index_k if self.page_table is None else self._paged(PagedIndexKeys, index_k)
         counts = (self.block_size, self.init_blocks, self.local_blocks)
         call = check_selection(index_q, keys, self.topk, self._layout, *counts, self.certified, None, False)
-        call = call._replace(blocks=blocks)
-        return [partial(self._select, call, i) for i in range(len(self._rows))]
+        return [partial(self._select, call._replace(blocks=blocks), i) for i in range(len(self._rows))]
 
-    def _attention(
-        self,
-        q: Tensor | Stored,
-        k: Tensor | Stored,
-        v: Tensor | Stored,
-        blocks: Tensor,
-        out: Tensor | None,
-        lse: Tensor | None,
-    ) -> list[Callable[[], None]]:
-        """Checks what `attend` is given, and returns its steps, one a chunk of queries."""
+    def _attention(self, q: Tensor | Stored, k: Any, v: Any, blocks: Tensor, out: Tensor | None, lse: Tensor | None) -> Steps:
+        """Checks what `attend` is given, and returns its steps."""
         checks.size("q", q, 0, self.total_q, "total_q of the plan")
-        keys = (k, v) if self.page_table is None else (self._paged(PagedKV, k, v), None)
-        call = check_sparse(q, keys[0], keys[1], blocks, self._layout, self.block_size, self.softmax_scale, True, False)
-        call = call.writing(out, lse)
+        k, v = (k, v) if self.page_table is None else (self._paged(PagedKV, k, v), None)
+        call = check_sparse(q, k, v, blocks, self._layout, self.block_size, self.softmax_scale, True, False).writing(out, lse)
         return [partial(self._attend, call, i) for i in range(len(self._rows))]
 
     def _select(self, call: SelectionCall, part: int) -> None:
@@ -257,20 +238,13 @@ class AttentionPlan:
         LAYERS.again(call, self._memory)
         return None
 
-    def _first(self, call: Call, steps: list[Callable[[], None]], *values: Any) -> None:
-        """Runs the first layer of a kind, in steps, and records its launches on a GPU. values: those of the call."""
+    def _first(self, call: Call, steps: Steps, *values: Any) -> None:
+        """Runs the first layer of a kind and records its launches on a GPU. values: those of the call."""
         if checks.needs_grad(*tensors_in(*values)):
-            reason = "a plan computes no gradients, got tensors that require one; call it under torch.no_grad()"
-            raise NotImplementedError(reason)
+            raise NotImplementedError("a plan computes no gradients, got tensors that require one; use torch.no_grad()")
         with torch.no_grad():
             if self._device.type != "cuda" or not has_triton():
                 for step in steps:
                     step()
             elif (failed := LAYERS.first(call, steps, (*values, *self._own))) is not None:
                 self._reasons[failed] = None
-
-
-def _rounded(bound: int) -> int:
-    """Returns a bound rounded up by at most a sixteenth, so that steps of growing lengths are of few kinds."""
-    unit = 1 << max(bound.bit_length() - 5, 0)
-    return -(-bound // unit) * unit

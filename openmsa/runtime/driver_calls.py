@@ -65,7 +65,8 @@ class Form:
         count = len(parameters.order) + 2
         self.head = struct.Struct(_CONFIGURATION + parameters.formats)
         self.places = struct.Struct(f"{count}Q")
-        self.choose = itemgetter(*parameters.order, *[parameters.num_numbers + parameters.num_tensors + parameters.num_maps] * 2)
+        behind = parameters.num_numbers + parameters.num_tensors + parameters.num_maps
+        self.choose = itemgetter(*parameters.order, behind, behind)
         self.blank = bytes(8 * (self.zero + 1 + count))
         self.map_bytes = MAP_BYTES * (parameters.num_maps + 1) if parameters.num_maps else 0
         chosen = [_SERIALIZED] * bool(variant.pdl) + [_COOPERATIVE] * bool(variant.cooperative)
@@ -127,7 +128,7 @@ class ZeroCall:
 
     def __init__(self, word: int, size: int, words: Words) -> None:
         self.word, self.size, self.words, self._stream = word, size, words, 0
-        self.empty, self.maps = size == 0, ()
+        self.empty = size == 0
         self._memset = _driver().cuMemsetD8Async
 
     def on(self, stream: int) -> None:

@@ -7,7 +7,7 @@ This module loads no kernel; what records and replays (replay.py) is imported wh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +20,16 @@ MOST_KINDS = 1024
 """So many kinds are kept at a time; past that all are forgotten, and recorded again."""
 PLAIN = frozenset((type(None), bool, int, float, str))
 """Values of these types are kinds themselves."""
+
+
+Steps = list[Callable[[], None]]
+"""What a call runs, one function after the other; each may use the same memory."""
+
+
+def rounded(bound: int) -> int:
+    """Returns a bound rounded up by at most a sixteenth, so that calls of growing lengths are of few kinds."""
+    unit = 1 << max(bound.bit_length() - 5, 0)
+    return -(-bound // unit) * unit
 
 
 def described(value: Any, addresses: list[int]) -> Any:
@@ -114,7 +124,7 @@ class Kinds:
         for replay in call.replays:
             replay.run(call.addresses, memory.at(replay.workspace, replay.device))
 
-    def first(self, call: Call, steps: Sequence[Callable[[], object]], values: Iterable[Any], own: bool = True) -> str | None:
+    def first(self, call: Call, steps: Steps, values: Iterable[Any], own: bool = True) -> str | None:
         """Runs a call of a kind that is not known, in steps whose memory may be the same, and records it. Returns why it could
         not be recorded, or None.
 

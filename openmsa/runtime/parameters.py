@@ -8,7 +8,7 @@ no parameters. A word has 64 bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -82,13 +82,14 @@ class Parameters:
         self.formats = "".join(formats)
         self.order = [first[sort] + i for sort, i in order]
         read = f"lambda a, e: (({''.join(f'{x}, ' for x in [*tensors, *bases])}), ({''.join(f'{x}, ' for x in numbers)}))"
-        self._read = eval(read, {})
+        self._read: Callable[..., tuple[tuple[Tensor, ...], tuple[float, ...]]] = eval(read, {})
 
     def given(self, arguments: tuple[Any, ...], encoded: Any) -> Given:
         """Reads what a launch with these arguments gives the kernel. encoded: takes the place of an argument and a TMA
         descriptor, and returns a list of the descriptor as Triton's launcher takes it, its sizes and its strides."""
         maps = [encoded(place, arguments[place]) for place in self._map_places]
-        return Given(*self._read(arguments, maps), tuple([x[0] for x in maps]))
+        tensors, numbers = self._read(arguments, maps)
+        return Given(tensors, numbers, tuple([x[0] for x in maps]))
 
 
 def rank_of(kind: str) -> int:

@@ -14,6 +14,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from openmsa.runtime import driver_calls, replay  # noqa: E402
+from openmsa.runtime.addresses import Launch, Prepared, Zero  # noqa: E402
 from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall  # noqa: E402
 from openmsa.runtime.launch import Variant  # noqa: E402
 from openmsa.runtime.parameters import Given, rank_of  # noqa: E402
@@ -113,7 +114,7 @@ def test_what_a_launch_gives_is_read_from_its_arguments():
     assert [rank_of(f"tensordesc<fp16{shape},layout[1, 2]>") for shape in ("[16]", "[1, 1, 64, 128]")] == [1, 4]
 
 
-@pytest.mark.parametrize("kind, number", [("u64", 2**64 - 1), ("i64", -(2**63)), ("i32", -1), ("u1", True), ("i1", False)])
+@pytest.mark.parametrize(("kind", "number"), [("u64", 2**64 - 1), ("i64", -(2**63)), ("i32", -1), ("u1", True), ("i1", False)])
 def test_numbers_are_packed_into_words(kind, number, driver):
     parameters = Variant(None, print, 0, False, False, (), (), (), {}, (kind,)).parameters
     packed = struct.pack("<" + parameters.formats, *parameters.given((number,), None).numbers)
@@ -142,8 +143,8 @@ def replayed(monkeypatch, streams=(3,)):
     monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))
     kernel = SimpleNamespace(__name__="kernel")
     taking = Variant(kernel, print, 77, False, False, (4, 1, 0), (), (), {}, ("*fp16", "i32"))
-    calls = [replay.Zero(1, 64), replay.Launch(taking, (5,), Given((), (7,), ()), [0])]
-    return replay.Replay(replay.Prepared([("input", 0, 32), ("own", 512, 0)], calls, 1024, []), 0)
+    calls = [Zero(1, 64), Launch(taking, (5,), Given((), (7,), ()), [0])]
+    return replay.Replay(Prepared([("input", 0, 32), ("own", 512, 0)], calls, 1024, []), 0)
 
 
 def test_a_replay_launches_on_the_current_stream(driver, monkeypatch):
@@ -155,7 +156,9 @@ def test_a_replay_launches_on_the_current_stream(driver, monkeypatch):
     assert driver.zeroed == [((1 << 20) + 512, 0, 64, 3)] * 2 + [((1 << 21) + 512, 0, 64, 4)]
 
 
-@pytest.mark.parametrize("name, what", [("cuLaunchKernelEx", "the launch of kernel"), ("cuMemsetD8Async", "cuMemsetD8Async")])
+@pytest.mark.parametrize(
+    ("name", "what"), [("cuLaunchKernelEx", "the launch of kernel"), ("cuMemsetD8Async", "cuMemsetD8Async")]
+)
 def test_what_the_driver_refuses_is_said(name, what, driver, monkeypatch):
     monkeypatch.setattr(driver, name, lambda *arguments: 719)
     with pytest.raises(RuntimeError, match=rf"{what} failed: too bad \(CUDA driver error 719\)"):
