@@ -77,7 +77,7 @@ class Places:
         return first <= address < last and row > 0 and (address - first) % row == 0
 
 
-class Launch(NamedTuple):
+class PreparedLaunch(NamedTuple):
     """A launch in numbers and addresses. words: of each of its tensors, the number of the word that holds its address."""
 
     variant: Variant
@@ -86,7 +86,7 @@ class Launch(NamedTuple):
     words: list[int]
 
 
-class Zero(NamedTuple):
+class PreparedZero(NamedTuple):
     """Memory that is set to 0: the word of its address, and its bytes."""
 
     word: int
@@ -104,19 +104,19 @@ class Prepared(NamedTuple):
     """
 
     words: list[tuple[str, int, int]]
-    calls: list[Launch | Zero]
+    calls: list[PreparedLaunch | PreparedZero]
     workspace: int
     kept: list[Tensor]
 
 
 def prepare(tape: Tape, inputs: list[Tensor], own: bool) -> Prepared:
     """Finds what each address of a tape belongs to."""
-    places, calls = Places(inputs, own), list[Launch | Zero]()
+    places, calls = Places(inputs, own), list[PreparedLaunch | PreparedZero]()
     for event in tape:
         if isinstance(event, Launched):
             given = event.variant.parameters.given(event.arguments, partial(launch.encoded, event.variant))
-            calls.append(Launch(event.variant, event.grid, given, [places.word(x) for x in given.tensors]))
+            calls.append(PreparedLaunch(event.variant, event.grid, given, [places.word(x) for x in given.tensors]))
         elif isinstance(event, Zeroed):
-            calls.append(Zero(places.word(event.memory), event.memory.numel() * event.memory.element_size()))
+            calls.append(PreparedZero(places.word(event.memory), event.memory.numel() * event.memory.element_size()))
     held = [tensor for place, tensor in places.memories.values() if place < 0]
     return Prepared(places.words, calls, places.size, held)

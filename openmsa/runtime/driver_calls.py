@@ -51,7 +51,7 @@ class Words:
         self.start = self.values.buffer_info()[0]
 
 
-class Form:
+class Frame:
     """How the launches of a compiled kernel lie in memory: a configuration, the numbers, a word that stays 0, and the place of
     each parameter. There is no scratch memory: its two places are those of the 0."""
 
@@ -84,28 +84,28 @@ class KernelCall:
     """
 
     def __init__(self, variant: Variant, grid: tuple[int, ...], given: Given, at: list[int], words: Words) -> None:
-        form = variant.form
-        if form is None:
-            form = variant.form = Form(variant)
-        self._memory = memory = array("Q", form.blank)
+        frame = variant.frame
+        if frame is None:
+            frame = variant.frame = Frame(variant)
+        self._memory = memory = array("Q", frame.blank)
         start = memory.buffer_info()[0]
-        form.head.pack_into(memory, 0, *(*grid, 1, 1)[:3], *form.block, *given.numbers)
-        first, zero = start + 8 * _WORDS, start + 8 * form.zero
-        places = [*range(first, zero, 8), *[words.start + 8 * word for word in at[: form.num_tensors]]]
+        frame.head.pack_into(memory, 0, *(*grid, 1, 1)[:3], *frame.block, *given.numbers)
+        first, zero = start + 8 * _WORDS, start + 8 * frame.zero
+        places = [*range(first, zero, 8), *[words.start + 8 * word for word in at[: frame.num_tensors]]]
         self.maps: list[list[int]] = []  # of each descriptor where it lies, the word of its address, and the address it has
-        if form.map_bytes:
-            self._maps = ctypes.create_string_buffer(form.map_bytes)
+        if frame.map_bytes:
+            self._maps = ctypes.create_string_buffer(frame.map_bytes)
             place = ctypes.addressof(self._maps) + -ctypes.addressof(self._maps) % MAP_BYTES
-            for encoded, word in zip(given.maps, at[form.num_tensors :], strict=True):
+            for encoded, word in zip(given.maps, at[frame.num_tensors :], strict=True):
                 ctypes.memmove(place, bytes_of_map(encoded), MAP_BYTES)
                 self.maps.append([place, word, 0])
                 places.append(place)
                 place += MAP_BYTES
         places.append(zero)
-        form.places.pack_into(memory, 8 * (form.zero + 1), *form.choose(places))
-        self._variant, self.words, self.what = variant, words, form.what  # kept alive
+        frame.places.pack_into(memory, 8 * (frame.zero + 1), *frame.choose(places))
+        self._variant, self.words, self.what = variant, words, frame.what  # kept alive
         self.empty = 0 in grid
-        arguments = ctypes.c_void_p(start), form.function, ctypes.c_void_p(zero + 8), None
+        arguments = ctypes.c_void_p(start), frame.function, ctypes.c_void_p(zero + 8), None
         self.launch = functools.partial(_driver().cuLaunchKernelEx, *arguments)
 
     def on(self, stream: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from openmsa.runtime import launch
-from openmsa.runtime.addresses import AmbiguousError, Prepared, Zero, prepare
+from openmsa.runtime.addresses import AmbiguousError, Prepared, PreparedZero, prepare
 from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall, checked
 from openmsa.runtime.tape import Computed, Launched, Tape, taping
 
@@ -70,7 +70,7 @@ class Replay:
             else:
                 self._words.values[word] = at
         words = self._words
-        calls = [ZeroCall(*x, words) if isinstance(x, Zero) else KernelCall(*x, words) for x in prepared.calls]
+        calls = [ZeroCall(*x, words) if isinstance(x, PreparedZero) else KernelCall(*x, words) for x in prepared.calls]
         self._calls = [call for call in calls if not call.empty]
         self._described = [call for call in self._calls if isinstance(call, KernelCall) and call.maps]
         self._launches = [call.launch for call in self._calls]

@@ -20,7 +20,7 @@ from openmsa import AttentionPlan, DecodePlan, PagedIndexKeys, PagedKV
 from openmsa.decode.kernels import Kernels
 from openmsa.kv_cache import E4M3, NVFP4
 from openmsa.runtime import kinds, replay
-from openmsa.runtime.addresses import ALIGNED, AmbiguousError, Launch, Places, Prepared, Zero, prepare
+from openmsa.runtime.addresses import ALIGNED, AmbiguousError, Places, Prepared, PreparedLaunch, PreparedZero, prepare
 from openmsa.runtime.dispatch import Stage
 from openmsa.runtime.launch import Variant
 from openmsa.runtime.recording import recording
@@ -94,7 +94,7 @@ def resolved(made: Prepared, addresses: list[int]) -> list[Any]:
 
     calls: list[Any] = []
     for call in made.calls:
-        if isinstance(call, Zero):
+        if isinstance(call, PreparedZero):
             calls.append((words[call.word], call.size))
             continue
         parameters, tensors = call.variant.parameters, [words[word] for word in call.words]
@@ -180,7 +180,7 @@ def launches_fit_other_tensors(name: str) -> None:
         assert any(kind == "input" for kind, _, _ in mine.words)
     if "prefill" in name:  # Hopper's own kernel, whose descriptors begin at queries, keys and values
         made = found[first - 1][0]
-        launches = [call for call in made.calls if isinstance(call, Launch)]
+        launches = [call for call in made.calls if isinstance(call, PreparedLaunch)]
         (call,) = [call for call in launches if call.variant.kernel.__name__ == "sm90_attend_kernel"]
         assert [made.words[word][0] for word in call.words[-3:]] == ["input"] * len(call.given.maps) == ["input"] * 3
 

@@ -14,7 +14,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from openmsa.runtime import driver_calls, replay  # noqa: E402
-from openmsa.runtime.addresses import Launch, Prepared, Zero  # noqa: E402
+from openmsa.runtime.addresses import Prepared, PreparedLaunch, PreparedZero  # noqa: E402
 from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall  # noqa: E402
 from openmsa.runtime.launch import Variant  # noqa: E402
 from openmsa.runtime.parameters import Given, rank_of  # noqa: E402
@@ -143,7 +143,7 @@ def replayed(monkeypatch, streams=(3,)):
     monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))
     kernel = SimpleNamespace(__name__="kernel")
     taking = Variant(kernel, print, 77, False, False, (4, 1, 0), (), (), {}, ("*fp16", "i32"))
-    calls = [Zero(1, 64), Launch(taking, (5,), Given((), (7,), ()), [0])]
+    calls = [PreparedZero(1, 64), PreparedLaunch(taking, (5,), Given((), (7,), ()), [0])]
     return replay.Replay(Prepared([("input", 0, 32), ("own", 512, 0)], calls, 1024, []), 0)
 
 
