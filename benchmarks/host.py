@@ -133,6 +133,7 @@ def turn(x: Step, layers: int, kernels: Any) -> Iterator[tuple[str, float]]:
     yield "call_first", microseconds(partial(layers_by_call, x, 1))
     yield "call", microseconds(partial(layers_by_call, x, FEW_LAYERS)) / FEW_LAYERS
     if max(x.new) == 1:
+        x = x._replace(table=x.table[:, : -(-max(x.keys) // PAGE)])
         decode = DecodePlan(
             max_batch=len(x.new),
             num_q_heads=x.layers[0][0].shape[1],
