@@ -277,7 +277,7 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
     if num_counts or flag:
         room = num_counts + -num_counts % ALIGNED
         counts = zeros(2 * room + 1 + segments, torch.int32, blocks.device)
-        partly, has_union = counts[room:], counts[2 * room :] if flag else None
+        partly, has_union = counts[room:], counts[2 * room : 2 * room + 1] if flag else None
     outer: OuterLists | None = None
     few: FewLists | None = None
     if plan.rest == FEW.value:
