@@ -57,7 +57,14 @@ class Tile(NamedTuple):
 
 def tma_tiles(pool: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
     """Makes a TMA descriptor of tiles ``[1, 1, rows, columns]`` of a pool ``[pages, heads, rows, columns]``, where columns of a
-    tile are a power of two; None where the copy engine cannot read them.
+    tile are a power of two; None where the copy engine cannot read them."""
+    strides = tma_strides(pool)
+    return None if strides is None else TensorDescriptor(pool, list(pool.shape), strides, [1, 1, rows, columns])
+
+
+def tma_strides(pool: Tensor) -> list[int] | None:
+    """Returns the strides of a pool ``[pages, heads, rows, columns]`` as the copy engine takes them; None where it cannot read
+    the pool.
 
     It can where columns are contiguous, 16 bytes to 256 elements, and the address and all other strides multiples of 16 bytes.
     The stride of a dimension of one is never used, so any will do."""
@@ -69,7 +76,7 @@ def tma_tiles(pool: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
     even = (s_page | s_head | s_row) * size % 16 == 0
     if not even or min(s_page, s_head, s_row) <= 0 or max(s_page, s_head, s_row) * size >= 2**40:
         return None
-    return TensorDescriptor(pool, list(pool.shape), [s_page, s_head, s_row, 1], [1, 1, rows, columns])
+    return [s_page, s_head, s_row, 1]
 
 
 @triton.jit
