@@ -76,14 +76,15 @@ def blocks_without_index(inputs: LayerInputs, variant: Variant, seed: int, most:
     size, window = variant.block_size, variant.kind == "window"
     heads, blocks = 1 if window else inputs.k.shape[1], -(-length // size)
     first = min(1, topk - 1) if window else 0
-    forced = {"init_blocks": first, "local_blocks": topk - first if window else 1}
+    last = topk - first if window else 1
     generator, parts = torch.Generator().manual_seed(seed * 1_000_003 + inputs.number), []
     for start, stop in chunks(inputs.q.shape[0] // max(1, length), length, max(1, most // (heads * blocks))):
         shape = stop - start, heads, blocks  # Queries come first, so that chunks take up the generator's numbers in order.
         scores = torch.zeros(shape, device=device) if window else torch.rand(shape, generator=generator)
         seqs = Sequences.from_lengths([stop - start], [stop], device)  # The queries are the last of the keys up to them.
         scores = scores.transpose(0, 1)[..., : -(-stop // size)].contiguous().to(device)
-        parts.append(select_blocks_from_scores(scores, topk, seqs, block_size=size, **forced))
+        found = select_blocks_from_scores(scores, topk, seqs, block_size=size, init_blocks=first, local_blocks=last)
+        parts.append(found)
     return torch.cat(parts)
 
 
