@@ -245,8 +245,8 @@ file each, at most two in a file.
 What is compared:
 
 - **training-free**: index queries are the mean of a group's queries, index keys the group's keys.
-- **trained own keys**: branches that start from those by weights alone (`openmsa convert`), one index key head a KV head.
-- **trained 64** and other numbers: index dim; random weights, RMSNorm, one index key head for all KV heads, as in MiniMax-M3.{one_key}
+- **trained own keys**: branches that start from those by weights alone (`openmsa convert`), one index key head a KV head.{one_key}
+- **trained 64** and other numbers: index dim; random weights, RMSNorm, one index key head for all KV heads, as in MiniMax-M3.
 - **+ sparse**: after the warm-up ({done["steps"]} steps of one window, {tokens:,} tokens, over all visible keys) also
   trained over the selected blocks, a quarter of those of 128 keys ({sparse}).
 - **window**: the first block and the last ones. **random**: the query's own block and random ones.
