@@ -218,7 +218,7 @@ def page(records: Records, name: str) -> str:
         else "a trial"
     )
     counts = facts.get("text", {}).get("files_by_package", {})
-    one_key = (
+    one = (
         "\n- **trained one key**: branches that start from the one index key head that holds most of the layer's keys\n"
         "  (`benchmarks/smollm2/one_key.py`), of 64 elements or as many as are named, without norms where none are named."
         if any("one key" in r["kind"] for r in records.all("recall"))
@@ -245,7 +245,7 @@ file each, at most two in a file.
 What is compared:
 
 - **training-free**: index queries are the mean of a group's queries, index keys the group's keys.
-- **trained own keys**: branches that start from those by weights alone (`openmsa convert`), one index key head a KV head.{one_key}
+- **trained own keys**: branches that start from those by weights alone (`openmsa convert`), one index key head a KV head.{one}
 - **trained 64** and other numbers: index dim; random weights, RMSNorm, one index key head for all KV heads, as in MiniMax-M3.
 - **+ sparse**: after the warm-up ({done["steps"]} steps of one window, {tokens:,} tokens, over all visible keys) also
   trained over the selected blocks, a quarter of those of 128 keys ({sparse}).
