@@ -184,6 +184,7 @@ def page(runs: Runs, names: list[str]) -> str:
     longest = plans[0]["windows"][-1][1]
     lengths = sorted({r["length"] for r in of(runs[0], "held_out")})
     c, msa = run["config"], run["config"]["msa"]
+    topk = msa["index_topk_blocks"]
     longer = "".join(
         f"\nIn windows of {n:,} bytes, {n / longest:g} times as long as in training:\n\n{losses(runs, n)}"
         for n in lengths
@@ -199,8 +200,8 @@ def page(runs: Runs, names: list[str]) -> str:
         told = f"There are {len(runs)} seeds"
         seeds = (
             f"{told}, of weights and of what is read in which order: numbers are means over seeds, with the standard\n"
-            "deviation between seeds behind ±. Differences from dense are those of the same seed and held-out windows. Plots have\n"
-            "a line style a seed for the losses of training, means for held-out losses, and else the first seed."
+            "deviation between seeds behind ±. Differences from dense are those of the same seed and held-out windows. Plots\n"
+            "have a line style a seed for the losses of training, means for held-out losses, and else the first seed."
         )
     sizes = (
         f"{c['num_layers']} layers of {c['num_heads']} query and {c['num_kv_heads']} KV heads (dim {c['head_dim']}), hidden "
@@ -224,6 +225,9 @@ are all the model's first choice. Half of the pairs of lines in a window are mor
 
 ## Held-out loss and recall
 
+A row says which model reads what: "dense" all keys, "msa {topk}" the {topk} blocks that the index branch selects,
+"window {topk}" the first block and the last ones, {topk} in all.
+
 {losses(runs, longest)}{longer}
 ![losses of training](byte-model-training.png)
 
@@ -233,15 +237,24 @@ are all the model's first choice. Half of the pairs of lines in a window are mor
 
 Of the {msa["index_topk_blocks"]} blocks with the largest attention mass, block recall is the share that is selected, and score
 recall the mass of these over the mass of all of them; mass read is the attention mass of all selected blocks, and of the best
-ones. All means are over queries that see more blocks than they read.
+ones. Shared with the next query is the share of a query's blocks that the query one byte later selects, too, which is what
+consecutive decode steps share; the union is how many blocks so many neighbouring queries read together; the next column is the
+share of queries that select the first block; heads share is the share of a head's blocks that the next head selects, too. All
+means are over queries that see more blocks than they read.
 
 {selections(runs)}
 ![selections](byte-model-selections.png)
 
 ## Low precision
 
+The arm "{NAMES["msa"]}" reads index keys, or keys and values, that were stored in a format, against the same model with
+16 bits; "stored" is the model as its file has it, int8 matrices. Blocks selected alike are the share of blocks that index keys
+of 16 bits select, too.
+
 {formats(runs)}
 ## Time of a step
+
+The median time of an optimizer step, forward, backward and the index loss of its stage included.
 
 {steps(runs)}
 ## The text
