@@ -94,10 +94,11 @@ def candidates(records: Records) -> str:
     reached = records.all("warmup done")[0]["reached"]
     size, rows = sizes_of(found)[0], []
     dense = loss["dense"]["loss"]
-    for name, value in reached.items():
-        row = [name, f"{value:.3f}"]
+    untrained = sorted({r["kind"] for r in found.values() if r["kind"].startswith("untrained")})
+    for name, value in [*reached.items(), *((kind, None) for kind in untrained)]:
+        row = [name, "" if value is None else f"{value:.3f}"]
         for percent in (12.5, 25.0):
-            variant = f"trained {name}, {percent:g} % of {size}"
+            variant = f"{name if value is None else f'trained {name}'}, {percent:g} % of {size}"
             r = found.get(variant)
             row.append("" if r is None else f"{r['block_recall']:.3f} / {r['score_recall']:.3f}")
             row.append(f"{100 * loss[variant]['change'] / dense:+.2f}" if variant in loss else "")

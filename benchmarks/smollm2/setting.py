@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.smollm2 import files
 from benchmarks.smollm2.candidates import TOY, Candidate, configuration, initial_branches, named
 from benchmarks.smollm2.one_key import Moments, collecting
-from openmsa.bench.record import append, environment
+from openmsa.bench.record import environment
 from openmsa.modules import IndexBranch, MSAConfig
 from openmsa.training.evaluate import hidden_states
 from openmsa.training.needle import Needle
@@ -52,7 +52,8 @@ class Study:
 
     def record(self, what: str, **values: Any) -> None:
         """Appends one record."""
-        append([rounded({"what": what, **values, "at_s": round(self.used, 1)})], self.out / "smollm2.jsonl")
+        with (self.out / "smollm2.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(rounded({"what": what, **values, "at_s": round(self.used, 1)})) + "\n")
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the context of forwards: bfloat16 products on a GPU."""

@@ -52,6 +52,9 @@ def everything(study: Study, steps: tuple[int, int]) -> None:
     save_branches(study, *next(x for x in going_on if x[0].own), "branches-own-keys")
     for candidate, branches in zip(study.candidates, made, strict=True):
         indexes.setdefault(f"~trained {candidate.name}", index_of(branches))
+    started = {c.kind: c for c in reversed(study.candidates) if c.start.startswith("one key")}
+    for kind, candidate in sorted(started.items()):
+        indexes[f"~untrained {kind}"] = index_of(study.branches(candidate))
     variants = attentions(study, indexes)
     for name, error in failures(study, {n: a for n, a in variants.items() if a.variant.kind != "dense"}).items():
         study.record("refused", variant=name, error=error)

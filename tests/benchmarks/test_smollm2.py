@@ -48,7 +48,9 @@ def test_a_whole_study_and_its_page(tiny, tmp_path, monkeypatch):
     arguments = [str(tmp_path / "smollm2.jsonl"), "--out", str(tmp_path / "docs"), "--name", "tiny"]
     monkeypatch.setattr("sys.argv", ["page", *arguments])
     page.main()
-    assert "trained one key 64 and norms + sparse" in (tmp_path / "docs/tiny.md").read_text()
+    written = (tmp_path / "docs/tiny.md").read_text()
+    assert "trained one key 64 and norms + sparse" in written
+    assert "| untrained one key |  |" in written
     for name in ("tiny-loss.png", "tiny-training.png"):
         assert (tmp_path / "docs" / name).read_bytes()[:4] == b"\x89PNG"
 
