@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""SGLang 0.5.16 itself, as far as an attention backend needs it: its hook registry, pair of backends, pools, batches and forward
-modes. The model runner around them is made up and has no model. Packages that SGLang imports and that are not installed get
+"""SGLang 0.5.16 itself, as far as an attention backend needs it: its hook registry, pair of backends, pools, batches and modes
+of a forward. The model runner around them is made up and has no model. Packages that SGLang imports and that are not there get
 modules in their place whose names do nothing."""
 
 from __future__ import annotations
