@@ -12,6 +12,7 @@ both. `--jit` leaves SGLang the kernels that it compiles with nvcc when it first
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 LAYERS = 6
+ITSELF = "tests.integrations.sglang_itself"
 SHAPES: list[tuple[int, int]] = [(4096, 0), (16384, 16384), (16384, 114688), (512, 32768)]
 """New tokens of a prompt, and tokens before them."""
 STEPS: list[tuple[int, int]] = [(1, 16384), (8, 16384), (32, 16384), (128, 8192)]
@@ -30,12 +32,10 @@ STEPS: list[tuple[int, int]] = [(1, 16384), (8, 16384), (32, 16384), (128, 8192)
 
 def engine(made: dict[str, Any], heads: int, kv_heads: int, a: argparse.Namespace) -> Any:
     """Returns an engine whose caches are full of random numbers, each request's pages in random order."""
-    from tests.integrations.sglang_itself import Engine
-
     context = 2 * 128 + max(max(new + before for new, before in a.shapes), max(length for _, length in a.steps))
     requests = max(batch for batch, _ in a.steps)
     slots = 128 * (2 * requests + max(context, *(batch * (length + 128) for batch, length in a.steps)) // 128)
-    e = Engine(
+    e = importlib.import_module(ITSELF).Engine(
         made, device=a.device, heads=heads, kv_heads=kv_heads, layers=tuple(range(LAYERS)), topk=16, context=context,
         requests=requests, slots=slots,
     )  # fmt: skip
@@ -140,9 +140,7 @@ def main() -> None:
     a.shapes, a.steps = ([(200, 0), (40, 2300)], [(2, 2300)]) if a.small else (SHAPES, STEPS)
     for name in ("SGLANG_OPT_USE_MINIMAX_DECODE_TOPK_RADIX", "SGLANG_OPT_USE_MINIMAX_FUSED_KV_INDEX_STORE"):
         os.environ[name] = str(int(a.jit))
-    from tests.integrations import sglang_itself
-
-    made = sglang_itself.load()
+    made = importlib.import_module(ITSELF).load()
     for heads in a.heads:
         e = engine(made, heads, 1 if heads == 16 else 4, a).start()
         pair = {
