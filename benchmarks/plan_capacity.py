@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from openmsa import DecodePlan, PagedIndexKeys, PagedKV
+from openmsa.block_scores import triton_route
 from openmsa.testing.timing import captured
 
 LAYERS, DIM, PAGE = 6, 128, 128
@@ -69,18 +70,14 @@ def main() -> None:
     a = p.parse_args()
     for heads, kv_heads in ((16, 1), (32, 4)):
         for batch, length in STEPS:
-            us = [step_us(heads, kv_heads, batch, length, times * length, a.repeat) for times in CAPACITIES]
-            row = {
-                "heads": heads,
-                "kv_heads": kv_heads,
-                "batch": batch,
-                "length": length,
-                "us": dict(zip(CAPACITIES, us, strict=True)),
-            }
-            with a.out.open("a") as f:
-                f.write(json.dumps(row) + "\n")
-            cells = ", ".join(f"{times} times {x:.1f} us" for times, x in zip(CAPACITIES, us, strict=True))
-            print(f"capacity {heads}/{kv_heads} {batch} x {length}: {cells}", flush=True)
+            row = {"heads": heads, "kv_heads": kv_heads, "batch": batch, "length": length}
+            for even in (False, True):
+                triton_route.EVEN_SPLITS = even
+                us = [step_us(heads, kv_heads, batch, length, times * length, a.repeat) for times in CAPACITIES]
+                with a.out.open("a") as f:
+                    f.write(json.dumps(row | {"even_splits": even, "us": dict(zip(CAPACITIES, us, strict=True))}) + "\n")
+                cells = ", ".join(f"{times} times {x:.1f} us" for times, x in zip(CAPACITIES, us, strict=True))
+                print(f"capacity {heads}/{kv_heads} {batch} x {length}, even splits {even}: {cells}", flush=True)
 
 
 if __name__ == "__main__":

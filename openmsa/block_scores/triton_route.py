@@ -46,6 +46,9 @@ def block_scores(
     return scores
 
 
+EVEN_SPLITS = False
+"""Splits of the scoring kernel share the blocks that the rows of a program see, not those that there is room for, where unseen ones
+may stay undefined. A plan for long contexts then cuts short ones as finely. It has not been timed on a GPU (`docs/log/engine.md`)."""
 SECTOR = 8
 """The scoring kernel writes so many scores at a time where it can."""
 
@@ -125,7 +128,8 @@ def launch(
         rows_in_words = in_words(view.rows, view.form)
         launch_kernel(lane_kernel, grid, queries, rows_in_words, *others, CHUNK=chosen.lanes, **constants)
     else:
-        launch_kernel(score_kernel, grid, queries, view.rows, keys.tma, *others, HOLD=chosen.hold, COLLECT=collect, **constants)
+        constants |= {"HOLD": chosen.hold, "COLLECT": collect, "EVEN": EVEN_SPLITS and visible is not None}
+        launch_kernel(score_kernel, grid, queries, view.rows, keys.tma, *others, **constants)
 
 
 def _tuned(

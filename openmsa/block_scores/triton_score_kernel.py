@@ -34,11 +34,12 @@ def score_kernel(
     q, keys, tma, table, bounds, scores, num_blocks, num_pages, capacity, max_keys, tiles_per_split,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr,
     PRODUCT: tl.constexpr, HOLD: tl.constexpr, FILL: tl.constexpr, COLLECT: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The grid is (splits, row tiles, batch * key heads); late rows, which see most keys, start first. HOLD: rows stay in
     registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are written eight
-    blocks, a sector, at a time. PDL: let the kernel behind this one be launched while this one runs."""
+    blocks, a sector, at a time. PDL: let the kernel behind this one be launched while this one runs. EVEN: the splits share the
+    tiles that the rows see, at most `tiles_per_split` each; those that nobody sees are nobody's, so that FILL must be False."""
     if PDL:
         gdc_launch_dependents()
     ROWS: tl.constexpr = PRODUCT.rows
@@ -53,6 +54,11 @@ def score_kernel(
     o_r, m_row, i_last, seen_by_all, seen_by_any = rows_of(i_m, q_len, k_len, offset, GROUP, ROWS)
     if scores.visible is not None:
         store_visible(scores.visible, q_start, o_r, m_row, i_last, i_split + i_h == 0, GROUP, CUT.block)
+    if EVEN:
+        STEP: tl.constexpr = 8 if COLLECT else CUT.parts
+        tiles_seen = tl.cdiv(seen_by_any, CUT.block * CUT.sub) * CUT.parts
+        even = tl.cdiv(tiles_seen, tl.num_programs(0) * STEP) * STEP
+        tiles_per_split = tl.minimum(tiles_per_split, tl.maximum(even, STEP))
     first, last, i_full, i_end = tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, CUT)
     page_row = table.ids
     if PAGING.mode != 0:
