@@ -46,9 +46,7 @@ def block_scores(
     return scores
 
 
-EVEN_SPLITS = False
-"""Splits of the scoring kernel share the blocks that the rows of a program see, not those that there is room for, where unseen ones
-may stay undefined. A plan for long contexts then cuts short ones as finely. It has not been timed on a GPU (`docs/log/engine.md`)."""
+EVEN_SPLITS = False  # Whether splits share what rows see, not what there is room for; not timed yet (`docs/log/engine.md`).
 SECTOR = 8
 """The scoring kernel writes so many scores at a time where it can."""
 
@@ -95,8 +93,7 @@ def launch(
     s_head, s_token, s_block = scores.stride()
     num_blocks, even = scores.shape[2], _in_sectors(scores)
     written = Scores(scores, s_head, s_token, s_block, visible)
-    hopper = runs_hopper_kernels(index_q.device)
-    tuned = _tuned(queries, keys, kind, tile, rows, group, even, device, pdl) if hopper else None
+    tuned = _tuned(queries, keys, kind, tile, rows, group, even, device, pdl) if runs_hopper_kernels(index_q.device) else None
     if tuned is not None:
         tuned(queries, keys, product, lengths, written, num_blocks, device)
         return
@@ -125,10 +122,10 @@ def launch(
     }
     others = view.table, lengths.bounds, written, *numbers
     if chosen.lanes:
-        rows_in_words = in_words(view.rows, view.form)
-        launch_kernel(lane_kernel, grid, queries, rows_in_words, *others, CHUNK=chosen.lanes, **constants)
+        launch_kernel(lane_kernel, grid, queries, in_words(view.rows, view.form), *others, CHUNK=chosen.lanes, **constants)
     else:
-        constants |= {"HOLD": chosen.hold, "COLLECT": collect, "EVEN": EVEN_SPLITS and visible is not None}
+        shared = step * tile.parts if EVEN_SPLITS and visible is not None else 0
+        constants |= {"HOLD": chosen.hold, "COLLECT": collect, "EVEN": shared}
         launch_kernel(score_kernel, grid, queries, view.rows, keys.tma, *others, **constants)
 
 

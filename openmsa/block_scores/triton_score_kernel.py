@@ -38,8 +38,7 @@ def score_kernel(
 ):  # fmt: skip
     """The grid is (splits, row tiles, batch * key heads); late rows, which see most keys, start first. HOLD: rows stay in
     registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are written eight
-    blocks, a sector, at a time. PDL: let the kernel behind this one be launched while this one runs. EVEN: the splits share the
-    tiles that the rows see, at most `tiles_per_split` each; those that nobody sees are nobody's, so that FILL must be False."""
+    blocks, a sector, at a time. PDL: let the kernel behind this one be launched while this one runs. EVEN: see below."""
     if PDL:
         gdc_launch_dependents()
     ROWS: tl.constexpr = PRODUCT.rows
@@ -54,11 +53,9 @@ def score_kernel(
     o_r, m_row, i_last, seen_by_all, seen_by_any = rows_of(i_m, q_len, k_len, offset, GROUP, ROWS)
     if scores.visible is not None:
         store_visible(scores.visible, q_start, o_r, m_row, i_last, i_split + i_h == 0, GROUP, CUT.block)
-    if EVEN:
-        STEP: tl.constexpr = 8 if COLLECT else CUT.parts
-        tiles_seen = tl.cdiv(seen_by_any, CUT.block * CUT.sub) * CUT.parts
-        even = tl.cdiv(tiles_seen, tl.num_programs(0) * STEP) * STEP
-        tiles_per_split = tl.minimum(tiles_per_split, tl.maximum(even, STEP))
+    if EVEN:  # The splits share the tiles that the rows see, EVEN at a time; nobody has the others, so that FILL must be False.
+        even = tl.cdiv(tl.cdiv(seen_by_any, CUT.block * CUT.sub) * CUT.parts, tl.num_programs(0) * EVEN) * EVEN
+        tiles_per_split = tl.minimum(tiles_per_split, tl.maximum(even, EVEN))
     first, last, i_full, i_end = tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, CUT)
     page_row = table.ids
     if PAGING.mode != 0:
