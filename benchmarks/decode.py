@@ -53,7 +53,7 @@ class Step:
             max_pages=self.table.shape[1], new_tokens=self.new, topk=TOPK, certified_keys=False, device=GPU,
         )  # fmt: skip
         if apart:
-            made._kernels.shared = []
+            made._kernels.shared = made._kernels.shared._replace(cuts=[None] * self.batch)
         return partial(made.run, self.q, self.kv, self.index_q, self.index_keys)
 
     def steps(self) -> Callable[[], Tensor]:

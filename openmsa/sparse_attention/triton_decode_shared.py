@@ -4,9 +4,10 @@
 
 A program serves up to eight tokens of one sequence and one KV head: their query heads are the rows of its tile. It makes the
 list of all blocks that these tokens selected, each once, with a bit for each token that did, and walks the list; rows of the
-other tokens leave a block out. Where the launch is split, the programs of a row tile take every `splits`-th block of the list,
-leave partials, and the last one merges them, as in `openmsa.sparse_attention.triton_decode`. Queries, keys and values are
-plain, 16 bits wide, keys and values in pages that hold whole blocks.
+other tokens leave a block out. All rows are multiplied with every block of the list, so tokens that differ much, whose list is
+long, are left to the kernel of `openmsa.sparse_attention.triton_decode`, which runs behind this one and finds a flag. Where the
+launch is split, the programs of a row tile take every `splits`-th block of the list, leave partials, and the last one merges
+them, as there. Queries, keys and values are plain, 16 bits wide, keys and values in pages that hold whole blocks.
 
 The constexprs SHAPE and CUT of the kernel are a `Shape` and a `Config` of this module. BM and BN are rows and keys of a tile.
 """
@@ -21,14 +22,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.kv_cache import PagedKV
+from openmsa.kv_cache import PagedKV, Stored
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, Selection
-from openmsa.primitives.queries import query_rows
+from openmsa.primitives.rows import query_rows
 from openmsa.primitives.softmax import UNSPLIT, Partials
-from openmsa.primitives.waiting import fetch_pages
+from openmsa.primitives.tiles import fetch_pages
+from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
-from openmsa.sparse_attention.triton_decode import merge
+from openmsa.sparse_attention.triton_decode import Served, merge
 from openmsa.sparse_attention.triton_decode_walk import Shape, pick
 
 MAX_ROWS = 128
@@ -41,13 +43,14 @@ class Config(NamedTuple):
     """Says how the work is cut; it is the constexpr CUT of the kernel.
 
     tokens:  tokens of a program, a power of two. rows: tokens x query heads of a group, padded. keys: keys of a tile.
-    splits:  programs that share the blocks of the tokens of a program.
+    splits:  programs that share the blocks of the tokens of a program. most: blocks of the longest list that is served.
     """
 
     tokens: int
     rows: int
     keys: int
     splits: int
+    most: int
     num_warps: int
     num_stages: int
 
@@ -56,11 +59,14 @@ def configure(
     batch: int, new_tokens: int, num_kv_heads: int, group: int, head_dim: int, topk: int, block_size: int, page_size: int,
     device: Device,
 ) -> Config | None:  # fmt: skip
-    """Chooses tokens, tiles and splits; None where tokens cannot share programs. It is a pure function."""
+    """Chooses tokens, tiles and splits; None where tokens cannot share programs, and where each token's program has a
+    multiprocessor of its own anyway. It is a pure function. A list of 9/16 of all selected blocks takes as long as reading them
+    apart (`docs/log/decode.md`)."""
     tokens = next_power_of_two(new_tokens)
     while tokens > 1 and (tokens * group > MAX_ROWS or tokens * next_power_of_two(topk) > MAX_LISTED):
         tokens //= 2
-    if tokens == 1 or head_dim > 128 or block_size & -block_size < 32 or page_size % block_size:
+    filled = batch * new_tokens * num_kv_heads > device.num_sms
+    if tokens == 1 or not filled or head_dim > 128 or block_size & -block_size < 32 or page_size % block_size:
         return None
     rows = max(16, next_power_of_two(tokens * group))
     keys = min(block_size & -block_size, 64)
@@ -68,7 +74,7 @@ def configure(
     splits = max(1, min(device.num_sms // programs, tokens * topk // 4))
     tile_bytes = 4 * keys * next_power_of_two(head_dim)  # one tile of keys and one of values
     stages = min(3, (device.shared_bytes - 2 * rows * head_dim) // tile_bytes)
-    return Config(tokens, rows, keys, splits, 8 if rows == 128 else 4, max(stages, 1))
+    return Config(tokens, rows, keys, splits, tokens * topk * 9 // 16, 8 if rows == 128 else 4, max(stages, 1))
 
 
 @triton.jit
@@ -107,15 +113,15 @@ def listed(p_ids, s_token, s_slot, tokens, seen, capacity, T: tl.constexpr, SLOT
 
 @triton.jit(do_not_specialize=["queries", "num_pages", "capacity"])
 def sparse_decode_shared_kernel(
-    q, k, v, blocks, table, bounds, out, partials, scale, queries, num_pages, capacity,
+    q, k, v, blocks, table, bounds, out, partials, served, scale, queries, num_pages, capacity,
     SHAPE: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attends, and merges partials, in a grid of (sequences * parts of their tokens, KV heads, splits) programs.
 
     q is `QueryRows`, k and v are `KeyRows`, blocks is `Selection`, table is `PageTable`, bounds is `Bounds` with seq_lens
-    alone, out is `Output`, and partials is `Partials`. A sequence has `queries` tokens, the last of its keys. num_pages and
-    capacity count the pool's pages and the keys that a row of the page table has room for. PDL: the kernel may start before the
-    one in front has ended, and waits for it."""
+    alone, out is `Output`, and partials is `Partials`. served: int32, whether each row tile has been served here. A sequence
+    has `queries` tokens, the last of its keys. num_pages and capacity count the pool's pages and the keys that a row of the
+    page table has room for. PDL: the kernel may start before the one in front has ended, and waits for it."""
     T: tl.constexpr = CUT.tokens
     BM: tl.constexpr = CUT.rows
     BN: tl.constexpr = CUT.keys
@@ -153,6 +159,11 @@ def sparse_decode_shared_kernel(
     seen = seq_len - queries + i_t0 + 1
     b_list, b_bits, n = listed(p_ids, blocks.s_token, blocks.s_slot, queries - i_t0, seen, capacity, T, SLOTS, SHAPE)
     o_c = tl.arange(0, T * SLOTS)
+    i_p = tl.program_id(0) * tl.num_programs(1) + i_h
+    serves = n <= CUT.most
+    tl.store(served + i_p, serves.to(tl.int32))  # All splits store the same.
+    if not serves:
+        return
     b_list = tl.where(o_c < n, b_list, 0)
     b_page = tl.load(p_table + b_list * BLOCK // PAGE * table.s_page, mask=o_c < n, other=-1)
     b_bits = tl.where((b_page >= 0) & (b_page < num_pages), b_bits, 0)
@@ -190,7 +201,6 @@ def sparse_decode_shared_kernel(
     # 5. Outputs are stored, or a partial, which the last program of the row tile merges with the others.
     done = True
     if CUT.splits > 1:
-        i_p = tl.program_id(0) * tl.num_programs(1) + i_h
         o_s = (i_p * CUT.splits + i_s) * BM + o_r
         b_part = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
         p_part = partials.rows + o_s[:, None].to(tl.int64) * D + o_d[None, :]
@@ -210,10 +220,39 @@ def sparse_decode_shared_kernel(
         tl.store(p_lse, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=m_r)
 
 
+class Shared(NamedTuple):
+    """Holds the cuts for steps of 1, 2, ... sequences, None where tokens do not share, and what launches of the largest leave.
+
+    served: int32, a flag for each row tile.
+    """
+
+    cuts: list[Config | None]
+    partials: Partials
+    served: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        max_batch: int,
+        shape: tuple[int, int, int, int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        shares: bool = True,
+    ) -> Shared:
+        """Makes room. shape: the arguments of `configure` from new_tokens to page_size. shares: whether tokens may share."""
+        (new_tokens, num_kv_heads, _, head_dim, *_), facts = shape, devices.facts(device)
+        cuts = [configure(batch, *shape, facts) if shares else None for batch in range(1, max_batch + 1)]
+        tiles = [(i + 1) * ceil_div(new_tokens, c.tokens) * num_kv_heads if c else 0 for i, c in enumerate(cuts)]
+        split = [n * c.splits for n, c in zip(tiles, cuts, strict=True) if c and c.splits > 1]
+        rows, most = max((c.rows for c in cuts if c), default=0), max(tiles, default=0)
+        partials = Partials.allocate(most, max(split, default=0), rows, head_dim, dtype, device)
+        return cls(cuts, partials, torch.empty(most, dtype=torch.int32, device=device))
+
+
 def launch(
     config: Config,
-    partials: Partials,
-    q: Tensor,
+    shared: Shared,
+    q: Tensor | Stored,
     kv: PagedKV,
     blocks: Tensor,
     new_tokens: int,
@@ -222,8 +261,9 @@ def launch(
     out: Tensor,
     lse: Tensor,
     pdl: bool = False,
-) -> None:
-    """Launches the kernel once, for exactly `new_tokens` tokens a sequence. pdl: as in `triton_decode.launch`."""
+) -> Served:
+    """Launches the kernel once, for exactly `new_tokens` tokens a sequence, and returns which of them it serves. pdl: as in
+    `triton_decode.launch`."""
     assert isinstance(kv.k, Tensor)
     assert isinstance(kv.v, Tensor)
     num_pages, num_kv_heads, page_size, head_dim = kv.k.shape
@@ -238,7 +278,8 @@ def launch(
         PageTable(kv.page_table, *kv.page_table.stride()),
         Bounds(None, None, kv.seq_lens, None),
         Output.of(out, lse),
-        partials if config.splits > 1 else UNSPLIT,
+        shared.partials if config.splits > 1 else UNSPLIT,
+        shared.served,
         softmax_scale,
         *(new_tokens, num_pages, kv.page_table.shape[1] * page_size),
         SHAPE=Shape(q.shape[1] // num_kv_heads, head_dim, next_power_of_two(head_dim), blocks.shape[2], block_size, page_size),
@@ -248,13 +289,4 @@ def launch(
         num_stages=config.num_stages,
         **({"launch_pdl": True} if pdl else {}),
     )
-
-
-def room(
-    configs: list[Config | None], new_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> Partials:
-    """Allocates what launches of `configs`, of one sequence, two, and so on, leave for merging."""
-    tiles = [(i + 1) * ceil_div(new_tokens, c.tokens) * num_kv_heads for i, c in enumerate(configs) if c]
-    split = [t * c.splits for t, c in zip(tiles, filter(None, configs), strict=True) if c.splits > 1]
-    rows = max((c.rows for c in configs if c), default=0)
-    return Partials.allocate(max(tiles, default=0), max(split, default=0), rows, head_dim, dtype, device)
+    return Served(shared.served, config.tokens)
