@@ -22,7 +22,7 @@ from triton.language.extra.cuda import globaltimer
 
 from openmsa.block_topk.triton_ids import ordered
 from openmsa.parallel.exchange import Choice
-from openmsa.primitives.waiting import absent, any_of, draw
+from openmsa.primitives.waiting import absent, any_of, draw, look, put
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 
 MOST_ENTRIES = 256
@@ -47,35 +47,6 @@ class Mailbox(NamedTuple):
 
 
 @triton.jit
-def _put(p_word, payload, tag, mask, WAIT: tl.constexpr):
-    """Writes words of int32 values and the launch's number into the memory of any rank."""
-    word = (tag.to(tl.int64) << 32) | (payload.to(tl.int64) & 0xFFFFFFFF)
-    if WAIT:
-        tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.b32 $0, 0;}",
-            "=r,l,l,r",
-            [p_word, word, mask.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        tl.store(p_word, word, mask=mask)
-
-
-@triton.jit
-def _look(p_word, WAIT: tl.constexpr):
-    """Reads words as they are now, whichever rank writes them."""
-    if WAIT:
-        word = tl.inline_asm_elementwise(
-            "ld.relaxed.sys.global.b64 $0, [$1];", "=l,l", [p_word], dtype=tl.int64, is_pure=False, pack=1
-        )
-    else:
-        word = tl.load(p_word)
-    return word
-
-
-@triton.jit
 def _stop_if(late):
     """Ends the kernel with an error if `late` is not 0."""
     tl.inline_asm_elementwise(
@@ -87,12 +58,12 @@ def _stop_if(late):
 def _await(p_word, tag, mask, limit, WAIT: tl.constexpr):
     """Returns the int32 values of words when all that the mask asks for have come. limit: nanoseconds of patience. Addresses
     outside the mask are read too."""
-    word = _look(p_word, WAIT)
+    word = look(p_word, WAIT, "sys")
     if WAIT:
         start = globaltimer()
         while any_of(absent(word, tag, mask)):
             _stop_if((globaltimer() - start > limit).to(tl.int32))
-            word = _look(p_word, WAIT)
+            word = look(p_word, WAIT, "sys")
     return word.to(tl.int32)
 
 
@@ -127,8 +98,8 @@ def choose_kernel(
         to = ((half + RANK) * room + i_row) * (2 * TOPK_PAD) + o_k
         for peer in tl.static_range(RANKS):
             p_peer = tl.load(mail.peers + peer).to(tl.pointer_type(tl.int64)) + to
-            _put(p_peer, b_score.to(tl.int32, bitcast=True), tag, o_k < TOPK_PAD, WAIT)
-            _put(p_peer + TOPK_PAD, named, tag, o_k < TOPK_PAD, WAIT)
+            put(p_peer, b_score, tag, o_k < TOPK_PAD, WAIT, "sys")
+            put(p_peer + TOPK_PAD, named, tag, o_k < TOPK_PAD, WAIT, "sys")
     if GET:
         # 2. Those of all ranks come; one more source stands for the forced blocks.
         o_e = tl.arange(0, SOURCES * TOPK_PAD)
@@ -207,8 +178,8 @@ def merge_kernel(
         for peer in tl.static_range(RANKS):
             if peer != RANK:
                 p_peer = tl.load(mail.peers + peer).to(tl.pointer_type(tl.int64)) + (half + RANK) * room * (PAIRS + 1)
-                _put(p_peer + o_word, b_part, tag, m_rd, WAIT)
-                _put(p_peer + o_first * (PAIRS + 1) + PAIRS, b_lse.to(tl.int32, bitcast=True), tag, m_r, WAIT)
+                put(p_peer + o_word, b_part, tag, m_rd, WAIT, "sys")
+                put(p_peer + o_first * (PAIRS + 1) + PAIRS, b_lse, tag, m_r, WAIT, "sys")
     # 2. All are merged in the order of ranks.
     if GET:
         m_i, l_i = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
