@@ -122,7 +122,7 @@ def spread_caches(p, rank, size, page, formats=("plain", "plain")):
     return kv, index
 
 
-def chunked(group, rank, size, chunks, order, dtype, device, sizes, options, page, formats=("plain", "plain")):
+def chunked(group, rank, size, chunks, order, dtype, device, sizes, options, page, formats=("plain", "plain"), moves="keys"):
     """Prompts that come in chunks, to caches in any format: results of one rank that has caches of these formats."""
     lengths = [sum(new) for new in zip(*chunks, strict=True)]
     p = problem(lengths, lengths, dtype=dtype, seed=page, **sizes).to(device)
@@ -139,7 +139,7 @@ def chunked(group, rank, size, chunks, order, dtype, device, sizes, options, pag
         lens = type(p.seqs).from_lengths(new, [c + n for c, n in zip(cached, new, strict=True)], device)
         honest = msa_attention(q, whole[0], None, index_q, whole[1], seqs=lens, return_lse=True, **options)
         mine = [shards.shard(x, rank) for x in (q, k, v, index_q, index_k)]
-        caches = {"kv": kv, "index_keys": index, "cached": cached}
+        caches = {"kv": kv, "index_keys": index, "cached": cached, "moves": moves}
         out, lse = context_attention(*mine, shards, group=group, return_lse=True, **caches, **options)
         for name, result, one in (("out", out, honest[0]), ("lse", lse, honest[1])):
             torch.testing.assert_close(result, shards.shard(one, rank), atol=2e-5, rtol=2e-5, msg=f"{name} of chunk {new}")
