@@ -69,8 +69,22 @@ class Symmetric:
             triton_exchange.launch_choose(scores, ids, visible_blocks, blocks, mine, room.mail, room.rows, choice, self._reach)
         return blocks, mine
 
-    def merge(self, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-        """See `openmsa.parallel.exchange.Collectives.merge`."""
+    def select(
+        self, scores: Tensor, held: Tensor, visible_blocks: Tensor, choice: Choice, pdl: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Finds the rank's best blocks and does what `choose` does, in one launch. scores: float32, last stride 1. held: int32
+        ``[total_q]``, blocks of the rank that each query sees. pdl: the launch waits for the one in front inside."""
+        from openmsa.parallel import triton_exchange
+
+        shape = (scores.shape[1], scores.shape[0], choice.topk)
+        blocks, mine = (torch.empty(shape, dtype=torch.int32, device=scores.device) for _ in range(2))
+        room = self._room("choose", triton_exchange.choice_words(1, choice.topk, self._ranks.size), shape[0] * shape[1])
+        places = (scores, held, visible_blocks, blocks, mine, room.mail, room.rows, choice, self._reach)
+        triton_exchange.launch_select(*places, pdl=pdl)
+        return blocks, mine
+
+    def merge(self, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, pdl: bool = False) -> None:
+        """See `openmsa.parallel.exchange.Collectives.merge`. pdl: as for `select`."""
         if part.dtype not in (torch.float16, torch.bfloat16):
             raise NotImplementedError(f"exchange must be 'collective' where q has no 16-bit results, got {part.dtype}")
         from openmsa.parallel import triton_exchange
@@ -78,7 +92,7 @@ class Symmetric:
         if part_lse.numel():
             words = triton_exchange.merge_words(1, part.shape[2], self._ranks.size)
             room = self._room("merge", words, part_lse.numel())
-            triton_exchange.launch_merge(part, part_lse, out, lse, room.mail, room.rows, self._reach)
+            triton_exchange.launch_merge(part, part_lse, out, lse, room.mail, room.rows, self._reach, pdl=pdl)
 
     def _room(self, use: str, words: int, rows: int) -> _Room:
         """Returns memory for `rows` rows of so many words each."""

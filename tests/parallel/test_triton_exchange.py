@@ -2,17 +2,21 @@
 """The kernels of the symmetric exchange do what the collectives do: in the interpreter every rank puts its words, then each
 gets them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from openmsa.parallel import exchange, symmetric, triton_exchange
+from openmsa.parallel import ContextDecodePlan, chain, exchange, symmetric, triton_exchange
 from openmsa.parallel.exchange import Choice
 from openmsa.parallel.ranks import Ranks
 from openmsa.parallel.symmetric import Symmetric
 from openmsa.parallel.triton_exchange import FIRST_LAUNCH, Mailbox, Reach
 from openmsa.testing.compare import assert_close, assert_equal
+from openmsa.testing.inputs import problem
+from tests.parallel import cases
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -57,7 +61,9 @@ def candidates(ranks, heads, tokens, blocks, topk, visible, page_blocks, seed):
     ("ranks", "heads", "topk", "init", "local", "page_blocks"),
     [(2, 2, 4, 0, 1, 1), (3, 1, 5, 1, 2, 2), (4, 2, 16, 0, 0, 1), (2, 1, 1, 1, 0, 1), (1, 2, 8, 3, 3, 4), (8, 1, 16, 2, 1, 1)],
 )
-def test_choose(ranks, heads, topk, init, local, page_blocks):
+@pytest.mark.parametrize("fused", [False, True])
+def test_choose(ranks, heads, topk, init, local, page_blocks, fused):
+    """fused: the kernel that finds the candidates sends them too."""
     from openmsa.block_topk import reference
 
     tokens, choice = 5, Choice(topk, init, local, page_blocks)
@@ -71,9 +77,14 @@ def test_choose(ranks, heads, topk, init, local, page_blocks):
         for put in (True, False):
             open_launch(launch)
             for rank, (scores, ids, _) in enumerate(offers):
-                triton_exchange.launch_choose(
-                    scores, ids, visible, *results[rank], mail[rank], room, choice, Reach(rank, ranks, 0), put=put, get=not put
-                )
+                to = (*results[rank], mail[rank], room, choice, Reach(rank, ranks, 0), put, not put)
+                if fused:
+                    of_rank = torch.arange(blocks)
+                    of_rank = of_rank[of_rank // page_blocks % ranks == rank]
+                    held = (of_rank < visible[:, None]).sum(1, dtype=torch.int32)
+                    triton_exchange.launch_select(scores, held, visible, *to)
+                else:
+                    triton_exchange.launch_choose(scores, ids, visible, *to)
         page, in_page = wanted // page_blocks, wanted % page_blocks
         for rank, (blocks_of_all, mine) in enumerate(results):
             assert_equal("blocks", blocks_of_all, wanted)
@@ -160,3 +171,28 @@ def test_memory_that_graphs_write_to_is_kept(monkeypatch):
 def test_many_candidates_are_refused():
     assert triton_exchange.refuse_choice(16, 8) is None
     assert "must be at most 256, got 512" in triton_exchange.refuse_choice(64, 4)
+
+
+@pytest.mark.parametrize("new", [1, 2])
+def test_a_chain_of_launches_gives_what_stages_give(monkeypatch, new):
+    """One rank runs the four launches of a layer, and finds what the stages find."""
+    lens, options = (300, 40, 0, 129), {"topk": 3, "block_size": 16, "init_blocks": 1}
+    p = problem([new] * 4, lens, dtype=torch.bfloat16, **cases.SMALL)
+    kv, index = cases.spread_caches(p, 0, 1, 32)
+    arguments = {"seq_lens": torch.tensor(lens, dtype=torch.int32), "page_table": kv.page_table, "page_size": 32}
+    plan = ContextDecodePlan(**arguments, new_tokens=new, **options)
+    blocks, lse = plan.select(p.index_q, index.keys), torch.empty(p.q.shape[:2])
+    out = plan.attend(p.q, kv.k, kv.v, lse=lse)
+
+    def room(self, use, words, rows):
+        return SimpleNamespace(mail=mailboxes(1, words * rows)[0][0], rows=rows)
+
+    monkeypatch.setattr(Symmetric, "_room", room)
+    monkeypatch.setattr(chain, "CHAINED", True)
+    monkeypatch.setattr(chain.SCORING, "choice", lambda *_: SimpleNamespace(name="triton"))
+    plan._chain = chain.Chain(Symmetric(Ranks(None, 0, 1), torch.device("cpu"), 1.0), plan._token_lens, 16)
+    assert_equal("blocks", plan.select(p.index_q, index.keys), blocks)
+    chained_lse = torch.full_like(lse, torch.nan)
+    chained = plan.attend(p.q, kv.k, kv.v, lse=chained_lse)
+    torch.testing.assert_close(chained, out, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(chained_lse, lse, atol=1e-2, rtol=1e-2)
