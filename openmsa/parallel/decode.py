@@ -210,7 +210,9 @@ class ContextDecodePlan:
                 raise ValueError(f"{name} must be contiguous, {expected}, got {got} with strides {given.stride()}")
         kv = PagedKV(k, v, self._table, self._token_lens)
         if self._chain is not None and self._chain.attends(q, kv):
-            scale = check_sparse(q, kv, None, self._mine, self._attention._layout, self.block_size, self.softmax_scale, True, False)[6]
+            scale = check_sparse(
+                q, kv, None, self._mine, self._attention._layout, self.block_size, self.softmax_scale, True, False
+            )[6]
             self._chain.attend(q, kv, self._mine, scale, out, lse)
             return out
         self._attention.attend(q, k, v, self._mine, out=part, lse=part_lse)

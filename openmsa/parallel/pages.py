@@ -60,7 +60,9 @@ def _places(
 ) -> Places:
     stripes, ranks = PageStripes(shards.ranks, page_size), shards.ranks
     filled = [-(-n // page_size) for n in cached]
-    spans = [[(pages_of(s, r, ranks), pages_of(n, r, ranks)) for s, n in zip(skipped, filled, strict=True)] for r in range(ranks)]
+    spans = [
+        [(pages_of(s, r, ranks), pages_of(n, r, ranks)) for s, n in zip(skipped, filled, strict=True)] for r in range(ranks)
+    ]
     held = [[stop - start for start, stop in of_rank] for of_rank in spans]
     most = max(map(sum, held))
     first = [list(accumulate(of_rank, initial=r * most)) for r, of_rank in enumerate(held)]

@@ -28,7 +28,7 @@ from openmsa.runtime.dispatch import check_name
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.types import Layout, Sequences
 
-MOVES = ("keys", "queries")
+MOVES: tuple[Literal["keys"], Literal["queries"]] = ("keys", "queries")
 
 
 @overload

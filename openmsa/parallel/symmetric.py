@@ -69,9 +69,7 @@ class Symmetric:
             triton_exchange.launch_choose(scores, ids, visible_blocks, blocks, mine, room.mail, room.rows, choice, self._reach)
         return blocks, mine
 
-    def select(
-        self, scores: Tensor, held: Tensor, visible_blocks: Tensor, choice: Choice, pdl: bool
-    ) -> tuple[Tensor, Tensor]:
+    def select(self, scores: Tensor, held: Tensor, visible_blocks: Tensor, choice: Choice, pdl: bool) -> tuple[Tensor, Tensor]:
         """Finds the rank's best blocks and does what `choose` does, in one launch. scores: float32, last stride 1. held: int32
         ``[total_q]``, blocks of the rank that each query sees. pdl: the launch waits for the one in front inside."""
         from openmsa.parallel import triton_exchange

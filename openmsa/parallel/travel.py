@@ -68,7 +68,9 @@ def _far_of(
     pages = tuple(n // page_size for n in cached)
     lengths = torch.tensor(shards.lengths, dtype=torch.int64)
     of_token = torch.tensor(pages, dtype=torch.int32).repeat_interleave(lengths)
-    position = torch.cat([torch.arange(0), *(torch.arange(old, old + n) for old, n in zip(cached, shards.lengths, strict=True))])
+    position = torch.cat(
+        [torch.arange(0), *(torch.arange(old, old + n) for old, n in zip(cached, shards.lengths, strict=True))]
+    )
     rows = shards.rows(rank)
     visible = (position[rows] // block_size + 1).int()
     here = [pages_of(n, rank, shards.ranks) * page_size for n in pages]
@@ -103,7 +105,9 @@ def travelling(
     far = far_of(shards, cached, kv.page_size, block_size, ranks.rank, device)
     # 1. Index queries set out, then the near keys, and the queries.
     index_queries = Gathering(index_q, shards, ranks)
-    source = Paged(k, v, index_k, kv, index_keys, places(shards, cached, kv.page_size, ranks.rank, device, far.pages), shards, ranks)
+    source = Paged(
+        k, v, index_k, kv, index_keys, places(shards, cached, kv.page_size, ranks.rank, device, far.pages), shards, ranks
+    )
     queries = Gathering(q, shards, ranks)
     # 2. Candidates among far blocks go to the ranks of their queries, and are merged with those among near ones.
     choice = Choice(selection.topk, selection.init_blocks, selection.local_blocks, kv.page_size // block_size)

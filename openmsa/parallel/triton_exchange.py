@@ -335,7 +335,10 @@ def launch_choose(
     kernel one after the other."""
     heads, total_q, _ = scores.shape
     how, operands = How.of(heads, choice, reach), (scores, ids, visible, blocks, mine, mail)
-    numbers, constants = (scores.stride(0), scores.stride(1), room, reach.limit), {"PUT": put, "GET": get, "WAIT": scores.is_cuda}
+    numbers, constants = (
+        (scores.stride(0), scores.stride(1), room, reach.limit),
+        {"PUT": put, "GET": get, "WAIT": scores.is_cuda},
+    )
     launch_kernel(choose_kernel, (total_q * heads,), *operands, *numbers, HOW=how, **constants, num_warps=how.warps)
 
 
