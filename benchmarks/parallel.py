@@ -183,8 +183,7 @@ def chunk(case: Case, rank: int, ranks: int) -> dict[str, Any]:
     kv = PagedKV(spread_pools[0], spread_pools[1], own, before_here.clone())
     index = PagedIndexKeys(spread_pools[2], own.clone(), before_here.clone())
     whole = PagedKV(pools[0], pools[1], table, before.clone()), PagedIndexKeys(pools[2], table.clone(), before.clone())
-    starts = (torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (new, case.keys))
-    seqs = Sequences(*starts, max_seqlen_q=new, max_seqlen_k=case.keys)
+    seqs = Sequences.from_lengths((new,), (case.keys,), "cuda")
 
     def on_one() -> Tensor:
         for cache in whole:

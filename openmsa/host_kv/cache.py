@@ -130,12 +130,6 @@ class HostKV(Paged):
     def pools(self) -> Mapping[str, Tensor | Stored]:
         return {"k": self.k, "v": self.v}
 
-    def sequences(self, first: int, last: int) -> Self:
-        """Gives sequences `first` up to `last` alone, with the same pools and block cache."""
-        some = copy.copy(self)
-        some.page_table, some.seq_lens = self.page_table[first:last], self.seq_lens[first:last]
-        return some
-
     @property
     def device(self) -> torch.device:
         """Steps run on this device."""
