@@ -31,6 +31,12 @@ def test_prefill(world, size, order):
     world.run(size, cases.prefill, size, (700, 65), order, torch.bfloat16, "cuda", cases.WIDE, FORCED, True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_backward(world, dtype):
+    """The second sequence has fewer tokens than there are ranks, and the third none."""
+    world.run(2, cases.rounded_backward, 2, (1500, 1, 0, 333), dtype, "cuda", cases.WIDE, OPTIONS | {"topk": 4})
+
+
 @pytest.mark.parametrize("moves", ["keys", "queries"])
 def test_chunks_with_caches(world, moves):
     chunks = ((400, 50, 0), (500, 0, 200), (3, 600, 1))

@@ -51,6 +51,11 @@ def test_backward(world, lengths, order):
     world.run(3, cases.backward, 3, lengths, order, "cpu", cases.SMALL, OPTIONS)
 
 
+def test_rounded_backward(world):
+    for dtype in (torch.float32, torch.bfloat16):
+        world.run(2, cases.rounded_backward, 2, (150, 1, 0, 33), dtype, "cpu", cases.SMALL, OPTIONS)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_chunks_with_caches(world, size):
     chunks = ((40, 5, 0), (50, 0, 20), (0, 0, 13), (3, 60, 1))
