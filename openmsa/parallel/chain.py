@@ -12,9 +12,11 @@ from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
 from openmsa.block_scores.triton_route import launch as launch_scores
+from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_topk import MAX_BLOCKS
+from openmsa.decode.kernels import BOUNDS_PAY
 from openmsa.inputs import ScoringCall
-from openmsa.kv_cache import PagedKV, Stored
+from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV, Stored
 from openmsa.parallel.exchange import Choice
 from openmsa.parallel.symmetric import Symmetric
 from openmsa.primitives.rows import KeyTiles
@@ -22,6 +24,7 @@ from openmsa.primitives.scoring import Lengths
 from openmsa.primitives.softmax import Partials
 from openmsa.primitives.tiles import Tile
 from openmsa.runtime import devices
+from openmsa.runtime.launch import ceil_div
 from openmsa.sparse_attention import triton_decode
 from openmsa.sparse_attention.triton_decode_walk import refuse
 
@@ -35,6 +38,7 @@ class Chain:
     def __init__(self, exchange: Symmetric, lens: Tensor, block_size: int) -> None:
         self._exchange, self._lens, self._block_size = exchange, lens, block_size
         self._pdl = devices.has_pdl(lens.device)
+        self._workspaces: dict[tuple[int, int], triton_certified.Workspace] = {}
         self._cuts: dict[tuple[Any, ...], tuple[triton_decode.Config, Partials]] = {}
 
     def selects(self, call: ScoringCall) -> bool:
@@ -51,6 +55,37 @@ class Chain:
         keys, lengths = KeyTiles.of(call.index_k, tile, device), Lengths.of(call.seqs)
         launch_scores(call.index_q, keys, tile, lengths, scores, torch.empty_like(held), device, self._pdl)
         return self._exchange.select(scores, held, visible, choice, self._pdl)
+
+    def bounds(self, keys: PagedIndexKeys, call: ScoringCall, choice: Choice) -> triton_certified.Selection | None:
+        """Returns what reads int8 halves of certified keys first, and exact ones of the blocks that they leave open; None where
+        that cannot be or does not pay."""
+        index_q, seqs, size = call.index_q, call.seqs, call.block_size
+        (total_q, heads, dim), num_blocks = index_q.shape, seqs.num_blocks(size)
+        if not isinstance(keys.keys, CertifiedKeys) or not isinstance(index_q, Tensor) or seqs.max_seqlen_q > 1:
+            return None
+        rows, walks = heads // keys.num_heads, seqs.batch * keys.num_heads
+        if 2 * walks * keys.capacity * dim <= BOUNDS_PAY:
+            return None
+        if not triton_certified.certifies(rows, num_blocks, choice.topk, total_q * heads, walks, size):
+            return None
+        if triton_certified.refuse(index_q, keys, seqs, size, choice.topk, 0, 0) is not None:
+            return None
+        if (rows, walks) not in self._workspaces:
+            made = triton_certified.Workspace.allocate(total_q, heads, rows, walks, num_blocks, size, index_q.device)
+            self._workspaces[rows, walks] = made
+        workspace = self._workspaces[rows, walks]
+        return triton_certified.Selection(index_q, keys.keys, keys.page_table, Lengths.of(seqs), size, workspace)
+
+    def select_certified(self, bounds: triton_certified.Selection, visible: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+        """Does what `select` does, by way of bounds: four launches in place of two, for about half of the bytes."""
+        total_q, heads, _ = bounds.index_q.shape
+        bounds.bound()
+        bounds.score_open(choice.topk, 0, 0)
+        held = bounds.workspace
+        rows = (total_q, heads, ceil_div(bounds.lengths.max_seqlen_k, bounds.block_size))
+        count = total_q * heads * rows[2]
+        scores, opened = (x[:count].view(rows).transpose(0, 1) for x in (held.scores, held.open_blocks))
+        return self._exchange.select(scores, held.rescored, visible, choice, self._pdl, opened)
 
     def attends(self, q: Tensor | Stored, kv: PagedKV) -> bool:
         """Tells whether a checked layer is attended to here."""

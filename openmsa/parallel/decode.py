@@ -170,7 +170,11 @@ class ContextDecodePlan:
         checks.size("index_q", index_q, 0, self.total_q, "batch * new_tokens of the plan")
         with torch.no_grad():
             if self._chain is not None and self._chain.selects(call):
-                blocks, self._mine = self._chain.select(call, self._visible_here, self._visible, self._choice)
+                bounds = self._chain.bounds(keys, call, self._choice)
+                if bounds is not None:
+                    blocks, self._mine = self._chain.select_certified(bounds, self._visible, self._choice)
+                else:
+                    blocks, self._mine = self._chain.select(call, self._visible_here, self._visible, self._choice)
                 return blocks
             scores = SCORING.run(self.impl, call)
             ids = SCORES_STAGE.run(self.impl, TopkCall(scores, self.topk, self._visible_here, 0, 0))

@@ -69,16 +69,25 @@ class Symmetric:
             triton_exchange.launch_choose(scores, ids, visible_blocks, blocks, mine, room.mail, room.rows, choice, self._reach)
         return blocks, mine
 
-    def select(self, scores: Tensor, held: Tensor, visible_blocks: Tensor, choice: Choice, pdl: bool) -> tuple[Tensor, Tensor]:
+    def select(
+        self,
+        scores: Tensor,
+        held: Tensor,
+        visible_blocks: Tensor,
+        choice: Choice,
+        pdl: bool,
+        opened: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Finds the rank's best blocks and does what `choose` does, in one launch. scores: float32, last stride 1. held: int32
-        ``[total_q]``, blocks of the rank that each query sees. pdl: the launch waits for the one in front inside."""
+        ``[total_q]``, blocks of the rank that each query sees. pdl: the launch waits for the one in front inside. opened: as in
+        `select_kernel` of `openmsa.parallel.triton_exchange`."""
         from openmsa.parallel import triton_exchange
 
         shape = (scores.shape[1], scores.shape[0], choice.topk)
         blocks, mine = (torch.empty(shape, dtype=torch.int32, device=scores.device) for _ in range(2))
         room = self._room("choose", triton_exchange.choice_words(1, choice.topk, self._ranks.size), shape[0] * shape[1])
         places = (scores, held, visible_blocks, blocks, mine, room.mail, room.rows, choice, self._reach)
-        triton_exchange.launch_select(*places, pdl=pdl)
+        triton_exchange.launch_select(*places, pdl=pdl, opened=opened)
         return blocks, mine
 
     def merge(self, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, pdl: bool = False) -> None:

@@ -116,12 +116,16 @@ def _offer(mail, i_row, half, tag, named, b_score, room, HOW: tl.constexpr, WAIT
 
 
 @triton.jit
-def _offer_best(ids, scores, mail, i_row, half, tag, s_head, s_token, room, HOW: tl.constexpr, WAIT: tl.constexpr):
-    """Sends a row's candidates, whose ids the rank counts among its own blocks, to every rank."""
+def _offer_best(ids, scores, opened, mail, i_row, half, tag, s_head, s_token, room, HOW: tl.constexpr, WAIT: tl.constexpr):
+    """Sends a row's candidates, whose ids the rank counts among its own blocks, to every rank. opened: the id at each place of
+    a row of scores, of which `ids` then are places; None: ids are places."""
     o_k = tl.arange(0, HOW.topk_pad)
     b_id = tl.load(ids + i_row.to(tl.int64) * HOW.topk + o_k, mask=o_k < HOW.topk, other=-1)
     p_score = scores + (i_row % HOW.heads).to(tl.int64) * s_head + (i_row // HOW.heads).to(tl.int64) * s_token + b_id
     b_score = tl.load(p_score, mask=b_id >= 0, other=float("-inf")).to(tl.float32)
+    if opened is not None:
+        p_id = opened + (i_row % HOW.heads).to(tl.int64) * s_head + (i_row // HOW.heads).to(tl.int64) * s_token + b_id
+        b_id = tl.load(p_id, mask=b_id >= 0, other=-1)
     named = (b_id // HOW.page_blocks * HOW.ranks + HOW.rank) * HOW.page_blocks + b_id % HOW.page_blocks
     _offer(mail, i_row, half, tag, tl.where(b_id < 0, -1, named), b_score, room, HOW, WAIT)
 
@@ -186,20 +190,22 @@ def choose_kernel(
     i_row, tag = draw(mail.counter, tl.num_programs(0))
     half = (tag & 1).to(tl.int64) * HOW.ranks
     if PUT:
-        _offer_best(ids, scores, mail, i_row, half, tag, s_head, s_token, room, HOW, WAIT)
+        _offer_best(ids, scores, None, mail, i_row, half, tag, s_head, s_token, room, HOW, WAIT)
     if GET:
         _choose(visible, blocks, mine, mail, i_row, half, tag, room, limit, HOW, WAIT)
 
 
 @triton.jit(do_not_specialize=["s_head", "s_token", "room", "limit", "num_blocks"])
 def select_kernel(
-    scores, held, ids, visible, blocks, mine, mail, s_head, s_token, room, limit, num_blocks,
+    scores, opened, held, ids, visible, blocks, mine, mail, s_head, s_token, room, limit, num_blocks,
     HOW: tl.constexpr, REPS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr, PUT: tl.constexpr, GET: tl.constexpr,
     WAIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Does what `openmsa.block_topk.triton_topk.topk_kernel` and then `choose_kernel` do, row by row, in one launch.
 
-    held: int32 ``[total_q]``, how many of the rank's blocks each query sees. ids: where candidates are written. EARLY: a whole
+    held: int32 ``[total_q]``, how many of the rank's blocks each query sees. opened: None; or int32, laid out as scores, the
+    ascending ids of the blocks that scores belong to, of which ``held [total_q * heads]`` then says how many there are in each
+    row. ids: where candidates are written. EARLY: a whole
     row of scores is read, without waiting to know how many blocks it sees. PDL: the kernel starts while scores are written.
     """
     i_row, tag = draw(mail.counter, tl.num_programs(0))
@@ -211,7 +217,7 @@ def select_kernel(
         gdc_wait()
         gdc_launch_dependents()
     if PUT:
-        seen = tl.minimum(tl.load(held + i_row // HOW.heads), num_blocks)
+        seen = tl.minimum(tl.load(held + (i_row // HOW.heads if opened is None else i_row)), num_blocks)
         o_r, o_c = tl.arange(0, REPS)[:, None] * COLS, tl.arange(0, COLS)[None, :]
         p_s = scores + (i_row // HOW.heads).to(tl.int64) * s_token + (i_row % HOW.heads).to(tl.int64) * s_head + (o_r + o_c)
         m_seen = o_r < seen - o_c
@@ -224,7 +230,7 @@ def select_kernel(
         write_ids(p_ids, words, COLS)
         tl.store(p_ids + o_k, -1, mask=(o_k < TOPK) & (o_k >= n_best))
         tl.debug_barrier()  # Threads read the ids that others wrote.
-        _offer_best(ids, scores, mail, i_row, half, tag, s_head, s_token, room, HOW, WAIT)
+        _offer_best(ids, scores, opened, mail, i_row, half, tag, s_head, s_token, room, HOW, WAIT)
     if GET:
         _choose(visible, blocks, mine, mail, i_row, half, tag, room, limit, HOW, WAIT)
 
@@ -355,16 +361,19 @@ def launch_select(
     put: bool = True,
     get: bool = True,
     pdl: bool = False,
+    opened: Tensor | None = None,
 ) -> None:
     """Takes the best blocks of scores ``[heads, total_q, blocks of the rank]``, last stride 1, of which each query sees `held`,
-    and does what `launch_choose` does. pdl: the launch waits for the one in front inside its kernel."""
+    and does what `launch_choose` does. pdl: the launch waits for the one in front inside its kernel. opened: as in
+    `select_kernel`."""
     heads, total_q, num_blocks = scores.shape
     how, ids, row = How.of(heads, choice, reach), torch.empty_like(mine), row_constants(num_blocks)
     row["num_warps"] = max(row["num_warps"], how.warps)
     launch_kernel(
         select_kernel,
         (total_q * heads,),
-        *(scores, held, ids, visible, blocks, mine, mail, scores.stride(0), scores.stride(1), room, reach.limit, num_blocks),
+        *(scores, opened, held, ids, visible, blocks, mine, mail),
+        *(scores.stride(0), scores.stride(1), room, reach.limit, num_blocks),
         HOW=how,
         EARLY=total_q * heads <= EARLY_ROWS,
         PUT=put,

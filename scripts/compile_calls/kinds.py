@@ -253,7 +253,8 @@ class Exchange(NamedTuple):
         for blocks in (512, 8192):
             scores = empty((tokens, 4, blocks), torch.float32).transpose(0, 1)
             places = (scores, visible, visible.clone(), ids.clone(), ids.clone(), mail, 128, choice, reach)
-            triton_exchange.launch_select(*places, pdl=devices.has_pdl(GPU))
+            for opened in (None, scores.view(torch.int32)):
+                triton_exchange.launch_select(*places, pdl=devices.has_pdl(GPU), opened=opened)
         part, lse = rows(self.dtype, tokens, 64, self.dim), empty((tokens, 64), torch.float32)
         places = (part, lse, part.clone(), lse.clone(), mail, 2048, reach)
         triton_exchange.launch_merge(*places)

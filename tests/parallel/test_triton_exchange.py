@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from openmsa.block_topk.triton_certified import Selection
 from openmsa.parallel import ContextDecodePlan, chain, exchange, symmetric, triton_exchange
 from openmsa.parallel.exchange import Choice
 from openmsa.parallel.ranks import Ranks
@@ -173,15 +174,15 @@ def test_many_candidates_are_refused():
     assert "must be at most 256, got 512" in triton_exchange.refuse_choice(64, 4)
 
 
-@pytest.mark.parametrize("new", [1, 2])
-def test_a_chain_of_launches_gives_what_stages_give(monkeypatch, new):
-    """One rank runs the four launches of a layer, and finds what the stages find."""
+@pytest.mark.parametrize(("new", "index"), [(1, "plain"), (2, "plain"), (1, "certified")])
+def test_a_chain_of_launches_gives_what_stages_give(monkeypatch, new, index):
+    """One rank runs the four launches of a layer, or six by way of bounds, and finds what the stages find."""
     lens, options = (300, 40, 0, 129), {"topk": 3, "block_size": 16, "init_blocks": 1}
     p = problem([new] * 4, lens, dtype=torch.bfloat16, **cases.SMALL)
-    kv, index = cases.spread_caches(p, 0, 1, 32)
+    kv, keys = cases.spread_caches(p, 0, 1, 32, ("plain", index))
     arguments = {"seq_lens": torch.tensor(lens, dtype=torch.int32), "page_table": kv.page_table, "page_size": 32}
     plan = ContextDecodePlan(**arguments, new_tokens=new, **options)
-    blocks, lse = plan.select(p.index_q, index.keys), torch.empty(p.q.shape[:2])
+    blocks, lse = plan.select(p.index_q, keys.keys), torch.empty(p.q.shape[:2])
     out = plan.attend(p.q, kv.k, kv.v, lse=lse)
 
     def room(self, use, words, rows):
@@ -189,9 +190,13 @@ def test_a_chain_of_launches_gives_what_stages_give(monkeypatch, new):
 
     monkeypatch.setattr(Symmetric, "_room", room)
     monkeypatch.setattr(chain, "CHAINED", True)
+    monkeypatch.setattr(chain, "BOUNDS_PAY", 0)
     monkeypatch.setattr(chain.SCORING, "choice", lambda *_: SimpleNamespace(name="triton"))
     plan._chain = chain.Chain(Symmetric(Ranks(None, 0, 1), torch.device("cpu"), 1.0), plan._token_lens, 16)
-    assert_equal("blocks", plan.select(p.index_q, index.keys), blocks)
+    counted, score_open = [], Selection.score_open
+    monkeypatch.setattr(Selection, "score_open", lambda *a: counted.append(score_open(*a)))
+    assert_equal("blocks", plan.select(p.index_q, keys.keys), blocks)
+    assert len(counted) == (index == "certified")
     chained_lse = torch.full_like(lse, torch.nan)
     chained = plan.attend(p.q, kv.k, kv.v, lse=chained_lse)
     torch.testing.assert_close(chained, out, atol=2e-2, rtol=2e-2)
