@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openmsa import DecodePlan, PagedIndexKeys, PagedKV, Sequences, msa_attention, select_blocks
+from openmsa import CertifiedKeys, DecodePlan, PagedIndexKeys, PagedKV, Sequences, msa_attention, select_blocks
 from openmsa.bench.record import append, environment
 from openmsa.block_topk.triton_topk import launch_topk
 from openmsa.parallel import ContextDecodePlan, PageStripes, TokenShards, chain, context_attention
@@ -42,7 +42,7 @@ ALIKE = 64  # so many neighbouring queries of a local prompt look for nearly the
 
 class Case(NamedTuple):
     """A case is a prompt of `keys` tokens, the last `chunk` of them behind a cache, or a step of `batch` sequences of so many
-    keys."""
+    keys, of which index keys may be certified."""
 
     name: str
     keys: int
@@ -50,6 +50,7 @@ class Case(NamedTuple):
     local: bool = False
     turns: int = 7
     chunk: int = 0
+    certified: bool = False
 
 
 CASES = (
@@ -64,6 +65,7 @@ CASES = (
     Case("decode-8x1m", 1 << 20, batch=8),
     Case("decode-1x1m", 1 << 20, batch=1),
     Case("decode-32x128k", 1 << 17, batch=32),
+    Case("decode-8x1m-certified", 1 << 20, batch=8, certified=True),
 )
 
 
@@ -239,34 +241,35 @@ def decode(case: Case, rank: int, ranks: int) -> dict[str, Any]:
     lens = torch.full((batch,), case.keys - 3, dtype=torch.int32, device="cuda")
     held = table[:, rank::ranks]
     local = torch.arange(held.numel(), dtype=torch.int32, device="cuda").view(held.shape)
-    mine = [x[held.flatten().long()] for x in (k, v, index)]
+    mine_k, mine_v, mine_index = (x[held.flatten().long()] for x in (k, v, index))
+    keys, mine_keys = (CertifiedKeys.quantize(x) if case.certified else x for x in (index, mine_index))
     ways = {"symmetric": "symmetric", "chain": "symmetric", "collective": "collective", "alone": "collective"}
-    ways["alone, chain"] = "symmetric"
+    ways |= {"alone, chain": "symmetric"}
     plans = {
         way: ContextDecodePlan(seq_lens=lens, page_table=local, page_size=BLOCK, exchange=exchange)
         for way, exchange in ways.items()
     }
-    caches = PagedKV(k, v, table, lens), PagedIndexKeys(index, table, lens)
+    caches = PagedKV(k, v, table, lens), PagedIndexKeys(keys, table, lens)
     step = Sequences(torch.arange(batch + 1, dtype=torch.int32, device="cuda"), max_seqlen_q=1)
     outs: dict[str, Tensor] = {}
     one = DecodePlan(
         max_batch=batch, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=BLOCK, max_pages=pages,
-        certified_keys=False, device=torch.device("cuda", rank),
+        certified_keys=case.certified, device=torch.device("cuda", rank),
     )  # fmt: skip
     for q, index_q in queries[:2]:
         expected = select_blocks(index_q, caches[1], TOPK, step)
         result = one.run(q, caches[0], index_q, caches[1])
         for exchange in EXCHANGES:
             chain.CHAINED = exchange == "chain"
-            assert torch.equal(plans[exchange].select(index_q, mine[2]), expected), f"the selection by {exchange} differs"
-            outs[exchange] = plans[exchange].attend(q, mine[0], mine[1])
+            assert torch.equal(plans[exchange].select(index_q, mine_keys), expected), f"the selection by {exchange} differs"
+            outs[exchange] = plans[exchange].attend(q, mine_k, mine_v)
             worst = float((outs[exchange] - result).abs().max())
             assert worst < 0.02, f"outputs by {exchange} differ by {worst}"
     for exchange in EXCHANGES:
         assert torch.equal(outs[exchange], torch.cat(_gathered(outs[exchange]))[: len(q)]), "ranks have different outputs"
     chosen = []
     for _, index_q in queries:
-        plans["collective"].select(index_q, mine[2])
+        plans["collective"].select(index_q, mine_keys)
         of_rank = plans["collective"]._mine
         assert of_rank is not None
         chosen.append(of_rank.clone())
@@ -280,12 +283,13 @@ def decode(case: Case, rank: int, ranks: int) -> dict[str, Any]:
     def on_all(plan: ContextDecodePlan) -> Callable[[], None]:
         def run() -> None:
             for q, index_q in queries:
-                plan.run(q, mine[0], mine[1], index_q, mine[2])
+                plan.run(q, mine_k, mine_v, index_q, mine_keys)
 
         return run
 
     runs: dict[str, tuple[Callable[[], Any], bool]] = {"one": (repeated(graphed(on_one)), rank == 0)}
-    for name, plan in plans.items():
+    timed_plans = {way: plan for way, plan in plans.items() if not (case.certified and way.startswith("alone"))}
+    for name, plan in timed_plans.items():
         chain.CHAINED = name.endswith("chain")
         runs[name] = repeated(graphed(on_all(plan))), True
     chain.CHAINED = False
