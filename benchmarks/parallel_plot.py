@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from openmsa.bench.record import rows
 
 GOALS = {"prefill-128k": 1.8, "prefill-1m": 1.9, "decode-8x1m": 1.7, "decode-1x1m": 1.3}
 
@@ -14,8 +15,7 @@ def newest(files: list[Path]) -> list[dict[str, Any]]:
     """Returns the newest record of each case and number of GPUs, prompts first."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+        for record in rows(file):
             key = record["case"]["name"], record["ranks"]
             if record["row"] == "parallel" and (key not in found or found[key]["date"] < record["date"]):
                 found[key] = record
