@@ -91,15 +91,19 @@ class Symmetric:
         return blocks, mine
 
     def merge(self, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, pdl: bool = False) -> None:
-        """See `openmsa.parallel.exchange.Collectives.merge`. pdl: as for `select`."""
+        """See `openmsa.parallel.exchange.Collectives.merge`. pdl: as for `select`; a kernel then serves that sends half of the
+        bytes."""
         if part.dtype not in (torch.float16, torch.bfloat16):
             raise NotImplementedError(f"exchange must be 'collective' where q has no 16-bit results, got {part.dtype}")
         from openmsa.parallel import triton_exchange
 
-        if part_lse.numel():
-            words = triton_exchange.merge_words(1, part.shape[2], self._ranks.size)
-            room = self._room("merge", words, part_lse.numel())
-            triton_exchange.launch_merge(part, part_lse, out, lse, room.mail, room.rows, self._reach, pdl=pdl)
+        dim, rows = part.shape[2], part_lse.numel()
+        if rows and pdl:
+            room = self._room("blend", triton_exchange.blend_words(1, dim, self._ranks.size), rows)
+            triton_exchange.launch_blend(part, part_lse, out, lse, room.mail, room.rows, self._reach, pdl=True)
+        elif rows:
+            room = self._room("merge", triton_exchange.merge_words(1, dim, self._ranks.size), rows)
+            triton_exchange.launch_merge(part, part_lse, out, lse, room.mail, room.rows, self._reach)
 
     def _room(self, use: str, words: int, rows: int) -> _Room:
         """Returns memory for `rows` rows of so many words each."""
@@ -110,25 +114,26 @@ class Symmetric:
                 raise RuntimeError(
                     f"a layer of {rows} rows must run once before a CUDA graph captures one, because memory is shared then"
                 )
-            room = self._rooms[use, words, rows] = _Room(self._ranks.group, self._device, words, rows)
+            room = self._rooms[use, words, rows] = _Room(self._ranks.group, self._device, words, rows, -(use == "blend"))
         return room
 
 
 class _Room:
     """Holds a mailbox in symmetric memory."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, words: int, rows: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, words: int, rows: int, start: int) -> None:
+        """start: what each word is at first."""
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         from openmsa.parallel.triton_exchange import FIRST_LAUNCH, Mailbox
 
         self.rows = rows
         memory = symmetric_memory.empty(words * rows, dtype=torch.int64, device=device)
-        memory.zero_()
+        memory.fill_(start)
         self._handle = symmetric_memory.rendezvous(memory, group)
         peers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         counter = torch.full((1,), FIRST_LAUNCH, dtype=torch.int64, device=device)
         torch.cuda.synchronize(device)
-        dist.barrier(group)  # No rank writes before every memory is zero.
+        dist.barrier(group)  # No rank writes before every memory is filled.
         torch.cuda.synchronize(device)
         self.mail = Mailbox(peers, memory, counter)

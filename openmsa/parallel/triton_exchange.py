@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 from openmsa.block_topk.triton_ids import ordered, write_ids
 from openmsa.block_topk.triton_topk import EARLY_ROWS, best_of, row_constants
 from openmsa.parallel.exchange import Choice
-from openmsa.primitives.waiting import absent, any_of, draw, look, put
+from openmsa.primitives.waiting import absent, any_of, draw, look, put, put_word
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 
 MOST_ENTRIES = 256
@@ -254,7 +254,7 @@ def _joined(low, high, dtype: tl.constexpr):
 def merge_kernel(
     part, part_lse, out, lse, mail, rows, room, limit,
     DTYPE: tl.constexpr, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
-    RANKS: tl.constexpr, PUT: tl.constexpr, GET: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
+    RANKS: tl.constexpr, PUT: tl.constexpr, GET: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Sends partial results of rows to every other rank, and merges those of all ranks in the order of ranks, so that every
     rank finds the same. The grid is (rows / ROWS).
@@ -269,8 +269,6 @@ def merge_kernel(
     m_rd = m_r[:, None] & (o_d < PAIRS)[None, :]
     o_word = o_first[:, None] * (PAIRS + 1) + tl.where(o_d < PAIRS, o_d, 0)[None, :]
     p_part = part + o_first[:, None] * PAIRS + o_d[None, :]
-    if PDL:
-        gdc_wait()
     b_part, b_lse = tl.load(p_part, mask=m_rd, other=0), tl.load(part_lse + o_first, mask=m_r, other=float("-inf"))
     # 1. The rank's own results go to the others.
     if PUT:
@@ -300,6 +298,103 @@ def merge_kernel(
         total = tl.where(l_i > 0, l_i, 1.0)
         p_out = out + o_first[:, None] * PAIRS + o_d[None, :]
         tl.store(p_out, _joined(low / total[:, None], high / total[:, None], DTYPE), mask=m_rd)
+        tl.store(lse + o_first, m_i + tl.log(total), mask=m_r)
+
+
+EMPTY = tl.constexpr(-1)
+"""Half a word that holds this has not come: results and lse never have these bits, which are those of one of many NaN."""
+NAN = tl.constexpr(0x7FFF7FFF)
+"""Two 16-bit NaN, or one of float32, that stand for those of `EMPTY`."""
+
+
+@triton.jit
+def _given(half):
+    """Gives 32 bits of results that are not `EMPTY`, and equal to those given but for the bits of a NaN."""
+    return tl.where(half == EMPTY, NAN, half)
+
+
+@triton.jit
+def _word_of(low, high):
+    """Puts two int32 into a word."""
+    return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+
+
+@triton.jit
+def _send(p_word, low, high, mask, WAIT: tl.constexpr):
+    """Writes words of results into the memory of any rank."""
+    put_word(p_word, _word_of(_given(low), _given(high)), mask, WAIT, "sys")
+
+
+@triton.jit
+def _receive(p_word, mask, limit, WAIT: tl.constexpr):
+    """Returns the halves of words when all that the mask asks for have come, and empties these words for a later launch.
+    limit: nanoseconds of patience. Addresses outside the mask are read too."""
+    word = look(p_word, WAIT, "sys")
+    if WAIT:
+        start = globaltimer()
+        while any_of(tl.where(mask & ((word.to(tl.int32) == EMPTY) | ((word >> 32).to(tl.int32) == EMPTY)), 1, 0)):
+            _stop_if((globaltimer() - start > limit).to(tl.int32))
+            word = look(p_word, WAIT, "sys")
+    tl.store(p_word, tl.full(p_word.shape, -1, tl.int64), mask=mask)
+    return word.to(tl.int32), (word >> 32).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["rows", "room", "limit"])
+def blend_kernel(
+    part, part_lse, out, lse, mail, rows, room, limit,
+    DTYPE: tl.constexpr, QUADS: tl.constexpr, QUADS_PAD: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr, PUT: tl.constexpr, GET: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Does what `merge_kernel` does with half of the bytes: words are results alone, four 16-bit numbers each, and a word has
+    come when it is not empty. Who reads a word empties it, so a program is one warp, whose threads see a word at once. The half
+    of the memory that a launch uses is written again by the launch after the next, which another rank begins only behind words
+    of the next launch, and these leave a rank only when the launch that emptied the half has ended.
+
+    part, out:  int64 ``[rows, QUADS]``, four 16-bit numbers each. part_lse, lse: float32 ``[rows]``, natural logarithms.
+    room:       rows of a half of the memory, which holds ``[2, RANKS, room, QUADS]`` words, then ``[2, RANKS, room]`` of lse.
+    """
+    i_p, tag = draw(mail.counter, tl.num_programs(0))
+    half, lses = (tag & 1).to(tl.int64) * RANKS, 2 * RANKS * tl.cast(room, tl.int64) * QUADS
+    o_r, o_d = i_p * ROWS + tl.arange(0, ROWS), tl.arange(0, QUADS_PAD)
+    m_r, o_first = o_r < rows, tl.where(o_r < rows, o_r, 0).to(tl.int64)
+    m_rd = m_r[:, None] & (o_d < QUADS)[None, :]
+    o_word = o_first[:, None] * QUADS + tl.where(o_d < QUADS, o_d, 0)[None, :]
+    if PDL:
+        gdc_wait()
+    b_part, b_lse = tl.load(part + o_word, mask=m_rd, other=0), tl.load(part_lse + o_first, mask=m_r, other=float("-inf"))
+    low, high = b_part.to(tl.int32), (b_part >> 32).to(tl.int32)
+    # 1. The rank's own results go to the others.
+    if PUT:
+        bits = b_lse.to(tl.int32, bitcast=True)
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                p_peer = tl.load(mail.peers + peer).to(tl.pointer_type(tl.int64))
+                _send(p_peer + lses + (half + RANK) * room + o_first, bits, tl.zeros_like(bits), m_r, WAIT)
+                _send(p_peer + (half + RANK) * room * QUADS + o_word, low, high, m_rd, WAIT)
+    # 2. All are merged in the order of ranks.
+    if GET:
+        m_i, l_i = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+        b_0, b_1 = tl.zeros([ROWS, QUADS_PAD], tl.float32), tl.zeros([ROWS, QUADS_PAD], tl.float32)
+        b_2, b_3 = tl.zeros([ROWS, QUADS_PAD], tl.float32), tl.zeros([ROWS, QUADS_PAD], tl.float32)
+        for source in tl.static_range(RANKS):
+            if source == RANK:
+                x_low, x_high, b_l = low, high, b_lse
+            else:
+                bits, _ = _receive(mail.words + lses + (half + source) * room + o_first, m_r, limit, WAIT)
+                x_low, x_high = _receive(mail.words + (half + source) * room * QUADS + o_word, m_rd, limit, WAIT)
+                b_l = bits.to(tl.float32, bitcast=True)
+            m_new = tl.maximum(m_i, b_l)
+            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            keep, weight = tl.exp(m_i - safe)[:, None], tl.exp(b_l - safe)
+            x_0, x_1 = _halves(x_low, DTYPE)
+            x_2, x_3 = _halves(x_high, DTYPE)
+            b_0, b_1 = b_0 * keep + x_0 * weight[:, None], b_1 * keep + x_1 * weight[:, None]
+            b_2, b_3 = b_2 * keep + x_2 * weight[:, None], b_3 * keep + x_3 * weight[:, None]
+            l_i, m_i = l_i * tl.exp(m_i - safe) + weight, m_new
+        total = tl.where(l_i > 0, l_i, 1.0)
+        whole = total[:, None]
+        word = _word_of(_joined(b_0 / whole, b_1 / whole, DTYPE), _joined(b_2 / whole, b_3 / whole, DTYPE))
+        tl.store(out + o_word, word, mask=m_rd)
         tl.store(lse + o_first, m_i + tl.log(total), mask=m_r)
 
 
@@ -400,10 +495,9 @@ def launch_merge(
     reach: Reach,
     put: bool = True,
     get: bool = True,
-    pdl: bool = False,
 ) -> None:
     """Does what `Collectives.merge` does for contiguous tensors, part and out of one 16-bit dtype. put, get: as in
-    `launch_choose`. pdl: as in `launch_select`."""
+    `launch_choose`."""
     pairs, rows = part.shape[-1] // 2, part_lse.numel()
     constants = {
         "DTYPE": tl.bfloat16 if part.dtype == torch.bfloat16 else tl.float16,
@@ -415,9 +509,43 @@ def launch_merge(
         "PUT": put,
         "GET": get,
         "WAIT": part.is_cuda,
-        "PDL": pdl,
-        "num_warps": 2,
-        **({"launch_pdl": True} if pdl else {}),
     }
     operands = part.view(torch.int32), part_lse, out.view(torch.int32), lse, mail
-    launch_kernel(merge_kernel, (ceil_div(rows, ROWS),), *operands, rows, room, reach.limit, **constants)
+    launch_kernel(merge_kernel, (ceil_div(rows, ROWS),), *operands, rows, room, reach.limit, **constants, num_warps=2)
+
+
+def blend_words(rows: int, dim: int, ranks: int) -> int:
+    """Returns how many words `launch_blend` needs for so many rows of all tokens and query heads; they start as -1."""
+    return 2 * ranks * rows * (dim // 4 + 1)
+
+
+def launch_blend(
+    part: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mail: Mailbox,
+    room: int,
+    reach: Reach,
+    put: bool = True,
+    get: bool = True,
+    pdl: bool = False,
+) -> None:
+    """Does what `launch_merge` does with half of the bytes, by `blend_kernel`. pdl: as in `launch_select`."""
+    quads, rows = part.shape[-1] // 4, part_lse.numel()
+    constants = {
+        "DTYPE": tl.bfloat16 if part.dtype == torch.bfloat16 else tl.float16,
+        "QUADS": quads,
+        "QUADS_PAD": next_power_of_two(quads),
+        "ROWS": ROWS,
+        "RANK": reach.rank,
+        "RANKS": reach.ranks,
+        "PUT": put,
+        "GET": get,
+        "WAIT": part.is_cuda,
+        "PDL": pdl,
+        "num_warps": 1,  # of several, one could empty a word for which another still waits
+        **({"launch_pdl": True} if pdl else {}),
+    }
+    operands = part.view(torch.int64), part_lse, out.view(torch.int64), lse, mail
+    launch_kernel(blend_kernel, (ceil_div(rows, ROWS),), *operands, rows, room, reach.limit, **constants)

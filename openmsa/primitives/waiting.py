@@ -61,10 +61,9 @@ def _word(value, tag):
 
 
 @triton.jit
-def put(p_word, value, tag, mask, WAIT: tl.constexpr, SCOPE: tl.constexpr = _HERE):
-    """Writes words of values, float32 or int32, and the launch's number. WAIT says whether readers run at the same time, SCOPE
-    where they run: on this "gpu", or on another of the host ("sys")."""
-    word = _word(value, tag)
+def put_word(p_word, word, mask, WAIT: tl.constexpr, SCOPE: tl.constexpr):
+    """Writes words of 64 bits. WAIT says whether readers run at the same time, SCOPE where they run: on this "gpu", or on
+    another of the host ("sys")."""
     if WAIT:
         tl.inline_asm_elementwise(
             "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed." + SCOPE + ".global.b64 [$1], $2; mov.b32 $0, 0;}",
@@ -76,6 +75,12 @@ def put(p_word, value, tag, mask, WAIT: tl.constexpr, SCOPE: tl.constexpr = _HER
         )
     else:
         tl.store(p_word, word, mask=mask)
+
+
+@triton.jit
+def put(p_word, value, tag, mask, WAIT: tl.constexpr, SCOPE: tl.constexpr = _HERE):
+    """Writes words of values, float32 or int32, and the launch's number; WAIT and SCOPE as in `put_word`."""
+    put_word(p_word, _word(value, tag), mask, WAIT, SCOPE)
 
 
 @triton.jit
@@ -98,7 +103,7 @@ def put_pairs(p_word, first, second, tag, mask, WAIT: tl.constexpr):
 
 @triton.jit
 def look(p_word, WAIT: tl.constexpr, SCOPE: tl.constexpr = _HERE):
-    """Reads words as they are now. WAIT says whether writers run at the same time, SCOPE where they run, as in `put`."""
+    """Reads words as they are now. WAIT says whether writers run at the same time, SCOPE where they run, as in `put_word`."""
     if WAIT:
         word = tl.inline_asm_elementwise(
             "ld.relaxed." + SCOPE + ".global.b64 $0, [$1];", "=l,l", [p_word], dtype=tl.int64, is_pure=False, pack=1

@@ -258,7 +258,7 @@ class Exchange(NamedTuple):
         part, lse = rows(self.dtype, tokens, 64, self.dim), empty((tokens, 64), torch.float32)
         places = (part, lse, part.clone(), lse.clone(), mail, 2048, reach)
         triton_exchange.launch_merge(*places)
-        triton_exchange.launch_merge(*places, pdl=devices.has_pdl(GPU))
+        triton_exchange.launch_blend(*places, pdl=devices.has_pdl(GPU))
 
 
 class HostPlan(NamedTuple):

@@ -119,7 +119,8 @@ def test_launches_alternate_between_halves():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("ranks", "tokens", "heads", "dim"), [(2, 3, 2, 64), (3, 1, 5, 80), (1, 2, 1, 16), (4, 1, 3, 128)])
-def test_merge(ranks, tokens, heads, dim, dtype):
+@pytest.mark.parametrize("half_the_bytes", [False, True])
+def test_merge(ranks, tokens, heads, dim, dtype, half_the_bytes):
     generator = torch.Generator().manual_seed(dim)
     parts = torch.randn(ranks, tokens, heads, dim, generator=generator).to(dtype)
     lses = torch.randn(ranks, tokens, heads, generator=generator) * 3
@@ -130,7 +131,11 @@ def test_merge(ranks, tokens, heads, dim, dtype):
     truth = exchange.merge_partials(parts.double(), lses.double())
     honest = exchange.merge_partials(parts.float(), lses)
     room = tokens * heads + 3
-    mail, open_launch = mailboxes(ranks, triton_exchange.merge_words(room, dim, ranks))
+    words = triton_exchange.blend_words if half_the_bytes else triton_exchange.merge_words
+    launch_one = triton_exchange.launch_blend if half_the_bytes else triton_exchange.launch_merge
+    mail, open_launch = mailboxes(ranks, words(room, dim, ranks))
+    for box in mail if half_the_bytes else ():
+        box.words.fill_(-1)
     results = [(torch.full_like(parts[0], torch.nan), torch.full_like(lses[0], torch.nan)) for _ in range(ranks)]
     for launch in (1, 2, 3):
         for put in (True, False):
@@ -138,13 +143,27 @@ def test_merge(ranks, tokens, heads, dim, dtype):
             for rank in range(ranks):
                 of_rank = (parts[rank] if launch == 3 else -parts[rank]).contiguous()
                 reach = Reach(rank, ranks, 0)
-                triton_exchange.launch_merge(
-                    of_rank, lses[rank].contiguous(), *results[rank], mail[rank], room, reach, put=put, get=not put
-                )
+                launch_one(of_rank, lses[rank].contiguous(), *results[rank], mail[rank], room, reach, put=put, get=not put)
     for out, lse in results:
         assert_close("out", out, honest[0].to(dtype), truth[0])
         assert_close("lse", lse, honest[1], truth[1])
         assert_equal("out of rank 0", out, results[0][0])
+    assert not half_the_bytes or all((box.words == -1).all() for box in mail)
+
+
+def test_results_that_look_like_empty_words_arrive():
+    """A NaN whose bits are those of an empty word is sent as another NaN."""
+    part = torch.full((1, 1, 16), -1, dtype=torch.int16).view(torch.bfloat16)
+    lse = torch.full((1, 1), -1, dtype=torch.int32).view(torch.float32)
+    mail, open_launch = mailboxes(2, triton_exchange.blend_words(1, 16, 2))
+    for box in mail:
+        box.words.fill_(-1)
+    out, out_lse = torch.zeros_like(part), torch.zeros_like(lse)
+    open_launch(1)
+    triton_exchange.launch_blend(part, lse, out, out_lse, mail[0], 1, Reach(0, 2, 0), put=True, get=False)
+    assert (mail[1].words.view(torch.int32) != -1).sum() == (4 + 1) * 2
+    triton_exchange.launch_blend(part, lse, out, out_lse, mail[1], 1, Reach(1, 2, 0), put=False, get=True)
+    assert out.isnan().all()
 
 
 def test_wide_numbers_are_refused():
@@ -161,7 +180,7 @@ def test_wide_numbers_are_refused():
 
 def test_memory_that_graphs_write_to_is_kept(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(symmetric, "_Room", lambda group, device, words, rows: (words, rows))
+    monkeypatch.setattr(symmetric, "_Room", lambda group, device, words, rows, start: (words, rows))
     kernels = Symmetric(Ranks(object(), 0, 2), torch.device("cpu"), 1.0)
     few, many = kernels._room("merge", 9, 2), kernels._room("merge", 9, 8)
     assert (few, many) == ((9, 2), (9, 8))
@@ -186,7 +205,9 @@ def test_a_chain_of_launches_gives_what_stages_give(monkeypatch, new, index):
     out = plan.attend(p.q, kv.k, kv.v, lse=lse)
 
     def room(self, use, words, rows):
-        return SimpleNamespace(mail=mailboxes(1, words * rows)[0][0], rows=rows)
+        mail = mailboxes(1, words * rows)[0][0]
+        mail.words.fill_(-(use == "blend"))
+        return SimpleNamespace(mail=mail, rows=rows)
 
     monkeypatch.setattr(Symmetric, "_room", room)
     monkeypatch.setattr(chain, "CHAINED", True)
