@@ -14,7 +14,7 @@ from openmsa.block_scores import STAGE as SCORING
 from openmsa.block_scores.triton_route import launch as launch_scores
 from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_topk import MAX_BLOCKS
-from openmsa.decode.kernels import BOUNDS_PAY
+from openmsa.decode.memory import BOUNDS_PAY
 from openmsa.inputs import ScoringCall
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV, Stored
 from openmsa.parallel.exchange import Choice

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from openmsa.block_topk.triton_ids import ordered, write_ids
-from openmsa.block_topk.triton_topk import EARLY_ROWS, best_of, row_constants
+from openmsa.block_topk.triton_ids import ordered
+from openmsa.block_topk.triton_topk import EARLY_ROWS, best_of, row_constants, write_ids
 from openmsa.parallel.exchange import Choice
 from openmsa.primitives.waiting import absent, any_of, draw, look, put, put_word
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
