@@ -10,6 +10,7 @@ from torch import Tensor
 
 from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
+from openmsa.decode.cpu_token import Counts, attend_packed
 from openmsa.inputs import AttentionInputs, SelectionCall, check_agreement, check_qkv, check_same_keys, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import out_dtype, wide_dtype
@@ -122,6 +123,10 @@ def msa_attention(
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, algorithm 1 without the loss.
     """
+    if not check and not certified and type(return_lse) is bool and impl in ("auto", "cpu") and query_chunk is None:
+        counts = Counts(topk, block_size, init_blocks, local_blocks)
+        if (found := attend_packed(q, k, v, index_q, index_k, seqs, counts, softmax_scale)) is not None:
+            return found if return_lse else found[0]
     launches = None
     recorded = checks.needs_grad(q, k, v, index_q, index_k)
     if getattr(q, "is_cuda", False) and not check and not recorded and has_triton():

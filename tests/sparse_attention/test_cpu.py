@@ -85,12 +85,12 @@ def test_few_queries_read_in_place_or_copies(heads, length, monkeypatch):
     p = problem((2,), (length,))
     blocks = listed((2,), (length,), 4, heads)
     used = []
-    for way in ("_mask_keys", "_gather_keys"):
+    for way in ("attend_all", "_gather_keys"):
         function = getattr(cpu_token, way)
         monkeypatch.setattr(cpu_token, way, lambda *a, way=way, function=function: used.append(way) or function(*a))
     close(*both(p.q, p.k, p.v, blocks, p.seqs))
     copied = {100: (True, True), 129: (False, True)}.get(length, (False, False))  # 3 of 7 blocks, and 4 of 9
-    assert used == ["_gather_keys" if copy else "_mask_keys" for copy in copied]
+    assert used == ["_gather_keys" if copy else "attend_all" for copy in copied]
     monkeypatch.setattr(cpu_token, "READ_ANYWAY", 0)
     close(*both(p.q, p.k, p.v, blocks, p.seqs))
     assert used[2:] == ["_gather_keys"] * 2
