@@ -14,12 +14,12 @@ from torch import Tensor
 from openmsa.attention import QUERY_CHUNK
 from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
-from openmsa.inputs import SelectionCall, check_selection
+from openmsa.inputs import SelectionCall, check_counts, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
-from openmsa.kv_cache.rows import out_dtype
+from openmsa.kv_cache.rows import QUERY_FORMATS, check_rows, out_dtype
 from openmsa.runtime import checks, tracing
 from openmsa.runtime.dispatch import check_name, has_triton
-from openmsa.runtime.kinds import Kinds, Memory, tensors_in
+from openmsa.runtime.kinds import Kinds, Memory, rounded, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention import SparseCall, check_sparse
 from openmsa.types import Layout, Sequences, layout
@@ -79,6 +79,8 @@ class AttentionPlan:
         check_name(self.impl, CERTIFIED if self.certified else SELECTION, ATTENTION)
         checks.flag("certified", self.certified)
         checks.integer("total_q", self.total_q, 0)
+        check_counts(self.topk, self.block_size, self.init_blocks, self.local_blocks)
+        checks.scale("softmax_scale", 1.0 if self.softmax_scale is None else self.softmax_scale)
         chunk = QUERY_CHUNK if self.query_chunk is None else checks.integer("query_chunk", self.query_chunk, 1)
         if not isinstance(self.cu_seqlens_q, Tensor):
             raise TypeError(f"cu_seqlens_q must be a torch.Tensor of shape [batch + 1], got {type(self.cu_seqlens_q).__name__}")
@@ -97,7 +99,7 @@ class AttentionPlan:
         if self.page_table is None:
             if self.cu_seqlens_k is None or self.seq_lens is not None:
                 raise ValueError("cu_seqlens_k alone must be given where page_table is None, or page_table with seq_lens")
-            return layout(seqs, self.total_q, None, self._device)
+            return layout(seqs, self.total_q, None, self._device, of="")
         if self.seq_lens is None or self.cu_seqlens_k is not None:
             raise ValueError("seq_lens must be given beside page_table, and cu_seqlens_k must be None")
         checks.tensor("page_table", self.page_table, "[batch, max_pages]", (torch.int32,))
@@ -106,8 +108,8 @@ class AttentionPlan:
             checks.alike(name, value, "cu_seqlens_q", self.cu_seqlens_q, dtype=False)
             checks.size(name, value, 0, self.cu_seqlens_q.numel() - 1, "the sequences of cu_seqlens_q")
         capacity = self.page_table.shape[1] * checks.integer("page_size", self.page_size, 1)
-        made = layout(seqs, self.total_q, None, self._device, self.seq_lens, capacity)
-        return replace(made, max_seqlen_k=max(made.max_seqlen_k, min(_rounded(made.max_seqlen_k), capacity)))
+        made = layout(seqs, self.total_q, None, self._device, self.seq_lens, capacity, of="")
+        return replace(made, max_seqlen_k=max(made.max_seqlen_k, min(rounded(made.max_seqlen_k), capacity)))
 
     def _made_parts(self, whole: Layout) -> list[Layout]:
         """Returns the lengths of each chunk of queries."""
@@ -145,7 +147,7 @@ class AttentionPlan:
         if self._again("select", index_q, index_k, blocks):
             self._blocks[heads] = blocks
             return blocks
-        checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
+        self._check_queries("index_q", index_q)
         keys = index_k if self.page_table is None else self._paged(PagedIndexKeys, index_k)
         counts = (self.block_size, self.init_blocks, self.local_blocks)
         call = check_selection(index_q, keys, self.topk, self._layout, *counts, self.certified, None, False)
@@ -175,10 +177,12 @@ class AttentionPlan:
 
         Returns `out`.
         """
+        if not isinstance(q, (Tensor, Stored)):
+            self._check_queries("q", q)
         out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
         if self._again("attend", q, k, v, blocks, out, lse):
             return out
-        checks.size("q", q, 0, self.total_q, "total_q of the plan")
+        self._check_queries("q", q)
         keys = (k, v) if self.page_table is None else (self._paged(PagedKV, k, v), None)
         call = check_sparse(q, keys[0], keys[1], blocks, self._layout, self.block_size, self.softmax_scale, True, False)
         call = call.writing(out, lse)
@@ -204,6 +208,10 @@ class AttentionPlan:
         """Says why layers of some kinds are launched by the host's whole code each time, a sentence each; empty where the
         launches of all kinds are recorded, and on a CPU."""
         return tuple(self._reasons)
+
+    def _check_queries(self, name: str, value: Any) -> None:
+        check_rows(name, value, "[total_q, heads, dim]", QUERY_FORMATS)
+        checks.size(name, value, 0, self.total_q, "total_q of the plan")
 
     def _paged(self, kind: type[Any], *pools: Any) -> Any:
         return kind(*pools, self.page_table, self.seq_lens)
@@ -232,8 +240,9 @@ class AttentionPlan:
     def _first(self, steps: list[Callable[[], None]], *values: Any) -> None:
         """Runs the first layer of a kind, in steps, and records its launches on a GPU."""
         if checks.needs_grad(*tensors_in(*values)):
-            reason = "a plan computes no gradients, got tensors that require one; call it under torch.no_grad()"
-            raise NotImplementedError(reason)
+            raise NotImplementedError(
+                "a plan computes no gradients, got tensors that require one; use torch.no_grad()"
+            )
         launches = LAYERS.look(self._kind, *values)
         with torch.no_grad():
             if self._device.type != "cuda" or not has_triton():
@@ -241,9 +250,3 @@ class AttentionPlan:
                     step()
             elif (failed := LAYERS.first(launches, steps, (*values, *self._own))) is not None:
                 self._reasons[failed] = None
-
-
-def _rounded(bound: int) -> int:
-    """Returns a bound rounded up by at most a sixteenth, so that steps of growing lengths are of few kinds."""
-    unit = 1 << max(bound.bit_length() - 5, 0)
-    return -(-bound // unit) * unit

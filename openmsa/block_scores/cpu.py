@@ -114,8 +114,8 @@ def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
 
 
 def products_few(q: Tensor, k: Tensor) -> Tensor:
-    """Returns dot products ``[heads, rows, n]`` of few rows q ``[heads, rows, dim]`` with k ``[heads, n, dim]``; equal keys have
-    equal products."""
+    """Returns dot products ``[heads, rows, n]`` of few rows q ``[heads, rows, dim]`` with k ``[heads, n, dim]``. Those of
+    equal keys are equal."""
     whole = k.shape[1] // FEW_ROWS_STEP * FEW_ROWS_STEP
     left = k.shape[1] - whole
     if not left:

@@ -75,7 +75,7 @@ def _is_last(seqs: Any, keys: int) -> bool:
     if type(seqs) is not Sequences or seqs.q_offset is not None:
         return False
     for starts, longest, total in ((seqs.cu_seqlens_q, seqs.max_seqlen_q, 1), (seqs.cu_seqlens_k, seqs.max_seqlen_k, keys)):
-        if type(longest) is not int and longest is not None or longest not in (None, total):
+        if (type(longest) is not int and longest is not None) or longest not in (None, total):
             return False
         if starts is None:
             continue

@@ -50,6 +50,12 @@ def span(value: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * value.itemsize
 
 
+def rounded(bound: int) -> int:
+    """Returns a bound rounded up by at most a sixteenth, so that steps of growing lengths are of few kinds."""
+    unit = 1 << max(bound.bit_length() - 5, 0)
+    return -(-bound // unit) * unit
+
+
 class Call(NamedTuple):
     """A call, its kind, the addresses of its tensors and, where the kind is known, its launches."""
 

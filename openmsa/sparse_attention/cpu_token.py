@@ -41,9 +41,9 @@ def reads_all(chosen: list[list[int]], visible: int) -> bool:
 def attend_all(
     logits: Tensor, scale: float, chosen: list[list[int]], values: Tensor, block_size: int
 ) -> tuple[Tensor | None, Tensor]:
-    """Returns out ``[kv_heads, rows, dim]`` and lse of the rows whose products with all visible keys are ``[kv_heads, rows, n]``,
-    memory that is overwritten. Those of blocks that a KV head has not chosen get weights of 0, which let in NaN and inf of
-    their values: out is None where it holds one."""
+    """Returns out ``[kv_heads, rows, dim]`` and lse of the rows whose products with all visible keys are `logits` ``[kv_heads,
+    rows, n]``, which may be overwritten. Those of blocks that a KV head has not chosen get weights of 0, which let in NaN and
+    inf of their values: out is None where it holds one."""
     visible = -(-logits.shape[2] // block_size)
     whole = all(len(of) == visible for of in chosen)
     if not whole:
