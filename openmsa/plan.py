@@ -147,7 +147,7 @@ class AttentionPlan:
         if self._again("select", index_q, index_k, blocks):
             self._blocks[heads] = blocks
             return blocks
-        self._check_queries("index_q", index_q)
+        checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
         keys = index_k if self.page_table is None else self._paged(PagedIndexKeys, index_k)
         counts = (self.block_size, self.init_blocks, self.local_blocks)
         call = check_selection(index_q, keys, self.topk, self._layout, *counts, self.certified, None, False)
@@ -178,11 +178,11 @@ class AttentionPlan:
         Returns `out`.
         """
         if not isinstance(q, (Tensor, Stored)):
-            self._check_queries("q", q)
+            check_rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)
         out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
         if self._again("attend", q, k, v, blocks, out, lse):
             return out
-        self._check_queries("q", q)
+        checks.size("q", q, 0, self.total_q, "total_q of the plan")
         keys = (k, v) if self.page_table is None else (self._paged(PagedKV, k, v), None)
         call = check_sparse(q, keys[0], keys[1], blocks, self._layout, self.block_size, self.softmax_scale, True, False)
         call = call.writing(out, lse)
@@ -208,10 +208,6 @@ class AttentionPlan:
         """Says why layers of some kinds are launched by the host's whole code each time, a sentence each; empty where the
         launches of all kinds are recorded, and on a CPU."""
         return tuple(self._reasons)
-
-    def _check_queries(self, name: str, value: Any) -> None:
-        check_rows(name, value, "[total_q, heads, dim]", QUERY_FORMATS)
-        checks.size(name, value, 0, self.total_q, "total_q of the plan")
 
     def _paged(self, kind: type[Any], *pools: Any) -> Any:
         return kind(*pools, self.page_table, self.seq_lens)
@@ -240,9 +236,8 @@ class AttentionPlan:
     def _first(self, steps: list[Callable[[], None]], *values: Any) -> None:
         """Runs the first layer of a kind, in steps, and records its launches on a GPU."""
         if checks.needs_grad(*tensors_in(*values)):
-            raise NotImplementedError(
-                "a plan computes no gradients, got tensors that require one; use torch.no_grad()"
-            )
+            reason = "a plan computes no gradients, got tensors that require one; call it under torch.no_grad()"
+            raise NotImplementedError(reason)
         launches = LAYERS.look(self._kind, *values)
         with torch.no_grad():
             if self._device.type != "cuda" or not has_triton():

@@ -32,6 +32,14 @@ class Statistics(NamedTuple):
         return 1 - self.misses / self.blocks if self.blocks else 1.0
 
 
+class TooFewBlocks(ValueError):
+    """Says that a block cache is too small for one step. least: how many blocks the step can choose; step: its sizes."""
+
+    def __init__(self, least: int, step: str, got: int) -> None:
+        super().__init__(f"cache_blocks must be at least the blocks that one step can choose ({least}: {step}), got {got}")
+        self.least, self.step = least, step
+
+
 @dataclass(eq=False)
 class BlockCache:
     """A block cache has slots, each for one block of one KV head. All numbers are int32 on its device, counts int64.
