@@ -17,6 +17,7 @@ from openmsa.types import Layout
 TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
 FEW_ROWS_ELEMENTS = 1 << 19  # few rows: elements of the keys of all heads that are multiplied at a time, about an L2
 CONVERTED_ELEMENTS = 1 << 18  # the same where keys are converted first: narrow and wide ones take an L2 together
+POOL_PAGES = 2  # A pool is scored where it lies if it has at most so many pages for one that is wanted.
 FEW_ROWS_STEP = 32  # MKL's products of few rows with so many keys, and multiples, do not depend on where a key stands
 MIN_ROWS = 16  # below about 12 rows a product takes another kernel, which rounds differently (see `matmul_nt`)
 
@@ -98,6 +99,8 @@ def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
     """Returns scores ``[heads, rows, blocks]`` of the first `end` keys, all of which the rows q ``[heads, rows, dim]`` see."""
     heads, rows, dim = q.shape
     q = pad_few(q)
+    if (pages := _whole_pool(keys, end, block_size)) is not None:
+        return _score_pool(q, keys, pages, end, block_size)[:, :rows]
     unit = math.lcm(block_size, FEW_ROWS_STEP)
     most = (FEW_ROWS_ELEMENTS if keys.rows.dtype == q.dtype else CONVERTED_ELEMENTS) // (heads * dim * unit)
     tiles = max(1, round(end / (max(1, most) * unit)))
@@ -111,6 +114,43 @@ def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
             k = held[:, : k.shape[1]].copy_(k)
         parts.append(block_max(products_few(q, k), block_size))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 2))[:, :rows]
+
+
+def _whole_pool(keys: Rows, end: int, block_size: int) -> list[int] | None:
+    """Returns the pages of the first `end` keys where it is faster to score all pages between the first and the last of them in
+    the pool, where they lie, than copies of these pages."""
+    pool, size = keys.rows, keys.rows.shape[-2]
+    if (
+        keys.pages is None
+        or not isinstance(pool, Tensor)
+        or not pool.is_contiguous()
+        or size % math.lcm(block_size, FEW_ROWS_STEP)
+    ):
+        return None
+    pages: list[int] = keys.pages[: -(-end // size)].tolist()
+    span = max(pages) - min(pages) + 1
+    return pages if span <= POOL_PAGES * len(pages) and len(set(pages)) == len(pages) else None
+
+
+def _score_pool(q: Tensor, keys: Rows, pages: list[int], end: int, block_size: int) -> Tensor:
+    """Returns scores ``[heads, rows, blocks]`` of the first `end` keys, which lie in these pages, each once."""
+    heads, rows, dim = q.shape
+    size, first, last = keys.rows.shape[2], min(pages), max(pages) + 1
+    tile = max(1, (FEW_ROWS_ELEMENTS if keys.rows.dtype == q.dtype else CONVERTED_ELEMENTS) // (heads * size * dim))
+    tile = min(tile, last - first)
+    held = None if keys.rows.dtype == q.dtype else torch.empty(tile * heads, size, dim, dtype=q.dtype)
+    each = q.expand(tile, heads, rows, dim).reshape(-1, rows, dim)  # [pages * heads, rows, dim]
+    parts = []
+    for page in range(first, last, tile):
+        k = keys.rows[page : min(page + tile, last)].flatten(0, 1)  # [pages * heads, size, dim]
+        k = k if held is None else held[: k.shape[0]].copy_(k)
+        products = torch.bmm(each[: k.shape[0]], k.transpose(1, 2))
+        if end % size and page <= pages[-1] < page + tile:
+            products.view(-1, heads, rows, size)[pages[-1] - page, ..., end % size :] = -torch.inf
+        parts.append(products.view(-1, heads, rows, size // block_size, block_size).amax(4))
+    found = parts[0] if len(parts) == 1 else torch.cat(parts)
+    found = found.index_select(0, torch.tensor(pages) - first)  # [pages, heads, rows, blocks of a page]
+    return found.permute(1, 2, 0, 3).flatten(2)[..., : -(-end // block_size)]
 
 
 def products_few(q: Tensor, k: Tensor) -> Tensor:

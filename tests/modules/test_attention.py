@@ -327,6 +327,8 @@ def test_the_loss_survives_sharding():
 def test_an_index_that_does_not_divide_the_position_embedding_is_refused_by_its_own_name():
     config = MSAConfig(2, index_head_dim=48)
     branch = IndexBranch(32, config)
-    words = r"index_rotary_dim must divide the last dimension of cos \(64\) .* got 48 \(of index_head_dim, as index_rotary_dim is"
+    words = (
+        r"index_rotary_dim must divide the last dimension of cos \(64\) .* got 48 \(of index_head_dim, as index_rotary_dim is"
+    )
     with pytest.raises(ValueError, match=words):
         branch(torch.zeros(3, 32), torch.ones(3, 64), torch.ones(3, 64))
