@@ -134,15 +134,16 @@ def _whole_pool(keys: Rows, end: int, block_size: int) -> list[int] | None:
 
 def _score_pool(q: Tensor, keys: Rows, pages: list[int], end: int, block_size: int) -> Tensor:
     """Returns scores ``[heads, rows, blocks]`` of the first `end` keys, which lie in these pages, each once."""
-    heads, rows, dim = q.shape
-    size, first, last = keys.rows.shape[2], min(pages), max(pages) + 1
-    tile = max(1, (FEW_ROWS_ELEMENTS if keys.rows.dtype == q.dtype else CONVERTED_ELEMENTS) // (heads * size * dim))
+    (heads, rows, dim), pool = q.shape, keys.rows
+    assert isinstance(pool, Tensor)
+    size, first, last = pool.shape[2], min(pages), max(pages) + 1
+    tile = max(1, (FEW_ROWS_ELEMENTS if pool.dtype == q.dtype else CONVERTED_ELEMENTS) // (heads * size * dim))
     tile = min(tile, last - first)
-    held = None if keys.rows.dtype == q.dtype else torch.empty(tile * heads, size, dim, dtype=q.dtype)
+    held = None if pool.dtype == q.dtype else torch.empty(tile * heads, size, dim, dtype=q.dtype)
     each = q.expand(tile, heads, rows, dim).reshape(-1, rows, dim)  # [pages * heads, rows, dim]
     parts = []
     for page in range(first, last, tile):
-        k = keys.rows[page : min(page + tile, last)].flatten(0, 1)  # [pages * heads, size, dim]
+        k = pool[page : min(page + tile, last)].flatten(0, 1)  # [pages * heads, size, dim]
         k = k if held is None else held[: k.shape[0]].copy_(k)
         products = torch.bmm(each[: k.shape[0]], k.transpose(1, 2))
         if end % size and page <= pages[-1] < page + tile:

@@ -14,7 +14,7 @@ from openmsa.block_scores.cpu import MIN_ROWS, block_max, products_few, score_fe
 from openmsa.block_topk.cpu import FEW_SCORES, choose
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime import checks
-from openmsa.sparse_attention.cpu_token import attend_all, attend_token, reads_all
+from openmsa.sparse_attention.cpu_token import READ_ANYWAY, attend_all, attend_token, reads_all
 from openmsa.types import Sequences
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,12 +94,13 @@ def attend(
     is NaN, for which others are computed anew."""
     rows = index_q.float().unflatten(0, (index_keys.rows.shape[1], -1))
     queries = q.float().unflatten(0, (keys.rows.shape[1], -1))
-    group = queries.shape[1]
-    if keys.pages is None and rows.shape[1] == 1 and _same(keys.rows, index_keys.rows):  # An index without training.
+    group, visible = queries.shape[1], -(-length // counts.block_size)
+    few = visible <= READ_ANYWAY * counts.topk  # Otherwise attention would read copies of some keys.
+    if few and keys.pages is None and rows.shape[1] == 1 and _same(keys.rows, index_keys.rows):  # An index without training.
         both = torch.cat((queries, rows), 1)  # The keys are read once for both.
         products = products_few(both, keys.heads(0, length).float())  # [kv_heads, group + 1, length]
         ids = _chosen(block_max(products[:, group:], counts.block_size), counts)
-        if ids is not None and reads_all(ids, -(-length // counts.block_size)):
+        if ids is not None and reads_all(ids, visible):
             found, lse = attend_all(products[:, :group], scale, ids, values.heads(0, length).float(), counts.block_size)
             if found is not None:
                 return found.flatten(0, 1), lse.flatten(0, 1), ids

@@ -75,15 +75,12 @@ class Rows:
             position = (torch.tensor(ids)[..., None] * block_size + within).flatten(1)[:, :count]
             return self.take(position, torch.arange(heads.start, heads.stop)[:, None])
         if self.pages is not None and self.rows.is_contiguous():  # Blocks lie whole in pages.
-            heads_of_page, a_page, dim = self.rows.shape[1], size // block_size, self.rows.shape[3]
-            pages = self.pages.tolist()
-            index = [
-                (pages[i // a_page] * heads_of_page + head) * a_page + i % a_page
-                for head, of in zip(heads, ids, strict=True)
-                for i in of
-            ]
-            everything = self.rows.view(-1, block_size, dim)
-            return everything.index_select(0, torch.tensor(index)).view(len(heads), -1, dim)[:, :count]
+            number = torch.tensor(ids)
+            head = torch.arange(heads.start, heads.stop)[:, None]
+            place = self.pages[number * block_size // size] * self.rows.shape[1] + head  # pages of a head
+            place = place * (size // block_size) + number % (size // block_size)
+            chosen = self.rows.view(-1, block_size, self.rows.shape[3]).index_select(0, place.flatten())
+            return chosen.view(len(heads), -1, self.rows.shape[3])[:, :count]
         *strides, last = self.rows.stride()  # Blocks are runs of rows with one stride, wherever they begin.
         step = gcd(*strides) or 1
         *steps, row = [stride // step for stride in strides]
