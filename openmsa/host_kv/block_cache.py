@@ -33,11 +33,20 @@ class Statistics(NamedTuple):
 
 
 class TooFewBlocks(ValueError):
-    """Says that a block cache is too small for one step. least: how many blocks the step can choose; step: its sizes."""
+    """Says that a block cache is too small for one step, which can choose `least` blocks. sizes: sequences, KV heads, topk and
+    new tokens."""
 
-    def __init__(self, least: int, step: str, got: int) -> None:
-        super().__init__(f"cache_blocks must be at least the blocks that one step can choose ({least}: {step}), got {got}")
-        self.least, self.step = least, step
+    def __init__(self, least: int, sizes: tuple[int, int, int, int], got: int) -> None:
+        self.least, self.sizes = least, "batch {}, {} KV heads, topk {}, {} new tokens".format(*sizes)
+        super().__init__(
+            f"cache_blocks must be at least the blocks that one step can choose ({least}: {self.sizes}), got {got}"
+        )
+
+    def in_bytes(self, layers: int, block: int, got: int) -> ValueError:
+        """Returns the error for a budget of bytes that so many layers share, whose blocks take `block` bytes each."""
+        return ValueError(
+            f"cache_bytes must be at least {self.least * layers * block} ({layers} layers, {self.sizes}), got {got}"
+        )
 
 
 @dataclass(eq=False)

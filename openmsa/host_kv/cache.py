@@ -63,8 +63,7 @@ class HostKV(Paged):
         least = least_blocks(self.batch, self.num_heads, self.topk * self.new_tokens, self.capacity // self.block_size)
         least = min(least, self.num_pages * self.num_heads * (self.page_size // self.block_size))
         if checks.integer("cache_blocks", self.cache_blocks, 0) < least:
-            step = f"batch {self.batch}, {self.num_heads} KV heads, topk {self.topk}, {self.new_tokens} new tokens"
-            raise TooFewBlocks(least, step, self.cache_blocks)
+            raise TooFewBlocks(least, (self.batch, self.num_heads, self.topk, self.new_tokens), self.cache_blocks)
         self.cache = BlockCache.allocate(self.k, self.v, self.cache_blocks, self.block_size, self.device)
 
     @classmethod
@@ -126,8 +125,7 @@ class HostKV(Paged):
         try:
             return [make(cache_blocks=blocks, **options) for _ in range(count)]
         except TooFewBlocks as error:
-            least = f"{error.least * count * block} ({count} layers, {error.step})"
-            raise ValueError(f"cache_bytes must be at least {least}, got {cache_bytes}") from error
+            raise error.in_bytes(count, block, cache_bytes) from error
 
     def pools(self) -> Mapping[str, Tensor | Stored]:
         return {"k": self.k, "v": self.v}
