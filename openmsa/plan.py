@@ -86,8 +86,7 @@ class AttentionPlan:
         self._layout = self._made_layout()
         self._rows = [slice(start, min(start + chunk, self.total_q)) for start in range(0, self.total_q, chunk)]
         self._parts = self._made_parts(self._layout)
-        # Launches read these beside a layer's tensors; one chunk has the lengths of the whole.
-        self._own = (*dict.fromkeys((self._layout, *self._parts)), self.page_table, self.seq_lens)
+        self._own = (*dict.fromkeys((self._layout, *self._parts)), self.page_table, self.seq_lens)  # Launches read these too.
         counts = (self.total_q, self.topk, self.block_size, self.init_blocks, self.local_blocks)
         kind, self._addresses, _ = LAYERS.look(*counts, self.softmax_scale, self.certified, chunk, self.impl, *self._own)
         self._kind, self.number = LAYERS.number(kind), tracing.numbered(self)
