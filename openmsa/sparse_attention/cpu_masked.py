@@ -56,8 +56,8 @@ def attend_masked(
         chosen = ids[rows].transpose(0, 1).long()
         reads = (chosen >= 0) & (chosen * block_size <= seen[:, None])  # [heads, queries, topk]
         of_block.scatter_(2, torch.where(reads, chosen, blocks), 0.0)
-        hidden = of_block[..., :blocks, None].expand(-1, -1, -1, block_size).flatten(2)[..., :end]  # [heads, queries, keys]
-        if first < end:
+        hidden = of_block[..., :blocks, None].expand(-1, -1, -1, block_size).flatten(2)[..., :end].contiguous()
+        if first < end:  # hidden is [index heads, queries, keys] in memory of its own, as it is written to
             hidden[..., first:].masked_fill_(torch.arange(first, end) > seen[:, None], -torch.inf)
         queries = q[rows].unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)  # [kv_heads, group, queries, dim]
         queries = queries if queries.stride(3) == 1 else queries.contiguous()

@@ -124,6 +124,17 @@ def masked(monkeypatch):
     return used
 
 
+@pytest.mark.parametrize("length", [10, 16, 17, 40])
+def test_masks_of_one_block(length, masked, monkeypatch):
+    monkeypatch.setattr(cpu_masked, "QUERIES", 7)
+    p = problem((length,), (length,), dtype=torch.bfloat16)
+    blocks = (torch.arange(length)[:, None, None] // 16).int().expand(-1, 2, 1).contiguous()
+    monkeypatch.setattr(cpu, "_runs", lambda *_: [(slice(0, length), False)])
+    found, reference = both(p.q, p.k, p.v, blocks, p.seqs)
+    assert masked == [True]
+    torch.testing.assert_close(found[0].float(), reference[0].float(), atol=1.6e-2, rtol=1.6e-2)
+
+
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("stored", ["plain", "paged", "interleaved"])
 def test_masks_serve_short_contexts_in_bfloat16(stored, heads, masked):
