@@ -189,7 +189,7 @@ def timed(
     all_ids: Tensor,
     host: HostKV | None = None,
 ) -> Figures:
-    """Times `TIMED` steps behind `WARM` ones, which fill the block cache of `host`."""
+    """Times `TIMED` steps after `WARM` others, which fill the block cache of `host`."""
     replay = captured(run)
     p.reset(*([host] if host else []))
     if host:

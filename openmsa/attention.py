@@ -153,7 +153,7 @@ def _again(
 
 
 def selected(stage: Stage[SelectionCall], impl: str, call: SelectionCall) -> Tensor:
-    """Returns the blocks of a checked selection; how many of them a certified one scored exactly is dropped."""
+    """Returns the blocks of a checked selection, without the number of blocks that a certified one scored exactly."""
     result = stage.run(impl, call)
     blocks: Tensor = result[0] if stage is CERTIFIED else result
     return blocks

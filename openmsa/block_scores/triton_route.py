@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""`block_scores` on the GPU runs one of several scoring kernels, which is chosen here. The one for any keys is here too.
+"""This file chooses which of several kernels scores blocks on the GPU, and holds the kernel that serves any keys.
 
 Each of its programs holds a tile of (query, head) rows and walks the keys. The walk has no mask as long as every key is visible
 to every row of the tile; only the diagonal has one. Keys come through the copy engine (TMA) where their strides allow it. A
@@ -108,7 +108,7 @@ def score_kernel(
 ):  # fmt: skip
     """The grid is (splits, row tiles, batch * key heads); late rows, which see most keys, start first. HOLD: rows stay in
     registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are written eight
-    blocks, a sector, at a time. PDL: let the kernel behind this one be launched while this one runs. EVEN: see below."""
+    blocks, a sector, at a time. PDL: the kernel after this one may be launched while this one runs. EVEN: see below."""
     if PDL:
         gdc_launch_dependents()
     ROWS: tl.constexpr = PRODUCT.rows

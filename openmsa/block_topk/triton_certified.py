@@ -340,7 +340,7 @@ class Selection:
         choose(*open_blocks, visible, self._num_blocks, init_blocks, local_blocks, out, pdl)
 
     def score_open(self, topk: int, init_blocks: int, local_blocks: int) -> None:
-        """Launches the second and the third, which leave open blocks and their exact scores in the workspace."""
+        """Launches the second and the third kernel, which leave open blocks and their exact scores in the workspace."""
         (total_q, heads, _), num_blocks, held = self.index_q.shape, self._num_blocks, self.workspace
         bounds, visible, pdl = held.bounds_of(total_q, heads, num_blocks), held.visible[:total_q], has_pdl(self.index_q.device)
         free, ids, rescored = topk - init_blocks - local_blocks, held.open_blocks, held.rescored

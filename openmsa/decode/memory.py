@@ -28,8 +28,8 @@ class PlanMemory:
 
     one_launch:      cuts of the kernel that runs a whole layer, None where it does not serve; words: what its programs hand on.
     attend:          cuts of attention in a launch of its own, by the format of keys and values; partials: what it leaves.
-    shared:          how the new tokens of a sequence share the reading of blocks, and what that leaves. They do not in plans
-                     with bounds, so that one part and two give the same bits.
+    shared:          how the new tokens of a sequence share the reading of blocks, and what that leaves. In plans with bounds
+                     they share nothing, so that one part and two give the same bits.
     scores:          room for scores.
     certified:       room for bounds of certified keys, where they can come first; up to `most_unbounded` keys they do not.
     parts:           what serves a step in two parts, where that can pay.

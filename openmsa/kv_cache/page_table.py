@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Pools behind one page table know where tokens lie, and check what a call asks of them."""
+"""Caches of pools with one page table say where tokens lie, and check what a call asks of them."""
 
 from __future__ import annotations
 

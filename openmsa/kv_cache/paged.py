@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Paged caches are of two kinds, `PagedKV` and `PagedIndexKeys`; what both are stands in `openmsa.kv_cache.page_table`."""
+"""Paged caches are of two kinds, `PagedKV` and `PagedIndexKeys`; what they share is in `openmsa.kv_cache.page_table`."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class MSACache:
         return self._num_pages * self.page_size
 
     def memory(self) -> int:
-        """Returns the bytes that all pools, the page table and the lengths take, be their places filled or not."""
+        """Returns the bytes that all pools, the page table and the lengths take, whether or not their places are filled."""
         held = [x for cache in self._caches() for x in (*tensors_in(*cache.pools().values()), cache.seq_lens)]
         return sum(x.numel() * x.element_size() for x in (*held, self._table))
 

@@ -54,7 +54,7 @@ class Variant:
     descriptors: tuple[tuple[int, Any], ...]  # place and layout of each TMA descriptor, last ones first
     encoded: dict[Any, list[Any]]  # what the launcher takes in their places
     signature: tuple[Any, ...]  # Triton's type of each argument, a tuple of types for a NamedTuple
-    frame: Any = None  # how `openmsa.runtime.driver_calls` launches it, once it did
+    frame: Any = None  # how `openmsa.runtime.driver_calls` launches it, once it has
 
     @functools.cached_property
     def parameters(self) -> Parameters:

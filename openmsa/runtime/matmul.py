@@ -37,8 +37,8 @@ def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
 
 
 def pad_few(q: Tensor) -> Tensor:
-    """Returns few rows ``[heads, rows, dim]`` with rows of zeros behind them where MKL is faster on so many: on 4 than on 2 or
-    3."""
+    """Returns few rows ``[heads, rows, dim]``, with rows of zeros after them where MKL is faster with these: on 4 rows than on
+    2 or 3."""
     rows = q.shape[1]
     return torch.nn.functional.pad(q, (0, 0, 0, -rows % 4)) if rows > 1 and rows % 4 else q
 

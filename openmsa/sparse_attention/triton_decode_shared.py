@@ -239,7 +239,7 @@ class Shared(NamedTuple):
         device: torch.device,
         shares: bool = True,
     ) -> Shared:
-        """Makes room. shape: the arguments of `configure` from new_tokens to page_size. shares: whether tokens may share."""
+        """Allocates memory. shape: arguments of `configure` from new_tokens to page_size. shares: whether tokens may share."""
         (new_tokens, num_kv_heads, _, head_dim, *_), facts = shape, devices.facts(device)
         cuts = [configure(batch, *shape, facts) if shares else None for batch in range(1, max_batch + 1)]
         tiles = [(i + 1) * ceil_div(new_tokens, c.tokens) * num_kv_heads if c else 0 for i, c in enumerate(cuts)]

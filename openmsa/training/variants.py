@@ -71,7 +71,7 @@ def blocks_by_index(index: Index, inputs: LayerInputs, variant: Variant, init_bl
 
 def blocks_without_index(inputs: LayerInputs, variant: Variant, seed: int, most: int = MOST_SCORES) -> Tensor:
     """Returns the blocks of the kinds "window" and "random", int32 ``[total_q, heads, topk]``; the latter are drawn evenly, by
-    the seed and the layer's number. most: so many scores exist at a time (a query's at least), which changes no block."""
+    the seed and the layer's number. most: how many scores exist at a time (a query's at least); it changes no block."""
     length, device, topk = int(inputs.seqs.max_seqlen_q or 0), inputs.q.device, variant.topk
     size, window = variant.block_size, variant.kind == "window"
     heads, blocks = 1 if window else inputs.k.shape[1], -(-length // size)

@@ -49,7 +49,7 @@ def in_host_memory(kv, **options):
 
 @pytest.mark.parametrize(("new_tokens", "least"), [(1, True), (2, False), (2, True)])
 def test_equals_a_resident_cache(device, new_tokens, least):
-    """Over steps whose selections are unrelated, so that a small cache is thrashed."""
+    """The selections of the steps are unrelated, so that a small cache is thrashed."""
     lens = (600, 0, 65, 1)
     kv, keys = (cache.to(device) for cache in paged(step(lens, new_tokens), PAGE))
     host, chosen = in_host_memory(kv, new_tokens=new_tokens), sum(_visible(n, new_tokens) for n in lens)

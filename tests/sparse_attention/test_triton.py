@@ -200,7 +200,7 @@ def test_copies_that_no_tile_reads(monkeypatch):
 
 
 class Heard:
-    """A kernel whose launches are written down."""
+    """Stands for a kernel, and writes down its launches."""
 
     def __init__(self, kernel, launched):
         self.kernel, self.launched, self.__name__ = kernel, launched, kernel.__name__

@@ -32,7 +32,7 @@ CASES = [  # new tokens, head_dim, group, kv_heads, block_size, page_size, topk,
 
 @pytest.mark.parametrize(("new", "head_dim", "group", "kv_heads", "block", "page", "topk", "dtype", "config"), CASES)
 def test_against_the_truth(new, head_dim, group, kv_heads, block, page, topk, dtype, config):
-    """Lengths of no key, of fewer keys than new tokens, and odd ones; shuffled and shared pages, wild ids where nothing is."""
+    """Lengths are 0, less than the new tokens, and odd; pages are shuffled and shared; ids are wild where nothing is read."""
     k_lens = (2 * block + 5, 0, 9 * block - 1, new - 1, new, block)
     p = problem(
         (new,) * len(k_lens), k_lens, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype, shared_prefix=block,
