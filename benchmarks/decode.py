@@ -30,7 +30,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Step:
-    """The tensors of a step."""
+    """Holds the tensors of a step."""
 
     def __init__(self, batch: int, keys: int, new: int, heads: tuple[int, int], near: bool) -> None:
         self.batch, self.keys, self.new, (q_heads, kv_heads) = batch, keys, new, heads

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""What `benchmarks/engine.py` asks of vLLM: an engine in this process, its sparse layers, and the time of their stages."""
+"""This module has what `benchmarks/engine.py` asks of vLLM: an engine in this process, its sparse layers, and the time of their
+stages."""
 
 from __future__ import annotations
 

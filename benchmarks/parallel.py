@@ -76,7 +76,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def slowest(seconds: float) -> float:
-    """The longest time of all ranks."""
+    """Returns the longest time of all ranks."""
     longest = torch.tensor([seconds], dtype=torch.float64, device="cuda")
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return float(longest)
@@ -115,7 +115,7 @@ def spread(mine: list[Tensor], shards: TokenShards) -> Tensor:
 
 
 def prefill(case: Case, rank: int, ranks: int) -> dict[str, Any]:
-    """One prompt on one GPU, and spread over all; the selection and outputs of all must be those of one."""
+    """Times one prompt on one GPU, and spread over all; the selection and outputs of all must be those of one."""
     n = case.keys
     q, k, v = (normal(n, heads, DIM, seed=i) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS)))
     index_k, index_q = normal(n, 1, DIM, seed=3), normal(n, KV_HEADS, DIM, seed=4)
@@ -327,7 +327,7 @@ def repeated(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 
 
 def row(case: Case, samples: dict[str, list[float]], ranks: int) -> dict[str, Any]:
-    """The figures of a case: medians in seconds, and ratios."""
+    """Returns the figures of a case: medians in seconds, and ratios."""
     medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
     best = min(seconds for name, seconds in medians.items() if name in ("all", *EXCHANGES, *(f"{m} move" for m in MOVES)))
     figures: dict[str, Any] = {"case": case._asdict(), "ranks": ranks, "samples_s": samples, "median_s": medians}
@@ -339,7 +339,7 @@ def row(case: Case, samples: dict[str, list[float]], ranks: int) -> dict[str, An
 
 
 def shown(figures: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Returns a line of the table."""
     unit = ("us", 1e6) if figures["case"]["batch"] else ("ms", 1e3)
     parts = [f"{name} {seconds * unit[1]:.1f}" for name, seconds in figures["median_s"].items()]
     beyond = [f"beyond by {name} {x * 1e6:.1f} us" for name, x in figures.get("beyond_s", {}).items()]

@@ -129,7 +129,7 @@ class AttentionPlan:
 
         index_q:  ``[total_q, index_heads, index_dim]``, any strides, as in `select_blocks`.
         index_k:  the layer's index keys: packed ``[total_k, index_key_heads, index_dim]``, or a pool ``[num_pages,
-                  index_key_heads, page_size, index_dim]`` behind the plan's page table; any strides and formats.
+                  index_key_heads, page_size, index_dim]`` for the plan's page table; any strides and formats.
 
         Returns int32 ``[total_q, index_heads, topk]``, the plan's own memory, which the next `select` overwrites.
         """
@@ -153,7 +153,7 @@ class AttentionPlan:
 
         q:         ``[total_q, num_q_heads, head_dim]``, any strides, as in `sparse_attention`.
         k, v:      the layer's keys and values: packed ``[total_k, num_kv_heads, head_dim]``, or pools ``[num_pages,
-                   num_kv_heads, page_size, head_dim]`` behind the plan's page table; any strides and formats.
+                   num_kv_heads, page_size, head_dim]`` for the plan's page table; any strides and formats.
         blocks:    int32 ``[total_q, num_kv_heads or 1, topk]``, as `select` returns them.
         out, lse:  where to write, contiguous, ``[total_q, num_q_heads, head_dim]`` in q's dtype (bfloat16 for `E4M3`) and
                    float32 ``[total_q, num_q_heads]``; None: out is made, lse is dropped.

@@ -106,9 +106,9 @@ def score_kernel(
     PRODUCT: tl.constexpr, HOLD: tl.constexpr, FILL: tl.constexpr, COLLECT: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (splits, row tiles, batch * key heads); late rows, which see most keys, start first. HOLD: rows stay in
-    registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are written eight
-    blocks, a sector, at a time. PDL: the kernel after this one may be launched while this one runs. EVEN: see below."""
+    """Scores blocks in a grid of (splits, row tiles, batch * key heads); late rows, which see most keys, start first. HOLD:
+    rows stay in registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are
+    written eight blocks, a sector, at a time. PDL: the next kernel may be launched while this one runs. EVEN: see below."""
     if PDL:
         gdc_launch_dependents()
     ROWS: tl.constexpr = PRODUCT.rows

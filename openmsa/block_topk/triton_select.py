@@ -112,7 +112,7 @@ def fused_kernel(
     PRODUCT: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, HOLD: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (row tiles, batch * key heads); late rows, which see most keys, start first. HOLD: rows stay in registers."""
+    """Scores and selects in a grid of (row tiles, batch * key heads), latest rows first. HOLD: rows stay in registers."""
     ROWS: tl.constexpr = PRODUCT.rows
     BLOCK: tl.constexpr = CUT.block
     PARTS: tl.constexpr = CUT.parts

@@ -145,7 +145,7 @@ class HostKV(Paged):
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def append(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, *, check: bool = False) -> None:
-        """Writes new tokens to host memory behind each sequence's keys and advances `seq_lens`, as `PagedKV.append` does: on a
+        """Writes new tokens to host memory after each sequence's keys and advances `seq_lens`, as `PagedKV.append` does: on a
         GPU kernels write, nothing waits and nothing is allocated. New rows reach slots when a step reads them."""
         refuse_to_trace("HostKV.append")
         contents.append(self, {"k": k, "v": v}, cu_seqlens, check, before=self._outdate)

@@ -74,7 +74,7 @@ def append(
     check: bool,
     before: Callable[[int, Tensor | None], None] | None = None,
 ) -> None:
-    """Writes new tokens behind each sequence's keys, as `PagedKV.append` describes it.
+    """Writes new tokens after each sequence's keys, as `PagedKV.append` describes it.
 
     new:     rows for each pool by its name.
     before:  called with the number of new tokens and checked `cu_seqlens` when the checks are done and nothing is written.

@@ -22,7 +22,7 @@ POOL = "[num_pages, heads, page_size, dim]"
 
 
 class Paged:
-    """A cache has one or more pools of one shape and format behind one page table."""
+    """This is a cache: one or more pools of one shape and format with one page table."""
 
     page_table: Tensor  # int32 [batch, max_pages]
     seq_lens: Tensor  # int32 [batch]

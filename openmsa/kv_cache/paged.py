@@ -57,7 +57,7 @@ class PagedKV(Paged):
 
     @operator("openmsa::append_kv")
     def append(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, *, check: bool = False) -> None:
-        """Writes new tokens behind each sequence's keys and advances `seq_lens`.
+        """Writes new tokens after each sequence's keys and advances `seq_lens`.
 
         k, v: ``[total_new, num_kv_heads, head_dim]``, any float dtype, rounded to the cache's format. cu_seqlens: int32
         ``[batch + 1]``, the packed tokens of each sequence; None: the same number for each. The pages must be in the table

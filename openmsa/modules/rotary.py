@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Rotary position embedding (RoPE): elements i and i + width / 2 of a vector are a point of a plane, which the position
+"""This is rotary position embedding (RoPE): elements i and i + width / 2 of a vector are a point of a plane, which the position
 turns."""
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Gathered:
         self._cache = type(cache)(**pools, page_table=where.table, seq_lens=where.lens.clone())
 
     def wait(self) -> PagedKV | PagedIndexKeys:
-        """Returns the cache behind the end of the transfer; it has room for the new tokens."""
+        """Returns the cache after the end of the transfer; it has room for the new tokens."""
         for work in self._works:
             finished(work)
         self._kept.clear()

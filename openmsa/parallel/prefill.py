@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Context-parallel prefill: queries stay with their rank, keys of all ranks come to it while it scores."""
+"""In context-parallel prefill queries stay with their rank, and keys of all ranks come to it while it scores."""
 
 from __future__ import annotations
 

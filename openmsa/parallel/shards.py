@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Who owns what: `TokenShards` spreads the new tokens of a step over ranks, `PageStripes` the pages of a cache."""
+"""These say who owns what: `TokenShards` spreads the new tokens of a step over ranks, `PageStripes` the pages of a cache."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TokenShards:
         return x.index_select(0, self.rows(rank, x.device))
 
     def gathered_rows(self, device: torch.device) -> Tensor:
-        """Returns, for each token of the packed tensor of all tokens, its row among the shards of all ranks, one behind the
+        """Returns, for each token of the packed tensor of all tokens, its row among the shards of all ranks, one after the
         other and each padded to `most` rows: int64 ``[total]``."""
         return self.remember(("gathered", device), lambda: self._gathered_rows().to(device))
 
@@ -135,7 +135,7 @@ class TokenShards:
 
 
 def in_chunks(pieces: Pieces, most: int) -> Pieces:
-    """Cuts pieces into chunks of so many queries at most."""
+    """Cuts pieces into chunks of at most so many queries."""
     cut = []
     for rows, seqs in pieces:
         total = rows.stop - rows.start

@@ -407,7 +407,7 @@ class Reach(NamedTuple):
 
 
 def refuse_choice(topk: int, ranks: int) -> str | None:
-    """Says why candidates of so many ranks cannot be compared, or None."""
+    """Says why candidates of so many ranks cannot be compared; None where they can."""
     entries = next_power_of_two(ranks + 1) * next_power_of_two(topk)
     if entries > MOST_ENTRIES:
         return f"(ranks + 1) * topk, each rounded up to a power of two, must be at most {MOST_ENTRIES}, got {entries}"

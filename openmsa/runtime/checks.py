@@ -29,7 +29,7 @@ def tensor(name: str, value: Any, shape: str, dtypes: tuple[torch.dtype, ...] = 
 
 
 def wrong_rank(name: str, value: Any, shape: str) -> ValueError:
-    """Returns the error for a value that has not as many dimensions as `shape` shows."""
+    """Returns the error for a value whose number of dimensions is not that of `shape`."""
     rule = f"{name} must have shape {shape} ({shape.count(',') + 1} dimensions), got {tuple(value.shape)}"
     if value.dim() == 4 and shape.startswith("[total_"):
         rule += (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Configurations depend on these facts about a device, which are read once a device and never at import."""
+"""Configurations depend on these facts about a device, which are read once for each device, and never at import."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def checked(status: int, what: str) -> None:
 
 
 class Words:
-    """Addresses that launches read, one word each. They never move."""
+    """Holds the addresses that launches read, one word each, in memory that never moves."""
 
     def __init__(self, count: int) -> None:
         self.values = array("Q", bytes(8 * count))

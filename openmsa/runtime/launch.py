@@ -215,7 +215,7 @@ def encoded(variant: Variant, place: int, descriptor: Any) -> list[Any]:
 
 
 def _launch_first(key: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Launches through Triton and, where that can be, remembers the variant."""
+    """Launches through Triton and, where it can, remembers the variant."""
     late, early = kernel.params[len(arguments) :], kernel.params[: len(arguments)]
     if not all(parameter.is_constexpr for parameter in late) or any(parameter.is_constexpr for parameter in early):
         raise TypeError(f"{kernel.__name__} must be given every run-time argument by position and every constexpr by name")

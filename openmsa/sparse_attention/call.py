@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A checked call of `sparse_attention`, and its checks."""
+"""This file holds the checked call of `sparse_attention`, and its checks."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 A program serves up to eight tokens of one sequence and one KV head: their query heads are the rows of its tile. It makes the
 list of all blocks that these tokens selected, each once, with a bit for each token that did, and walks the list; rows of the
 other tokens leave a block out. All rows are multiplied with every block of the list, so tokens that differ much, whose list is
-long, are left to the kernel of `openmsa.sparse_attention.triton_decode`, which runs behind this one and finds a flag. Where the
+long, are left to the kernel of `openmsa.sparse_attention.triton_decode`, which runs after this one and finds a flag. Where the
 launch is split, the programs of a row tile take every `splits`-th block of the list, leave partials, and the last one merges
 them, as there. Queries, keys and values are plain, 16 bits wide, keys and values in pages that hold whole blocks.
 

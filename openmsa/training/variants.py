@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The kinds of attention that an evaluation compares: dense, by an index, and two baselines that look at nothing."""
+"""An evaluation compares these kinds of attention: dense, by an index, and two baselines that look at nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def budgets(length: int, block_size: int, percents: Sequence[float]) -> dict[flo
 
 
 def group_mean(inputs: LayerInputs) -> tuple[Tensor, Tensor]:
-    """Is the index of a model without index branches: the mean of a group's queries, and the group's keys."""
+    """Returns the index of a model without index branches: the mean of each group's queries, and the group's keys."""
     return group_mean_index(torch.nn.Identity(), inputs.q, inputs.k)
 
 
