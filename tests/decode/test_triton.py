@@ -68,7 +68,7 @@ CASES = [  # new_tokens, kv_heads, group, head_dim, index_heads, block, page, to
 
 
 def _layer(p, kv, index_keys, tokens, dim, block, topk, cut):
-    """Blocks, output and lse of one layer; cut: keys and tiles of an attention program, tiles of a scoring program."""
+    """Returns blocks, output and lse of one layer; cut: keys and tiles of an attention program, tiles of a scoring program."""
     heads, index_heads = kv.num_heads, p.index_q.shape[1]
     kv, index_keys = (type(c)(**{name: x.to(DEVICE) for name, x in vars(c).items()}) for c in (kv, index_keys))
     sizes = Sizes(

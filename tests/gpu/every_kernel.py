@@ -45,7 +45,7 @@ SHAPES = ((128, 16, 128, 128), (96, 3, 48, 7))  # head_dim, group, block_size, p
 
 
 def onto_device(x: Any) -> Any:
-    """A tensor, a format or a cache on the GPU."""
+    """Returns a tensor, a format or a cache on the GPU."""
     if isinstance(x, torch.Tensor):
         return x.to(DEVICE)
     if dataclasses.is_dataclass(x):
@@ -74,7 +74,7 @@ def attempt(function: Callable[..., Any], *args: Any, impl: str, **kwargs: Any) 
 
 
 def ragged(head_dim: int, group: int, block: int) -> Problem:
-    """A few queries before, at and behind the keys of four sequences, one of them empty."""
+    """Returns a few queries before, at and behind the keys of four sequences, one of them empty."""
     offsets = (2 * block + 3, 0, block, -1)
     options = {"kv_heads": 2, "group": group, "head_dim": head_dim, "dtype": torch.bfloat16, "offsets": offsets}
     return problem((2, 1, 0, 3), (2 * block + 5, 0, block, 7 * block - 1), **options)
@@ -244,7 +244,7 @@ def drop_in() -> None:
 
 @triton.jit
 def write_past_the_end(x, n):
-    """One element behind a tensor of n."""
+    """Writes one element past the end of a tensor of n."""
     tl.store(x + n, 1.0)
 
 

@@ -43,7 +43,7 @@ def step(k_lens, new_tokens=1, seed=0, **options):
 
 
 def in_host_memory(kv, **options):
-    """A `HostKV` of the pages of a `PagedKV`, with slots for all blocks."""
+    """Returns a `HostKV` of the pages of a `PagedKV`, with slots for all blocks."""
     return HostKV.of(kv, cache_blocks=kv.num_pages * kv.num_heads * PAGE // 32, block_size=32, topk=4, **options)
 
 

@@ -19,7 +19,7 @@ WIDE = {"kv_heads": 4, "group": 16, "head_dim": 128}
 
 
 def one_rank(p, options):
-    """The selection, out and lse of one rank, and out and lse in float64 over the same selection."""
+    """Returns the selection, out and lse of one rank, and out and lse in float64 over the same selection."""
     blocks = select_blocks(p.index_q, p.index_k, seqs=p.seqs, **options)
     results = msa_attention(p.q, p.k, p.v, p.index_q, p.index_k, seqs=p.seqs, return_lse=True, **options)
     q, k, v = (x.double().cpu() for x in (p.q, p.k, p.v))

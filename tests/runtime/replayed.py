@@ -84,7 +84,7 @@ def variant(event: Launched, launch: Any) -> Variant:
 
 
 def resolved(made: Prepared, addresses: list[int]) -> list[Any]:
-    """Every launch with its numbers and its addresses, of inputs at these addresses."""
+    """Returns every launch with its numbers and its addresses, of inputs at these addresses."""
     at = {
         "input": lambda index, offset: addresses[index] + offset,
         "own": lambda offset, _: WORKSPACE + offset,
@@ -133,7 +133,7 @@ def step(
 
 
 def decode(batch: int, keys: int, heads: tuple[int, int]) -> Any:
-    """The same for a decode plan."""
+    """Returns the same for a decode plan."""
     pages = -(-keys // 128)
     sizes = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 128, "page_size": 128, "max_pages": pages}
     plan = DecodePlan(max_batch=batch, **sizes)

@@ -22,7 +22,7 @@ def listed(q_lens, k_lens, topk, heads=2, block_size=16):
 
 @pytest.fixture
 def dense(monkeypatch):
-    """The queries of each call of dense attention."""
+    """Returns the queries of each call of dense attention."""
     queries = []
     run = cpu.DENSE.run
     monkeypatch.setattr(cpu.DENSE, "run", lambda impl, call: queries.append(call.q.shape[0]) or run(impl, call))

@@ -92,7 +92,7 @@ def test_its_tiles():
 
 
 def case(name, dtype):
-    """The checked arguments of a call, and the truth."""
+    """Returns the checked arguments of a call, and the truth."""
     q_lens, k_lens, heads, group, dim, page_size, topk, alike, offsets = CASES[name]
     p = problem(q_lens, k_lens, kv_heads=heads, group=group, head_dim=dim, dtype=dtype, offsets=offsets, shared_prefix=BLOCK)
     blocks = selection(p, topk, alike)

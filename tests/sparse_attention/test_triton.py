@@ -25,7 +25,7 @@ PATHS = ("union", "outer", "few", "auto")
 
 
 def arguments(p, blocks, block_size, storage="flat", page_size=0, scale=0.2):
-    """The checked arguments of the stage; `storage`: flat, strided or paged."""
+    """Returns the checked arguments of the stage; `storage`: flat, strided or paged."""
     p, blocks = p.to(DEVICE), blocks.to(DEVICE)
     q, k, v = (p.q, p.k, p.v) if storage == "flat" else (strided(x, 2 if x is p.q else 1) for x in (p.q, p.k, p.v))
     if storage == "paged":
@@ -105,7 +105,7 @@ STORED_CASES = [  # keys, queries, page_size, dtype
 
 
 def stored_case(p, blocks, block, keys, queries, page_size, dtype):
-    """A call on stored operands, and the truth: float64 on the numbers that the codes stand for, every factor and scale
+    """Returns a call on stored operands, and the truth: float64 on the numbers that the codes stand for, every factor and scale
     counted."""
     p = p.map(lambda x: x * torch.tensor([1.0, 3.0]).repeat_interleave(x.shape[1] // 2 or 1)[: x.shape[1], None].to(dtype))
     p = p.to(DEVICE)

@@ -24,7 +24,7 @@ SCALE = 0.2
 
 
 def run(p, blocks, block_size, kv=None, v=None, config=None):
-    """The kernel's own host function on checked arguments, with poisoned outputs."""
+    """Runs the kernel's own host function on checked arguments, with poisoned outputs."""
     q, k, v = (p.q, p.k, p.v) if kv is None else (strided(p.q, 2), kv, v)
     if isinstance(k, PagedKV):
         k = PagedKV(*(x.to(DEVICE) for x in (k.k, k.v, k.page_table, k.seq_lens)))

@@ -79,7 +79,7 @@ def imports(tree: ast.AST, at_once: bool = False) -> set[str]:
 
 
 def is_jit(node: ast.AST) -> bool:
-    """Whether a kernel language compiles the function."""
+    """Says whether a kernel language compiles the function."""
     return isinstance(node, ast.FunctionDef) and any(
         re.match(r"(triton|gluon)\.(jit|constexpr_function)", ast.unparse(x)) for x in node.decorator_list
     )
