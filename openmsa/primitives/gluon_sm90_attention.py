@@ -139,13 +139,17 @@ def no_rows(LOGITS: gl.constexpr):
 
 
 @gluon.jit
-def online_step(s, m_i, l_i, scale, m_member, WEIGHTS: gl.constexpr, OUT_ROW: gl.constexpr, NUMBER: gl.constexpr):
+def row_maxima(s):
+    """Returns the greatest of each row's logits; NaN only where all of them are."""
+    return gl.convert_layout(gl.max(in_threads(s, gl.max), 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def online_step(s, largest, m_i, l_i, scale, m_member, WEIGHTS: gl.constexpr, OUT_ROW: gl.constexpr, NUMBER: gl.constexpr):
     """Returns the weights of logits s as a factor of products with values, the new greatest logits and sums of weights, and by
-    what earlier sums of values shrink. scale: one for all, or one for each row. m_member: which rows read the block, None for
-    all."""
-    ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    what earlier sums of values shrink. largest: `row_maxima` of s. scale: one for all, or one for each row. m_member: which
+    rows read the block, None for all."""
     QUAD_ROW: gl.constexpr = gl.SliceLayout(1, quad_layout())
-    largest = gl.convert_layout(gl.max(in_threads(s, gl.max), 1), ROW, assert_trivial=True)
     if m_member is None:
         m_new = gl.maximum(m_i, largest)
         offset = m_new * scale

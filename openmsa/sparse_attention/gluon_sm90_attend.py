@@ -52,6 +52,7 @@ from openmsa.primitives.gluon_sm90_attention import (
     online_step,
     pass_by,
     rounded,
+    row_maxima,
     row_results,
     seen,
     stay,
@@ -201,7 +202,9 @@ def attend(
                     b_s = seen(b_s, block, last_key)
                     m_member = bits >> token & 1 != 0
                     bits = gl.load(p_bits + gl.minimum(1, size - 1))
-                    weights, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER)
+                    weights, m_i, l_i, alpha = online_step(
+                        b_s, row_maxima(b_s), m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER
+                    )
                     q = kept(q)
 
                     # 2. Each further block is multiplied with the queries, and the values before it with their weights.
@@ -222,7 +225,9 @@ def attend(
                             b_s = -b_s
                         if i >= whole:
                             b_s = seen(b_s, gl.load(p_ids + i), last_key)
-                        p, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER)
+                        p, m_i, l_i, alpha = online_step(
+                            b_s, row_maxima(b_s), m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER
+                        )
                         q = kept(q)
                         stay(i_list)
                         acc = warpgroup_mma_wait(0, deps=(acc,))

@@ -8,7 +8,18 @@ pytest.importorskip("triton")
 
 from openmsa import E4M3, Sequences
 from openmsa.dense_attention import gluon_sm90_dense
-from openmsa.dense_attention.gluon_sm90_dense import OPTIONS, Cut, serves
+from openmsa.dense_attention.gluon_sm90_dense import (
+    FOURS,
+    MEASURED,
+    OPTIONS,
+    SHARED,
+    STAGGERED,
+    TURNS,
+    Cut,
+    Way,
+    serves,
+    way_of,
+)
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import problem
@@ -19,6 +30,13 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 on_hopper = pytest.mark.skipif(not HOPPER, reason="it is written for sm_90")
 BF16, FP16 = torch.bfloat16, torch.float16
 RESULTS = ("out", "lse", "max_score")
+WAYS = {
+    "in use": MEASURED,
+    "staggered": Way(ahead=True, mirrored=True, heads_outer=True, order=STAGGERED.value, maxima=SHARED.value),
+    "turns": Way(ahead=True, mirrored=True, order=TURNS.value, maxima=FOURS.value),
+    "free": Way(ahead=True, mirrored=True, maxima=SHARED.value),
+    "not ahead": Way(mirrored=True, order=TURNS.value, maxima=FOURS.value),
+}
 
 
 def lengths(*q_lens, keys=4096):
@@ -67,6 +85,11 @@ def test_its_tiles():
     assert [Cut.of(group, 128, 0).tokens for group in (1, 3, 4, 16, 64, 100)] == [128, 32, 32, 8, 2, 2]
 
 
+def test_what_has_not_been_measured_does_not_serve():
+    assert way_of() is MEASURED
+    assert Way() == MEASURED
+
+
 CASES = {  # q_lens, k_lens, kv_heads, group, dim, storage, causal, dtype, scale, offsets
     "packed": ((300, 0, 3, 1, 70), (700, 5, 130, 1, 256), 2, 16, 128, None, True, BF16, 0.2, None),
     "pages": ((300, 0, 3, 1, 70), (700, 5, 130, 1, 256), 2, 16, 128, 128, True, BF16, 0.2, None),
@@ -91,11 +114,21 @@ def launches(monkeypatch):
     return found
 
 
+@pytest.fixture
+def way(request, monkeypatch):
+    """The way of each call, named by the test's parameter."""
+    monkeypatch.setattr(gluon_sm90_dense, "MEASURED", WAYS[request.param])
+
+
+in_every_way = pytest.mark.parametrize("way", WAYS, indirect=True)
+
+
 @pytest.mark.gpu
 @on_hopper
+@in_every_way
 @pytest.mark.parametrize("results", [("out",), RESULTS[:2], RESULTS], ids=["out", "lse", "scores"])
 @pytest.mark.parametrize("name", CASES)
-def test_against_the_truth(name, results, launches):
+def test_against_the_truth(name, results, launches, way):
     q_lens, k_lens, heads, group, dim, storage, causal, dtype, scale, offsets = CASES[name]
     p = problem(q_lens, k_lens, kv_heads=heads, group=group, head_dim=dim, dtype=dtype, offsets=offsets)
     got = [run(p, storage, causal=causal, scale=scale, block_size=128, results=results) for _ in range(2)]
@@ -107,17 +140,32 @@ def test_against_the_truth(name, results, launches):
 
 @pytest.mark.gpu
 @on_hopper
+@in_every_way
 @pytest.mark.parametrize("storage", [None, 128])
-def test_many_tiles(storage, launches):
-    """Programs take several tiles, of sequences of very different lengths."""
-    p = problem((900, 3, 1500, 0, 257), (3000, 128, 1500, 9, 2049), kv_heads=4, group=16, head_dim=128, dtype=BF16)
+def test_many_tiles(storage, launches, way):
+    """Programs take several tiles, of sequences of very different lengths; some have one block, or rows for one group."""
+    p = problem((900, 3, 1500, 0, 257, 1), (3000, 128, 1500, 9, 2049, 1), kv_heads=4, group=16, head_dim=128, dtype=BF16)
     check(p, run(p, storage, block_size=128), block_size=128)
     assert launches == [True]
 
 
 @pytest.mark.gpu
 @on_hopper
-def test_a_nan_stays_in_its_rows(launches):
+@in_every_way
+def test_many_small_tiles(launches, way):
+    """Most tiles have one block, so that a group may be several tiles before the other, as far as the ring lets it."""
+    p = problem((3, 9, 1, 0, 7, 130) * 6, (3, 9, 1, 5, 100, 130) * 6, kv_heads=2, group=16, head_dim=64, dtype=BF16)
+    got = [run(p, block_size=128) for _ in range(2)]
+    check(p, got[0], block_size=128)
+    for result in RESULTS:
+        assert_equal(result, got[0][result], got[1][result])
+    assert launches == [True] * 2
+
+
+@pytest.mark.gpu
+@on_hopper
+@in_every_way
+def test_a_nan_stays_in_its_rows(launches, way):
     p = problem((200,), (300,), kv_heads=1, group=16, head_dim=128, dtype=BF16)
     clean = run(p, block_size=128)
     p.q[17, 3] = float("nan")
