@@ -146,8 +146,8 @@ class Sizes(NamedTuple):
 
 @gluon.jit
 def last_turn(sizes, WAY: gl.constexpr):
-    """Returns the number of turns of all programs together. A program takes every turn that follows its own number by a multiple
-    of how many programs there are."""
+    """Returns the number of turns of all programs together. A program takes every turn that follows its own number by a
+    multiple of how many programs there are."""
     turns = sizes.items
     if WAY.mirrored:
         turns = (sizes.items + gl.num_programs(0) - 1) // gl.num_programs(0) * gl.num_programs(0)
