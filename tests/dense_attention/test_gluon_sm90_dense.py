@@ -33,9 +33,7 @@ RESULTS = ("out", "lse", "max_score")
 WAYS = {
     "in use": MEASURED,
     "staggered": Way(ahead=True, mirrored=True, heads_outer=True, order=STAGGERED.value, maxima=SHARED.value),
-    "turns": Way(ahead=True, mirrored=True, order=TURNS.value, maxima=FOURS.value),
-    "free": Way(ahead=True, mirrored=True, maxima=SHARED.value),
-    "not ahead": Way(mirrored=True, order=TURNS.value, maxima=FOURS.value),
+    "turns": Way(mirrored=True, order=TURNS.value, maxima=FOURS.value),
 }
 
 
