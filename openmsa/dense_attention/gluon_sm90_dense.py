@@ -43,12 +43,10 @@ from openmsa.primitives.gluon_sm90_attention import (
     exchanged,
     following,
     give_back,
-    in_threads,
     kept,
     no_rows,
     online_step,
     pass_by,
-    quad_layout,
     rounded,
     row_maxima,
     row_results,
@@ -67,12 +65,9 @@ OPTIONS: dict[str, Any] = {"STAGES": 3, "ATTEND_REGISTERS": 232, "LOAD_REGISTERS
 BUSY = 0.85
 """The kernel serves calls whose tiles, taken in rounds, keep at least so large a share of the multiprocessors busy."""
 
-FREE, STAGGERED, TURNS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Values of `Way.order`: nothing orders the two groups of a program; the second begins a tile when the first has its first
-logits; the groups start their products in turns."""
-APART, SHARED, FOURS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Values of `Way.maxima`: largest scores are found apart from the softmax; they are those of the softmax; they are, and those
-of four blocks are stored at a time."""
+CACHED = 0.75
+"""Tiles are mirrored (`mirrored`) where a sequence's keys and values take at most so large a share of the L2 cache, which also
+holds queries and results."""
 
 SMALLEST_SCALE = 1e-37
 """A softmax scale of 0 becomes this number, too small to matter, so that masked logits, -inf times the scale, stay -inf."""
@@ -106,31 +101,11 @@ class Cut(NamedTuple):
         return 2 * ROWS.value // self.heads
 
 
-class Way(NamedTuple):
-    """Says how programs go about their work; it is a constant of the kernel.
-
-    ahead:        whether a program finds its next item of work before it serves the present one.
-    mirrored:     whether items are dealt to the programs from the last one back in every second round, which gives all about
-                  equally many blocks where items become smaller from round to round.
-    heads_outer:  whether all tiles of a KV head come before those of the next, so that programs read the same keys.
-    order:        FREE, STAGGERED or TURNS.
-    maxima:       APART, SHARED or FOURS.
-    """
-
-    ahead: bool = False
-    mirrored: bool = False
-    heads_outer: bool = False
-    order: int = FREE.value
-    maxima: int = APART.value
-
-
-MEASURED = Way()
-"""The way that serves calls: a faster one takes its place when it has been measured (`docs/log/dense.md`)."""
-
-
-def way_of() -> Way:
-    """Chooses the way of a call."""
-    return MEASURED
+def mirrored(device: Device, max_seqlen_k: int, num_kv_heads: int, dim: int) -> bool:
+    """Chooses whether items of work are dealt to the programs from the last program back in every second round. Items become
+    smaller from round to round, so that all programs then have about equally many blocks. That was 2 to 5 % faster where the L2 cache
+    holds the keys and values of a sequence's heads, and 7 to 10 % slower where it does not (`docs/log/dense.md`)."""
+    return 2 * 2 * dim * num_kv_heads * max_seqlen_k <= CACHED * device.l2_bytes
 
 
 class Sizes(NamedTuple):
@@ -145,35 +120,30 @@ class Sizes(NamedTuple):
 
 
 @gluon.jit
-def last_turn(sizes, WAY: gl.constexpr):
+def last_turn(sizes, MIRRORED: gl.constexpr):
     """Returns the number of turns of all programs together. A program takes every turn that follows its own number by a
     multiple of how many programs there are."""
     turns = sizes.items
-    if WAY.mirrored:
+    if MIRRORED:
         turns = (sizes.items + gl.num_programs(0) - 1) // gl.num_programs(0) * gl.num_programs(0)
     return turns
 
 
 @gluon.jit
-def item_at(i_turn, sizes, bounds, CUT: gl.constexpr, CAUSAL: gl.constexpr, WAY: gl.constexpr):
+def item_at(i_turn, sizes, bounds, CUT: gl.constexpr, CAUSAL: gl.constexpr, MIRRORED: gl.constexpr):
     """Finds an item of work: a tile, a KV head and a part of its group. Returns part and head; the blocks that some query of
     the tile sees, -1 where the tile has no queries; the tile's first token and how many it has; its sequence, where the
     sequence's keys start and how many they are; and the position of the first token."""
     TOKENS: gl.constexpr = 2 * ROWS // CUT.heads
     i_item = i_turn
-    if WAY.mirrored:
+    if MIRRORED:
         back = i_turn + gl.num_programs(0) - 1 - 2 * gl.program_id(0)
         i_item = gl.where((i_turn // gl.num_programs(0)) & 1 == 1, back, i_turn)
-    is_item = i_item < sizes.items
-    if WAY.ahead or WAY.mirrored:
+        is_item = i_item < sizes.items
         i_item = gl.minimum(i_item, sizes.items - 1)
     i_part, i_pair = i_item % CUT.parts, i_item // CUT.parts
-    if WAY.heads_outer:
-        i_tile, i_rest = i_pair % sizes.tiles, i_pair // sizes.tiles
-        i_h, i_b = i_rest % sizes.num_kv_heads, i_rest // sizes.num_kv_heads
-    else:
-        i_h, i_rest = i_pair % sizes.num_kv_heads, i_pair // sizes.num_kv_heads
-        i_b, i_tile = i_rest // sizes.tiles, i_rest % sizes.tiles
+    i_h, i_rest = i_pair % sizes.num_kv_heads, i_pair // sizes.num_kv_heads
+    i_b, i_tile = i_rest // sizes.tiles, i_rest % sizes.tiles
     i_q0, i_k0 = gl.load(bounds.cu_q + i_b), gl.load(bounds.cu_k + i_b)
     n_q, n_k = gl.load(bounds.cu_q + i_b + 1) - i_q0, gl.load(bounds.cu_k + i_b + 1) - i_k0
     position = n_k - n_q
@@ -187,7 +157,7 @@ def item_at(i_turn, sizes, bounds, CUT: gl.constexpr, CAUSAL: gl.constexpr, WAY:
     if CAUSAL:
         n_any = gl.maximum(gl.minimum(n_k, position + first + tokens), 0)
     size = gl.where(i_tile < 0, -1, (n_any + BLOCK - 1) // BLOCK)
-    if WAY.mirrored:
+    if MIRRORED:
         size = gl.where(is_item, size, -1)
     return i_part, i_h, size, i_q0 + first, tokens, i_b, i_k0, n_k, position + first
 
@@ -206,20 +176,14 @@ def place_of(table, i_b, i_k0, i, sizes, CUT: gl.constexpr):
 @gluon.jit
 def load(
     ring, rows, tma_q, tma_k, tma_v, bounds, table, sizes,
-    CUT: gl.constexpr, CAUSAL: gl.constexpr, WAY: gl.constexpr, STAGES: gl.constexpr,
+    CUT: gl.constexpr, CAUSAL: gl.constexpr, MIRRORED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does the loading warp's share of a program: a block's values follow the keys of the next block, as they are read."""
     TOKENS: gl.constexpr = ROWS // CUT.heads
     s, phase, n, any_v = 0, 0, 0, 0
     s_v, page_v, h_v, at_v = 0, 0, 0, 0
-    if WAY.ahead:
-        item = item_at(gl.program_id(0), sizes, bounds, CUT, CAUSAL, WAY)
-    for i_turn in range(gl.program_id(0), last_turn(sizes, WAY), gl.num_programs(0)):
-        if WAY.ahead:
-            i_part, i_h, size, first, _, i_b, i_k0, _, _ = item
-            item = item_at(i_turn + gl.num_programs(0), sizes, bounds, CUT, CAUSAL, WAY)
-        else:
-            i_part, i_h, size, first, _, i_b, i_k0, _, _ = item_at(i_turn, sizes, bounds, CUT, CAUSAL, WAY)
+    for i_turn in range(gl.program_id(0), last_turn(sizes, MIRRORED), gl.num_programs(0)):
+        i_part, i_h, size, first, _, i_b, i_k0, _, _ = item_at(i_turn, sizes, bounds, CUT, CAUSAL, MIRRORED)
         if size > 0:
             next_page, next_at = place_of(table, i_b, i_k0, 0, sizes, CUT)
             for i in range(size):
@@ -245,30 +209,6 @@ def load(
 
 
 @gluon.jit
-def wait_for_turn(turns, n, SIDE: gl.constexpr, WAY: gl.constexpr):
-    """Waits, before the group's n-th start of products, until the other group has started its own ones before these."""
-    if WAY.order == TURNS:
-        mbarrier.wait(turns.index(SIDE), n & 1 ^ (1 - SIDE))
-
-
-@gluon.jit
-def end_turn(turns, n, SIDE: gl.constexpr, WAY: gl.constexpr):
-    """Lets the other group start products; returns the number of the group's next start."""
-    if WAY.order == TURNS:
-        mbarrier.arrive(turns.index(1 - SIDE), count=1)
-        n += 1
-    return n
-
-
-@gluon.jit
-def store_maxima(scores, b_s, block, o_score, m_row):
-    """Stores each row's largest product with a block; NaN counts as -inf."""
-    b_x = gl.max(in_threads(gl.where(b_s == b_s, b_s, -float("inf")), gl.max), 1)
-    b_x = gl.convert_layout(b_x, m_row.type.layout, assert_trivial=True)
-    gl.store(scores.maxima + o_score + block.to(gl.int64) * scores.s_block, b_x, mask=m_row)
-
-
-@gluon.jit
 def store_largest(scores, largest, block, o_score, m_row):
     """Stores each row's largest product with a block, as the softmax has found it; NaN counts as -inf. A maximum passes over
     NaN, so that it is NaN only where all products are."""
@@ -277,26 +217,10 @@ def store_largest(scores, largest, block, o_score, m_row):
 
 
 @gluon.jit
-def store_fours(scores, held, largest, block, is_last, o_score, m_row):
-    """Keeps each row's largest product with a block in one of the four threads of the row, and stores those of four blocks at a
-    time, or of the last ones. Returns what is kept, [ROWS, 4]."""
-    QUAD: gl.constexpr = quad_layout()
-    QUAD_ROW: gl.constexpr = gl.SliceLayout(1, QUAD)
-    o_quad = gl.arange(0, 4, gl.SliceLayout(0, QUAD))[None, :]
-    b_x = gl.convert_layout(gl.where(largest == largest, largest, -float("inf")), QUAD_ROW, assert_trivial=True)
-    at = block & 3
-    held = gl.where(o_quad == at, b_x[:, None], held)
-    m_store = gl.convert_layout(m_row, QUAD_ROW, assert_trivial=True)[:, None] & (o_quad <= at) & ((at == 3) | is_last)
-    o_row = gl.convert_layout(o_score, QUAD_ROW, assert_trivial=True)[:, None]
-    gl.store(scores.maxima + o_row + (block - at + o_quad).to(gl.int64) * scores.s_block, held, mask=m_store)
-    return held
-
-
-@gluon.jit
 def attend(
-    ring, rows, turns, result, scores, bounds, sizes, scale,
-    SIDE: gl.constexpr, CUT: gl.constexpr, CAUSAL: gl.constexpr, NEGATIVE: gl.constexpr, WAY: gl.constexpr,
-    STAGES: gl.constexpr,
+    ring, rows, result, scores, bounds, sizes, scale,
+    SIDE: gl.constexpr, CUT: gl.constexpr, CAUSAL: gl.constexpr, NEGATIVE: gl.constexpr,
+    MIRRORED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does a group's share of a program: the first (SIDE 0) or the second half of each tile's rows."""
     NUMBER: gl.constexpr = ring.k.dtype
@@ -313,15 +237,9 @@ def attend(
     head_of_row = gl.arange(0, ROWS, ROW) % CUT.heads
     zero = gl.zeros([ROWS, BLOCK], gl.float32, LOGITS)
     q_rows = rows.q.index(SIDE).reshape((ROWS, DIM_PAD))
-    s, phase, n, start = 0, 0, 0, 0
-    if WAY.ahead:
-        item = item_at(gl.program_id(0), sizes, bounds, CUT, CAUSAL, WAY)
-    for i_turn in range(gl.program_id(0), last_turn(sizes, WAY), gl.num_programs(0)):
-        if WAY.ahead:
-            i_part, i_h, size, first, tokens, _, _, n_k, position = item
-            item = item_at(i_turn + gl.num_programs(0), sizes, bounds, CUT, CAUSAL, WAY)  # It is on its way.
-        else:
-            i_part, i_h, size, first, tokens, _, _, n_k, position = item_at(i_turn, sizes, bounds, CUT, CAUSAL, WAY)
+    s, phase, n = 0, 0, 0
+    for i_turn in range(gl.program_id(0), last_turn(sizes, MIRRORED), gl.num_programs(0)):
+        i_part, i_h, size, first, tokens, _, _, n_k, position = item_at(i_turn, sizes, bounds, CUT, CAUSAL, MIRRORED)
         if size >= 0:
             acc = gl.zeros([ROWS, DIM_PAD], gl.float32, OUTPUTS)
             m_i, l_i = no_rows(LOGITS)
@@ -330,27 +248,17 @@ def attend(
             o_score = (i_h * CUT.group + head).to(gl.int64) * scores.s_head + (first + token).to(gl.int64) * scores.s_token
             if size > 0:
                 mbarrier.wait(rows.full.index(SIDE), n & 1)
-                if WAY.order == STAGGERED and SIDE == 1:
-                    mbarrier.wait(turns.index(n & 1), n >> 1 & 1)
                 n += 1
                 if tokens <= SIDE * TOKENS:
                     give_back(rows.free, SIDE)
-                    if WAY.order == TURNS:
-                        for _ in range(size):
-                            wait_for_turn(turns, start, SIDE, WAY)
-                            start = end_turn(turns, start, SIDE, WAY)
-                            s, phase = pass_by(ring, s, phase, 1, STAGES)
-                    else:
-                        s, phase = pass_by(ring, s, phase, size, STAGES)
+                    s, phase = pass_by(ring, s, phase, size, STAGES)
                 else:
                     # 1. The first block is multiplied with the queries.
                     q = q_rows.load(QUERIES)
                     give_back(rows.free, SIDE)
                     mbarrier.wait(ring.k_full.index(s), phase)
                     b_k = ring.k.index(s).reshape((BLOCK, DIM_PAD))
-                    wait_for_turn(turns, start, SIDE, WAY)
                     b_s = warpgroup_mma(q, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    start = end_turn(turns, start, SIDE, WAY)
                     last_key, n_all = token * 0 + (n_k - 1), n_k
                     if CAUSAL:
                         last_key = gl.minimum(position + token, n_k - 1)
@@ -358,19 +266,12 @@ def attend(
                     whole = n_all // BLOCK  # blocks that every row of the group sees
                     b_s = warpgroup_mma_wait(0, deps=(b_s,))
                     gl.thread_barrier()
-                    if WAY.order == STAGGERED and SIDE == 0:
-                        mbarrier.arrive(turns.index(n & 1 ^ 1), count=1)  # n is one more than at the wait.
                     if NEGATIVE:
                         b_s = -b_s
                     b_s = seen(b_s, 0, last_key)
-                    held = gl.zeros([ROWS, 4], gl.float32, quad_layout())  # largest scores that are not stored yet
-                    if scores.maxima is not None and WAY.maxima == APART:
-                        store_maxima(scores, b_s, size * 0, o_score, m_score)
                     largest = row_maxima(b_s)
-                    if scores.maxima is not None and WAY.maxima == SHARED:
+                    if scores.maxima is not None:
                         store_largest(scores, largest, size * 0, o_score, m_score)
-                    if scores.maxima is not None and WAY.maxima == FOURS:
-                        held = store_fours(scores, held, largest, size * 0, size == 1, o_score, m_score)
                     weights, m_i, l_i, alpha = online_step(b_s, largest, m_i, l_i, scale, None, WEIGHTS, OUT_ROW, NUMBER)
                     q = kept(q)
 
@@ -380,25 +281,19 @@ def attend(
                         s, phase = following(s, phase, STAGES)
                         mbarrier.wait(ring.k_full.index(s), phase)
                         b_k = ring.k.index(s).reshape((BLOCK, DIM_PAD))
-                        wait_for_turn(turns, start, SIDE, WAY)
                         b_s = warpgroup_mma(q, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
                         give_back(ring.free, s_v)
                         mbarrier.wait(ring.v_full.index(s_v), phase_v)
                         acc = acc * alpha[:, None]
                         acc = warpgroup_mma(weights, ring.v.index(s_v).reshape((BLOCK, DIM_PAD)), acc, is_async=True)
-                        start = end_turn(turns, start, SIDE, WAY)
                         b_s = warpgroup_mma_wait(1, deps=(b_s,))
                         if NEGATIVE:
                             b_s = -b_s
                         if i >= whole:
                             b_s = seen(b_s, i, last_key)
-                        if scores.maxima is not None and WAY.maxima == APART:
-                            store_maxima(scores, b_s, i, o_score, m_score)
                         largest = row_maxima(b_s)
-                        if scores.maxima is not None and WAY.maxima == SHARED:
+                        if scores.maxima is not None:
                             store_largest(scores, largest, i, o_score, m_score)
-                        if scores.maxima is not None and WAY.maxima == FOURS:
-                            held = store_fours(scores, held, largest, i, i == size - 1, o_score, m_score)
                         p, m_i, l_i, alpha = online_step(b_s, largest, m_i, l_i, scale, None, WEIGHTS, OUT_ROW, NUMBER)
                         q = kept(q)
                         stay(i)
@@ -451,7 +346,7 @@ def sm90_dense_kernel(
     CUT: gl.constexpr,
     CAUSAL: gl.constexpr,
     NEGATIVE: gl.constexpr,
-    WAY: gl.constexpr,
+    MIRRORED: gl.constexpr,  # whether items are dealt backwards in every second round
     STAGES: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
@@ -475,11 +370,6 @@ def sm90_dense_kernel(
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_free.index(i), count=1)
-    turns = q_full  # It stands for nothing where the groups have no order.
-    if WAY.order != FREE:
-        turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-        for i in gl.static_range(2):
-            mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
     ring, rows = Ring(k, v, k_full, v_full, free), Rows(q, q_full, q_free)
@@ -487,9 +377,9 @@ def sm90_dense_kernel(
     SIDE_1: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (attend, (ring, rows, turns, result, scores, bounds, sizes, scale, SIDE_0, CUT, CAUSAL, NEGATIVE, WAY, STAGES)),
-            (attend, (ring, rows, turns, result, scores, bounds, sizes, scale, SIDE_1, CUT, CAUSAL, NEGATIVE, WAY, STAGES)),
-            (load, (ring, rows, tma_q, tma_k, tma_v, bounds, table, sizes, CUT, CAUSAL, WAY, STAGES)),
+            (attend, (ring, rows, result, scores, bounds, sizes, scale, SIDE_0, CUT, CAUSAL, NEGATIVE, MIRRORED, STAGES)),
+            (attend, (ring, rows, result, scores, bounds, sizes, scale, SIDE_1, CUT, CAUSAL, NEGATIVE, MIRRORED, STAGES)),
+            (load, (ring, rows, tma_q, tma_k, tma_v, bounds, table, sizes, CUT, CAUSAL, MIRRORED, STAGES)),
         ],
         [4, 1],
         [ATTEND_REGISTERS, LOAD_REGISTERS],
@@ -560,7 +450,7 @@ def launched(
         CUT=cut,
         CAUSAL=causal,
         NEGATIVE=scale < 0,
-        WAY=way_of(),
+        MIRRORED=mirrored(device, seqs.max_seqlen_k, num_kv_heads, q.shape[2]),
         **OPTIONS,
     )
     return True

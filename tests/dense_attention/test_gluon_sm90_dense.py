@@ -8,18 +8,7 @@ pytest.importorskip("triton")
 
 from openmsa import E4M3, Sequences
 from openmsa.dense_attention import gluon_sm90_dense
-from openmsa.dense_attention.gluon_sm90_dense import (
-    FOURS,
-    MEASURED,
-    OPTIONS,
-    SHARED,
-    STAGGERED,
-    TURNS,
-    Cut,
-    Way,
-    serves,
-    way_of,
-)
+from openmsa.dense_attention.gluon_sm90_dense import OPTIONS, Cut, mirrored, serves
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import problem
@@ -30,11 +19,6 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 on_hopper = pytest.mark.skipif(not HOPPER, reason="it is written for sm_90")
 BF16, FP16 = torch.bfloat16, torch.float16
 RESULTS = ("out", "lse", "max_score")
-WAYS = {
-    "in use": MEASURED,
-    "staggered": Way(ahead=True, mirrored=True, heads_outer=True, order=STAGGERED.value, maxima=SHARED.value),
-    "turns": Way(mirrored=True, order=TURNS.value, maxima=FOURS.value),
-}
 
 
 def lengths(*q_lens, keys=4096):
@@ -83,9 +67,16 @@ def test_its_tiles():
     assert [Cut.of(group, 128, 0).tokens for group in (1, 3, 4, 16, 64, 100)] == [128, 32, 32, 8, 2, 2]
 
 
-def test_what_has_not_been_measured_does_not_serve():
-    assert way_of() is MEASURED
-    assert Way() == MEASURED
+def test_which_calls_are_mirrored():
+    def of(max_seqlen_k, num_kv_heads):
+        return mirrored(COMPILE_TARGETS[90], max_seqlen_k, num_kv_heads, 128)
+
+    faster, slower = ((8192, 4), (16384, 4), (16384, 1), (8192, 8)), ((32768, 4), (131072, 4))
+    assert all(of(*sizes) for sizes in faster), "as measured"
+    assert not any(of(*sizes) for sizes in slower), "as measured"
+    assert of(32768, 1), "one head has a quarter of the bytes"
+    assert mirrored(COMPILE_TARGETS[90], 32768, 4, 64), "narrow heads have half of them"
+    assert mirrored(COMPILE_TARGETS[90]._replace(l2_bytes=100 << 20), 32768, 4, 128), "a larger cache holds more"
 
 
 CASES = {  # q_lens, k_lens, kv_heads, group, dim, storage, causal, dtype, scale, offsets
@@ -112,21 +103,17 @@ def launches(monkeypatch):
     return found
 
 
-@pytest.fixture
-def way(request, monkeypatch):
-    """The way of each call, named by the test's parameter."""
-    monkeypatch.setattr(gluon_sm90_dense, "MEASURED", WAYS[request.param])
-
-
-in_every_way = pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.fixture(params=[False, True], ids=["in order", "mirrored"])
+def order(request, monkeypatch):
+    """Whether items are dealt backwards in every second round, whatever the call would choose."""
+    monkeypatch.setattr(gluon_sm90_dense, "mirrored", lambda *_: request.param)
 
 
 @pytest.mark.gpu
 @on_hopper
-@in_every_way
 @pytest.mark.parametrize("results", [("out",), RESULTS[:2], RESULTS], ids=["out", "lse", "scores"])
 @pytest.mark.parametrize("name", CASES)
-def test_against_the_truth(name, results, launches, way):
+def test_against_the_truth(name, results, launches):
     q_lens, k_lens, heads, group, dim, storage, causal, dtype, scale, offsets = CASES[name]
     p = problem(q_lens, k_lens, kv_heads=heads, group=group, head_dim=dim, dtype=dtype, offsets=offsets)
     got = [run(p, storage, causal=causal, scale=scale, block_size=128, results=results) for _ in range(2)]
@@ -138,9 +125,8 @@ def test_against_the_truth(name, results, launches, way):
 
 @pytest.mark.gpu
 @on_hopper
-@in_every_way
 @pytest.mark.parametrize("storage", [None, 128])
-def test_many_tiles(storage, launches, way):
+def test_many_tiles(storage, launches, order):
     """Programs take several tiles, of sequences of very different lengths; some have one block, or rows for one group."""
     p = problem((900, 3, 1500, 0, 257, 1), (3000, 128, 1500, 9, 2049, 1), kv_heads=4, group=16, head_dim=128, dtype=BF16)
     check(p, run(p, storage, block_size=128), block_size=128)
@@ -149,8 +135,7 @@ def test_many_tiles(storage, launches, way):
 
 @pytest.mark.gpu
 @on_hopper
-@in_every_way
-def test_many_small_tiles(launches, way):
+def test_many_small_tiles(launches, order):
     """Most tiles have one block, so that a group may be several tiles before the other, as far as the ring lets it."""
     p = problem((3, 9, 1, 0, 7, 130) * 6, (3, 9, 1, 5, 100, 130) * 6, kv_heads=2, group=16, head_dim=64, dtype=BF16)
     got = [run(p, block_size=128) for _ in range(2)]
@@ -162,8 +147,7 @@ def test_many_small_tiles(launches, way):
 
 @pytest.mark.gpu
 @on_hopper
-@in_every_way
-def test_a_nan_stays_in_its_rows(launches, way):
+def test_a_nan_stays_in_its_rows(launches):
     p = problem((200,), (300,), kv_heads=1, group=16, head_dim=128, dtype=BF16)
     clean = run(p, block_size=128)
     p.q[17, 3] = float("nan")
