@@ -23,20 +23,12 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.primitives.gluon_sm90_attention import (
     BLOCK,
     ROWS,
-    Ring,
-    Rows,
     bring,
     clear_behind,
     descriptor,
@@ -47,6 +39,7 @@ from openmsa.primitives.gluon_sm90_attention import (
     no_rows,
     online_step,
     pass_by,
+    ring_of,
     rounded,
     row_maxima,
     row_results,
@@ -353,26 +346,7 @@ def sm90_dense_kernel(
 ):
     """Attends in tiles, which the programs share. The grid has as many programs as run at a time."""
     sizes = Sizes(batch * tiles * num_kv_heads * CUT.parts, tiles, num_kv_heads, num_pages, capacity)
-    NUMBER: gl.constexpr = tma_k.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    k = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, BLOCK, CUT.dim_pad], tma_k.layout)
-    v = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, BLOCK, CUT.dim_pad], tma_v.layout)
-    q = gl.allocate_shared_memory(NUMBER, [2, 1, ROWS // CUT.heads, CUT.heads, CUT.dim_pad], tma_q.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_free.index(i), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    ring, rows = Ring(k, v, k_full, v_full, free), Rows(q, q_full, q_free)
+    ring, rows = ring_of(tma_q, tma_k, tma_v, CUT.heads, CUT.dim_pad, STAGES)
     SIDE_0: gl.constexpr = 0
     SIDE_1: gl.constexpr = 1
     gl.warp_specialize(
