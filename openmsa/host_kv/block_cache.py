@@ -15,7 +15,7 @@ from openmsa.kv_cache import E4M3, NVFP4, Stored
 class Statistics(NamedTuple):
     """Says what the steps of a `HostKV` found in its block cache.
 
-    steps:   lookups that ran; a step that is served as two halves has two.
+    steps:   lookups that ran.
     blocks:  blocks that they chose, counted for each token and KV head.
     misses:  blocks that no slot held; one that several tokens or sequences chose in a step is counted once.
     bytes:   bytes of keys and values that were fetched from host memory, the new tokens' own among them.
@@ -30,6 +30,23 @@ class Statistics(NamedTuple):
     def hit_rate(self) -> float:
         """Returns the share of the chosen blocks that were not fetched as a whole; 1 where nothing was chosen."""
         return 1 - self.misses / self.blocks if self.blocks else 1.0
+
+
+class TooFewBlocks(ValueError):
+    """Says that a block cache is too small for one step, which can choose `least` blocks. sizes: sequences, KV heads, topk and
+    new tokens."""
+
+    def __init__(self, least: int, sizes: tuple[int, int, int, int], got: int) -> None:
+        self.least, self.sizes = least, "batch {}, {} KV heads, topk {}, {} new tokens".format(*sizes)
+        super().__init__(
+            f"cache_blocks must be at least the blocks that one step can choose ({least}: {self.sizes}), got {got}"
+        )
+
+    def in_bytes(self, layers: int, block: int, got: int) -> ValueError:
+        """Returns the error for a budget of bytes that so many layers share, whose blocks take `block` bytes each."""
+        return ValueError(
+            f"cache_bytes must be at least {self.least * layers * block} ({layers} layers, {self.sizes}), got {got}"
+        )
 
 
 @dataclass(eq=False)
