@@ -243,13 +243,14 @@ def multiply(
     if item.begin < item.end:
         # 2. It walks the rows, ROWS at a time. Of the step before, the product for dq is still on its way.
         first = gl.load(entries + item.begin)
-        seeing_all = gl.where(item.most < BLOCK - 1, NO_ENTRY, (BLOCK - 1 - item.position) * TOPK)
+        hidden_from = gl.minimum(gl.maximum(BLOCK - 1 - item.position, 0), NO_ENTRY // TOPK) * TOPK
+        hidden_from = gl.where(item.most < BLOCK - 1, NO_ENTRY, hidden_from)  # Entries below it do not see the whole block.
         for i in range(item.begin, item.end, TOKENS):
             mbarrier.wait(ring.full.index(s), phase)
             b_q, b_g = q_rows.index(s), g_rows.index(s)
             b_s = warpgroup_mma(own_k, b_q.permute((1, 0)), zero, use_acc=False, is_async=True)
             b_dp = warpgroup_mma(own_v, b_g.permute((1, 0)), zero, use_acc=False, is_async=True)
-            some_hidden = first < seeing_all  # The first row sees least.
+            some_hidden = first < hidden_from  # The first row sees least.
             first = gl.load(entries + gl.minimum(i + TOKENS, item.end - 1))
             b_s = warpgroup_mma_wait(1, deps=(b_s,))
             b_lse = ring.lse.index(s).load(OF_ROW)
@@ -346,13 +347,15 @@ def sm90_gradients_kernel(
     )
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, block_size: int) -> str | None:
-    """Says why the kernel does not serve a call on Hopper, a sentence; None where it does."""
+def why_not(q: Tensor, k: Tensor, blocks: Tensor, block_size: int, keys: int) -> str | None:
+    """Says why the kernel does not serve a call on Hopper, a sentence; None where it does. keys: of a program."""
     group = q.shape[1] // k.shape[1]
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"it multiplies 16-bit numbers, got {q.dtype}"
     if q.shape[2] != DIM.value or block_size != BLOCK.value:
         return f"it serves head_dim {DIM.value} and blocks of {BLOCK.value} keys, got {q.shape[2]} and {block_size}"
+    if keys != BLOCK.value:
+        return f"a program of it holds {BLOCK.value} keys, got {keys}"
     if group not in GROUPS:
         return f"it serves groups of {GROUPS} query heads, got {group}"
     if q.shape[0] * q.shape[1] * blocks.shape[2] >= 2**31:
@@ -369,20 +372,20 @@ def launch_sm90_gradients(
     lists: Readers,
     bounds: Bounds,
     softmax_scale: float,
-    sums: tuple[Tensor, ...],
+    sums: Any,
     cut: Cut,
     **options: Any,
 ) -> None:
     """Launches it. sums: `Sums` of `triton_backward.py`, with one program a block. options: those that differ from `OPTIONS`."""
-    extra, kv_heads = sums[3], k.shape[1]
+    kv_heads, most_extra = k.shape[1], sums.extra.shape[1]
     launch_kernel(
         sm90_gradients_kernel,
-        (lists.lists.numel(), extra.shape[0]),
+        (lists.lists.numel(), sums.extra.shape[0]),
         *(boxes_of(q, cut.group), boxes_of(grad_out, cut.group), terms, KeyRows.of(k), KeyRows.of(v), bounds, lists, sums),
         softmax_scale,
         kv_heads,
         lists.sequences.numel(),
-        extra.shape[1],
+        most_extra,
         CUT=cut,
         **{**OPTIONS, **options},
     )

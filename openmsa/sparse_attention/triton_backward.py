@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,14 +22,17 @@ from torch import Tensor
 from openmsa.primitives.gradients import RowTerms, weights_and_slopes
 from openmsa.primitives.operands import Bounds, KeyRows
 from openmsa.primitives.queries import query_rows
-from openmsa.primitives.readers import Readers, buckets_of, most_extra, readers
+from openmsa.primitives.readers import Readers, buckets_of, most_extra
+from openmsa.primitives.triton_readers import listed
 from openmsa.runtime.devices import facts
-from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
+from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two, runs_hopper_kernels
 from openmsa.sparse_attention.triton_config import SHARED_BYTES
 from openmsa.sparse_attention.triton_lists import position_of_token_zero
 from openmsa.types import Layout
 
 WORKSPACE_BYTES = 4 << 30  # What blocks add to dq takes at most so many bytes at a time, at least one query's.
+TUNED = False
+"""Hopper's own kernel serves the calls that it can where nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,9 @@ def sparse_attention_backward(
     *,
     workspace_bytes: int = WORKSPACE_BYTES,
     config: BackwardConfig | None = None,
+    tuned: bool | None = None,
+    counting: bool | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v, summed in float32.
 
@@ -145,6 +151,9 @@ def sparse_attention_backward(
     workspace_bytes:  bound on what blocks add to dq, held for a chunk of queries at a time (lists and float32 sums of dk and dv
                       are not counted). It changes the order of the sums for dk and dv.
     config:           tile shapes; None: those of `backward_config`.
+    tuned:            whether Hopper's own kernel makes the products, with these `options` of its launch; where it cannot, True
+                      raises NotImplementedError. None: where it can, if `TUNED` says so.
+    counting:         how readers are listed, as `triton_readers.listed` says.
     """
     (total_q, heads, dim), (total_k, kv_heads, _), topk = q.shape, k.shape, blocks.shape[2]
     if not q.numel() or not k.numel():
@@ -155,18 +164,36 @@ def sparse_attention_backward(
     dk, dv = (torch.zeros(k.shape, dtype=torch.float32, device=q.device) for _ in range(2))
     grad_out = grad_out if grad_out.stride(2) == 1 else grad_out.contiguous()
     terms = RowTerms.of(out, lse, grad_out, grad_lse)
+    tuned = _is_tuned(tuned, config, q, k, blocks, block_size)
     shape = _shape(config, heads // kv_heads, blocks, block_size, dim, q.dtype)
     query_bytes = heads * topk * shape.cuts * dim * q.element_size()
     chunk = ceil_div(total_q, ceil_div(total_q, max(1, workspace_bytes // query_bytes)))
     for start in range(0, total_q, chunk):
         rows = slice(start, min(start + chunk, total_q))
         here = seqs if chunk == total_q else seqs.query_chunk(rows.start, rows.stop)
-        lists = readers(blocks[rows], here, total_k, block_size, config.item)
+        lists = listed(blocks[rows], here, total_k, block_size, config.item, counting=counting)
         of_rows = RowTerms(terms.lse[rows], terms.delta[rows])
         sums = _sums(lists, dk, dv, shape, q[rows])
-        _launch(config, shape, q[rows], k, v, grad_out[rows], of_rows, lists, here, softmax_scale, sums)
+        launch = functools.partial(_launch_tuned, **options) if tuned else _launch
+        launch(config, shape, q[rows], k, v, grad_out[rows], of_rows, lists, here, softmax_scale, sums)
         _add_up(config, shape, dq[rows], lists, sums, buckets_of(total_k, seqs.batch, block_size), here)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _is_tuned(
+    tuned: bool | None, config: BackwardConfig, q: Tensor, k: Tensor, blocks: Tensor, block_size: int
+) -> bool:
+    """Says whether Hopper's own kernel serves a call."""
+    if not (TUNED if tuned is None else tuned):
+        return False
+    reason: str | None = "it runs on Hopper GPUs with Triton 3.6 only"
+    if runs_hopper_kernels(q.device):
+        from openmsa.sparse_attention.gluon_sm90_gradients import why_not
+
+        reason = why_not(q, k, blocks, block_size, config.keys)
+    if reason is not None and tuned:
+        raise NotImplementedError(f"tuned must be False or None, as Hopper's own kernel does not serve this call: {reason}")
+    return reason is None
 
 
 def _shape(config: BackwardConfig, group: int, blocks: Tensor, block_size: int, dim: int, dtype: torch.dtype) -> Shape:
@@ -230,6 +257,28 @@ def _launch(
         STAGES=config.stages,
         num_warps=config.warps,
     )
+
+
+def _launch_tuned(
+    config: BackwardConfig,
+    shape: Shape,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    terms: RowTerms,
+    lists: Readers,
+    seqs: Layout,
+    softmax_scale: float,
+    sums: Sums,
+    **options: Any,
+) -> None:
+    """Launches Hopper's own kernel, which does what `block_gradients` does."""
+    from openmsa.sparse_attention.gluon_sm90_gradients import Cut, launch_sm90_gradients
+
+    bounds = Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset)
+    cut = Cut(shape.heads, shape.lists, shape.topk, shape.item)
+    launch_sm90_gradients(q, k, v, grad_out, terms, lists, bounds, softmax_scale, sums, cut, **options)
 
 
 def _key_rows(x: Tensor) -> KeyRows:
