@@ -140,7 +140,9 @@ def item_of(bounds, lists, offsets, num_buckets, most_extra, CUT: gl.constexpr):
     first_key = (bucket - k_begin // BLOCK - i_b) * BLOCK
     position = position_of_token_zero(bounds.q_offset, i_b, q_begin, q_end, k_len) - first_key
     i_sum = gl.where(i_item == 0, -1, gl.program_id(1) * most_extra + gl.load(offsets + i_list) + i_item - 1)
-    return Item(begin, end, i_list // num_buckets + gl.program_id(1), position, k_len - 1 - first_key, i_sum, k_begin + first_key)
+    return Item(
+        begin, end, i_list // num_buckets + gl.program_id(1), position, k_len - 1 - first_key, i_sum, k_begin + first_key
+    )
 
 
 @gluon.jit
@@ -376,7 +378,7 @@ def launch_sm90_gradients(
     cut: Cut,
     **options: Any,
 ) -> None:
-    """Launches it. sums: `Sums` of `triton_backward.py`, with one program a block. options: those that differ from `OPTIONS`."""
+    """Launches it. sums: `Sums` of `triton_backward.py`, a block in one piece. options: those that differ from `OPTIONS`."""
     kv_heads, most_extra = k.shape[1], sums.extra.shape[1]
     launch_kernel(
         sm90_gradients_kernel,
@@ -395,7 +397,9 @@ def boxes_of(x: Tensor, group: int) -> TensorDescriptor:
     """Describes boxes of a group of heads of rows ``[total_q, heads, DIM]`` to the copy engine, of a copy where it cannot read
     them as they lie."""
     box = [1, 1, group, HALF.value]
-    tiles = tma_tiles(x[None], group, HALF.value) or tma_tiles(x.clone(memory_format=torch.contiguous_format)[None], group, HALF.value)
-    assert tiles is not None  # It reads fresh rows.
+    tiles = tma_tiles(x[None], group, HALF.value)
+    if tiles is None:
+        tiles = tma_tiles(x.clone(memory_format=torch.contiguous_format)[None], group, HALF.value)
+        assert tiles is not None  # It reads fresh rows.
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return TensorDescriptor(tiles.base, tiles.shape, tiles.strides, box, layout)

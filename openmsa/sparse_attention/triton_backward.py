@@ -141,7 +141,7 @@ def sparse_attention_backward(
     config: BackwardConfig | None = None,
     tuned: bool | None = None,
     counting: bool | None = None,
-    **options: Any,
+    options: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v, summed in float32.
 
@@ -151,9 +151,10 @@ def sparse_attention_backward(
     workspace_bytes:  bound on what blocks add to dq, held for a chunk of queries at a time (lists and float32 sums of dk and dv
                       are not counted). It changes the order of the sums for dk and dv.
     config:           tile shapes; None: those of `backward_config`.
-    tuned:            whether Hopper's own kernel makes the products, with these `options` of its launch; where it cannot, True
-                      raises NotImplementedError. None: where it can, if `TUNED` says so.
+    tuned:            whether Hopper's own kernel makes the products; where it cannot, True raises NotImplementedError. None: where
+                      it can, if `TUNED` says so.
     counting:         how readers are listed, as `triton_readers.listed` says.
+    options:          what differs from the usual in the launch of Hopper's own kernel.
     """
     (total_q, heads, dim), (total_k, kv_heads, _), topk = q.shape, k.shape, blocks.shape[2]
     if not q.numel() or not k.numel():
@@ -174,15 +175,13 @@ def sparse_attention_backward(
         lists = listed(blocks[rows], here, total_k, block_size, config.item, counting=counting)
         of_rows = RowTerms(terms.lse[rows], terms.delta[rows])
         sums = _sums(lists, dk, dv, shape, q[rows])
-        launch = functools.partial(_launch_tuned, **options) if tuned else _launch
-        launch(config, shape, q[rows], k, v, grad_out[rows], of_rows, lists, here, softmax_scale, sums)
+        given = (config, shape, q[rows], k, v, grad_out[rows], of_rows, lists, here, softmax_scale, sums)
+        _launch_tuned(*given, **(options or {})) if tuned else _launch(*given)
         _add_up(config, shape, dq[rows], lists, sums, buckets_of(total_k, seqs.batch, block_size), here)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _is_tuned(
-    tuned: bool | None, config: BackwardConfig, q: Tensor, k: Tensor, blocks: Tensor, block_size: int
-) -> bool:
+def _is_tuned(tuned: bool | None, config: BackwardConfig, q: Tensor, k: Tensor, blocks: Tensor, block_size: int) -> bool:
     """Says whether Hopper's own kernel serves a call."""
     if not (TUNED if tuned is None else tuned):
         return False

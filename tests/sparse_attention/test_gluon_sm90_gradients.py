@@ -112,7 +112,7 @@ def test_items_chunks_and_stages(stages):
     given = arguments(p, blocks, BLOCK, *grads, change=strided)
     config = backward_config(128, 16, BLOCK, 9, 2)
     config = type(config)(**{**vars(config), "item": 6})
-    result = run(given, tuned=True, config=config, STAGES=stages, workspace_bytes=60 * 32 * 5 * 128 * 2)
+    result = run(given, tuned=True, config=config, options={"STAGES": stages}, workspace_bytes=60 * 32 * 5 * 128 * 2)
     gradients.check(result, p, reads, 0.2, *grads)
 
 
