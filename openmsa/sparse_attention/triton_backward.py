@@ -151,8 +151,8 @@ def sparse_attention_backward(
     workspace_bytes:  bound on what blocks add to dq, held for a chunk of queries at a time (lists and float32 sums of dk and dv
                       are not counted). It changes the order of the sums for dk and dv.
     config:           tile shapes; None: those of `backward_config`.
-    tuned:            whether Hopper's own kernel makes the products; where it cannot, True raises NotImplementedError. None: where
-                      it can, if `TUNED` says so.
+    tuned:            whether Hopper's own kernel makes the products; where it cannot, True raises NotImplementedError. None:
+                      where it can, if `TUNED` says so.
     counting:         how readers are listed, as `triton_readers.listed` says.
     options:          what differs from the usual in the launch of Hopper's own kernel.
     """
