@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Hopper's own kernel for gradients is chosen where it should be, and on such a GPU its gradients are right and repeat."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -110,8 +111,7 @@ def test_items_chunks_and_stages(stages):
     p, blocks, reads = case("ragged", torch.bfloat16)
     grads = gradients.inputs_and_gradients(p)
     given = arguments(p, blocks, BLOCK, *grads, change=strided)
-    config = backward_config(128, 16, BLOCK, 9, 2)
-    config = type(config)(**{**vars(config), "item": 6})
+    config = dataclasses.replace(backward_config(128, 16, BLOCK, 9, 2), item=6)
     result = run(given, tuned=True, config=config, options={"STAGES": stages}, workspace_bytes=60 * 32 * 5 * 128 * 2)
     gradients.check(result, p, reads, 0.2, *grads)
 
