@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""A record is one JSON object on a line, complete in itself: it says where, with what and on which commit it was measured."""
+"""A record is one row of a run; it says where, with what and on which commit it was measured.
+
+A file holds one JSON object a line. What many rows share (`SHARED`) stands once, in a line of its own, ``{"shared": {...}}``,
+which holds for the rows behind it until the next such line.
+"""
 
 from __future__ import annotations
 
@@ -80,11 +84,49 @@ def environment(device: torch.device, commit: str | None = None) -> Record:
     }
 
 
+SHARED = (
+    *("date", "commit", "device", "device_name", "threads", "platform", "versions"),
+    *("workload", "kind", "shape", "dtype", "ceilings"),
+)
+
+
 def append(records: Iterable[Record], path: Path) -> None:
-    """Adds records to a JSONL file, which need not exist."""
+    """Adds records to a JSONL file, which need not exist. What they share with the file's last ones is not written again."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    behind = [json.loads(line)["shared"] for line in text.splitlines() if line.startswith('{"shared"')]
+    shared = behind[-1] if behind else {}
+    with path.open("a", encoding="utf-8") as file:
+        for record in records:
+            now = json.loads(json.dumps({name: record[name] for name in SHARED if name in record}))
+            if now != shared:
+                file.write(json.dumps({"shared": now}) + "\n")
+                shared = now
+            file.write(json.dumps({name: value for name, value in record.items() if name not in shared}) + "\n")
+
+
+def rows(path: Path) -> list[Record]:
+    """Returns the rows of a JSONL file, each with what it shares with others. Raises ValueError, which says what is wrong, for
+    lines that are no JSON objects."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must hold one JSON record a line, got bytes that are no text at {error.start}") from error
+    shared: Record = {}
+    found: list[Record] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                record = None
+            if not isinstance(record, dict) or not isinstance(record.get("shared", {}), dict):
+                raise ValueError(f"{path} must hold one JSON record a line, got {line[:40]!r} in line {number}")
+            if "shared" in record:
+                shared = record["shared"]
+            else:
+                found.append(shared | record)
+    return found
 
 
 FIELDS = {"workload", "date", "row", "mode", "kind", "shape", "dtype", "device_name", "threads", "ceilings", "form", "error"}
@@ -94,24 +136,13 @@ RATES = {"flops_per_s", "bytes_per_s", "peak_extra_bytes"}
 
 
 def load(path: Path) -> list[Record]:
-    """Returns the records of a JSONL file. Raises ValueError, which says what is wrong, for an empty or any other file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must hold one JSON record a line, got bytes that are no text at {error.start}") from error
-    records = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} must hold one JSON record a line, got {line[:40]!r} in line {number}") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{path} must hold one JSON record a line, got {line[:40]!r} in line {number}")
-            needed = FIELDS if record.get("error") else FIELDS | FIGURES | RATES
-            if missing := sorted(needed - set(record)):
-                raise ValueError(f"{path} must hold records of `openmsa bench`; line {number} lacks {', '.join(missing)}")
-            records.append(record)
+    """Returns the records of `openmsa bench` in a JSONL file. Raises ValueError, which says what is wrong, for an empty or any
+    other file."""
+    records = rows(path)
+    for number, record in enumerate(records, 1):
+        needed = FIELDS if record.get("error") else FIELDS | FIGURES | RATES
+        if missing := sorted(needed - set(record)):
+            raise ValueError(f"{path} must hold records of `openmsa bench`; row {number} lacks {', '.join(missing)}")
     if not records:
         raise ValueError(f"{path} must hold at least one record, got an empty file")
     return records

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,6 +41,15 @@ GPU_DECODE_ROWS = (
     *("decode_plan/certified", "msa_attention/certified/paged", "select_blocks/certified/paged"),
     *("dense_attention/paged", "sdpa", "vllm_path", "vllm_select", "vllm_attend/random", "vllm_path/e4m3"),
 )
+GPU_RANK_PREFILL_ROWS = ("msa_attention/paged", "dense_attention", "sdpa", "vllm_path")
+GPU_RANK_CHUNK_ROWS = (
+    *("msa_attention/paged", "block_scores/paged", "select_blocks/paged"),
+    *("sparse_attention/random", "sparse_attention/clustered"),
+    *("sparse_attention/paged/random", "sparse_attention/paged/clustered"),
+    *("sparse_attention/e4m3/random", "sparse_attention/nvfp4/random"),
+    *("dense_attention", "sdpa", "vllm_path", "vllm_attend/random", "vllm_attend/clustered"),
+)
+GPU_RANK_DECODE_ROWS = ("decode_plan", "decode_plan/e4m3", "decode_plan/certified", "sdpa", "vllm_path", "vllm_path/e4m3")
 
 LAYERS = 16
 LAYER_ROWS = ("decode_plan", "vllm_path")
@@ -107,6 +116,21 @@ gpu_chunk = partial(Workload, device="cuda", rows=GPU_CHUNK_ROWS, modes=BOTH)
 gpu_short = partial(gpu_chunk, context=128 * K)
 gpu_decode = partial(Workload, device="cuda", q_len=1, rows=GPU_DECODE_ROWS, modes=BOTH)
 
+
+def _rank(num_q_heads: int, num_kv_heads: int) -> Iterator[Workload]:
+    """Yields the workloads of a rank that has so many of a model's heads; 16/1 (MiniMax-M3 on four GPUs) has the most."""
+    named = f"gpu-rank-{num_q_heads}-{num_kv_heads}"
+    prefill, chunk, decode = (
+        partial(kind, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads) for kind in (gpu_prefill, gpu_chunk, gpu_decode)
+    )
+    many = (num_q_heads, num_kv_heads) == (16, 1)
+    yield chunk(f"{named}-chunk-16k-at-48k", q_len=16 * K, context=48 * K, rows=GPU_RANK_CHUNK_ROWS)
+    for n in (8 * K, 32 * K, 128 * K) if many else (32 * K,):
+        yield prefill(f"{named}-prefill-{_label(n)}", q_len=n, context=n, rows=GPU_RANK_PREFILL_ROWS, modes=BOTH)
+    for batch, n in ((1, 128 * K), (8, 32 * K), (32, 8 * K), (32, 128 * K), (128, 8 * K)) if many else ((32, 32 * K),):
+        yield decode(f"{named}-decode-b{batch}-{_label(n)}", batch=batch, context=n, rows=GPU_RANK_DECODE_ROWS)
+
+
 WORKLOADS: tuple[Workload, ...] = (
     cpu_prefill("prefill-8k", q_len=8 * K, context=8 * K, quick=("msa_attention", "select_blocks", "sdpa")),
     cpu_prefill("prefill-32k", q_len=32 * K, context=32 * K),
@@ -137,6 +161,7 @@ WORKLOADS: tuple[Workload, ...] = (
         for n in (8 * K, 32 * K, 128 * K, M)
         if batch * n <= DECODE_TOKENS
     ),
+    *(w for heads in ((32, 2), (16, 1), (8, 1)) for w in _rank(*heads)),
 )
 
 

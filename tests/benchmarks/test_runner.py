@@ -268,7 +268,7 @@ def test_an_interrupted_run_yields_what_has_samples(monkeypatch):
     lines = []
 
     def keep():
-        for line in runner.run([(small, small.rows)] * 2, SETTINGS):
+        for line in runner.run([(small, small.rows)] * 2, dataclasses.replace(SETTINGS, budget=60.0)):
             lines.append(line)  # noqa: PERF402 - extend may lose the lines before the interrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -329,7 +329,7 @@ def test_rates_have_no_exponents():
         (b"\n\n", "must hold at least one record"),
         (b"\x89PNG", "got bytes that are no text at 0"),
         (b"[1]\n", r"got '\[1\]' in line 1"),
-        (b'{"row": "sdpa"}\n', "must hold records of `openmsa bench`; line 1 lacks bound, bytes_per_s"),
+        (b'{"row": "sdpa"}\n', "must hold records of `openmsa bench`; row 1 lacks bound, bytes_per_s"),
     ],
 )
 def test_other_files_are_refused(tmp_path, content, said):
@@ -345,6 +345,9 @@ def test_records_travel(tmp_path):
     for line in lines:
         record.append([line], path)
     assert record.load(path) == json.loads(json.dumps(lines))
+    said = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sum("shared" in line for line in said) == 2  # one for each run
+    assert not any(set(line) & set(record.SHARED) for line in said)
     assert {line["commit"] for line in record.load(path)} == {"abc"}
     assert [c for c, _ in plot.series(lines)["whole prefill (msa_attention)"]] == [32, 64]
     graphs = [line | {"mode": "graph", "row": "decode_plan"} for line in lines if line["row"] == "msa_attention"]

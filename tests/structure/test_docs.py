@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: MIT
 """Documents are true: paths that they name exist, and README's Python blocks run."""
 
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from openmsa.bench.record import rows
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(p for p in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "hub").glob("*.md")])
@@ -58,7 +59,7 @@ def test_readme_shows_on_a_package_index():
 
 
 def times_faster(file: str, row: str, mode: str) -> dict[str, float]:
-    records = [json.loads(line) for line in (ROOT / "benchmarks/results" / file).read_text().splitlines()]
+    records = rows(ROOT / "benchmarks/results" / file)
     return {
         r["workload"]: r["times_faster_than"]["sdpa"]
         for r in records
@@ -89,10 +90,10 @@ def test_readme_says_from_where_on_it_pays(line, workload, found):
 
 @pytest.mark.parametrize("document", ["README.md", "docs/parallel.md", "docs/log/parallel.md"])
 def test_prompts_on_two_gpus_are_as_fast_as_recorded(document):
-    records = (ROOT / "benchmarks/results/2026-11-23-h200-parallel.jsonl").read_text().splitlines()
+    records = rows(ROOT / "benchmarks/results/2026-11-23-h200-parallel.jsonl")
     text = (ROOT / document).read_text()
     assert len(records) == 2
-    assert all(f"{json.loads(line)['times_faster_than_one']:.2f}" in text for line in records)
+    assert all(f"{record['times_faster_than_one']:.2f}" in text for record in records)
 
 
 def test_environment_variables_are_documented():
