@@ -21,7 +21,7 @@ from openmsa.inputs import check_scoring
 from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.runtime import checks
 from openmsa.sparse_attention import STAGE as SPARSE
-from openmsa.sparse_attention import check_sparse
+from openmsa.sparse_attention.call import check_sparse
 from openmsa.types import Sequences
 
 INT32 = 2**31

@@ -20,7 +20,7 @@ from openmsa import E4M3, PagedKV
 from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.runtime import checks, devices
 from openmsa.sparse_attention import STAGE as SPARSE
-from openmsa.sparse_attention import check_sparse
+from openmsa.sparse_attention.call import check_sparse
 
 TILE = 128
 """A query tile of the public kernels has so many (query token, head) rows."""

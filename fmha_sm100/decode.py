@@ -16,7 +16,7 @@ from openmsa.dense_attention import check_dense
 from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.runtime import checks, tracing
 from openmsa.sparse_attention import STAGE as SPARSE
-from openmsa.sparse_attention import check_sparse
+from openmsa.sparse_attention.call import check_sparse
 
 
 @tracing.operator("fmha_sm100::sparse_decode_atten_func")

@@ -17,7 +17,7 @@ from openmsa.runtime import checks, tracing
 from openmsa.runtime.dispatch import Stage, check_name, has_triton
 from openmsa.runtime.kinds import Call, Kinds, Memory, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
-from openmsa.sparse_attention import SparseCall
+from openmsa.sparse_attention.call import SparseCall
 from openmsa.types import Sequences, layout
 
 QUERY_CHUNK = 16384  # queries whose selection (and, on a GPU, partial results) are held at a time
@@ -26,68 +26,29 @@ CALLS = Kinds()  # launches of earlier calls on a GPU, one chunk of queries each
 
 @overload
 def msa_attention(
-    q: Tensor | Stored,
-    k: Tensor | Stored | PagedKV,
-    v: Tensor | Stored | None,
-    index_q: Tensor | Stored,
-    index_k: Tensor | Stored | PagedIndexKeys,
-    topk: int = 16,
-    seqs: Sequences | None = None,
-    *,
-    block_size: int = 128,
-    init_blocks: int = 0,
-    local_blocks: int = 1,
-    softmax_scale: float | None = None,
-    query_chunk: int | None = None,
-    certified: bool = False,
-    return_lse: Literal[False] = False,
-    impl: str = "auto",
-    check: bool = False,
-) -> Tensor: ...
+    q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys, topk: int = 16, seqs: Sequences | None = None, *, block_size: int = 128,
+    init_blocks: int = 0, local_blocks: int = 1, softmax_scale: float | None = None, query_chunk: int | None = None,
+    certified: bool = False, return_lse: Literal[False] = False, impl: str = "auto", check: bool = False,
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def msa_attention(
-    q: Tensor | Stored,
-    k: Tensor | Stored | PagedKV,
-    v: Tensor | Stored | None,
-    index_q: Tensor | Stored,
-    index_k: Tensor | Stored | PagedIndexKeys,
-    topk: int = 16,
-    seqs: Sequences | None = None,
-    *,
-    block_size: int = 128,
-    init_blocks: int = 0,
-    local_blocks: int = 1,
-    softmax_scale: float | None = None,
-    query_chunk: int | None = None,
-    certified: bool = False,
-    return_lse: Literal[True],
-    impl: str = "auto",
-    check: bool = False,
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys, topk: int = 16, seqs: Sequences | None = None, *, block_size: int = 128,
+    init_blocks: int = 0, local_blocks: int = 1, softmax_scale: float | None = None, query_chunk: int | None = None,
+    certified: bool = False, return_lse: Literal[True], impl: str = "auto", check: bool = False,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def msa_attention(
-    q: Tensor | Stored,
-    k: Tensor | Stored | PagedKV,
-    v: Tensor | Stored | None,
-    index_q: Tensor | Stored,
-    index_k: Tensor | Stored | PagedIndexKeys,
-    topk: int = 16,
-    seqs: Sequences | None = None,
-    *,
-    block_size: int = 128,
-    init_blocks: int = 0,
-    local_blocks: int = 1,
-    softmax_scale: float | None = None,
-    query_chunk: int | None = None,
-    certified: bool = False,
-    return_lse: bool,
-    impl: str = "auto",
-    check: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, index_q: Tensor | Stored,
+    index_k: Tensor | Stored | PagedIndexKeys, topk: int = 16, seqs: Sequences | None = None, *, block_size: int = 128,
+    init_blocks: int = 0, local_blocks: int = 1, softmax_scale: float | None = None, query_chunk: int | None = None,
+    certified: bool = False, return_lse: bool, impl: str = "auto", check: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @tracing.operator("openmsa::msa_attention")

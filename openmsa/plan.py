@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,9 +18,9 @@ from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import out_dtype
 from openmsa.runtime import checks, tracing
 from openmsa.runtime.dispatch import check_name, has_triton
-from openmsa.runtime.kinds import Kinds, Memory, tensors_in
+from openmsa.runtime.kinds import Call, Kinds, Memory, Steps, rounded, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
-from openmsa.sparse_attention import SparseCall, check_sparse
+from openmsa.sparse_attention.call import SparseCall, check_sparse
 from openmsa.types import Layout, Sequences, layout
 
 LAYERS = Kinds()
@@ -86,10 +85,10 @@ class AttentionPlan:
         self._layout = self._made_layout()
         self._rows = [slice(start, min(start + chunk, self.total_q)) for start in range(0, self.total_q, chunk)]
         self._parts = self._made_parts(self._layout)
-        self._own = (self._layout, *self._parts, self.page_table, self.seq_lens)  # what launches read beside a layer's tensors
+        lengths = dict.fromkeys((self._layout, *self._parts))  # One chunk has the lengths of the whole.
+        self._own = (*lengths, self.page_table, self.seq_lens)  # what launches read beside a layer's tensors
         counts = (self.total_q, self.topk, self.block_size, self.init_blocks, self.local_blocks)
-        numbers = (*counts, self.softmax_scale, self.certified, chunk, self.impl)
-        kind, self._addresses, _ = LAYERS.look(*numbers, *self._own)
+        kind, self._addresses, _ = LAYERS.look(*counts, self.softmax_scale, self.certified, chunk, self.impl, *self._own)
         self._kind, self.number = LAYERS.number(kind), tracing.numbered(self)
 
     def _made_layout(self) -> Layout:
@@ -107,22 +106,18 @@ class AttentionPlan:
             checks.size(name, value, 0, self.cu_seqlens_q.numel() - 1, "the sequences of cu_seqlens_q")
         capacity = self.page_table.shape[1] * checks.integer("page_size", self.page_size, 1)
         made = layout(seqs, self.total_q, None, self._device, self.seq_lens, capacity)
-        return replace(made, max_seqlen_k=max(made.max_seqlen_k, min(_rounded(made.max_seqlen_k), capacity)))
+        return replace(made, max_seqlen_k=max(made.max_seqlen_k, min(rounded(made.max_seqlen_k), capacity)))
 
     def _made_parts(self, whole: Layout) -> list[Layout]:
         """Returns the lengths of each chunk of queries."""
-        if len(self._rows) < 2:
-            return [whole] * len(self._rows)
-        return [whole.query_chunk(rows.start, rows.stop) for rows in self._rows]
+        return [whole.query_chunk(x.start, x.stop) for x in self._rows] if len(self._rows) > 1 else [whole] * len(self._rows)
 
     def refresh(self) -> None:
         """Follows changes that were made in place to the tensors that the plan was made from, within its bounds. On a GPU it
         launches a few small kernels and never waits."""
         made = self._made_layout()
-        pairs = [(self._layout, made)]
-        if len(self._rows) > 1:
-            pairs += zip(self._parts, self._made_parts(made), strict=True)
-        for old, new in pairs:
+        pairs = [(self._layout, made), *zip(self._parts, self._made_parts(made), strict=True)]
+        for old, new in dict.fromkeys(pairs):
             for name in ("cu_seqlens_q", "cu_seqlens_k", "q_offset"):
                 kept, value = getattr(old, name), getattr(new, name)
                 if kept is not None and kept.data_ptr() != value.data_ptr():
@@ -138,19 +133,9 @@ class AttentionPlan:
 
         Returns int32 ``[total_q, index_heads, topk]``, the plan's own memory, which the next `select` overwrites.
         """
-        heads = index_q.shape[1] if isinstance(index_q, (Tensor, Stored)) and index_q.dim() == 3 else 0
-        blocks = self._blocks.get(heads)
-        if blocks is None:
-            blocks = torch.empty((self.total_q, heads, self.topk), dtype=torch.int32, device=self._device)
-        if self._again("select", index_q, index_k, blocks):
-            self._blocks[heads] = blocks
-            return blocks
-        checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
-        keys = index_k if self.page_table is None else self._paged(PagedIndexKeys, index_k)
-        counts = (self.block_size, self.init_blocks, self.local_blocks)
-        call = check_selection(index_q, keys, self.topk, self._layout, *counts, self.certified, None, False)
-        self._blocks[heads], call = blocks, call._replace(blocks=blocks)
-        self._first([partial(self._select, call, i) for i in range(len(self._rows))], "select", index_q, index_k, blocks)
+        blocks = self._room(index_q)
+        if (call := self._unknown("select", blocks, index_q, index_k)) is not None:
+            self._first(call, self._selection(index_q, index_k, blocks), blocks, index_q, index_k)
         return blocks
 
     @tracing.operator("openmsa::plan_attend")
@@ -176,13 +161,8 @@ class AttentionPlan:
         Returns `out`.
         """
         out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
-        if self._again("attend", q, k, v, blocks, out, lse):
-            return out
-        checks.size("q", q, 0, self.total_q, "total_q of the plan")
-        keys = (k, v) if self.page_table is None else (self._paged(PagedKV, k, v), None)
-        call = check_sparse(q, keys[0], keys[1], blocks, self._layout, self.block_size, self.softmax_scale, True, False)
-        call = call.writing(out, lse)
-        self._first([partial(self._attend, call, i) for i in range(len(self._rows))], "attend", q, k, v, blocks, out, lse)
+        if (call := self._unknown("attend", blocks, q, k, v, out, lse)) is not None:
+            self._first(call, self._attention(q, k, v, blocks, out, lse), blocks, q, k, v, out, lse)
         return out
 
     def run(
@@ -197,7 +177,14 @@ class AttentionPlan:
         lse: Tensor | None = None,
     ) -> Tensor:
         """Does what `select` and `attend` do, one after the other, for one layer; see there. Returns `out`."""
-        return self.attend(q, k, v, self.select(index_q, index_k), out=out, lse=lse)
+        if self._device.type != "cuda" or torch.compiler.is_compiling():
+            return self.attend(q, k, v, self.select(index_q, index_k), out=out, lse=lse)
+        blocks = self._room(index_q)
+        out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
+        if (call := self._unknown("run", blocks, index_q, index_k, q, k, v, out, lse)) is not None:
+            steps = [*self._selection(index_q, index_k, blocks), *self._attention(q, k, v, blocks, out, lse)]
+            self._first(call, steps, blocks, index_q, index_k, q, k, v, out, lse)
+        return out
 
     @property
     def not_recorded(self) -> tuple[str, ...]:
@@ -207,6 +194,28 @@ class AttentionPlan:
 
     def _paged(self, kind: type[Any], *pools: Any) -> Any:
         return kind(*pools, self.page_table, self.seq_lens)
+
+    def _room(self, index_q: Tensor | Stored) -> Tensor:
+        """Returns the memory of a selection for these queries, which are not checked yet."""
+        heads = index_q.shape[1] if isinstance(index_q, (Tensor, Stored)) and index_q.dim() == 3 else 0
+        if heads not in self._blocks:
+            self._blocks[heads] = torch.empty((self.total_q, heads, self.topk), dtype=torch.int32, device=self._device)
+        return self._blocks[heads]
+
+    def _selection(self, index_q: Tensor | Stored, index_k: Tensor | Stored, blocks: Tensor) -> Steps:
+        """Checks what `select` is given, and returns its steps."""
+        checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
+        keys = index_k if self.page_table is None else self._paged(PagedIndexKeys, index_k)
+        counts = (self.block_size, self.init_blocks, self.local_blocks)
+        call = check_selection(index_q, keys, self.topk, self._layout, *counts, self.certified, None, False)
+        return [partial(self._select, call._replace(blocks=blocks), i) for i in range(len(self._rows))]
+
+    def _attention(self, q: Tensor | Stored, k: Any, v: Any, blocks: Tensor, out: Tensor | None, lse: Tensor | None) -> Steps:
+        """Checks what `attend` is given, and returns its steps."""
+        checks.size("q", q, 0, self.total_q, "total_q of the plan")
+        k, v = (k, v) if self.page_table is None else (self._paged(PagedKV, k, v), None)
+        call = check_sparse(q, k, v, blocks, self._layout, self.block_size, self.softmax_scale, True, False).writing(out, lse)
+        return [partial(self._attend, call, i) for i in range(len(self._rows))]
 
     def _select(self, call: SelectionCall, part: int) -> None:
         rows = self._rows[part]
@@ -220,30 +229,22 @@ class AttentionPlan:
         out, lse = (None if x is None else x[rows] for x in (call.out, call.lse))
         ATTENTION.run(self.impl, chunk._replace(out=out, lse=lse))
 
-    def _again(self, *values: Any) -> bool:
-        """Launches a layer of a known kind; says whether the kind is known."""
-        launches = LAYERS.look(self._kind, *values)
-        if launches.replays is None:
-            return False
-        launches.addresses.extend(self._addresses)
-        LAYERS.again(launches, self._memory)
-        return True
+    def _unknown(self, *values: Any) -> Call | None:
+        """Launches a layer of a known kind, and returns None; returns the call of any other."""
+        call = LAYERS.look(self._kind, *values)
+        if call.replays is None:
+            return call
+        call.addresses.extend(self._addresses)
+        LAYERS.again(call, self._memory)
+        return None
 
-    def _first(self, steps: list[Callable[[], None]], *values: Any) -> None:
-        """Runs the first layer of a kind, in steps, and records its launches on a GPU."""
+    def _first(self, call: Call, steps: Steps, *values: Any) -> None:
+        """Runs the first layer of a kind and records its launches on a GPU. values: those of the call."""
         if checks.needs_grad(*tensors_in(*values)):
-            reason = "a plan computes no gradients, got tensors that require one; call it under torch.no_grad()"
-            raise NotImplementedError(reason)
-        launches = LAYERS.look(self._kind, *values)
+            raise NotImplementedError("a plan computes no gradients, got tensors that require one; use torch.no_grad()")
         with torch.no_grad():
             if self._device.type != "cuda" or not has_triton():
                 for step in steps:
                     step()
-            elif (failed := LAYERS.first(launches, steps, (*values, *self._own))) is not None:
+            elif (failed := LAYERS.first(call, steps, (*values, *self._own))) is not None:
                 self._reasons[failed] = None
-
-
-def _rounded(bound: int) -> int:
-    """Returns a bound rounded up by at most a sixteenth, so that steps of growing lengths are of few kinds."""
-    unit = 1 << max(bound.bit_length() - 5, 0)
-    return -(-bound // unit) * unit

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: MIT
 """Checks MSAttention and converted models on a GPU against the CPU, and times them, dense beside sparse.
 
-    python scripts/modules.py [--out FOLDER] [--tokens 8192 32768 65536] [--device cuda] [--small]
+    python scripts/modules.py [--out FOLDER] [--parts checks timings] [--tokens 8192 32768 65536] [--device cuda] [--small]
 
 Checked: outputs, index losses and gradients of a layer in every stage in bfloat16, against float64 on the CPU, at most twice
 the error of PyTorch's kernels on the CPU in bfloat16; a compiled layer against an eager one; steps over paged caches in every
 format against one forward; a converted Llama over each of its caches. Timed: a layer's forward and backward in each stage, and
-SmolLM2-135M's shape with random weights, reading a prompt and decoding. --small takes sizes for a CPU. Prints one table and
-writes FOLDER/modules.jsonl; exits with 1 where a check fails.
+SmolLM2-135M's shape with random weights, reading a prompt and decoding. --small takes sizes for a CPU, --parts names what
+to run and in which order. Prints one table and writes it to FOLDER/modules.jsonl line by line, so that a run which is cut off
+leaves what it found; exits with 1 where a check fails or a timing raises.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from openmsa.modules import STAGES, MSACache, MSAConfig, MSAttention, Rotary, set_stage
 
 RECORDS: list[dict[str, Any]] = []
+FILES: list[Path] = []  # to which records go as they come
 
 
 def note(what: str, ok: bool | None = None, **values: Any) -> None:
     """Prints and keeps one line of the table; ok None: a measurement."""
     RECORDS.append({"what": what, "ok": ok, **values})
+    for file in FILES:
+        with file.open("a", encoding="utf-8") as opened:
+            opened.write(json.dumps(RECORDS[-1]) + "\n")
     words = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
     print(f"{'      ' if ok is None else 'ok    ' if ok else 'WRONG '}{what:<58}{words}", flush=True)
 
@@ -172,7 +178,7 @@ def time_layer(device: str, tokens: int) -> None:
 
 
 @torch.inference_mode()
-def time_model(device: str, lengths: list[int], small: bool) -> None:
+def time_model(device: str, tokens: int, small: bool) -> None:
     """SmolLM2-135M's shape with random weights: reading a prompt in chunks of 8,192, and decoding 32 tokens."""
     import transformers
 
@@ -191,49 +197,57 @@ def time_model(device: str, lengths: list[int], small: bool) -> None:
     )
     with torch.device(device):
         model = convert(transformers.AutoModelForCausalLM.from_config(config).bfloat16().eval())
-    for tokens in lengths:
-        ids = torch.randint(0, 49152, (1, tokens), device=device)
-        for stage in ("dense", "sparse"):
-            set_stage(model, stage)
-            for _ in range(2):  # the first run compiles kernels
-                cache = PagedCache(model, tokens=tokens + 64)
-                start = time.perf_counter()
-                *_, last = prefill(model, ids, cache, chunk=8192)
-                int(last.argmax())
-                read = time.perf_counter() - start
-                list(stream(model, last, cache, max_new_tokens=4))
-                start = time.perf_counter()
-                list(stream(model, last, cache, max_new_tokens=32))
-                decode = (time.perf_counter() - start) / 31
-            values = {"read_tokens_s": round(tokens / read), "decode_ms": decode * 1e3, "cache_mb": cache.memory() / 1e6}
-            note(f"SmolLM2's shape, {tokens:,} tokens, {stage}", None, **values)
+    ids = torch.randint(0, 49152, (1, tokens), device=device)
+    for stage in ("dense", "sparse"):
+        set_stage(model, stage)
+        for _ in range(2):  # the first run compiles kernels
+            cache = PagedCache(model, tokens=tokens + 64)
+            start = time.perf_counter()
+            *_, last = prefill(model, ids, cache, chunk=8192)
+            int(last.argmax())
+            read = time.perf_counter() - start
+            list(stream(model, last, cache, max_new_tokens=4))
+            start = time.perf_counter()
+            list(stream(model, last, cache, max_new_tokens=32))
+            decode = (time.perf_counter() - start) / 31
+        values = {"read_tokens_s": round(tokens / read), "decode_ms": decode * 1e3, "cache_mb": cache.memory() / 1e6}
+        note(f"SmolLM2's shape, {tokens:,} tokens, {stage}", None, **values)
 
 
 def attempt(check: Callable[[str], None], device: str) -> None:
-    """Runs a check; where it raises, the others still say what they find."""
+    """Runs a check or a timing; where it raises, the others still say what they find."""
     try:
         check(device)
     except Exception as failure:
-        note(check.__name__, False, failure=f"{type(failure).__name__}: {str(failure)[:300]}")
+        name = check.func.__name__ if isinstance(check, partial) else check.__name__
+        note(name, False, failure=f"{type(failure).__name__}: {str(failure)[:300]}")
 
 
 def main() -> int:
     """Runs everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--parts", nargs="+", choices=("checks", "timings"), default=["checks", "timings"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768, 65536])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    FILES.append(given.out / "modules.jsonl")
+    FILES[0].write_text("")
     name = torch.cuda.get_device_name() if given.device != "cpu" else "CPU"
     note(f"{name}, torch {torch.__version__}")
-    for check in (check_layer, check_cache, check_model):
-        attempt(check, given.device)
-    for tokens in [256] if given.small else [16384, 65536]:
-        time_layer(given.device, tokens)
-    time_model(given.device, [700] if given.small else given.tokens, given.small)
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "modules.jsonl").write_text("".join(json.dumps(x) + "\n" for x in RECORDS))
+    layers, lengths = ([256], [700]) if given.small else ([16384, 65536], given.tokens)
+    jobs: dict[str, list[Callable[[str], None]]] = {
+        "checks": [check_layer, check_cache, check_model],
+        "timings": [
+            *(partial(time_layer, tokens=tokens) for tokens in layers),
+            *(partial(time_model, tokens=tokens, small=given.small) for tokens in lengths),
+        ],
+    }
+    for part in given.parts:
+        for job in jobs[part]:
+            attempt(job, given.device)
     return int(any(x["ok"] is False for x in RECORDS))
 
 

@@ -26,7 +26,7 @@ FORMS = ["plain", "certified"]
 def device(request, monkeypatch):
     """ "kernels": the GPU's path on CPU tensors, in the interpreter. There bounds of few certified keys come first too."""
     if request.param != "stages":
-        monkeypatch.setattr("openmsa.decode.kernels.BOUNDS_PAY", 0)
+        monkeypatch.setattr("openmsa.decode.memory.BOUNDS_PAY", 0)
     if request.param == "kernels":
         monkeypatch.setattr(decode, "uses_kernels", lambda device: True)
     return "cuda" if request.param == "cuda" else "cpu"
@@ -141,7 +141,7 @@ def test_bounds_of_few_keys_do_not_come_first(device, monkeypatch):
     kv, keys = caches(p, device, "certified")
     held = 2 * keys.page_table.shape[1] * PAGE * 32 * 2  # bytes of exact keys of both page tables
     for limit, max_batch, memory, first in ((held - 1, 2, True, True), (held, 2, False, False), (held, 4, True, False)):
-        monkeypatch.setattr("openmsa.decode.kernels.BOUNDS_PAY", limit)
+        monkeypatch.setattr("openmsa.decode.memory.BOUNDS_PAY", limit)
         plan = plan_of(p, device, max_batch=max_batch, max_pages=keys.page_table.shape[1])
         poison(plan)
         check(plan, p, plan.run(p.q.to(device), kv, p.index_q.to(device), keys))
@@ -245,15 +245,15 @@ def test_parts_may_be_split(device, monkeypatch):
     """Attention to the whole step is one program a row, that to either part two; counters are 0 again behind each run."""
     if device == "cpu" and not decode.uses_kernels(torch.device("cpu")):
         pytest.skip("stages are one part")
-    from openmsa.decode import kernels
+    from openmsa.decode import memory
 
     def attend(batch, sizes, facts, form):
         config = whole(batch, sizes, facts, form)
         splits = 1 if batch == 4 else 2
         return config._replace(splits=splits, tiles=config.tiles * config.splits // splits)
 
-    whole = kernels._attend
-    monkeypatch.setattr(kernels, "_attend", attend)
+    whole = memory._attend
+    monkeypatch.setattr(memory, "_attend", attend)
     monkeypatch.setattr(LEAST_BYTES, 0)
     monkeypatch.setattr("openmsa.decode.two_parts.Side.serves", lambda self: True)
     p = step((200, 7, 330, 64), 2)
@@ -402,7 +402,7 @@ def test_a_captured_graph_reads_lengths_when_replayed(form, parts, monkeypatch, 
     from openmsa.block_topk.triton_certified import Selection
 
     bounded = []
-    monkeypatch.setattr("openmsa.decode.kernels.BOUNDS_PAY", 0)
+    monkeypatch.setattr("openmsa.decode.memory.BOUNDS_PAY", 0)
     monkeypatch.setattr(LEAST_BYTES, 0 if parts else NEVER)
     monkeypatch.setattr(Selection, "bound", counted(Selection.bound, bounded))
     p = step((128, 256, 31, 200), dtype=torch.bfloat16)

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""This module draws the records of a run."""
+"""This module draws the records of a run, or of several runs with seeds of their own, whose curves have the same colours."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 Record = dict[str, Any]
 COLOURS = {"dense": "#4d4d4d", "msa": "#c0392b", "dense_then_msa": "#2471a3"}
 NAMES = {"dense": "dense", "msa": "MSA from the start", "dense_then_msa": "dense, then MSA"}
+STYLES = ("-", "--", ":", "-.")  # of the first run, the second and so on
 LAYERS = ("#1b4f72", "#148f77", "#b7950b", "#a04000", "#6c3483", "#78281f")
 
 
@@ -24,23 +26,31 @@ def _figure(columns: int, rows: int = 1) -> tuple[Any, Any]:
     return figure, axes
 
 
-def training(records: list[Record], file: Path) -> None:
-    """Draws the loss of each arm, its difference from the dense arm's, and the index loss of each layer of the arm msa."""
+def training(runs: list[list[Record]], file: Path) -> None:
+    """Draws the loss of each arm, its difference from the dense arm's of the same run, and the index loss of each layer of the
+    arm msa in the first run."""
     figure, ((left, middle, right),) = _figure(3)
-    steps = {arm: [r for r in records if r["kind"] == "step" and r["arm"] == arm] for arm in NAMES}
-    dense = {r["step"]: r["loss"] for r in steps["dense"]}
-    for arm, rows in steps.items():
-        left.plot([r["tokens"] / 1e6 for r in rows], [r["loss"] for r in rows], color=COLOURS[arm], lw=1.2, label=NAMES[arm])
-        both = [r for r in rows if r["step"] in dense]
-        if arm != "dense" and both:
-            smooth = _smooth([r["loss"] - dense[r["step"]] for r in both], 5)
-            middle.plot([r["tokens"] / 1e6 for r in both], smooth, color=COLOURS[arm], lw=1.2, label=NAMES[arm])
+    for number, records in enumerate(runs):
+        steps = {arm: [r for r in records if r["kind"] == "step" and r["arm"] == arm] for arm in NAMES}
+        dense = {r["step"]: r["loss"] for r in steps["dense"]}
+        for arm, rows in steps.items():
+            style = {
+                "color": COLOURS[arm],
+                "lw": 1.2,
+                "label": None if number else NAMES[arm],
+                "ls": STYLES[number % len(STYLES)],
+            }
+            left.plot([r["tokens"] / 1e6 for r in rows], [r["loss"] for r in rows], **style)
+            both = [r for r in rows if r["step"] in dense]
+            if arm != "dense" and both:
+                smooth = _smooth([r["loss"] - dense[r["step"]] for r in both], 5)
+                middle.plot([r["tokens"] / 1e6 for r in both], smooth, **style)
     left.set(title="training loss", xlabel="million bytes", ylabel="nats a byte", yscale="log")
     left.legend(frameon=False)
     middle.axhline(0, color=COLOURS["dense"], lw=0.8)
     middle.set(title="training loss less the dense arm's", xlabel="million bytes", ylabel="nats a byte, mean of 5 records")
     middle.legend(frameon=False)
-    rows = [r for r in steps["msa"] if any(r["index_loss"])]
+    rows = [r for r in runs[0] if r["kind"] == "step" and r["arm"] == "msa" and any(r["index_loss"])]
     for layer in range(len(rows[0]["index_loss"]) if rows else 0):
         values = [max(r["index_loss"][layer], 1e-6) for r in rows]
         right.plot([r["tokens"] / 1e6 for r in rows], values, color=LAYERS[layer % 6], lw=1.2, label=f"layer {layer}")
@@ -58,8 +68,10 @@ def _smooth(values: list[float], width: int) -> list[float]:
     return [sum(values[max(0, i + 1 - width) : i + 1]) / len(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
-def held_out(records: list[Record], file: Path) -> None:
-    """Draws the loss by position and recall by distance, in windows of the length of training and in longer ones."""
+def held_out(runs: list[list[Record]], file: Path) -> None:
+    """Draws the loss by position and recall by distance, means over the runs, in windows of the length of training and in
+    longer ones."""
+    records = runs[0]
     lengths = sorted({r["length"] for r in records if r["kind"] == "held_out"})
     figure, axes = _figure(2, len(lengths))
     for (left, right), length in zip(axes, lengths, strict=True):
@@ -80,12 +92,16 @@ def held_out(records: list[Record], file: Path) -> None:
                     "marker": "o",
                     "ms": 3,
                 }
+                same = [own for run in runs for own in run if _same(own, r)]
                 if kind == "held_out":
-                    spans = r["by_position"]
+                    spans = [fmean(values) for values in zip(*(own["by_position"] for own in same), strict=True)]
                     axis.plot([(i + 0.5) * length / len(spans) for i in range(len(spans))], spans, **style)
                 else:
-                    rows = r["by_distance"]
-                    axis.plot([1.41 * x["from"] for x in rows], [100 * x["recalled"] for x in rows], **style)
+                    found: dict[int, list[float]] = {}
+                    for x in (x for own in same for x in own["by_distance"]):
+                        found.setdefault(x["from"], []).append(100 * x["recalled"])
+                    ordered = sorted(found)
+                    axis.plot([1.41 * x for x in ordered], [fmean(found[x]) for x in ordered], **style)
         left.set(title=f"held-out loss, windows of {length:,} bytes", xlabel="position", ylabel="nats a byte")
         right.set(title=f"recall, windows of {length:,} bytes", xlabel="bytes between the lines", ylabel="% of lines recalled")
         right.set_xscale("log", base=2)
@@ -94,6 +110,11 @@ def held_out(records: list[Record], file: Path) -> None:
             if axis.lines:
                 axis.legend(frameon=False, fontsize=8)
     figure.savefig(file, dpi=120)
+
+
+def _same(own: Record, other: Record) -> bool:
+    """Says whether two records are of the same measurement."""
+    return all(own.get(name) == other[name] for name in ("kind", "arm", "way", "length"))
 
 
 def _own(records: list[Record]) -> str:

@@ -37,9 +37,10 @@ def _rounded(value: Any, digits: int) -> Any:
     return [_rounded(x, digits) for x in value] if isinstance(value, list | tuple) else value
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """Returns the records of a folder."""
-    return [json.loads(line) for line in (folder / FILE).read_text(encoding="utf-8").splitlines()]
+def read(place: Path) -> list[dict[str, Any]]:
+    """Returns the records of a folder, or of a file."""
+    file = place / FILE if place.is_dir() else place
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""This module makes the page and the plots of docs/results from the records of a run:
+"""This module makes the page and the plots of docs/results from the records of one run, or of several with seeds of their own:
 
-python -m benchmarks.evidence.report RECORDS_FOLDER docs/results
+python -m benchmarks.evidence.report RECORDS [RECORDS ...] docs/results
+
+RECORDS is a folder that a run wrote, or its records under another name.
 """
 
 from __future__ import annotations
@@ -32,58 +34,105 @@ def table(head: list[str], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def against(row: Record, base: Record) -> tuple[str, str]:
-    """Returns by how much a loss exceeds another one on the same windows: in percent, and in nats with the standard error."""
+Runs = list[list[Record]]
+"""Holds the records of each run. Tables have a row for what the first run measured, with the mean of the runs that did, too."""
+
+
+def against(row: Record, base: Record) -> tuple[float, float, float]:
+    """Returns by how much a loss exceeds another one on the same windows: in percent, in nats, and the standard error of the
+    latter."""
     differences = [a - b for a, b in zip(row["windows"], base["windows"], strict=True)]
     mean = statistics.fmean(differences)
     error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
-    return f"{100 * mean / base['loss']:+.2f} %", f"{mean:+.4f} ± {error:.4f}"
+    return 100 * mean / base["loss"], mean, error
 
 
-def losses(records: list[Record], length: int) -> str:
+def spread(values: list[float], form: str = ".4f", unit: str = "") -> str:
+    """Returns a number, or the mean of several with their standard deviation."""
+    shown = f"{statistics.fmean(values):{form}}"
+    if len(values) > 1:
+        shown += f" ± {statistics.stdev(values):{form.lstrip('+')}}"
+    return shown + unit
+
+
+def differences(pairs: list[tuple[Record, Record]]) -> tuple[str, str]:
+    """Returns by how much losses exceed others, in percent and in nats: of one pair with the standard error over windows, of a
+    pair a run with the standard deviation over runs."""
+    found = [against(row, base) for row, base in pairs]
+    if not found:
+        return "", ""
+    nats = f"{found[0][1]:+.4f} ± {found[0][2]:.4f}" if len(found) == 1 else spread([x[1] for x in found], "+.4f")
+    return spread([x[0] for x in found], "+.2f", " %"), nats
+
+
+def alike(runs: Runs, row: Record, *names: str) -> list[tuple[list[Record], Record]]:
+    """Returns, of each run that has it, its records and the one that has a row's kind and values of `names`."""
+    found = [(records, of(records, row["kind"], **{name: row[name] for name in names})) for records in runs]
+    return [(records, same[0]) for records, same in found if same]
+
+
+def losses(runs: Runs, length: int) -> str:
     """Returns the table of held-out losses and recall in windows of a length."""
-    found, base = of(records, "held_out", length=length), of(records, "held_out", arm="dense", way="dense", length=length)
     rows = []
-    for row in found:
+    for row in of(runs[0], "held_out", length=length):
         if row["way"].startswith(("index", "stored")):
             continue
-        recalled = of(records, "recall", arm=row["arm"], way=row["way"], length=length)
-        percent, nats = against(row, base[0]) if base else ("", "")
-        told = f"{100 * recalled[0]['recalled']:.1f} %" if recalled else ""
-        rows.append((NAMES[row["arm"]], row["way"], f"{row['loss']:.4f}", percent, nats, told))
-    return table(["trained", "reads", "nats a byte", "against dense", "nats", "lines recalled"], rows)
+        same = alike(runs, row, "arm", "way", "length")
+        bases = [of(records, "held_out", arm="dense", way="dense", length=length) for records, _ in same]
+        recalled = [of(records, "recall", arm=row["arm"], way=row["way"], length=length) for records, _ in same]
+        pairs = [(own, base[0]) for (_, own), base in zip(same, bases, strict=True) if base]
+        percent, nats = differences(pairs)
+        by_seed = [", ".join(f"{against(*pair)[0]:+.2f}" for pair in pairs)] if len(runs) > 1 else []
+        told = [100 * found[0]["recalled"] for found in recalled if found]
+        loss = spread([own["loss"] for _, own in same])
+        found = spread(told, ".1f", " %") if told else ""
+        rows.append((NAMES[row["arm"]], row["way"], loss, percent, *by_seed, nats, found))
+    seeds = ["by seed"] if len(runs) > 1 else []
+    return table(["trained", "reads", "nats a byte", "against dense", *seeds, "nats", "lines recalled"], rows)
 
 
-def formats(records: list[Record]) -> str:
-    """Returns the table of low-precision formats."""
+def plain_loss(records: list[Record]) -> Record | None:
+    """Returns the record of the loss of the arm msa over what it was trained with."""
     plain = [r for r in of(records, "held_out", arm="msa") if r["way"].startswith("msa")]
     topk = of(records, "plan")[0].get("topk") if of(records, "plan") else None
-    base = next((r for r in plain if r["way"] == f"msa {topk}"), plain[0]) if plain else None
+    return next((r for r in plain if r["way"] == f"msa {topk}"), plain[0] if plain else None)
+
+
+def formats(runs: Runs) -> str:
+    """Returns the table of low-precision formats."""
     rows = []
-    for row in of(records, "held_out", arm="msa"):
-        if base and row["way"].startswith(("index", "stored")):
-            agreed = [f"{100 * x:.1f} %" for x in row.get("agreement", [])]
-            rows.append((row["way"], f"{row['loss']:.4f}", *against(row, base), ", ".join(agreed)))
+    for row in of(runs[0], "held_out", arm="msa"):
+        if row["way"].startswith(("index", "stored")) and plain_loss(runs[0]):
+            same = alike(runs, row, "arm", "way", "length")
+            bases = [(own, plain_loss(records)) for records, own in same]
+            agreed = [statistics.fmean(x) for x in zip(*(own.get("agreement", []) for _, own in same), strict=True)]
+            told = ", ".join(f"{100 * x:.1f} %" for x in agreed)
+            changes = differences([(own, base) for own, base in bases if base])
+            rows.append((row["way"], spread([own["loss"] for _, own in same]), *changes, told))
     return table(["stored as", "nats a byte", "change", "nats", "blocks selected alike, by layer"], rows)
 
 
-def selections(records: list[Record]) -> str:
+def selections(runs: Runs) -> str:
     """Returns the table of selections, a line for each arm, length and layer."""
     rows = []
-    for r in of(records, "selections"):
-        q, s = r["quality"], r["statistics"]
-        if not q or not s:
+    for row in of(runs[0], "selections"):
+        same = [own for _, own in alike(runs, row, "arm", "length", "layer") if own["quality"] and own["statistics"]]
+        if not same:
             continue
+
+        recalls = [spread([own["quality"][name] for own in same], ".3f") for name in ("block_recall", "score_recall")]
+        mass, best = (statistics.fmean(own["quality"][name] for own in same) for name in ("mass", "best_mass"))
+        found = [own["statistics"] for own in same]
+        unions = [statistics.fmean(s["union"][n] for s in found) for n in ("4", "8", "16")]
         rows.append(
             (
-                f"{NAMES[r['arm']]}, {r['length']:,} bytes, layer {r['layer']}",
-                f"{q['block_recall']:.3f}",
-                f"{q['score_recall']:.3f}",
-                f"{q['mass']:.3f} of {q['best_mass']:.3f}",
-                f"{100 * s['shared_after']['1']:.1f} %",
-                ", ".join(f"{s['union'][n]:.1f}" for n in ("4", "8", "16")),
-                f"{100 * s['first_block']:.0f} %",
-                f"{100 * s.get('heads_share', 0):.0f} %",
+                f"{NAMES[row['arm']]}, {row['length']:,} bytes, layer {row['layer']}",
+                *recalls,
+                f"{mass:.3f} of {best:.3f}",
+                f"{100 * statistics.fmean(s['shared_after']['1'] for s in found):.1f} %",
+                ", ".join(f"{x:.1f}" for x in unions),
+                f"{100 * statistics.fmean(s['first_block'] for s in found):.0f} %",
+                f"{100 * statistics.fmean(s.get('heads_share', 0) for s in found):.0f} %",
             )
         )
     head = ["", "block recall", "score recall", "mass read", "shared with the next query", "union of 4, 8, 16 queries"]
@@ -102,10 +151,10 @@ def sources(records: list[Record]) -> str:
     )
 
 
-def steps(records: list[Record]) -> str:
-    """Returns the table of the time of a training step: the median of each arm, stage and window."""
+def steps(runs: Runs) -> str:
+    """Returns the table of the time of a training step: the median of each arm, stage and window over all runs."""
     found: dict[tuple[str, str, int], list[float]] = {}
-    for r in of(records, "step"):
+    for r in (r for records in runs for r in of(records, "step")):
         found.setdefault((r["arm"], r["stage"], r["context"]), []).append(r["milliseconds"])
     rows = [
         (NAMES[arm], stage, f"{context:,}", f"{statistics.median(times):.1f}") for (arm, stage, context), times in found.items()
@@ -113,40 +162,73 @@ def steps(records: list[Record]) -> str:
     return table(["arm", "stage", "window", "milliseconds a step"], rows)
 
 
-def page(records: list[Record]) -> str:
-    """Returns the page."""
-    run, plan = of(records, "run")[-1], of(records, "plan")[-1]
-    longest = plan["windows"][-1][1]
-    lengths = sorted({r["length"] for r in of(records, "held_out")})
+def listed(words: list[str]) -> str:
+    """Returns words as a list in a sentence."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def check_alike(runs: Runs) -> None:
+    """Raises ValueError where runs are not those of the same model and schedule with seeds of their own."""
+    plans = [of(records, "plan")[-1] for records in runs]
+    seeds = [plan["seed"] for plan in plans]
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"records must have seeds of their own, got seeds {listed([str(seed) for seed in seeds])}")
+    kinds = [(of(r, "run")[-1]["config"], plan["tokens"], plan["windows"]) for r, plan in zip(runs, plans, strict=True)]
+    if any(kind != kinds[0] for kind in kinds):
+        raise ValueError("records must be those of one model and of windows of the same lengths, got several")
+
+
+def page(runs: Runs, names: list[str]) -> str:
+    """Returns the page. names: of the files of the records."""
+    run, plans = of(runs[0], "run")[-1], [of(records, "plan")[-1] for records in runs]
+    longest = plans[0]["windows"][-1][1]
+    lengths = sorted({r["length"] for r in of(runs[0], "held_out")})
     c, msa = run["config"], run["config"]["msa"]
+    topk = msa["index_topk_blocks"]
     longer = "".join(
-        f"\nIn windows of {n:,} bytes, {n / longest:g} times as long as in training:\n\n{losses(records, n)}"
+        f"\nIn windows of {n:,} bytes, {n / longest:g} times as long as in training:\n\n{losses(runs, n)}"
         for n in lengths
         if n > longest
     )
+    taken = listed(
+        [f"{p['steps'] * p['tokens']:,} bytes ({p['steps']} steps of {p['tokens']:,}, seed {p['seed']})" for p in plans]
+    )
+    minutes = listed([f"{records[-1]['at'] / 60:.1f}" for records in runs])
+    if len(runs) == 1:
+        seeds = "Differences from dense are means over the same held-out windows, with their standard error; there is one seed."
+    else:
+        told = f"There are {len(runs)} seeds"
+        seeds = (
+            f"{told}, of weights and of what is read in which order: numbers are means over seeds, with the standard\n"
+            "deviation between seeds behind ±. Differences from dense are those of the same seed and held-out windows. Plots\n"
+            "have a line style a seed for the losses of training, means for held-out losses, and else the first seed."
+        )
     sizes = (
         f"{c['num_layers']} layers of {c['num_heads']} query and {c['num_kv_heads']} KV heads (dim {c['head_dim']}), hidden "
         f"size {c['hidden_size']},\nan index branch that selects {msa['index_topk_blocks']} blocks of "
         f"{msa['index_block_size']} keys with heads of dim {msa['index_head_dim']}"
     )
-    read = f"{plan['steps'] * plan['tokens']:,} bytes ({plan['steps']} steps of {plan['tokens']:,}, seed {plan['seed']})"
-    minutes = f"{records[-1]['at'] / 60:.1f}"
-    where = f"{run['device']}, torch {run['torch']}, triton {run['triton']}; the whole run took {minutes} minutes"
+    whole = "the whole run" if len(runs) == 1 else "whole runs"
+    where = f"{run['device']}, torch {run['torch']}, triton {run['triton']}; {whole} took {minutes} minutes"
+    made_from = listed([f"`benchmarks/results/{name}`" for name in names])
     return f"""# Training with MSA: a byte model
 
-Made by `benchmarks/evidence/report.py` from `benchmarks/results/{RECORDS}`. The model reads bytes; it has
+Made by `benchmarks/evidence/report.py` from {made_from}. The model reads bytes; it has
 {sizes}.
-Three arms read the same {read}, in windows that grow up to {longest:,} bytes:
+Three arms read the same {taken}, in windows that grow up to {longest:,} bytes:
 dense attention; MSA from the start, with a warm-up of the index branch; dense attention for 70 % of the steps and MSA, with a
 warm-up, for the rest. {where}.
 
 Lines of the form `@ab=1234` stand twice in every training window, and recall is the share of second lines whose four digits
 are all the model's first choice. Half of the pairs of lines in a window are more than three tenths of its length apart.
-Differences from dense are means over the same held-out windows, with their standard error; there is one seed.
+{seeds}
 
 ## Held-out loss and recall
 
-{losses(records, longest)}{longer}
+A row says which model reads what: "dense" all keys, "msa {topk}" the {topk} blocks that the index branch selects,
+"window {topk}" the first block and the last ones, {topk} in all.
+
+{losses(runs, longest)}{longer}
 ![losses of training](byte-model-training.png)
 
 ![held-out loss by position, recall by distance](byte-model-held-out.png)
@@ -155,47 +237,61 @@ Differences from dense are means over the same held-out windows, with their stan
 
 Of the {msa["index_topk_blocks"]} blocks with the largest attention mass, block recall is the share that is selected, and score
 recall the mass of these over the mass of all of them; mass read is the attention mass of all selected blocks, and of the best
-ones. All means are over queries that see more blocks than they read.
+ones. Shared with the next query is the share of a query's blocks that the query one byte later selects, too, which is what
+consecutive decode steps share; the union is how many blocks so many neighbouring queries read together; the next column is the
+share of queries that select the first block; heads share is the share of a head's blocks that the next head selects, too. All
+means are over queries that see more blocks than they read.
 
-{selections(records)}
+{selections(runs)}
 ![selections](byte-model-selections.png)
 
 ## Low precision
 
-{formats(records)}
+The arm "{NAMES["msa"]}" reads index keys, or keys and values, that were stored in a format, against the same model with
+16 bits; "stored" is the model as its file has it, int8 matrices. Blocks selected alike are the share of blocks that index keys
+of 16 bits select, too.
+
+{formats(runs)}
 ## Time of a step
 
-{steps(records)}
+The median time of an optimizer step, forward, backward and the index loss of its stage included.
+
+{steps(runs)}
 ## The text
 
-{sources(records)}"""
+{sources(runs[0])}"""
 
 
 def summary(records: list[Record]) -> str:
     """Returns the short table that a run ends with."""
     longest = of(records, "plan")[-1]["windows"][-1][1]
-    return "\n".join((steps(records), losses(records, longest), selections(records), formats(records)))
+    return "\n".join((steps([records]), losses([records], longest), selections([records]), formats([records])))
 
 
 def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence.report", description=__doc__)
-    parser.add_argument("records", type=Path)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("records", type=Path, nargs="+", help="folders of runs, or files of their records")
+    parser.add_argument("folder", type=Path, help="where page and plots go")
     options = parser.parse_args()
-    if not (options.records / FILE).is_file():
-        parser.error(f"records must be a folder with {FILE}, got {str(options.records)!r}")
-    records = read(options.records)
-    absent = [kind for kind in ("held_out", "selections") if not of(records, kind)]
-    if absent:
-        parser.error(
-            f"records must be those of a run that ended, got none of {' and '.join(absent)} in {str(options.records)!r}"
-        )
+    runs = []
+    for place in options.records:
+        file = place / FILE if place.is_dir() else place
+        if not file.is_file():
+            parser.error(f"records must be a folder with {FILE} or such a file, got {str(place)!r}")
+        runs.append(read(file))
+        if absent := [kind for kind in ("held_out", "selections") if not of(runs[-1], kind)]:
+            parser.error(f"records must be those of a run that ended, got none of {' and '.join(absent)} in {str(place)!r}")
+    try:
+        check_alike(runs)
+    except ValueError as error:
+        parser.error(str(error))
     options.folder.mkdir(parents=True, exist_ok=True)
-    (options.folder / PAGE).write_text(page(records), encoding="utf-8")
-    plots.training(records, options.folder / "byte-model-training.png")
-    plots.held_out(records, options.folder / "byte-model-held-out.png")
-    plots.selections(records, options.folder / "byte-model-selections.png")
+    names = [RECORDS if place.is_dir() else place.name for place in options.records]
+    (options.folder / PAGE).write_text(page(runs, names), encoding="utf-8")
+    plots.training(runs, options.folder / "byte-model-training.png")
+    plots.held_out(runs, options.folder / "byte-model-held-out.png")
+    plots.selections(runs[0], options.folder / "byte-model-selections.png")
 
 
 if __name__ == "__main__":

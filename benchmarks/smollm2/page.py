@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Writes docs/results/smollm2.md and its plots from the records that smollm2.py left.
+"""Writes a page and its plots, docs/results/smollm2.md or one of another name, from the records that study.py left.
 
-python -m benchmarks.smollm2.page RECORDS.jsonl [--out docs/results]
+python -m benchmarks.smollm2.page RECORDS.jsonl [--out docs/results] [--name smollm2]
 """
 
 from __future__ import annotations
@@ -94,10 +94,11 @@ def candidates(records: Records) -> str:
     reached = records.all("warmup done")[0]["reached"]
     size, rows = sizes_of(found)[0], []
     dense = loss["dense"]["loss"]
-    for name, value in reached.items():
-        row = [name, f"{value:.3f}"]
+    untrained = sorted({r["kind"] for r in found.values() if r["kind"].startswith("untrained")})
+    for name, value in [*reached.items(), *((kind, None) for kind in untrained)]:
+        row = [name, "" if value is None else f"{value:.3f}"]
         for percent in (12.5, 25.0):
-            variant = f"trained {name}, {percent:g} % of {size}"
+            variant = f"{name if value is None else f'trained {name}'}, {percent:g} % of {size}"
             r = found.get(variant)
             row.append("" if r is None else f"{r['block_recall']:.3f} / {r['score_recall']:.3f}")
             row.append(f"{100 * loss[variant]['change'] / dense:+.2f}" if variant in loss else "")
@@ -159,8 +160,8 @@ def verdict(records: Records) -> str:
     return "\n".join(f"- {line}" for line in said) + "\n"
 
 
-def plots(records: Records, out: Path) -> None:
-    """Writes smollm2-loss.png (loss and recall by budget) and smollm2-training.png (index loss by step, recall by layer)."""
+def plots(records: Records, out: Path, name: str) -> None:
+    """Writes NAME-loss.png (loss and recall by budget) and NAME-training.png (index loss by step, recall by layer)."""
     from matplotlib.figure import Figure
 
     loss, found = records.variants("loss"), records.variants("recall")
@@ -186,13 +187,13 @@ def plots(records: Records, out: Path) -> None:
             axis.set_ylabel(label)
             axis.grid(alpha=0.3)
         axes[0][column].legend(fontsize=8)
-    figure.savefig(out / "smollm2-loss.png", dpi=110)
+    figure.savefig(out / f"{name}-loss.png", dpi=110)
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     steps = records.all("warmup")
-    for name in steps[0]["losses"]:
-        left.plot([s["step"] for s in steps], [s["losses"][name] for s in steps], label=name)
+    for candidate in steps[0]["losses"]:
+        left.plot([s["step"] for s in steps], [s["losses"][candidate] for s in steps], label=candidate)
     left.set_yscale("log")
     left.set_xlabel("warm-up step (8,192 tokens each)")
     left.set_ylabel("index loss, mean of layers (nats)")
@@ -205,11 +206,11 @@ def plots(records: Records, out: Path) -> None:
     right.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0.02, 0.12))
     for axis in (left, right):
         axis.grid(alpha=0.3)
-    figure.savefig(out / "smollm2-training.png", dpi=110)
+    figure.savefig(out / f"{name}-training.png", dpi=110)
 
 
-def page(records: Records) -> str:
-    """Returns the page."""
+def page(records: Records, name: str) -> str:
+    """Returns the page, whose plots begin with `name`."""
     facts, done = records.all("environment")[0], records.all("warmup done")[0]
     sparse = "; ".join(f"{r['candidate']}: {r['steps']} steps at {r['lr']:g}" for r in records.all("sparse done"))
     where = (
@@ -218,12 +219,18 @@ def page(records: Records) -> str:
         else "a trial"
     )
     counts = facts.get("text", {}).get("files_by_package", {})
+    one = (
+        "\n- **trained one key**: branches that start from the one index key head that holds most of the layer's keys\n"
+        "  (`benchmarks/smollm2/one_key.py`), of 64 elements or as many as are named, without norms where none are named."
+        if any("one key" in r["kind"] for r in records.all("recall"))
+        else ""
+    )
     names = {"train": "to train on", "held_out": "held out"}
     text = "\n".join(
         f"- {sum(found.values())} files {names[name]}: " + ", ".join(f"{package} {n}" for package, n in found.items())
         for name, found in counts.items()
     )
-    seconds = records.lines[-1]["at_s"]
+    seconds, tokens = records.lines[-1]["at_s"], done["tokens"]
     return f"""# SmolLM2-135M with trained index branches
 
 Written by `benchmarks/smollm2/page.py` from `{records.file}`:
@@ -239,9 +246,9 @@ file each, at most two in a file.
 What is compared:
 
 - **training-free**: index queries are the mean of a group's queries, index keys the group's keys.
-- **trained own keys**: branches that start from those by weights alone (`openmsa convert`), one index key head a KV head.
+- **trained own keys**: branches that start from those by weights alone (`openmsa convert`), one index key head a KV head.{one}
 - **trained 64** and other numbers: index dim; random weights, RMSNorm, one index key head for all KV heads, as in MiniMax-M3.
-- **+ sparse**: after the warm-up ({done["steps"]} steps of one window, {done["tokens"]:,} tokens, over all visible keys) also
+- **+ sparse**: after the warm-up ({done["steps"]} steps of one window, {tokens:,} tokens, over all visible keys) also
   trained over the selected blocks, a quarter of those of 128 keys ({sparse}).
 - **window**: the first block and the last ones. **random**: the query's own block and random ones.
 
@@ -257,7 +264,7 @@ A row that is missing was not measured, as the time was up.
 Targets are 1 % at a quarter of the blocks and 2 % at an eighth:
 
 {verdict(records)}
-![loss and recall by budget](smollm2-loss.png)
+![loss and recall by budget]({name}-loss.png)
 
 ## Block recall / score recall
 
@@ -270,7 +277,7 @@ see no more blocks than they may read are left out.
 Index loss: mean over layers and the last tenth of the warm-up, nats; losses in % above dense, blocks of 128.
 
 {candidates(records)}
-![training](smollm2-training.png)
+![training]({name}-training.png)
 
 ## Stored index keys
 
@@ -293,13 +300,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--name", default="smollm2", help="of the page, and what its plots begin with")
     options = parser.parse_args()
     if not options.records.is_file():
         parser.error(f"RECORDS must be a file that exists, got {str(options.records)!r}")
     options.out.mkdir(parents=True, exist_ok=True)
     records = Records(options.records)
-    (options.out / "smollm2.md").write_text(page(records))
-    plots(records, options.out)
+    (options.out / f"{options.name}.md").write_text(page(records, options.name))
+    plots(records, options.out, options.name)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from openmsa.block_scores import triton_lanes
 from openmsa.block_scores.gluon_sm90_scores import row_factors, sequence_bounds
 from openmsa.block_scores.triton_lanes import in_words, words_a_stride
-from openmsa.primitives import query_parts, scoring, tiles
+from openmsa.primitives import query_parts, scoring
+from openmsa.primitives import rows as key_rows
 from openmsa.primitives.operands import QueryRows, Scores
-from openmsa.primitives.rows import KeyTiles
+from openmsa.primitives.rows import PAGE, KeyTiles
 from openmsa.primitives.scoring import Lengths, splits
-from openmsa.primitives.tiles import PAGE, Tile
+from openmsa.primitives.tiles import Tile
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel
 
@@ -51,7 +52,7 @@ CODES = gl.constexpr(
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0]))
 COPIED_SCALES = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-exists = gluon.jit(tiles.exists.fn)
+exists = gluon.jit(key_rows.exists.fn)
 scale_pairs = gluon.jit(triton_lanes.scale_pairs.fn)
 scaled_codes = gluon.jit(triton_lanes.scaled_codes.fn)
 power_of_two = gluon.jit(query_parts.power_of_two.fn)

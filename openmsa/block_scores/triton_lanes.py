@@ -20,20 +20,20 @@ from openmsa.kv_cache.triton_numbers import swizzled_word
 from openmsa.primitives import operands
 from openmsa.primitives.codes import ASM, e2m1_parts, e4m3_bytes
 from openmsa.primitives.operands import KeyRows
-from openmsa.primitives.queries import load_rows, query_numbers, row_factors
-from openmsa.primitives.query_parts import float16_rows, spread_rows
-from openmsa.primitives.rows import Form, KeyTiles
+from openmsa.primitives.query_parts import float16_rows, spread_rows, unspread
+from openmsa.primitives.rows import PAGES, Form, KeyTiles, exists, page_number, row_in_page
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,
+    query_numbers,
+    row_factors,
     rows_of,
     sequence_bounds,
     store_maxima,
     store_unseen,
     store_visible,
     tiles_of,
-    unspread,
 )
-from openmsa.primitives.tiles import PAGES, Tile, exists, page_number, row_in_page, tile_start
+from openmsa.primitives.tiles import Tile, load_rows, tile_start
 
 STEP = tl.constexpr(32)
 """A warp multiplies so many keys at a time."""

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from openmsa.block_topk.given_scores import TopkCall, check_scores
+from openmsa.block_topk.given_scores import SCORES_STAGE, select_blocks_from_scores
 from openmsa.inputs import SelectionCall, check_selection
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime import dispatch, tracing
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Sequences
+
+__all__ = ["CERTIFIED_STAGE", "SCORES_STAGE", "STAGE", "select_blocks", "select_blocks_from_scores"]
 
 
 @tracing.operator("openmsa::select_blocks")
@@ -58,31 +59,6 @@ def select_blocks(
     return blocks
 
 
-@tracing.operator("openmsa::select_blocks_from_scores")
-def select_blocks_from_scores(
-    scores: Tensor,
-    topk: int = 16,
-    seqs: Sequences | None = None,
-    *,
-    block_size: int = 128,
-    init_blocks: int = 0,
-    local_blocks: int = 1,
-    visible_blocks: Tensor | None = None,
-    impl: str = "auto",
-) -> Tensor:
-    """Does what `select_blocks` does for given scores ``[index_heads, total_q, num_blocks]`` (any float dtype, any strides).
-
-    seqs:            lengths whose last visible key says which block is the query's own; None: one sequence whose keys fill all
-                     num_blocks blocks.
-    visible_blocks:  int32 ``[total_q]``, how many leading blocks each query may read, instead of `seqs`; a value past
-                     num_blocks means all of them.
-
-    Returns, and treats ties, NaN and forced blocks, as `select_blocks` does; blocks past the visible ones are never selected.
-    """
-    call = check_scores(scores, topk, seqs, block_size, init_blocks, local_blocks, visible_blocks)
-    return SCORES_STAGE.run(impl, call)
-
-
 TRITON_READS = {"index_q": ("plain", "e4m3"), "index_k": ("plain", "e4m3", "int8", "nvfp4", "mxfp4")}
 """The selection's kernels take these formats: a new one is named here."""
 
@@ -105,15 +81,6 @@ def _refuse_triton_certified(call: SelectionCall) -> str | None:
         from openmsa.block_topk import triton_certified
 
         reason = triton_certified.refuse(*call[:7])
-    return reason
-
-
-def _refuse_triton_scores(call: TopkCall) -> str | None:
-    reason = dispatch.unless_cuda_inference(call.scores.detach(), dtypes=(torch.float32, torch.float16, torch.bfloat16))
-    if reason is None:
-        from openmsa.block_topk import triton_topk
-
-        reason = triton_topk.refuse(call.scores)
     return reason
 
 
@@ -147,22 +114,4 @@ CERTIFIED_STAGE = Stage(
         Implementation("reference", "openmsa.block_topk.reference:select_certified", _unless_values, _by_name_only),
     ),
     name="select_blocks(certified=True)",
-)
-SCORES_STAGE = Stage(
-    select_blocks_from_scores,
-    check_scores,
-    (
-        Implementation("triton", "openmsa.block_topk.triton_topk:select_from_scores", _refuse_triton_scores),
-        Implementation(
-            "cpu",
-            "openmsa.block_topk.cpu:select_from_scores",
-            lambda call: dispatch.unless_cpu_inference(call.scores.detach()),
-        ),
-        Implementation(
-            "reference",
-            "openmsa.block_topk.reference:select_from_scores",
-            lambda call: dispatch.unless_values(call.scores),
-            lambda call: dispatch.on_gpu_by_name_only(call.scores),
-        ),
-    ),
 )

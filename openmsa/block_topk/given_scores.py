@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The arguments of `select_blocks_from_scores` are checked here."""
+"""Top-k of given scores is a stage of its own: this file has its public function, its checks and its table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from openmsa.inputs import check_counts, check_last
-from openmsa.runtime import checks
+from openmsa.runtime import checks, dispatch, tracing
+from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Layout, Sequences, layout
 
 
@@ -62,3 +63,57 @@ def _lengths_of_scores(scores: Tensor, seqs: Sequences | None, block_size: int) 
             f"scores.shape[2] must cover the longest sequence ({lengths.num_blocks(block_size)} blocks), got {num_blocks}"
         )
     return lengths
+
+
+@tracing.operator("openmsa::select_blocks_from_scores")
+def select_blocks_from_scores(
+    scores: Tensor,
+    topk: int = 16,
+    seqs: Sequences | None = None,
+    *,
+    block_size: int = 128,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    visible_blocks: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Does what `select_blocks` does for given scores ``[index_heads, total_q, num_blocks]`` (any float dtype, any strides).
+
+    seqs:            lengths whose last visible key says which block is the query's own; None: one sequence whose keys fill all
+                     num_blocks blocks.
+    visible_blocks:  int32 ``[total_q]``, how many leading blocks each query may read, instead of `seqs`; a value past
+                     num_blocks means all of them.
+
+    Returns, and treats ties, NaN and forced blocks, as `select_blocks` does; blocks past the visible ones are never selected.
+    """
+    call = check_scores(scores, topk, seqs, block_size, init_blocks, local_blocks, visible_blocks)
+    return SCORES_STAGE.run(impl, call)
+
+
+def _refuse_triton_scores(call: TopkCall) -> str | None:
+    reason = dispatch.unless_cuda_inference(call.scores.detach(), dtypes=(torch.float32, torch.float16, torch.bfloat16))
+    if reason is None:
+        from openmsa.block_topk import triton_topk
+
+        reason = triton_topk.refuse(call.scores)
+    return reason
+
+
+SCORES_STAGE = Stage(
+    select_blocks_from_scores,
+    check_scores,
+    (
+        Implementation("triton", "openmsa.block_topk.triton_topk:select_from_scores", _refuse_triton_scores),
+        Implementation(
+            "cpu",
+            "openmsa.block_topk.cpu:select_from_scores",
+            lambda call: dispatch.unless_cpu_inference(call.scores.detach()),
+        ),
+        Implementation(
+            "reference",
+            "openmsa.block_topk.reference:select_from_scores",
+            lambda call: dispatch.unless_values(call.scores),
+            lambda call: dispatch.on_gpu_by_name_only(call.scores),
+        ),
+    ),
+)

@@ -22,9 +22,8 @@ from openmsa.kv_cache import Int8
 from openmsa.primitives import operands
 from openmsa.primitives.codes import key_errors, key_scales, load_of_keys
 from openmsa.primitives.operands import Scores
-from openmsa.primitives.queries import load_rows, query_rows
 from openmsa.primitives.query_parts import power_of_two
-from openmsa.primitives.rows import KeyTiles, padded
+from openmsa.primitives.rows import KeyTiles, load_keys, padded, query_rows
 from openmsa.primitives.scales import key_strides
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,
@@ -39,7 +38,7 @@ from openmsa.primitives.scoring import (
     tiles_of,
     walk,
 )
-from openmsa.primitives.tiles import Tile, load_keys, tile_start
+from openmsa.primitives.tiles import Tile, load_rows, tile_start
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 

@@ -25,14 +25,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from openmsa.block_scores.triton_route import score_rows
 from openmsa.block_topk import triton_select
 from openmsa.block_topk.triton_bounds import Words, candidate_words, launch_bounds
-from openmsa.block_topk.triton_ids import as_words, bit_of, free_range, popcount, write_forced, write_ids
-from openmsa.block_topk.triton_topk import EARLY_ROWS, best_of, goal_reached, row_constants, selection_constants
+from openmsa.block_topk.triton_ids import bit_of, free_range, popcount
+from openmsa.block_topk.triton_topk import (
+    EARLY_ROWS,
+    as_words,
+    best_of,
+    goal_reached,
+    row_constants,
+    selection_constants,
+    write_forced,
+    write_ids,
+)
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
-from openmsa.primitives.queries import query_rows
-from openmsa.primitives.rows import KeyTiles
+from openmsa.primitives.rows import PAGES, KeyTiles, exists, page_number, query_rows
 from openmsa.primitives.scoring import Lengths, sequence_bounds
-from openmsa.primitives.tiles import PAGES, Tile, exists, page_number, tile_start
+from openmsa.primitives.tiles import Tile, tile_start
 from openmsa.runtime.devices import Device, facts, has_pdl
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.types import Layout

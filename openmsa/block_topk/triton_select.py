@@ -23,9 +23,20 @@ from openmsa.block_topk.triton_topk import MAX_BLOCKS, launch_topk
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.kv_cache.rows import format_of
 from openmsa.primitives.operands import Bounds
-from openmsa.primitives.queries import product_type, query_factors, query_rows, row_factors
-from openmsa.primitives.rows import KeyTiles, padded
-from openmsa.primitives.scoring import Config, Kind, Product, kind_of, score_tile, sequence_bounds, tall_rows, walk
+from openmsa.primitives.rows import KeyTiles, padded, query_rows
+from openmsa.primitives.scoring import (
+    Config,
+    Kind,
+    Product,
+    kind_of,
+    product_type,
+    query_factors,
+    row_factors,
+    score_tile,
+    sequence_bounds,
+    tall_rows,
+    walk,
+)
 from openmsa.primitives.tiles import Tile, tile_start
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel

@@ -21,16 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.block_topk.triton_ids import (
-    as_words,
-    free_range,
-    key_of,
-    next_id,
-    popcount,
-    value_of,
-    write_forced,
-    write_ids,
-)
+from openmsa.block_topk.triton_ids import bit_of, free_range, next_id, ordered, popcount
 from openmsa.primitives.codes import ASM
 from openmsa.runtime.launch import launch_kernel, next_power_of_two
 
@@ -42,6 +33,29 @@ def num_warps(num_blocks: int) -> int:
     """Returns the warps of a program. A thread holds up to 32 scores, the bits of a word: rounds of bisection inside one warp
     need no barrier, so warps are few."""
     return max(1, next_power_of_two(num_blocks) // 1024)
+
+
+@triton.jit
+def key_of(x):
+    """Gives the key of a float32 (not NaN): an int32 of the same order."""
+    return ordered(x.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def value_of(key):
+    """Gives the float32 of a key."""
+    return ordered(key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_words(ones, REPS: tl.constexpr, COLS: tl.constexpr):
+    """Turns ones and zeros (float32) [REPS, COLS] into the bits of int32 words [COLS]. Adding powers of two, sixteen at a time
+    so that a float holds them, takes the pipe that comparisons leave free."""
+    HALF: tl.constexpr = min(REPS, 16)
+    weights = (1 << tl.arange(0, HALF)).to(tl.float32)
+    halves = tl.sum(ones.reshape(REPS // HALF, HALF, COLS) * weights[None, :, None], 1)
+    halves = (halves + 8388608.0).to(tl.int32, bitcast=True) & 0xFFFF  # beside 2**23, whole numbers are the lowest bits
+    return tl.sum(halves << (tl.arange(0, REPS // HALF) * 16)[:, None], 0)
 
 
 @triton.jit
@@ -120,6 +134,58 @@ def best_of(x, REPS: tl.constexpr, COLS: tl.constexpr, GOAL: tl.constexpr):
             tied = rest
             count += 1
     return words, count
+
+
+@triton.jit
+def swap_bits(words, STEP: tl.constexpr, KEPT: tl.constexpr):
+    """Lanes STEP apart of words [rows, 32] swap bits: the lower lane keeps those in KEPT and gives the others, STEP bits down,
+    for those that the upper lane has in KEPT, STEP bits up."""
+    lanes = tl.arange(0, 32)[None, :]
+    upper = (lanes & STEP) != 0
+    other = tl.gather(words, (lanes ^ STEP).broadcast_to(words.shape), 1)
+    moved = tl.where(upper, other >> STEP, other << STEP)
+    return moved ^ ((moved ^ words) & tl.where(upper, ~KEPT, KEPT))
+
+
+@triton.jit
+def as_bitmap(words, COLS: tl.constexpr):
+    """Turns words [COLS] whose bit r stands for id r * COLS + c into words whose bit b stands for id 32 * c + b: the 32 x 32
+    bits of each warp are transposed, halves first, then quarters and so on."""
+    WARPS: tl.constexpr = COLS // 32
+    words = words.reshape(WARPS, 32)
+    words = swap_bits(words, 16, 0x0000FFFF)
+    words = swap_bits(words, 8, 0x00FF00FF)
+    words = swap_bits(words, 4, 0x0F0F0F0F)
+    words = swap_bits(words, 2, 0x33333333)
+    words = swap_bits(words, 1, 0x55555555)
+    words = words.reshape(COLS)
+    if WARPS > 1:
+        o_c = tl.arange(0, COLS)
+        words = tl.gather(words, o_c % WARPS * 32 + o_c // WARPS, 0)
+    return words
+
+
+@triton.jit
+def write_ids(p_out, words, COLS: tl.constexpr):
+    """Writes the ids whose bits are set in words [COLS], bit r of word c for id r * COLS + c, in ascending order."""
+    words = as_bitmap(words, COLS)
+    number = popcount(words)
+    p_ids = p_out + (tl.cumsum(number, 0) - number)
+    for _ in range(tl.max(number, 0)):
+        lowest = words & -words
+        tl.store(p_ids, 32 * tl.arange(0, COLS) + bit_of(lowest), mask=words != 0)
+        words = words ^ lowest
+        p_ids += 1
+
+
+@triton.jit
+def write_forced(p_out, seen, n_init, i_local, n_free, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr):
+    """Writes what stands around the n_free ids of a row that sees `seen` blocks: forced blocks below n_init and from i_local
+    on, and -1 past the last."""
+    o_k = tl.arange(0, TOPK_PAD)
+    after = o_k - n_init - n_free
+    ids = tl.where(o_k < n_init, o_k, tl.where(after < seen - i_local, i_local + after, -1))
+    tl.store(p_out + o_k, ids, mask=(o_k < TOPK) & ((o_k < n_init) | (after >= 0)))
 
 
 @triton.jit(do_not_specialize=["num_blocks", "s_h", "s_t"])

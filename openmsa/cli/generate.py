@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+AHEAD = 1024  # The cache has room for so many new tokens from the start; for more it grows as they come.
+
+
 class Attention(str, Enum):
     """Says what the model attends with."""
 
@@ -32,8 +35,8 @@ class Attention(str, Enum):
 
 @dataclass
 class Report:
-    """Says what a run took, under the names that its JSON has. Seconds are of the wall clock; bytes are those of the cache.
-    Of a run that Ctrl-C ended, tokens are those that were read and written."""
+    """Says what a run took, under the names that its JSON has. Seconds are of the wall clock; bytes are what the cache took at
+    the end, room the tokens that fit in. Of a run that Ctrl-C ended, tokens are those that were read and written."""
 
     attention: str
     prompt_tokens: int = 0
@@ -41,6 +44,7 @@ class Report:
     read_seconds: float = 0.0
     write_seconds: float = 0.0
     cache_bytes: int = 0
+    cache_room: int = 0
     text: str = ""
 
     def sentence(self) -> str:
@@ -49,7 +53,7 @@ class Report:
         return (
             f"{self.attention}: read {self.prompt_tokens:,} tokens in {self.read_seconds:.1f} s ({read:,.0f} tokens/s), "
             f"wrote {self.new_tokens:,} in {self.write_seconds:.1f} s ({written:,.1f} tokens/s), "
-            f"cache {self.cache_bytes / 1e6:,.1f} MB"
+            f"cache {self.cache_bytes / 1e6:,.1f} MB with room for {self.cache_room:,} tokens"
         )
 
 
@@ -117,7 +121,8 @@ def generate(
     room = ids.shape[1] + max_new_tokens
     if longest is not None and room > longest:
         console.print(f"Note: {room:,} tokens are more than the {longest:,} positions of the model, which may answer worse.")
-    cache = hugging_face().PagedCache(loaded, tokens=room, kv_format=kv_format, index_format=index_format)
+    tokens = ids.shape[1] + min(max_new_tokens, AHEAD)
+    cache = hugging_face().PagedCache(loaded, tokens=tokens, kv_format=kv_format, index_format=index_format)
     report = Report(attention.value)
     interrupted = False
     try:
@@ -127,7 +132,7 @@ def generate(
                 typer.echo(piece, nl=False)
     except KeyboardInterrupt:
         interrupted = True
-    report.cache_bytes = cache.memory()
+    report.cache_bytes, report.cache_room = cache.memory(), cache.room
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
     else:

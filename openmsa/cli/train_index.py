@@ -95,7 +95,8 @@ def train_index(
     except (ValueError, NotImplementedError) as error:
         refuse(str(error))
     except FloatingPointError as error:
-        typer.echo(f"Stopped: {error}", err=True)
+        if first:
+            typer.echo(f"Stopped: {error}. {_kept(out)}", err=True)
         raise typer.Exit(1) from error
     if done < settings.steps:
         if world.first:
@@ -201,6 +202,16 @@ def _run(
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _kept(out: Path) -> str:
+    """Says what a run leaves that met numbers which are not finite."""
+    from openmsa.training import checkpoint
+
+    file = out / "training" / checkpoint.FILE
+    if not file.exists():
+        return "There is no checkpoint yet."
+    return f"The checkpoint after {checkpoint.read_facts(file)['step']} steps, all finite, stands: {file}"
 
 
 def _with_branches(model: Any, trained: Any) -> Any:

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from openmsa.decode.cpu import run_stages
+from openmsa.decode.sizes import Sizes, check_sizes
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.rows import QUERY_FORMATS, check_rows
 from openmsa.runtime import checks, devices, tracing
 from openmsa.runtime.kinds import Kinds, Memory
-
-MAX_NEW_TOKENS = 16
-MAX_INDEX_ROWS = 64  # The scoring kernel takes the new tokens x index heads of one index key head as one tile.
 
 
 @dataclass(kw_only=True, eq=False)
@@ -81,7 +79,7 @@ class DecodePlan:
         self.number = tracing.numbered(self)  # which stands for the plan in graphs
         self._kinds, self._memory = Kinds(), Memory()
         self._index_heads = self.num_kv_heads if self.index_heads is None else self.index_heads
-        self._check_numbers()
+        check_sizes(self, self._index_heads, self._device if uses_kernels(self._device) else None)
         scale = self.softmax_scale
         self._scale = self.head_dim**-0.5 if scale is None else checks.scale("softmax_scale", scale)
         tokens = self.max_batch * self.new_tokens
@@ -92,54 +90,10 @@ class DecodePlan:
         if uses_kernels(self._device):
             self._allocate_for_kernels()
 
-    def _check_numbers(self) -> None:
-        counts = ("max_batch", "num_q_heads", "num_kv_heads", "page_size", "max_pages", "index_key_heads")
-        bounds = (*((name, 1, None) for name in counts), ("init_blocks", 0, None), ("local_blocks", 0, None))
-        ranges = (("head_dim", 16, 256), ("index_dim", 16, 256), ("topk", 1, 64), ("block_size", 16, 256))
-        for name, low, high in (*bounds, *ranges, ("new_tokens", 1, MAX_NEW_TOKENS)):
-            checks.integer(name, getattr(self, name), low, high)
-        checks.divides("num_kv_heads", self.num_kv_heads, "num_q_heads", self.num_q_heads)
-        checks.head_dim("head_dim", self.head_dim)
-        checks.head_dim("index_dim", self.index_dim)
-        checks.flag("certified_keys", self.certified_keys)
-        if self.init_blocks + self.local_blocks > self.topk:
-            raise ValueError(
-                f"init_blocks + local_blocks must be at most topk ({self.topk}), got {self.init_blocks} + {self.local_blocks}"
-            )
-        if checks.integer("index_heads", self._index_heads, 1) not in (1, self.num_kv_heads):
-            raise ValueError(f"index_heads must be num_kv_heads ({self.num_kv_heads}) or 1, got {self._index_heads}")
-        checks.divides("index_key_heads", self.index_key_heads, "index_heads", self._index_heads)
-        if self.dtype not in checks.FLOATS:
-            raise TypeError(f"dtype must be {' or '.join(map(str, checks.FLOATS))}, got {self.dtype}")
-        if not uses_kernels(self._device):
-            return
-        if self.dtype not in (torch.float16, torch.bfloat16):
-            raise NotImplementedError(f"dtype must be float16 or bfloat16 on {self._device}, got {self.dtype}")
-        rows = self.new_tokens * self._index_heads // self.index_key_heads
-        if rows > MAX_INDEX_ROWS:
-            raise NotImplementedError(
-                f"new_tokens * index_heads / index_key_heads must be at most {MAX_INDEX_ROWS} on {self._device}, got {rows}"
-            )
-
     def _allocate_for_kernels(self) -> None:
         from openmsa.decode.kernels import Kernels
-        from openmsa.decode.triton_layer import Sizes
 
-        sizes = Sizes(
-            new_tokens=self.new_tokens,
-            num_q_heads=self.num_q_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            index_heads=self._index_heads,
-            index_key_heads=self.index_key_heads,
-            index_dim=self.index_dim,
-            page_size=self.page_size,
-            num_blocks=-(-self.max_pages * self.page_size // self.block_size),
-            topk=self.topk,
-            init_blocks=self.init_blocks,
-            local_blocks=self.local_blocks,
-            block_size=self.block_size,
-        )
+        sizes = Sizes.of(self, self._index_heads)
         self._kernels = Kernels(sizes, self.max_batch, self.max_pages, self.dtype, self._device, self.certified_keys)
 
     @property

@@ -23,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_select import LANES, chosen_ids, load_words, no_words, select
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.primitives.operands import KeyRows, Output, PageTable, QueryRows
-from openmsa.primitives.queries import load_rows, query_rows
-from openmsa.primitives.tiles import Tile, block_maxima, tile_start, tma_tiles
-from openmsa.primitives.waiting import absent, any_of, arrived, draw, fetch_ahead, look, put, put_pairs, value_of
+from openmsa.primitives.tiles import Tile, block_maxima, fetch_ahead, load_rows, tile_start, tma_tiles
+from openmsa.primitives.waiting import absent, any_of, arrived, draw, look, put, put_pairs, value_of
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
@@ -49,24 +49,6 @@ LEAST_SHARE = 2
 """A scoring program has at least so many tiles: with one, programs of all kinds are too many to be resident together."""
 FETCH_BYTES = 12 << 20
 """Index keys of at most so many bytes are fetched while the kernel in front still runs."""
-
-
-class Sizes(NamedTuple):
-    """Holds the sizes of a plan's layer, in the terms of `DecodePlan`; num_blocks is the most blocks of a sequence."""
-
-    new_tokens: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    index_heads: int
-    index_key_heads: int
-    index_dim: int
-    page_size: int
-    num_blocks: int
-    topk: int
-    init_blocks: int
-    local_blocks: int
-    block_size: int
 
 
 class Step(NamedTuple):
@@ -488,6 +470,8 @@ def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = F
     programs = (config.programs, config.scoring, config.attending, config.merging)[kind]
     if programs == 0:
         return
+    assert isinstance(q, Tensor)
+    assert isinstance(index_q, Tensor)
     assert isinstance(pool, Tensor)
     assert isinstance(kv.k, Tensor)
     assert isinstance(kv.v, Tensor)
@@ -499,14 +483,14 @@ def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = F
         layer_kernel,
         (programs,),
         IndexBranch(
-            query_rows(index_q, native=False),
+            QueryRows(index_q, index_q.stride(0), index_q.stride(1), index_q.stride(2)),
             KeyRows.of(pool),
             PageTable(table, *table.stride()),
             index_keys.seq_lens,
         ),
         tma,
         MainBranch(
-            query_rows(q, native=False),
+            QueryRows(q, q.stride(0), q.stride(1), q.stride(2)),
             KeyRows.of(kv.k),
             KeyRows.of(kv.v),
             PageTable(kv.page_table, *kv.page_table.stride()),

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from openmsa.block_topk.triton_certified import Selection, Workspace
-from openmsa.decode.triton_layer import Sizes, Step
+from openmsa.decode.sizes import Sizes
+from openmsa.decode.triton_layer import Step
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV
-from openmsa.kv_cache.paged import Paged
+from openmsa.kv_cache.page_table import Paged
 from openmsa.primitives.scoring import Lengths
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime import devices

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from openmsa.primitives.gradients import RowTerms, weights_and_slopes
 from openmsa.primitives.operands import Bounds, KeyRows
-from openmsa.primitives.queries import query_rows
+from openmsa.primitives.rows import query_rows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.types import Layout

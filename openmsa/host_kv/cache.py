@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NoReturn
@@ -15,7 +14,7 @@ from torch import Tensor
 from openmsa.host_kv import cpu
 from openmsa.host_kv.block_cache import BlockCache, Statistics, planes, row_bytes
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored, contents
-from openmsa.kv_cache.paged import Paged
+from openmsa.kv_cache.page_table import Paged
 from openmsa.kv_cache.rows import KEY_FORMATS, PLAIN_DTYPES
 from openmsa.runtime import checks, devices
 
@@ -49,6 +48,7 @@ class HostKV(Paged):
     topk: int = 16
     new_tokens: int = 1
     cache: BlockCache = field(init=False)
+    names: ClassVar[tuple[str, ...]] = ("k", "v")
     formats: ClassVar[tuple[str, ...]] = KEY_FORMATS
 
     def __post_init__(self) -> None:
@@ -126,9 +126,6 @@ class HostKV(Paged):
         blocks = checks.integer("cache_bytes", cache_bytes, 1) // (count * block)
         make = partial(cls.allocate, page_table, num_pages, num_kv_heads, page_size, head_dim, dtype, format)
         return [make(cache_blocks=blocks, **options) for _ in range(count)]
-
-    def pools(self) -> Mapping[str, Tensor | Stored]:
-        return {"k": self.k, "v": self.v}
 
     def sequences(self, first: int, last: int) -> Self:
         """Gives sequences `first` up to `last` alone, with the same pools and block cache."""

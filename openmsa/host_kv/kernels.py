@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openmsa.decode.kernels import Kernels, scores_held, select
-from openmsa.decode.triton_layer import Sizes
+from openmsa.decode.kernels import Kernels, select
+from openmsa.decode.memory import scores_held
+from openmsa.decode.sizes import Sizes
 from openmsa.decode.two_parts import InTurn, Side, like
 from openmsa.host_kv import triton_fetch
 from openmsa.host_kv.cache import HostKV

@@ -11,7 +11,7 @@ from torch import Tensor
 from openmsa.inputs import check_qkv
 from openmsa.runtime import checks, dispatch, tracing
 from openmsa.runtime.dispatch import Implementation, Stage, never
-from openmsa.sparse_attention import check_sparse
+from openmsa.sparse_attention.call import check_sparse
 from openmsa.types import Layout, Sequences
 
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from openmsa.index_loss import share
 from openmsa.primitives.gradients import LseRows
 from openmsa.primitives.operands import Bounds, KeyRows, QueryRows
-from openmsa.primitives.queries import query_rows
 from openmsa.primitives.readers import Readers, buckets_of
+from openmsa.primitives.rows import query_rows
 from openmsa.primitives.triton_readers import listed
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Padded rows become packed sequences whose sizes follow from shapes, so that nothing is read on the host."""
+"""Padded rows become packed sequences whose sizes follow from shapes, so that nothing is read on the host; rows that hold
+several documents are refused."""
 
 from __future__ import annotations
 
@@ -7,6 +8,37 @@ import torch
 from torch import Tensor, nn
 
 from openmsa.types import Sequences
+
+
+def refuse_packed(name: str, layer: int, position_ids: Tensor | None, q_len: int, held: int, mask: Tensor | None) -> None:
+    """Raises NotImplementedError, which names attention `name`, where positions say that a row holds several documents, whose
+    tokens would see those in front: where the position of a real token is not above that of the one before it, or is less than
+    the number of real tokens in the cache. transformers notices such rows only without a cache and a mask.
+
+    position_ids: ``[batch or 1, q_len]``, of the queries; None, or of more dimensions: nothing is checked.
+    held:         how many keys the cache holds in front of the queries. mask: None, or bool ``[batch, columns]``, False at
+                  padding, whose last q_len columns are the queries' and the others the cache's.
+
+    A single token is not checked, nor is anything in a traced graph or while a CUDA graph is captured. On a GPU layer 0 alone
+    is, as the answer is read on the host and layers share their positions.
+    """
+    if position_ids is None or position_ids.dim() != 2 or q_len < 2 or torch.compiler.is_compiling():
+        return
+    if position_ids.is_cuda and (layer > 0 or torch.cuda.is_current_stream_capturing()):
+        return
+    follows = position_ids[:, 1:] > position_ids[:, :-1]
+    first, in_front = position_ids[:, 0], torch.as_tensor(held, device=position_ids.device)
+    if mask is not None:
+        real = mask[:, -q_len:].to(position_ids.device)
+        follows = follows | ~(real[:, 1:] & real[:, :-1])
+        in_front = mask[:, :-q_len].sum(1).to(position_ids.device)
+        first = position_ids.masked_fill(~real, torch.iinfo(position_ids.dtype).max).amin(1)  # a row of padding passes
+    if bool(follows.all() & (first >= in_front).all()):
+        return
+    raise NotImplementedError(
+        f"attention {name!r} cannot serve packed position_ids (several documents in one row) with a cache or a mask, got "
+        "positions that begin again in a row; give each document a row of its own"
+    )
 
 
 def static_mask(batch: int, q_len: int, k_len: int, q_offset: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openmsa import AttentionPlan, DecodePlan
-from openmsa.decode.plan import MAX_INDEX_ROWS, MAX_NEW_TOKENS
+from openmsa.decode.sizes import MAX_INDEX_ROWS, MAX_NEW_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from openmsa.attention import msa_attention
 from openmsa.block_topk import STAGE as SELECTION
 from openmsa.inputs import check_counts
 from openmsa.integrations.autocast import lowered
-from openmsa.integrations.padding import real_first, real_lengths, real_tokens, static_mask
+from openmsa.integrations.padding import real_first, real_lengths, real_tokens, refuse_packed, static_mask
 from openmsa.runtime.dispatch import check_name
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.types import Sequences
@@ -153,16 +153,18 @@ def packed_forward(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
         # query [batch, num_q_heads, q_len, head_dim], key and value [batch, num_kv_heads, k_len, head_dim]
         # msa_index: [batch, index_heads, q_len, index_dim] and [batch, index_key_heads, k_len, index_dim]
         refuse_unsupported(name, module, attention_mask, is_causal, kwargs)
+        q_len, k_len, number = query.shape[2], key.shape[2], getattr(module, "layer_idx", 0)
+        refuse_packed(name, number, kwargs.get("position_ids"), q_len, k_len - q_len, attention_mask)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         index_query, index_key = ((), ()) if msa_index is None else (msa_index[:1], msa_index[1:])
         queries = [x.transpose(1, 2) for x in lowered(query, *index_query)]  # [batch, length, heads, head_dim]
         keys = [x.transpose(1, 2) for x in lowered(key, value, *index_key)]
         if attention_mask is None:
-            seqs = equal_lengths(query.shape[0], query.shape[2], key.shape[2], query.device)
+            seqs = equal_lengths(query.shape[0], q_len, k_len, query.device)
             q, *index_q = (x.flatten(0, 1) for x in queries)
             k, v, *index_k = (x.flatten(0, 1) for x in keys)
             return attend(module, q, k, v, seqs, scale, *index_q, *index_k).reshape(queries[0].shape), None
-        q_real, k_real = real_tokens(attention_mask, query.shape[2], key.shape[2])
+        q_real, k_real = real_tokens(attention_mask, q_len, k_len)
         seqs = real_lengths(q_real, k_real)
         q_rows, k_rows = real_first(q_real), real_first(k_real)
         q, *index_q = (x[q_rows].flatten(0, 1) for x in queries)

@@ -22,7 +22,7 @@ from openmsa.runtime.dispatch import has_triton
 from openmsa.types import starts
 
 if TYPE_CHECKING:
-    from openmsa.kv_cache.paged import Paged
+    from openmsa.kv_cache.page_table import Paged
 
 FORMATS: dict[str, type[Stored]] = {f.format: f for f in (E4M3, Int8, NVFP4, MXFP4, CertifiedKeys)}
 

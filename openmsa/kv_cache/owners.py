@@ -12,7 +12,7 @@ from torch import Tensor
 from openmsa.kv_cache.stored import Stored
 
 if TYPE_CHECKING:
-    from openmsa.kv_cache.paged import Paged
+    from openmsa.kv_cache.page_table import Paged
 
 NO_STATE_DICT = (
     ", as a cache belongs to a run and not to a model's weights: keep it by torch.save(cache, file) and "

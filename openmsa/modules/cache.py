@@ -65,8 +65,8 @@ class MSACache:
     kv_format:       "plain", "e4m3" or "nvfp4", as in `PagedKV.allocate`.
     index_format:    "plain", "e4m3", "int8", "nvfp4", "mxfp4" or "certified", as in `PagedIndexKeys.allocate`.
 
-    All layers share one page table. It grows by at least half where a step does not fit, which copies all pages: `reserve` at
-    the start saves that.
+    All layers share one page table. Where a step does not fit, they grow by at least an eighth and a page a sequence, one cache
+    after the other, each by a copy of its pages: `reserve` at the start saves that.
     """
 
     def __init__(
@@ -131,8 +131,13 @@ class MSACache:
         pages = -(-checks.integer("tokens", tokens, 0) // self.page_size)
         self._grow(len(self.lengths) * pages, pages)
 
+    @property
+    def room(self) -> int:
+        """Returns how many tokens of all sequences together the pages have places for, those that hold one included."""
+        return self._num_pages * self.page_size
+
     def memory(self) -> int:
-        """Returns the bytes that all pools, the page table and the lengths take."""
+        """Returns the bytes that all pools, the page table and the lengths take, be their places filled or not."""
         held = [x for cache in self._caches() for x in (*tensors_in(*cache.pools().values()), cache.seq_lens)]
         return sum(x.numel() * x.element_size() for x in (*held, self._table))
 
@@ -142,7 +147,8 @@ class MSACache:
         used, total = sum(self._assigned), sum(wanted)
         width = max(wanted, default=0)
         if total > self._num_pages or width > self._table.shape[1]:
-            self._grow(max(total, self._num_pages * 3 // 2), max(width, self._table.shape[1] * 3 // 2))
+            more = max(len(lengths), self._num_pages // 8)
+            self._grow(max(total, self._num_pages + more), max(width, self._table.shape[1] * 9 // 8))
         for b, (have, pages) in enumerate(zip(self._assigned, wanted, strict=True)):
             if pages > have:
                 self._table[b, have:pages] = torch.arange(used, used + pages - have, dtype=torch.int32)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from openmsa.kv_cache.triton_numbers import swizzled_byte, swizzled_word
-from openmsa.primitives.tiles import exists, page_number, place
+from openmsa.primitives.rows import exists, page_number, place
 
 ASM = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 """This says whether instructions are written out; the interpreter knows only the plain ones."""

@@ -9,6 +9,7 @@ block costs exchanges for its maxima alone. The last ones bring results into the
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from openmsa.primitives.tiles import tma_tiles
+from openmsa.primitives.tiles import tma_strides
 
 BLOCK = gl.constexpr(128)
 """A block, and a tile of keys in shared memory, has so many keys."""
@@ -203,8 +204,14 @@ def rounded(x, NUMBER: gl.constexpr):
 def descriptor(pool: torch.Tensor, box: list[int]) -> TensorDescriptor | None:
     """Describes boxes of a pool ``[pages, heads, rows, columns]`` of 16-bit numbers to the copy engine, in the layout that the
     matrix unit reads; None where the engine cannot read them. box: its size in each dimension."""
-    tiles = tma_tiles(pool, box[2], box[3])
-    if tiles is None:
+    strides = tma_strides(pool)
+    if strides is None:
         return None
     kind = gl.bfloat16 if pool.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(tiles.base, tiles.shape, tiles.strides, box, gl.NVMMASharedLayout.get_default_for(box, kind))
+    return TensorDescriptor(pool, list(pool.shape), strides, box, shared_layout(tuple(box), kind))
+
+
+@functools.cache
+def shared_layout(box: tuple[int, ...], kind: Any) -> Any:
+    """Returns the layout in shared memory of a box of numbers of this Triton dtype."""
+    return gl.NVMMASharedLayout.get_default_for(list(box), kind)

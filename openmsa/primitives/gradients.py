@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openmsa.primitives.queries import query_rows
+from openmsa.primitives.rows import query_rows
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 
 LOG2_E = tl.constexpr(1.4426950408889634)

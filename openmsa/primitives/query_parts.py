@@ -30,6 +30,17 @@ def query_parts(b_q, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def side_by_side(parts):
+    """Joins two or four tensors [rows, width] into one: parts in registers stay where they are, and one product is waited for,
+    not one a part."""
+    if len(parts) == 2:
+        x = tl.join(parts[0], parts[1]).permute(0, 2, 1)
+    else:
+        x = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3])).permute(0, 3, 2, 1)
+    return x.reshape(x.shape[0], len(parts) * x.shape[-1])
+
+
+@triton.jit
 def spread_rows(b_q, COLUMNS: tl.constexpr):
     """Puts rows of elements [rows, width] in every second of the first of COLUMNS, zero between and behind them: four rows then
     lie in four threads of a product, not in two."""
@@ -37,6 +48,15 @@ def spread_rows(b_q, COLUMNS: tl.constexpr):
     WIDTH: tl.constexpr = b_q.shape[1]
     o_c = tl.arange(0, COLUMNS // ROWS).reshape(COLUMNS // (2 * ROWS), 1, 2, 1)
     return tl.where(o_c == 0, b_q[None, :, None, :], 0.0).to(b_q.dtype).reshape(COLUMNS, WIDTH)
+
+
+@triton.jit
+def unspread(s, ROWS: tl.constexpr):
+    """Gives products of keys with `spread_rows`, [keys, rows]; what a thread has of other columns is dropped."""
+    s = tl.split(s.reshape(s.shape[0], s.shape[1] // 2, 2))[0]
+    if s.shape[1] > ROWS:
+        s = tl.split(s.reshape(s.shape[0], 2, s.shape[1] // 2).permute(0, 2, 1))[0]
+    return s
 
 
 @triton.jit
@@ -89,3 +109,15 @@ def grouped_parts(b_q, GROUPS: tl.constexpr, SPLIT: tl.constexpr):
     else:
         first, second = group_rows(parts[0], GROUPS), group_rows(parts[1], GROUPS)
         return (first, second, group_rows(parts[2], GROUPS), group_rows(parts[3], GROUPS)), b_up
+
+
+@triton.jit
+def in_range(b_q, scale):
+    """Gives bfloat16 rows times powers of two, so that float16 holds them exactly (but for what is 2**30 times smaller than the
+    largest of its row), and the scale of each row divided by them."""
+    largest = tl.max(tl.abs(b_q.to(tl.float32)), 1)
+    exponent = largest.to(tl.int32, bitcast=True) >> 23
+    power = tl.minimum(268 - exponent, 187)  # the largest comes between 2**14 and 2**15, or is multiplied by 2**60
+    factor = (power << 23).to(tl.float32, bitcast=True)
+    scale = tl.maximum(scale * ((254 - power) << 23).to(tl.float32, bitcast=True), 1e-37)
+    return b_q.to(tl.float32) * factor[:, None], scale

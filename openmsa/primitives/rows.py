@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""This file says of rows of keys where they and their scales lie: packed, in pages, in a format.
+# mypy: allow-untyped-defs
+"""This file says of rows of keys and of queries where they and their scales lie, packed, in pages, in a format, and how kernels
+load keys.
 
 `KeyView` is what the host knows of keys or values, `KeyRows` in it is what kernels take, and `Form` the constant that says how
 to read it. Codes may be read several at a time: FP4 in fours (in twos where strides forbid it), int8 in twos. They are not put
@@ -17,20 +19,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, Stored
+from openmsa.kv_cache import E4M3, CertifiedKeys, PagedIndexKeys, Stored
 from openmsa.kv_cache.stored import in_items
 from openmsa.primitives import operands
-from openmsa.primitives.operands import PLAIN, KeyRows, PageTable
+from openmsa.primitives.operands import PLAIN, KeyRows, PageTable, QueryRows
 from openmsa.primitives.scales import UNSCALED, Scales
-from openmsa.primitives.tiles import PACKED, PAGE, PAGES, Paging, Tile, tma_tiles
+from openmsa.primitives.tiles import Tile, tma_tiles
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import next_power_of_two
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float8_e4m3fn: tl.float8e4nv}
+FLAT, PAGE, PAGES = 0, 1, 2  # contiguous sequences; pages that hold whole tiles; pages that tiles may cross
 _FORMATS = {"e4m3": operands.E4M3, "int8": operands.INT8, "nvfp4": operands.NVFP4, "mxfp4": operands.MXFP4}
 
 
@@ -107,6 +111,20 @@ def pool_of(rows: Tensor) -> Tensor:
     return rows.unsqueeze(0).transpose(1, 2)
 
 
+class Paging(NamedTuple):
+    """Paging says where tiles of keys lie; it is a constant of the kernels that walk them.
+
+    mode:       FLAT, PAGE or PAGES.
+    page_size:  keys of a page; 1 of packed keys, since their number must not be a constant.
+    """
+
+    mode: int
+    page_size: int
+
+
+PACKED = Paging(FLAT, 1)
+
+
 class KeyTiles(NamedTuple):
     """These are keys as the scoring kernels walk them. tma: a descriptor of tiles, or None where they are read by address."""
 
@@ -151,3 +169,83 @@ class KeyTiles(NamedTuple):
 def padded(dim: int, format: int) -> int:
     """Returns the elements to which a row of a tile is padded: a power of two that the matrix unit and loads can take."""
     return max(next_power_of_two(dim), 16 if format == PLAIN else 32)
+
+
+def query_rows(index_q: Tensor | Stored, native: bool) -> QueryRows:
+    """Bundles queries ``[total_q, heads, dim]`` for kernels. native: whether the GPU knows e4m3; else its codes are bytes."""
+    if isinstance(index_q, E4M3):
+        data = index_q.data if native else index_q.data.view(torch.uint8)
+        s_token, s_head, s_dim = data.stride()
+        return QueryRows(data, s_token, s_head, s_dim, index_q.scale, index_q.scale_strides[1])
+    assert isinstance(index_q, Tensor)
+    s_token, s_head, s_dim = index_q.stride()
+    return QueryRows(index_q, s_token, s_head, s_dim)
+
+
+@triton.jit
+def page_number(i_k, PAGE_SIZE: tl.constexpr):
+    """Gives the place of key i_k's page in its sequence's row of the page table. It is unsigned, so that one shift finds it
+    where pages hold a power of two."""
+    return i_k.to(tl.uint32) // PAGE_SIZE
+
+
+@triton.jit
+def row_in_page(i_k, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Gives the row of key i_k, the first of a tile, in a page that holds whole tiles."""
+    return 0 if PAGE_SIZE == TILE else (i_k.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
+
+
+@triton.jit
+def exists(i_page, num_pages):
+    """Says whether a page id is that of a page."""
+    return i_page.to(tl.uint32, bitcast=True) < num_pages.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def place(page_row, i_k, k_start, k_len, num_pages, PAGING: tl.constexpr, TILE: tl.constexpr, BOUNDED: tl.constexpr = True):
+    """Says where keys i_k to i_k + TILE lie: the page (one number, or one a key), the row in it [TILE], and which keys exist
+    [TILE]. BOUNDED: some may lie past k_len."""
+    o_k = i_k + tl.arange(0, TILE)
+    m_k = o_k < k_len if BOUNDED or PAGING.mode == 2 else tl.full([TILE], True, tl.int1)
+    if PAGING.mode == 0:
+        i_page = 0
+        o_row = k_start + o_k
+    elif PAGING.mode == 1:
+        i_page = tl.load(page_row + page_number(i_k, PAGING.page_size))
+        m_k = m_k & exists(i_page, num_pages)
+        o_row = row_in_page(i_k, PAGING.page_size, TILE) + tl.arange(0, TILE)
+    else:
+        i_page = tl.load(page_row + o_k // PAGING.page_size, mask=m_k, other=-1)
+        m_k = m_k & exists(i_page, num_pages)
+        o_row = o_k % PAGING.page_size
+    return i_page, o_row, m_k
+
+
+@triton.jit
+def load_keys(
+    keys, tma, page_row, i_h, i_k, k_start, k_len, num_pages,
+    PAGING: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Loads keys i_k to i_k + TILE of a sequence as they are stored, [TILE, WIDTH_PAD], zero past WIDTH and in pages that do
+    not exist. tma: a descriptor of tiles or None. BOUNDED: also zero past k_len; without it every key counted must exist."""
+    if tma is not None:
+        if PAGING.mode == 0:
+            b_k = tma.load([0, i_h, k_start + i_k, 0])
+        else:
+            i_page = tl.load(page_row + page_number(i_k, PAGING.page_size))
+            b_k = tma.load([i_page, i_h, row_in_page(i_k, PAGING.page_size, TILE), 0])
+        b_k = b_k.reshape(TILE, WIDTH_PAD)
+    else:
+        o_d = tl.arange(0, WIDTH_PAD)
+        i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, PAGING, TILE, BOUNDED)
+        p_k = keys.data + o_row.to(tl.int64) * keys.s_row + i_h.to(tl.int64) * keys.s_head
+        if PAGING.mode != 0:
+            p_k += i_page.to(tl.int64) * keys.s_page
+        p_k = p_k[:, None] + (o_d * keys.s_dim)[None, :]
+        if BOUNDED or PAGING.mode != 0:
+            b_k = tl.load(p_k, mask=m_k[:, None] & (o_d < WIDTH)[None, :], other=0.0)
+        elif WIDTH < WIDTH_PAD:
+            b_k = tl.load(p_k, mask=(o_d < WIDTH)[None, :], other=0.0)
+        else:
+            b_k = tl.load(p_k)
+    return b_k

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="index"
 """Index queries are scored with tiles of index keys, and the maxima of blocks taken: this file says how a program walks tiles,
-how a context is cut, which rows a program serves, what it multiplies, and how maxima are written."""
+how a context is cut, which rows a program serves, how queries and keys become the factors that it multiplies, and how maxima
+are written. What formats of keys ask of queries stands in `openmsa.primitives.query_parts`."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openmsa.kv_cache import E4M3, Stored
 from openmsa.primitives import operands
 from openmsa.primitives.codes import (
     e2m1_parts,
@@ -24,8 +26,9 @@ from openmsa.primitives.codes import (
     load_scales,
 )
 from openmsa.primitives.operands import Bounds
-from openmsa.primitives.rows import KeyTiles
-from openmsa.primitives.tiles import FLAT, Tile, block_maxima, load_keys
+from openmsa.primitives.query_parts import grouped_parts, query_parts, side_by_side, spread_rows, unspread
+from openmsa.primitives.rows import FLAT, TYPES, KeyTiles, KeyView, load_keys
+from openmsa.primitives.tiles import Tile, block_maxima, load_rows
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import next_power_of_two
 from openmsa.types import Layout
@@ -178,6 +181,16 @@ class Product(NamedTuple):
     grouped: bool
 
 
+def product_type(index_q: Tensor | Stored, keys: KeyView) -> Any:
+    """Gives the Triton dtype of both factors of products of queries and keys: e4m3 on the matrix unit where it knows them, for
+    e4m3 times e4m3; every other pair has 16 bits, in which both are exact."""
+    if not isinstance(index_q, E4M3):
+        return TYPES[index_q.dtype]
+    if keys.form.format == operands.E4M3:
+        return tl.float8e4nv if keys.form.native else tl.float16
+    return TYPES[keys.rows.data.dtype] if keys.form.format == operands.PLAIN else tl.bfloat16
+
+
 @triton.jit
 def sequence_bounds(bounds, i_s, capacity, max_keys):
     """Gives the first query, number of queries, first key, number of keys and position of the first query of sequence i_s."""
@@ -224,12 +237,63 @@ def tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, CUT
 
 
 @triton.jit
-def unspread(s, ROWS: tl.constexpr):
-    """Gives products of keys with `spread_rows`, [keys, rows]; what a thread has of other columns is dropped."""
-    s = tl.split(s.reshape(s.shape[0], s.shape[1] // 2, 2))[0]
-    if s.shape[1] > ROWS:
-        s = tl.split(s.reshape(s.shape[0], 2, s.shape[1] // 2).permute(0, 2, 1))[0]
-    return s
+def query_numbers(b_q, PRODUCT: tl.constexpr):
+    """Gives rows of queries as factors of type PRODUCT."""
+    if b_q.dtype == tl.uint8:
+        return e4m3_numbers(b_q, PRODUCT)
+    else:
+        return b_q.to(PRODUCT)
+
+
+@triton.jit
+def hold_rows(b_q, DIM_PAD: tl.constexpr):
+    """Returns rows in the layout of a product: Hopper's matrix unit then takes them from registers instead of reading them
+    from shared memory again for every tile, whose bandwidth is what limits the walk. The product with the identity is exact
+    where rows are finite (NaN spreads over its row, whose products are NaN anyway) and only serves to set the layout."""
+    o_d = tl.arange(0, DIM_PAD)
+    same = tl.dot(b_q, (o_d[:, None] == o_d[None, :]).to(tl.float32).to(b_q.dtype)).to(b_q.dtype)
+    if b_q.dtype.primitive_bitwidth == 8:
+        return same
+    else:
+        return tl.where(same == b_q, same, b_q)
+
+
+@triton.jit
+def row_factors(q, keys, i_row, i_h, FORM: tl.constexpr, GROUP: tl.constexpr):
+    """Gives what scales of tensors and heads multiply each row of scores by, the queries' times the keys'; None where there are
+    none. i_h: the key head."""
+    b_f = None
+    if q.factor is not None or FORM.factor == 1:
+        b_f = tl.full(i_row.shape, 1.0, tl.float32)
+        if q.factor is not None:
+            b_f *= tl.load(q.factor + (i_h * GROUP + i_row % GROUP) * q.s_factor_head)
+        if FORM.factor == 1:
+            b_f *= tl.load(keys.factor + i_h * keys.s_factor_head)
+    return b_f
+
+
+@triton.jit
+def query_factors(
+    q, q_start, q_len, o_r, i_h, GROUP: tl.constexpr, FORM: tl.constexpr, PRODUCT: tl.constexpr, HOLD: tl.constexpr
+):  # fmt: skip
+    """Gives rows o_r of a sequence's queries as factors of products with keys, a tuple of parts where the keys' items hold
+    several elements. Where products are grouped, these are `grouped_parts`."""
+    p_q = q.data + q_start.to(tl.int64) * q.s_token
+    b_q = load_rows(
+        p_q, o_r, q_len, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, PRODUCT.dim, PRODUCT.dim_pad
+    )  # fmt: skip
+    b_q = query_numbers(b_q, PRODUCT.dtype)
+    if PRODUCT.grouped:
+        GROUPS: tl.constexpr = triton.next_power_of_2(PRODUCT.dim // (16 if FORM.format == 3 else 32))
+        return grouped_parts(b_q, GROUPS, FORM.split)
+    else:
+        if PRODUCT.swap and PRODUCT.rows < 16:
+            b_q = spread_rows(b_q, 16)
+        if FORM.format >= 2:
+            b_q = query_parts(b_q, FORM.split)
+        if HOLD:
+            b_q = hold_rows(b_q, PRODUCT.dim_pad)
+        return b_q
 
 
 @triton.jit
@@ -239,17 +303,6 @@ def times(b_q, b_k, s, SWAP: tl.constexpr):
         return tl.dot(b_k, b_q.T, s)
     else:
         return tl.dot(b_q, b_k.T, s)
-
-
-@triton.jit
-def side_by_side(parts):
-    """Joins two or four tensors [rows, width] into one: parts in registers stay where they are, and one product is waited for,
-    not one a part."""
-    if len(parts) == 2:
-        x = tl.join(parts[0], parts[1]).permute(0, 2, 1)
-    else:
-        x = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3])).permute(0, 3, 2, 1)
-    return x.reshape(x.shape[0], len(parts) * x.shape[-1])
 
 
 @triton.jit

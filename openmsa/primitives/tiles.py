@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Keys are cut into tiles here: which keys a tile has, where in their pages these lie, how a kernel reads them, by address or
-by the copy engine, and the best product of each block in a tile."""
+"""Keys are cut into tiles here: which keys a tile has, how the copy engine reads it, the rows of queries that it is multiplied
+with, and the best product of each block in it. Memory that is asked for while a kernel waits for the one in front comes from
+the L2 cache when it is read."""
 
 from __future__ import annotations
 
@@ -14,8 +15,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from openmsa.runtime.launch import next_power_of_two
-
-FLAT, PAGE, PAGES = 0, 1, 2  # contiguous sequences; pages that hold whole tiles; pages that tiles may cross
 
 
 class Tile(NamedTuple):
@@ -56,23 +55,16 @@ class Tile(NamedTuple):
         return -(-num_blocks // self.sub) * self.parts
 
 
-class Paging(NamedTuple):
-    """Paging says where tiles of keys lie; it is a constant of the kernels that walk them.
-
-    mode:       FLAT, PAGE or PAGES.
-    page_size:  keys of a page; 1 of packed keys, since their number must not be a constant.
-    """
-
-    mode: int
-    page_size: int
-
-
-PACKED = Paging(FLAT, 1)
-
-
 def tma_tiles(pool: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
     """Makes a TMA descriptor of tiles ``[1, 1, rows, columns]`` of a pool ``[pages, heads, rows, columns]``, where columns of a
-    tile are a power of two; None where the copy engine cannot read them.
+    tile are a power of two; None where the copy engine cannot read them."""
+    strides = tma_strides(pool)
+    return None if strides is None else TensorDescriptor(pool, list(pool.shape), strides, [1, 1, rows, columns])
+
+
+def tma_strides(pool: Tensor) -> list[int] | None:
+    """Returns the strides of a pool ``[pages, heads, rows, columns]`` as the copy engine takes them; None where it cannot read
+    the pool.
 
     It can where columns are contiguous, 16 bytes to 256 elements, and the address and all other strides multiples of 16 bytes.
     The stride of a dimension of one is never used, so any will do."""
@@ -84,7 +76,7 @@ def tma_tiles(pool: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
     even = (s_page | s_head | s_row) * size % 16 == 0
     if not even or min(s_page, s_head, s_row) <= 0 or max(s_page, s_head, s_row) * size >= 2**40:
         return None
-    return TensorDescriptor(pool, list(pool.shape), [s_page, s_head, s_row, 1], [1, 1, rows, columns])
+    return [s_page, s_head, s_row, 1]
 
 
 @triton.jit
@@ -94,72 +86,12 @@ def tile_start(i_t, CUT: tl.constexpr):
 
 
 @triton.jit
-def page_number(i_k, PAGE_SIZE: tl.constexpr):
-    """Gives the place of key i_k's page in its sequence's row of the page table. It is unsigned, so that one shift finds it
-    where pages hold a power of two."""
-    return i_k.to(tl.uint32) // PAGE_SIZE
-
-
-@triton.jit
-def row_in_page(i_k, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Gives the row of key i_k, the first of a tile, in a page that holds whole tiles."""
-    return 0 if PAGE_SIZE == TILE else (i_k.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
-
-
-@triton.jit
-def exists(i_page, num_pages):
-    """Says whether a page id is that of a page."""
-    return i_page.to(tl.uint32, bitcast=True) < num_pages.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def place(page_row, i_k, k_start, k_len, num_pages, PAGING: tl.constexpr, TILE: tl.constexpr, BOUNDED: tl.constexpr = True):
-    """Says where keys i_k to i_k + TILE lie: the page (one number, or one a key), the row in it [TILE], and which keys exist
-    [TILE]. BOUNDED: some may lie past k_len."""
-    o_k = i_k + tl.arange(0, TILE)
-    m_k = o_k < k_len if BOUNDED or PAGING.mode == 2 else tl.full([TILE], True, tl.int1)
-    if PAGING.mode == 0:
-        i_page = 0
-        o_row = k_start + o_k
-    elif PAGING.mode == 1:
-        i_page = tl.load(page_row + page_number(i_k, PAGING.page_size))
-        m_k = m_k & exists(i_page, num_pages)
-        o_row = row_in_page(i_k, PAGING.page_size, TILE) + tl.arange(0, TILE)
-    else:
-        i_page = tl.load(page_row + o_k // PAGING.page_size, mask=m_k, other=-1)
-        m_k = m_k & exists(i_page, num_pages)
-        o_row = o_k % PAGING.page_size
-    return i_page, o_row, m_k
-
-
-@triton.jit
-def load_keys(
-    keys, tma, page_row, i_h, i_k, k_start, k_len, num_pages,
-    PAGING: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, BOUNDED: tl.constexpr,
-):  # fmt: skip
-    """Loads keys i_k to i_k + TILE of a sequence as they are stored, [TILE, WIDTH_PAD], zero past WIDTH and in pages that do
-    not exist. tma: a descriptor of tiles or None. BOUNDED: also zero past k_len; without it every key counted must exist."""
-    if tma is not None:
-        if PAGING.mode == 0:
-            b_k = tma.load([0, i_h, k_start + i_k, 0])
-        else:
-            i_page = tl.load(page_row + page_number(i_k, PAGING.page_size))
-            b_k = tma.load([i_page, i_h, row_in_page(i_k, PAGING.page_size, TILE), 0])
-        b_k = b_k.reshape(TILE, WIDTH_PAD)
-    else:
-        o_d = tl.arange(0, WIDTH_PAD)
-        i_page, o_row, m_k = place(page_row, i_k, k_start, k_len, num_pages, PAGING, TILE, BOUNDED)
-        p_k = keys.data + o_row.to(tl.int64) * keys.s_row + i_h.to(tl.int64) * keys.s_head
-        if PAGING.mode != 0:
-            p_k += i_page.to(tl.int64) * keys.s_page
-        p_k = p_k[:, None] + (o_d * keys.s_dim)[None, :]
-        if BOUNDED or PAGING.mode != 0:
-            b_k = tl.load(p_k, mask=m_k[:, None] & (o_d < WIDTH)[None, :], other=0.0)
-        elif WIDTH < WIDTH_PAD:
-            b_k = tl.load(p_k, mask=(o_d < WIDTH)[None, :], other=0.0)
-        else:
-            b_k = tl.load(p_k)
-    return b_k
+def load_rows(q, i_row, q_len, i_h, s_token, s_head, s_dim, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Loads index queries of rows i_row (query i_row // GROUP, head i_h + i_row % GROUP), [rows, DIM_PAD], zero past q_len."""
+    o_d = tl.arange(0, DIM_PAD)
+    p_q = q + (i_row // GROUP).to(tl.int64) * s_token + (i_h + i_row % GROUP) * s_head
+    m_q = (i_row // GROUP < q_len)[:, None] & (o_d < DIM)[None, :]
+    return tl.load(p_q[:, None] + (o_d * s_dim)[None, :], mask=m_q, other=0.0)
 
 
 @triton.jit
@@ -187,3 +119,25 @@ def block_maxima(
     else:
         m = tl.max(tl.reshape(s, [s.shape[0], SUB, TILE // SUB]), 2)
     return m
+
+
+@triton.jit
+def fetch_ahead(p, mask):
+    """Asks for the lines of memory at these addresses, so that they come from the L2 cache later; it reads nothing."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0;}",
+        "=r,l,r",
+        [p, mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def fetch_pages(page_row, s_page, num_pages):
+    """Calls `fetch_ahead` for the first entries of a row of a page table, which lie s_page apart; with s_page 1 that is every
+    line of 128 bytes."""
+    o_line = tl.arange(0, 128) * 32
+    for i in range(0, num_pages, 4096):
+        fetch_ahead(page_row + (i + o_line) * s_page, i + o_line < num_pages)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Programs wait for other programs: memory is asked for before a wait, and values pass between programs of one launch.
-
-Memory that is asked for while a kernel waits for the one in front comes from the L2 cache when it is read.
+"""Programs of one launch hand each other values, and wait for them.
 
 A value that one program hands to another program of the same launch travels in a word of 64 bits, beside the number of the
 launch. A word is written and read whole, so a reader that finds the launch's number has the value too, and needs no fence, no
@@ -17,28 +15,6 @@ import triton
 import triton.language as tl
 
 _TICKETS = tl.constexpr(1 << 20)  # The counter holds launches * _TICKETS + the tickets drawn in the present launch.
-
-
-@triton.jit
-def fetch_ahead(p, mask):
-    """Asks for the lines of memory at these addresses, so that they come from the L2 cache later; it reads nothing."""
-    tl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0;}",
-        "=r,l,r",
-        [p, mask.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def fetch_pages(page_row, s_page, num_pages):
-    """Calls `fetch_ahead` for the first entries of a row of a page table, which lie s_page apart; with s_page 1 that is every
-    line of 128 bytes."""
-    o_line = tl.arange(0, 128) * 32
-    for i in range(0, num_pages, 4096):
-        fetch_ahead(page_row + (i + o_line) * s_page, i + o_line < num_pages)
 
 
 @triton.jit

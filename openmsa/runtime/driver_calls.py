@@ -12,41 +12,19 @@ import ctypes
 import functools
 import struct
 from array import array
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 from openmsa.runtime.launch import Variant
+from openmsa.runtime.parameters import Given
 
 _COOPERATIVE, _SERIALIZED = 2, 6  # numbers of launch attributes
-_FLOATS = {"fp32": "<f", "f32": "<f", "fp64": "<d", "f64": "<d"}
-_INTEGERS = ("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64")
 MAP_BYTES = 128
 """A TMA descriptor takes so many bytes, at a multiple of 64."""
-
-
-class Address(NamedTuple):
-    """The word of this number holds the parameter."""
-
-    word: int
-
-
-class Descriptor(NamedTuple):
-    """A TMA descriptor as Triton's launcher takes it, for memory whose address is in the word of this number."""
-
-    encoded: Any
-    word: int
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
-
-
-class _Configuration(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("num_attributes", ctypes.c_uint),
-    )
+_CONFIGURATION = "<7I4xQQI4x"  # grid, block, shared memory, stream, attributes and their number
+_ATTRIBUTE = struct.Struct("<i4xi60x")
+_STREAM = 4  # the word of a configuration that holds the stream
+_WORDS = struct.calcsize(_CONFIGURATION) // 8
 
 
 @functools.cache
@@ -57,7 +35,8 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
-def _checked(status: int, what: str) -> None:
+def checked(status: int, what: str) -> None:
+    """Raises RuntimeError where the driver returned an error."""
     if status:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(status, ctypes.byref(text))
@@ -72,80 +51,94 @@ class Words:
         self.start = self.values.buffer_info()[0]
 
 
-class KernelCall:
-    """One launch of a compiled kernel. parameters: numbers, `Address` and `Descriptor`, with Triton's type of each."""
+class Frame:
+    """How the launches of a compiled kernel lie in memory: a configuration, the numbers, a word that stays 0, and the place of
+    each parameter. There is no scratch memory: its two places are those of the 0."""
 
-    def __init__(self, variant: Variant, grid: tuple[int, ...], parameters: list[tuple[str, Any]], words: Words) -> None:
+    def __init__(self, variant: Variant) -> None:
         num_warps, num_ctas, shared = variant.metadata[:3]
         if num_ctas != 1:
             raise ValueError(f"a kernel must run without clusters to be launched directly, got {num_ctas} in one")
-        self.variant, self.words = variant, words  # kept alive
-        maps = [x for _, x in parameters if isinstance(x, Descriptor)]
-        self._numbers = array("Q", bytes(8 * (len(parameters) + 1)))  # the last one stays 0: there is no scratch memory
-        self._maps = ctypes.create_string_buffer(MAP_BYTES * (len(maps) + 1)) if maps else None
-        next_map = 0 if self._maps is None else ctypes.addressof(self._maps) + -ctypes.addressof(self._maps) % MAP_BYTES
-        self.maps: list[list[int]] = []  # of each descriptor where it lies, the word of its address, and the address it has
-        numbers, start = self._numbers, self._numbers.buffer_info()[0]
-        places = array("Q", [start + 8 * len(parameters)] * (len(parameters) + 2))
-        for i, (kind, x) in enumerate(parameters):
-            if isinstance(x, Address):
-                places[i] = words.start + 8 * x.word
-            elif isinstance(x, Descriptor):
-                ctypes.memmove(next_map, bytes_of_map(x.encoded), MAP_BYTES)
-                self.maps.append([next_map, x.word, 0])
-                places[i] = next_map
-                next_map += MAP_BYTES
-            else:
-                numbers[i] = bits(kind, x)
-                places[i] = start + 8 * i
-        self._places = places
+        parameters = variant.parameters
+        self.num_numbers, self.num_tensors = parameters.num_numbers, parameters.num_tensors
+        self.zero = _WORDS + parameters.num_numbers  # the word that stays 0
+        count = len(parameters.order) + 2
+        self.head = struct.Struct(_CONFIGURATION + parameters.formats)
+        self.places = struct.Struct(f"{count}Q")
+        behind = parameters.num_numbers + parameters.num_tensors + parameters.num_maps
+        self.choose = itemgetter(*parameters.order, behind, behind)
+        self.blank = bytes(8 * (self.zero + 1 + count))
+        self.map_bytes = MAP_BYTES * (parameters.num_maps + 1) if parameters.num_maps else 0
         chosen = [_SERIALIZED] * bool(variant.pdl) + [_COOPERATIVE] * bool(variant.cooperative)
-        self._attributes = (_Attribute * 2)(*(_Attribute(id=number, value=1) for number in chosen))
-        grid = (*grid, 1, 1)[:3]
-        self.configuration = _Configuration(*grid, 32 * num_warps, 1, 1, shared, None, self._attributes, len(chosen))
-        self.empty = 0 in grid
-        self._arguments = (
-            ctypes.byref(self.configuration),
-            ctypes.c_void_p(variant.function),
-            ctypes.c_void_p(places.buffer_info()[0]),
-            ctypes.c_void_p(None),
-        )
-        self._launch = _driver().cuLaunchKernelEx
+        self._attributes = array("B", b"".join(_ATTRIBUTE.pack(number, 1) for number in chosen))
+        self.block = (32 * num_warps, 1, 1, shared, 0, self._attributes.buffer_info()[0], len(chosen))
+        self.function = ctypes.c_void_p(variant.function)
+        self.what = f"the launch of {variant.kernel.__name__}"
 
-    def __call__(self) -> None:
-        """Launches on the stream of `configuration` with the addresses that the words hold."""
+
+class KernelCall:
+    """One launch of a compiled kernel.
+
+    given:  what the launch gives the kernel.
+    at:     of each of its tensors the word that holds its address.
+    """
+
+    def __init__(self, variant: Variant, grid: tuple[int, ...], given: Given, at: list[int], words: Words) -> None:
+        frame = variant.frame
+        if frame is None:
+            frame = variant.frame = Frame(variant)
+        self._memory = memory = array("Q", frame.blank)
+        start = memory.buffer_info()[0]
+        frame.head.pack_into(memory, 0, *(*grid, 1, 1)[:3], *frame.block, *given.numbers)
+        first, zero = start + 8 * _WORDS, start + 8 * frame.zero
+        places = [*range(first, zero, 8), *[words.start + 8 * word for word in at[: frame.num_tensors]]]
+        self.maps: list[list[int]] = []  # of each descriptor where it lies, the word of its address, and the address it has
+        if frame.map_bytes:
+            self._maps = ctypes.create_string_buffer(frame.map_bytes)
+            place = ctypes.addressof(self._maps) + -ctypes.addressof(self._maps) % MAP_BYTES
+            for encoded, word in zip(given.maps, at[frame.num_tensors :], strict=True):
+                ctypes.memmove(place, bytes_of_map(encoded), MAP_BYTES)
+                self.maps.append([place, word, 0])
+                places.append(place)
+                place += MAP_BYTES
+        places.append(zero)
+        frame.places.pack_into(memory, 8 * (frame.zero + 1), *frame.choose(places))
+        self._variant, self.words, self.what = variant, words, frame.what  # kept alive
+        self.empty = 0 in grid
+        arguments = ctypes.c_void_p(start), frame.function, ctypes.c_void_p(zero + 8), None
+        self.launch = functools.partial(_driver().cuLaunchKernelEx, *arguments)
+
+    def on(self, stream: int) -> None:
+        """Sets the stream of the launches to come."""
+        self._memory[_STREAM] = stream
+
+    def describe(self) -> None:
+        """Writes into TMA descriptors the addresses that the words hold."""
         for map_ in self.maps:
             address = self.words.values[map_[1]]
             if address != map_[2]:
-                _checked(_driver().cuTensorMapReplaceAddress(map_[0], address), "cuTensorMapReplaceAddress")
+                checked(_driver().cuTensorMapReplaceAddress(map_[0], address), "cuTensorMapReplaceAddress")
                 map_[2] = address
-        status = self._launch(*self._arguments)
-        if status:
-            _checked(status, f"the launch of {self.variant.kernel.__name__}")
 
 
 class ZeroCall:
     """Sets the memory whose address is in a word to 0."""
 
+    what = "cuMemsetD8Async"
+
     def __init__(self, word: int, size: int, words: Words) -> None:
-        self.word, self.size, self.words = word, size, words
-        self.configuration = _Configuration()
+        self.word, self.size, self.words, self._stream = word, size, words, 0
         self.empty = size == 0
         self._memset = _driver().cuMemsetD8Async
 
-    def __call__(self) -> None:
-        status = self._memset(self.words.values[self.word], 0, self.size, self.configuration.stream)
-        if status:
-            _checked(status, "cuMemsetD8Async")
+    def on(self, stream: int) -> None:
+        """Sets the stream of the calls to come."""
+        self._stream = stream
 
-
-def bits(kind: str, number: float) -> int:
-    """Returns a number of Triton's type `kind` as the low bytes of a word of 64 bits."""
-    if kind in _FLOATS:
-        return int.from_bytes(struct.pack(_FLOATS[kind], number), "little")
-    if kind not in _INTEGERS:
-        raise TypeError(f"a parameter must be an integer or a float of Triton, got {kind}")
-    return int(number) & 0xFFFFFFFFFFFFFFFF
+    def launch(self) -> int:
+        """Returns what the driver says."""
+        status: int = self._memset(self.words.values[self.word], 0, self.size, self._stream)
+        return status
 
 
 def bytes_of_map(encoded: Any) -> bytes:

@@ -7,7 +7,7 @@ This module loads no kernel; what records and replays (replay.py) is imported wh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 
 MOST_KINDS = 1024
 """So many kinds are kept at a time; past that all are forgotten, and recorded again."""
+PLAIN = frozenset((type(None), bool, int, float, str))
+"""Values of these types are kinds themselves."""
+
+
+Steps = list[Callable[[], None]]
+"""What a call runs, one function after the other; each may use the same memory."""
+
+
+def rounded(bound: int) -> int:
+    """Returns a bound rounded up by at most a sixteenth, so that calls of growing lengths are of few kinds."""
+    unit = 1 << max(bound.bit_length() - 5, 0)
+    return -(-bound // unit) * unit
 
 
 def described(value: Any, addresses: list[int]) -> Any:
@@ -29,7 +41,7 @@ def described(value: Any, addresses: list[int]) -> Any:
         return value.dtype, value.shape, value.stride(), value.get_device(), value.requires_grad, address & 15
     if hasattr(type(value), "__dataclass_fields__"):
         return type(value), *[described(x, addresses) for x in vars(value).values()]
-    return value if value is None or isinstance(value, (int, float, str)) else type(value)
+    return value if type(value) in PLAIN else type(value)
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
@@ -92,9 +104,18 @@ class Kinds:
     def look(self, *values: Any) -> Call:
         """Looks up the kind of a call on these values."""
         addresses: list[int] = []
-        kind = (torch.is_grad_enabled(), *[described(x, addresses) for x in values])
+        kinds: list[Any] = [torch.is_grad_enabled()]
+        for value in values:  # This runs for every layer, so what `described` does is written out for tensors and None.
+            if isinstance(value, Tensor):
+                address = value.data_ptr()
+                addresses.append(address)
+                where = value.get_device(), value.requires_grad, address & 15
+                kinds.append((value.dtype, value.shape, value.stride(), *where))
+            else:
+                kinds.append(value if type(value) in PLAIN else described(value, addresses))
         if len(set(addresses)) < len(addresses):  # Tensors of one address are of one kind with others that share theirs.
-            kind = (*kind, *map(addresses.index, addresses))
+            kinds.extend(map(addresses.index, addresses))
+        kind = tuple(kinds)
         return Call(kind, addresses, self._replays.get(kind))
 
     def again(self, call: Call, memory: Memory) -> None:
@@ -103,7 +124,7 @@ class Kinds:
         for replay in call.replays:
             replay.run(call.addresses, memory.at(replay.workspace, replay.device))
 
-    def first(self, call: Call, steps: Sequence[Callable[[], object]], values: Iterable[Any], own: bool = True) -> str | None:
+    def first(self, call: Call, steps: Steps, values: Iterable[Any], own: bool = True) -> str | None:
         """Runs a call of a kind that is not known, in steps whose memory may be the same, and records it. Returns why it could
         not be recorded, or None.
 

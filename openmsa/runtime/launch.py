@@ -8,7 +8,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from openmsa.runtime.devices import facts
+from openmsa.runtime.parameters import Parameters
 from openmsa.runtime.tape import Launched, Zeroed, listening
 
 
@@ -38,7 +40,8 @@ MOST_DESCRIPTORS = 256
 """So many variants, and descriptors of each, are remembered at a time; past that all are forgotten, and made again."""
 
 
-class Variant(NamedTuple):
+@dataclass(eq=False)
+class Variant:
     """A variant is a compiled kernel as it is launched."""
 
     kernel: Any  # kept alive, because its id is in the key
@@ -51,6 +54,12 @@ class Variant(NamedTuple):
     descriptors: tuple[tuple[int, Any], ...]  # place and layout of each TMA descriptor, last ones first
     encoded: dict[Any, list[Any]]  # what the launcher takes in their places
     signature: tuple[Any, ...]  # Triton's type of each argument, a tuple of types for a NamedTuple
+    frame: Any = None  # how `openmsa.runtime.driver_calls` launches it, once it did
+
+    @functools.cached_property
+    def parameters(self) -> Parameters:
+        """Says how the kernel takes its parameters."""
+        return Parameters(self.signature, [place for place, _ in self.descriptors])
 
 
 _variants: dict[Any, Variant] = {}
@@ -115,8 +124,8 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
         return
     if tape is not None:
         tape.append(Launched(kernel, grid, arguments, variant))
-    for place, layout in variant.descriptors:
-        values = (*values[:place], *encoded(variant, place, layout, values[place]), *values[place + 1 :])
+    for place, _ in variant.descriptors:
+        values = (*values[:place], *encoded(variant, place, values[place]), *values[place + 1 :])
     variant.launch(
         *(*grid, 1, 1)[:3],
         driver.active.get_current_stream(device),
@@ -194,14 +203,14 @@ def _compiled_in(descriptor: Any) -> tuple[Any, ...]:
     return (descriptor.base.dtype, tuple(descriptor.block_shape), descriptor.padding, layout)
 
 
-def encoded(variant: Variant, place: int, layout: Any, descriptor: Any) -> list[Any]:
+def encoded(variant: Variant, place: int, descriptor: Any) -> list[Any]:
     """Returns a TMA descriptor as the launcher takes it: an address and sizes, and nothing of what lies there."""
     key = (place, descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
     found = variant.encoded.get(key)
     if found is None:
         if len(variant.encoded) >= MOST_DESCRIPTORS:
             variant.encoded.clear()
-        found = variant.encoded[key] = make_tensordesc_arg(descriptor, layout)
+        found = variant.encoded[key] = make_tensordesc_arg(descriptor, dict(variant.descriptors)[place])
     return found
 
 

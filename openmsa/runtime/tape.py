@@ -36,17 +36,20 @@ class Computed(NamedTuple):
     what: str
 
 
+Tape = list[Launched | Zeroed | Computed]
+
+
 class _Listening(threading.local):
     """In each thread, `tape` is a list to which events are appended, or None."""
 
-    tape: list[Launched | Zeroed | Computed] | None = None
+    tape: Tape | None = None
 
 
 listening = _Listening()
 
 
 @contextmanager
-def taping(tape: list[Launched | Zeroed | Computed]) -> Iterator[None]:
+def taping(tape: Tape) -> Iterator[None]:
     """Within this context, events are appended to `tape`."""
     outer, listening.tape = listening.tape, tape
     try:

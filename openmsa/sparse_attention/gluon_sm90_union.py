@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from openmsa.primitives import queries
+from openmsa.primitives import query_parts
 from openmsa.primitives.gluon_sm90_attention import BLOCK, ROWS, kept, no_rows, online_step, row_results, seen
 from openmsa.primitives.operands import KeyRows, QueryRows
 from openmsa.runtime.devices import Device, facts
@@ -45,7 +45,7 @@ DIM = gl.constexpr(128)
 NOTHING = gl.constexpr(1 << 30)
 """It stands in the place of a block behind the end of a list."""
 
-in_range = gluon.jit(queries.in_range.fn)  # Gluon compiles the sources of these Triton functions.
+in_range = gluon.jit(query_parts.in_range.fn)  # Gluon compiles the sources of these Triton functions.
 load_tile = gluon.jit(triton_lists.load_tile.fn)
 
 

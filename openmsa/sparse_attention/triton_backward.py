@@ -21,8 +21,8 @@ from torch import Tensor
 
 from openmsa.primitives.gradients import RowTerms, weights_and_slopes
 from openmsa.primitives.operands import Bounds, KeyRows
-from openmsa.primitives.queries import query_rows
 from openmsa.primitives.readers import Readers, buckets_of, most_extra
+from openmsa.primitives.rows import query_rows
 from openmsa.primitives.triton_readers import listed
 from openmsa.runtime.devices import facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two, runs_hopper_kernels

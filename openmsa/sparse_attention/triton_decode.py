@@ -28,15 +28,14 @@ from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.rows import out_dtype
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, Selection
-from openmsa.primitives.queries import query_rows
-from openmsa.primitives.rows import Form
+from openmsa.primitives.rows import Form, query_rows
 from openmsa.primitives.scales import UNSCALED, Scales
 from openmsa.primitives.softmax import UNSPLIT, Partials
-from openmsa.primitives.waiting import fetch_pages
+from openmsa.primitives.tiles import fetch_pages
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
-from openmsa.sparse_attention.triton_decode_stored import factors, load_parts, query_parts, walk_stored
+from openmsa.sparse_attention.triton_decode_stored import factors, for_stored, load_parts, query_parts, walk_stored
 from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, walk
 from openmsa.types import Layout
 
@@ -103,28 +102,6 @@ def configure(
     crowded = device.num_sms < programs * splits <= 2 * device.num_sms or programs > 3 * device.num_sms
     config = Config(rows, keys, tiles, splits, lookup, 4, 2 if crowded else 3)
     return config if form == 0 else for_stored(config, form, head_dim, programs * splits <= device.num_sms, device)
-
-
-def for_stored(config: Config, form: int, head_dim: int, alone: bool, device: Device) -> Config:
-    """Returns the configuration for rows in a stored format, with as many splits; it is a pure function. Warps walk apart where
-    one warp can hold the sums of all rows; otherwise they share tiles, narrow ones where wider ones spill. alone: whether a
-    multiprocessor has at most one program, whose warps take tiles of NVFP4 in pairs, as no other program fills their waits."""
-    if config.rows > 16:
-        return narrowed(config, 32 if device.arch < 90 else 64 if form == 3 else 128)
-    if head_dim > 128:
-        return config
-    if form == 1 and not alone:
-        config = narrowed(config, 64)._replace(num_stages=4)
-    pair_bytes = 4 * config.keys * head_dim * 9 // 16  # keys and values of two tiles
-    pairs = form == 3 and alone and config.tiles > 1 and (config.num_stages - 1) * pair_bytes <= device.shared_bytes
-    warps = min(config.keys // 16, 8 if alone and config.tiles > 1 else 4)
-    return config._replace(num_warps=warps, apart=True, together=2 if pairs else 1)
-
-
-def narrowed(config: Config, keys: int) -> Config:
-    """Returns the configuration with tiles of at most so many keys, a power of two."""
-    keys = min(config.keys, keys)
-    return config._replace(keys=keys, tiles=config.tiles * config.keys // keys)
 
 
 @triton.jit

@@ -18,12 +18,18 @@ The constexprs are those of `openmsa.sparse_attention.triton_decode_walk`, and F
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
 from openmsa.kv_cache.triton_numbers import e4m3, swizzled_byte
 from openmsa.primitives.codes import e2m1_parts
+from openmsa.runtime.devices import Device
 from openmsa.sparse_attention.triton_decode_walk import pick
+
+if TYPE_CHECKING:
+    from openmsa.sparse_attention.triton_decode import Config
 
 # This turns the two bytes of each half of a word, first the low bytes, then the high ones, into float16.
 E4M3_TO_FP16 = tl.constexpr("""{ .reg .b32 t; .reg .b16 a, b;
@@ -249,3 +255,25 @@ def walk_stored(
         return tl.reshape(b_acc, [BM, SHAPE.dim_pad]), b_m, b_z
     else:
         return joined(tl.reshape(b_acc, [WALKS, BM, SHAPE.dim_pad]), b_m, b_z)
+
+
+def for_stored(config: Config, form: int, head_dim: int, alone: bool, device: Device) -> Config:
+    """Returns the configuration for rows in a stored format, with as many splits; it is a pure function. Warps walk apart where
+    one warp can hold the sums of all rows; otherwise they share tiles, narrow ones where wider ones spill. alone: whether a
+    multiprocessor has at most one program, whose warps take tiles of NVFP4 in pairs, as no other program fills their waits."""
+    if config.rows > 16:
+        return narrowed(config, 32 if device.arch < 90 else 64 if form == 3 else 128)
+    if head_dim > 128:
+        return config
+    if form == 1 and not alone:
+        config = narrowed(config, 64)._replace(num_stages=4)
+    pair_bytes = 4 * config.keys * head_dim * 9 // 16  # keys and values of two tiles
+    pairs = form == 3 and alone and config.tiles > 1 and (config.num_stages - 1) * pair_bytes <= device.shared_bytes
+    warps = min(config.keys // 16, 8 if alone and config.tiles > 1 else 4)
+    return config._replace(num_warps=warps, apart=True, together=2 if pairs else 1)
+
+
+def narrowed(config: Config, keys: int) -> Config:
+    """Returns the configuration with tiles of at most so many keys, a power of two."""
+    keys = min(config.keys, keys)
+    return config._replace(keys=keys, tiles=config.tiles * config.keys // keys)

@@ -51,6 +51,8 @@ COUNT_FIELDS = tl.constexpr(2)
 """The units of a head are counted twice: those from the front, those from the back."""
 SCAN_STEP = 2048
 """A program adds up so many buckets at a time."""
+JOINED_BUCKETS, JOINED_STEP = 0, 256
+"""Of up to so many buckets a segment, `tile_lists` makes the offsets itself, so many at a time."""
 ALIGNED = 4
 """Lists begin at multiples of so many elements, so that their addresses are always of one alignment."""
 
@@ -87,6 +89,7 @@ class OuterLists(NamedTuple):
     item_offsets:   the same shape: where its items start.
     items:          [segments, chunk.items, ITEM_FIELDS].
     num_items:      [segments].
+    done:           [segments], programs that have counted; None where `bucket_offsets` is launched.
     """
 
     counts: Tensor
@@ -98,6 +101,7 @@ class OuterLists(NamedTuple):
     item_offsets: Tensor
     items: Tensor
     num_items: Tensor
+    done: Tensor | None
 
 
 class FewLists(NamedTuple):
@@ -256,6 +260,11 @@ def buckets_of(keys: Keys, seqs: Layout, block_size: int) -> int:
     return ceil_div(keys.total, block_size) + seqs.batch - 1
 
 
+def joins_offsets(plan: Plan) -> bool:
+    """Says whether `tile_lists` makes the offsets of lists for KV-outer, which saves the launch of `bucket_offsets`."""
+    return plan.num_buckets <= JOINED_BUCKETS
+
+
 def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: PrefillConfig, flag: bool) -> Lists:
     """Builds the lists of a call with one to three launches. keys: those that the union kernel reads. flag: whether `has_union`
     is needed."""
@@ -267,8 +276,8 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
     has_union: Tensor | None = None
     if num_counts or flag:
         room = num_counts + -num_counts % ALIGNED
-        counts = zeros(2 * room + 1, torch.int32, blocks.device)
-        partly, has_union = counts[room:], counts[2 * room :] if flag else None
+        counts = zeros(2 * room + 1 + segments, torch.int32, blocks.device)
+        partly, has_union = counts[room:], counts[2 * room : 2 * room + 1] if flag else None
     outer: OuterLists | None = None
     few: FewLists | None = None
     if plan.rest == FEW.value:
@@ -287,7 +296,8 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
         parts = _split(blocks, *union_sizes, *sizes, segments * plan.chunk.items * ITEM_FIELDS.value, segments)
         slots, ranks, entries, entry_offsets, item_offsets, items, num_items = parts[len(union_sizes) :]
         slots = slots.view(torch.int64)
-        outer = OuterLists(counts, partly, slots, ranks, entries, entry_offsets, item_offsets, items, num_items)
+        done = counts[2 * room + 1 :] if joins_offsets(plan) else None
+        outer = OuterLists(counts, partly, slots, ranks, entries, entry_offsets, item_offsets, items, num_items, done)
     else:
         parts = _split(blocks, *union_sizes)
     tiles, list_sizes, ids, rows, bits = parts[: len(union_sizes)]
@@ -326,19 +336,16 @@ def _fill(lists: Lists, blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, 
         **shape,
         PAGE_SIZE=keys.page_size if keys.by_row else 0,
         REST=plan.rest,
+        ITEM=config.outer_item,
+        STEP=JOINED_STEP,
         num_warps=num_warps,
     )
     if lists.outer is None:
         return
-    launch_kernel(
-        bucket_offsets,
-        (plan.num_chunks * keys.heads,),
-        lists.outer,
-        plan.num_buckets,
-        ITEM=config.outer_item,
-        STEP=SCAN_STEP,
-        num_warps=8,
-    )
+    if lists.outer.done is None:
+        segments = (plan.num_chunks * keys.heads,)
+        constants = {"ITEM": config.outer_item, "STEP": SCAN_STEP, "num_warps": 8}
+        launch_kernel(bucket_offsets, segments, lists.outer, plan.num_buckets, **constants)
     launch_kernel(
         fill_lists,
         grid,
@@ -406,8 +413,8 @@ def tile_lists(
     bounds,  # Bounds
     table,  # PageTable
     union,  # UnionLists, written; has_union must be 0 before
-    rest,  # OuterLists, of which counts and partly must be 0 before and are written, and ranks are; or FewLists, of which
-    # entries and slots are written too; None: every tile stays together
+    rest,  # OuterLists, of which counts, partly and done must be 0 before and are written, and ranks are, and with `done` all
+    # that `bucket_offsets` writes; or FewLists, of which entries and slots are written too; None: every tile stays together
     num_kv_heads,
     batch,
     search_steps,
@@ -424,6 +431,8 @@ def tile_lists(
     BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # 0: packed keys, or pages that blocks may cross
     REST: tl.constexpr,  # NO_REST, KV_OUTER or FEW
+    ITEM: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Writes the union list of a tile and KV head, one a program, or its queries' places in the lists of their blocks."""
     # 1. The program finds its tile.
@@ -503,28 +512,37 @@ def tile_lists(
         filled = tl.sum(m_read.to(tl.int64) << o_s[None, :].to(tl.int64), 1)
         tl.store(rest.slots + row * num_kv_heads + i_h, filled, mask=o_t < tokens)
 
+    # 5. The last program of a segment to come here knows that all have counted, and makes the offsets.
+    if REST == KV_OUTER:  # noqa: SIM102 (the fields of None are not read)
+        if rest.done is not None:
+            i_chunk, num_tiles = i_tile // chunk_tiles, tl.num_programs(0) // num_kv_heads
+            i_segment, programs = i_chunk * num_kv_heads + i_h, tl.minimum(chunk_tiles, num_tiles - i_chunk * chunk_tiles)
+            tl.debug_barrier()  # Every thread has counted before one thread says so.
+            if tl.atomic_add(rest.done + i_segment, 1, sem="acq_rel") == programs - 1:
+                _offsets(rest, i_segment, num_buckets, ITEM, STEP, ".cg")
 
-@triton.jit(do_not_specialize=_LENGTHS)
-def bucket_offsets(
-    outer,  # OuterLists, of which both offsets and num_items are written
-    num_buckets,
-    ITEM: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Computes prefix sums over the blocks of a segment, one a program: where their entries and items start."""
-    i_segment = tl.program_id(0)
+
+@triton.jit
+def _offsets(outer, i_segment, num_buckets, ITEM: tl.constexpr, STEP: tl.constexpr, CACHE: tl.constexpr):
+    """Computes prefix sums over the blocks of a segment: where their entries and items start. CACHE: how counts are read."""
     entries, items = 0, 0
     for start in range(0, num_buckets, STEP):
         o_b = start + tl.arange(0, STEP)
         m_b = o_b < num_buckets
         o_b = i_segment.to(tl.int64) * num_buckets + o_b
-        b_count = tl.load(outer.counts + o_b, mask=m_b, other=0)
+        b_count = tl.load(outer.counts + o_b, mask=m_b, other=0, cache_modifier=CACHE)
         b_items = (b_count + ITEM - 1) // ITEM
         tl.store(outer.entry_offsets + o_b, entries + tl.cumsum(b_count, 0) - b_count, mask=m_b)
         tl.store(outer.item_offsets + o_b, items + tl.cumsum(b_items, 0) - b_items, mask=m_b)
         entries += tl.sum(b_count, 0)
         items += tl.sum(b_items, 0)
     tl.store(outer.num_items + i_segment, items)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def bucket_offsets(outer, num_buckets, ITEM: tl.constexpr, STEP: tl.constexpr):
+    """Writes both offsets and num_items of `OuterLists`, a segment a program."""
+    _offsets(outer, tl.program_id(0), num_buckets, ITEM, STEP, "")
 
 
 @triton.jit(do_not_specialize=_LENGTHS)

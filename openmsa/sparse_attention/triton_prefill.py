@@ -16,7 +16,7 @@ from torch import Tensor
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.rows import out_dtype
 from openmsa.primitives.operands import NVFP4, Bounds, QueryRows
-from openmsa.primitives.queries import query_rows
+from openmsa.primitives.rows import query_rows
 from openmsa.primitives.softmax import Result
 from openmsa.runtime.devices import facts
 from openmsa.runtime.launch import runs_hopper_kernels

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from openmsa.kv_cache.triton_numbers import NVFP4
-from openmsa.primitives.queries import in_range
+from openmsa.primitives.query_parts import in_range
 from openmsa.primitives.softmax import inverse_sums, nothing_read, online_step, store_result
 from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention.triton_config import KeyCut

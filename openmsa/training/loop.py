@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -19,10 +18,11 @@ from torch import Tensor, nn
 from openmsa.modules import IndexBranch, MSAConfig
 from openmsa.training import checkpoint
 from openmsa.training.branches import LayerLosses
+from openmsa.training.fingerprint import backbone_fingerprint, check_same, fingerprint
 from openmsa.training.layers import attention_by, attention_layers, backbone
 from openmsa.training.log import Log
 from openmsa.training.measure import measure
-from openmsa.training.parallel import World, shard, whole
+from openmsa.training.parallel import World, local, shard, whole
 from openmsa.training.settings import TrainSettings
 from openmsa.training.text import Windows
 
@@ -78,8 +78,8 @@ class Trainer:
         self.branches = nn.ModuleDict({str(n): b for n, b in self.by_layer.items()})
         for branch in branches.values():
             branch.to(world.device)
-        self.began = fingerprint(branches)
         own = {p for b in branches.values() for p in b.parameters()}
+        self.began, self.weights = fingerprint(branches), backbone_fingerprint(model, own)
         shard(world, backbone(model), self._decoder_layers(), self.branches.values(), own)
         self.optimizer = torch.optim.AdamW(
             self.branches.parameters(),
@@ -88,6 +88,8 @@ class Trainer:
             weight_decay=settings.weight_decay,
             foreach=False,
         )
+        # The parameters that the optimizer knows: those of a cut branch are others while it is whole.
+        self.learning = {n: list(b.parameters()) for n, b in self.by_layer.items()}
         self.log = Log(folder / "log.jsonl", world.first)
 
     def _decoder_layers(self) -> list[nn.Module]:
@@ -97,7 +99,8 @@ class Trainer:
     def facts(self) -> dict[str, Any]:
         """Returns what must be the same when a run goes on."""
         settings, config = self.settings.to_dict(), asdict(self.config)
-        numbers = {"text": self.windows.digest(), "model": self.began, "dtype": str(self.model.dtype).removeprefix("torch.")}
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        numbers = {"text": self.windows.digest(), "model": self.began, "backbone": self.weights, "dtype": dtype}
         return {"settings": settings, "config": config, **numbers}
 
     def resume(self) -> int:
@@ -142,7 +145,8 @@ class Trainer:
         return done
 
     def step(self, number: int) -> dict[str, Any]:
-        """Takes one optimizer step and returns what the log holds of it."""
+        """Takes one optimizer step and returns what the log holds of it. Raises FloatingPointError, and leaves weights and
+        optimizer as they were, where a loss or a gradient is not finite."""
         began, settings = time.perf_counter(), self.settings
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate(number)
@@ -152,10 +156,13 @@ class Trainer:
         warmup = settings.stage(number) == "warmup"
         attend = LayerLosses(self.by_layer, self.config, warmup=warmup, share=1 / len(parts))
         self._forward(parts, attend)
-        losses = self.world.mean(torch.stack([attend.losses[n] for n in self.by_layer]).double()).tolist()
-        for layer, loss in zip(self.by_layer, losses, strict=True):
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the index loss of layer {layer} is {loss} at step {number}; lower the learning rate")
+        own = torch.stack([attend.losses[n] for n in self.by_layer]).double()
+        losses, squares = self.world.mean(torch.stack((own, self._gradient_squares()))).tolist()
+        for what, values in (("loss", losses), ("gradient", squares)):
+            for layer, value in zip(self.by_layer, values, strict=True):
+                if not math.isfinite(value):
+                    told = f"the index {what} of layer {layer} is {'not finite' if what == 'gradient' else value}"
+                    raise FloatingPointError(f"{told} at step {number}; lower the learning rate")
         self.optimizer.step()
         return {
             "step": number,
@@ -165,6 +172,15 @@ class Trainer:
             "by_layer": {str(n): loss for n, loss in zip(self.by_layer, losses, strict=True)},
             "seconds": time.perf_counter() - began,
         }
+
+    def _gradient_squares(self) -> Tensor:
+        """Returns the sum of squares of each layer's gradients as far as this process holds them, float64 ``[layers]``."""
+        return torch.stack(
+            [
+                torch.stack([local(p.grad).double().square().sum() for p in learning if p.grad is not None]).sum()
+                for learning in self.learning.values()
+            ]
+        )
 
     def _forward(self, parts: tuple[Tensor, ...], attend: Callable[..., Tensor]) -> None:
         with torch.no_grad(), self.precision(), attention_by(self.model, attend):
@@ -192,33 +208,3 @@ class Trainer:
             for name, parameter in self.by_layer[number].named_parameters():
                 with torch.no_grad():
                     own[name].copy_(whole(parameter))
-
-
-def fingerprint(branches: Mapping[int, IndexBranch]) -> str:
-    """Returns what tells a model by the weights that its index branches begin with."""
-    found = hashlib.sha256()
-    for number, branch in branches.items():
-        for name, parameter in branch.named_parameters():
-            found.update(f"{number} {name} {tuple(parameter.shape)}".encode())
-            found.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()[:16]
-
-
-def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError, which names what differs between the run of a checkpoint and the run that would go on."""
-    for name in ("settings", "config"):
-        for key in saved[name].keys() | now[name].keys():
-            before, after = saved[name].get(key), now[name].get(key)
-            if before != after:
-                raise ValueError(f"{key} must be that of the checkpoint to go on ({before!r}), got {after!r}")
-    if saved["dtype"] != now["dtype"]:
-        raise ValueError(f"dtype must be that of the checkpoint to go on ({saved['dtype']}), got {now['dtype']}")
-    if saved["model"] != now["model"]:
-        raise ValueError(
-            f"the model must be that of the checkpoint to go on (index branches {saved['model']}), got one with {now['model']}"
-        )
-    if saved["text"] != now["text"]:
-        raise ValueError(
-            f"the text, its windows' length and the seed must be those of the checkpoint to go on ({saved['text']}), "
-            f"got {now['text']}"
-        )

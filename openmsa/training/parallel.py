@@ -107,6 +107,14 @@ def whole(value: Any) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
+def local(value: Tensor) -> Tensor:
+    """Returns a tensor, or this process's part of one that is cut."""
+    from torch.distributed.tensor import DTensor
+
+    part: Tensor = value.to_local() if isinstance(value, DTensor) else value
+    return part
+
+
 def like(value: Tensor, parameter: Tensor) -> Tensor:
     """Returns a whole tensor placed as `parameter` is: on its device, and this process's part of it where it is cut."""
     from torch.distributed.tensor import DTensor, distribute_tensor

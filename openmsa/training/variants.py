@@ -14,10 +14,12 @@ from openmsa.integrations.transformers import group_mean_index
 from openmsa.kv_cache import Stored
 from openmsa.training.branches import dense, sparse
 from openmsa.training.layers import LayerInputs
+from openmsa.types import Sequences
 
 Index = Callable[[LayerInputs], tuple[Tensor, Tensor | Stored]]
 """Returns the index queries and keys of a layer, packed."""
 MOST_BLOCKS = 64  # A query reads so many at most.
+MOST_SCORES = 1 << 24  # Baselines without an index hold so many scores at a time, 64 MiB.
 
 
 @dataclass(frozen=True)
@@ -67,20 +69,28 @@ def blocks_by_index(index: Index, inputs: LayerInputs, variant: Variant, init_bl
     )
 
 
-def blocks_without_index(inputs: LayerInputs, variant: Variant, seed: int) -> Tensor:
-    """Returns the blocks of the kinds "window" and "random", int32 ``[total_q, heads, topk]``; the latter follow from the seed
-    and the layer's number."""
+def blocks_without_index(inputs: LayerInputs, variant: Variant, seed: int, most: int = MOST_SCORES) -> Tensor:
+    """Returns the blocks of the kinds "window" and "random", int32 ``[total_q, heads, topk]``; the latter are drawn evenly, by
+    the seed and the layer's number. most: so many scores exist at a time (a query's at least), which changes no block."""
     length, device, topk = int(inputs.seqs.max_seqlen_q or 0), inputs.q.device, variant.topk
-    heads, blocks = inputs.k.shape[1], -(-length // variant.block_size)
-    total, size = inputs.q.shape[0], variant.block_size
-    if variant.kind == "window":
-        scores, first = torch.zeros(1, total, blocks, device=device), min(1, topk - 1)
-        return select_blocks_from_scores(
-            scores, topk, inputs.seqs, block_size=size, init_blocks=first, local_blocks=topk - first
-        )
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + inputs.number)
-    scores = torch.rand(heads, total, blocks, generator=generator).to(device)
-    return select_blocks_from_scores(scores, topk, inputs.seqs, block_size=size)
+    size, window = variant.block_size, variant.kind == "window"
+    heads, blocks = 1 if window else inputs.k.shape[1], -(-length // size)
+    first = min(1, topk - 1) if window else 0
+    last = topk - first if window else 1
+    generator, parts = torch.Generator().manual_seed(seed * 1_000_003 + inputs.number), []
+    for start, stop in chunks(inputs.q.shape[0] // max(1, length), length, max(1, most // (heads * blocks))):
+        shape = stop - start, heads, blocks  # Queries come first, so that chunks take up the generator's numbers in order.
+        scores = torch.zeros(shape, device=device) if window else torch.rand(shape, generator=generator)
+        seqs = Sequences.from_lengths([stop - start], [stop], device)  # The queries are the last of the keys up to them.
+        scores = scores.transpose(0, 1)[..., : -(-stop // size)].contiguous().to(device)
+        found = select_blocks_from_scores(scores, topk, seqs, block_size=size, init_blocks=first, local_blocks=last)
+        parts.append(found)
+    return torch.cat(parts)
+
+
+def chunks(sequences: int, length: int, most: int) -> list[tuple[int, int]]:
+    """Returns, of each sequence in turn, ranges of at most `most` neighbouring positions that cover it."""
+    return [(start, min(length, start + most)) for _ in range(sequences) for start in range(0, length, most)]
 
 
 @dataclass

@@ -2,12 +2,14 @@
 """The evidence does what it says: planted lines, schedules, resumed training, statistics of selections, and a whole run."""
 
 import dataclasses
+import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.evidence import corpus, gradients, measures, recall, selections, ways
+from benchmarks.evidence import corpus, gradients, measures, recall, report, selections, ways
 from benchmarks.evidence.__main__ import TOY
 from benchmarks.evidence.records import read
 from benchmarks.evidence.run import Run, Setting
@@ -221,6 +223,51 @@ def test_a_whole_run_and_its_resumption(run, tmp_path):
     for arm in STAGES:
         models = [load(tmp_path / name / f"{arm}.safetensors")[0].state_dict() for name in ("whole", "parts")]
         assert all(torch.equal(models[0][name], models[1][name]) for name in models[0]), arm
+
+
+RECORDS = Path(__file__).parents[2] / "benchmarks/results/2026-11-23-byte-model.jsonl"
+
+
+def test_the_page_is_that_of_its_records():
+    assert report.page([read(RECORDS)], [RECORDS.name]) == Path("docs/results/byte-model.md").read_text(encoding="utf-8")
+
+
+def test_several_seeds_make_one_page(tmp_path, monkeypatch):
+    """Two more runs, made of the first: their losses are higher by 0.02 and 0.04, but for the dense arm's."""
+    pytest.importorskip("matplotlib")
+    files = [RECORDS]
+    for seed in (1, 2):
+        lines = []
+        for record in read(RECORDS):
+            if record["kind"] == "plan":
+                record["seed"] = seed
+            if record["kind"] == "held_out" and record["arm"] == "msa":
+                record["loss"] += 0.02 * seed
+                record["windows"] = [x + 0.02 * seed for x in record["windows"]]
+            lines.append(json.dumps(record) + "\n")
+        files.append(tmp_path / f"seed-{seed}.jsonl")
+        files[-1].write_text("".join(lines))
+    monkeypatch.setattr("sys.argv", ["report", *map(str, files), str(tmp_path / "docs")])
+    report.main()
+    page = (tmp_path / "docs/byte-model.md").read_text()
+    assert "There are 3 seeds" in page
+    assert "seed 0), 131,072,000 bytes (2000 steps of 65,536, seed 1) and 131,072,000 bytes" in page
+    assert (
+        "| dense | dense | 0.6680 ± 0.0000 | +0.00 ± 0.00 % | +0.00, +0.00, +0.00 | +0.0000 ± 0.0000 | 99.6 ± 0.0 % |" in page
+    )
+    # -0.0032, 0.0168 and 0.0368 nats above 0.6680
+    assert "| msa 16 | 0.6848 ± 0.0200 | +2.52 ± 2.99 % | -0.48, +2.52, +5.51 | +0.0168 ± 0.0200 | 99.7 ± 0.0 % |" in page
+    assert "| index int8, kv bf16 | 0.6848 ± 0.0200 | -0.01 ± 0.00 % | -0.0000 ± 0.0000 | 99.7 %" in page
+    assert "| MSA from the start, 16,384 bytes, layer 0 | 0.851 ± 0.000 | 0.990 ± 0.000 | 0.949 of 0.953 | 86.1 % |" in page
+    for name in ("training", "held-out", "selections"):
+        assert (tmp_path / f"docs/byte-model-{name}.png").read_bytes()[:4] == b"\x89PNG"
+    other = read(RECORDS)
+    with pytest.raises(ValueError, match="records must have seeds of their own, got seeds 0 and 0"):
+        report.check_alike([other, read(RECORDS)])
+    next(r for r in other if r["kind"] == "plan")["seed"] = 1
+    next(r for r in other if r["kind"] == "run")["config"]["num_layers"] = 5
+    with pytest.raises(ValueError, match="records must be those of one model and of windows of the same lengths"):
+        report.check_alike([read(RECORDS), other])
 
 
 def test_a_wrong_gradient_ends_a_run(run, tmp_path, monkeypatch):

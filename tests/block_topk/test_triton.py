@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 
 from openmsa import E4M3, MXFP4, NVFP4, Int8, PagedIndexKeys
 from openmsa.block_topk import reference, triton_select, triton_topk
-from openmsa.decode import kernels
-from openmsa.decode.triton_layer import Sizes
+from openmsa.decode import kernels, memory
+from openmsa.decode.sizes import Sizes
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import paged, problem
@@ -160,7 +160,7 @@ def test_decode(q_lens, query, keys):
     index = {"index_heads": 4, "index_key_heads": 1, "index_dim": 64, "page_size": 64, "num_blocks": cache.capacity // 64}
     selection = {"topk": 3, "init_blocks": 0, "local_blocks": 1, "block_size": 64}
     sizes = Sizes(new_tokens=max(q_lens), **attention, **index, **selection)
-    held = torch.full((kernels.scores_held(total_q, cache.capacity, sizes),), torch.nan, device=DEVICE)
+    held = torch.full((memory.scores_held(total_q, cache.capacity, sizes),), torch.nan, device=DEVICE)
     out = poisoned(total_q, 4, 3)
     kernels.select(index_q, cache, cu_seqlens_q, sizes, held, None, out)
     assert_equal("blocks", out, expected)

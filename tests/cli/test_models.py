@@ -3,6 +3,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -105,6 +106,20 @@ def test_generate_equals_generate_of_transformers(which, attention, text, reques
     keys, index = 3 * 2 * 2, {"tiny": 3 * 2, "converted": 2 * 2}[which] * (attention == "msa")
     caches = 3 + (0 if attention == "dense" else {"tiny": 3, "converted": 2}[which])
     assert report["cache_bytes"] == pages * 16 * 16 * 4 * (keys + index) + pages * 4 + caches * 4
+
+
+def test_the_cache_grows_with_the_answer(converted, monkeypatch):
+    """Room is made for a few of the new tokens from the start, however many are allowed."""
+    options = ["generate", converted, "--prompt", "a", "--raw", "--max-new-tokens", 90, "--json"]
+    whole = json.loads(invoke(*options).stdout)
+    assert whole["cache_room"] == 96
+    monkeypatch.setattr(sys.modules["openmsa.cli.generate"], "AHEAD", 10)
+    grown = json.loads(invoke(*options).stdout)
+    held = 1 + max(0, grown["new_tokens"] - 1)
+    assert grown["text"] == whole["text"]
+    assert grown["new_tokens"] > 20
+    assert held <= grown["cache_room"] < held + 2 * 16
+    assert grown["cache_bytes"] < whole["cache_bytes"] or grown["cache_room"] == whole["cache_room"]
 
 
 def test_generate_streams_text_and_reports_apart(converted, text):

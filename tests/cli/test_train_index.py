@@ -19,6 +19,7 @@ pytest.importorskip("matplotlib")
 from openmsa.cli import app
 from openmsa.integrations import hugging_face
 from openmsa.training.log import read_log
+from openmsa.training.loop import Trainer
 from tests.cli.language_model import save_llama
 
 RUN = ("--length", 64, "--steps", 4, "--warmup-steps", 2, "--batch", 2, "--device", "cpu")
@@ -85,6 +86,30 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(place, tmp_path):
     resumed = invoke(*arguments, *short)
     assert resumed.exit_code == 0, resumed.output
     assert [r["step"] for r in read_log(log)] == list(range(60))
+
+
+def test_numbers_that_are_not_finite_end_a_run_and_leave_its_checkpoint(place, tmp_path, monkeypatch):
+    squares = Trainer._gradient_squares
+    steps = []
+
+    def overflowing(self):
+        steps.append(len(steps))
+        return squares(self) * (float("inf") if len(steps) == 3 else 1.0)
+
+    monkeypatch.setattr(Trainer, "_gradient_squares", overflowing)
+    stopped = train(place, tmp_path / "out", "--save-every", 2)
+    assert stopped.exit_code == 1
+    said = (
+        "Stopped: the index gradient of layer 0 is not finite at step 2; lower the learning rate. The checkpoint after 2 steps"
+    )
+    assert said in stopped.stderr
+    assert train(place, tmp_path / "out", "--resume").exit_code == 0  # Its numbers are finite this time.
+    assert steps == [0, 1, 2, 3, 4]
+    steps.clear()
+    steps += [0, 0]
+    stopped = train(place, tmp_path / "other")
+    assert stopped.exit_code == 1
+    assert "at step 0; lower the learning rate. There is no checkpoint yet." in stopped.stderr
 
 
 def test_processes_that_share_a_run_write_one_whole_model(place, tmp_path):

@@ -8,7 +8,8 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from openmsa.decode import triton_layer  # noqa: E402
-from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Sizes, Step, Words, configure  # noqa: E402
+from openmsa.decode.sizes import Sizes  # noqa: E402
+from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Step, Words, configure  # noqa: E402
 from openmsa.decode.triton_select import chosen_ids, load_words, select  # noqa: E402
 from openmsa.runtime.devices import COMPILE_TARGETS  # noqa: E402
 from openmsa.testing.compare import assert_close, assert_equal  # noqa: E402

@@ -34,7 +34,7 @@ from openmsa import (
     select_blocks_from_scores,
     sparse_attention,
 )
-from openmsa.decode import kernels
+from openmsa.decode import memory
 from openmsa.kv_cache import E4M3, MXFP4, NVFP4, CertifiedKeys, Int8, Stored
 from openmsa.primitives import triton_readers
 from openmsa.sparse_attention import triton_backward
@@ -149,7 +149,7 @@ def decode_step() -> None:
     dense_attention(here.q, kv, None, here.seqs, impl="triton")
     sizes = {"max_batch": 2, "num_q_heads": 32, "num_kv_heads": 2, "head_dim": 128, "index_dim": 128, "page_size": 128}
     DecodePlan(**sizes, max_pages=kv.page_table.shape[1], device=DEVICE).run(here.q, kv, here.index_q, keys)
-    kernels.BOUNDS_PAY = 0
+    memory.BOUNDS_PAY = 0
     kv, keys = paged(p, 64)
     keys.keys = CertifiedKeys.quantize(keys.keys.nan_to_num())
     kv, keys = onto_device(kv), onto_device(keys)

@@ -150,6 +150,32 @@ def test_cached_steps_equal_one_prefill(kind, padded):
         assert cache.memory() >= pages * 16 * 16 * 2 * 4 * (3 * 2 + 2)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "static", "paged"])
+@pytest.mark.parametrize("packed", ["in a row", "after a row", "after padding"])
+def test_packed_positions_are_refused_with_a_cache(kind, packed):
+    """Several documents in one row, which transformers does not notice beside a cache; the cache stays as it was."""
+    model, ids = convert(plain(), **SPARSE), tokens()
+    cache = {
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "static": lambda: StaticCache(config=model.config, max_cache_len=100),
+        "paged": lambda: PagedCache(model),
+    }[kind]()
+    options = {"past_key_values": cache, "use_cache": True}
+    logits(model, ids[:, :40], **options)
+    positions = torch.arange(40, 90).repeat(2, 1)
+    if packed == "in a row":
+        positions[1, 30:] -= positions[1, 30].item()
+    elif packed == "after a row":
+        positions -= 40
+    else:
+        options["attention_mask"] = mask = torch.ones(2, 90, dtype=torch.bool)
+        mask[1, 40:50] = False
+        positions[1, 10:] -= 20
+    with pytest.raises(NotImplementedError, match=r"packed position_ids \(several documents in one row\) with a cache"):
+        logits(model, ids[:, 40:], position_ids=positions, **options)
+    assert int(cache.get_seq_length()) == 40
+
+
 @pytest.mark.parametrize("padded", [0, 20])
 def test_generate_gives_the_same_tokens_over_every_cache(padded):
     model, ids = convert(plain(), **SPARSE), tokens(length=70)

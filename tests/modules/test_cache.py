@@ -39,6 +39,19 @@ def test_growth_changes_nothing(kv_format, index_format):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
+def test_a_cache_grows_by_an_eighth_and_a_page_a_sequence():
+    cache = MSACache(1, 2, 1, 16, page_size=16)
+    rooms = set()
+    for new in ([1600, 1600], *([1, 1] for _ in range(600))):
+        cache.extend(new)
+        for layer in cache.layers:
+            layer.begun = False
+        assert sum(cache.lengths) <= cache.room <= sum(cache.lengths) * 9 // 8 + 2 * 2 * 16
+        assert cache.layers[0].kv.num_pages * 16 == cache.room
+        rooms.add(cache.room)
+    assert sorted(rooms) == [3200, 3600, 4048, 4544]
+
+
 def test_positions_and_lengths_of_a_step():
     cache = MSACache(1, 3, 1, 16, CONFIG, page_size=16)
     cache.extend([4, 0, 2])

@@ -20,8 +20,8 @@ from openmsa import AttentionPlan, DecodePlan, PagedIndexKeys, PagedKV
 from openmsa.decode.kernels import Kernels
 from openmsa.kv_cache import E4M3, NVFP4
 from openmsa.runtime import kinds, replay
+from openmsa.runtime.addresses import ALIGNED, AmbiguousError, Places, Prepared, PreparedLaunch, PreparedZero, prepare
 from openmsa.runtime.dispatch import Stage
-from openmsa.runtime.driver_calls import Address, Descriptor
 from openmsa.runtime.launch import Variant
 from openmsa.runtime.recording import recording
 from openmsa.runtime.tape import Computed, Launched, Zeroed, computes, listening, taping
@@ -49,12 +49,12 @@ class Watch(TorchDispatchMode):
 
 
 @contextmanager
-def prepared(outcome: Any = "nothing is launched") -> Iterator[list[tuple[replay.Prepared, list[int]]]]:
+def prepared(outcome: Any = "nothing is launched") -> Iterator[list[tuple[Prepared, list[int]]]]:
     """Within this context calls are recorded on a machine that has no GPU; what would be replayed is appended to the list, with
     the addresses of its inputs. outcome: what `record` returns, a stand-in for a `Replay` or why there is none."""
-    found: list[tuple[replay.Prepared, list[int]]] = []
+    found: list[tuple[Prepared, list[int]]] = []
 
-    def encoded(variant: Variant, place: int, layout: Any, descriptor: Any) -> list[Any]:
+    def encoded(variant: Variant, place: int, descriptor: Any) -> list[Any]:
         return ["map", *descriptor.shape, *descriptor.strides]
 
     def record(function: Callable[[], Any], inputs: list[Tensor], own: bool = True) -> Any:
@@ -68,7 +68,7 @@ def prepared(outcome: Any = "nothing is launched") -> Iterator[list[tuple[replay
             event._replace(variant=variant(event, next(made))) if isinstance(event, Launched) else event for event in tape
         ]
         assert next(made, None) is None, "every launch is on the tape"
-        found.append((replay.prepare(events, inputs, own), [x.data_ptr() for x in inputs]))
+        found.append((prepare(events, inputs, own), [x.data_ptr() for x in inputs]))
         return outcome
 
     patches = mock.patch.object(replay, "record", record), mock.patch("openmsa.runtime.launch.encoded", encoded)
@@ -83,7 +83,7 @@ def variant(event: Launched, launch: Any) -> Variant:
     return Variant(event.kernel, print, 0, False, False, (4, 1, 0), (), tuple((i, None) for i in places), {}, signature)
 
 
-def resolved(made: replay.Prepared, addresses: list[int]) -> list[Any]:
+def resolved(made: Prepared, addresses: list[int]) -> list[Any]:
     """Every launch with its numbers and its addresses, of inputs at these addresses."""
     at = {
         "input": lambda index, offset: addresses[index] + offset,
@@ -92,15 +92,16 @@ def resolved(made: replay.Prepared, addresses: list[int]) -> list[Any]:
     }
     words = [at[kind](*where) for kind, *where in made.words]
 
-    def value(x: Any) -> Any:
-        return words[x.word] if isinstance(x, Address) else ("map", words[x.word]) if isinstance(x, Descriptor) else x
-
     calls: list[Any] = []
     for call in made.calls:
-        if len(call) == 2:
-            calls.append((words[call[0]], call[1]))
-        else:
-            calls.append((call[0].kernel.__name__, call[1], [(kind, value(x)) for kind, x in call[2]]))
+        if isinstance(call, PreparedZero):
+            calls.append((words[call.word], call.size))
+            continue
+        parameters, tensors = call.variant.parameters, [words[word] for word in call.words]
+        first = len(call.given.numbers)
+        every = (*call.given.numbers, *(("at", x) for x in tensors))
+        taken = [every[i] if i < first else (i - first, every[i]) for i in parameters.order]
+        calls.append((call.variant.kernel.__name__, call.grid, parameters.formats, taken))
     return calls
 
 
@@ -179,9 +180,9 @@ def launches_fit_other_tensors(name: str) -> None:
         assert any(kind == "input" for kind, _, _ in mine.words)
     if "prefill" in name:  # Hopper's own kernel, whose descriptors begin at queries, keys and values
         made = found[first - 1][0]
-        (call,) = [call for call in made.calls if len(call) > 2 and call[0].kernel.__name__ == "sm90_attend_kernel"]
-        maps = [x for _, x in call[2] if isinstance(x, Descriptor)]
-        assert [made.words[x.word][0] for x in maps] == ["input"] * 3
+        launches = [call for call in made.calls if isinstance(call, PreparedLaunch)]
+        (call,) = [call for call in launches if call.variant.kernel.__name__ == "sm90_attend_kernel"]
+        assert [made.words[word][0] for word in call.words[-3:]] == ["input"] * len(call.given.maps) == ["input"] * 3
 
 
 def memory_is_found(name: str) -> None:
@@ -190,7 +191,7 @@ def memory_is_found(name: str) -> None:
         CASES[name][0]()()
     kinds_of_words = {kind for made, _ in found for kind, _, _ in made.words}
     assert kinds_of_words == ({"input", "kept"} if "decode of" in name else {"input", "own"}), kinds_of_words
-    assert all(made.workspace % replay.ALIGNED == 0 for made, _ in found)
+    assert all(made.workspace % ALIGNED == 0 for made, _ in found)
 
 
 def known_kinds_are_not_recorded_again() -> None:
@@ -253,10 +254,10 @@ def what_cannot_be_recorded_is_said() -> None:
     x = torch.zeros(8, 4)
     said = replay.record(lambda: computes("a sum"), [x])
     assert said == "its host code computes a sum with PyTorch"
-    places = replay._Places([x[:, :2], x[:, 1:]], True)
+    places = Places([x[:, :2], x[:, 1:]], True)
     assert places._place(x[3:, :2], x[3:, :2].data_ptr()) == ("input", 0, 48)
     assert places._place(x[3:, 1:], x[3:, 1:].data_ptr()) == ("input", 1, 48)
-    with pytest.raises(replay._AmbiguousError, match="beside its inputs"):
+    with pytest.raises(AmbiguousError, match="beside its inputs"):
         places.word(x[2:, 3:])
 
 

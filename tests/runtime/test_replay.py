@@ -13,9 +13,11 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from openmsa.runtime import driver_calls  # noqa: E402
-from openmsa.runtime.driver_calls import Address, Descriptor, KernelCall, Words, ZeroCall  # noqa: E402
+from openmsa.runtime import driver_calls, replay  # noqa: E402
+from openmsa.runtime.addresses import Prepared, PreparedLaunch, PreparedZero  # noqa: E402
+from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall  # noqa: E402
 from openmsa.runtime.launch import Variant  # noqa: E402
+from openmsa.runtime.parameters import Given, rank_of  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,22 +34,22 @@ def test_launches_fit_other_tensors():
 class Driver:
     """Keeps what it is told."""
 
-    def __init__(self, formats=(), status=0):
-        self.formats, self.status, self.launches, self.zeroed, self.replaced = formats, status, [], [], []
+    def __init__(self, formats=()):
+        self.formats, self.launches, self.zeroed, self.replaced = formats, [], [], []
 
     def cuLaunchKernelEx(self, configuration, function, parameters, extra):
-        c = configuration._obj
+        words = struct.unpack_from("<7I4xQQI", ctypes.string_at(configuration.value, 56))
+        grid, block, (shared, stream, attributes, count) = words[:3], words[3:6], words[6:]
         places = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
         values = [ctypes.string_at(places[i], struct.calcsize(f)) for i, f in enumerate(self.formats)]
-        grid, block = (c.grid_x, c.grid_y, c.grid_z), (c.block_x, c.block_y, c.block_z)
-        attributes = [(c.attributes[i].id, c.attributes[i].value) for i in range(c.num_attributes)]
+        chosen = [struct.unpack_from("<i4xi", ctypes.string_at(attributes + 72 * i, 72)) for i in range(count)]
         numbers = [x if f == "128s" else struct.unpack(f, x)[0] for f, x in zip(self.formats, values, strict=True)]
-        self.launches.append((function.value, grid, block, c.shared, c.stream, attributes, numbers))
-        return self.status
+        self.launches.append((function.value, grid, block, shared, stream, chosen, numbers))
+        return 0
 
     def cuMemsetD8Async(self, *arguments):
         self.zeroed.append(arguments)
-        return self.status
+        return 0
 
     def cuTensorMapReplaceAddress(self, place, address):
         assert place % 64 == 0
@@ -63,58 +65,106 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     """A driver that runs nothing."""
-    made = Driver(("Q", "i", "q", "f", "128s", "B", "Q", "Q", "Q"))
+    made = Driver(("Q", "i", "q", "f", "128s", "i", "i", "q", "q", "B", "Q", "Q", "Q"))
     monkeypatch.setattr(driver_calls, "_driver", lambda: made)
     monkeypatch.setattr(driver_calls, "bytes_of_map", lambda encoded: encoded)
     return made
 
 
-def variant(pdl=False, cooperative=False, num_ctas=1):
+SIGNATURE = ("*fp16", ("i32", "constexpr", ("i64",)), "fp32", "tensordesc<bf16[1, 64]>", "u1", "*i32")
+
+
+def variant(pdl=False, cooperative=False, num_ctas=1, signature=SIGNATURE):
     kernel = SimpleNamespace(__name__="kernel")
-    return Variant(kernel, print, 77, cooperative, pdl, (4, num_ctas, 1000), (), (), {}, ())
+    return Variant(kernel, print, 77, cooperative, pdl, (4, num_ctas, 1000), (), ((3, None),), {}, signature)
 
 
 def test_a_launch_is_one_call_of_the_driver(driver):
     words = Words(3)
-    parameters = [
-        ("*fp16", Address(1)), ("i32", -5), ("i64", 1 << 40), ("fp32", 0.5), ("tensordesc", Descriptor(bytes(range(128)), 2)),
-        ("u1", True), ("*i32", Address(0)),
-    ]  # fmt: skip
-    call = KernelCall(variant(pdl=True, cooperative=True), (3, 2), parameters, words)
+    given = Given((), (-5, 1 << 40, 0.5, 6, 64, 1 << 36, 1, True), (bytes(range(128)),))
+    call = KernelCall(variant(pdl=True, cooperative=True), (3, 2), given, [1, 0, 2], words)
     assert not call.empty
     for start in (1000, 1 << 45):
         words.values[0], words.values[1], words.values[2] = start, start + 8, start + 16
-        call.configuration.stream = 9
-        call()
+        call.on(9)
+        call.describe()
+        assert call.launch() == 0
         function, grid, block, shared, stream, attributes, values = driver.launches[-1]
         assert (function, grid, block, shared, stream) == (77, (3, 2, 1), (128, 1, 1), 1000, 9)
         assert sorted(attributes) == [(2, 1), (6, 1)]
         described = struct.pack("Q", start + 16) + bytes(range(8, 128))
-        assert values == [start + 8, -5, 1 << 40, 0.5, described, 1, start, 0, 0], "no scratch memory comes last"
-        call()
+        expected = [start + 8, -5, 1 << 40, 0.5, described, 6, 64, 1 << 36, 1, 1, start, 0, 0]
+        assert values == expected, "no scratch memory comes last"
+        call.describe()
     assert driver.replaced == [1016, (1 << 45) + 16], "a descriptor is written where its address changes"
+
+
+def test_what_a_launch_gives_is_read_from_its_arguments():
+    """Tensors, numbers and TMA descriptors come in the order of their sorts; `order` brings them into that of parameters."""
+    x, y, base = (object() for _ in range(3))
+    arguments = (x, (-5, None, (1 << 40,)), 0.5, SimpleNamespace(base=base), True, y)
+    parameters = variant().parameters
+    given = parameters.given(arguments, lambda place, descriptor: ["map", 6, 64, 1 << 36, 1])
+    assert given == ((x, y, base), (-5, 1 << 40, 0.5, 6, 64, 1 << 36, 1, True), ("map",))
+    every = [*given.numbers, *given.tensors]
+    assert [every[i] for i in parameters.order] == [x, -5, 1 << 40, 0.5, base, 6, 64, 1 << 36, 1, True, y]
+    assert parameters.formats == "qqf4xqqqqQ"
+    with pytest.raises(TypeError, match="must be an address, an integer or a float of Triton, got bf16"):
+        _ = variant(signature=("bf16",)).parameters
+    assert [rank_of(f"tensordesc<fp16{shape},layout[1, 2]>") for shape in ("[16]", "[1, 1, 64, 128]")] == [1, 4]
+
+
+@pytest.mark.parametrize(("kind", "number"), [("u64", 2**64 - 1), ("i64", -(2**63)), ("i32", -1), ("u1", True), ("i1", False)])
+def test_numbers_are_packed_into_words(kind, number, driver):
+    parameters = Variant(None, print, 0, False, False, (), (), (), {}, (kind,)).parameters
+    packed = struct.pack("<" + parameters.formats, *parameters.given((number,), None).numbers)
+    assert int.from_bytes(packed, "little") == number & (2**64 - 1)
 
 
 def test_memory_is_set_to_zero(driver):
     words = Words(1)
     words.values[0] = 4096
     call = ZeroCall(0, 12, words)
-    call.configuration.stream = 5
-    call()
+    call.on(5)
+    assert call.launch() == 0
     assert driver.zeroed == [(4096, 0, 12, 5)]
     assert ZeroCall(0, 0, words).empty
 
 
 def test_no_programs_are_no_launch(driver):
-    assert KernelCall(variant(), (0, 4), [], Words(0)).empty
+    plain = Variant(SimpleNamespace(__name__="kernel"), print, 77, False, False, (4, 1, 0), (), (), {}, ())
+    assert KernelCall(plain, (0, 4), Given((), (), ()), [], Words(0)).empty
 
 
-def test_what_the_driver_refuses_is_said(driver):
-    driver.status = 719
-    with pytest.raises(RuntimeError, match=r"the launch of kernel failed: too bad \(CUDA driver error 719\)"):
-        KernelCall(variant(), (1,), [("*fp16", Address(0))] * 3 + [("i32", 1)] * 4, Words(1))()
+def replayed(monkeypatch, streams=(3,)):
+    """A replay of one launch of ``("*fp16", "i32")`` on its only input, and of memory that is set to 0 first."""
+    stream = iter(streams)
+    active = SimpleNamespace(get_current_stream=lambda device: next(stream))
+    monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))
+    kernel = SimpleNamespace(__name__="kernel")
+    taking = Variant(kernel, print, 77, False, False, (4, 1, 0), (), (), {}, ("*fp16", "i32"))
+    calls = [PreparedZero(1, 64), PreparedLaunch(taking, (5,), Given((), (7,), ()), [0])]
+    return replay.Replay(Prepared([("input", 0, 32), ("own", 512, 0)], calls, 1024, []), 0)
+
+
+def test_a_replay_launches_on_the_current_stream(driver, monkeypatch):
+    driver.formats = ("Q", "i", "Q", "Q")
+    again = replayed(monkeypatch, (3, 3, 4))
+    for start, workspace in ((4096, 1 << 20), (8192, 1 << 20), (8192, 1 << 21)):
+        again.run([start], workspace)
+    assert [(x[4], x[6][0]) for x in driver.launches] == [(3, 4128), (3, 8224), (4, 8224)]
+    assert driver.zeroed == [((1 << 20) + 512, 0, 64, 3)] * 2 + [((1 << 21) + 512, 0, 64, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("cuLaunchKernelEx", "the launch of kernel"), ("cuMemsetD8Async", "cuMemsetD8Async")]
+)
+def test_what_the_driver_refuses_is_said(name, what, driver, monkeypatch):
+    monkeypatch.setattr(driver, name, lambda *arguments: 719)
+    with pytest.raises(RuntimeError, match=rf"{what} failed: too bad \(CUDA driver error 719\)"):
+        replayed(monkeypatch).run([4096], 1 << 20)
 
 
 def test_clusters_are_not_launched_directly(driver):
     with pytest.raises(ValueError, match="without clusters to be launched directly, got 2"):
-        KernelCall(variant(num_ctas=2), (1,), [], Words(0))
+        KernelCall(variant(num_ctas=2), (1,), Given((), (), ()), [], Words(0))

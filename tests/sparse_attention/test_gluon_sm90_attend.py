@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from openmsa import E4M3, PagedKV, Sequences, sparse_attention
-from openmsa.primitives.queries import query_rows
+from openmsa.primitives.rows import query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.sparse_attention import STAGE, gluon_sm90_attend, reference, triton_lists, triton_prefill
 from openmsa.sparse_attention.gluon_sm90_attend import OPTIONS, attend_launch, union_tokens

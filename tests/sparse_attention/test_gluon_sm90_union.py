@@ -8,7 +8,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from openmsa import E4M3, NVFP4, PagedKV, Sequences, sparse_attention
-from openmsa.primitives.queries import query_rows
+from openmsa.primitives.rows import query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS, facts
 from openmsa.sparse_attention import gluon_sm90_attend, gluon_sm90_union, reference, triton_lists, triton_prefill
 from openmsa.sparse_attention.gluon_sm90_union import OPTIONS, serves

@@ -199,6 +199,17 @@ def test_copies_that_no_tile_reads(monkeypatch):
     assert_equal("copies", copies.k.rows.data[0].transpose(0, 1)[: len(untouched)], untouched)
 
 
+class Heard:
+    """A kernel whose launches are written down."""
+
+    def __init__(self, kernel, launched):
+        self.kernel, self.launched, self.__name__ = kernel, launched, kernel.__name__
+
+    def __getitem__(self, grid):
+        self.launched.append(self.__name__)
+        return self.kernel[grid]
+
+
 @pytest.fixture(scope="module")
 def many():
     """More queries than a tile holds, overlapping and not."""
@@ -220,6 +231,25 @@ def test_laws(many, path):
             assert_equal("lse", again[1], lse)
         else:
             torch.testing.assert_close(again[0], out, **tolerance)
+
+
+@pytest.mark.parametrize("budget", [2 << 30, 1 << 19])
+def test_offsets_of_lists_without_a_launch(many, budget, monkeypatch):
+    """The last program of a segment makes the offsets that a launch makes otherwise."""
+    p, blocks = many
+    launched = []
+    for name in ("tile_lists", "bucket_offsets"):
+        kernel = getattr(triton_lists, name)
+        monkeypatch.setattr(triton_lists, name, Heard(kernel, launched))
+    outs = []
+    for most, step in ((0, 512), (1 << 20, 4), (1 << 20, 512)):
+        monkeypatch.setattr(triton_lists, "JOINED_BUCKETS", most)
+        monkeypatch.setattr(triton_lists, "JOINED_STEP", step)
+        outs.append(run(arguments(p, blocks, 64), path="outer", workspace_bytes=budget))
+    assert launched == ["tile_lists", "bucket_offsets", "tile_lists", "tile_lists"]
+    for other in outs[1:]:
+        for name, mine, theirs in zip(("out", "lse"), outs[0], other, strict=True):
+            assert_equal(name, mine, theirs)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -20,7 +20,7 @@ from openmsa.training.evaluate import (  # noqa: E402
 from openmsa.training.layers import LayerInputs, attention_by  # noqa: E402
 from openmsa.training.needle import Needle, make_needles, needle_distances  # noqa: E402
 from openmsa.training.recall import block_mass, mean_recall, recall, spaced_rows  # noqa: E402
-from openmsa.training.variants import Variant, VariantAttention, budgets, group_mean  # noqa: E402
+from openmsa.training.variants import Variant, VariantAttention, blocks_without_index, budgets, group_mean  # noqa: E402
 from tests.training.tiny import LENGTH, tiny_llama, windows  # noqa: E402
 
 DENSE = VariantAttention(Variant("dense"))
@@ -161,6 +161,33 @@ def test_budgets_are_shares_of_the_blocks():
         "no query reads more than 64 blocks, and the row says what that is"
     )
     assert budgets(100, 64, (6.25,)) == {50.0: 1}
+
+
+@pytest.mark.parametrize("kind", ["random", "window"])
+def test_baselines_hold_few_scores_at_a_time_and_chunks_change_no_block(kind, monkeypatch):
+    inputs, variant = layer(), Variant(kind, 60.0, 16, 3)
+    whole, made = blocks_without_index(inputs, variant, 3), []
+    for name in ("rand", "zeros"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, real=real, **k: made.append(real(*a, **k)) or made[-1])
+    for most in (1, 100, 333):
+        made.clear()
+        assert torch.equal(blocks_without_index(inputs, variant, 3, most), whole)
+        scores = [x for x in made if x.dtype == torch.float32]
+        assert sum(x.shape[0] for x in scores) == 140
+        assert max(x.numel() for x in scores) <= max(most, 10)
+
+
+def test_random_blocks_are_drawn_evenly():
+    """Besides its own block a query reads each earlier one as often as any other."""
+    drawn = blocks_without_index(layer(1600, 2), Variant("random", 12.5, 200, 3), 0)  # [3200, 2, 3]
+    last = drawn.view(2, 8, 200, 2, 3)[:, 7].flatten(0, 2)  # of the queries in block 7
+    assert (last == 7).any(-1).all()
+    counts = torch.bincount(last.flatten().long(), minlength=8)[:7].double()
+    expected = counts.sum() / 7
+    assert counts.sum() == 2 * len(last) == 1600
+    assert ((counts - expected).square() / expected).sum() < 22.5  # six degrees of freedom, one draw in a thousand
+    assert len({tuple(row) for row in last.sort(-1).values.tolist()}) == 21  # every pair of the seven
 
 
 def test_hidden_layers_inputs_are_those_of_each_window():

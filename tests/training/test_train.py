@@ -17,8 +17,10 @@ transformers = pytest.importorskip("transformers")
 from openmsa import index_loss  # noqa: E402
 from openmsa.training import checkpoint  # noqa: E402
 from openmsa.training.branches import LayerLosses, dense, index_vectors, selected, sparse  # noqa: E402
+from openmsa.training.fingerprint import backbone_fingerprint  # noqa: E402
 from openmsa.training.layers import attention_by, backbone  # noqa: E402
 from openmsa.training.log import Log, read_log  # noqa: E402
+from openmsa.training.loop import Watcher  # noqa: E402
 from openmsa.training.report import loss_plot, recall_plot  # noqa: E402
 from openmsa.training.settings import TrainSettings  # noqa: E402
 from tests.training.tiny import CONFIG, LAYERS, SETTINGS, tiny_branches, tiny_llama, trainer, windows  # noqa: E402
@@ -219,6 +221,65 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     run = trainer(tmp_path, branches=branches, settings=TrainSettings(steps=1, warmup_steps=1, batch=1))
     with pytest.raises(FloatingPointError, match="the index loss of layer 2 is nan at step 0"):
         run.step(0)
+
+
+def test_a_gradient_that_is_no_number_ends_the_run_before_the_step(tmp_path, monkeypatch):
+    """The loss of the step is finite, its gradient is not: weights, optimizer and checkpoint stay those of the step before."""
+    run = trainer(tmp_path)
+    run.run(run.resume(), save_every=2, measure_every=9, watcher=StopAfter(3))
+    kept = (tmp_path / checkpoint.FILE).read_bytes()
+    before = checkpoint.training_state(run.branches, run.optimizer)
+    forward = run._forward
+
+    def poisoned(parts, attend):
+        forward(parts, attend)
+        run.by_layer[2].k_proj.weight.grad[0, 0] = float("nan")
+
+    monkeypatch.setattr(run, "_forward", poisoned)
+    words = "the index gradient of layer 2 is not finite at step 3; lower the learning rate"
+    with pytest.raises(FloatingPointError, match=words):
+        run.run(3, save_every=1, measure_every=9)
+    after = checkpoint.training_state(run.branches, run.optimizer)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (tmp_path / checkpoint.FILE).read_bytes() == kept
+    assert checkpoint.read_facts(tmp_path / checkpoint.FILE)["step"] == 3
+    assert [r["step"] for r in read_log(tmp_path / "log.jsonl") if "loss" in r] == [0, 1, 2]
+
+
+class StopAfter(Watcher):
+    def __init__(self, steps):
+        self.left = steps
+
+    def stop(self):
+        self.left -= 1
+        return self.left == 0
+
+
+def test_a_run_does_not_go_on_with_another_backbone(tmp_path):
+    settings = TrainSettings(steps=2, warmup_steps=1, batch=1)
+    run = trainer(tmp_path, settings=settings)
+    run.run(run.resume(), save_every=1, measure_every=2)
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight *= 1.001
+    with pytest.raises(ValueError, match=r"the model must be that of the checkpoint to go on \(weights \w+\), got one with"):
+        trainer(tmp_path, settings=settings, model=model).resume()
+
+
+def test_the_fingerprint_of_a_backbone_is_that_of_names_shapes_dtypes_and_numbers():
+    found = backbone_fingerprint(tiny_llama())
+    assert found == backbone_fingerprint(tiny_llama())
+    renamed, shaped, changed = tiny_llama(), tiny_llama(), tiny_llama()
+    renamed.model.other = renamed.model.norm
+    del renamed.model.norm
+    shaped.lm_head.weight = torch.nn.Parameter(shaped.lm_head.weight.view(32, 96))
+    with torch.no_grad():
+        changed.model.norm.weight[-1] += 0.5
+    others = [backbone_fingerprint(model) for model in (renamed, shaped, changed, tiny_llama().double())]
+    assert len({found, *others}) == 5
+    same = tiny_llama()
+    assert backbone_fingerprint(changed, {changed.model.norm.weight}) == backbone_fingerprint(same, {same.model.norm.weight})
 
 
 def test_the_report_is_drawn(tmp_path):

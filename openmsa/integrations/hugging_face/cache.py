@@ -109,8 +109,13 @@ class PagedCache(Cache):
         return MSACache(layers, batch, heads, head_dim, branches, dtype=dtype, device=device, **self._options)
 
     def memory(self) -> int:
-        """Returns the bytes that the cache takes."""
+        """Returns the bytes that the cache takes, be its places filled or not."""
         return self.held.memory()
+
+    @property
+    def room(self) -> int:
+        """Returns how many tokens of all sequences together fit into these bytes, those that it holds included."""
+        return self.held.room
 
     def step(self, number: int, hidden: Tensor, mask: Tensor | None) -> Any:
         """Is called before each layer of a forward, the first of which begins a step.

@@ -16,6 +16,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from openmsa.dense_attention import dense_attention
 from openmsa.integrations.hugging_face.cache import PagedCache, branch_settings, held_index_keys
+from openmsa.integrations.padding import refuse_packed
 from openmsa.integrations.transformers import packed_forward, refuse_unsupported, register_forward
 from openmsa.modules import IndexBranch
 from openmsa.types import Sequences
@@ -96,10 +97,14 @@ def _hand_over(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         return args, kwargs
     hidden = args[0] if args else kwargs["hidden_states"]
     past: Any = kwargs.get("past_key_values")
+    mask = kwargs.get("attention_mask")
     paged = isinstance(past, PagedCache)
+    if past is not None and not (paged and layer.layer_idx):  # before a cache changes, all layers of a paged one together
+        refuse_unsupported(ATTENTION, layer, mask, None, kwargs)
+        held = past.get_seq_length(layer.layer_idx) if mask is None else 0
+        refuse_packed(ATTENTION, layer.layer_idx, kwargs.get("position_ids"), hidden.shape[1], held, mask)
     if paged:
-        refuse_unsupported(ATTENTION, layer, kwargs.get("attention_mask"), None, kwargs)
-        kwargs["msa_cache"] = past.step(layer.layer_idx, hidden, kwargs.get("attention_mask"))
+        kwargs["msa_cache"] = past.step(layer.layer_idx, hidden, mask)
     branch = getattr(layer, "index_branch", None)
     holds = paged and past.held.layers[layer.layer_idx].index is not None  # which must then hold those of every token
     if branch is None or (branch.stage == "dense" and not holds):

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: MIT
+"""`prepare` finds what each address belongs to that recorded launches take: to an input, to memory that the recorded code
+allocated, or to memory that is kept. What it returns has no address of its own but for memory that is kept."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from openmsa.runtime import launch
+from openmsa.runtime.kinds import span
+from openmsa.runtime.launch import Variant
+from openmsa.runtime.parameters import Given
+from openmsa.runtime.tape import Launched, Tape, Zeroed
+
+ALIGNED = 512
+"""Each memory of a workspace begins at a multiple of so many bytes, as memory of PyTorch does."""
+
+
+class AmbiguousError(Exception):
+    """An address lies in several inputs."""
+
+
+class Places:
+    """Finds what an address belongs to, and gives it a word."""
+
+    def __init__(self, inputs: list[Tensor], own: bool) -> None:
+        self.inputs, self.own = inputs, own
+        self.starts: dict[int, int] = {}  # of each address at which inputs begin, the first of these
+        self.storages: dict[int, list[int]] = {}  # of the memory of inputs, which inputs lie there
+        for i, x in enumerate(inputs):
+            if x.numel():
+                self.starts.setdefault(x.data_ptr(), i)
+                self.storages.setdefault(x.untyped_storage().data_ptr(), []).append(i)
+        self.found: dict[int, int] = {}  # the word of each address
+        self.words: list[tuple[str, int, int]] = []
+        self.memories: dict[int, tuple[int, Tensor]] = {}  # of each storage its place in the workspace, and a tensor in it
+        self.size = 0  # of the workspace in bytes
+
+    def word(self, tensor: Tensor) -> int:
+        """Returns the number of the word that holds the address of a tensor."""
+        address = tensor.data_ptr()
+        word = self.found.get(address)
+        if word is None:
+            word = self.found[address] = len(self.words)
+            self.words.append(self._place(tensor, address))
+        return word
+
+    def _place(self, tensor: Tensor, address: int) -> tuple[str, int, int]:
+        i = self.starts.get(address)
+        if i is not None:
+            return "input", i, 0
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        if start in self.storages:
+            # Host code cuts inputs into slices of their first dimension, so that an address begins at a row of its own input.
+            inside = [i for i in self.storages[start] if self._begins_row(i, address)]
+            if len(inside) > 1:
+                raise AmbiguousError(f"an address lies in {len(inside)} of its inputs")
+            if not inside:
+                raise AmbiguousError("an address lies beside its inputs, in the memory of one")
+            return "input", inside[0], address - self.inputs[inside[0]].data_ptr()
+        if not self.own or not storage.nbytes():
+            self.memories.setdefault(start, (-1, tensor))
+            return "kept", address, 0
+        if start not in self.memories:
+            self.memories[start] = (self.size, tensor)
+            self.size += storage.nbytes() + -storage.nbytes() % ALIGNED
+        return "own", self.memories[start][0] + address - start, 0
+
+    def _begins_row(self, i: int, address: int) -> bool:
+        x = self.inputs[i]
+        first, last = span(x)
+        row = x.stride(0) * x.element_size() if x.dim() else 0
+        return first <= address < last and row > 0 and (address - first) % row == 0
+
+
+class PreparedLaunch(NamedTuple):
+    """A launch in numbers and addresses. words: of each of its tensors, the number of the word that holds its address."""
+
+    variant: Variant
+    grid: tuple[int, ...]
+    given: Given
+    words: list[int]
+
+
+class PreparedZero(NamedTuple):
+    """Memory that is set to 0: the word of its address, and its bytes."""
+
+    word: int
+    size: int
+
+
+class Prepared(NamedTuple):
+    """What a tape says in numbers and addresses.
+
+    words:      what each word holds: ("input", its number, an offset), ("own", an offset in the workspace, 0) or ("kept", an
+                address, 0).
+    calls:      launches, and memory that is set to 0, in order.
+    workspace:  bytes, a multiple of `ALIGNED`.
+    kept:       tensors whose memory is kept.
+    """
+
+    words: list[tuple[str, int, int]]
+    calls: list[PreparedLaunch | PreparedZero]
+    workspace: int
+    kept: list[Tensor]
+
+
+def prepare(tape: Tape, inputs: list[Tensor], own: bool) -> Prepared:
+    """Finds what each address of a tape belongs to."""
+    places, calls = Places(inputs, own), list[PreparedLaunch | PreparedZero]()
+    for event in tape:
+        if isinstance(event, Launched):
+            given = event.variant.parameters.given(event.arguments, partial(launch.encoded, event.variant))
+            calls.append(PreparedLaunch(event.variant, event.grid, given, [places.word(x) for x in given.tensors]))
+        elif isinstance(event, Zeroed):
+            calls.append(PreparedZero(places.word(event.memory), event.memory.numel() * event.memory.element_size()))
+    held = [tensor for place, tensor in places.memories.values() if place < 0]
+    return Prepared(places.words, calls, places.size, held)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: MIT
+"""A run is told by fingerprints, so that a checkpoint goes on only with the model, text and settings that it began with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openmsa.modules import IndexBranch
+
+SAMPLED = 16  # So many numbers of each of a model's tensors are read.
+
+
+def fingerprint(branches: Mapping[int, IndexBranch]) -> str:
+    """Returns what tells a model by the weights that its index branches begin with, all of them."""
+    found = hashlib.sha256()
+    for number, branch in branches.items():
+        for name, parameter in branch.named_parameters():
+            found.update(f"{number} {name} {tuple(parameter.shape)}".encode())
+            found.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def backbone_fingerprint(model: nn.Module, without: Collection[nn.Parameter] = ()) -> str:
+    """Returns what tells a model by its weights: the name, shape and dtype of each parameter that is not in `without`, and the
+    bytes of `SAMPLED` of its numbers, evenly spread, so that a large model costs little. Training changes a tensor nearly
+    everywhere, so a model that was trained on has another fingerprint."""
+    found, left_out = hashlib.sha256(), {id(parameter) for parameter in without}
+    samples: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in left_out:
+            found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            numbers = parameter.detach().flatten()
+            places = torch.arange(min(SAMPLED, len(numbers)), device=numbers.device)
+            places = places * (len(numbers) - 1) // max(1, len(places) - 1)
+            samples.setdefault((numbers.dtype, numbers.device), []).append(numbers[places])
+    for some in samples.values():  # in the order of the model, one copy from a device a dtype
+        found.update(torch.cat(some).view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ValueError, which names what differs between the run of a checkpoint and the run that would go on."""
+    for name in ("settings", "config"):
+        for key in saved[name].keys() | now[name].keys():
+            before, after = saved[name].get(key), now[name].get(key)
+            if before != after:
+                raise ValueError(f"{key} must be that of the checkpoint to go on ({before!r}), got {after!r}")
+    if saved["dtype"] != now["dtype"]:
+        raise ValueError(f"dtype must be that of the checkpoint to go on ({saved['dtype']}), got {now['dtype']}")
+    if saved["model"] != now["model"]:
+        raise ValueError(
+            f"the model must be that of the checkpoint to go on (index branches {saved['model']}), got one with {now['model']}"
+        )
+    if saved.get("backbone", now["backbone"]) != now["backbone"]:  # Checkpoints of before 23 November 2026 have none.
+        raise ValueError(
+            f"the model must be that of the checkpoint to go on (weights {saved['backbone']}), got one with {now['backbone']}"
+        )
+    if saved["text"] != now["text"]:
+        raise ValueError(
+            f"the text, its windows' length and the seed must be those of the checkpoint to go on ({saved['text']}), "
+            f"got {now['text']}"
+        )
