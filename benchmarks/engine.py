@@ -5,6 +5,7 @@
     python -m benchmarks.engine -o record.jsonl                      # both, one after the other, and what they compare to
     python -m benchmarks.engine --kernels openmsa -o record.jsonl    # one of them
     python -m benchmarks.engine --compare record.jsonl               # the table of a record
+    python -m benchmarks.engine_rows -o rows.jsonl                   # several engines, row by row, in bounded time
 
 It prints how far prompts and answers are from a forward in plain PyTorch (random weights only), rates of prefill and decode,
 the time of the sparse layers' stages on the GPU, and the host's time of a layer where layers are launched one by one.
@@ -55,6 +56,8 @@ def arguments() -> argparse.Namespace:
     ):
         p.add_argument(f"--{name}", type=int, default=default, help=text)
     p.add_argument("--kv-gib", type=float, default=24)
+    p.add_argument("--gpu-share", type=float, help="of the GPU's memory that must be free at start, where engines share it")
+    p.add_argument("--orders", type=int, help=argparse.SUPPRESS)  # a pipe from which `engine_rows` asks for rows
     p.add_argument("--kv-dtype", default="auto", help="auto or fp8")
     p.add_argument("--index-dtype", help="bf16 or fp8")
     p.add_argument("--long", type=int, nargs="*", default=[4096, 32768, 131072], help="prompts whose prefill is timed")
@@ -73,8 +76,16 @@ def tokens(length: int, seed: int) -> list[int]:
     return torch.randint(10, 32000, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def run(a: argparse.Namespace) -> dict[str, Any]:
-    """Starts an engine, and returns the record of a run."""
+def permuted(length: int, seed: int) -> list[int]:
+    """Draws a prompt that holds every token but the first ten once in each 31,990, so that an n-gram drafter always finds the
+    last token made, and drafts."""
+    draw = torch.Generator().manual_seed(seed)
+    passes = [torch.randperm(31990, generator=draw) + 10 for _ in range(-(-length // 31990))]
+    return torch.cat(passes)[:length].tolist()
+
+
+def start(a: argparse.Namespace) -> tuple[Vllm, dict[str, Any], dict[str, Any]]:
+    """Starts an engine; returns it, the model's configuration, and what a record says of the engine."""
     environment(a)
     config, begun = write_config(a), time.perf_counter()
     engine = Vllm(a)
@@ -92,10 +103,16 @@ def run(a: argparse.Namespace) -> dict[str, Any]:
     print(f"{a.kernels}: {record['engine']} started in {record['start_s']:.0f} s, graphs {record['graphs']}", flush=True)
     for row in record["layers"]:
         print("  ", row, flush=True)
+    return engine, config, record
+
+
+def run(a: argparse.Namespace) -> dict[str, Any]:
+    """Starts an engine, and returns the record of a run."""
+    engine, config, record = start(a)
     answers(engine, a, config, record)
     if not a.no_timing:
         record["prefill"] = [prefill(engine, length, a.repeat) for length in a.long if length + 32 <= a.max_len]
-        record["decode"] = [decode(engine, batch, a) for batch in a.batch]
+        record["decode"] = [decode(engine, batch, a.context, a) for batch in a.batch]
     record["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return record
 
@@ -135,12 +152,14 @@ def prefill(engine: Vllm, length: int, repeat: int) -> dict[str, Any]:
     return row
 
 
-def decode(engine: Vllm, batch: int, a: argparse.Namespace) -> dict[str, Any]:
-    """Times steps in which every request decodes. The first request decodes while the others are prefilled."""
-    names, warm = [f"decode-{batch}-{i}" for i in range(batch)], 8
-    most = (1 + a.speculative) * (a.steps + warm + 40 + 2 * batch * -(-a.context // a.chunk))
+def decode(engine: Vllm, batch: int, context: int, a: argparse.Namespace) -> dict[str, Any]:
+    """Times steps in which every request decodes. The first request decodes while the others are prefilled. An engine with
+    drafts gets prompts in which its n-gram drafter finds every token."""
+    prompt, warm = permuted if a.speculative else tokens, 8
+    names = [f"decode-{batch}-{context}-{time.monotonic_ns()}-{i}" for i in range(batch)]
+    most = (1 + a.speculative) * (a.steps + warm + 40 + 2 * batch * -(-context // a.chunk))
     for i, name in enumerate(names):
-        engine.start(name, tokens(a.context, 1000 + i), most)
+        engine.start(name, prompt(context, 1000 + i), most)
     made: dict[str, int] = {}
     while len(made) < batch or min(made.values()) < warm:
         made |= engine.step()
@@ -155,14 +174,37 @@ def decode(engine: Vllm, batch: int, a: argparse.Namespace) -> dict[str, Any]:
     count = sum(made.values()) - before
     row = {
         "batch": batch,
-        "context": a.context,
+        "context": context,
         "tokens": count,
         "tokens_per_s": count / total,
         "step_ms": 1e3 * steps[len(steps) // 2],
         "stages": engine.stages.take(),
     }
-    engine.finish()
+    engine.finish(names if a.speculative else ())  # Drafts that are refused would take many steps to the end.
     print("  decode", json.dumps(row), flush=True)
+    return row
+
+
+def prefix(engine: Vllm, length: int, new: int, repeat: int) -> dict[str, Any]:
+    """Times prompts whose first `length` tokens the engine has cached and whose last `new` ones are new, keeps the best of
+    `repeat`, and compares an answer that reads the cached keys with the one of the same prompt computed anew."""
+    shared, taken = tokens(length, 7), []
+    engine.generate([shared], 1)
+    for i in range(repeat + 1):
+        prompt = shared + tokens(new, 200 + i)
+        torch.cuda.synchronize()
+        engine.stages.on, begun = True, time.perf_counter()
+        engine.generate([prompt], 1)
+        torch.cuda.synchronize()
+        wall, engine.stages.on = time.perf_counter() - begun, False
+        taken.append((wall, engine.stages.take()))
+    wall, stages = min(taken[1:], key=lambda x: x[0])
+    anew, cached = (
+        engine.generate([prompt], 1, skip_reading_prefix_cache=skip, logprobs=5)[0]["top"][0] for skip in (True, False)
+    )
+    apart = [abs(cached[t] - anew[t]) for t in cached if t in anew]
+    row = {"length": length, "new": new, "wall_s": wall, "stages": stages, "apart": max(apart, default=None)}
+    print("  prefix", json.dumps(row), flush=True)
     return row
 
 
@@ -212,16 +254,19 @@ def table(records: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Runs what the command line says."""
     a = arguments()
-    if a.kernels:
+    if a.orders is not None:
+        from benchmarks.engine_rows import serve
+
+        serve(a.orders, *start(a), a)
+    elif a.kernels:
         record = run(a)
         a.out.parent.mkdir(parents=True, exist_ok=True)
         with a.out.open("a") as f:
             f.write(json.dumps(record) + "\n")
-        return
-    if not a.compare:
-        for kernels in KERNELS:
+    else:
+        for kernels in () if a.compare else KERNELS:
             subprocess.run([sys.executable, "-m", "benchmarks.engine", *sys.argv[1:], "--kernels", kernels], check=True)
-    print(table([json.loads(line) for line in (a.compare or a.out).read_text().splitlines()]))
+        print(table([json.loads(line) for line in (a.compare or a.out).read_text().splitlines()]))
 
 
 if __name__ == "__main__":

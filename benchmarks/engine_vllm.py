@@ -7,7 +7,7 @@ import importlib.util
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ class Vllm:
         if a.index_dtype:
             attention["indexer_kv_dtype"] = a.index_dtype
         more: dict[str, Any] = {} if a.checkpoint else {"load_format": "dummy"}
+        if a.gpu_share is not None:
+            more["gpu_memory_utilization"] = a.gpu_share
         if a.speculative:
             more["speculative_config"] = {
                 "method": "ngram",
@@ -104,8 +106,9 @@ class Vllm:
         """Runs one step; returns how many tokens each request that made one has by now."""
         return {o.request_id: len(o.outputs[0].token_ids) for o in self.llm.llm_engine.step()}
 
-    def finish(self) -> None:
-        """Runs steps until no request is left."""
+    def finish(self, abort: Iterable[str] = ()) -> None:
+        """Ends the requests `abort`, and runs steps until none is left."""
+        self.llm.llm_engine.abort_request(list(abort))
         while self.llm.llm_engine.has_unfinished_requests():
             self.llm.llm_engine.step()
 

@@ -73,6 +73,7 @@ def block_scores(
     return scores
 
 
+EVEN_SPLITS = False  # Whether splits share what rows see, not what there is room for; not timed yet (`docs/log/engine.md`).
 SECTOR = 8
 """The scoring kernel writes so many scores at a time where it can."""
 
@@ -103,11 +104,11 @@ def score_kernel(
     q, keys, tma, table, bounds, scores, num_blocks, num_pages, capacity, max_keys, tiles_per_split,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr,
     PRODUCT: tl.constexpr, HOLD: tl.constexpr, FILL: tl.constexpr, COLLECT: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The grid is (splits, row tiles, batch * key heads); late rows, which see most keys, start first. HOLD: rows stay in
     registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are written eight
-    blocks, a sector, at a time. PDL: let the kernel behind this one be launched while this one runs."""
+    blocks, a sector, at a time. PDL: let the kernel behind this one be launched while this one runs. EVEN: see below."""
     if PDL:
         gdc_launch_dependents()
     ROWS: tl.constexpr = PRODUCT.rows
@@ -122,6 +123,9 @@ def score_kernel(
     o_r, m_row, i_last, seen_by_all, seen_by_any = rows_of(i_m, q_len, k_len, offset, GROUP, ROWS)
     if scores.visible is not None:
         store_visible(scores.visible, q_start, o_r, m_row, i_last, i_split + i_h == 0, GROUP, CUT.block)
+    if EVEN:  # The splits share the tiles that the rows see, EVEN at a time; nobody has the others, so that FILL must be False.
+        even = tl.cdiv(tl.cdiv(seen_by_any, CUT.block * CUT.sub) * CUT.parts, tl.num_programs(0) * EVEN) * EVEN
+        tiles_per_split = tl.minimum(tiles_per_split, tl.maximum(even, EVEN))
     first, last, i_full, i_end = tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, CUT)
     page_row = table.ids
     if PAGING.mode != 0:
@@ -197,8 +201,7 @@ def launch(
     s_head, s_token, s_block = scores.stride()
     num_blocks, even = scores.shape[2], _in_sectors(scores)
     written = Scores(scores, s_head, s_token, s_block, visible)
-    hopper = runs_hopper_kernels(index_q.device)
-    tuned = _tuned(queries, keys, kind, tile, rows, group, even, device, pdl) if hopper else None
+    tuned = _tuned(queries, keys, kind, tile, rows, group, even, device, pdl) if runs_hopper_kernels(index_q.device) else None
     if tuned is not None:
         tuned(queries, keys, product, lengths, written, num_blocks, device)
         return
@@ -227,10 +230,11 @@ def launch(
     }
     others = view.table, lengths.bounds, written, *numbers
     if chosen.lanes:
-        rows_in_words = in_words(view.rows, view.form)
-        launch_kernel(lane_kernel, grid, queries, rows_in_words, *others, CHUNK=chosen.lanes, **constants)
+        launch_kernel(lane_kernel, grid, queries, in_words(view.rows, view.form), *others, CHUNK=chosen.lanes, **constants)
     else:
-        launch_kernel(score_kernel, grid, queries, view.rows, keys.tma, *others, HOLD=chosen.hold, COLLECT=collect, **constants)
+        shared = step * tile.parts if EVEN_SPLITS and visible is not None else 0
+        constants |= {"HOLD": chosen.hold, "COLLECT": collect, "EVEN": shared}
+        launch_kernel(score_kernel, grid, queries, view.rows, keys.tma, *others, **constants)
 
 
 def _tuned(

@@ -80,7 +80,7 @@ def modules(version: int) -> dict[str, types.ModuleType]:
     )
     module("sglang.srt.layers.moe.utils", is_tbo_enabled=lambda: False)
     runtime = module("sglang.srt.runtime_context", get_parallel=lambda: runtime.parallel)
-    runtime.parallel = types.SimpleNamespace(attn_tp_size=1, attn_cp_size=1)
+    runtime.parallel = Parallel()
     if version == 23:
         runtime.spec = None
         runtime.get_spec = lambda: runtime.spec
@@ -92,6 +92,16 @@ def modules(version: int) -> dict[str, types.ModuleType]:
         attn_backend_wrapper=lambda runner, full_attn_backend: (pair, full_attn_backend),
     )
     return made
+
+
+class Parallel:
+    """Sizes of SGLang's groups of ranks."""
+
+    attn_tp_size = attn_cp_size = attn_dcp_size = 1
+
+    @property
+    def dcp_size(self):
+        raise AssertionError("decode context parallel group is not initialized")
 
 
 class AttentionBackend:
@@ -279,14 +289,16 @@ class Engine:
         else:
             backend.init_forward_metadata(batch)
         for layer in self.layers:
-            q, k, v, index_q, index_k = (
-                torch.randn(rows, n, DIM, generator=self.draw).bfloat16()
-                for n in (self.heads, self.kv_heads, self.kv_heads, self.kv_heads, 1)
-            )
+            q, k, v, index_q, index_k = self.drawn(rows)
             none, out = backend.forward(q, k, v, layer, batch, True, idx_q=index_q, idx_k=index_k, idx_v=None)
             assert none is None
             outputs.append((q, index_q, out.view(-1, self.heads, DIM)))
         return outputs
+
+    def drawn(self, rows):
+        """Returns q, k, v, index queries and index keys of one layer."""
+        counts = (self.heads, self.kv_heads, self.kv_heads, self.kv_heads, 1)
+        return [torch.randn(rows, n, DIM, generator=self.draw).bfloat16() for n in counts]
 
     def _batch(self, new, mode, slots, pad_to, padding):
         unseen = self.drafts if mode.is_target_verify() else 0

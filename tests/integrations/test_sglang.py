@@ -47,9 +47,10 @@ def started(sglang, version, **more):
 def naive(engine, layer, q, index_q, request, first):
     """Attends for the `q` ``[tokens, heads, dim]`` at the positions `first` (int ``[tokens]``) of a request, one by one."""
     slots = engine.slots[engine.rows[request], : engine.lengths[request]].long()
-    k, v = (x[slots].double() for x in engine.pool.get_kv_buffer(layer.layer_id))
+    k, v = (x[slots].double().cpu() for x in engine.pool.get_kv_buffer(layer.layer_id))
     k, v = k * (layer.k_scale_float or 1.0), v * (layer.v_scale_float or 1.0)
-    index_k = engine.pool.get_index_k_buffer(layer.layer_id)[slots, 0].double()
+    index_k = engine.pool.get_index_k_buffer(layer.layer_id)[slots, 0].double().cpu()
+    q, index_q = q.cpu(), index_q.cpu()
     group, out = engine.heads // engine.kv_heads, torch.empty(q.shape, dtype=torch.float64)
     for i in range(q.shape[0]):
         seen = int(first[i]) + 1
@@ -77,7 +78,7 @@ def run(engine, new, mode, **more):
             some = torch.linspace(0, count - 1, min(count, 24)).round().long()
             rows = at + some
             expected = naive(engine, layer, q[rows], index_q[rows], request, before[request] + some)
-            torch.testing.assert_close(out[rows].double(), expected, atol=0.02, rtol=0.02)
+            torch.testing.assert_close(out[rows].double().cpu(), expected, atol=0.02, rtol=0.02)
             at += count
         if more.get("padding"):
             assert (out[at:] == 0).all()
@@ -192,6 +193,10 @@ def test_what_cannot_be_served_is_refused(sglang, version, more, message):
         (lambda e: setattr(e.pool.main_pool, "is_quantized_kv_cache", True), "plain or E4M3 with one scale"),
         (lambda e: setattr(e.runner, "token_to_kv_pool", object()), "must be SGLang's MiniMaxSparseKVPool, got object"),
         (lambda e: setattr(e.made["sglang.srt.runtime_context"].parallel, "attn_cp_size", 2), "attn_cp_size must be 1.* got 2"),
+        (
+            lambda e: setattr(e.made["sglang.srt.runtime_context"].parallel, "attn_dcp_size", 2),
+            "attn_dcp_size must be 1.* got 2",
+        ),
         (
             lambda e: setattr(sys.modules["openmsa.integrations.sglang.sizes"], "is_tbo_enabled", lambda: True),
             "two-batch-overlap",

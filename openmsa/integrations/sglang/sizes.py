@@ -124,8 +124,10 @@ def _refused_drafts(runner: Any) -> str | None:
 def _refused_server(runner: Any) -> str | None:
     if is_tbo_enabled():
         return "--enable-two-batch-overlap must be off, since a plan serves one whole batch"
-    for name in ("attn_cp_size", "attn_dcp_size", "dcp_size"):
-        size = getattr(_runtime.get_parallel(), name, 1)
+    parallel = _runtime.get_parallel()
+    # Where SGLang has `attn_dcp_size`, `dcp_size` fails an assertion of its own in servers without such ranks.
+    for name in ("attn_cp_size", "attn_dcp_size" if hasattr(parallel, "attn_dcp_size") else "dcp_size"):
+        size = getattr(parallel, name, 1)
         if size > 1:
             return f"{name} must be 1, since a selection needs all keys of a sequence, got {size}"
     return None

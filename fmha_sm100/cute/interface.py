@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: MIT
+"""This module gives the attention functions of `fmha_sm100.sparse` by their public place."""
+
+from __future__ import annotations
+
+from fmha_sm100.sparse import (
+    SparseDecodePagedAttentionWrapper,
+    sparse_atten_func,
+    sparse_atten_nvfp4_kv_func,
+    sparse_decode_atten_func,
+)
+
+__all__ = [
+    "SparseDecodePagedAttentionWrapper",
+    "sparse_atten_func",
+    "sparse_atten_nvfp4_kv_func",
+    "sparse_decode_atten_func",
+]

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: MIT
+"""This module gives the NVFP4 helpers of `fmha_sm100.sparse` by their public place."""
+
+from __future__ import annotations
+
+from fmha_sm100.sparse import (
+    Nvfp4QuantizedTensor,
+    dequantize_nvfp4_128x4_to_bf16,
+    nvfp4_global_scale_from_amax,
+    nvfp4_scale_128x4_offset,
+    quantize_bf16_to_nvfp4_128x4,
+    quantize_kv_bf16_to_nvfp4_128x4,
+    swizzle_nvfp4_scale_to_128x4,
+)
+
+__all__ = [
+    "Nvfp4QuantizedTensor",
+    "dequantize_nvfp4_128x4_to_bf16",
+    "nvfp4_global_scale_from_amax",
+    "nvfp4_scale_128x4_offset",
+    "quantize_bf16_to_nvfp4_128x4",
+    "quantize_kv_bf16_to_nvfp4_128x4",
+    "swizzle_nvfp4_scale_to_128x4",
+]

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: MIT
+"""The coordinator of engines asks each for its rows in turns, in bounded time, and goes on where one fails."""
+
+import json
+import os
+import sys
+import threading
+from argparse import Namespace
+from multiprocessing.connection import Pipe
+
+import pytest
+
+from benchmarks import engine as rows
+from benchmarks import engine_rows
+from benchmarks.engine import permuted
+
+WORKER = """
+import sys
+from multiprocessing.connection import Connection
+kernels, breaks, orders = sys.argv[1], sys.argv[2], Connection(int(sys.argv[3]))
+if breaks == "start":
+    sys.exit("RuntimeError: no memory")
+orders.send({"start_s": 1.0})
+while True:
+    order = orders.recv()
+    stage = {"gpu_ms": 4.0 if kernels == "own" else 2.0, "host_median_us": 5.0, "calls": 2}
+    row = {"wall_s": 1.0, "step_ms": 1.0, "tokens": 8, "batch": 4, "apart": 0.0, "errors": []}
+    failed = order["do"] == breaks
+    row |= {"seconds": 1, "stages": {"attend": stage, "indexer": stage}}
+    orders.send({"failed": "ValueError: bad"} if failed else row)
+"""
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Runs the rows with workers in place of engines, of which those of `breaks` fail at an order; returns the record, what was
+    left out, and the worker's orders."""
+
+    def run(breaks=None, seconds=60.0):
+        def command(group, kernels, orders, a):
+            return [sys.executable, "-c", WORKER, kernels, (breaks or {}).get((group, kernels), "-"), str(orders)]
+
+        monkeypatch.setattr(engine_rows, "engine_command", command)
+        out = tmp_path / "rows.jsonl"
+        a = Namespace(groups=["rank", "drafts"], out=out, seconds=seconds, start_seconds=60.0, steps=2, more=[])
+        left = engine_rows.measure(a)
+        return [json.loads(line) for line in out.read_text().splitlines()], left
+
+    return run
+
+
+def test_rows_come_in_turns(measured):
+    records, left = measured()
+    taken = [(r["group"], r["row"], tuple(r["sizes"]), r["kernels"]) for r in records if r["row"] != "start"]
+    wanted = [row for row in engine_rows.ROWS if row[0] in ("rank", "drafts")]
+    assert taken == [(*row, kernels) for row in wanted for kernels in engine_rows.KERNELS]
+    assert left == []
+    text = engine_rows.table(records)
+    assert "rank prefill 4096: wall 1e+03 1e+03 1.00x | indexer 4 2 2.00x | attend 4 2 2.00x | both 8 4 2.00x" in text
+
+
+def test_an_engine_that_fails_takes_no_other_with_it(measured):
+    records, left = measured({("rank", "own"): "start", ("drafts", "openmsa"): "prefix"})
+    assert {(r["group"], r["kernels"]) for r in records if r["row"] == "prefill"} == {("rank", "openmsa")}
+    assert "drafts prefix 32768 x 512, openmsa: drafts openmsa: ValueError: bad" in left
+    assert "drafts decode 1 x 32768, openmsa: no engine" in left
+    assert all("no engine" in line for line in left if line.startswith("rank"))
+
+
+def test_rows_without_time_are_named(measured):
+    records, left = measured(seconds=0.0)
+    assert {r["row"] for r in records} == {"start"}
+    assert len(left) == 2 * sum(row[0] in ("rank", "drafts") for row in engine_rows.ROWS)
+    assert all(line.endswith("no time") for line in left)
+
+
+def test_an_engine_serves_orders_until_the_pipe_closes(monkeypatch):
+    calls = []
+    for name in ("prefill", "decode", "prefix"):
+        monkeypatch.setattr(rows, name, lambda engine, *rest, name=name: calls.append((name, rest)) or {"row": name})
+    monkeypatch.setattr(rows, "answers", lambda e, a, config, record: record.update(alone=[], together=[], errors=[1]))
+    near, far = Pipe()
+    a = Namespace(repeat=3)
+    thread = threading.Thread(target=engine_rows.serve, args=(os.dup(far.fileno()), "engine", {}, {"start_s": 2.0}, a))
+    thread.start()
+    assert near.recv() == {"start_s": 2.0}
+    near.send({"do": "warm", "rows": [("prefill", (64,)), ("decode", (128, 16384)), ("answers", ())]})
+    assert near.recv()["seconds"] < 60
+    near.send({"do": "prefix", "sizes": (64, 5)})
+    assert near.recv() == {"row": "prefix"}
+    near.send({"do": "answers", "sizes": ()})
+    assert near.recv() == {"alone": [], "together": [], "errors": [1]}
+    monkeypatch.setattr(rows, "prefill", lambda *rest: 1 / 0)
+    near.send({"do": "prefill", "sizes": (64,)})
+    assert near.recv() == {"failed": "ZeroDivisionError: division by zero"}
+    assert calls == [("prefill", (64, 1)), ("decode", (2, 8192, a)), ("prefix", (64, 5, 3))]
+    near.close()
+    far.close()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_every_token_of_a_permuted_prompt_is_found_again():
+    prompt = permuted(40000, 3)
+    assert sorted(prompt[:31990]) == list(range(10, 32000))
+    assert len(prompt) == 40000
