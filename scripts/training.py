@@ -218,16 +218,13 @@ def parts(x: Inputs, blocks: torch.Tensor, timer: Timer) -> None:
     rows: dict[str, Callable[[], Any]] = {
         "lists, sorted": lambda: readers(blocks, call.seqs, x.k.shape[0], 128, own.item),
         "terms of rows": lambda: RowTerms.of(out, lse, grad, None),
-        "lists, counted": lambda: listed(blocks, call.seqs, x.k.shape[0], 128, own.item, counting=True),
+        "lists, counted": lambda: listed(blocks, call.seqs, x.k.shape[0], 128, own.item),
         "as it is": whole(),
-        "in Triton": whole(tuned=False, counting=False),
-        "in Triton, counted lists": whole(tuned=False, counting=True),
-        "Hopper's kernel, counted lists": whole(tuned=True, counting=True),
-        **{f"Hopper's kernel, {n} stages": whole(tuned=True, counting=True, options={"STAGES": n}) for n in (1, 2)},
+        "in Triton": whole(tuned=False),
+        **{f"Hopper's kernel, {n} stages": whole(tuned=True, options={"STAGES": n}) for n in (1, 2)},
     }
-    for item in (256, 1024):
-        config = dataclasses.replace(own, item=item)
-        rows[f"Hopper's kernel, items of {item}"] = whole(tuned=True, counting=True, config=config)
+    for item in (512, 2048):
+        rows[f"Hopper's kernel, items of {item}"] = whole(tuned=True, config=dataclasses.replace(own, item=item))
     for change in (
         {"stages": 1},
         {"stages": 3},

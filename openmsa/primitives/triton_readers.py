@@ -21,8 +21,6 @@ from openmsa.primitives.readers import Readers, buckets_of, most_extra, readers
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two, zeros
 from openmsa.types import Layout
 
-COUNTING = False
-"""Lists are counted where nothing else is asked for; otherwise they are sorted."""
 MOST_WORDS = 1 << 27
 WORD = tl.constexpr(32)
 """A word has the bits of so many queries."""
@@ -33,7 +31,7 @@ STEP = 1024
 class Counts(NamedTuple):
     """Holds what is counted, int32.
 
-    words:  [lists, words], the bits of each list.
+    words:  [lists * words], the bits of each list.
     before: the same shape: readers of the list in the words before.
     totals: [lists], readers of each list.
     """
@@ -43,42 +41,37 @@ class Counts(NamedTuple):
     totals: Tensor
 
 
-def listed(blocks: Tensor, seqs: Layout, total_k: int, block_size: int, item: int, *, counting: bool | None = None) -> Readers:
-    """Does what `readers` does. Entries behind the last list are undefined.
-
-    counting: whether lists are counted or sorted; None: as `COUNTING` says. A query whose slots name a block twice, which no
-              caller may give, is listed once for it where lists are counted.
-    """
+def listed(blocks: Tensor, seqs: Layout, total_k: int, block_size: int, item: int) -> Readers:
+    """Does what `readers` does. Slots of a query must name different blocks; entries behind the last list are undefined."""
     total_q, heads, topk = blocks.shape
     num_buckets, device = buckets_of(total_k, seqs.batch, block_size), blocks.device
     num_lists, num_words = heads * num_buckets, ceil_div(total_q, WORD.value)
-    counting = COUNTING if counting is None else counting
-    if not counting or not blocks.numel() or not num_lists or num_lists * num_words > MOST_WORDS:
+    if not blocks.numel() or not num_lists or num_lists * num_words > MOST_WORDS:
         return readers(blocks, seqs, total_k, block_size, item)
 
-    def made(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+    def made(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, device=device)
 
-    entries = heads * total_q * topk
-    counts = Counts(zeros(num_lists * num_words, torch.int32, device), made(num_lists, num_words), made(num_lists))
+    entries, words = heads * total_q * topk, num_lists * num_words
+    counts = Counts(zeros(words, torch.int32, device), made(words), made(num_lists))
     most_items = most_extra(entries, item) + min(num_lists, entries)
     reads = torch.empty(blocks.shape, dtype=torch.bool, device=device)
-    found = Readers(
-        made(entries), made(num_lists + 1), made(num_lists + 1), made(most_items), made(num_buckets), reads.view(torch.uint8)
-    )
+    starts, item_starts, extra_starts = (made(num_lists + 1) for _ in range(3))
+    of_items = (item_starts, extra_starts, made(most_items), made(num_buckets))
+    found = Readers(made(entries), starts, *of_items, reads.view(torch.uint8))
     selection = Selection(blocks, *blocks.stride())
     bounds = Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset)
-    sizes = (total_q, seqs.batch, num_buckets, num_words, topk)
+    lengths = (total_q, seqs.batch, num_buckets, num_words, topk)
     slots = min(next_power_of_two(topk), 64)
     launch_kernel(
-        mark_readers, (num_words, heads), selection, bounds, counts, found, *sizes, BLOCK=block_size, SLOTS=slots, num_warps=4
+        mark_readers, (num_words, heads), selection, bounds, counts, found, *lengths, BLOCK=block_size, SLOTS=slots, num_warps=4
     )
     launch_kernel(count_readers, (num_lists,), counts, num_words, STEP=STEP, num_warps=4)
     launch_kernel(bound_lists, (1,), counts, found, num_lists, item, STEP=STEP, num_warps=8)
     launch_kernel(
         place_readers,
         (num_words, heads),
-        *(selection, bounds, counts, found, *sizes, most_items, num_lists),
+        *(selection, bounds, counts, found, *lengths, most_items, num_lists),
         BLOCK=block_size,
         SLOTS=slots,
         num_warps=4,
@@ -187,24 +180,28 @@ def count_readers(
 @triton.jit(do_not_specialize=LENGTHS)
 def bound_lists(
     counts,  # Counts
-    found,  # Readers, of which starts and item_starts are written
+    found,  # Readers, of which starts, item_starts and extra_starts are written
     num_lists,
     item,
     STEP: tl.constexpr,
 ):
     """Finds where lists and their items start. One program does it."""
-    entries, items = 0, 0
+    entries, items, extra = 0, 0, 0
     for i in range(0, num_lists, STEP):
         o_l = i + tl.arange(0, STEP)
         m = o_l < num_lists
         b_total = tl.load(counts.totals + o_l, mask=m, other=0)
         b_items = (b_total + item - 1) // item
+        b_extra = tl.maximum(b_items - 1, 0)
         tl.store(found.starts + o_l, entries + tl.cumsum(b_total, 0) - b_total, mask=m)
         tl.store(found.item_starts + o_l, items + tl.cumsum(b_items, 0) - b_items, mask=m)
+        tl.store(found.extra_starts + o_l, extra + tl.cumsum(b_extra, 0) - b_extra, mask=m)
         entries += tl.sum(b_total, 0)
         items += tl.sum(b_items, 0)
+        extra += tl.sum(b_extra, 0)
     tl.store(found.starts + num_lists, entries)
     tl.store(found.item_starts + num_lists, items)
+    tl.store(found.extra_starts + num_lists, extra)
 
 
 @triton.jit(do_not_specialize=LENGTHS)

@@ -11,10 +11,11 @@ A program holds a block's keys and values in shared memory, walks readers of the
 
 A step makes five products. Each group makes logits, weights' gradients, dv and dk of its own keys. The gradients of logits of
 both groups meet in shared memory, from where one group makes the first half of dq's columns, the other the second. A group
-starts each product before it needs what its threads compute meanwhile:
+starts each product before it needs what its threads compute meanwhile, and the product for dk before it waits for the other's
+gradients of logits:
 
-    unit      q k      g v       dv       dk    dq     q k of the next step ...
-    threads            weights   slopes               dq is rounded and written
+    unit      q k      g v       dv        dk       dq                                q k of the next step ...
+    threads            weights   slopes    wait               dq is rounded and written
 
 Nothing is added atomically, and every sum has one order: results repeat bit for bit.
 """
@@ -36,11 +37,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from openmsa.primitives.gluon_sm90_attention import ROWS, exchanged, following, give_back, rounded
+from openmsa.primitives.gluon_sm90_attention import ROWS, descriptor, exchanged, following, give_back, rounded
 from openmsa.primitives.gradients import RowTerms
 from openmsa.primitives.operands import Bounds, KeyRows
 from openmsa.primitives.readers import Readers
-from openmsa.primitives.tiles import tma_tiles
 from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention import triton_lists
 
@@ -243,7 +243,7 @@ def multiply(
     s, phase, turn = 0, 0, 0
 
     if item.begin < item.end:
-        # 2. It walks the rows, ROWS at a time. Of the step before, the product for dq is still on its way.
+        # 2. It walks the rows, ROWS at a time.
         first = gl.load(entries + item.begin)
         hidden_from = gl.minimum(gl.maximum(BLOCK - 1 - item.position, 0), NO_ENTRY // TOPK) * TOPK
         hidden_from = gl.where(item.most < BLOCK - 1, NO_ENTRY, hidden_from)  # Entries below it do not see the whole block.
@@ -398,9 +398,8 @@ def boxes_of(x: Tensor, group: int) -> TensorDescriptor:
     """Describes boxes of a group of heads of rows ``[total_q, heads, DIM]`` to the copy engine, of a copy where it cannot read
     them as they lie."""
     box = [1, 1, group, HALF.value]
-    tiles = tma_tiles(x[None], group, HALF.value)
-    if tiles is None:
-        tiles = tma_tiles(x.clone(memory_format=torch.contiguous_format)[None], group, HALF.value)
-        assert tiles is not None  # It reads fresh rows.
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(tiles.base, tiles.shape, tiles.strides, box, layout)
+    boxes = descriptor(x[None], box)
+    if boxes is None:
+        boxes = descriptor(x.clone(memory_format=torch.contiguous_format)[None], box)
+        assert boxes is not None  # It reads fresh rows.
+    return boxes

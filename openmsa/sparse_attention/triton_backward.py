@@ -4,14 +4,14 @@
 and the sums for their gradients, gathers the queries that read the block a few at a time, and leaves for each (query, slot)
 what the block adds to dq. A second kernel adds up the slots of each query, a third the items of each block.
 
-Lists are sorted and every sum is taken in a fixed order, without atomics: results repeat bit for bit. Rows of K and V up to
+Lists ascend and every sum is taken in a fixed order, without atomics: results repeat bit for bit. Rows of K and V up to
 the last key that some query of the sequence sees must be finite.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +31,6 @@ from openmsa.sparse_attention.triton_lists import position_of_token_zero
 from openmsa.types import Layout
 
 WORKSPACE_BYTES = 4 << 30  # What blocks add to dq takes at most so many bytes at a time, at least one query's.
-TUNED = False
-"""Hopper's own kernel serves the calls that it can where nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,6 @@ def sparse_attention_backward(
     workspace_bytes: int = WORKSPACE_BYTES,
     config: BackwardConfig | None = None,
     tuned: bool | None = None,
-    counting: bool | None = None,
     options: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v, summed in float32.
@@ -150,29 +147,28 @@ def sparse_attention_backward(
 
     workspace_bytes:  bound on what blocks add to dq, held for a chunk of queries at a time (lists and float32 sums of dk and dv
                       are not counted). It changes the order of the sums for dk and dv.
-    config:           tile shapes; None: those of `backward_config`.
+    config:           tile shapes; None: those of `backward_config`, with items twice as long for Hopper's own kernel.
     tuned:            whether Hopper's own kernel makes the products; where it cannot, True raises NotImplementedError. None:
-                      where it can, if `TUNED` says so.
-    counting:         how readers are listed, as `triton_readers.listed` says.
+                      where it can.
     options:          what differs from the usual in the launch of Hopper's own kernel.
     """
     (total_q, heads, dim), (total_k, kv_heads, _), topk = q.shape, k.shape, blocks.shape[2]
     if not q.numel() or not k.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if config is None:
-        config = backward_config(dim, heads // kv_heads, block_size, facts(q.device).arch // 10, q.element_size())
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.zeros(k.shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    usual = backward_config(dim, heads // kv_heads, block_size, facts(q.device).arch // 10, q.element_size())
+    tuned = _is_tuned(tuned, config or usual, q, k, blocks, block_size)
+    config = config or (replace(usual, item=2 * usual.item) if tuned else usual)
     grad_out = grad_out if grad_out.stride(2) == 1 else grad_out.contiguous()
-    terms = RowTerms.of(out, lse, grad_out, grad_lse)
-    tuned = _is_tuned(tuned, config, q, k, blocks, block_size)
+    terms = RowTerms.of(out, lse, grad_out, grad_lse)  # While it runs, the host goes on.
+    dk, dv = torch.zeros((2, *k.shape), dtype=torch.float32, device=q.device)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     shape = _shape(config, heads // kv_heads, blocks, block_size, dim, q.dtype)
     query_bytes = heads * topk * shape.cuts * dim * q.element_size()
     chunk = ceil_div(total_q, ceil_div(total_q, max(1, workspace_bytes // query_bytes)))
     for start in range(0, total_q, chunk):
         rows = slice(start, min(start + chunk, total_q))
         here = seqs if chunk == total_q else seqs.query_chunk(rows.start, rows.stop)
-        lists = listed(blocks[rows], here, total_k, block_size, config.item, counting=counting)
+        lists = listed(blocks[rows], here, total_k, block_size, config.item)
         of_rows = RowTerms(terms.lse[rows], terms.delta[rows])
         sums = _sums(lists, dk, dv, shape, q[rows])
         given = (config, shape, q[rows], k, v, grad_out[rows], of_rows, lists, here, softmax_scale, sums)
@@ -183,7 +179,7 @@ def sparse_attention_backward(
 
 def _is_tuned(tuned: bool | None, config: BackwardConfig, q: Tensor, k: Tensor, blocks: Tensor, block_size: int) -> bool:
     """Says whether Hopper's own kernel serves a call."""
-    if not (TUNED if tuned is None else tuned):
+    if tuned is False:
         return False
     reason: str | None = "it runs on Hopper GPUs with Triton 3.6 only"
     if runs_hopper_kernels(q.device):
@@ -218,8 +214,7 @@ def _sums(lists: Readers, dk: Tensor, dv: Tensor, shape: Shape, q: Tensor) -> Su
     slots = torch.empty((q.shape[0] * q.shape[1], shape.topk * shape.cuts, shape.dim), dtype=q.dtype, device=q.device)
     size = (kv_heads // shape.lists, most, 2, shape.cuts, shape.keys, shape.dim)
     extra = torch.empty(size, dtype=torch.float32, device=q.device)
-    counts = (lists.item_starts.diff() - 1).clamp_(min=0)
-    return Sums(slots, dk, dv, extra, torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)))
+    return Sums(slots, dk, dv, extra, lists.extra_starts)
 
 
 def _launch(

@@ -16,7 +16,6 @@ from openmsa.index_loss import STAGE as LOSS
 from openmsa.index_loss import triton_loss
 from openmsa.parallel import triton_exchange
 from openmsa.parallel.exchange import Choice
-from openmsa.runtime.devices import facts
 from openmsa.runtime.recording import GPU
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention import triton_backward as sparse_backward
@@ -110,7 +109,7 @@ class Sparse(NamedTuple):
 
 
 class SparseBackward(NamedTuple):
-    """Calls the backward of `sparse_attention`. tuned: that of Hopper's own kernel, with counted lists; elsewhere nothing."""
+    """Calls the backward of `sparse_attention`. tuned: as the backward itself says."""
 
     kind: str
     queries: int = 4096
@@ -119,18 +118,16 @@ class SparseBackward(NamedTuple):
     heads: tuple[int, int] = (64, 4)
     topk: int = 16
     selection_heads: int = 0
-    tuned: bool = False
+    tuned: bool | None = None
 
     def run(self) -> Any:
-        if self.tuned and facts(GPU).arch != 90:
-            return None
         q, k, v = (rows(self.kind, self.queries, heads, self.dim) for heads in (*self.heads, self.heads[1]))
         shape = (self.queries, self.selection_heads or self.heads[1], self.topk)
         blocks = torch.zeros(shape, dtype=torch.int32, device=GPU)
         call = SPARSE.check(q, k, v, blocks, block_size=self.block)
         lse = empty(q.shape[:2], torch.float32)
         given = (*call._replace(out=q, lse=lse), q, lse)
-        return sparse_backward.sparse_attention_backward(*given, tuned=self.tuned, counting=self.tuned)
+        return sparse_backward.sparse_attention_backward(*given, tuned=self.tuned)
 
 
 class Dense(NamedTuple):

@@ -27,7 +27,7 @@ def equal(found, expected):
     """Holds lists against lists; entries behind the last list may be anything."""
     used = int(expected.starts[-1])
     assert_equal("entries", found.entries[:used], expected.entries[:used])
-    for name in ("starts", "item_starts", "lists", "sequences", "reads"):
+    for name in ("starts", "item_starts", "extra_starts", "lists", "sequences", "reads"):
         x, y = getattr(found, name), getattr(expected, name)
         assert x.dtype == y.dtype
         assert_equal(name, x, y)
@@ -47,7 +47,7 @@ def test_counted_and_sorted_lists_are_equal(q_lens, k_lens, offsets, heads, bloc
     seqs = STAGE.check(p.q, p.k, p.v, blocks[..., : min(topk, 64)].contiguous(), p.seqs, block_size=block).seqs
     expected = readers(blocks, seqs, sum(k_lens), block, item)
     for given in (blocks, wide[..., ::2]):
-        equal(triton_readers.listed(given, seqs, sum(k_lens), block, item, counting=True), expected)
+        equal(triton_readers.listed(given, seqs, sum(k_lens), block, item), expected)
 
 
 def test_chunks_of_queries():
@@ -56,9 +56,7 @@ def test_chunks_of_queries():
     seqs = STAGE.check(p.q, p.k, p.v, blocks, p.seqs, block_size=16).seqs
     for start, stop in ((0, 33), (33, 66), (66, 81)):
         here = seqs.query_chunk(start, stop)
-        found, expected = (
-            triton_readers.listed(blocks[start:stop], here, 190, 16, 4, counting=counting) for counting in (True, False)
-        )
+        found, expected = (make(blocks[start:stop], here, 190, 16, 4) for make in (triton_readers.listed, readers))
         equal(found, expected)
 
 
@@ -66,7 +64,7 @@ def test_nothing_to_list():
     p = problem((0,), (40,), kv_heads=1, group=1, head_dim=16).to(DEVICE)
     blocks = torch.zeros((0, 1, 3), dtype=torch.int32, device=DEVICE)
     seqs = STAGE.check(p.q, p.k, p.v, blocks, p.seqs, block_size=16).seqs
-    assert triton_readers.listed(blocks, seqs, 40, 16, 4, counting=True).starts.tolist() == [0] * 4
+    assert triton_readers.listed(blocks, seqs, 40, 16, 4).starts.tolist() == [0] * 4
 
 
 def test_a_call_of_too_many_words_is_sorted(monkeypatch):
@@ -75,5 +73,5 @@ def test_a_call_of_too_many_words_is_sorted(monkeypatch):
     seqs = STAGE.check(p.q, p.k, p.v, blocks, p.seqs, block_size=16).seqs
     monkeypatch.setattr(triton_readers, "MOST_WORDS", 5)
     monkeypatch.setattr(triton_readers, "launch_kernel", None)
-    found = triton_readers.listed(blocks, seqs, 33, 16, 4, counting=True)
+    found = triton_readers.listed(blocks, seqs, 33, 16, 4)
     equal(found, readers(blocks, seqs, 33, 16, 4))

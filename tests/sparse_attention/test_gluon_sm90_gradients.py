@@ -96,11 +96,10 @@ def test_against_autograd(name, dtype):
     wild = blocks.clone()
     wild[gaps] = torch.tensor([-1, 2**31 - 1, 2**26, -(2**31)], dtype=torch.int32)[torch.arange(int(gaps.sum())) % 4]
     given = arguments(p, wild, BLOCK, *grads)
-    for counting in (False, True):
-        first, second = (run(given, tuned=True, counting=counting) for _ in range(2))
-        gradients.check(first, p, reads, 0.2, *grads)
-        for what, a, b in zip(("dq", "dk", "dv"), first, second, strict=True):
-            assert_equal(what, a, b.cpu())
+    first, second = (run(given, tuned=True) for _ in range(2))
+    gradients.check(first, p, reads, 0.2, *grads)
+    for what, a, b in zip(("dq", "dk", "dv"), first, second, strict=True):
+        assert_equal(what, a, b.cpu())
 
 
 @pytest.mark.gpu
@@ -145,7 +144,7 @@ def test_it_agrees_with_triton():
     out, lse = STAGE.run("auto", call)
     given = (*call._replace(out=out, lse=lse), normal(*q.shape), None)
     plain = run(given, tuned=False)
-    first, second = (run(given, tuned=True, counting=counting) for counting in (False, True))
+    first, second = (run(given, **options) for options in ({}, {"tuned": True}))
     for name, a, b, c in zip(("dq", "dk", "dv"), first, second, plain, strict=True):
         assert_equal(name, a, b.cpu())
         assert (a.double() - c.double()).norm() <= 2**-8 * c.double().norm(), name
