@@ -37,10 +37,6 @@ class Readers(NamedTuple):
     sequences: Tensor
     reads: Tensor
 
-    def slots(self) -> Tensor:
-        """Returns int64 [total_q, heads], in which bit i says that slot i is read, of at most 64."""
-        return (self.reads.long() << torch.arange(self.reads.shape[2], device=self.reads.device)).sum(-1)
-
 
 def buckets_of(total_k: int, batch: int, block_size: int) -> int:
     """Returns a bound on the blocks of all sequences together, as they are numbered."""

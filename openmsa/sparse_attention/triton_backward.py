@@ -82,7 +82,7 @@ class Shape(NamedTuple):
 
     heads:      query heads of a key head; head_pad: rounded up to a power of two.
     lists:      heads of the selection: as many as key heads, or 1.
-    topk:       slots of a query.
+    topk:       slots of a query; topk_pad: rounded up to a power of two.
     block:      keys of a block.
     keys:       keys of a program; cuts: programs of a block.
     rows:       rows of a step.
@@ -95,6 +95,7 @@ class Shape(NamedTuple):
     head_pad: int
     lists: int
     topk: int
+    topk_pad: int
     block: int
     keys: int
     cuts: int
@@ -162,18 +163,19 @@ def sparse_attention_backward(
     terms = RowTerms.of(out, lse, grad_out, grad_lse)  # While it runs, the host goes on.
     dk, dv = torch.zeros((2, *k.shape), dtype=torch.float32, device=q.device)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    whole = (q, grad_out, dq, blocks, *terms)
     shape = _shape(config, heads // kv_heads, blocks, block_size, dim, q.dtype)
     query_bytes = heads * topk * shape.cuts * dim * q.element_size()
     chunk = ceil_div(total_q, ceil_div(total_q, max(1, workspace_bytes // query_bytes)))
     for start in range(0, total_q, chunk):
-        rows = slice(start, min(start + chunk, total_q))
-        here = seqs if chunk == total_q else seqs.query_chunk(rows.start, rows.stop)
-        lists = listed(blocks[rows], here, total_k, block_size, config.item)
-        of_rows = RowTerms(terms.lse[rows], terms.delta[rows])
-        sums = _sums(lists, dk, dv, shape, q[rows])
-        given = (config, shape, q[rows], k, v, grad_out[rows], of_rows, lists, here, softmax_scale, sums)
+        stop = min(start + chunk, total_q)
+        here = seqs if chunk == total_q else seqs.query_chunk(start, stop)
+        own_q, own_grad, own_dq, own_blocks, *own_terms = whole if chunk == total_q else [x[start:stop] for x in whole]
+        lists = listed(own_blocks, here, total_k, block_size, config.item)
+        sums = _sums(lists, dk, dv, shape, own_q)
+        given = (config, shape, own_q, k, v, own_grad, RowTerms(*own_terms), lists, here, softmax_scale, sums)
         _launch_tuned(*given, **(options or {})) if tuned else _launch(*given)
-        _add_up(config, shape, dq[rows], lists, sums, buckets_of(total_k, seqs.batch, block_size), here)
+        _add_up(config, shape, own_dq, lists, sums, buckets_of(total_k, seqs.batch, block_size), here)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -197,6 +199,7 @@ def _shape(config: BackwardConfig, group: int, blocks: Tensor, block_size: int, 
         head_pad=next_power_of_two(group),
         lists=blocks.shape[1],
         topk=blocks.shape[2],
+        topk_pad=next_power_of_two(blocks.shape[2]),
         block=block_size,
         keys=config.keys,
         cuts=ceil_div(block_size, config.keys),
@@ -289,7 +292,7 @@ def _add_up(
         add_slots,
         (ceil_div(dq.shape[0], config.sum_tokens), kv_heads),
         sums.slots,
-        lists.slots(),
+        lists.reads.view(torch.uint8),
         dq,
         dq.shape[0],
         kv_heads,
@@ -416,7 +419,7 @@ def block_gradients(
 @triton.jit(do_not_specialize=["num_tokens"])
 def add_slots(
     slots,
-    filled,  # int64 [tokens, selection heads], bit i says that slot i is read
+    reads,  # bytes [tokens, selection heads, topk], whether a slot is read
     dq,
     num_tokens,
     num_kv_heads,
@@ -437,7 +440,10 @@ def add_slots(
     head = o_r % HEADS
     m_r = (token < num_tokens) & (head < GROUP)
     m_rd = m_r[:, None] & (o_d < DIM)[None, :]
-    b_filled = tl.load(filled + token * SHAPE.lists + tl.minimum(i_h, SHAPE.lists - 1), mask=m_r, other=0)
+    o_s = tl.arange(0, SHAPE.topk_pad)
+    p_reads = reads + (token * SHAPE.lists + tl.minimum(i_h, SHAPE.lists - 1)) * SHAPE.topk
+    b_reads = tl.load(p_reads[:, None] + o_s[None, :], mask=m_r[:, None] & (o_s < SHAPE.topk)[None, :], other=0)
+    b_filled = tl.sum(b_reads.to(tl.int64) << o_s[None, :], 1)  # Bit i says that slot i is read.
     o_part = ((token * num_kv_heads + i_h) * PARTS * GROUP + head)[:, None] * DIM + o_d[None, :]
     b_sum = tl.zeros([ROWS, DIM_PAD], tl.float32)
     for i in tl.range(0, PARTS, num_stages=4):
