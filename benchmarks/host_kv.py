@@ -28,7 +28,6 @@ from openmsa import DecodePlan, HostDecodePlan, HostKV, PagedIndexKeys, PagedKV
 from openmsa.bench.record import append as write_records
 from openmsa.bench.record import environment
 from openmsa.decode import kernels as decode_kernels
-from openmsa.host_kv import kernels as host_kernels
 from openmsa.host_kv import triton_fetch
 from openmsa.testing.timing import ColdCudaClock, captured, settle
 
@@ -172,8 +171,7 @@ def give(ids: Tensor) -> None:
         start = blocks.storage_offset() // (HEADS * TOPK)
         blocks.copy_(ids[start : start + blocks.shape[0]])
 
-    for module in (decode_kernels, host_kernels):
-        setattr(module, "select", selects)  # noqa: B010 - mypy knows it as a function
+    setattr(decode_kernels, "select", selects)  # noqa: B010 - mypy knows it as a function
 
 
 class Figures(NamedTuple):
@@ -190,15 +188,9 @@ def timed(
     ids: Tensor,
     all_ids: Tensor,
     host: HostKV | None = None,
-    in_halves: bool = True,
 ) -> Figures:
-    """Times `TIMED` steps behind `WARM` ones, which fill the block cache of `host`. in_halves: whether steps over host memory
-    may be served as two halves."""
-    least, host_kernels.LEAST_BYTES = host_kernels.LEAST_BYTES, host_kernels.LEAST_BYTES if in_halves else 1 << 62
-    try:
-        replay = captured(run)
-    finally:
-        host_kernels.LEAST_BYTES = least
+    """Times `TIMED` steps behind `WARM` ones, which fill the block cache of `host`."""
+    replay = captured(run)
     p.reset(*([host] if host else []))
     if host:
         host.clear()
@@ -257,23 +249,21 @@ def main() -> None:
     least, blocks = options.batch * HEADS * TOPK, options.batch * options.keys // PAGE * HEADS
     host = on_host(p, least)
     rates, records = link(p, host), []
-    table = Table("cache", "selections", "halves us", "whole us", "of resident", "misses", "bring us", "GB/s", "step: of link")
+    table = Table("cache", "selections", "step us", "of resident", "misses", "bring us", "GB/s", "step: of link")
     for share in options.cache:
         host = HostKV(host.k, host.v, p.kv.page_table, p.lens.clone(), max(int(share * blocks), least))
         for kind, all_ids in kinds.items():
             run = stepping(p, host_plan, host)
-            halves = timed(p, run, ids, all_ids, host)
-            whole = timed(p, run, ids, all_ids, host, in_halves=False)
+            whole = timed(p, run, ids, all_ids, host)
             alone = timed(p, bringing(p, host, ids, host_plan._kernels.step), ids, all_ids, host)
             rate = alone.bytes / alone.seconds
             table.add_row(
-                f"{share:.1%}", kind, f"{1e6 * halves.seconds:.1f}", f"{1e6 * whole.seconds:.1f}",
-                f"{halves.seconds / resident:.2f} {whole.seconds / resident:.2f}", f"{whole.misses:.1f}",
+                f"{share:.1%}", kind, f"{1e6 * whole.seconds:.1f}", f"{whole.seconds / resident:.2f}", f"{whole.misses:.1f}",
                 f"{1e6 * alone.seconds:.1f}", f"{rate / 1e9:.1f}",
-                " ".join(f"{way.bytes / way.seconds / rates['copy']:.0%}" for way in (halves, whole)),
+                f"{whole.bytes / whole.seconds / rates['copy']:.0%}",
             )  # fmt: skip
             shape = {"batch": options.batch, "keys": options.keys, "cache": share, "slots": host.cache.count, "kind": kind}
-            steps = {"halves": halves._asdict(), "whole": whole._asdict(), "bring": alone._asdict()}
+            steps = {"whole": whole._asdict(), "bring": alone._asdict()}
             figures = {**steps, "resident_s": resident, "link": rates}
             held = {"device_bytes": host.device_bytes, "host_bytes": host.host_bytes, "steps_equal": equal}
             records.append({"row": "host_kv", **shape, **figures, **held, **environment(GPU)})

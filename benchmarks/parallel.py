@@ -5,8 +5,12 @@
 
 Every figure is what the slowest rank needs, the median of several turns; one GPU and all of them take turns. Prompts are
 packed, 64 query heads, 4 key heads, dims of 128, blocks of 128, top-k 16; neighbouring queries select alike ("local") or at
-random. Decode runs in CUDA graphs of several layers with queries of their own: `DecodePlan` on one GPU, `ContextDecodePlan` on
-all, with either exchange. "alone" is a layer without exchanges, on the slower rank; "beyond" what the exchanges add to it.
+random. A chunk of a prompt comes behind a cache in pages, with keys that move or queries that do. Decode runs in CUDA graphs of
+several layers with queries of their own: `DecodePlan` on one GPU, `ContextDecodePlan` on all, with either exchange, and as a
+chain of launches that overlap. "alone" is a layer without exchanges, on the slower rank, which attends to the same blocks;
+"beyond" is what the exchanges add to it.
+
+    python3 -m benchmarks.parallel --plot docs/parallel-h200.png --records benchmarks/results/*-parallel*.jsonl
 """
 
 from __future__ import annotations
@@ -16,30 +20,37 @@ import os
 import statistics
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openmsa import DecodePlan, PagedIndexKeys, PagedKV, Sequences, msa_attention, select_blocks
+from openmsa import CertifiedKeys, DecodePlan, PagedIndexKeys, PagedKV, Sequences, msa_attention, select_blocks
 from openmsa.bench.record import append, environment
-from openmsa.parallel import ContextDecodePlan, TokenShards, context_attention
+from openmsa.block_topk.triton_topk import launch_topk
+from openmsa.parallel import ContextDecodePlan, PageStripes, TokenShards, chain, context_attention
+from openmsa.parallel.prefill import MOVES
 
 HEADS, KV_HEADS, DIM, BLOCK, TOPK = 64, 4, 128, 128, 16
 LAYERS, REPLAYS = 8, 12
+EXCHANGES = ("symmetric", "chain", "collective")
 ALIKE = 64  # so many neighbouring queries of a local prompt look for nearly the same
 
 
 class Case(NamedTuple):
-    """A case is a prompt of `keys` tokens, or a step of `batch` sequences of so many keys."""
+    """A case is a prompt of `keys` tokens, the last `chunk` of them behind a cache, or a step of `batch` sequences of so many
+    keys, of which index keys may be certified."""
 
     name: str
     keys: int
     batch: int = 0
     local: bool = False
     turns: int = 7
+    chunk: int = 0
+    certified: bool = False
 
 
 CASES = (
@@ -47,9 +58,14 @@ CASES = (
     Case("prefill-128k-local", 1 << 17, local=True),
     Case("prefill-1m", 1 << 20, turns=2),
     Case("prefill-1m-local", 1 << 20, local=True, turns=2),
+    Case("chunk-2k-of-1m", 1 << 20, chunk=1 << 11),
+    Case("chunk-8k-of-1m", 1 << 20, chunk=1 << 13),
+    Case("chunk-32k-of-1m", 1 << 20, chunk=1 << 15, turns=3),
+    Case("chunk-2k-of-128k", 1 << 17, chunk=1 << 11),
     Case("decode-8x1m", 1 << 20, batch=8),
     Case("decode-1x1m", 1 << 20, batch=1),
     Case("decode-32x128k", 1 << 17, batch=32),
+    Case("decode-8x1m-certified", 1 << 20, batch=8, certified=True),
 )
 
 
@@ -154,20 +170,64 @@ def samples_of_shard(mine: list[Tensor], k: Tensor, v: Tensor, index_k: Tensor, 
     return found
 
 
+def chunk(case: Case, rank: int, ranks: int) -> dict[str, Any]:
+    """The last tokens of a prompt behind a cache, on one GPU, and spread over all with keys or queries that move."""
+    pages, new, old = case.keys // BLOCK, case.chunk, case.keys - case.chunk
+    table = torch.randperm(pages, generator=torch.Generator("cuda").manual_seed(5), device="cuda").int()[None]
+    pools = [normal(pages, heads, BLOCK, DIM, seed=i) for i, heads in enumerate((KV_HEADS, KV_HEADS, 1))]
+    tokens = [normal(new, heads, DIM, seed=10 + i) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS, KV_HEADS, 1))]
+    shards, held = TokenShards((new,), ranks), table[:, rank::ranks]
+    mine = [shards.shard(x, rank) for x in tokens]
+    own = torch.arange(held.numel(), dtype=torch.int32, device="cuda").view(held.shape)
+    spread_pools = [x[held.flatten().long()] for x in pools]
+    before = torch.tensor([old], dtype=torch.int32, device="cuda")
+    before_here = PageStripes(ranks, BLOCK).held(before, rank)
+    kv = PagedKV(spread_pools[0], spread_pools[1], own, before_here.clone())
+    index = PagedIndexKeys(spread_pools[2], own.clone(), before_here.clone())
+    whole = PagedKV(pools[0], pools[1], table, before.clone()), PagedIndexKeys(pools[2], table.clone(), before.clone())
+    seqs = Sequences.from_lengths((new,), (case.keys,), "cuda")
+
+    def on_one() -> Tensor:
+        for cache in whole:
+            cache.seq_lens.copy_(before)
+        whole[0].append(tokens[1], tokens[2])
+        whole[1].append(tokens[4])
+        return msa_attention(tokens[0], whole[0], None, tokens[3], whole[1], TOPK, seqs)
+
+    def on_all(moves: Literal["keys", "queries"]) -> Tensor:
+        for cache in (kv, index):
+            cache.seq_lens.copy_(before_here)
+        q, k, v, index_q, index_k = mine
+        return context_attention(q, k, v, index_q, index_k, shards, kv=kv, index_keys=index, cached=(old,), moves=moves)
+
+    expected = shards.shard(on_one(), rank)
+    for moves in MOVES:
+        worst = float((on_all(moves) - expected).abs().max())
+        assert worst < 0.02, f"outputs differ by {worst} where {moves} move"
+    runs: dict[str, tuple[Callable[[], Any], bool]] = {"one": (on_one, rank == 0)}
+    return in_turns(runs | {f"{moves} move": (partial(on_all, moves), True) for moves in MOVES}, case.turns)
+
+
 class NoExchange:
-    """Stands in for an exchange: a rank attends to as many of its blocks as all ranks choose on average."""
+    """Stands in for an exchange: the rank attends to those of its blocks that all ranks choose in each of some layers."""
 
     name = "none"
 
-    def __init__(self, batch: int, blocks: int) -> None:
-        own = torch.rand(batch, KV_HEADS, blocks, device="cuda").topk(TOPK // dist.get_world_size()).indices.sort().values
-        self._mine = torch.nn.functional.pad(own, (0, TOPK - own.shape[2]), value=-1).int()
+    def __init__(self, mine: list[Tensor]) -> None:
+        self._mine, self._layer = mine, 0
 
     def choose(self, scores: Tensor, ids: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         """Returns the rank's best blocks, and the blocks that it attends to."""
-        return ids, self._mine
+        self._layer += 1
+        return ids, self._mine[(self._layer - 1) % len(self._mine)]
 
-    def merge(self, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    def select(self, scores: Tensor, held: Tensor, visible: Tensor, choice: Any, pdl: bool) -> tuple[Tensor, Tensor]:
+        """Does what `choose` does in a chain."""
+        ids = torch.empty_like(self._mine[0])
+        launch_topk(scores, held, 0, 0, ids, pdl=pdl)
+        return self.choose(scores, ids)
+
+    def merge(self, *_: Any) -> None:
         """Does nothing."""
 
 
@@ -181,29 +241,40 @@ def decode(case: Case, rank: int, ranks: int) -> dict[str, Any]:
     lens = torch.full((batch,), case.keys - 3, dtype=torch.int32, device="cuda")
     held = table[:, rank::ranks]
     local = torch.arange(held.numel(), dtype=torch.int32, device="cuda").view(held.shape)
-    mine = [x[held.flatten().long()] for x in (k, v, index)]
+    mine_k, mine_v, mine_index = (x[held.flatten().long()] for x in (k, v, index))
+    keys, mine_keys = (CertifiedKeys.quantize(x) if case.certified else x for x in (index, mine_index))
+    ways = {"symmetric": "symmetric", "chain": "symmetric", "collective": "collective", "alone": "collective"}
+    ways |= {"alone, chain": "symmetric"}
     plans = {
-        exchange: ContextDecodePlan(seq_lens=lens, page_table=local, page_size=BLOCK, exchange=exchange)
-        for exchange in ("symmetric", "collective")
+        way: ContextDecodePlan(seq_lens=lens, page_table=local, page_size=BLOCK, exchange=exchange)
+        for way, exchange in ways.items()
     }
-    plans["alone"] = ContextDecodePlan(seq_lens=lens, page_table=local, page_size=BLOCK, exchange="collective")
-    plans["alone"]._exchange = NoExchange(batch, held.shape[1])  # type: ignore[assignment]
-    caches = PagedKV(k, v, table, lens), PagedIndexKeys(index, table, lens)
+    caches = PagedKV(k, v, table, lens), PagedIndexKeys(keys, table, lens)
     step = Sequences(torch.arange(batch + 1, dtype=torch.int32, device="cuda"), max_seqlen_q=1)
     outs: dict[str, Tensor] = {}
     one = DecodePlan(
         max_batch=batch, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=BLOCK, max_pages=pages,
-        certified_keys=False, device=torch.device("cuda", rank),
+        certified_keys=case.certified, device=torch.device("cuda", rank),
     )  # fmt: skip
     for q, index_q in queries[:2]:
         expected = select_blocks(index_q, caches[1], TOPK, step)
         result = one.run(q, caches[0], index_q, caches[1])
-        for exchange in ("symmetric", "collective"):
-            assert torch.equal(plans[exchange].select(index_q, mine[2]), expected), f"the selection by {exchange} differs"
-            outs[exchange] = plans[exchange].attend(q, mine[0], mine[1])
+        for exchange in EXCHANGES:
+            chain.CHAINED = exchange == "chain"
+            assert torch.equal(plans[exchange].select(index_q, mine_keys), expected), f"the selection by {exchange} differs"
+            outs[exchange] = plans[exchange].attend(q, mine_k, mine_v)
             worst = float((outs[exchange] - result).abs().max())
             assert worst < 0.02, f"outputs by {exchange} differ by {worst}"
-    assert torch.equal(outs["symmetric"], torch.cat(_gathered(outs["symmetric"]))[: len(q)]), "ranks have different outputs"
+    for exchange in EXCHANGES:
+        assert torch.equal(outs[exchange], torch.cat(_gathered(outs[exchange]))[: len(q)]), "ranks have different outputs"
+    chosen = []
+    for _, index_q in queries:
+        plans["collective"].select(index_q, mine_keys)
+        of_rank = plans["collective"]._mine
+        assert of_rank is not None
+        chosen.append(of_rank.clone())
+    plans["alone"]._exchange = NoExchange(chosen)  # type: ignore[assignment]
+    plans["alone, chain"]._chain = chain.Chain(NoExchange(chosen), plans["alone, chain"]._token_lens, BLOCK)  # type: ignore[arg-type]
 
     def on_one() -> None:
         for q, index_q in queries:
@@ -212,13 +283,16 @@ def decode(case: Case, rank: int, ranks: int) -> dict[str, Any]:
     def on_all(plan: ContextDecodePlan) -> Callable[[], None]:
         def run() -> None:
             for q, index_q in queries:
-                plan.run(q, mine[0], mine[1], index_q, mine[2])
+                plan.run(q, mine_k, mine_v, index_q, mine_keys)
 
         return run
 
     runs: dict[str, tuple[Callable[[], Any], bool]] = {"one": (repeated(graphed(on_one)), rank == 0)}
-    for name, plan in plans.items():
+    timed_plans = {way: plan for way, plan in plans.items() if not (case.certified and way.startswith("alone"))}
+    for name, plan in timed_plans.items():
+        chain.CHAINED = name.endswith("chain")
         runs[name] = repeated(graphed(on_all(plan))), True
+    chain.CHAINED = False
     samples = in_turns(runs, case.turns)
     return {name: [x / (LAYERS * REPLAYS) for x in seconds] for name, seconds in samples.items()}
 
@@ -255,11 +329,12 @@ def repeated(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 def row(case: Case, samples: dict[str, list[float]], ranks: int) -> dict[str, Any]:
     """The figures of a case: medians in seconds, and ratios."""
     medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
-    best = min(medians[name] for name in ("all", "symmetric", "collective") if name in medians)
+    best = min(seconds for name, seconds in medians.items() if name in ("all", *EXCHANGES, *(f"{m} move" for m in MOVES)))
     figures: dict[str, Any] = {"case": case._asdict(), "ranks": ranks, "samples_s": samples, "median_s": medians}
     figures["times_faster_than_one"] = medians["one"] / best
     if "alone" in medians:
-        figures["beyond_s"] = {name: medians[name] - medians["alone"] for name in ("symmetric", "collective")}
+        bare = {name: medians["alone, chain" if name == "chain" else "alone"] for name in EXCHANGES}
+        figures["beyond_s"] = {name: medians[name] - bare[name] for name in EXCHANGES}
     return figures
 
 
@@ -275,9 +350,18 @@ def shown(figures: dict[str, Any]) -> str:
 def main() -> None:
     """Runs the cases and prints the table; rank 0 writes the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="records are added to this JSONL file")
+    parser.add_argument("--plot", type=Path, help="draw records as this image instead")
+    parser.add_argument("--records", type=Path, nargs="+", default=[], help="JSONL files of records to draw")
     parser.add_argument("--cases", nargs="*", choices=[case.name for case in CASES], default=[case.name for case in CASES])
     arguments = parser.parse_args()
+    if arguments.plot:
+        from benchmarks.parallel_plot import plot
+
+        plot(arguments.records, arguments.plot)
+        return
+    if arguments.out is None:
+        parser.error("--out must name a file, or --plot an image")
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -286,7 +370,8 @@ def main() -> None:
     for case in CASES:
         if case.name in arguments.cases:
             with torch.inference_mode():
-                figures = row(case, (decode if case.batch else prefill)(case, rank, ranks), ranks)
+                run = decode if case.batch else chunk if case.chunk else prefill
+                figures = row(case, run(case, rank, ranks), ranks)
             torch.cuda.empty_cache()
             if rank == 0:
                 append([{"row": "parallel", **environment(device), **figures}], arguments.out)

@@ -100,9 +100,13 @@ def append(records: Iterable[Record], path: Path) -> None:
         for record in records:
             now = json.loads(json.dumps({name: record[name] for name in SHARED if name in record}))
             if now != shared:
-                file.write(json.dumps({"shared": now}) + "\n")
+                file.write(_line({"shared": now}))
                 shared = now
-            file.write(json.dumps({name: value for name, value in record.items() if name not in shared}) + "\n")
+            file.write(_line({name: value for name, value in record.items() if name not in shared}))
+
+
+def _line(values: Record) -> str:
+    return json.dumps(values, separators=(",", ":")) + "\n"
 
 
 def rows(path: Path) -> list[Record]:

@@ -333,14 +333,20 @@ class Selection:
 
     def select(self, init_blocks: int, local_blocks: int, out: Tensor) -> None:
         """Launches the other three, which take what `bound` left in the workspace. out: see `run`."""
-        total_q, heads, topk = out.shape
-        num_blocks, held, pdl = self._num_blocks, self.workspace, has_pdl(self.index_q.device)
-        bounds, visible = held.bounds_of(total_q, heads, num_blocks), held.visible[:total_q]
-        ids, scores, rescored, candidates = held.open_blocks, held.scores, held.rescored, held.candidates
-        settle(bounds, visible, ids, rescored, topk - init_blocks - local_blocks, init_blocks, local_blocks, pdl)
+        total_q, _, topk = out.shape
+        held, pdl = self.workspace, has_pdl(self.index_q.device)
+        self.score_open(topk, init_blocks, local_blocks)
+        open_blocks, visible = (held.open_blocks, held.scores, held.rescored), held.visible[:total_q]
+        choose(*open_blocks, visible, self._num_blocks, init_blocks, local_blocks, out, pdl)
+
+    def score_open(self, topk: int, init_blocks: int, local_blocks: int) -> None:
+        """Launches the second and the third, which leave open blocks and their exact scores in the workspace."""
+        (total_q, heads, _), num_blocks, held = self.index_q.shape, self._num_blocks, self.workspace
+        bounds, visible, pdl = held.bounds_of(total_q, heads, num_blocks), held.visible[:total_q], has_pdl(self.index_q.device)
+        free, ids, rescored = topk - init_blocks - local_blocks, held.open_blocks, held.rescored
+        settle(bounds, visible, ids, rescored, free, init_blocks, local_blocks, pdl)
         keys = self.keys.exact, self.page_table, self.lengths, self.block_size, num_blocks
-        rescore(self.index_q, *keys, ids, rescored, candidates, scores, pdl)
-        choose(ids, scores, rescored, visible, num_blocks, init_blocks, local_blocks, out, pdl)
+        rescore(self.index_q, *keys, ids, rescored, held.candidates, held.scores, pdl)
 
     @property
     def _num_blocks(self) -> int:

@@ -101,7 +101,7 @@ def step(model: Model, request: Request, machine: Machine, host: bool) -> float:
     sparse = (tokens * request.index_read(model) + chosen) * read + EXCHANGES * apart
     sparse += (HOST_LAUNCHES if host else LAUNCHES) * gpu.launch
     if host:
-        sparse += (1 - request.hits) * chosen / gpu.link / machine.gpus
+        sparse += (1 - request.hits) * chosen / gpu.link / machine.gpus + gpu.lookup
     dense = tokens * row * read + gpu.launch + apart
     return model.sparse_layers * sparse + model.dense_layers * dense
 

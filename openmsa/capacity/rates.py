@@ -19,7 +19,8 @@ class Gpu:
     of_limit:  time of a long decode step, of the bytes that it reads at that rate.
     link:      a kernel that reads blocks of 64 KiB out of pinned host memory.
     launch:    one kernel in a CUDA graph.
-    exchange:  a small all_gather between the GPUs of one host, in a CUDA graph.
+    exchange:  one exchange of candidates or of partial results between two GPUs of one host, in a CUDA graph.
+    lookup:    what a step over host memory takes beyond its launches and fetches: to look blocks up and keep slots in order.
     """
 
     name: str
@@ -29,12 +30,14 @@ class Gpu:
     link: float
     launch: float
     exchange: float
+    lookup: float
 
 
 GPUS = {
     # One and two H200 of one host, torch 2.11, 2026-11-21 and 22: the design's performance page ("Ceilings of that card",
-    # "Links"), and docs/log/decode.md for of_limit (long rows reach 1.04 to 1.15 of the byte limit).
-    "h200": Gpu("NVIDIA H200", 139 * GIB, read=4.55e12, of_limit=1.1, link=51.2e9, launch=2e-6, exchange=14e-6),
+    # "Links"), and docs/log/decode.md for of_limit (long rows reach 1.04 to 1.15 of the byte limit). Of 2026-11-23, exchange is
+    # half of what the two of a layer took with 8 sequences (docs/log/parallel.md), lookup what docs/log/host-kv.md says.
+    "h200": Gpu("NVIDIA H200", 139 * GIB, read=4.55e12, of_limit=1.1, link=51.2e9, launch=2e-6, exchange=8e-6, lookup=26e-6),
 }
 """Predictions are made for these. Another GPU comes with its own measurement."""
 

@@ -23,7 +23,8 @@ from openmsa.primitives.tiles import Tile
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div
 from openmsa.runtime.tape import computes
-from openmsa.sparse_attention import triton_decode
+from openmsa.sparse_attention import triton_decode, triton_decode_shared
+from openmsa.sparse_attention.triton_decode import UNSERVED
 from openmsa.sparse_attention.triton_decode_walk import refuse
 
 
@@ -70,9 +71,16 @@ class Kernels(PlanMemory):
             if due and plain and self.parts.serve(Part(step, starts, sizes, Buffers(certified, self.partials))):
                 return
         self.select(step.index_q, step.index_keys, step.blocks)
+        form = step.kv.format if isinstance(step.q, Tensor) else "e4m3"
+        shared, served = self.shared.cuts[batch - 1] if form == "plain" else None, UNSERVED
+        if shared is not None:  # It leaves tokens whose blocks differ too much to the launch behind it.
+            served = triton_decode_shared.launch(
+                *(shared, self.shared, step.q, step.kv, step.blocks, sizes.new_tokens, sizes.block_size),
+                *(step.softmax_scale, step.out, step.lse, self.pdl),
+            )
         triton_decode.launch(
             *(self.attend[step.kv.format][batch - 1], self.partials, step.q, step.kv, None, step.blocks, step.kv.seq_lens),
-            *(sizes.new_tokens, sizes.block_size, step.softmax_scale, step.out, step.lse, self.pdl),
+            *(sizes.new_tokens, sizes.block_size, step.softmax_scale, step.out, step.lse, self.pdl, served),
         )
 
     def select(self, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, blocks: Tensor) -> None:

@@ -15,7 +15,7 @@ from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div
-from openmsa.sparse_attention import triton_decode
+from openmsa.sparse_attention import triton_decode, triton_decode_shared
 
 FORMATS = ("plain", "e4m3", "nvfp4")
 """The kernels read keys and values in these formats."""
@@ -28,6 +28,8 @@ class PlanMemory:
 
     one_launch:      cuts of the kernel that runs a whole layer, None where it does not serve; words: what its programs hand on.
     attend:          cuts of attention in a launch of its own, by the format of keys and values; partials: what it leaves.
+    shared:          how the new tokens of a sequence share the reading of blocks, and what that leaves. They do not in plans
+                     with bounds, so that one part and two give the same bits.
     scores:          room for scores.
     certified:       room for bounds of certified keys, where they can come first; up to `most_unbounded` keys they do not.
     parts:           what serves a step in two parts, where that can pay.
@@ -60,6 +62,9 @@ class PlanMemory:
             rest = max_batch - two_parts.first_part(max_batch)
             second = Buffers(_bounds(rest, sizes, device), self._partials(rest, dtype, device))
             self.parts = TwoParts(second, self.attend, InTurn() if self.interpreted else Side(device))
+        heads = sizes.num_kv_heads, sizes.num_q_heads // sizes.num_kv_heads
+        shape = (sizes.new_tokens, *heads, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
+        self.shared = triton_decode_shared.Shared.allocate(max_batch, shape, dtype, device, self.certified is None)
         self.scores = torch.empty(scores_held(tokens, capacity, sizes), dtype=torch.float32, device=device)
         self.cu_seqlens_q = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * sizes.new_tokens
         small = {(i + 1) * sizes.new_tokens: c for i, c in enumerate(self.one_launch) if c}

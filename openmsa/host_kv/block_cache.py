@@ -15,7 +15,7 @@ from openmsa.kv_cache import E4M3, NVFP4, Stored
 class Statistics(NamedTuple):
     """Says what the steps of a `HostKV` found in its block cache.
 
-    steps:   lookups that ran; a step that is served as two halves has two.
+    steps:   lookups that ran.
     blocks:  blocks that they chose, counted for each token and KV head.
     misses:  blocks that no slot held; one that several tokens or sequences chose in a step is counted once.
     bytes:   bytes of keys and values that were fetched from host memory, the new tokens' own among them.

@@ -127,12 +127,6 @@ class HostKV(Paged):
         make = partial(cls.allocate, page_table, num_pages, num_kv_heads, page_size, head_dim, dtype, format)
         return [make(cache_blocks=blocks, **options) for _ in range(count)]
 
-    def sequences(self, first: int, last: int) -> Self:
-        """Gives sequences `first` up to `last` alone, with the same pools and block cache."""
-        some = copy.copy(self)
-        some.page_table, some.seq_lens = self.page_table[first:last], self.seq_lens[first:last]
-        return some
-
     @property
     def device(self) -> torch.device:
         """Steps run on this device."""

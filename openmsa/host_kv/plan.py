@@ -26,10 +26,8 @@ class HostDecodePlan(DecodePlan):
     other, each with its own `HostKV`. Selections are those of a `DecodePlan`; outputs and lse on a GPU too, bit for bit, where
     that takes three launches or more.
 
-    On a GPU a run is five launches, more with certified index keys, and waits for nothing. In a CUDA graph, a run whose page
-    tables have room for 128 MiB of 16-bit index keys is served as two halves of its sequences, ten launches on two streams: a
-    like run must come before the capture, as it loads kernels. Queries whose heads do not lie next to each other are copied
-    first, and such an `out` is written by a copy.
+    On a GPU a run is five launches, more with certified index keys, and waits for nothing. Queries whose heads do not lie next
+    to each other are copied first, and such an `out` is written by a copy.
     """
 
     _kv_type = HostKV  # type: ignore[assignment]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from openmsa.block_scores import STAGE as SCORING
 from openmsa.block_topk import SCORES_STAGE
 from openmsa.block_topk.given_scores import TopkCall
 from openmsa.inputs import check_counts, check_scoring
-from openmsa.kv_cache import PagedIndexKeys, Stored
+from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import QUERY_FORMATS, check_rows, out_dtype, wide_dtype
 from openmsa.parallel.exchange import Choice, Collectives
 from openmsa.parallel.ranks import Ranks
@@ -23,7 +23,11 @@ from openmsa.parallel.shards import PageStripes
 from openmsa.parallel.symmetric import Symmetric, refuse
 from openmsa.plan import AttentionPlan
 from openmsa.runtime import checks
+from openmsa.sparse_attention import check_sparse
 from openmsa.types import Layout
+
+if TYPE_CHECKING:
+    from openmsa.parallel.chain import Chain
 
 EXCHANGES = ("auto", "symmetric", "collective")
 MAX_NEW_TOKENS = 16
@@ -73,6 +77,7 @@ class ContextDecodePlan:
     timeout: float = 60.0
     impl: str = "auto"
     _mine: Tensor | None = field(init=False, repr=False, default=None)
+    _chain: Chain | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         self._check()
@@ -111,6 +116,10 @@ class ContextDecodePlan:
             softmax_scale=self.softmax_scale,
             impl=self.impl,
         )
+        if isinstance(self._exchange, Symmetric) and self.impl == "auto":
+            from openmsa.parallel.chain import Chain
+
+            self._chain = Chain(self._exchange, self._token_lens, self.block_size)
 
     def _check(self) -> None:
         checks.tensor("seq_lens", self.seq_lens, "[batch]", (torch.int32,))
@@ -149,7 +158,8 @@ class ContextDecodePlan:
         """Selects the blocks that each query of a layer reads.
 
         index_q:  ``[batch * new_tokens, index_heads, index_dim]``, as in `select_blocks`, the same on all ranks.
-        index_k:  this rank's pool of index keys, ``[num_pages, index_key_heads, page_size, index_dim]``, in any format.
+        index_k:  this rank's pool of index keys, ``[num_pages, index_key_heads, page_size, index_dim]``, in any format. Of
+                  `CertifiedKeys` the exact keys are read and the int8 ones left alone: other formats read fewer bytes.
 
         Returns int32 ``[batch * new_tokens, index_heads, topk]``, ids counted in the whole sequence, the same on all ranks.
         """
@@ -159,6 +169,13 @@ class ContextDecodePlan:
         call = check_scoring(index_q, keys, self._layout, self.block_size, False)
         checks.size("index_q", index_q, 0, self.total_q, "batch * new_tokens of the plan")
         with torch.no_grad():
+            if self._chain is not None and self._chain.selects(call):
+                bounds = self._chain.bounds(keys, call, self._choice)
+                if bounds is not None:
+                    blocks, self._mine = self._chain.select_certified(bounds, self._visible, self._choice)
+                else:
+                    blocks, self._mine = self._chain.select(call, self._visible_here, self._visible, self._choice)
+                return blocks
             scores = SCORING.run(self.impl, call)
             ids = SCORES_STAGE.run(self.impl, TopkCall(scores, self.topk, self._visible_here, 0, 0))
             blocks, self._mine = self._exchange.choose(scores, ids, self._visible, self._choice)
@@ -196,6 +213,13 @@ class ContextDecodePlan:
             if given.shape != like.shape or given.dtype != like.dtype or not given.is_contiguous():
                 expected, got = (f"{x.dtype} {tuple(x.shape)}" for x in (like, given))
                 raise ValueError(f"{name} must be contiguous, {expected}, got {got} with strides {given.stride()}")
+        kv = PagedKV(k, v, self._table, self._token_lens)
+        if self._chain is not None and self._chain.attends(q, kv):
+            scale = check_sparse(
+                q, kv, None, self._mine, self._attention._layout, self.block_size, self.softmax_scale, True, False
+            )[6]
+            self._chain.attend(q, kv, self._mine, scale, out, lse)
+            return out
         self._attention.attend(q, k, v, self._mine, out=part, lse=part_lse)
         self._exchange.merge(part, part_lse, out, lse)
         return out

@@ -21,11 +21,11 @@ from openmsa.parallel.shards import PageStripes, TokenShards
 class Places(NamedTuple):
     """Says where a step's keys lie; all tensors are on the device.
 
-    sent:     sequence and page, int64 ``[2, n]``, of each page with cached keys that this rank holds.
+    sent:     sequence and page, int64 ``[2, n]``, of each page with cached keys that this rank holds and sends.
     most:     pages that the rank with the most of them sends.
     pages:    pages of the gathered pool.
     table:    int32 ``[batch, pages of the longest sequence]``, the page table of the gathered pool.
-    lens:     int32 ``[batch]``, keys before the step.
+    lens:     int32 ``[batch]``, keys of these pages before the step.
     starts:   int32 ``[batch + 1]``, where the new tokens of each sequence start.
     own:      int64, which of all new tokens this rank keeps; own_starts: int32 ``[batch + 1]``, those of each sequence.
     """
@@ -40,33 +40,55 @@ class Places(NamedTuple):
     own_starts: Tensor
 
 
-def places(shards: TokenShards, cached: tuple[int, ...], page_size: int, rank: int, device: torch.device) -> Places:
-    """Lays out the gathered pool: the cached pages of every rank, each padded to `most` pages, then pages for new tokens."""
-    return shards.remember((rank, cached, page_size, device), lambda: _places(shards, cached, page_size, rank, device))
+def places(
+    shards: TokenShards,
+    cached: tuple[int, ...],
+    page_size: int,
+    rank: int,
+    device: torch.device,
+    skipped: tuple[int, ...] | None = None,
+) -> Places:
+    """Lays out the gathered pool: the cached pages of every rank, each padded to `most` pages, then pages for new tokens.
+    skipped: so many first pages of each sequence are left out, and positions count from behind them; None: none are."""
+    skipped = (0,) * len(cached) if skipped is None else skipped
+    key = (rank, cached, skipped, page_size, device)
+    return shards.remember(key, lambda: _places(shards, cached, skipped, page_size, rank, device))
 
 
-def _places(shards: TokenShards, cached: tuple[int, ...], page_size: int, rank: int, device: torch.device) -> Places:
-    stripes = PageStripes(shards.ranks, page_size)
-    held = [[-(-stripes.held(n, r) // page_size) for n in cached] for r in range(shards.ranks)]
+def _places(
+    shards: TokenShards, cached: tuple[int, ...], skipped: tuple[int, ...], page_size: int, rank: int, device: torch.device
+) -> Places:
+    stripes, ranks = PageStripes(shards.ranks, page_size), shards.ranks
+    filled = [-(-n // page_size) for n in cached]
+    spans = [
+        [(pages_of(s, r, ranks), pages_of(n, r, ranks)) for s, n in zip(skipped, filled, strict=True)] for r in range(ranks)
+    ]
+    held = [[stop - start for start, stop in of_rank] for of_rank in spans]
     most = max(map(sum, held))
     first = [list(accumulate(of_rank, initial=r * most)) for r, of_rank in enumerate(held)]
-    free, own, sent = shards.ranks * most, [torch.arange(0)], [torch.empty(2, 0, dtype=torch.int64)]
+    free, own, sent = ranks * most, [torch.arange(0)], [torch.empty(2, 0, dtype=torch.int64)]
     k_lens = [old + new for old, new in zip(cached, shards.lengths, strict=True)]
-    table = torch.full((len(cached), -(-max(k_lens, default=0) // page_size)), -1, dtype=torch.int32)
+    width = max((-(-n // page_size) - s for n, s in zip(k_lens, skipped, strict=True)), default=0)
+    table = torch.full((len(cached), width), -1, dtype=torch.int32)
     starts = list(accumulate(shards.lengths, initial=0))
     for b, (old, k_len) in enumerate(zip(cached, k_lens, strict=True)):
-        page, full = torch.arange(-(-k_len // page_size)), -(-old // page_size)
-        origin = torch.tensor([of_rank[b] for of_rank in first])
-        table[b, : len(page)] = torch.where(page < full, origin[page % shards.ranks] + page // shards.ranks, free + page - full)
-        free += len(page) - full
+        page, full = torch.arange(skipped[b], -(-k_len // page_size)), filled[b]
+        origin = torch.tensor([first[r][b] - spans[r][b][0] for r in range(ranks)])
+        table[b, : len(page)] = torch.where(page < full, origin[page % ranks] + page // ranks, free + page - full)
+        free += -(-k_len // page_size) - full
         own.append(stripes.positions(old, k_len, rank) - old + starts[b])
-        mine = torch.arange(held[rank][b])
+        mine = torch.arange(*spans[rank][b])
         sent.append(torch.stack((torch.full_like(mine, b), mine)))
     own_starts = list(accumulate(map(len, own[1:]), initial=0))
-    int32 = (torch.tensor(x, dtype=torch.int32).to(device) for x in (cached, starts, own_starts))
-    lens, new_starts, kept_starts = int32
+    lens = [old - s * page_size for old, s in zip(cached, skipped, strict=True)]
+    int32 = [torch.tensor(x, dtype=torch.int32).to(device) for x in (lens, starts, own_starts)]
     moved = torch.cat(sent, 1).to(device), table.to(device), torch.cat(own).to(device)
-    return Places(moved[0], most, free, moved[1], lens, new_starts, moved[2], kept_starts)
+    return Places(moved[0], most, free, moved[1], int32[0], int32[1], moved[2], int32[2])
+
+
+def pages_of(pages: int, rank: int, ranks: int) -> int:
+    """Returns how many of the first `pages` pages of a sequence the rank holds."""
+    return -(-max(pages - rank, 0) // ranks)
 
 
 def refuse(cache: PagedKV | PagedIndexKeys) -> str | None:

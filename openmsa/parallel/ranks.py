@@ -52,6 +52,17 @@ class Ranks(NamedTuple):
             return None
         return _collective("all_gather")(_as_bytes(everyone), _as_bytes(mine), group=self.group, async_op=True)
 
+    def all_to_all(self, of_everyone: Tensor, mine: Tensor) -> dist.Work | None:
+        """Starts to fill ``mine [size * n, ...]`` with this rank's n rows of ``of_everyone [size * n, ...]`` of each rank; both
+        are contiguous, of any dtype, and have the same shape on all ranks. Otherwise as `all_gather`."""
+        if self.size == 1:
+            mine.copy_(of_everyone)
+            return None
+        if not mine.numel():
+            return None
+        work: dist.Work = dist.all_to_all_single(_as_bytes(mine), _as_bytes(of_everyone), group=self.group, async_op=True)
+        return work
+
     def reduce_scatter(self, of_everyone: Tensor) -> Tensor:
         """Returns this rank's rows of the sum over ranks of ``of_everyone [size * n, ...]``: ``[n, ...]``."""
         if self.size == 1:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ ORDERS = ("zigzag", "contiguous")
 FEW_ROWS = 64
 """Kernels of scores choose their form by the queries of the longest sequence, up to so many of them."""
 Made = TypeVar("Made")
+Pieces: TypeAlias = "list[tuple[slice, Layout]]"
+"""Pieces of a step are rows of queries, each with its lengths."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,18 @@ class TokenShards:
             self._made[key] = make()
         made: Made = self._made[key]
         return made
+
+
+def in_chunks(pieces: Pieces, most: int) -> Pieces:
+    """Cuts pieces into chunks of so many queries at most."""
+    cut = []
+    for rows, seqs in pieces:
+        total = rows.stop - rows.start
+        for start in range(0, total, most):
+            stop = min(start + most, total)
+            of_chunk = seqs if stop - start == total else seqs.query_chunk(start, stop)
+            cut.append((slice(rows.start + start, rows.start + stop), of_chunk))
+    return cut
 
 
 def check_shards(shards: Any) -> None:

@@ -69,15 +69,40 @@ class Symmetric:
             triton_exchange.launch_choose(scores, ids, visible_blocks, blocks, mine, room.mail, room.rows, choice, self._reach)
         return blocks, mine
 
-    def merge(self, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-        """See `openmsa.parallel.exchange.Collectives.merge`."""
+    def select(
+        self,
+        scores: Tensor,
+        held: Tensor,
+        visible_blocks: Tensor,
+        choice: Choice,
+        pdl: bool,
+        opened: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Finds the rank's best blocks and does what `choose` does, in one launch. scores: float32, last stride 1. held: int32
+        ``[total_q]``, blocks of the rank that each query sees. pdl: the launch waits for the one in front inside. opened: as in
+        `select_kernel` of `openmsa.parallel.triton_exchange`."""
+        from openmsa.parallel import triton_exchange
+
+        shape = (scores.shape[1], scores.shape[0], choice.topk)
+        blocks, mine = (torch.empty(shape, dtype=torch.int32, device=scores.device) for _ in range(2))
+        room = self._room("choose", triton_exchange.choice_words(1, choice.topk, self._ranks.size), shape[0] * shape[1])
+        places = (scores, held, visible_blocks, blocks, mine, room.mail, room.rows, choice, self._reach)
+        triton_exchange.launch_select(*places, pdl=pdl, opened=opened)
+        return blocks, mine
+
+    def merge(self, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, pdl: bool = False) -> None:
+        """See `openmsa.parallel.exchange.Collectives.merge`. pdl: as for `select`; a kernel then serves that sends half of the
+        bytes."""
         if part.dtype not in (torch.float16, torch.bfloat16):
             raise NotImplementedError(f"exchange must be 'collective' where q has no 16-bit results, got {part.dtype}")
         from openmsa.parallel import triton_exchange
 
-        if part_lse.numel():
-            words = triton_exchange.merge_words(1, part.shape[2], self._ranks.size)
-            room = self._room("merge", words, part_lse.numel())
+        dim, rows = part.shape[2], part_lse.numel()
+        if rows and pdl:
+            room = self._room("blend", triton_exchange.blend_words(1, dim, self._ranks.size), rows)
+            triton_exchange.launch_blend(part, part_lse, out, lse, room.mail, room.rows, self._reach, pdl=True)
+        elif rows:
+            room = self._room("merge", triton_exchange.merge_words(1, dim, self._ranks.size), rows)
             triton_exchange.launch_merge(part, part_lse, out, lse, room.mail, room.rows, self._reach)
 
     def _room(self, use: str, words: int, rows: int) -> _Room:
@@ -89,25 +114,26 @@ class Symmetric:
                 raise RuntimeError(
                     f"a layer of {rows} rows must run once before a CUDA graph captures one, because memory is shared then"
                 )
-            room = self._rooms[use, words, rows] = _Room(self._ranks.group, self._device, words, rows)
+            room = self._rooms[use, words, rows] = _Room(self._ranks.group, self._device, words, rows, -(use == "blend"))
         return room
 
 
 class _Room:
     """Holds a mailbox in symmetric memory."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, words: int, rows: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, words: int, rows: int, start: int) -> None:
+        """start: what each word is at first."""
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         from openmsa.parallel.triton_exchange import FIRST_LAUNCH, Mailbox
 
         self.rows = rows
         memory = symmetric_memory.empty(words * rows, dtype=torch.int64, device=device)
-        memory.zero_()
+        memory.fill_(start)
         self._handle = symmetric_memory.rendezvous(memory, group)
         peers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         counter = torch.full((1,), FIRST_LAUNCH, dtype=torch.int64, device=device)
         torch.cuda.synchronize(device)
-        dist.barrier(group)  # No rank writes before every memory is zero.
+        dist.barrier(group)  # No rank writes before every memory is filled.
         torch.cuda.synchronize(device)
         self.mail = Mailbox(peers, memory, counter)

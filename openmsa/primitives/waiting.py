@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 _TICKETS = tl.constexpr(1 << 20)  # The counter holds launches * _TICKETS + the tickets drawn in the present launch.
+_HERE = tl.constexpr("gpu")  # The readers and writers of a launch run on one GPU.
 
 
 @triton.jit
@@ -31,17 +32,17 @@ def draw(counter, programs):
 
 @triton.jit
 def _word(value, tag):
-    """Packs a float32 value, in the low half, and the launch's number into a word."""
+    """Packs a value of 32 bits, in the low half, and the launch's number into a word."""
     return (tag.to(tl.int64) << 32) | (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
-def put(p_word, value, tag, mask, WAIT: tl.constexpr):
-    """Writes words of float32 values and the launch's number. WAIT says whether readers run at the same time."""
-    word = _word(value, tag)
+def put_word(p_word, word, mask, WAIT: tl.constexpr, SCOPE: tl.constexpr):
+    """Writes words of 64 bits. WAIT says whether readers run at the same time, SCOPE where they run: on this "gpu", or on
+    another of the host ("sys")."""
     if WAIT:
         tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0;}",
+            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed." + SCOPE + ".global.b64 [$1], $2; mov.b32 $0, 0;}",
             "=r,l,l,r",
             [p_word, word, mask.to(tl.int32)],
             dtype=tl.int32,
@@ -50,6 +51,12 @@ def put(p_word, value, tag, mask, WAIT: tl.constexpr):
         )
     else:
         tl.store(p_word, word, mask=mask)
+
+
+@triton.jit
+def put(p_word, value, tag, mask, WAIT: tl.constexpr, SCOPE: tl.constexpr = _HERE):
+    """Writes words of values, float32 or int32, and the launch's number; WAIT and SCOPE as in `put_word`."""
+    put_word(p_word, _word(value, tag), mask, WAIT, SCOPE)
 
 
 @triton.jit
@@ -71,11 +78,11 @@ def put_pairs(p_word, first, second, tag, mask, WAIT: tl.constexpr):
 
 
 @triton.jit
-def look(p_word, WAIT: tl.constexpr):
-    """Reads words as they are now. WAIT says whether writers run at the same time."""
+def look(p_word, WAIT: tl.constexpr, SCOPE: tl.constexpr = _HERE):
+    """Reads words as they are now. WAIT says whether writers run at the same time, SCOPE where they run, as in `put_word`."""
     if WAIT:
         word = tl.inline_asm_elementwise(
-            "ld.relaxed.gpu.global.b64 $0, [$1];", "=l,l", [p_word], dtype=tl.int64, is_pure=False, pack=1
+            "ld.relaxed." + SCOPE + ".global.b64 $0, [$1];", "=l,l", [p_word], dtype=tl.int64, is_pure=False, pack=1
         )
     else:
         word = tl.load(p_word)

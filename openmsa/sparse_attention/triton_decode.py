@@ -71,6 +71,17 @@ class Config(NamedTuple):
         return self.num_warps if self.apart else 1
 
 
+class Served(NamedTuple):
+    """These say which tokens a launch in front has served: int32 flags, one for each `tokens` tokens of a sequence and each KV
+    head; flags is None where there is no such launch."""
+
+    flags: Tensor | None
+    tokens: int
+
+
+UNSERVED = Served(None, 1)
+
+
 def row_tiles(group: int, head_dim: int) -> tuple[int, int]:
     """Returns the rows of a program, heads of one group padded for the matrix unit, and the programs of a group."""
     rows = min(max(16, next_power_of_two(group)), 64 if head_dim <= 128 else 32)
@@ -157,17 +168,17 @@ def store_rows(out, p_out, p_lse, b_acc, b_m, b_z, o_r, o_d, m_r, D: tl.constexp
 
 @triton.jit(do_not_specialize=["queries", "num_pages", "capacity", "tiles"])
 def sparse_decode_kernel(
-    q, k, v, blocks, table, bounds, out, partials, scale,
+    q, k, v, blocks, table, bounds, out, partials, served, scale,
     queries, num_pages, capacity, tiles,
     SHAPE: tl.constexpr, CUT: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attends, and merges partials, in a grid of (sequences * queries, KV heads * row tiles, splits) programs.
 
     q is `QueryRows`, k and v are `KeyRows`, blocks is `Selection`, table is `PageTable`, bounds is `Bounds`, out is `Output`,
-    and partials is `Partials`. Lengths come from bounds.seq_lens, with `queries` tokens a sequence that are the last of its
-    keys; or, where that is None, from cu_q, cu_k and q_offset, with at most `queries` tokens a sequence. num_pages and capacity
-    count the pool's pages and the keys that a row of the page table has room for. PDL: the kernel may start before the one in
-    front has ended, and waits for it."""
+    partials is `Partials`, and served is `Served`, whose tokens are left alone. Lengths come from bounds.seq_lens, with
+    `queries` tokens a sequence that are the last of its keys; or, where that is None, from cu_q, cu_k and q_offset, with at
+    most `queries` tokens a sequence. num_pages and capacity count the pool's pages and the keys that a row of the page table
+    has room for. PDL: the kernel may start before the one in front has ended, and waits for it."""
     PAGE: tl.constexpr = SHAPE.page
     G: tl.constexpr = SHAPE.group
     D: tl.constexpr = SHAPE.dim
@@ -223,6 +234,10 @@ def sparse_decode_kernel(
         if FORMAT != 0:
             b_qs, b_row = query_parts(parts, CUT.walks)
         gdc_wait()
+    if served.flags is not None:
+        i_part = i_b * tl.cdiv(queries, served.tokens) + i_q // served.tokens
+        if tl.load(served.flags + i_part * (tl.num_programs(1) // ROW_TILES) + i_h) != 0:
+            return
 
     # 3. The walk goes over the tiles of this split.
     b_first, b_page = o_u, o_u
@@ -231,6 +246,8 @@ def sparse_decode_kernel(
         PER: tl.constexpr = SHAPE.block // CUT.keys
         b_id = tl.load(p_ids + (b_u // PER) * blocks.s_slot, mask=b_u < SHAPE.topk * PER, other=-1)
         b_first, b_page = first_keys(b_u, b_id, p_table, table.s_page, n_k, n_blocks, num_pages, SHAPE, CUT)
+        if TILES > 1:  # Behind the last tile with keys nothing is read.
+            tiles = tl.minimum(tiles, tl.max(tl.where(b_first < n_k, o_u + 1, 0), 0))
     if FORMAT == 0:
         b_acc, b_m, b_z = walk(
             b_q, k, v, i_h, b_first, b_page, p_ids, blocks.s_slot, p_table, table.s_page, i_s, tiles, i_k0, n_k, n_blocks,
@@ -301,6 +318,7 @@ def launch(
     out: Tensor,
     lse: Tensor | None,
     pdl: bool = False,
+    served: Served = UNSERVED,
 ) -> None:
     """Launches the kernel once. lengths: a `Layout`, or seq_lens int32 [batch] with exactly `queries` new tokens a sequence.
     pdl: whether to start before the kernel in front has ended and to wait for it inside; of the inputs only `blocks` may come
@@ -331,6 +349,7 @@ def launch(
         bounds,
         Output.of(out, lse),
         partials if config.splits > 1 else UNSPLIT,
+        served,
         softmax_scale,
         *(queries, num_pages, capacity, config.tiles),
         SHAPE=Shape(group, head_dim, padded_dim(head_dim, form), blocks.shape[2], block_size, page_size),

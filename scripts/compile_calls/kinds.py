@@ -16,6 +16,7 @@ from openmsa.index_loss import STAGE as LOSS
 from openmsa.index_loss import triton_loss
 from openmsa.parallel import triton_exchange
 from openmsa.parallel.exchange import Choice
+from openmsa.runtime import devices
 from openmsa.runtime.recording import GPU
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention import triton_backward as sparse_backward
@@ -251,8 +252,15 @@ class Exchange(NamedTuple):
         choice = Choice(self.topk, self.init, self.local, self.page_blocks)
         scores = empty((4, tokens, 512), torch.float32)
         triton_exchange.launch_choose(scores, ids, visible, ids.clone(), ids.clone(), mail, 128, choice, reach)
+        for blocks in (512, 8192):
+            scores = empty((tokens, 4, blocks), torch.float32).transpose(0, 1)
+            places = (scores, visible, visible.clone(), ids.clone(), ids.clone(), mail, 128, choice, reach)
+            for opened in (None, scores.view(torch.int32)):
+                triton_exchange.launch_select(*places, pdl=devices.has_pdl(GPU), opened=opened)
         part, lse = rows(self.dtype, tokens, 64, self.dim), empty((tokens, 64), torch.float32)
-        triton_exchange.launch_merge(part, lse, part.clone(), lse.clone(), mail, 2048, reach)
+        places = (part, lse, part.clone(), lse.clone(), mail, 2048, reach)
+        triton_exchange.launch_merge(*places)
+        triton_exchange.launch_blend(*places, pdl=devices.has_pdl(GPU))
 
 
 class HostPlan(NamedTuple):

@@ -106,6 +106,7 @@ KNOWN = {
     "add_index_items": Known(may_spill=by_arch({80: 16}), matrix=lambda launch: False),
     # Two registers are stored in front of a turn over many blocks, which waits for memory anyway.
     "look_up_kernel": Known(may_spill=by_arch({120: 16}), matrix=lambda launch: False),
+    "select_kernel": Known(may_spill=by_arch({80: 8, 90: 8}), matrix=lambda launch: False),  # With the candidates of 8 ranks.
     # In dense attention 128 rows on 4 warps spill, mostly in the masked tail, and are faster than fewer rows.
     "dense_kernel": Known(
         lambda launch: constant(launch, "rows") >= WGMMA_ROWS, lambda launch: 640 if constant(launch, "rows") == 128 else 128

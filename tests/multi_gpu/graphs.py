@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from openmsa import msa_attention
-from openmsa.parallel import ContextDecodePlan, PageStripes, TokenShards, context_attention
+from openmsa.parallel import ContextDecodePlan, PageStripes, TokenShards, chain, context_attention
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import problem
 from tests.parallel.cases import WIDE, empty_caches, spread_caches
@@ -22,6 +22,15 @@ def a_plan(group, rank, size, exchange="symmetric", timeout=60.0):
     lens = torch.tensor(p.k_lens, dtype=torch.int32, device="cuda")
     arguments = {"seq_lens": lens, "page_table": kv.page_table, "page_size": 128, "group": group}
     return p, kv, index, ContextDecodePlan(**arguments, exchange=exchange, timeout=timeout)
+
+
+def chained(group, rank, size, case, *arguments):
+    """Runs a case whose layers are chains of launches that overlap."""
+    chain.CHAINED = True
+    try:
+        return case(group, rank, size, *arguments)
+    finally:
+        chain.CHAINED = False
 
 
 def replays(group, rank, size, exchange):
@@ -49,7 +58,7 @@ def replays(group, rank, size, exchange):
             assert_equal("out", out, eager)
 
 
-def chunked_selection(group, rank, size, chunks, sizes, options, page):
+def chunked_selection(group, rank, size, chunks, sizes, options, page, moves="keys"):
     """Prompts in chunks give what one rank gives, within the rounding of bfloat16."""
     lengths = [sum(new) for new in zip(*chunks, strict=True)]
     p = problem(lengths, lengths, dtype=torch.bfloat16, integer_index=True, **sizes).to("cuda")
@@ -60,7 +69,7 @@ def chunked_selection(group, rank, size, chunks, sizes, options, page):
         spans = [torch.arange(f + c, f + c + n) for f, c, n in zip(first, cached, new, strict=False)]
         rows, shards = torch.cat(spans).to("cuda"), TokenShards(new, size)
         mine = [shards.shard(x[rows], rank) for x in (p.q, p.k, p.v, p.index_q, p.index_k)]
-        out = context_attention(*mine, shards, group=group, kv=kv, index_keys=index, cached=cached, **options)
+        out = context_attention(*mine, shards, group=group, kv=kv, index_keys=index, cached=cached, moves=moves, **options)
         torch.testing.assert_close(out, shards.shard(whole[rows], rank), atol=0.02, rtol=0.02)
         cached = [c + n for c, n in zip(cached, new, strict=True)]
         assert kv.seq_lens.tolist() == [PageStripes(size, page).held(n, rank) for n in cached]

@@ -31,9 +31,16 @@ def test_prefill(world, size, order):
     world.run(size, cases.prefill, size, (700, 65), order, torch.bfloat16, "cuda", cases.WIDE, FORCED, True)
 
 
-def test_chunks_with_caches(world):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_backward(world, dtype):
+    """The second sequence has fewer tokens than there are ranks, and the third none."""
+    world.run(2, cases.rounded_backward, 2, (1500, 1, 0, 333), dtype, "cuda", cases.WIDE, OPTIONS | {"topk": 4})
+
+
+@pytest.mark.parametrize("moves", ["keys", "queries"])
+def test_chunks_with_caches(world, moves):
     chunks = ((400, 50, 0), (500, 0, 200), (3, 600, 1))
-    world.run(2, graphs.chunked_selection, 2, chunks, cases.WIDE, OPTIONS | {"topk": 4}, 128)
+    world.run(2, graphs.chunked_selection, 2, chunks, cases.WIDE, OPTIONS | {"topk": 4}, 128, moves)
 
 
 @pytest.mark.parametrize("exchange", ["symmetric", "collective"])
@@ -48,6 +55,15 @@ def test_decode(world, size, new, exchange):
         assert chosen == [exchange] * size
 
 
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("size", SIZES)
+def test_chained_decode(world, size, new):
+    lens, plain = (9000, 1, 330, 0, 4097, 128), ("plain", "plain")
+    for options, formats in ((OPTIONS, plain), (FORCED, plain), (OPTIONS, ("e4m3", "e4m3"))):
+        arguments = (lens, new, torch.bfloat16, "cuda", cases.WIDE, options, 128, formats, "symmetric")
+        world.run(size, graphs.chained, size, cases.decode, *arguments)
+
+
 def test_formats(world):
     for formats in (("e4m3", "e4m3"), ("nvfp4", "nvfp4")):
         world.run(2, cases.decode, 2, (3000, 700), 1, torch.bfloat16, "cuda", cases.WIDE, OPTIONS, 128, formats)
@@ -56,6 +72,8 @@ def test_formats(world):
 @pytest.mark.parametrize("exchange", ["symmetric", "collective"])
 def test_graphs(world, exchange):
     world.run(2, graphs.replays, 2, exchange)
+    if exchange == "symmetric":
+        world.run(2, graphs.chained, 2, graphs.replays, exchange)
 
 
 def test_a_rank_that_dies_is_an_error_of_the_others():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -66,19 +67,48 @@ def prefill_selection(group, rank, size, lengths, order, dtype, device, sizes, o
 def backward(group, rank, size, lengths, order, device, sizes, options):
     """Gradients of attention and of the index loss are those of one rank."""
     p = problem(lengths, lengths, dtype=torch.float64, **sizes).to(device)
-    leaves = [x.clone().requires_grad_() for x in (p.q, p.k, p.v)]
-    out, lse = msa_attention(*leaves, p.index_q, p.index_k, seqs=p.seqs, return_lse=True, **options)
-    generator = torch.Generator(device).manual_seed(3)
-    weights = torch.randn(out.shape, generator=generator, dtype=out.dtype, device=device)
-    ((out * weights).sum() + lse.where(lse.isfinite(), 0).sum()).backward()
+    whole, _ = attention_gradients(p, options)
     shards = TokenShards(lengths, size, order)
+    for name, grad, one in zip("qkv", shard_gradients(group, rank, p, shards, options), whole, strict=True):
+        torch.testing.assert_close(grad, shards.shard(one, rank), atol=1e-12, rtol=1e-9, msg=f"gradient of {name}")
+    index_loss_backward(group, rank, p, shards, options)
+
+
+def rounded_backward(group, rank, size, lengths, dtype, device, sizes, options):
+    """Gradients of attention are as near to those of float64 as those of one rank."""
+    p = problem(lengths, lengths, dtype=dtype, integer_index=True, **sizes).to(device)
+    honest, blocks = attention_gradients(p, options)
+    on_host = p.to("cpu")
+    wide = replace(on_host, **{name: getattr(on_host, name).double() for name in ("q", "k", "v")})
+    truth, _ = attention_gradients(wide, options, blocks.cpu())
+    shards = TokenShards(lengths, size)
+    for name, grad, one, true in zip("qkv", shard_gradients(group, rank, p, shards, options), honest, truth, strict=True):
+        assert_close(f"gradient of {name}", grad, shards.shard(one, rank), shards.shard(true, rank).to(grad.device))
+
+
+def weights_of(p):
+    """What the results are summed with: numbers that every dtype holds, the same on all ranks."""
+    return torch.randint(-3, 4, p.q.shape, generator=torch.Generator().manual_seed(3)).to(p.q)
+
+
+def attention_gradients(p, options, blocks=None):
+    """Gradients of q, k and v on one rank, and the selection. blocks: a selection to attend to."""
+    leaves = [x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v)]
+    if blocks is None:
+        blocks = select_blocks(p.index_q, p.index_k, seqs=p.seqs, **options)
+    size = {"block_size": options["block_size"], "return_lse": True}
+    out, lse = sparse_attention(*leaves, blocks, p.seqs, **size)
+    ((out * weights_of(p)).sum() + lse.where(lse.isfinite(), 0).sum()).backward()
+    return [x.grad for x in leaves], blocks
+
+
+def shard_gradients(group, rank, p, shards, options):
+    """Gradients of this rank's q, k and v."""
     mine = [shards.shard(x, rank).requires_grad_() for x in (p.q, p.k, p.v)]
     index = [shards.shard(x, rank) for x in (p.index_q, p.index_k)]
     out, lse = context_attention(*mine, *index, shards, group=group, return_lse=True, **options)
-    ((out * shards.shard(weights, rank)).sum() + lse.where(lse.isfinite(), 0).sum()).backward()
-    for name, x, whole in zip("qkv", mine, leaves, strict=True):
-        torch.testing.assert_close(x.grad, shards.shard(whole.grad, rank), atol=1e-12, rtol=1e-9, msg=f"gradient of {name}")
-    index_loss_backward(group, rank, p, shards, options)
+    ((out * shards.shard(weights_of(p), rank)).sum() + lse.where(lse.isfinite(), 0).sum()).backward()
+    return [x.grad for x in mine]
 
 
 def index_loss_backward(group, rank, p, shards, options):
@@ -122,7 +152,7 @@ def spread_caches(p, rank, size, page, formats=("plain", "plain")):
     return kv, index
 
 
-def chunked(group, rank, size, chunks, order, dtype, device, sizes, options, page, formats=("plain", "plain")):
+def chunked(group, rank, size, chunks, order, dtype, device, sizes, options, page, formats=("plain", "plain"), moves="keys"):
     """Prompts that come in chunks, to caches in any format: results of one rank that has caches of these formats."""
     lengths = [sum(new) for new in zip(*chunks, strict=True)]
     p = problem(lengths, lengths, dtype=dtype, seed=page, **sizes).to(device)
@@ -139,7 +169,7 @@ def chunked(group, rank, size, chunks, order, dtype, device, sizes, options, pag
         lens = type(p.seqs).from_lengths(new, [c + n for c, n in zip(cached, new, strict=True)], device)
         honest = msa_attention(q, whole[0], None, index_q, whole[1], seqs=lens, return_lse=True, **options)
         mine = [shards.shard(x, rank) for x in (q, k, v, index_q, index_k)]
-        caches = {"kv": kv, "index_keys": index, "cached": cached}
+        caches = {"kv": kv, "index_keys": index, "cached": cached, "moves": moves}
         out, lse = context_attention(*mine, shards, group=group, return_lse=True, **caches, **options)
         for name, result, one in (("out", out, honest[0]), ("lse", lse, honest[1])):
             torch.testing.assert_close(result, shards.shard(one, rank), atol=2e-5, rtol=2e-5, msg=f"{name} of chunk {new}")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The number of ranks changes nothing: up to four processes on a CPU compute what one computes."""
 
+import functools
 import time
 
 import pytest
@@ -50,11 +51,27 @@ def test_backward(world, lengths, order):
     world.run(3, cases.backward, 3, lengths, order, "cpu", cases.SMALL, OPTIONS)
 
 
+def test_rounded_backward(world):
+    for dtype in (torch.float32, torch.bfloat16):
+        world.run(2, cases.rounded_backward, 2, (150, 1, 0, 33), dtype, "cpu", cases.SMALL, OPTIONS)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_chunks_with_caches(world, size):
     chunks = ((40, 5, 0), (50, 0, 20), (0, 0, 13), (3, 60, 1))
     world.run(size, cases.chunked, size, chunks, "zigzag", torch.float32, "cpu", cases.SMALL, OPTIONS, 16)
     world.run(size, cases.chunked, size, chunks, "contiguous", torch.float32, "cpu", cases.SMALL, FORCED, 32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_chunks_whose_queries_travel(world, size):
+    chunks = ((40, 5, 0), (50, 0, 20), (0, 0, 13), (3, 60, 1), (7, 1, 30))
+    plain = ("plain", "plain")
+    run = functools.partial(world.run, size, cases.chunked, size, chunks)
+    run("zigzag", torch.float32, "cpu", cases.SMALL, OPTIONS, 16, plain, "queries")
+    run("contiguous", torch.float32, "cpu", cases.SMALL, FORCED, 32, plain, "queries")
+    run("zigzag", torch.float64, "cpu", cases.SMALL, OPTIONS | {"local_blocks": 0}, 16, plain, "queries")
+    run("zigzag", torch.float32, "cpu", cases.SMALL, OPTIONS, 16, ("nvfp4", "certified"), "queries")
 
 
 @pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("nvfp4", "mxfp4"), ("plain", "int8"), ("plain", "nvfp4")])

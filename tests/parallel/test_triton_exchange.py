@@ -2,17 +2,22 @@
 """The kernels of the symmetric exchange do what the collectives do: in the interpreter every rank puts its words, then each
 gets them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from openmsa.parallel import exchange, symmetric, triton_exchange
+from openmsa.block_topk.triton_certified import Selection
+from openmsa.parallel import ContextDecodePlan, chain, exchange, symmetric, triton_exchange
 from openmsa.parallel.exchange import Choice
 from openmsa.parallel.ranks import Ranks
 from openmsa.parallel.symmetric import Symmetric
 from openmsa.parallel.triton_exchange import FIRST_LAUNCH, Mailbox, Reach
 from openmsa.testing.compare import assert_close, assert_equal
+from openmsa.testing.inputs import problem
+from tests.parallel import cases
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -57,7 +62,9 @@ def candidates(ranks, heads, tokens, blocks, topk, visible, page_blocks, seed):
     ("ranks", "heads", "topk", "init", "local", "page_blocks"),
     [(2, 2, 4, 0, 1, 1), (3, 1, 5, 1, 2, 2), (4, 2, 16, 0, 0, 1), (2, 1, 1, 1, 0, 1), (1, 2, 8, 3, 3, 4), (8, 1, 16, 2, 1, 1)],
 )
-def test_choose(ranks, heads, topk, init, local, page_blocks):
+@pytest.mark.parametrize("fused", [False, True])
+def test_choose(ranks, heads, topk, init, local, page_blocks, fused):
+    """fused: the kernel that finds the candidates sends them too."""
     from openmsa.block_topk import reference
 
     tokens, choice = 5, Choice(topk, init, local, page_blocks)
@@ -71,9 +78,14 @@ def test_choose(ranks, heads, topk, init, local, page_blocks):
         for put in (True, False):
             open_launch(launch)
             for rank, (scores, ids, _) in enumerate(offers):
-                triton_exchange.launch_choose(
-                    scores, ids, visible, *results[rank], mail[rank], room, choice, Reach(rank, ranks, 0), put=put, get=not put
-                )
+                to = (*results[rank], mail[rank], room, choice, Reach(rank, ranks, 0), put, not put)
+                if fused:
+                    of_rank = torch.arange(blocks)
+                    of_rank = of_rank[of_rank // page_blocks % ranks == rank]
+                    held = (of_rank < visible[:, None]).sum(1, dtype=torch.int32)
+                    triton_exchange.launch_select(scores, held, visible, *to)
+                else:
+                    triton_exchange.launch_choose(scores, ids, visible, *to)
         page, in_page = wanted // page_blocks, wanted % page_blocks
         for rank, (blocks_of_all, mine) in enumerate(results):
             assert_equal("blocks", blocks_of_all, wanted)
@@ -107,7 +119,8 @@ def test_launches_alternate_between_halves():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("ranks", "tokens", "heads", "dim"), [(2, 3, 2, 64), (3, 1, 5, 80), (1, 2, 1, 16), (4, 1, 3, 128)])
-def test_merge(ranks, tokens, heads, dim, dtype):
+@pytest.mark.parametrize("half_the_bytes", [False, True])
+def test_merge(ranks, tokens, heads, dim, dtype, half_the_bytes):
     generator = torch.Generator().manual_seed(dim)
     parts = torch.randn(ranks, tokens, heads, dim, generator=generator).to(dtype)
     lses = torch.randn(ranks, tokens, heads, generator=generator) * 3
@@ -118,7 +131,11 @@ def test_merge(ranks, tokens, heads, dim, dtype):
     truth = exchange.merge_partials(parts.double(), lses.double())
     honest = exchange.merge_partials(parts.float(), lses)
     room = tokens * heads + 3
-    mail, open_launch = mailboxes(ranks, triton_exchange.merge_words(room, dim, ranks))
+    words = triton_exchange.blend_words if half_the_bytes else triton_exchange.merge_words
+    launch_one = triton_exchange.launch_blend if half_the_bytes else triton_exchange.launch_merge
+    mail, open_launch = mailboxes(ranks, words(room, dim, ranks))
+    for box in mail if half_the_bytes else ():
+        box.words.fill_(-1)
     results = [(torch.full_like(parts[0], torch.nan), torch.full_like(lses[0], torch.nan)) for _ in range(ranks)]
     for launch in (1, 2, 3):
         for put in (True, False):
@@ -126,13 +143,27 @@ def test_merge(ranks, tokens, heads, dim, dtype):
             for rank in range(ranks):
                 of_rank = (parts[rank] if launch == 3 else -parts[rank]).contiguous()
                 reach = Reach(rank, ranks, 0)
-                triton_exchange.launch_merge(
-                    of_rank, lses[rank].contiguous(), *results[rank], mail[rank], room, reach, put=put, get=not put
-                )
+                launch_one(of_rank, lses[rank].contiguous(), *results[rank], mail[rank], room, reach, put=put, get=not put)
     for out, lse in results:
         assert_close("out", out, honest[0].to(dtype), truth[0])
         assert_close("lse", lse, honest[1], truth[1])
         assert_equal("out of rank 0", out, results[0][0])
+    assert not half_the_bytes or all((box.words == -1).all() for box in mail)
+
+
+def test_results_that_look_like_empty_words_arrive():
+    """A NaN whose bits are those of an empty word is sent as another NaN."""
+    part = torch.full((1, 1, 16), -1, dtype=torch.int16).view(torch.bfloat16)
+    lse = torch.full((1, 1), -1, dtype=torch.int32).view(torch.float32)
+    mail, open_launch = mailboxes(2, triton_exchange.blend_words(1, 16, 2))
+    for box in mail:
+        box.words.fill_(-1)
+    out, out_lse = torch.zeros_like(part), torch.zeros_like(lse)
+    open_launch(1)
+    triton_exchange.launch_blend(part, lse, out, out_lse, mail[0], 1, Reach(0, 2, 0), put=True, get=False)
+    assert (mail[1].words.view(torch.int32) != -1).sum() == (4 + 1) * 2
+    triton_exchange.launch_blend(part, lse, out, out_lse, mail[1], 1, Reach(1, 2, 0), put=False, get=True)
+    assert out.isnan().all()
 
 
 def test_wide_numbers_are_refused():
@@ -149,7 +180,7 @@ def test_wide_numbers_are_refused():
 
 def test_memory_that_graphs_write_to_is_kept(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(symmetric, "_Room", lambda group, device, words, rows: (words, rows))
+    monkeypatch.setattr(symmetric, "_Room", lambda group, device, words, rows, start: (words, rows))
     kernels = Symmetric(Ranks(object(), 0, 2), torch.device("cpu"), 1.0)
     few, many = kernels._room("merge", 9, 2), kernels._room("merge", 9, 8)
     assert (few, many) == ((9, 2), (9, 8))
@@ -160,3 +191,34 @@ def test_memory_that_graphs_write_to_is_kept(monkeypatch):
 def test_many_candidates_are_refused():
     assert triton_exchange.refuse_choice(16, 8) is None
     assert "must be at most 256, got 512" in triton_exchange.refuse_choice(64, 4)
+
+
+@pytest.mark.parametrize(("new", "index"), [(1, "plain"), (2, "plain"), (1, "certified")])
+def test_a_chain_of_launches_gives_what_stages_give(monkeypatch, new, index):
+    """One rank runs the four launches of a layer, or six by way of bounds, and finds what the stages find."""
+    lens, options = (300, 40, 0, 129), {"topk": 3, "block_size": 16, "init_blocks": 1}
+    p = problem([new] * 4, lens, dtype=torch.bfloat16, **cases.SMALL)
+    kv, keys = cases.spread_caches(p, 0, 1, 32, ("plain", index))
+    arguments = {"seq_lens": torch.tensor(lens, dtype=torch.int32), "page_table": kv.page_table, "page_size": 32}
+    plan = ContextDecodePlan(**arguments, new_tokens=new, **options)
+    blocks, lse = plan.select(p.index_q, keys.keys), torch.empty(p.q.shape[:2])
+    out = plan.attend(p.q, kv.k, kv.v, lse=lse)
+
+    def room(self, use, words, rows):
+        mail = mailboxes(1, words * rows)[0][0]
+        mail.words.fill_(-(use == "blend"))
+        return SimpleNamespace(mail=mail, rows=rows)
+
+    monkeypatch.setattr(Symmetric, "_room", room)
+    monkeypatch.setattr(chain, "CHAINED", True)
+    monkeypatch.setattr(chain, "BOUNDS_PAY", 0)
+    monkeypatch.setattr(chain.SCORING, "choice", lambda *_: SimpleNamespace(name="triton"))
+    plan._chain = chain.Chain(Symmetric(Ranks(None, 0, 1), torch.device("cpu"), 1.0), plan._token_lens, 16)
+    counted, score_open = [], Selection.score_open
+    monkeypatch.setattr(Selection, "score_open", lambda *a: counted.append(score_open(*a)))
+    assert_equal("blocks", plan.select(p.index_q, keys.keys), blocks)
+    assert len(counted) == (index == "certified")
+    chained_lse = torch.full_like(lse, torch.nan)
+    chained = plan.attend(p.q, kv.k, kv.v, lse=chained_lse)
+    torch.testing.assert_close(chained, out, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(chained_lse, lse, atol=1e-2, rtol=1e-2)
