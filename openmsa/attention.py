@@ -10,6 +10,7 @@ from torch import Tensor
 
 from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
+from openmsa.decode.cpu_token import Counts, attend_packed
 from openmsa.inputs import AttentionInputs, SelectionCall, check_agreement, check_qkv, check_same_keys, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import out_dtype, wide_dtype
@@ -83,6 +84,11 @@ def msa_attention(
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, algorithm 1 without the loss.
     """
+    usual = check is certified is False and query_chunk is None and type(return_lse) is bool and impl in ("auto", "cpu")
+    if usual and getattr(q, "shape", ())[:1] == (1,):
+        counts = Counts(topk, block_size, init_blocks, local_blocks)
+        if (found := attend_packed(q, k, v, index_q, index_k, seqs, counts, softmax_scale)) is not None:
+            return found if return_lse else found[0]
     launches = None
     recorded = checks.needs_grad(q, k, v, index_q, index_k)
     if getattr(q, "is_cuda", False) and not check and not recorded and has_triton():
@@ -103,12 +109,11 @@ def msa_attention(
     )
     stage = CERTIFIED if certified else SELECTION
     check_name(impl, stage, ATTENTION)  # before a stage runs
-    total_q = q.shape[0]
-    if total_q > chunk:
+    if q.shape[0] > chunk:
         out, lse = _results(q)
         parts = []  # of results whose gradients are wanted: autograd does not see what is written to a given tensor
-        for start in range(0, total_q, chunk):
-            rows = slice(start, min(start + chunk, total_q))
+        for start in range(0, q.shape[0], chunk):
+            rows = slice(start, min(start + chunk, q.shape[0]))
             seqs_of_rows = inputs.seqs.query_chunk(rows.start, rows.stop)
             blocks = selected(stage, impl, selection._replace(index_q=index_q[rows], seqs=seqs_of_rows))
             part = attention_call(inputs._replace(q=q[rows], seqs=seqs_of_rows), blocks, block_size)
@@ -148,8 +153,7 @@ def _again(
 
 
 def selected(stage: Stage[SelectionCall], impl: str, call: SelectionCall) -> Tensor:
-    """Returns the blocks of a checked selection. A certified one also returns how many blocks it scored exactly, which is
-    dropped."""
+    """Returns the blocks of a checked selection; how many of them a certified one scored exactly is dropped."""
     result = stage.run(impl, call)
     blocks: Tensor = result[0] if stage is CERTIFIED else result
     return blocks
@@ -193,11 +197,9 @@ def check_path(
 
 
 def _same_lengths(q: Any, k: Any, index_q: Any, index_k: Any, seqs: Sequences | None) -> bool:
-    """Says whether both branches surely have the same lengths, so that one layout serves both. On a CPU it says no for caches:
-    lengths are compared instead. `index_q` and `index_k` are not checked yet."""
-    if getattr(index_q, "device", None) != q.device or q.shape[:1] != index_q.shape[:1]:
-        return False
-    if getattr(index_k, "device", None) != q.device:
+    """Says whether both branches, whose tensors are not checked yet, surely have the same lengths, so that one layout serves
+    both. On a CPU it says no for caches: lengths are compared instead."""
+    if any(getattr(x, "device", None) != q.device for x in (index_q, index_k)) or q.shape[:1] != index_q.shape[:1]:
         return False
     if q.device.type == "cpu" and (isinstance(k, PagedKV) or isinstance(index_k, PagedIndexKeys)):
         return False

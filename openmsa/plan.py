@@ -13,7 +13,7 @@ from torch import Tensor
 from openmsa.attention import QUERY_CHUNK
 from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
-from openmsa.inputs import SelectionCall, check_selection
+from openmsa.inputs import SelectionCall, check_counts, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import out_dtype
 from openmsa.runtime import checks, tracing
@@ -78,15 +78,15 @@ class AttentionPlan:
         check_name(self.impl, CERTIFIED if self.certified else SELECTION, ATTENTION)
         checks.flag("certified", self.certified)
         checks.integer("total_q", self.total_q, 0)
+        check_counts(self.topk, self.block_size, self.init_blocks, self.local_blocks)
+        checks.scale("softmax_scale", 1.0 if self.softmax_scale is None else self.softmax_scale)
         chunk = QUERY_CHUNK if self.query_chunk is None else checks.integer("query_chunk", self.query_chunk, 1)
-        if not isinstance(self.cu_seqlens_q, Tensor):
-            raise TypeError(f"cu_seqlens_q must be a torch.Tensor of shape [batch + 1], got {type(self.cu_seqlens_q).__name__}")
+        checks.tensor("cu_seqlens_q", self.cu_seqlens_q, "[batch + 1]", (torch.int32, torch.int64))
         self._device = self.cu_seqlens_q.device
         self._layout = self._made_layout()
         self._rows = [slice(start, min(start + chunk, self.total_q)) for start in range(0, self.total_q, chunk)]
         self._parts = self._made_parts(self._layout)
-        lengths = dict.fromkeys((self._layout, *self._parts))  # One chunk has the lengths of the whole.
-        self._own = (*lengths, self.page_table, self.seq_lens)  # what launches read beside a layer's tensors
+        self._own = (*dict.fromkeys((self._layout, *self._parts)), self.page_table, self.seq_lens)  # Launches read these too.
         counts = (self.total_q, self.topk, self.block_size, self.init_blocks, self.local_blocks)
         kind, self._addresses, _ = LAYERS.look(*counts, self.softmax_scale, self.certified, chunk, self.impl, *self._own)
         self._kind, self.number = LAYERS.number(kind), tracing.numbered(self)
@@ -96,7 +96,7 @@ class AttentionPlan:
         if self.page_table is None:
             if self.cu_seqlens_k is None or self.seq_lens is not None:
                 raise ValueError("cu_seqlens_k alone must be given where page_table is None, or page_table with seq_lens")
-            return layout(seqs, self.total_q, None, self._device)
+            return layout(seqs, self.total_q, None, self._device, of="")
         if self.seq_lens is None or self.cu_seqlens_k is not None:
             raise ValueError("seq_lens must be given beside page_table, and cu_seqlens_k must be None")
         checks.tensor("page_table", self.page_table, "[batch, max_pages]", (torch.int32,))
@@ -105,7 +105,7 @@ class AttentionPlan:
             checks.alike(name, value, "cu_seqlens_q", self.cu_seqlens_q, dtype=False)
             checks.size(name, value, 0, self.cu_seqlens_q.numel() - 1, "the sequences of cu_seqlens_q")
         capacity = self.page_table.shape[1] * checks.integer("page_size", self.page_size, 1)
-        made = layout(seqs, self.total_q, None, self._device, self.seq_lens, capacity)
+        made = layout(seqs, self.total_q, None, self._device, self.seq_lens, capacity, of="")
         return replace(made, max_seqlen_k=max(made.max_seqlen_k, min(rounded(made.max_seqlen_k), capacity)))
 
     def _made_parts(self, whole: Layout) -> list[Layout]:

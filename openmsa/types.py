@@ -141,11 +141,13 @@ def layout(
     cached_lens: Tensor | None = None,
     cache_capacity: int = 0,
     check: bool = False,
+    of: str = "seqs.",
 ) -> Layout:
     """Checks `seqs` and fills in what it leaves None. A `Layout` is returned as it is.
 
     total_k: packed keys, or None with a paged cache, for which `cached_lens` (int32 [batch]) and `cache_capacity` (keys a
-    sequence) are given. Values on a GPU are read only when `check` is True or a maximum is missing.
+    sequence) are given. Values on a GPU are read only when `check` is True or a maximum is missing. of: what
+    stands in front of the names of lengths in errors.
     """
     if isinstance(seqs, Layout):
         return seqs
@@ -161,43 +163,43 @@ def layout(
     if cu_q is None:
         cu_q, max_q = _one_sequence(total_q, device), total_q if max_q is None else max_q
     else:
-        cu_q = starts("seqs.cu_seqlens_q", cu_q, device, total_q, "the number of queries" if readable else "")
+        cu_q = starts(f"{of}cu_seqlens_q", cu_q, device, total_q, "the number of queries" if readable else "")
     batch = cu_q.numel() - 1
 
     cu_k, max_k = seqs.cu_seqlens_k, seqs.max_seqlen_k
     if cu_k is not None:
-        cu_k = starts("seqs.cu_seqlens_k", cu_k, device, total_k, "the number of keys" if readable else "")
+        cu_k = starts(f"{of}cu_seqlens_k", cu_k, device, total_k, "the number of keys" if readable else "")
     elif cached_lens is not None:
         if max_k is None and device.type != "cpu":
             max_k = cache_capacity
         if not readable:  # lengths that the host does not read stay inside the page table
-            cached_lens = cached_lens.clamp(0, min(checks.integer("seqs.max_seqlen_k", max_k, 0), cache_capacity))
+            cached_lens = cached_lens.clamp(0, min(checks.integer(f"{of}max_seqlen_k", max_k, 0), cache_capacity))
         cu_k = torch.nn.functional.pad(cached_lens.cumsum(0, dtype=torch.int32), (1, 0))
     else:
         assert total_k is not None
         cu_k, max_k = _one_sequence(total_k, device), total_k if max_k is None else max_k
     if cu_k.numel() - 1 != batch:
-        keys = "the cache's seq_lens" if seqs.cu_seqlens_k is None and cached_lens is not None else "seqs.cu_seqlens_k"
+        keys = "the cache's seq_lens" if seqs.cu_seqlens_k is None and cached_lens is not None else f"{of}cu_seqlens_k"
         raise ValueError(
-            f"{keys} must describe as many sequences as seqs.cu_seqlens_q ({batch}; None means one), got {cu_k.numel() - 1}"
+            f"{keys} must describe as many sequences as {of}cu_seqlens_q ({batch}; None means one), got {cu_k.numel() - 1}"
         )
     if cached_lens is not None and seqs.cu_seqlens_k is not None and readable:
         short = (cu_k.diff() > cached_lens).nonzero().flatten()
         if short.numel():
             b = int(short[0])
             raise ValueError(
-                f"seqs.cu_seqlens_k must not ask for more keys than the cache holds ({int(cached_lens[b])} for sequence {b}), "
+                f"{of}cu_seqlens_k must not ask for more keys than the cache holds ({int(cached_lens[b])} for sequence {b}), "
                 f"got {int(cu_k.diff()[b])}"
             )
 
-    max_q = _bound("seqs.max_seqlen_q", max_q, cu_q, readable)
-    max_k = _bound("seqs.max_seqlen_k", max_k, cu_k, readable)
+    max_q = _bound(f"{of}max_seqlen_q", max_q, cu_q, readable)
+    max_k = _bound(f"{of}max_seqlen_k", max_k, cu_k, readable)
     offset = seqs.q_offset
     if offset is not None:
-        _integers("seqs.q_offset", offset, "[batch]", device)
-        checks.size("seqs.q_offset", offset, 0, batch, "one entry a sequence")
+        _integers(f"{of}q_offset", offset, "[batch]", device)
+        checks.size(f"{of}q_offset", offset, 0, batch, "one entry a sequence")
         if readable:  # the last position, too, must be an int32
-            checks.in_range("seqs.q_offset", offset, -INT32_MAX, INT32_MAX - max_q)
+            checks.in_range(f"{of}q_offset", offset, -INT32_MAX, INT32_MAX - max_q)
         offset = offset.to(torch.int32).contiguous()
     return Layout(cu_q, cu_k, max_q, max_k, offset, max_q)
 

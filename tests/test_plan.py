@@ -155,7 +155,14 @@ def test_bad_input_is_named():
     plan = step.plan()
     for change, error, message in (
         ({"total_q": -1}, ValueError, "total_q must be at least 0, got -1"),
-        ({"total_q": 191}, ValueError, r"cu_seqlens_q must end at the number of queries \(191\), got 190"),
+        ({"topk": 0}, ValueError, "^topk must be from 1 to 64, got 0"),
+        ({"block_size": 7}, ValueError, "^block_size must be from 16 to 256, got 7"),
+        ({"local_blocks": 65}, ValueError, "init_blocks \\+ local_blocks must be at most topk"),
+        ({"softmax_scale": "1"}, TypeError, "softmax_scale must be a float, got str"),
+        ({"max_seqlen_q": 2}, ValueError, "^max_seqlen_q must be at least the longest sequence"),
+        ({"max_seqlen_k": "9"}, TypeError, "^max_seqlen_k must be an int, got str"),
+        ({"q_offset": torch.ones(2)}, TypeError, "^q_offset must have dtype torch.int32 or torch.int64, got torch.float32"),
+        ({"total_q": 191}, ValueError, r"^cu_seqlens_q must end at the number of queries \(191\), got 190"),
         ({"seq_lens": None}, ValueError, "seq_lens must be given beside page_table"),
         ({"page_table": None}, ValueError, "cu_seqlens_k alone must be given where page_table is None"),
         ({"page_size": None}, TypeError, "page_size must be an int"),

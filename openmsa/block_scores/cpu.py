@@ -11,11 +11,13 @@ from torch import Tensor
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.kv_cache.rows import rows_of, wide_dtype
 from openmsa.kv_cache.sequence_rows import Rows
-from openmsa.runtime.matmul import matmul_nt
+from openmsa.runtime.matmul import matmul_nt, pad_few
 from openmsa.types import Layout
 
 TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
 FEW_ROWS_ELEMENTS = 1 << 19  # few rows: elements of the keys of all heads that are multiplied at a time, about an L2
+CONVERTED_ELEMENTS = 1 << 18  # the same where keys are converted first: narrow and wide ones take an L2 together
+POOL_PAGES = 2  # A pool is scored where it lies if it has at most so many pages for one that is wanted.
 FEW_ROWS_STEP = 32  # MKL's products of few rows with so many keys, and multiples, do not depend on where a key stands
 MIN_ROWS = 16  # below about 12 rows a product takes another kernel, which rounds differently (see `matmul_nt`)
 
@@ -61,7 +63,7 @@ def _score(
                 end = min(end, k_len)  # keys that the query sees
                 if end > 0:
                     q = rows_of(index_q, slice(t, t + 1), dtype=dtype)[0].to(dtype).unflatten(0, (key_heads, group))
-                    scores[:, t, : -(-end // block_size)] = _few_rows(q, keys, end, block_size).flatten(0, 1)
+                    scores[:, t, : -(-end // block_size)] = score_few(q, keys, end, block_size).flatten(0, 1)
             continue
         for key_head in range(key_heads):
             of_group = slice(key_head * group, (key_head + 1) * group)
@@ -79,7 +81,7 @@ def _score(
                         hidden = torch.arange(first, stop) > position[:, None]
                         products.masked_fill_(hidden, -torch.inf)
                     blocks = slice(first // block_size, -(-stop // block_size))
-                    scores[of_group, t0:t1, blocks] = _block_max(products, block_size)
+                    scores[of_group, t0:t1, blocks] = block_max(products, block_size)
     return scores
 
 
@@ -93,27 +95,79 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     return matmul_nt(rows, k)[: group * tokens, :num_keys].reshape(group, tokens, num_keys)
 
 
-def _few_rows(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
+def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
     """Returns scores ``[heads, rows, blocks]`` of the first `end` keys, all of which the rows q ``[heads, rows, dim]`` see."""
     heads, rows, dim = q.shape
-    if rows > 1 and rows % 4:
-        q = torch.nn.functional.pad(q, (0, 0, 0, -rows % 4))  # MKL is faster on 4 rows than on 2 or 3.
+    q = pad_few(q)
+    if (pages := _whole_pool(keys, end, block_size)) is not None:
+        return _score_pool(q, keys, pages, end, block_size)[:, :rows]
     unit = math.lcm(block_size, FEW_ROWS_STEP)
-    tile = max(1, FEW_ROWS_ELEMENTS // (heads * dim * unit)) * unit
+    most = (FEW_ROWS_ELEMENTS if keys.rows.dtype == q.dtype else CONVERTED_ELEMENTS) // (heads * dim * unit)
+    tiles = max(1, round(end / (max(1, most) * unit)))
+    tile = -(-end // (tiles * unit)) * unit
+    # Narrow keys are converted into the same memory tile by tile: new memory would come in pages that must be cleared first.
+    held = None if keys.rows.dtype == q.dtype else torch.empty(heads, min(tile, end), dim, dtype=q.dtype)
     parts = []
     for first in range(0, end, tile):
-        stop = min(first + tile, end)
-        k = keys.heads(first, stop).to(q.dtype)  # [heads, keys, dim]
-        whole = (stop - first) // FEW_ROWS_STEP * FEW_ROWS_STEP
-        products = [torch.bmm(q, k[:, :whole].transpose(1, 2))] if whole else []
-        if whole < stop - first:
-            rest = torch.nn.functional.pad(k[:, whole:], (0, 0, 0, whole + FEW_ROWS_STEP - (stop - first)))
-            products.append(torch.bmm(q, rest.transpose(1, 2))[..., : stop - first - whole])
-        parts.append(_block_max(products[0] if len(products) == 1 else torch.cat(products, 2), block_size))
+        k = keys.heads(first, min(first + tile, end))  # [heads, keys, dim]
+        if k.dtype != q.dtype and held is not None:
+            k = held[:, : k.shape[1]].copy_(k)
+        parts.append(block_max(products_few(q, k), block_size))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 2))[:, :rows]
 
 
-def _block_max(products: Tensor, block_size: int) -> Tensor:
+def _whole_pool(keys: Rows, end: int, block_size: int) -> list[int] | None:
+    """Returns the pages of the first `end` keys where it is faster to score all pages between the first and the last of them in
+    the pool, where they lie, than copies of these pages."""
+    pool, size = keys.rows, keys.rows.shape[-2]
+    if (
+        keys.pages is None
+        or not isinstance(pool, Tensor)
+        or not pool.is_contiguous()
+        or size % math.lcm(block_size, FEW_ROWS_STEP)
+    ):
+        return None
+    pages: list[int] = keys.pages[: -(-end // size)].tolist()
+    span = max(pages) - min(pages) + 1
+    return pages if span <= POOL_PAGES * len(pages) and len(set(pages)) == len(pages) else None
+
+
+def _score_pool(q: Tensor, keys: Rows, pages: list[int], end: int, block_size: int) -> Tensor:
+    """Returns scores ``[heads, rows, blocks]`` of the first `end` keys, which lie in these pages, each once."""
+    (heads, rows, dim), pool = q.shape, keys.rows
+    assert isinstance(pool, Tensor)
+    size, first, last = pool.shape[2], min(pages), max(pages) + 1
+    tile = max(1, (FEW_ROWS_ELEMENTS if pool.dtype == q.dtype else CONVERTED_ELEMENTS) // (heads * size * dim))
+    tile = min(tile, last - first)
+    held = None if pool.dtype == q.dtype else torch.empty(tile * heads, size, dim, dtype=q.dtype)
+    each = q.expand(tile, heads, rows, dim).reshape(-1, rows, dim)  # [pages * heads, rows, dim]
+    parts = []
+    for page in range(first, last, tile):
+        k = pool[page : min(page + tile, last)].flatten(0, 1)  # [pages * heads, size, dim]
+        k = k if held is None else held[: k.shape[0]].copy_(k)
+        products = torch.bmm(each[: k.shape[0]], k.transpose(1, 2))
+        if end % size and page <= pages[-1] < page + tile:
+            products.view(-1, heads, rows, size)[pages[-1] - page, ..., end % size :] = -torch.inf
+        parts.append(products.view(-1, heads, rows, size // block_size, block_size).amax(4))
+    found = parts[0] if len(parts) == 1 else torch.cat(parts)
+    found = found.index_select(0, torch.tensor(pages) - first)  # [pages, heads, rows, blocks of a page]
+    return found.permute(1, 2, 0, 3).flatten(2)[..., : -(-end // block_size)]
+
+
+def products_few(q: Tensor, k: Tensor) -> Tensor:
+    """Returns dot products ``[heads, rows, n]`` of few rows q ``[heads, rows, dim]`` with k ``[heads, n, dim]``. Those of
+    equal keys are equal."""
+    whole = k.shape[1] // FEW_ROWS_STEP * FEW_ROWS_STEP
+    left = k.shape[1] - whole
+    if not left:
+        return torch.bmm(q, k.transpose(1, 2))
+    # The last keys, too, are multiplied as so many, some of which were multiplied before.
+    last = k[:, -FEW_ROWS_STEP:] if whole else torch.nn.functional.pad(k, (0, 0, FEW_ROWS_STEP - left, 0))
+    rest = torch.bmm(q, last.transpose(1, 2))[..., -left:]
+    return torch.cat((torch.bmm(q, k[:, :whole].transpose(1, 2)), rest), 2) if whole else rest
+
+
+def block_max(products: Tensor, block_size: int) -> Tensor:
     """Takes the maximum over each block: ``[..., keys] -> [..., blocks]``; the last block may be short."""
     full = products.shape[2] // block_size * block_size
     parts = [products[..., :full].unflatten(2, (-1, block_size)).amax(3)] if full else []

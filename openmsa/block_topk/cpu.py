@@ -90,14 +90,21 @@ def _select_few(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: 
     heads, total_q, num_blocks = scores.shape
     chosen = []
     for of_query, seen in zip(scores.transpose(0, 1).tolist(), visible_blocks.tolist(), strict=True):
-        first, last = min(init_blocks, seen, num_blocks), max(0, seen - local_blocks)
-        forced = [*range(first), *range(max(first, last), min(seen, num_blocks))]
         for of_head in of_query:
-            free = [i for i in range(first, min(last, num_blocks)) if of_head[i] > -torch.inf]
-            free.sort(key=of_head.__getitem__, reverse=True)  # Equal scores stay in the order of their ids.
-            ids = sorted(forced + free[: topk - len(forced)])
+            ids = choose(of_head, min(seen, num_blocks), topk, init_blocks, max(0, seen - local_blocks))
             chosen.append(ids + [-1] * (topk - len(ids)))
     return torch.tensor(chosen, dtype=torch.int32).view(total_q, heads, topk)
+
+
+def choose(scores: list[float], visible: int, topk: int, init_blocks: int, local: int) -> list[int]:
+    """Returns the ids, ascending, of the blocks that a query selects of the first `visible` ones; from `local` on all are
+    forced, as the first `init_blocks` are."""
+    first = min(init_blocks, visible)
+    forced = [*range(first), *range(max(first, local), visible)]
+    free = [i for i in range(first, min(local, visible)) if scores[i] > -math.inf]
+    if len(free) > topk - len(forced):
+        free.sort(key=scores.__getitem__, reverse=True)  # Equal scores stay in the order of their ids.
+    return sorted(forced + free[: topk - len(forced)])
 
 
 def _select(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: int, local_blocks: int) -> Tensor:

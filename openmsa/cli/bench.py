@@ -75,7 +75,7 @@ def bench(
     if match and full:
         refuse("--full measures everything: leave it out, or --match")
     if device not in (None, *DEVICES):
-        refuse(f"device must be cpu or cuda, got {device!r}")
+        refuse(f"--device must be cpu or cuda, got {device!r}")
     if list_only:
         _list(device, match or [], as_json)
         return
@@ -83,13 +83,13 @@ def bench(
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        refuse("device must be cpu where PyTorch finds no GPU, got 'cuda'")
+        refuse("--device must be cpu where PyTorch finds no GPU, got 'cuda'")
     from openmsa.bench import runner, workloads
     from openmsa.explain import STAGES
 
     names = dict.fromkeys(row.name for stage in STAGES.values() for row in stage.table)
     if impl not in ("auto", *names):
-        refuse(f"impl must be auto or one of {', '.join(names)}, got {impl!r}")
+        refuse(f"--impl must be auto or one of {', '.join(names)}, got {impl!r}")
     quick = not (match or full)
     try:
         work = workloads.quick(device) if quick else workloads.chosen(device, match or ())

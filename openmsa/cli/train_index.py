@@ -24,6 +24,8 @@ from openmsa.cli.models import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from openmsa.training.settings import TrainSettings
     from openmsa.training.text import Windows
 
@@ -86,6 +88,7 @@ def train_index(
     try:
         train, held = _files(text, held_out)
         world = join(place)
+        _check_machine(settings, world.size, wanted)  # A model may take minutes to load.
         tokenizer, loaded = load_tokenizer(source), load_model(source, world.device, wanted)
         _check_length(loaded, length)
         windows, measured = _windows(tokenizer, train, text, length, seed, first), None
@@ -137,6 +140,13 @@ def _settings(**values: Any) -> TrainSettings:
         return TrainSettings(**values)
     except (ValueError, TypeError) as error:
         refuse("--" + str(error).replace("_", "-", 1))
+
+
+def _check_machine(settings: TrainSettings, processes: int, dtype: torch.dtype) -> None:
+    try:
+        settings.check_machine(processes, dtype)
+    except ValueError as error:
+        refuse(f"--{error}")
 
 
 def _files(text: list[Path], held_out: float) -> tuple[list[Path], list[Path]]:

@@ -5,10 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from openmsa.block_scores.cpu import MIN_ROWS
 from openmsa.block_topk import select_blocks
+from openmsa.block_topk.cpu import FEW_SCORES
+from openmsa.decode.cpu_token import DTYPES, Counts, attend
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
+from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.sparse_attention import sparse_attention
 from openmsa.types import Sequences
 
@@ -20,11 +25,44 @@ def run_stages(
     plan: DecodePlan, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, out: Tensor
 ) -> None:
     """Does what `DecodePlan.run` says for checked arguments."""
+    if _run_tokens(plan, q, kv, index_q, index_keys, out):
+        return
     seqs, blocks = select(plan, index_q, index_keys)
     scale = plan.softmax_scale
     result, lse = sparse_attention(q, kv, None, blocks, seqs, block_size=plan.block_size, softmax_scale=scale, return_lse=True)
     for buffer, value in ((plan.blocks, blocks), (out, result), (plan.lse, lse)):
         buffer.copy_(value)
+
+
+def _run_tokens(
+    plan: DecodePlan, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, out: Tensor
+) -> bool:
+    """Runs a step of one new token for each of some short contexts; says whether it served this one."""
+    if plan.new_tokens != 1 or not (type(q) is type(index_q) is Tensor) or q.dtype not in DTYPES:
+        return False
+    lengths = kv.seq_lens.tolist()
+    most = min(FEW_SCORES * plan.block_size // index_q.shape[1], kv.capacity, index_keys.capacity)
+    rows = index_q.shape[1] // index_keys.num_heads
+    if not all(0 < n <= most for n in lengths) or index_keys.format == "certified" or rows >= MIN_ROWS:
+        return False
+    for cache in (kv, index_keys):
+        for n, pages in zip(lengths, cache.page_table.tolist(), strict=True):
+            used = pages[: -(-n // cache.page_size)]
+            if min(used) < 0 or max(used) >= cache.num_pages:
+                return False  # The stages refuse it.
+    counts = Counts(plan.topk, plan.block_size, plan.init_blocks, plan.local_blocks)
+    scale = plan.head_dim**-0.5 if plan.softmax_scale is None else plan.softmax_scale
+    for b, n in enumerate(lengths):
+        keys, values, index_rows = (
+            Rows(pool, 0, pages[b])
+            for pool, pages in ((kv.k, kv.page_table), (kv.v, kv.page_table), (index_keys.keys, index_keys.page_table))
+        )
+        found = attend(q[b], keys, values, index_q[b], index_rows, n, counts, scale)
+        if found is None:
+            return False
+        out[b], plan.lse[b], ids = found
+        plan.blocks[b] = torch.tensor([of + [-1] * (plan.topk - len(of)) for of in ids], dtype=torch.int32)
+    return True
 
 
 def select(plan: DecodePlan, index_q: Tensor | E4M3, index_keys: PagedIndexKeys) -> tuple[Sequences, Tensor]:

@@ -32,6 +32,23 @@ class Statistics(NamedTuple):
         return 1 - self.misses / self.blocks if self.blocks else 1.0
 
 
+class TooFewBlocks(ValueError):
+    """Says that a block cache is too small for one step, which can choose `least` blocks. sizes: sequences, KV heads, topk and
+    new tokens."""
+
+    def __init__(self, least: int, sizes: tuple[int, int, int, int], got: int) -> None:
+        self.least, self.sizes = least, "batch {}, {} KV heads, topk {}, {} new tokens".format(*sizes)
+        super().__init__(
+            f"cache_blocks must be at least the blocks that one step can choose ({least}: {self.sizes}), got {got}"
+        )
+
+    def in_bytes(self, layers: int, block: int, got: int) -> ValueError:
+        """Returns the error for a budget of bytes that so many layers share, whose blocks take `block` bytes each."""
+        return ValueError(
+            f"cache_bytes must be at least {self.least * layers * block} ({layers} layers, {self.sizes}), got {got}"
+        )
+
+
 @dataclass(eq=False)
 class BlockCache:
     """A block cache has slots, each for one block of one KV head. All numbers are int32 on its device, counts int64.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from openmsa.host_kv import cpu
-from openmsa.host_kv.block_cache import BlockCache, Statistics, planes, row_bytes
+from openmsa.host_kv.block_cache import BlockCache, Statistics, TooFewBlocks, planes, row_bytes
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored, contents
 from openmsa.kv_cache.page_table import Paged
 from openmsa.kv_cache.rows import KEY_FORMATS, PLAIN_DTYPES
@@ -62,11 +62,8 @@ class HostKV(Paged):
             _check_pool(name, pool, pinned=self.device.type == "cuda")
         least = least_blocks(self.batch, self.num_heads, self.topk * self.new_tokens, self.capacity // self.block_size)
         least = min(least, self.num_pages * self.num_heads * (self.page_size // self.block_size))
-        if checks.integer("cache_blocks", self.cache_blocks, 1) < least:
-            raise ValueError(
-                f"cache_blocks must be at least the blocks that one step can choose ({least}: batch {self.batch}, "
-                f"{self.num_heads} KV heads, topk {self.topk}, {self.new_tokens} new tokens), got {self.cache_blocks}"
-            )
+        if checks.integer("cache_blocks", self.cache_blocks, 0) < least:
+            raise TooFewBlocks(least, (self.batch, self.num_heads, self.topk, self.new_tokens), self.cache_blocks)
         self.cache = BlockCache.allocate(self.k, self.v, self.cache_blocks, self.block_size, self.device)
 
     @classmethod
@@ -118,14 +115,17 @@ class HostKV(Paged):
         **options: int,
     ) -> list[Self]:
         """Makes the caches of `count` layers as `allocate` does. Their slots share `cache_bytes` of the device evenly. The
-        layers share the page table; each has its own lengths. A budget of too few slots is refused as `cache_blocks`."""
+        layers share the page table; each has its own lengths."""
         checks.integer("count", count, 1)
         checks.integer("head_dim", head_dim, 1)
         row = _pool(format, (1, 1, 1, head_dim), dtype, pinned=False)
         block = row_bytes(row, row) * checks.integer("block_size", options.get("block_size", cls.block_size), 16, 256)
         blocks = checks.integer("cache_bytes", cache_bytes, 1) // (count * block)
         make = partial(cls.allocate, page_table, num_pages, num_kv_heads, page_size, head_dim, dtype, format)
-        return [make(cache_blocks=blocks, **options) for _ in range(count)]
+        try:
+            return [make(cache_blocks=blocks, **options) for _ in range(count)]
+        except TooFewBlocks as error:
+            raise error.in_bytes(count, block, cache_bytes) from error
 
     @property
     def device(self) -> torch.device:

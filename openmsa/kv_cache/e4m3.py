@@ -35,7 +35,7 @@ def decode(codes: Tensor, dtype: torch.dtype) -> Tensor:
     if codes.device.type != "cpu":
         return codes.view(torch.float8_e4m3fn).to(dtype)
     wide = codes.view(torch.int8).to(torch.int16)  # the sign fills all bits above its own
-    bits = (wide << 7).bitwise_and_(-0x4080)  # the sign alone stands in front of exponent and mantissa
+    bits = wide.bitwise_left_shift_(7).bitwise_and_(-0x4080)  # the sign alone stands in front of exponent and mantissa
     numbers = bits.view(torch.float16).to(dtype).mul_(256.0)
     nan = (codes & 0x7F).eq_(0x7F)
     return numbers.masked_fill_(nan.bool(), torch.nan) if bool(nan.any()) else numbers

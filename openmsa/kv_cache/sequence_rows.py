@@ -41,10 +41,24 @@ class Rows:
         return whole[first % size : first % size + stop - first]
 
     def heads(self, first: int, stop: int) -> Tensor:
-        """Gives rows [first, stop) of all heads, ``[heads, stop - first, dim]``: a view when packed and plain."""
+        """Gives rows [first, stop) of all heads, ``[heads, stop - first, dim]``: a view when packed and plain, or where one
+        head's pages follow each other."""
         if self.pages is None:
             return rows_of(self.rows, slice(self.start + first, self.start + stop), dtype=self.dtype).transpose(0, 1)
-        return torch.stack([self.span(head, first, stop) for head in range(self.rows.shape[1])])
+        heads, size = self.rows.shape[1:3]
+        if isinstance(self.rows, Stored) or self.rows.stride(0) % max(1, self.rows.stride(1)):
+            return torch.stack([self.span(head, first, stop) for head in range(heads)])
+        pages = self.pages[first // size : -(-stop // size)].tolist()
+        within = slice(first % size, first % size + stop - first)
+        if heads == 1 and pages == list(range(pages[0], pages[0] + len(pages))):
+            run = self.rows[pages[0] : pages[-1] + 1, 0]
+            if run.stride(0) == size * run.stride(1):
+                return run.flatten(0, 1)[None, within]
+        apart = self.rows.stride(0) // self.rows.stride(1)  # A page of a head is `apart` pages of a head before the next one.
+        shape = ((self.rows.shape[0] - 1) * apart + heads, *self.rows.shape[2:])
+        everything = self.rows.as_strided(shape, self.rows.stride()[1:])
+        index = torch.tensor([page * apart + head for head in range(heads) for page in pages])
+        return everything.index_select(0, index).view(heads, -1, shape[-1])[:, within]
 
     def take(self, position: Tensor, head: Tensor) -> Tensor:
         """Gives the rows at `position` of `head` (int64, shapes that broadcast): ``[..., dim]``."""
@@ -60,6 +74,13 @@ class Rows:
         if isinstance(self.rows, Stored) or size % block_size:
             position = (torch.tensor(ids)[..., None] * block_size + within).flatten(1)[:, :count]
             return self.take(position, torch.arange(heads.start, heads.stop)[:, None])
+        if self.pages is not None and self.rows.is_contiguous():  # Blocks lie whole in pages.
+            number = torch.tensor(ids)
+            head = torch.arange(heads.start, heads.stop)[:, None]
+            place = self.pages[number * block_size // size] * self.rows.shape[1] + head  # pages of a head
+            place = place * (size // block_size) + number % (size // block_size)
+            chosen = self.rows.view(-1, block_size, self.rows.shape[3]).index_select(0, place.flatten())
+            return chosen.view(len(heads), -1, self.rows.shape[3])[:, :count]
         *strides, last = self.rows.stride()  # Blocks are runs of rows with one stride, wherever they begin.
         step = gcd(*strides) or 1
         *steps, row = [stride // step for stride in strides]

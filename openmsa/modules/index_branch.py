@@ -72,7 +72,8 @@ class IndexBranch(nn.Module):
         hidden, dim = hidden.detach(), self.config.index_head_dim
         queries, keys = (proj(hidden).unflatten(-1, (-1, dim)) for proj in (self.q_proj, self.k_proj))
         queries, keys = normed(queries, self.q_norm), normed(keys, self.k_norm)
-        return tuple(rotate(x, cos, sin, self.config.index_rotary_dim) for x in (queries, keys))  # type: ignore[return-value]
+        width = self.config.index_rotary_dim
+        return rotate(queries, cos, sin, width, of="index_"), rotate(keys, cos, sin, width, of="index_")
 
     def attend(
         self,

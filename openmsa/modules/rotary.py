@@ -48,7 +48,7 @@ class Rotary(nn.Module):
             return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int | None = None) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int | None = None, *, of: str = "") -> Tensor:
     """Turns the leading elements of each head by its position.
 
     x:           ``[..., heads, head_dim]``.
@@ -56,15 +56,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int | None = None) -
                  the last dimension are the same.
     rotary_dim:  leading elements to turn, a divisor of width; None: width, at most head_dim. Of fewer than width every
                  (width / rotary_dim)-th frequency is taken, which is the RoPE of rotary_dim elements with the same base.
+    of:          what stands in front of ``rotary_dim`` and ``head_dim`` in errors.
 
     Returns what x is, in its dtype.
     """
     width = cos.shape[-1]
     dim = min(width, x.shape[-1]) if rotary_dim is None else rotary_dim
     if dim > min(width, x.shape[-1]) or width % dim:
-        raise ValueError(
-            f"rotary_dim must divide the last dimension of cos ({width}) and be at most head_dim ({x.shape[-1]}), got {dim}"
-        )
+        none = f" (of {of}head_dim, as {of}rotary_dim is None)" if rotary_dim is None else ""
+        most = f"be at most {of}head_dim ({x.shape[-1]})"
+        raise ValueError(f"{of}rotary_dim must divide the last dimension of cos ({width}) and {most}, got {dim}{none}")
     if dim < width:
         chosen = slice(None, width // 2, width // dim)
         cos, sin = (torch.cat((part[..., chosen], part[..., chosen]), -1) for part in (cos, sin))

@@ -40,6 +40,8 @@ def wrong_rank(name: str, value: Any, shape: str) -> ValueError:
 
 def size(name: str, value: Any, dimension: int, expected: int, because: str) -> None:
     """`value.shape[dimension]` must be `expected`."""
+    if not hasattr(value, "shape"):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.shape[dimension] != expected:
         raise ValueError(
             f"{name}.shape[{dimension}] must be {expected} ({because}), "

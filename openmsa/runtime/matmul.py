@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -35,32 +36,33 @@ def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b.t())
 
 
-def weigh_few(q: Tensor, keys: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the softmax weights of few rows, all of which read all keys, on a CPU.
-
-    q ``[heads, rows, dim]``, scaled; keys ``[heads, n, dim]``, n at least 1, any strides, of q's dtype; hidden, which
-    broadcasts to ``[heads, rows, n]``, is -inf at keys that are not read and 0 at others. Returns the weights
-    ``[heads, padded rows, n]``, their sums ``[heads, padded rows, 1]``, by which results are divided, and the natural logarithm
-    of the softmax denominator ``[heads, rows]``.
-    """
+def pad_few(q: Tensor) -> Tensor:
+    """Returns few rows ``[heads, rows, dim]`` with rows of zeros behind them where MKL is faster on so many: on 4 than on 2 or
+    3."""
     rows = q.shape[1]
-    if rows > 1 and rows % 4:
-        q = torch.nn.functional.pad(q, (0, 0, 0, -rows % 4))  # MKL is faster on 4 rows than on 2 or 3.
-    logits = torch.bmm(q, keys.transpose(1, 2))  # [heads, padded rows, n]
-    if hidden is not None:
-        logits += hidden
+    return torch.nn.functional.pad(q, (0, 0, 0, -rows % 4)) if rows > 1 and rows % 4 else q
+
+
+def softmax_few(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the softmax weights of few rows on a CPU in the memory of their logits ``[heads, rows, n]``, n at least 1, and
+    the natural logarithm of each denominator ``[heads, rows]``. Logits of -inf have weights of 0."""
+    largest = logits.amax(2)
+    if math.isfinite(largest.sum().item()):
+        weights = torch.softmax(logits, 2, out=logits)  # It is faster than its parts, exponentials of -inf above all.
+        return weights, largest.sub_(weights.amax(2).log_())  # The greatest weight is 1 / denominator.
     finite = torch.finfo(logits.dtype)
-    largest = logits.amax(2, keepdim=True).clamp_(finite.min, finite.max)
+    largest = largest.clamp_(finite.min, finite.max)[..., None]
     weights = logits.sub_(largest).exp_()
     total = weights.sum(2, keepdim=True)
-    return weights, total, (total.log() + largest)[:, :rows, 0]
+    return weights.div_(total), (total.log() + largest)[..., 0]
 
 
 def attend_few(q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes softmax attention of few rows, all of which read all keys, on a CPU: out ``[heads, rows, dim]`` and the natural
-    logarithm of the softmax denominator ``[heads, rows]``. The arguments are those of `weigh_few`; values are as keys."""
-    weights, total, lse = weigh_few(q, keys)
-    return torch.bmm(weights, values).div_(total)[:, : q.shape[1]], lse
+    """Computes softmax attention of few rows, all of which read all keys, on a CPU: q ``[heads, rows, dim]``, scaled; keys and
+    values ``[heads, n, dim]``, n at least 1, any strides, of q's dtype. Returns out ``[heads, rows, dim]`` and the natural
+    logarithm of the softmax denominator ``[heads, rows]``."""
+    weights, lse = softmax_few(torch.bmm(pad_few(q), keys.transpose(1, 2)))
+    return torch.bmm(weights, values)[:, : q.shape[1]], lse[:, : q.shape[1]]
 
 
 def weighted_sum(weights: Tensor, values: Tensor, reads: Tensor) -> Tensor:

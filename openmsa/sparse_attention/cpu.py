@@ -18,6 +18,7 @@ from openmsa.kv_cache.rows import out_dtype, rows_of, wide_dtype
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.runtime.matmul import matmul_nt
+from openmsa.sparse_attention.cpu_masked import attend_masked, masked_queries
 from openmsa.sparse_attention.cpu_token import attend_token
 from openmsa.types import Layout
 
@@ -116,7 +117,13 @@ def _attend(
                 out[i], lse[i] = (x.flatten(0, 1) for x in of_token)
             continue
         last_key = (torch.arange(q1 - q0) + offset).clamp_(max=k_len - 1)
-        for head in range(kv_heads):
+        if isinstance(q, Tensor) and isinstance(k_pool, Tensor):
+            count = masked_queries(last_key, blocks.shape[2], block_size, q.dtype, softmax_scale)
+            stop = q0 + count
+            where = (blocks[q0:stop], last_key[:count], keys, values, block_size, softmax_scale)
+            if count and attend_masked(q[q0:stop], *where, out[q0:stop], lse[q0:stop]):
+                q0, last_key = stop, last_key[count:]
+        for head in range(kv_heads) if q0 < q1 else ():
             of_group = slice(head * group, (head + 1) * group)
             ids = blocks[q0:q1, head if blocks.shape[1] > 1 else 0].long()
             ids = ids.masked_fill(ids * block_size > last_key[:, None], -1)

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from openmsa.kv_cache.sequence_rows import Rows
-from openmsa.runtime.matmul import weigh_few
+from openmsa.runtime.matmul import pad_few, softmax_few
 
 GATHERED_BYTES = 2 << 20  # Copied keys of some heads, which stay in cache.
 READ_ANYWAY = 2  # Copies cost more than reading all visible blocks where they are at most so many times the selected ones.
@@ -21,25 +23,38 @@ def attend_token(
     visible = last_key // block_size + 1
     chosen = [sorted({i for i in of_head if 0 <= i < visible}) for of_head in ids]
     chosen = chosen * q.shape[0] if len(chosen) == 1 else chosen
-    fewest = min(map(len, chosen))
-    if fewest and visible <= READ_ANYWAY * fewest and keys.pages is None and isinstance(keys.rows, Tensor):
-        out, lse = _mask_keys(q, chosen, last_key, keys, values, block_size)
-        if fewest == visible or bool(out.isfinite().all()):  # Weights of 0 let in NaN and inf of values that are not selected.
-            return out, lse
+    if keys.pages is None and isinstance(keys.rows, Tensor) and reads_all(chosen, visible):
+        rows = pad_few(q)
+        logits = torch.bmm(rows, keys.heads(0, last_key + 1).to(q.dtype).transpose(1, 2))
+        out, lse = attend_all(logits, 1.0, chosen, values.heads(0, last_key + 1).to(q.dtype), block_size)
+        if out is not None:
+            return out[:, : q.shape[1]], lse[:, : q.shape[1]]
     return _gather_keys(q, chosen, last_key, keys, values, block_size)
 
 
-def _mask_keys(
-    q: Tensor, chosen: list[list[int]], last_key: int, keys: Rows, values: Rows, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """Reads the keys of all visible blocks where they lie; those of blocks that are not chosen have weights of 0."""
-    visible, hidden = last_key // block_size + 1, None
-    if any(len(of) < visible for of in chosen):
-        of_block = [[0.0 if i in of else -torch.inf for i in range(visible)] for of in map(set, chosen)]
-        hidden = torch.tensor(of_block, dtype=q.dtype)[..., None].expand(-1, -1, block_size).flatten(1)[:, None, : last_key + 1]
-    weights, total, lse = weigh_few(q, keys.heads(0, last_key + 1).to(q.dtype), hidden)
-    out = torch.bmm(weights, values.heads(0, last_key + 1).to(q.dtype)).div_(total)
-    return out[:, : q.shape[1]], lse
+def reads_all(chosen: list[list[int]], visible: int) -> bool:
+    """Says whether it is faster to read all visible blocks where they lie than copies of those that each KV head chose."""
+    fewest = min(map(len, chosen))
+    return bool(fewest) and visible <= READ_ANYWAY * fewest
+
+
+def attend_all(
+    logits: Tensor, scale: float, chosen: list[list[int]], values: Tensor, block_size: int
+) -> tuple[Tensor | None, Tensor]:
+    """Returns out ``[kv_heads, rows, dim]`` and lse of the rows whose products with all visible keys are `logits` ``[kv_heads,
+    rows, n]``, which may be overwritten. Those of blocks that a KV head has not chosen get weights of 0, which let in NaN and
+    inf of their values: out is None where it holds one."""
+    visible = -(-logits.shape[2] // block_size)
+    whole = all(len(of) == visible for of in chosen)
+    if not whole:
+        of_block = [[0.0 if i in of else -math.inf for i in range(visible)] for of in map(set, chosen)]
+        hidden = torch.tensor(of_block, dtype=logits.dtype)[..., None].expand(-1, -1, block_size).flatten(1)
+        logits = torch.add(hidden[:, None, : logits.shape[2]], logits, alpha=scale)
+    elif scale != 1:
+        logits = logits * scale
+    weights, lse = softmax_few(logits)
+    out = torch.bmm(weights, values)
+    return (out if whole or math.isfinite(out.sum().item()) else None), lse
 
 
 def _gather_keys(
@@ -47,6 +62,7 @@ def _gather_keys(
 ) -> tuple[Tensor, Tensor]:
     """Reads copies of the chosen blocks, ids of which ascend."""
     kv_heads, group, dim = q.shape
+    rows = pad_few(q)
     counts = [
         min(len(of) * block_size, len(of) * block_size + last_key + 1 - (of[-1] + 1) * block_size) if of else 0 for of in chosen
     ]
@@ -63,8 +79,9 @@ def _gather_keys(
             parts.append((q.new_zeros(len(heads), group, dim), q.new_full((len(heads), group), -torch.inf)))
         else:
             where = (chosen[first:stop], heads, block_size, count)
-            weights, total, lse = weigh_few(q[first:stop], keys.blocks(*where).to(q.dtype))  # These keys are dropped here, so
-            out = torch.bmm(weights, values.blocks(*where).to(q.dtype)).div_(total)  # that the values come into their memory.
-            parts.append((out[:, :group], lse))
+            # The copied keys are dropped before values are copied, which then come into their memory.
+            weights, lse = softmax_few(torch.bmm(rows[first:stop], keys.blocks(*where).to(q.dtype).transpose(1, 2)))
+            out = torch.bmm(weights, values.blocks(*where).to(q.dtype))
+            parts.append((out[:, :group], lse[:, :group]))
         first = stop
     return parts[0] if len(parts) == 1 else (torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts]))

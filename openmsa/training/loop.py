@@ -65,13 +65,7 @@ class Trainer:
         world: World,
         held_out: Windows | None = None,
     ) -> None:
-        if settings.batch % (world.size * settings.micro_batch):
-            raise ValueError(
-                f"batch must be a multiple of processes x micro_batch ({world.size} x {settings.micro_batch}), "
-                f"got {settings.batch}"
-            )
-        if model.dtype == torch.float16:
-            raise ValueError("dtype must be bfloat16 or float32, as gradients of the index loss are too small for float16")
+        settings.check_machine(world.size, model.dtype)
         self.model, self.originals, self.config, self.settings = model.requires_grad_(False).eval(), branches, config, settings
         self.windows, self.held_out, self.folder, self.world = windows, held_out, folder, world
         self.by_layer = {n: copy.deepcopy(b).to(world.device, torch.float32).requires_grad_() for n, b in branches.items()}

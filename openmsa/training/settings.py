@@ -7,6 +7,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from openmsa.runtime import checks
 
 SCHEDULES = ("cosine", "constant")
@@ -57,6 +59,15 @@ class TrainSettings:
                 raise ValueError(f"{name} must be less than 1, got {getattr(self, name)}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be {' or '.join(SCHEDULES)}, got {self.schedule!r}")
+
+    def check_machine(self, processes: int, dtype: torch.dtype) -> None:
+        """Checks that a batch can be shared by so many processes, and that a model of this dtype can be trained."""
+        if self.batch % (processes * self.micro_batch):
+            share = f"processes x micro_batch ({processes} x {self.micro_batch})"
+            raise ValueError(f"batch must be a multiple of {share}, got {self.batch}")
+        if dtype == torch.float16:
+            rule = "dtype must be bfloat16 or float32, as gradients of the index loss are too small for float16"
+            raise ValueError(f"{rule}, got {dtype}")
 
     def stage(self, step: int) -> str:
         """Returns "warmup" or "sparse" for a step counted from 0."""

@@ -175,6 +175,20 @@ def test_what_cannot_be_trained_is_refused(place, tmp_path, wrong, words):
     assert not (tmp_path / "out" / "training" / "log.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (("--micro-batch", "3"), "--batch must be a multiple of processes x micro_batch (1 x 3), got 2"),
+        (("--dtype", "float16"), "--dtype must be bfloat16 or float32"),
+    ],
+)
+def test_numbers_are_refused_before_the_model_is_loaded(place, tmp_path, wrong, words, monkeypatch):
+    monkeypatch.setattr(sys.modules["openmsa.cli.train_index"], "load_model", None)
+    result = train(place, tmp_path / "out", *wrong)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+
+
 def test_places_that_hold_something_are_refused(place, tmp_path):
     result = train(place, place / "plain")
     assert result.exit_code == 2

@@ -235,6 +235,11 @@ def test_layers_share_a_budget():
     layers[0].append(torch.ones(2, 2, 16), torch.ones(2, 2, 16))
     assert [layer.seq_lens.tolist() for layer in layers] == [[1, 1], [0, 0], [0, 0]]
     assert layers[0].on_device().k.data_ptr() == layers[0].k.data_ptr()
+    need = 3 * 8 * 32 * 2 * 16 * 2
+    for bytes_given in (1, need - 1):
+        message = rf"cache_bytes must be at least {need} \(3 layers, batch 2, 2 KV heads, topk 2, .*\), got {bytes_given}"
+        with pytest.raises(ValueError, match=message):
+            HostKV.layers(3, table, 8, 2, 64, 16, torch.bfloat16, **options | {"cache_bytes": bytes_given})
 
 
 def test_misuse_names_the_argument_the_rule_and_the_value():

@@ -334,6 +334,7 @@ def test_static_decode_compiles():
     ("family", "options", "error", "message"),
     [
         ("Llama", {"initialise": "zeros"}, ValueError, "initialise must be one of 'group_mean', 'random', got 'zeros'"),
+        ("Llama", {"dense_layers": 1}, TypeError, r"dense_layers must be numbers of layers, such as \[0, 1\], got int"),
         ("Llama", {"dense_layers": [3]}, ValueError, "dense_layers must name layers from 0 to 2, got 3"),
         ("Llama", {"dense_layers": [0, 1, 2]}, ValueError, "dense_layers must leave a layer to convert, got all 3"),
         ("Llama", {"index_head_dim": 32}, ValueError, r"index_head_dim must be that of layer 0 \(LlamaAttention\) \(16\)"),

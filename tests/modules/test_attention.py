@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from openmsa import Sequences
-from openmsa.modules import STAGES, MSACache, MSAConfig, MSAttention, Rotary, collected_losses, set_stage
+from openmsa.modules import STAGES, IndexBranch, MSACache, MSAConfig, MSAttention, Rotary, collected_losses, set_stage
 from tests.modules import truth
 
 ROOT = Path(__file__).parents[2]
@@ -322,3 +322,13 @@ def test_the_loss_survives_sharding():
     """FSDP2 over one process, with activation checkpointing."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", SHARDED], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_index_that_does_not_divide_the_position_embedding_is_refused_by_its_own_name():
+    config = MSAConfig(2, index_head_dim=48)
+    branch = IndexBranch(32, config)
+    words = (
+        r"index_rotary_dim must divide the last dimension of cos \(64\) .* got 48 \(of index_head_dim, as index_rotary_dim is"
+    )
+    with pytest.raises(ValueError, match=words):
+        branch(torch.zeros(3, 32), torch.ones(3, 64), torch.ones(3, 64))

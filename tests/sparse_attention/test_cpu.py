@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from openmsa import E4M3, Sequences, sparse_attention
-from openmsa.sparse_attention import cpu, cpu_token
-from openmsa.testing.inputs import paged, problem
+from openmsa.sparse_attention import cpu, cpu_masked, cpu_token
+from openmsa.testing.inputs import paged, problem, random_blocks
 
 
 def listed(q_lens, k_lens, topk, heads=2, block_size=16):
@@ -85,12 +85,12 @@ def test_few_queries_read_in_place_or_copies(heads, length, monkeypatch):
     p = problem((2,), (length,))
     blocks = listed((2,), (length,), 4, heads)
     used = []
-    for way in ("_mask_keys", "_gather_keys"):
+    for way in ("attend_all", "_gather_keys"):
         function = getattr(cpu_token, way)
         monkeypatch.setattr(cpu_token, way, lambda *a, way=way, function=function: used.append(way) or function(*a))
     close(*both(p.q, p.k, p.v, blocks, p.seqs))
     copied = {100: (True, True), 129: (False, True)}.get(length, (False, False))  # 3 of 7 blocks, and 4 of 9
-    assert used == ["_gather_keys" if copy else "_mask_keys" for copy in copied]
+    assert used == ["_gather_keys" if copy else "attend_all" for copy in copied]
     monkeypatch.setattr(cpu_token, "READ_ANYWAY", 0)
     close(*both(p.q, p.k, p.v, blocks, p.seqs))
     assert used[2:] == ["_gather_keys"] * 2
@@ -111,3 +111,60 @@ def test_heads_that_select_nothing():
     p = problem((1,), (100,))
     blocks = torch.tensor([[[-1, -1, -1, -1], [0, 2, 3, 6]]], dtype=torch.int32)
     close(*both(p.q, p.k, p.v, blocks, p.seqs))
+
+
+@pytest.fixture
+def masked(monkeypatch):
+    """Whether each call of masked attention was of use, on a CPU that is said to multiply bfloat16 tiles."""
+    used = []
+    function = cpu.attend_masked
+    monkeypatch.setattr(cpu, "attend_masked", lambda *a: used.append(function(*a)) or used[-1])
+    monkeypatch.setattr(cpu_masked, "has_tiles", lambda: True)
+    monkeypatch.setattr(cpu_masked, "QUERIES", 37)
+    return used
+
+
+@pytest.mark.parametrize("length", [10, 16, 17, 40])
+def test_masks_of_one_block(length, masked, monkeypatch):
+    monkeypatch.setattr(cpu_masked, "QUERIES", 7)
+    p = problem((length,), (length,), dtype=torch.bfloat16)
+    blocks = (torch.arange(length)[:, None, None] // 16).int().expand(-1, 2, 1).contiguous()
+    monkeypatch.setattr(cpu, "_runs", lambda *_: [(slice(0, length), False)])
+    found, reference = both(p.q, p.k, p.v, blocks, p.seqs)
+    assert masked == [True]
+    torch.testing.assert_close(found[0].float(), reference[0].float(), atol=1.6e-2, rtol=1.6e-2)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("stored", ["plain", "paged", "interleaved"])
+def test_masks_serve_short_contexts_in_bfloat16(stored, heads, masked):
+    q_lens, k_lens = (40, 90, 0, 200, 3, 100), (40, 100, 5, 260, 90, 150)
+    p = problem(q_lens, k_lens, dtype=torch.bfloat16)
+    k, v = (p.k, p.v) if stored == "plain" else (paged(p, 16, interleaved=stored == "interleaved")[0], None)
+    found, reference = both(p.q, k, v, listed(q_lens, k_lens, 4, heads), p.seqs)
+    assert masked
+    assert all(masked)
+    torch.testing.assert_close(found[0].float(), reference[0].float(), atol=1.6e-2, rtol=1.6e-2)
+    torch.testing.assert_close(found[1], reference[1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_masks_leave_what_is_not_finite_to_gathered_blocks(heads, masked):
+    p = problem((100, 60), (150, 60), dtype=torch.bfloat16)
+    blocks = random_blocks(p, 4, 16, heads)  # Some rows select nothing, which gives lse -inf.
+    p.v[20, 0, 3] = torch.nan
+    found, reference = both(p.q, p.k, p.v, blocks, p.seqs)
+    assert masked == [False, True]  # A value of the first sequence is NaN.
+    torch.testing.assert_close(found[0].float(), reference[0].float(), atol=1.6e-2, rtol=1.6e-2, equal_nan=True)
+    torch.testing.assert_close(found[1], reference[1], atol=1e-4, rtol=1e-4)
+
+
+def test_masks_are_for_bfloat16_and_few_blocks(masked):
+    for dtype, length, scale in ((torch.float32, 150, 0.1), (torch.float16, 150, 0.1), (torch.bfloat16, 150, -0.1)):
+        p = problem((length,), (length,), dtype=dtype)
+        sparse_attention(p.q, p.k, p.v, listed((length,), (length,), 4), p.seqs, block_size=16, softmax_scale=scale)
+    assert masked == []
+    p = problem((400,), (400,), dtype=torch.bfloat16)
+    found, reference = both(p.q, p.k, p.v, listed((400,), (400,), 4), p.seqs)
+    assert masked == [True]  # The queries from the 193rd on see more than 12 blocks.
+    torch.testing.assert_close(found[0].float(), reference[0].float(), atol=1.6e-2, rtol=1.6e-2)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ def convert(
         raise ValueError(f"initialise must be one of {', '.join(map(repr, INITIALISATIONS))}, got {initialise!r}")
     seen = probe(model)
     numbers = [int(x.layer.layer_idx) for x in seen]
+    if isinstance(dense_layers, str) or not isinstance(dense_layers, Collection):
+        raise TypeError(f"dense_layers must be numbers of layers, such as [0, 1], got {type(dense_layers).__name__}")
     for number in dense_layers:
         if number not in numbers:
             raise ValueError(f"dense_layers must name layers from 0 to {numbers[-1]}, got {number!r}")

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: MIT
+"""On a CPU one new token of a short context is scored, selects and attends in one function. Its products take a tenth of a
+millisecond each, as the checks and small operations of two stages together would."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from openmsa.block_scores.cpu import MIN_ROWS, block_max, products_few, score_few
+from openmsa.block_topk.cpu import FEW_SCORES, choose
+from openmsa.kv_cache.sequence_rows import Rows
+from openmsa.runtime import checks
+from openmsa.sparse_attention.cpu_token import READ_ANYWAY, attend_all, attend_token, reads_all
+from openmsa.types import Sequences
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Counts(NamedTuple):
+    """Says how many blocks a query selects, how many of them are forced, and their size."""
+
+    topk: int
+    block_size: int
+    init_blocks: int
+    local_blocks: int
+
+    def valid(self) -> bool:
+        """Says whether `openmsa.inputs.check_counts` raises nothing."""
+        topk, size, init, local = self
+        return (
+            all(type(x) is int for x in self) and 1 <= topk <= 64 and 16 <= size <= 256 and min(init, local) >= 0
+        ) and init + local <= topk
+
+
+def attend_packed(
+    q: Any, k: Any, v: Any, index_q: Any, index_k: Any, seqs: Any, counts: Counts, scale: Any
+) -> tuple[Tensor, Tensor] | None:
+    """Does what `msa_attention` does for one query, the last position of one packed sequence: returns out ``[1, num_q_heads,
+    head_dim]`` and lse ``[1, num_q_heads]``. None: it does not serve the arguments, which are not checked yet, as they are
+    wrong, long, or not the plain tensors of such a call."""
+    tensors = (q, k, v, index_q, index_k)
+    if not all(type(x) is Tensor and x.dim() == 3 and x.device.type == "cpu" and x.dtype in DTYPES for x in tensors):
+        return None
+    (queries, heads, dim), (keys, kv_heads, _), (_, key_heads, index_dim) = q.shape, k.shape, index_k.shape
+    index_heads = index_q.shape[1]
+    if queries != 1 or not keys or not counts.valid() or keys * index_heads > FEW_SCORES * counts.block_size:
+        return None
+    if v.shape != k.shape or k.shape[2] != dim or index_q.shape != (1, index_heads, index_dim) or index_k.shape[0] != keys:
+        return None
+    if not (q.dtype == k.dtype == v.dtype and index_q.dtype == index_k.dtype) or kv_heads > checks.MANY_HEADS:
+        return None
+    if not (kv_heads and key_heads) or heads % kv_heads or index_heads not in (1, kv_heads) or index_heads % key_heads:
+        return None
+    if any(x % 16 or not 16 <= x <= 256 for x in (dim, index_dim)) or index_heads // key_heads >= MIN_ROWS:
+        return None
+    if not (scale is None or (type(scale) is float and math.isfinite(scale))) or not _is_last(seqs, keys):
+        return None
+    if checks.needs_grad(*tensors) or torch.is_autocast_enabled("cpu"):
+        return None
+    found = attend(q[0], Rows(k), Rows(v), index_q[0], Rows(index_k), keys, counts, dim**-0.5 if scale is None else scale)
+    if found is None:
+        return None
+    out, lse, _ = found
+    return out.to(q.dtype)[None], lse[None]
+
+
+def _is_last(seqs: Any, keys: int) -> bool:
+    """Says whether `seqs` surely describes one sequence of so many keys whose last position is the one query."""
+    if seqs is None:
+        return True
+    if type(seqs) is not Sequences or seqs.q_offset is not None:
+        return False
+    for starts, longest, total in ((seqs.cu_seqlens_q, seqs.max_seqlen_q, 1), (seqs.cu_seqlens_k, seqs.max_seqlen_k, keys)):
+        if (type(longest) is not int and longest is not None) or longest not in (None, total):
+            return False
+        if starts is None:
+            continue
+        if type(starts) is not Tensor or starts.dtype not in (torch.int32, torch.int64) or starts.tolist() != [0, total]:
+            return False
+        if starts.device.type != "cpu":
+            return False
+    return True
+
+
+def attend(
+    q: Tensor, keys: Rows, values: Rows, index_q: Tensor, index_keys: Rows, length: int, counts: Counts, scale: float
+) -> tuple[Tensor, Tensor, list[list[int]]] | None:
+    """Attends with the newest token of a sequence of `length` keys, at least 1: q ``[num_q_heads, head_dim]``, index_q
+    ``[index_heads, index_dim]``. Returns out and lse, both float32, and the blocks of each index head, ascending. None: a score
+    is NaN, for which others are computed anew."""
+    rows = index_q.float().unflatten(0, (index_keys.rows.shape[1], -1))
+    queries = q.float().unflatten(0, (keys.rows.shape[1], -1))
+    group, visible = queries.shape[1], -(-length // counts.block_size)
+    few = visible <= READ_ANYWAY * counts.topk  # Otherwise attention would read copies of some keys.
+    if few and keys.pages is None and rows.shape[1] == 1 and _same(keys.rows, index_keys.rows):  # An index without training.
+        both = torch.cat((queries, rows), 1)  # The keys are read once for both.
+        products = products_few(both, keys.heads(0, length).float())  # [kv_heads, group + 1, length]
+        ids = _chosen(block_max(products[:, group:], counts.block_size), counts)
+        if ids is not None and reads_all(ids, visible):
+            found, lse = attend_all(products[:, :group], scale, ids, values.heads(0, length).float(), counts.block_size)
+            if found is not None:
+                return found.flatten(0, 1), lse.flatten(0, 1), ids
+    else:
+        ids = _chosen(score_few(rows, index_keys, length, counts.block_size), counts)
+    if ids is None:
+        return None
+    out, lse = attend_token(queries * scale, ids, length - 1, keys, values, counts.block_size)
+    return out.flatten(0, 1), lse.flatten(0, 1), ids
+
+
+def _same(rows: Any, others: Any) -> bool:
+    """Says whether both are the same plain rows in memory."""
+    plain = type(rows) is Tensor and type(others) is Tensor and rows.data_ptr() == others.data_ptr()
+    return plain and (rows.dtype, rows.shape, rows.stride()) == (others.dtype, others.shape, others.stride())
+
+
+def _chosen(scores: Tensor, counts: Counts) -> list[list[int]] | None:
+    """Returns the blocks that the scores ``[heads, rows, blocks]`` of a token select, or None where one is NaN."""
+    of_heads = scores.flatten(0, 1).tolist()
+    if any(math.isnan(sum(of_head)) for of_head in of_heads):
+        return None
+    visible = len(of_heads[0])
+    local = max(0, visible - counts.local_blocks)
+    return [choose(of_head, visible, counts.topk, counts.init_blocks, local) for of_head in of_heads]
