@@ -96,8 +96,8 @@ class Cut(NamedTuple):
 
 def mirrored(device: Device, max_seqlen_k: int, num_kv_heads: int, dim: int) -> bool:
     """Chooses whether items of work are dealt to the programs from the last program back in every second round. Items become
-    smaller from round to round, so that all programs then have about equally many blocks. That was 1 to 4 % faster where the L2
-    cache holds the keys and values of a sequence's heads, and 6 to 10 % slower where it does not (`docs/log/dense.md`)."""
+    smaller from round to round, so that all programs then have about equally many blocks. That is 1 to 4 % faster where the L2
+    cache holds the keys and values of a sequence's heads, but 6 to 10 % slower where it does not (`docs/log/dense.md`)."""
     return 2 * 2 * dim * num_kv_heads * max_seqlen_k <= CACHED * device.l2_bytes
 
 

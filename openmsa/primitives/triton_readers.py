@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""The lists of `readers` in Triton, without a sort: a bit of a matrix [lists, queries] says that a query reads a block, and the
-place of a reader in its list is the number of bits before its own. Nothing depends on the order in which programs run.
+"""Triton makes the lists of `readers` here without a sort: a bit of a matrix [lists, queries] says that a query reads a block,
+and the place of a reader in its list is the number of bits before its own. Nothing depends on the order in which programs run.
 
 The matrix has a bit for every pair of a list and a query, in words of 32 queries; a call whose matrix would take more than
 `MOST_WORDS` words, which only lengths far beyond a chunk of queries need, is sorted.
@@ -42,7 +42,7 @@ class Counts(NamedTuple):
 
 
 def listed(blocks: Tensor, seqs: Layout, total_k: int, block_size: int, item: int) -> Readers:
-    """Does what `readers` does. Slots of a query must name different blocks; entries behind the last list are undefined."""
+    """Does what `readers` does. Slots of a query must name different blocks; entries after the last list are undefined."""
     total_q, heads, topk = blocks.shape
     num_buckets, device = buckets_of(total_k, seqs.batch, block_size), blocks.device
     num_lists, num_words = heads * num_buckets, ceil_div(total_q, WORD.value)
@@ -81,7 +81,7 @@ def listed(blocks: Tensor, seqs: Layout, total_k: int, block_size: int, item: in
 
 @triton.jit
 def passed(p, o_x, count, BLOCK: tl.constexpr):
-    """Returns how many of the first `count` numbers behind p, which ascend, are at most o_x. BLOCK > 0: of first keys of
+    """Returns how many of the first `count` numbers at p, which ascend, are at most o_x. BLOCK > 0: of first keys of
     sequences it takes the first buckets."""
     low = tl.zeros_like(o_x)
     high = low + count

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""This Gluon kernel computes the gradients of `sparse_attention` by key blocks on Hopper, in the place of `block_gradients` of
+"""This Gluon kernel computes the gradients of `sparse_attention` by key blocks on Hopper, in place of `block_gradients` of
 `triton_backward.py`, for heads of 128 numbers in blocks of 128 keys.
 
 A program holds a block's keys and values in shared memory, walks readers of the block, and has three groups of warps:
@@ -10,7 +10,7 @@ A program holds a block's keys and values in shared memory, walks readers of the
     multiply 1   four warps hold those of the other 64 keys
 
 A step makes five products. Each group makes logits, weights' gradients, dv and dk of its own keys. The gradients of logits of
-both groups meet in shared memory, from where one group makes the first half of dq's columns, the other the second. A group
+both groups meet in shared memory, from which one group makes the first half of dq's columns, the other the second. A group
 starts each product before it needs what its threads compute meanwhile, and the product for dk before it waits for the other's
 gradients of logits:
 
@@ -147,7 +147,7 @@ def item_of(bounds, lists, offsets, num_buckets, most_extra, CUT: gl.constexpr):
 
 @gluon.jit
 def fill(tiles, x, item):
-    """Copies the block's keys or values to tiles; behind the keys of the sequence they are 0."""
+    """Copies the block's keys or values to tiles; past the keys of the sequence they are 0."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_n = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
     o_d = gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
@@ -171,7 +171,7 @@ def load(ring, tma_q, tma_g, terms, entries, item, num_kv_heads, CUT: gl.constex
     for i in range(item.begin, item.end, TOKENS):
         o_e = i + o_r // GROUP
         m_r = o_e < item.end
-        entry = gl.load(entries + gl.minimum(o_e, item.end - 1))  # Rows behind the end repeat the last one.
+        entry = gl.load(entries + gl.minimum(o_e, item.end - 1))  # Rows past the end repeat the last one.
         token = entry // TOPK
         o_t = (token * num_kv_heads + item.i_h) * GROUP + o_r % GROUP
         b_lse = gl.where(m_r, gl.load(terms.lse + o_t), float("inf"))
@@ -401,5 +401,5 @@ def boxes_of(x: Tensor, group: int) -> TensorDescriptor:
     boxes = descriptor(x[None], box)
     if boxes is None:
         boxes = descriptor(x.clone(memory_format=torch.contiguous_format)[None], box)
-        assert boxes is not None  # It reads fresh rows.
+        assert boxes is not None  # The copy engine can read a fresh copy.
     return boxes

@@ -105,7 +105,7 @@ def launches(monkeypatch):
 
 @pytest.fixture(params=[False, True], ids=["in order", "mirrored"])
 def order(request, monkeypatch):
-    """Whether items are dealt backwards in every second round, whatever the call would choose."""
+    """Sets whether items are dealt backwards in every second round, whatever the call would choose."""
     monkeypatch.setattr(gluon_sm90_dense, "mirrored", lambda *_: request.param)
 
 

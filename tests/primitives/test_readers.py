@@ -24,7 +24,7 @@ CASES = [  # lengths of queries, lengths of keys, offsets, selection heads, bloc
 
 
 def equal(found, expected):
-    """Holds lists against lists; entries behind the last list may be anything."""
+    """Compares lists with lists; entries after the last list may be anything."""
     used = int(expected.starts[-1])
     assert_equal("entries", found.entries[:used], expected.entries[:used])
     for name in ("starts", "item_starts", "extra_starts", "lists", "sequences", "reads"):

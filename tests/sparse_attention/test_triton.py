@@ -381,7 +381,7 @@ def test_configuration(head_dim, group, major):
 
 
 def test_when_all_tiles_stay_together():
-    """As they were timed on an H200, 64 query heads for 4 key heads, 16 for 1."""
+    """Sizes are those timed on an H200: 64 query heads for 4 key heads, 16 for 1."""
     config = plain_hopper_config(prefill_config(128, 16, 128, 9))
 
     def of(queries, keys, heads):
