@@ -73,7 +73,8 @@ def block_scores(
     return scores
 
 
-EVEN_SPLITS = False  # Whether splits share what rows see, not what there is room for; not timed yet (`docs/log/engine.md`).
+EVEN_SPLITS = True
+"""Splits of a launch share the keys that rows see, and not those that page tables have room for (`docs/log/engine.md`)."""
 SECTOR = 8
 """The scoring kernel writes so many scores at a time where it can."""
 

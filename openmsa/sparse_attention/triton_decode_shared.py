@@ -60,7 +60,7 @@ def configure(
     device: Device,
 ) -> Config | None:  # fmt: skip
     """Chooses tokens, tiles and splits; None where tokens cannot share programs, and where each token's program has a
-    multiprocessor of its own anyway. It is a pure function. A list of 9/16 of all selected blocks takes as long as reading them
+    multiprocessor of its own anyway. It is a pure function. A list of 3/8 of all selected blocks takes less time than reading them
     apart (`docs/log/decode.md`)."""
     tokens = next_power_of_two(new_tokens)
     while tokens > 1 and (tokens * group > MAX_ROWS or tokens * next_power_of_two(topk) > MAX_LISTED):
@@ -74,7 +74,7 @@ def configure(
     splits = max(1, min(device.num_sms // programs, tokens * topk // 4))
     tile_bytes = 4 * keys * next_power_of_two(head_dim)  # one tile of keys and one of values
     stages = min(3, (device.shared_bytes - 2 * rows * head_dim) // tile_bytes)
-    return Config(tokens, rows, keys, splits, tokens * topk * 9 // 16, 8 if rows == 128 else 4, max(stages, 1))
+    return Config(tokens, rows, keys, splits, tokens * topk * 3 // 8, 8 if rows == 128 else 4, max(stages, 1))
 
 
 @triton.jit

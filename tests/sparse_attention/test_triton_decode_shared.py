@@ -77,8 +77,8 @@ def test_against_the_truth(new, head_dim, group, kv_heads, block, page, topk, dt
 def test_what_is_served():
     device = COMPILE_TARGETS[90]
     sizes = (4, 16, 128, 16, 128, 128, device)  # KV heads, group, dim, topk, block, page
-    assert configure(128, 8, *sizes) == Config(8, 128, 64, 1, 72, 8, 3)
-    assert configure(12, 4, *sizes) == Config(4, 64, 64, 2, 36, 4, 3)
+    assert configure(128, 8, *sizes) == Config(8, 128, 64, 1, 48, 8, 3)
+    assert configure(12, 4, *sizes) == Config(4, 64, 64, 2, 24, 4, 3)
     assert configure(8, 16, *sizes).tokens == 8
     assert configure(8, 4, *sizes) is None  # a program for each token and head has a multiprocessor of its own
     assert configure(200, 1, *sizes) is None  # one token has nobody to share with
