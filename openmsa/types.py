@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from openmsa.runtime import checks, devices
-from openmsa.runtime.tape import computes
+from openmsa.runtime.kinds import computes
 
 INT32_MAX = 2**31 - 1  # positions and starts are int32
 

@@ -19,8 +19,8 @@ from openmsa.primitives.operands import NVFP4, Bounds, QueryRows
 from openmsa.primitives.rows import query_rows
 from openmsa.primitives.softmax import Result
 from openmsa.runtime.devices import facts
+from openmsa.runtime.kinds import computes
 from openmsa.runtime.launch import runs_hopper_kernels
-from openmsa.runtime.tape import computes
 from openmsa.sparse_attention.triton_config import PrefillConfig, few_queries, plain_hopper_config, prefill_config
 from openmsa.sparse_attention.triton_expand import copies_of, expand, expands
 from openmsa.sparse_attention.triton_few import launch_few
