@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from openmsa.inputs import check_qkv
-from openmsa.runtime import checks, dispatch, tracing
+from openmsa.runtime import checks, dispatch
 from openmsa.runtime.dispatch import Implementation, Stage, never
 from openmsa.sparse_attention.call import check_sparse
 from openmsa.types import Layout, Sequences
 
 
-@tracing.operator("openmsa::index_loss")
+@dispatch.operator("openmsa::index_loss")
 def index_loss(
     q: Tensor,
     k: Tensor,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from openmsa.runtime import checks, devices
-from openmsa.runtime.dispatch import has_triton
-from openmsa.runtime.tracing import operator
+from openmsa.runtime.dispatch import has_triton, operator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
