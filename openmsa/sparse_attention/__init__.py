@@ -120,7 +120,7 @@ STAGE = Stage(
     (
         Implementation(
             "triton_decode",
-            "openmsa.sparse_attention.triton_decode:sparse_attention",
+            "openmsa.sparse_attention.triton_decode_call:sparse_attention",
             _cannot_decode,
             _many_queries,
             TRITON_BACKWARD,
