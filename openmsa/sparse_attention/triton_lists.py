@@ -397,8 +397,8 @@ def tile_lists(
     bounds,  # Bounds
     table,  # PageTable
     union,  # UnionLists, written; has_union must be 0 before
-    rest,  # OuterLists, of which counts, partly and done must be 0 before and are written, and ranks are, and with `done` all
-    # that `bucket_offsets` writes; or FewLists, of which entries and slots are written too; None: every tile stays together
+    rest,  # OuterLists: counts, partly and done must be 0 before and are written, as are ranks and, with `done`, all that
+    # `bucket_offsets` writes; or FewLists: entries and slots are written, too; or None: every tile stays together
     num_kv_heads,
     batch,
     search_steps,

@@ -70,7 +70,7 @@ def fill_lists(
     BLOCK: tl.constexpr,
     ITEM: tl.constexpr,
 ):
-    """Writes the entries of a KV-outer tile and KV head, one a program, and the items that begin with them."""
+    """Writes, in each program, the entries of one KV-outer tile and KV head, and the items that begin with them."""
     # 1. The blocks of the tile, and its queries' places in their lists, are loaded.
     i_tile = tl.program_id(0) // num_kv_heads
     i_h = tl.program_id(0) % num_kv_heads
