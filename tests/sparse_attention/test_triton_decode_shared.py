@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from openmsa import PagedKV
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime.devices import COMPILE_TARGETS, facts
-from openmsa.sparse_attention import triton_decode
+from openmsa.sparse_attention import triton_decode, triton_decode_call
 from openmsa.sparse_attention.triton_decode_shared import Config, Shared, configure, launch
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close
@@ -50,7 +50,7 @@ def test_against_the_truth(new, head_dim, group, kv_heads, block, page, topk, dt
     tiles = len(k_lens) * -(-new // config.tokens) * kv_heads
     partials = Partials.allocate(tiles, tiles * config.splits, config.rows, head_dim, dtype, DEVICE)
     shared = Shared([], partials, torch.empty(tiles, dtype=torch.int32, device=DEVICE))
-    cut = triton_decode.configure(1000, kv_heads, group, head_dim, topk, block, page, COMPILE_TARGETS[90])
+    cut = triton_decode_call.configure(1000, kv_heads, group, head_dim, topk, block, page, COMPILE_TARGETS[90])
     apart = Partials.allocate(1000, 1000 * cut.splits, cut.rows, head_dim, dtype, DEVICE)
     q = strided(p.q, 2).to(DEVICE)
     with PoisonedOutputs():
