@@ -60,8 +60,8 @@ def configure(
     device: Device,
 ) -> Config | None:  # fmt: skip
     """Chooses tokens, tiles and splits; None where tokens cannot share programs, and where each token's program has a
-    multiprocessor of its own anyway. It is a pure function. A list of 3/8 of all selected blocks takes less time than reading them
-    apart (`docs/log/decode.md`)."""
+    multiprocessor of its own anyway. It is a pure function. Walking a list of 3/8 of all selected blocks takes less time than
+    reading the blocks apart (`docs/log/decode.md`)."""
     tokens = next_power_of_two(new_tokens)
     while tokens > 1 and (tokens * group > MAX_ROWS or tokens * next_power_of_two(topk) > MAX_LISTED):
         tokens //= 2
