@@ -181,7 +181,7 @@ def sparse_decode_shared_kernel(
         i_first = pick(b_list, place) * BLOCK + u % PER * BN
         i_page, bits = pick(b_page, place).to(tl.int64), pick(b_bits, place)
         i_in = (i_first % PAGE).to(tl.int64)
-        m_n = o_n < seq_len - i_first
+        m_n = (o_n < seq_len - i_first) & (bits != 0)  # Of a page outside the pool nothing is read.
         m_nd = m_n[:, None] & (o_d[None, :] < D)
         p_k = p_k0 + (i_page * k.s_page + i_in * k.s_row)
         p_v = p_v0 + (i_page * v.s_page + i_in * v.s_row)
