@@ -24,7 +24,8 @@ class HostDecodePlan(DecodePlan):
 
     The fields are those of `DecodePlan`; `page_size` is a multiple of `block_size`. One plan serves layers that follow each
     other, each with its own `HostKV`. Selections are those of a `DecodePlan`; outputs and lse on a GPU too, bit for bit, where
-    that takes three launches or more.
+    that takes three launches or more. Of several new tokens they may be rounded otherwise, as those of a `DecodePlan` may share
+    the reading of blocks.
 
     On a GPU a run is five launches, more with certified index keys, and waits for nothing. Queries whose heads do not lie next
     to each other are copied first, and such an `out` is written by a copy.
