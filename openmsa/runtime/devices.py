@@ -17,11 +17,13 @@ class Device(NamedTuple):
     arch:          80 (Ampere, Ada), 90 (Hopper), 100 (Blackwell, data center) or 120 (Blackwell, workstation).
     num_sms:       streaming multiprocessors.
     shared_bytes:  bytes of shared memory that one program may use.
+    l2_bytes:      bytes of the L2 cache.
     """
 
     arch: int
     num_sms: int
     shared_bytes: int
+    l2_bytes: int
 
     @property
     def has_tma(self) -> bool:
@@ -29,14 +31,14 @@ class Device(NamedTuple):
 
 
 COMPILE_TARGETS = {
-    80: Device(80, 108, 163 * 1024),
-    90: Device(90, 132, 227 * 1024),
-    100: Device(100, 148, 227 * 1024),
-    120: Device(120, 170, 99 * 1024),
+    80: Device(80, 108, 163 << 10, 40 << 20),
+    90: Device(90, 132, 227 << 10, 50 << 20),
+    100: Device(100, 148, 227 << 10, 126 << 20),
+    120: Device(120, 170, 99 << 10, 96 << 20),
 }
 """Kernels are compiled for these typical devices of each architecture where there is no GPU."""
 
-_INTERPRETED = Device(90, 4, 227 * 1024)  # Triton's interpreter, which CPU tensors use
+_INTERPRETED = Device(90, 4, 227 << 10, 50 << 20)  # Triton's interpreter, which CPU tensors use
 
 
 def facts(device: torch.device) -> Device:
@@ -86,4 +88,5 @@ def _read(index: int) -> Device:
     major, minor = properties.major, properties.minor
     arch = {8: 80, 9: 90, 10: 100, 11: 100}.get(major, 120)
     small = (major, minor) in ((8, 6), (8, 9)) or major >= 12
-    return Device(arch, properties.multi_processor_count, (99 if small else COMPILE_TARGETS[arch].shared_bytes // 1024) * 1024)
+    shared_bytes = 99 << 10 if small else COMPILE_TARGETS[arch].shared_bytes
+    return Device(arch, properties.multi_processor_count, shared_bytes, properties.L2_cache_size)

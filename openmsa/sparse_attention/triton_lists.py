@@ -30,6 +30,7 @@ from openmsa.sparse_attention.triton_config import (
     FEW_READERS,
     PrefillConfig,
     RowTile,
+    all_together,
     few_queries,
     few_union_limit,
     padded_dim,
@@ -194,7 +195,7 @@ class Plan(NamedTuple):
         whether union tiles go to Hopper's own kernel."""
         total_q, num_q_heads, head_dim = queries.data.shape
         tokens, group = config.union_tokens, num_q_heads // keys.heads
-        num_buckets = buckets_of(keys, seqs, block_size)
+        num_buckets = keys.num_buckets(seqs, block_size)
         most = min(tokens * topk, seqs.num_blocks(block_size))
         num_tiles = ceil_div(total_q, tokens) + seqs.batch - 1
         readers = total_q * topk / num_buckets
@@ -211,6 +212,10 @@ class Plan(NamedTuple):
             limit = few_union_limit(config, topk, readers, num_tiles * keys.heads / facts(queries.data.device).num_sms)
         else:
             limit = (few_union_limit if tuned and readers <= FEW_READERS else union_limit)(config, topk, readers)
+            visible = seqs.num_blocks(block_size) - min(seqs.max_seqlen_q, total_q) / block_size / 2
+            sizes = (total_q * keys.heads, num_buckets * keys.heads, visible, facts(queries.data.device).num_sms)
+            if tuned and plain and all_together(config, topk, *sizes):
+                limit = most  # nothing is left for KV-outer
         limit = {"union": most, "outer": 0, "few": -1}.get(path, limit)
         return cls(
             group=group,
@@ -253,11 +258,6 @@ class PrefillCall(NamedTuple):
         """Returns the rows of a tile of so many queries."""
         dim, plan = self.queries.data.shape[2], self.plan
         return RowTile(plan.group, self.config.heads, plan.parts, tokens, dim, padded_dim(dim, self.keys.dtype))
-
-
-def buckets_of(keys: Keys, seqs: Layout, block_size: int) -> int:
-    """Returns a bound on the blocks of all sequences together, as they are numbered."""
-    return ceil_div(keys.total, block_size) + seqs.batch - 1
 
 
 def joins_offsets(plan: Plan) -> bool:

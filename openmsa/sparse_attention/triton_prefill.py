@@ -25,7 +25,7 @@ from openmsa.sparse_attention.triton_config import PrefillConfig, few_queries, p
 from openmsa.sparse_attention.triton_expand import copies_of, expand, expands
 from openmsa.sparse_attention.triton_few import launch_few
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Descriptors, Keys
-from openmsa.sparse_attention.triton_lists import Plan, PrefillCall, buckets_of, build_lists
+from openmsa.sparse_attention.triton_lists import Plan, PrefillCall, build_lists
 from openmsa.sparse_attention.triton_outer import launch_outer
 from openmsa.sparse_attention.triton_union import launch_union
 from openmsa.types import Layout
@@ -82,11 +82,11 @@ def sparse_attention(
         return (out, lse) if return_lse else out
 
     # 1. The kernel for tiles that stay together is chosen, and what it reads.
-    readers = q.shape[0] * blocks.shape[2] / buckets_of(keys, seqs, block_size)
+    readers = q.shape[0] * blocks.shape[2] / keys.num_buckets(seqs, block_size)
     tile = (q.shape[2], q.shape[1] // keys.heads, block_size, device.arch // 10)
     tuned = None
     if config is None and path in ("auto", "union"):
-        few = few_queries(q.shape[0], q.shape[2], blocks.shape[2], keys.heads, buckets_of(keys, seqs, block_size))
+        few = few_queries(q.shape[0], q.shape[2], blocks.shape[2], keys.heads, keys.num_buckets(seqs, block_size))
         tuned = _tuned(queries, keys, out, prefill_config(*tile), block_size, few and path == "auto")
     copies = None  # Triton's union kernel reads stored keys as copies; Hopper's own and KV-outer read them as they are.
     if path == "auto" and tuned is None and keys.stored and expands(keys, queries.data.dtype, readers, workspace_bytes):

@@ -116,6 +116,10 @@ def backward() -> None:
     p = problem((2000,), (2000,), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16).to(DEVICE)
     blocks = torch.zeros(2000, 1, 1, dtype=torch.int32, device=DEVICE)
     sparse_attention(p.q.requires_grad_(), p.k, p.v, blocks, p.seqs).sum().backward()
+    for group in (8, 16):
+        p = problem((70, 0, 9), (300, 0, 200), kv_heads=2, group=group, head_dim=128, dtype=torch.bfloat16).to(DEVICE)
+        blocks = random_blocks(p.to("cpu"), 3, 128, 2).to(DEVICE)
+        sparse_attention(p.q.requires_grad_(), p.k, p.v, blocks, p.seqs).sum().backward()
 
 
 def index_branch() -> None:

@@ -12,7 +12,14 @@ from openmsa.kv_cache import E4M3, NVFP4, PagedKV
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.runtime.launch import next_power_of_two
 from openmsa.sparse_attention import STAGE, triton_expand, triton_lists, triton_prefill
-from openmsa.sparse_attention.triton_config import few_queries, few_union_limit, prefill_config, union_limit
+from openmsa.sparse_attention.triton_config import (
+    all_together,
+    few_queries,
+    few_union_limit,
+    plain_hopper_config,
+    prefill_config,
+    union_limit,
+)
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks, strided
@@ -371,6 +378,26 @@ def test_configuration(head_dim, group, major):
             assert value == next_power_of_two(value)
         assert config.union_tokens % config.combine_tokens == 0
         assert union_limit(config, 16, 128) <= union_limit(config, 16, 4)
+
+
+def test_when_all_tiles_stay_together():
+    """As they were timed on an H200, 64 query heads for 4 key heads, 16 for 1."""
+    config = plain_hopper_config(prefill_config(128, 16, 128, 9))
+
+    def of(queries, keys, heads):
+        blocks = keys // 128
+        return all_together(config, 16, queries * heads, blocks * heads, blocks - queries / 256, 132)
+
+    assert of(4096, 4096, 4)
+    assert of(8192, 8192, 4), "1.57 ms against 1.62, random selections"
+    assert of(8192, 8192, 1), "0.42 ms against 0.65"
+    assert not of(16384, 16384, 4), "5.2 ms against 4.0"
+    assert not of(16384, 16384, 1), "1.26 ms against 1.14"
+    for heads in (4, 1):
+        assert not of(16384, 49152, heads)
+        assert not of(16384, 131072, heads)
+    assert of(12288, 12288, 1), "one and a half rounds of items take two"
+    assert not of(12288, 12288, 4), "nearly six rounds take six"
 
 
 def test_few_queries():
