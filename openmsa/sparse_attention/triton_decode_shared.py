@@ -168,6 +168,7 @@ def sparse_decode_shared_kernel(
     b_page = tl.load(p_table + b_list * BLOCK // PAGE * table.s_page, mask=o_c < n, other=-1)
     b_bits = tl.where((b_page >= 0) & (b_page < num_pages), b_bits, 0)
     b_page = tl.where(b_bits != 0, b_page, 0)
+    b_list = tl.where(b_bits != 0, b_list, tl.cdiv(seq_len, BLOCK))  # Behind the last key nothing is read.
 
     # 4. The walk goes over this program's share of the list.
     p_k0, p_v0 = k.data + i_h.to(tl.int64) * k.s_head, v.data + i_h.to(tl.int64) * v.s_head
@@ -181,7 +182,7 @@ def sparse_decode_shared_kernel(
         i_first = pick(b_list, place) * BLOCK + u % PER * BN
         i_page, bits = pick(b_page, place).to(tl.int64), pick(b_bits, place)
         i_in = (i_first % PAGE).to(tl.int64)
-        m_n = (o_n < seq_len - i_first) & (bits != 0)  # Of a page outside the pool nothing is read.
+        m_n = o_n < seq_len - i_first
         m_nd = m_n[:, None] & (o_d[None, :] < D)
         p_k = p_k0 + (i_page * k.s_page + i_in * k.s_row)
         p_v = p_v0 + (i_page * v.s_page + i_in * v.s_row)
