@@ -16,7 +16,7 @@ from openmsa.block_topk import STAGE as SELECTION
 from openmsa.inputs import SelectionCall, check_counts, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import out_dtype
-from openmsa.runtime import checks, tracing
+from openmsa.runtime import checks, dispatch, tracing
 from openmsa.runtime.dispatch import check_name, has_triton
 from openmsa.runtime.kinds import Call, Kinds, Memory, Steps, rounded, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
@@ -123,7 +123,7 @@ class AttentionPlan:
                 if kept is not None and kept.data_ptr() != value.data_ptr():
                     kept.copy_(value)
 
-    @tracing.operator("openmsa::plan_select")
+    @dispatch.operator("openmsa::plan_select")
     def select(self, index_q: Tensor | Stored, index_k: Tensor | Stored) -> Tensor:
         """Selects the blocks that each query of a layer reads.
 
@@ -138,7 +138,7 @@ class AttentionPlan:
             self._first(call, self._selection(index_q, index_k, blocks), blocks, index_q, index_k)
         return blocks
 
-    @tracing.operator("openmsa::plan_attend")
+    @dispatch.operator("openmsa::plan_attend")
     def attend(
         self,
         q: Tensor | Stored,

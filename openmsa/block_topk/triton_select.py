@@ -39,8 +39,8 @@ from openmsa.primitives.scoring import (
 )
 from openmsa.primitives.tiles import Tile, tile_start
 from openmsa.runtime.devices import Device, facts
+from openmsa.runtime.kinds import computes
 from openmsa.runtime.launch import ceil_div, launch_kernel
-from openmsa.runtime.tape import computes
 from openmsa.types import Layout
 
 MAX_FREE = 16  # slots of the list a thread can hold beside the products

@@ -21,8 +21,8 @@ from openmsa.primitives.rows import KeyTiles
 from openmsa.primitives.scoring import Lengths
 from openmsa.primitives.tiles import Tile
 from openmsa.runtime import devices
+from openmsa.runtime.kinds import computes
 from openmsa.runtime.launch import ceil_div
-from openmsa.runtime.tape import computes
 from openmsa.sparse_attention import triton_decode, triton_decode_shared
 from openmsa.sparse_attention.triton_decode import UNSERVED
 from openmsa.sparse_attention.triton_decode_walk import refuse

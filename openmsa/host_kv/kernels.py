@@ -10,13 +10,14 @@ from openmsa.decode.kernels import Kernels
 from openmsa.host_kv import triton_fetch
 from openmsa.host_kv.cache import HostKV
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
-from openmsa.runtime.tape import computes
+from openmsa.runtime.kinds import computes
 from openmsa.sparse_attention import triton_decode
 
 
 class HostKernels:
     """Runs a step in stages: selection, the block cache, attention. A token and KV head become a sequence of their own, whose
-    keys are those of the chosen blocks, so that attention over slots is that of `DecodePlan`, bit for bit."""
+    keys are those of the chosen blocks, so that attention over slots is that of `DecodePlan`, bit for bit unless new tokens
+    share the reading of blocks there."""
 
     def __init__(self, resident: Kernels, q: Tensor) -> None:
         """Takes the kernels of a `DecodePlan` of the same fields, and memory for the queries of the largest step."""

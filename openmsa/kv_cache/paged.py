@@ -13,7 +13,7 @@ from openmsa.kv_cache import contents
 from openmsa.kv_cache.page_table import Paged
 from openmsa.kv_cache.rows import INDEX_FORMATS, KEY_FORMATS
 from openmsa.kv_cache.stored import Stored
-from openmsa.runtime.tracing import operator
+from openmsa.runtime.dispatch import operator
 
 
 @dataclass(eq=False)

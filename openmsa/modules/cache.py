@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, contents
 from openmsa.modules.config import MSAConfig
-from openmsa.runtime import checks, devices
+from openmsa.runtime import checks, named_devices
 from openmsa.runtime.kinds import tensors_in
 from openmsa.types import Sequences
 
@@ -89,7 +89,7 @@ class MSACache:
         checks.integer("page_size", page_size, 1)
         for layer in dense_layers:
             checks.integer("dense_layers", layer, 0, num_layers - 1)
-        device = devices.usable("device", device)
+        device = named_devices.usable("device", device)
         table = torch.full((batch, 0), -1, dtype=torch.int32, device=device)
         self.page_size, self.lengths, self._starts = page_size, [0] * batch, [0] * batch
         self._table, self._assigned, self._num_pages = table, [0] * batch, 0  # pages of each sequence, and those of the pools
@@ -146,9 +146,13 @@ class MSACache:
         wanted = [-(-length // self.page_size) for length in lengths]
         used, total = sum(self._assigned), sum(wanted)
         width = max(wanted, default=0)
-        if total > self._num_pages or width > self._table.shape[1]:
-            more = max(len(lengths), self._num_pages // 8)
-            self._grow(max(total, self._num_pages + more), max(width, self._table.shape[1] * 9 // 8))
+        pages, columns = self._num_pages, self._table.shape[1]
+        if total > pages:
+            pages = max(total, pages + max(len(lengths), pages // 8))
+        if width > columns:
+            columns = max(width, columns * 9 // 8)
+        if (pages, columns) != (self._num_pages, self._table.shape[1]):
+            self._grow(pages, columns)
         for b, (have, pages) in enumerate(zip(self._assigned, wanted, strict=True)):
             if pages > have:
                 self._table[b, have:pages] = torch.arange(used, used + pages - have, dtype=torch.int32)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 import torch
 from torch import Tensor
 
-from openmsa.runtime import checks
+from openmsa.runtime import checks, value_checks
 from openmsa.types import INT32_MAX, Layout, Sequences
 
 ORDERS = ("zigzag", "contiguous")
@@ -44,7 +44,7 @@ class TokenShards:
     _made: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        checks.lengths("lengths", self.lengths, INT32_MAX)
+        value_checks.lengths("lengths", self.lengths, INT32_MAX)
         object.__setattr__(self, "lengths", tuple(self.lengths))
         checks.integer("ranks", self.ranks, 1)
         if self.order not in ORDERS:
@@ -103,7 +103,7 @@ class TokenShards:
     def known(self, cached: Sequence[int] | None) -> tuple[int, ...]:
         """Checks how many keys each sequence had before this step."""
         cached = [0] * len(self.lengths) if cached is None else cached
-        checks.lengths("cached", cached, INT32_MAX - sum(self.lengths))
+        value_checks.lengths("cached", cached, INT32_MAX - sum(self.lengths))
         if len(cached) != len(self.lengths):
             raise ValueError(f"cached must have one entry a sequence ({len(self.lengths)}), got {len(cached)}")
         return tuple(cached)

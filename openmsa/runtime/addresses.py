@@ -10,10 +10,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from openmsa.runtime import launch
-from openmsa.runtime.kinds import span
+from openmsa.runtime.kinds import Launched, Tape, Zeroed, span
 from openmsa.runtime.launch import Variant
 from openmsa.runtime.parameters import Given
-from openmsa.runtime.tape import Launched, Tape, Zeroed
 
 ALIGNED = 512
 """Each memory of a workspace begins at a multiple of so many bytes, as memory of PyTorch does."""

@@ -21,8 +21,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from openmsa.runtime.devices import facts
+from openmsa.runtime.kinds import Launched, Zeroed, listening
 from openmsa.runtime.parameters import Parameters
-from openmsa.runtime.tape import Launched, Zeroed, listening
 
 
 def ceil_div(value: int, by: int) -> int:

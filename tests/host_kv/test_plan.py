@@ -31,7 +31,7 @@ def device(request, monkeypatch):
     """ "kernels": the GPU's path on CPU tensors, in the interpreter, in stages as steps over host memory run."""
     if request.param == "kernels":
         monkeypatch.setattr(decode, "uses_kernels", lambda device: True)
-        monkeypatch.setattr("openmsa.decode.triton_layer.MAX_BLOCKS", 0)
+        monkeypatch.setattr("openmsa.decode.memory.LAYER_BLOCKS", 0)
     return "cuda" if request.param == "cuda" else "cpu"
 
 

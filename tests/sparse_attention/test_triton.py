@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.runtime.launch import next_power_of_two
-from openmsa.sparse_attention import STAGE, triton_expand, triton_lists, triton_prefill
+from openmsa.sparse_attention import STAGE, triton_expand, triton_lists, triton_outer, triton_prefill
 from openmsa.sparse_attention.triton_config import (
     all_together,
     few_queries,
@@ -245,9 +245,8 @@ def test_offsets_of_lists_without_a_launch(many, budget, monkeypatch):
     """The last program of a segment makes the offsets that a launch makes otherwise."""
     p, blocks = many
     launched = []
-    for name in ("tile_lists", "bucket_offsets"):
-        kernel = getattr(triton_lists, name)
-        monkeypatch.setattr(triton_lists, name, Heard(kernel, launched))
+    for module, name in ((triton_lists, "tile_lists"), (triton_outer, "bucket_offsets")):
+        monkeypatch.setattr(module, name, Heard(getattr(module, name), launched))
     outs = []
     for most, step in ((0, 512), (1 << 20, 4), (1 << 20, 512)):
         monkeypatch.setattr(triton_lists, "JOINED_BUCKETS", most)
