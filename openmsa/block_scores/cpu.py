@@ -11,14 +11,13 @@ from torch import Tensor
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.kv_cache.rows import rows_of, wide_dtype
 from openmsa.kv_cache.sequence_rows import Rows
-from openmsa.runtime.matmul import matmul_nt, pad_few
+from openmsa.runtime.matmul import FEW_ROWS_STEP, matmul_nt, pad_few, products_few
 from openmsa.types import Layout
 
 TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
 FEW_ROWS_ELEMENTS = 1 << 19  # few rows: elements of the keys of all heads that are multiplied at a time, about an L2
 CONVERTED_ELEMENTS = 1 << 18  # the same where keys are converted first: narrow and wide ones take an L2 together
 POOL_PAGES = 2  # A pool is scored where it lies if it has at most so many pages for one that is wanted.
-FEW_ROWS_STEP = 32  # MKL's products of few rows with so many keys, and multiples, do not depend on where a key stands
 MIN_ROWS = 16  # below about 12 rows a product takes another kernel, which rounds differently (see `matmul_nt`)
 
 
@@ -152,19 +151,6 @@ def _score_pool(q: Tensor, keys: Rows, pages: list[int], end: int, block_size: i
     found = parts[0] if len(parts) == 1 else torch.cat(parts)
     found = found.index_select(0, torch.tensor(pages) - first)  # [pages, heads, rows, blocks of a page]
     return found.permute(1, 2, 0, 3).flatten(2)[..., : -(-end // block_size)]
-
-
-def products_few(q: Tensor, k: Tensor) -> Tensor:
-    """Returns dot products ``[heads, rows, n]`` of few rows q ``[heads, rows, dim]`` with k ``[heads, n, dim]``. Those of
-    equal keys are equal."""
-    whole = k.shape[1] // FEW_ROWS_STEP * FEW_ROWS_STEP
-    left = k.shape[1] - whole
-    if not left:
-        return torch.bmm(q, k.transpose(1, 2))
-    # The last keys, too, are multiplied as so many, some of which were multiplied before.
-    last = k[:, -FEW_ROWS_STEP:] if whole else torch.nn.functional.pad(k, (0, 0, FEW_ROWS_STEP - left, 0))
-    rest = torch.bmm(q, last.transpose(1, 2))[..., -left:]
-    return torch.cat((torch.bmm(q, k[:, :whole].transpose(1, 2)), rest), 2) if whole else rest
 
 
 def block_max(products: Tensor, block_size: int) -> Tensor:
