@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from openmsa.block_scores import cpu_int8
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.kv_cache.rows import rows_of, wide_dtype
 from openmsa.kv_cache.sequence_rows import Rows
@@ -97,6 +98,8 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
     """Returns scores ``[heads, rows, blocks]`` of the first `end` keys, all of which the rows q ``[heads, rows, dim]`` see."""
     heads, rows, dim = q.shape
+    if cpu_int8.serves(q, keys, end):
+        return cpu_int8.block_maxima(q, keys, end, block_size)
     q = pad_few(q)
     if (pages := _whole_pool(keys, end, block_size)) is not None:
         return _score_pool(q, keys, pages, end, block_size)[:, :rows]

@@ -47,8 +47,8 @@ def pad_few(q: Tensor) -> Tensor:
 
 
 def products_few(q: Tensor, k: Tensor) -> Tensor:
-    """Computes dot products ``[heads, rows, n]`` of few rows q ``[heads, rows, dim]`` with keys ``[heads, n, dim]`` of q's type or
-    a narrower one on a CPU. Those of equal keys are equal."""
+    """Computes dot products ``[heads, rows, n]`` of few rows q ``[heads, rows, dim]`` with keys ``[heads, n, dim]`` of q's type
+    or a narrower one on a CPU. Those of equal keys are equal."""
     if k.dtype != q.dtype and k.numel() >= 2 * CONVERTED_ELEMENTS:
         return _products_converted(q, k)
     k = k.to(q.dtype)
@@ -79,8 +79,8 @@ def _products_converted(q: Tensor, k: Tensor) -> Tensor:
 
 
 def sums_few(weights: Tensor, values: Tensor) -> Tensor:
-    """Computes ``weights [heads, rows, n] @ values [heads, n, dim] -> [heads, rows, dim]`` on a CPU for few rows and for values of
-    the weights' type or a narrower one."""
+    """Computes ``weights [heads, rows, n] @ values [heads, n, dim] -> [heads, rows, dim]`` on a CPU for few rows and for values
+    of the weights' type or a narrower one."""
     if values.dtype == weights.dtype:
         return torch.bmm(weights, values)
     if values.numel() < 2 * CONVERTED_ELEMENTS:
