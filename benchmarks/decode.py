@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Decode steps over many batches, lengths and new tokens, beside vLLM's kernels, each in a CUDA graph.
+"""Measures decode steps over many batches, lengths and new tokens beside vLLM's kernels, each step in a CUDA graph.
 
     python3 -m benchmarks.decode --peers .peers --out records.jsonl [--heads 64/4] [--batch 8 32 128] [--keys 1024] [--new 8]
 
-A step is selection and attention of one layer, on random keys and a cold L2 cache; all ways take turns. `plan` is a
+A step is one layer's selection and attention, on random keys with a cold L2 cache; all ways take turns. `plan` is a
 `DecodePlan`, `apart` the same plan whose new tokens each read their blocks on their own, `steps` an `AttentionPlan`, `vllm` are
 vLLM's Triton kernels. With several new tokens, those of a sequence choose alike ("near") or each for itself ("far").
 """
@@ -30,7 +30,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Step:
-    """The tensors of a step."""
+    """Holds the tensors of a step."""
 
     def __init__(self, batch: int, keys: int, new: int, heads: tuple[int, int], near: bool) -> None:
         self.batch, self.keys, self.new, (q_heads, kv_heads) = batch, keys, new, heads
@@ -88,7 +88,7 @@ class Step:
 
 
 def measure(x: Step, kernels: Any, samples: int) -> dict[str, float]:
-    """Lets the ways take turns, and returns their medians in microseconds and how many rows of vLLM's differ from ours."""
+    """Runs the ways in turns; returns their medians in microseconds, and how many rows of vLLM's result differ from ours."""
     ways = {"plan": x.plan(apart=False), "steps": x.steps()}
     if x.new > 1:
         ways["apart"] = x.plan(apart=True)
@@ -103,7 +103,7 @@ def measure(x: Step, kernels: Any, samples: int) -> dict[str, float]:
             seconds[name].append(clock(replay))
     found = {name: 1e6 * statistics.median(times) for name, times in seconds.items()}
     for name, out in outs.items():
-        if name != "plan":  # Rows whose selections differ by a tie differ; all others agree within the rounding.
+        if name != "plan":  # Rows differ where a tie is decided differently; all others agree up to rounding.
             found[f"{name}_rows_that_differ"] = int(((outs["plan"] - out).abs().amax((1, 2)) > 0.02).sum())
     return found
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Sparse attention as an engine calls it: eagerly, layer after layer, on a rank's share of the heads, beside vLLM's kernels.
+"""Measures sparse attention as an engine calls it: eagerly, layer after layer, on a rank's share of the heads, beside vLLM's
+kernels.
 
     python3 -m benchmarks.eager --peers .peers --out records.jsonl [--heads 64/4 16/1] [--layers 60]
 
@@ -47,7 +48,7 @@ SHAPES = (
 
 
 class Step(NamedTuple):
-    """The tensors of a step: those of all layers, and for each layer held its queries and caches."""
+    """Holds the tensors of a step: those of all layers, and for each layer held its queries and caches."""
 
     new: tuple[int, ...]
     keys: tuple[int, ...]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Runs a MiniMax-M3 in a real engine, with its own kernels and with ours: a small one with random weights, or a checkpoint.
+"""Runs a MiniMax-M3, small with random weights or from a checkpoint, in a real engine: with the engine's kernels and with ours.
 
-    python -m benchmarks.engine -o record.jsonl                      # both, one after the other, and what they compare to
+    python -m benchmarks.engine -o record.jsonl                      # both, one after the other, and their comparison
     python -m benchmarks.engine --kernels openmsa -o record.jsonl    # one of them
     python -m benchmarks.engine --compare record.jsonl               # the table of a record
     python -m benchmarks.engine_rows -o rows.jsonl                   # several engines, row by row, in bounded time
@@ -77,8 +77,8 @@ def tokens(length: int, seed: int) -> list[int]:
 
 
 def permuted(length: int, seed: int) -> list[int]:
-    """Draws a prompt that holds every token but the first ten once in each 31,990, so that an n-gram drafter always finds the
-    last token made, and drafts."""
+    """Draws a prompt that holds every token but the first ten once in each 31,990. An n-gram drafter then finds the token made
+    last in every step, and drafts."""
     draw = torch.Generator().manual_seed(seed)
     passes = [torch.randperm(31990, generator=draw) + 10 for _ in range(-(-length // 31990))]
     return torch.cat(passes)[:length].tolist()
@@ -180,14 +180,14 @@ def decode(engine: Vllm, batch: int, context: int, a: argparse.Namespace) -> dic
         "step_ms": 1e3 * steps[len(steps) // 2],
         "stages": engine.stages.take(),
     }
-    engine.finish(names if a.speculative else ())  # Drafts that are refused would take many steps to the end.
+    engine.finish(names if a.speculative else ())  # Where drafts are refused, the rest would take many steps.
     print("  decode", json.dumps(row), flush=True)
     return row
 
 
 def prefix(engine: Vllm, length: int, new: int, repeat: int) -> dict[str, Any]:
     """Times prompts whose first `length` tokens the engine has cached and whose last `new` ones are new, keeps the best of
-    `repeat`, and compares an answer that reads the cached keys with the one of the same prompt computed anew."""
+    `repeat`, and compares an answer that reads the cached keys with that of the same prompt computed anew."""
     shared, taken = tokens(length, 7), []
     engine.generate([shared], 1)
     for i in range(repeat + 1):

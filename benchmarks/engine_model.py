@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""A small MiniMax-M3 with random weights for `benchmarks/engine.py`: its configuration, its weights, and a forward in PyTorch
-alone that says what an engine should compute."""
+"""This is a small MiniMax-M3 with random weights for `benchmarks/engine.py`: its configuration, its weights, and a forward in
+PyTorch alone that says what an engine should compute."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def redraw(model: torch.nn.Module, logit_std: float) -> int:
 
 
 class PlainModel:
-    """The model in plain PyTorch: products in bfloat16 as the engine has them, attention and norms in float32."""
+    """This is the model in plain PyTorch: products in bfloat16 as the engine has them, attention and norms in float32."""
 
     def __init__(self, parameters: dict[str, Tensor], config: dict[str, Any]) -> None:
         self.p, self.config = parameters, config

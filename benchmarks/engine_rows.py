@@ -8,7 +8,7 @@
 Starting an engine takes most of a minute, a row of figures a second or two. So all engines start at the same time, each in a
 process of its own, and run every row once to have its kernels compiled. Then only one of them works at a time: a row is asked
 of the engine with its own kernels and then of the one with ours, and written to the record when it is there. Rows stand in the
-order of their worth; those for which no time is left are named at the end. An engine that fails takes no other with it.
+order of their worth; those for which no time is left are named at the end. An engine that fails stops no other.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Engine:
         self.link, far = Pipe()
         command = engine_command(group, kernels, far.fileno(), a)
         self.log = Path(f"/tmp/openmsa-engine-{group}-{kernels}.log")
-        # Engines look for free ports at the same time: each from a place of its own on.
+        # Engines look for free ports at the same time, so each begins its search elsewhere.
         environment = os.environ | {"OMP_NUM_THREADS": "2", "VLLM_PORT": str(21000 + 200 * number)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -95,12 +95,12 @@ class Engine:
         far.close()
 
     def ask(self, order: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Sends an order and returns what it gave. Raises TimeoutError, or RuntimeError where the process ends or refuses."""
+        """Sends an order and returns its answer. Raises TimeoutError, or RuntimeError where the process ends or refuses."""
         self.send(order)
         return self.take(seconds)
 
     def send(self, order: dict[str, Any]) -> None:
-        """Sends an order, unless the process has ended, which `take` then says."""
+        """Sends an order, unless the process has ended, which `take` then reports."""
         with contextlib.suppress(OSError):
             self.link.send(order)
 
@@ -131,20 +131,20 @@ def _last(log: Path) -> str:
 
 
 def started(a: argparse.Namespace, deadline: float) -> dict[tuple[str, str], Engine]:
-    """Starts the engines of all groups together; returns by group and kernels those that are ready, rows run once."""
+    """Starts the engines of all groups together; returns those that got ready and ran their rows once, by group and kernels."""
     engines = [Engine(g, k, 2 * i + j, a) for i, g in enumerate(a.groups) for j, k in enumerate(KERNELS)]
     up = {(e.group, e.kernels): facts for e in engines if (facts := answered(e, deadline))}
     for (group, kernels), facts in up.items():
         write(a.out, {"group": group, "kernels": kernels, "row": "start", **facts})
         print(f"{group} {kernels}: started in {facts['start_s']:.0f} s", flush=True)
     engines = [e for e in engines if (e.group, e.kernels) in up]
-    for e in engines:  # The first rows are asked of all at once: who compiles meanwhile disturbs nobody.
+    for e in engines:  # All run their rows once at the same time: nothing is timed yet.
         e.send({"do": "warm", "rows": [(what, sizes) for group, what, sizes in ROWS if group == e.group]})
     return {(e.group, e.kernels): e for e in engines if answered(e, deadline)}
 
 
 def answered(engine: Engine, deadline: float) -> dict[str, Any] | None:
-    """Returns an engine's next answer; None, and the engine's end, where it fails or none comes in time."""
+    """Returns an engine's next answer; where it fails or none comes in time, ends the engine and returns None."""
     try:
         return engine.take(deadline - time.monotonic())
     except (TimeoutError, RuntimeError) as e:
@@ -186,7 +186,7 @@ def named(group: str, what: str, sizes: tuple[int, ...]) -> str:
 
 
 def asked(engine: Engine, what: str, sizes: tuple[int, ...], out: Path, deadline: float) -> str | None:
-    """Has an engine measure a row and writes it down; returns why it could not, and then ends the engine."""
+    """Has an engine measure a row and records it; where that fails, ends the engine and returns why."""
     try:
         row = engine.ask({"do": what, "sizes": sizes}, deadline - time.monotonic())
     except (TimeoutError, RuntimeError) as e:
@@ -209,7 +209,7 @@ def serve(orders: int, engine: Any, config: dict[str, Any], facts: dict[str, Any
 
 
 def _answer(order: dict[str, Any], engine: Any, config: dict[str, Any], a: argparse.Namespace) -> dict[str, Any]:
-    """Returns a row; or, having run all rows once, with few requests, the seconds that took; or what failed."""
+    """Returns a measured row; or the seconds that a first run of all rows took, with few requests; or what failed."""
     begun = time.monotonic()
     try:
         if order["do"] != "warm":
@@ -219,7 +219,7 @@ def _answer(order: dict[str, Any], engine: Any, config: dict[str, Any], a: argpa
                 _row(what, (min(2, sizes[0]), min(8192, sizes[1])), engine, config, a, 1)
             elif what != "answers":
                 _row(what, sizes, engine, config, a, 1)
-    except Exception as e:  # Whatever fails in an engine is its answer, and the others go on.
+    except Exception as e:  # A failure is the engine's answer, and the others go on.
         return {"failed": f"{type(e).__name__}: {e}"[:500]}
     return {"seconds": time.monotonic() - begun}
 
@@ -241,8 +241,8 @@ def _row(
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Returns own against ours from the rows of a record, a line a row: milliseconds by the wall clock, of the forward and of
-    the stages on the GPU, and microseconds of the host for a layer."""
+    """Returns a table of the engine's own kernels against ours, one line for each row of a record: milliseconds by the wall
+    clock, of the forward and of the stages on the GPU, and microseconds of the host for a layer."""
     found: dict[tuple[str, str, tuple[int, ...]], dict[str, dict[str, Any]]] = {}
     for r in records:
         if r["row"] != "start":

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""What `benchmarks/engine.py` asks of vLLM: an engine in this process, its sparse layers, and the time of their stages."""
+"""This module has what `benchmarks/engine.py` asks of vLLM: an engine in this process, its sparse layers, and the time of their
+stages."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ class Vllm:
         return {o.request_id: len(o.outputs[0].token_ids) for o in self.llm.llm_engine.step()}
 
     def finish(self, abort: Iterable[str] = ()) -> None:
-        """Ends the requests `abort`, and runs steps until none is left."""
+        """Aborts the requests that `abort` names, and runs steps until no request is left."""
         self.llm.llm_engine.abort_request(list(abort))
         while self.llm.llm_engine.has_unfinished_requests():
             self.llm.llm_engine.step()

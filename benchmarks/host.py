@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Host time of attention calls: what a call costs before it returns, on the host's clock; the GPU is not waited for.
+"""Measures the host time of attention calls: how long a call takes to return, without waiting for the GPU.
 
     python3 -m benchmarks.host --out records.jsonl [--peers .peers] [--heads 64/4 32/2 16/1 8/1] [--seconds 90]
 
-Every row is a rank's share of the heads and a step: new tokens of each sequence, and its keys with them. Its columns are
+A row is a rank's share of the heads and a step: the new tokens of each sequence, and its keys with these. Its columns are
 microseconds, medians of several turns in which all ways take part:
 
-    plan      an `AttentionPlan` is made, of a kind that did not come before.
+    plan      an `AttentionPlan` is made, of a new kind.
     first     its first layer, which is recorded.
     known     a layer of a known kind, the mean of some layers that follow each other.
     mean      a layer of a step with a plan of a new kind: its plan and all its layers, over their number.
@@ -15,7 +15,7 @@ microseconds, medians of several turns in which all ways take part:
     decode 1st, decode   the first `run` of a `DecodePlan`, and a later one; of steps with one new token a sequence.
     vllm      vLLM's Triton kernels, a layer, where `--peers` names a folder with them.
 
-Rows end where `--seconds` are over, so that a machine which compiles slowly measures fewer.
+No row begins after `--seconds`, so a machine that compiles slowly measures fewer rows.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def microseconds(run: Callable[[], object]) -> float:
 
 
 def widened(x: Step) -> Step:
-    """Returns the step with a page table from which tables of many widths can be cut."""
+    """Returns the step with a page table wide enough to cut tables of many widths from it."""
     table = x.table.new_zeros(x.table.shape[0], x.table.shape[1] + MOST_KINDS)
     table[:, : x.table.shape[1]] = x.table
     return x._replace(table=table)
 
 
 def of_new_kind(x: Step) -> Step:
-    """Returns a step of a kind that did not come before."""
+    """Returns the step as one of a new kind."""
     return x._replace(table=x.table[:, : x.table.shape[1] - next(numbers) % MOST_KINDS])
 
 
@@ -91,14 +91,14 @@ def plan_of(x: Step) -> AttentionPlan:
 
 
 def layers_by_plan(x: Step, plan: AttentionPlan, layers: int) -> None:
-    """Runs so many layers with a plan."""
+    """Runs `layers` layers with a plan."""
     for i in range(layers):
         q, kv, index_q, index = x.layers[i % len(x.layers)]
         plan.run(q, kv[..., :128], kv[..., 128:], index_q, index, out=x.outs[i % len(x.outs)])
 
 
 def layers_by_call(x: Step, layers: int) -> None:
-    """Runs so many layers with a call each."""
+    """Runs `layers` layers with a call each."""
     seqs = Sequences(x.cu, None, max(x.new), max(x.keys))
     for i in range(layers):
         q, kv, index_q, index = x.layers[i % len(x.layers)]
@@ -107,7 +107,7 @@ def layers_by_call(x: Step, layers: int) -> None:
 
 
 def layers_by_decode_plan(x: Step, plan: DecodePlan, layers: int) -> None:
-    """Runs so many layers with a decode plan."""
+    """Runs `layers` layers with a decode plan."""
     for i in range(layers):
         q, kv, index_q, index = x.layers[i % len(x.layers)]
         keys = PagedKV(kv[..., :128], kv[..., 128:], x.table, x.lens)
@@ -195,7 +195,7 @@ def main() -> None:
 
 
 def _shown(lengths: tuple[int, ...]) -> str:
-    """Writes lengths shortly."""
+    """Returns lengths in a short form."""
     same = len(lengths) > 1 and len(set(lengths)) == 1
     return f"{len(lengths)} x {lengths[0]}" if same else "+".join(map(str, lengths))
 

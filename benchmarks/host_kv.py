@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Decode over keys and values in host memory, beside the same steps with all of them on the GPU.
+"""Times decode over keys and values in host memory, beside the same steps with all of them on the GPU.
 
     python3 -m benchmarks.host_kv --out records.jsonl [--batch 8 --keys 262144 --cache 0.1 0.015] [--recorded ids.pt]
 
@@ -175,7 +175,7 @@ def give(ids: Tensor) -> None:
 
 
 class Figures(NamedTuple):
-    """The median of the timed steps in seconds, and what they missed and fetched each."""
+    """Holds the median of the timed steps in seconds, and what each missed and fetched."""
 
     seconds: float
     misses: float = 0.0
@@ -189,7 +189,7 @@ def timed(
     all_ids: Tensor,
     host: HostKV | None = None,
 ) -> Figures:
-    """Times `TIMED` steps behind `WARM` ones, which fill the block cache of `host`."""
+    """Times `TIMED` steps after `WARM` others, which fill the block cache of `host`."""
     replay = captured(run)
     p.reset(*([host] if host else []))
     if host:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Prefill and decode over the GPUs of one host beside one GPU, in one run.
+"""Times prefill and decode over the GPUs of one host beside one GPU, in one run.
 
     torchrun --nproc-per-node 2 -m benchmarks.parallel --out records.jsonl [--cases prefill-128k decode-8x1m ...]
 
 Every figure is what the slowest rank needs, the median of several turns; one GPU and all of them take turns. Prompts are
 packed, 64 query heads, 4 key heads, dims of 128, blocks of 128, top-k 16; neighbouring queries select alike ("local") or at
-random. A chunk of a prompt comes behind a cache in pages, with keys that move or queries that do. Decode runs in CUDA graphs of
-several layers with queries of their own: `DecodePlan` on one GPU, `ContextDecodePlan` on all, with either exchange, and as a
-chain of launches that overlap. "alone" is a layer without exchanges, on the slower rank, which attends to the same blocks;
-"beyond" is what the exchanges add to it.
+random. A chunk of a prompt follows cached pages; their keys move to the queries, or the queries to them. Decode runs in CUDA
+graphs of several layers with queries of their own: `DecodePlan` on one GPU, `ContextDecodePlan` on all, with either exchange,
+and as a chain of launches that overlap. "alone" is a layer without exchanges, on the slower rank, which attends to the same
+blocks; "beyond" is what the exchanges add to it.
 
     python3 -m benchmarks.parallel --plot docs/parallel-h200.png --records benchmarks/results/*-parallel*.jsonl
 """
@@ -41,8 +41,8 @@ ALIKE = 64  # so many neighbouring queries of a local prompt look for nearly the
 
 
 class Case(NamedTuple):
-    """A case is a prompt of `keys` tokens, the last `chunk` of them behind a cache, or a step of `batch` sequences of so many
-    keys, of which index keys may be certified."""
+    """A case is a prompt of `keys` tokens, or its last `chunk` tokens after cached ones, or a step of `batch` sequences of so
+    many keys, whose index keys may be certified."""
 
     name: str
     keys: int
@@ -76,7 +76,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def slowest(seconds: float) -> float:
-    """The longest time of all ranks."""
+    """Returns the longest time of all ranks."""
     longest = torch.tensor([seconds], dtype=torch.float64, device="cuda")
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return float(longest)
@@ -115,7 +115,7 @@ def spread(mine: list[Tensor], shards: TokenShards) -> Tensor:
 
 
 def prefill(case: Case, rank: int, ranks: int) -> dict[str, Any]:
-    """One prompt on one GPU, and spread over all; the selection and outputs of all must be those of one."""
+    """Times one prompt on one GPU, and spread over all; the selection and outputs of all must be those of one."""
     n = case.keys
     q, k, v = (normal(n, heads, DIM, seed=i) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS)))
     index_k, index_q = normal(n, 1, DIM, seed=3), normal(n, KV_HEADS, DIM, seed=4)
@@ -171,7 +171,7 @@ def samples_of_shard(mine: list[Tensor], k: Tensor, v: Tensor, index_k: Tensor, 
 
 
 def chunk(case: Case, rank: int, ranks: int) -> dict[str, Any]:
-    """The last tokens of a prompt behind a cache, on one GPU, and spread over all with keys or queries that move."""
+    """Times the last tokens of a prompt after cached ones: on one GPU, and over all with keys or queries that move."""
     pages, new, old = case.keys // BLOCK, case.chunk, case.keys - case.chunk
     table = torch.randperm(pages, generator=torch.Generator("cuda").manual_seed(5), device="cuda").int()[None]
     pools = [normal(pages, heads, BLOCK, DIM, seed=i) for i, heads in enumerate((KV_HEADS, KV_HEADS, 1))]
@@ -222,7 +222,7 @@ class NoExchange:
         return ids, self._mine[(self._layer - 1) % len(self._mine)]
 
     def select(self, scores: Tensor, held: Tensor, visible: Tensor, choice: Any, pdl: bool) -> tuple[Tensor, Tensor]:
-        """Does what `choose` does in a chain."""
+        """Does in a chain what `choose` does without one."""
         ids = torch.empty_like(self._mine[0])
         launch_topk(scores, held, 0, 0, ids, pdl=pdl)
         return self.choose(scores, ids)
@@ -327,7 +327,7 @@ def repeated(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 
 
 def row(case: Case, samples: dict[str, list[float]], ranks: int) -> dict[str, Any]:
-    """The figures of a case: medians in seconds, and ratios."""
+    """Returns the figures of a case: medians in seconds, and ratios."""
     medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
     best = min(seconds for name, seconds in medians.items() if name in ("all", *EXCHANGES, *(f"{m} move" for m in MOVES)))
     figures: dict[str, Any] = {"case": case._asdict(), "ranks": ranks, "samples_s": samples, "median_s": medians}
@@ -339,7 +339,7 @@ def row(case: Case, samples: dict[str, list[float]], ranks: int) -> dict[str, An
 
 
 def shown(figures: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Returns a line of the table."""
     unit = ("us", 1e6) if figures["case"]["batch"] else ("ms", 1e3)
     parts = [f"{name} {seconds * unit[1]:.1f}" for name, seconds in figures["median_s"].items()]
     beyond = [f"beyond by {name} {x * 1e6:.1f} us" for name, x in figures.get("beyond_s", {}).items()]

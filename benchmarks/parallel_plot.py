@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Records of `benchmarks.parallel` are drawn as how many times faster several GPUs are than one."""
+"""This module draws from records of `benchmarks.parallel` how many times faster several GPUs are than one."""
 
 from __future__ import annotations
 

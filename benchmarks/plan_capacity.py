@@ -28,7 +28,7 @@ CAPACITIES = [1, 4, 16]
 
 
 def step_us(heads: int, kv_heads: int, batch: int, length: int, capacity: int, repeat: int) -> float:
-    """Returns microseconds of a layer in a step of `batch` sequences of `length` keys behind tables of `capacity`."""
+    """Returns a layer's microseconds in a step of `batch` sequences of `length` keys, with tables for `capacity` keys."""
     pages, width = length // PAGE, capacity // PAGE
     table = torch.zeros(batch, width, dtype=torch.int32, device="cuda")
     table[:, :pages] = torch.randperm(batch * pages, device="cuda").view(batch, pages)

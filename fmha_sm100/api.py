@@ -18,7 +18,7 @@ from fmha_sm100.plan_rows import Plan, offsets, on_device
 from fmha_sm100.sparse_fmha_adapter import sparse_fmha, sparse_fmha_plan
 from openmsa import E4M3, select_blocks_from_scores
 from openmsa.kv_cache.rows import wide_dtype
-from openmsa.runtime import checks, tracing
+from openmsa.runtime import checks, dispatch
 
 __all__ = [
     "_fmha_sm100",
@@ -35,7 +35,7 @@ LAYOUTS = {"HKT": (0, 2, 1), "THK": (1, 0, 2)}
 """For each layout, this says where heads, queries and tiles stand among the dimensions of a max-score tensor."""
 
 
-@tracing.operator("fmha_sm100::fmha_sm100")
+@dispatch.operator("fmha_sm100::fmha_sm100")
 def fmha_sm100(
     q: Tensor,
     k: Tensor,
@@ -186,14 +186,14 @@ def checked(
     return call
 
 
-@tracing.operator("fmha_sm100::run_plan")
+@dispatch.operator("fmha_sm100::run_plan")
 @functools.wraps(checked, assigned=())  # its arguments are those of `checked`
 def _fmha_sm100(*args: Any, **kwargs: Any) -> Results:
     """Does what `fmha_sm100` does, for the dict that `_fmha_sm100_plan` returns."""
     return checked(*args, **kwargs).results()
 
 
-@tracing.operator("fmha_sm100::sparse_topk_select")
+@dispatch.operator("fmha_sm100::sparse_topk_select")
 def sparse_topk_select(
     max_score: Tensor,
     topk: int,

@@ -13,7 +13,7 @@ from fmha_sm100.nvfp4_kv import nvfp4_head_slot_views, nvfp4_operand
 from fmha_sm100.operands import FP8, Operands, Scale, check_operands, stored
 from fmha_sm100.plan_rows import Plan, first_pages
 from openmsa.kv_cache.rows import check_values as check_finite
-from openmsa.runtime import checks
+from openmsa.runtime import checks, value_checks
 
 PLAN_KEYS = (
     "qo_segment_offsets",
@@ -178,7 +178,7 @@ def check_key_values(call: Call) -> None:
     """Reads where each request's keys lie and raises ValueError unless they lie inside k. It runs on every call on a CPU, so
     that no read leaves the keys."""
     lens = call.plan["kv_segment_lens"].cpu()
-    checks.in_range("kv_segment_lens", lens, 0, 2**31 - 1)
+    value_checks.in_range("kv_segment_lens", lens, 0, 2**31 - 1)
     if call.kv_indices is None:
         _check_packed(call.plan["kv_segment_offsets"].cpu(), lens, call.k.shape[0])
     else:

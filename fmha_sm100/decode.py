@@ -14,12 +14,12 @@ from fmha_sm100.schedules import UNPLANNED, DecodeAttentionSchedule, DecodeShape
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import check_dense
 from openmsa.kv_cache.rows import out_dtype, wide_dtype
-from openmsa.runtime import checks, tracing
+from openmsa.runtime import checks, dispatch
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention.call import check_sparse
 
 
-@tracing.operator("fmha_sm100::sparse_decode_atten_func")
+@dispatch.operator("fmha_sm100::sparse_decode_atten_func")
 def sparse_decode_atten_func(
     q: Tensor,
     k: Tensor,

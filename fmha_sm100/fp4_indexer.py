@@ -20,7 +20,7 @@ from fmha_sm100.operands import checked_starts, given_longest
 from fmha_sm100.plan_rows import table_of_sequences
 from openmsa import MXFP4, NVFP4, PagedIndexKeys, Sequences, block_scores
 from openmsa.kv_cache import mxfp4, nvfp4
-from openmsa.runtime import checks, tracing
+from openmsa.runtime import checks, dispatch
 
 BLOCK = 128
 PACKED = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
@@ -45,7 +45,7 @@ _FORMATS = {
 }
 
 
-@tracing.operator("fmha_sm100::fp4_indexer_block_scores")
+@dispatch.operator("fmha_sm100::fp4_indexer_block_scores")
 def fp4_indexer_block_scores(
     q_fp4: Tensor,
     k_fp4: Tensor,

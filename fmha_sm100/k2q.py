@@ -15,13 +15,13 @@ from torch import Tensor
 from fmha_sm100.csr_attention import SparseAttentionSchedule
 from fmha_sm100.k2q_rows import NOTHING, Rows, by_heads, remember, sort_heads
 from fmha_sm100.operands import checked_starts, flags, longest
-from openmsa.runtime import checks, tracing
+from openmsa.runtime import checks, dispatch
 
 MAX_PACKED_QUERY = 1 << 24
 """The field `qsplit_indices` of a schedule has 24 bits for the number of a query."""
 
 
-@tracing.operator("fmha_sm100::build_k2q_csr")
+@dispatch.operator("fmha_sm100::build_k2q_csr")
 def build_k2q_csr(
     q2k_indices: Tensor,
     cu_seqlens_q: Tensor,

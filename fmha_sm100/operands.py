@@ -12,7 +12,7 @@ from torch import Tensor
 from fmha_sm100 import operators as _operators  # noqa: F401 (registers them)
 from openmsa import E4M3, NVFP4, PagedKV, Sequences
 from openmsa.kv_cache.results import apart
-from openmsa.runtime import checks
+from openmsa.runtime import checks, value_checks
 from openmsa.runtime.kinds import tensors_in
 from openmsa.types import starts
 
@@ -129,7 +129,7 @@ class Lengths(NamedTuple):
         checks.tensor("seqused_k", seq_lens, "[batch]", (torch.int32, torch.int64))
         checks.size("seqused_k", seq_lens, 0, self.cu_q.numel() - 1, "the batch of cu_seqlens_q")
         if seq_lens.device.type == "cpu":
-            checks.in_range("seqused_k", seq_lens, 0, page_table.shape[1] * k.shape[2] + 1)
+            value_checks.in_range("seqused_k", seq_lens, 0, page_table.shape[1] * k.shape[2] + 1)
         seq_lens = seq_lens.to(torch.int32).contiguous()
         cache = PagedKV(k, v, page_table if page_table.stride(1) == 1 else page_table.contiguous(), seq_lens)
         return cache, Sequences(self.cu_q, None, self.max_q, self.max_k, None if self.causal else seq_lens)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fmha_sm100.operands import flags
 from fmha_sm100.plan_rows import device_of, placed, rows_of
-from openmsa.runtime import checks, tracing
+from openmsa.runtime import checks, tracing, value_checks
 
 TILE = 128
 """A max-score tile has so many keys in the public package."""
@@ -201,7 +201,7 @@ def _lengths(name: str, value: Any, batch: int | None) -> Tensor:
     if batch is not None:
         checks.size(name, value, 0, batch, "the batch of qo_segment_lens")
     lens = value.detach().to("cpu", torch.int64)
-    checks.in_range(name, lens, 0, 2**31)
+    value_checks.in_range(name, lens, 0, 2**31)
     return lens
 
 

@@ -12,7 +12,7 @@ from typing import TypedDict, cast
 import torch
 from torch import Tensor
 
-from openmsa.runtime import checks, devices
+from openmsa.runtime import checks, devices, value_checks
 from openmsa.types import Sequences
 
 
@@ -186,7 +186,7 @@ def table_of_sequences(kv_indices: Tensor, cu_page_offsets: Tensor, cu_k: Tensor
         return torch.full(named.shape, -1, dtype=torch.int32, device=cu_k.device)
     if cu_k.device.type == "cpu":
         read = torch.zeros_like(kv_indices).index_copy_(0, at[named], kv_indices[at[named]])
-        checks.in_range("kv_indices", read, 0, pool.shape[0])
+        value_checks.in_range("kv_indices", read, 0, pool.shape[0])
     return torch.where(named, kv_indices[torch.where(named, at, 0)], -1)
 
 

@@ -40,7 +40,7 @@ from fmha_sm100.nvfp4_kv import (
 )
 from fmha_sm100.operands import Operands, Scale, check_operands, length
 from fmha_sm100.schedules import DecodeAttentionSchedule
-from openmsa.runtime import checks, tracing
+from openmsa.runtime import checks, dispatch
 
 __all__ = [
     "DecodeAttentionSchedule",
@@ -70,7 +70,7 @@ __all__ = [
 ]
 
 
-@tracing.operator("fmha_sm100::sparse_atten_func")
+@dispatch.operator("fmha_sm100::sparse_atten_func")
 def sparse_atten_func(
     q: Tensor,
     k: Tensor,
@@ -159,7 +159,7 @@ def sparse_atten_func(
     return attend(Operands.of(q, k, v, q_scale, k_scale, v_scale).scaled(output_scale), options)
 
 
-@tracing.operator("fmha_sm100::sparse_atten_nvfp4_kv_func")
+@dispatch.operator("fmha_sm100::sparse_atten_nvfp4_kv_func")
 def sparse_atten_nvfp4_kv_func(
     q: Tensor,
     k: Tensor,

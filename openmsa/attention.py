@@ -14,7 +14,7 @@ from openmsa.decode.cpu_token import Counts, attend_packed
 from openmsa.inputs import AttentionInputs, SelectionCall, check_agreement, check_qkv, check_same_keys, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import out_dtype, wide_dtype
-from openmsa.runtime import checks, tracing
+from openmsa.runtime import checks, dispatch
 from openmsa.runtime.dispatch import Stage, check_name, has_triton
 from openmsa.runtime.kinds import Call, Kinds, Memory, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
@@ -52,7 +52,7 @@ def msa_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
-@tracing.operator("openmsa::msa_attention")
+@dispatch.operator("openmsa::msa_attention")
 def msa_attention(
     q: Tensor | Stored,
     k: Tensor | Stored | PagedKV,
@@ -153,7 +153,7 @@ def _again(
 
 
 def selected(stage: Stage[SelectionCall], impl: str, call: SelectionCall) -> Tensor:
-    """Returns the blocks of a checked selection; how many of them a certified one scored exactly is dropped."""
+    """Returns the blocks of a checked selection, without the number of blocks that a certified one scored exactly."""
     result = stage.run(impl, call)
     blocks: Tensor = result[0] if stage is CERTIFIED else result
     return blocks

@@ -16,7 +16,7 @@ from openmsa.block_topk import STAGE as SELECTION
 from openmsa.inputs import SelectionCall, check_counts, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import made_out
-from openmsa.runtime import checks, tracing
+from openmsa.runtime import checks, dispatch, tracing
 from openmsa.runtime.dispatch import check_name, has_triton
 from openmsa.runtime.kinds import Call, Kinds, Memory, Steps, rounded, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
@@ -123,13 +123,13 @@ class AttentionPlan:
                 if kept is not None and kept.data_ptr() != value.data_ptr():
                     kept.copy_(value)
 
-    @tracing.operator("openmsa::plan_select")
+    @dispatch.operator("openmsa::plan_select")
     def select(self, index_q: Tensor | Stored, index_k: Tensor | Stored) -> Tensor:
         """Selects the blocks that each query of a layer reads.
 
         index_q:  ``[total_q, index_heads, index_dim]``, any strides, as in `select_blocks`.
         index_k:  the layer's index keys: packed ``[total_k, index_key_heads, index_dim]``, or a pool ``[num_pages,
-                  index_key_heads, page_size, index_dim]`` behind the plan's page table; any strides and formats.
+                  index_key_heads, page_size, index_dim]`` for the plan's page table; any strides and formats.
 
         Returns int32 ``[total_q, index_heads, topk]``, the plan's own memory, which the next `select` overwrites.
         """
@@ -138,7 +138,7 @@ class AttentionPlan:
             self._first(call, self._selection(index_q, index_k, blocks), blocks, index_q, index_k)
         return blocks
 
-    @tracing.operator("openmsa::plan_attend")
+    @dispatch.operator("openmsa::plan_attend")
     def attend(
         self,
         q: Tensor | Stored,
@@ -153,7 +153,7 @@ class AttentionPlan:
 
         q:         ``[total_q, num_q_heads, head_dim]``, any strides, as in `sparse_attention`.
         k, v:      the layer's keys and values: packed ``[total_k, num_kv_heads, head_dim]``, or pools ``[num_pages,
-                   num_kv_heads, page_size, head_dim]`` behind the plan's page table; any strides and formats.
+                   num_kv_heads, page_size, head_dim]`` for the plan's page table; any strides and formats.
         blocks:    int32 ``[total_q, num_kv_heads or 1, topk]``, as `select` returns them.
         out, lse:  where to write, contiguous, ``[total_q, num_q_heads, head_dim]`` in q's dtype (bfloat16 for `E4M3`) and
                    float32 ``[total_q, num_q_heads]``; None: out is made, lse is dropped.

@@ -10,8 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from openmsa.runtime import checks, devices
-from openmsa.runtime.tape import computes
+from openmsa.runtime import checks, named_devices, value_checks
+from openmsa.runtime.kinds import computes
 
 INT32_MAX = 2**31 - 1  # positions and starts are int32
 
@@ -43,9 +43,9 @@ class Sequences:
     @classmethod
     def from_lengths(cls, q_lens: Sequence[int], k_lens: Sequence[int], device: torch.device | str = "cpu") -> Sequences:
         """Makes sequences from their query lengths and key lengths, which are known on the host."""
-        device = devices.usable("device", device)
+        device = named_devices.usable("device", device)
         for name, lens in (("q_lens", q_lens), ("k_lens", k_lens)):
-            checks.lengths(name, lens, INT32_MAX)
+            value_checks.lengths(name, lens, INT32_MAX)
         if len(q_lens) != len(k_lens):
             raise ValueError(f"k_lens must have one entry a sequence ({len(q_lens)}), got {len(k_lens)}")
         cu_q, cu_k = (torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in (q_lens, k_lens))
@@ -199,7 +199,7 @@ def layout(
         _integers(f"{of}q_offset", offset, "[batch]", device)
         checks.size(f"{of}q_offset", offset, 0, batch, "one entry a sequence")
         if readable:  # the last position, too, must be an int32
-            checks.in_range(f"{of}q_offset", offset, -INT32_MAX, INT32_MAX - max_q)
+            value_checks.in_range(f"{of}q_offset", offset, -INT32_MAX, INT32_MAX - max_q)
         offset = offset.to(torch.int32).contiguous()
     return Layout(cu_q, cu_k, max_q, max_k, offset, max_q)
 

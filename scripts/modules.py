@@ -63,7 +63,7 @@ def results(layer: MSAttention, hidden: Tensor, rotation: tuple[Tensor, Tensor])
 
 
 def check_layer(device: str) -> None:
-    """Every stage in bfloat16; in the stage "sparse" all blocks are selected, as rounding would change a selection."""
+    """Checks every stage in bfloat16; in the stage "sparse" all blocks are selected, as rounding would change a selection."""
     torch.manual_seed(0)
     config = MSAConfig(2, index_head_dim=64, index_block_size=32, index_topk_blocks=16)
     layer = MSAttention(256, 16, 2, 64, config, loss_coefficient=100.0).bfloat16()
@@ -117,7 +117,7 @@ def check_cache(device: str) -> None:
 
 @torch.no_grad()
 def check_model(device: str) -> None:
-    """A converted Llama over every cache, against one forward without; with all blocks, against "sdpa"."""
+    """Checks a converted Llama over every cache against one forward without; with all blocks, against "sdpa"."""
     import transformers
 
     from openmsa.integrations.hugging_face import ATTENTION, PagedCache, convert
@@ -163,7 +163,7 @@ def seconds(run: Callable[[], Any], device: str, repeats: int = 3) -> float:
 
 
 def time_layer(device: str, tokens: int) -> None:
-    """Forward and backward of one layer of MiniMax-M3's heads."""
+    """Times forward and backward of one layer of MiniMax-M3's heads."""
     layer = MSAttention(1024, 64, 4, 128, MSAConfig(4)).to(device, torch.bfloat16)
     hidden = torch.randn(1, tokens, 1024, device=device, dtype=torch.bfloat16, requires_grad=True)
     rotation = Rotary(64).to(device)(torch.arange(tokens, device=device))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a block cache misses on recorded selections, and how many of the misses could be foreseen.
+"""Counts what a block cache misses on recorded selections, and how many of the misses could be foreseen.
 
     python scripts/recorded_misses.py [--slots 16 26 64] [--first 10240]
 

@@ -36,6 +36,7 @@ from openmsa.index_loss import STAGE as LOSS
 from openmsa.index_loss import triton_loss
 from openmsa.primitives.gradients import RowTerms
 from openmsa.primitives.readers import readers
+from openmsa.primitives.triton_readers import listed
 from openmsa.runtime.devices import facts
 from openmsa.sparse_attention import STAGE, triton_backward
 from openmsa.testing.inputs import problem, random_blocks
@@ -215,10 +216,15 @@ def parts(x: Inputs, blocks: torch.Tensor, timer: Timer) -> None:
         return lambda: triton_backward.sparse_attention_backward(*call, grad, None, **options)
 
     rows: dict[str, Callable[[], Any]] = {
-        "lists": lambda: readers(blocks, call.seqs, x.k.shape[0], 128, own.item),
+        "lists, sorted": lambda: readers(blocks, call.seqs, x.k.shape[0], 128, own.item),
         "terms of rows": lambda: RowTerms.of(out, lse, grad, None),
+        "lists, counted": lambda: listed(blocks, call.seqs, x.k.shape[0], 128, own.item),
         "as it is": whole(),
+        "in Triton": whole(tuned=False),
+        **{f"Hopper's kernel, {n} stages": whole(tuned=True, options={"STAGES": n}) for n in (1, 2)},
     }
+    for item in (512, 2048):
+        rows[f"Hopper's kernel, items of {item}"] = whole(tuned=True, config=dataclasses.replace(own, item=item))
     for change in (
         {"stages": 1},
         {"stages": 3},
@@ -228,7 +234,7 @@ def parts(x: Inputs, blocks: torch.Tensor, timer: Timer) -> None:
         {"item": 256},
         {"item": 2048},
     ):
-        rows[f"tiles {change}"] = whole(config=dataclasses.replace(own, **change))
+        rows[f"tiles {change}"] = whole(tuned=False, config=dataclasses.replace(own, **change))
     for gigabytes in (1, 4, 8):
         rows[f"workspace {gigabytes} GiB"] = whole(workspace_bytes=gigabytes << 30)
     for name, run in rows.items():

@@ -46,13 +46,13 @@ class Subject:
 
 
 def subjects(function, every_dtype=False):
-    """A test for each implementation of a public function; in one dtype a device unless `every_dtype`."""
+    """Returns a test for each implementation of a public function; in one dtype a device unless `every_dtype`."""
     return pytest.mark.parametrize("subject", [param(s) for s in all_subjects(function, every_dtype)])
 
 
 def combinations(function):
-    """A test for each implementation, dtype and shape; the storage changes from one to the next, so that every pair of shape,
-    dtype and storage occurs."""
+    """Returns a test for each implementation, dtype and shape; the storage changes from one to the next, so that every pair of
+    shape, dtype and storage occurs."""
     dtypes = DTYPES["cpu"]
     return pytest.mark.parametrize(
         ("subject", "shape", "storage"),
@@ -137,5 +137,5 @@ def stored(p, storage, page_size=16, seed=0):
 
 
 def one_sequence(q_len, k_len, device="cpu", **fields):
-    """Lengths of one sequence as explicit tensors."""
+    """Returns lengths of one sequence as explicit tensors."""
     return Sequences(*(torch.tensor([0, n], dtype=torch.int32, device=device) for n in (q_len, k_len)), q_len, k_len, **fields)

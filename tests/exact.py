@@ -55,7 +55,7 @@ class Batch:
 
 
 def random_batch(q_lens, k_lens, heads, *, dim=128, dtype=torch.bfloat16, device="cpu", seed=0, **more):
-    """Normal values; the same on every device."""
+    """Draws normal values; the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (sum(q_lens), heads[0], dim), *((sum(k_lens), heads[1], dim),) * 2
     q, k, v = (torch.randn(shape, generator=generator).to(device).to(dtype) for shape in shapes)
@@ -63,7 +63,7 @@ def random_batch(q_lens, k_lens, heads, *, dim=128, dtype=torch.bfloat16, device
 
 
 def visible(batch, b, blocks=None, block_size=128):
-    """bool [Hkv or 1, q_len, k_len]."""
+    """Returns bool [Hkv or 1, q_len, k_len]."""
     n, device = batch.k_lens[b], batch.q.device
     rows = slice(sum(batch.q_lens[:b]), sum(batch.q_lens[: b + 1]))
     key = torch.arange(n, device=device)
@@ -80,8 +80,8 @@ def visible(batch, b, blocks=None, block_size=128):
 
 
 def attention(batch, blocks=None, dtype=torch.float64, scale=None, block_size=128, quantized=False):
-    """(out [total_q, Hq, D], lse [total_q, Hq]); quantized: weights rounded to float8, as kernels for float8 do, and products
-    of float8 operands where the device multiplies them."""
+    """Returns (out [total_q, Hq, D], lse [total_q, Hq]); quantized: weights rounded to float8, as kernels for float8 do, and
+    products of float8 operands where the device multiplies them."""
     wide = torch.promote_types(dtype, torch.float32)
     scale = batch.q.shape[2] ** -0.5 if scale is None else scale
     outs, lses = [], []
@@ -141,7 +141,8 @@ def assert_scores(name, found, batch):
 
 
 def best_blocks(raw, visible_blocks, topk):
-    """int32 [total_q, heads, topk] from [heads, tiles, total_q]: ties to the lower number, ascending, -1 tail; vectorised."""
+    """Returns int32 [total_q, heads, topk] from [heads, tiles, total_q]: ties to the lower number, ascending, -1 tail;
+    vectorised."""
     raw = raw.permute(2, 0, 1).double()  # [total_q, heads, tiles]
     tile = torch.arange(raw.shape[2], device=raw.device)
     raw = raw.masked_fill(tile >= visible_blocks.to(raw.device)[:, None, None], -torch.inf)

@@ -10,7 +10,7 @@ from tests import oracle
 
 
 def inputs_and_gradients(p, seed=1):
-    """Random gradients of out (rounded to the inputs' dtype) and of lse."""
+    """Returns random gradients of out (rounded to the inputs' dtype) and of lse."""
     generator = torch.Generator().manual_seed(seed)
     grad_out = torch.randn(p.q.shape, generator=generator, dtype=torch.float64).to(p.q.dtype)
     wide = torch.promote_types(p.q.dtype, torch.float32)
@@ -19,8 +19,8 @@ def inputs_and_gradients(p, seed=1):
 
 @oracle.on_one_thread
 def autograd(p, reads, scale, grad_out, grad_lse, dtype=torch.float64):
-    """dq, dk and dv of masked attention in PyTorch, computed in `dtype`. reads: as in `tests.oracle`. grad_lse may be None:
-    then float32 takes PyTorch's fused attention, whose exponentials and saved lse cost it some bits."""
+    """Returns dq, dk and dv of masked attention in PyTorch, computed in `dtype`. reads: as in `tests.oracle`. grad_lse may be
+    None: then float32 takes PyTorch's fused attention, whose exponentials and saved lse cost it some bits."""
     fused = dtype == torch.float32 and grad_lse is None
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in (p.q, p.k, p.v))
     group, wide = q.shape[1] // k.shape[1], torch.promote_types(dtype, torch.float32)

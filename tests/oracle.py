@@ -38,13 +38,13 @@ def rows(p):
 
 
 def keys_of(x, p, b):
-    """The keys of sequence b, [k_len, heads, dim]."""
+    """Returns the keys of sequence b, [k_len, heads, dim]."""
     start = sum(p.k_lens[:b])
     return x[start : start + p.k_lens[b]]
 
 
 def from_pages(pool, page_table, lens):
-    """Packed keys, [total_k, heads, dim], token by token."""
+    """Returns packed keys, [total_k, heads, dim], token by token."""
     page_size = pool.shape[2]
     tokens = [pool[int(page_table[b, j // page_size]), :, j % page_size] for b, n in enumerate(lens.tolist()) for j in range(n)]
     return torch.stack(tokens) if tokens else pool.new_empty(0, pool.shape[1], pool.shape[3])
@@ -52,7 +52,7 @@ def from_pages(pool, page_table, lens):
 
 @on_one_thread
 def block_scores(p, block_size, q=None, k=None, causal=True, num_blocks=None):
-    """[index_heads, total_q, num_blocks], from the index branch or from the given q and k."""
+    """Returns [index_heads, total_q, num_blocks], from the index branch or from the given q and k."""
     q, k = (p.index_q if q is None else q).double(), (p.index_k if k is None else k).double()
     group = q.shape[1] // k.shape[1]
     if num_blocks is None:
@@ -70,7 +70,7 @@ def block_scores(p, block_size, q=None, k=None, causal=True, num_blocks=None):
 
 @on_one_thread
 def honest_scores(p, block_size, q=None, k=None, causal=True, num_blocks=None):
-    """The same in PyTorch, accumulated in float32 or, for float64 inputs, in float64; q and k may be `Codes`."""
+    """Returns the same in PyTorch, accumulated in float32 or, for float64 inputs, in float64; q and k may be `Codes`."""
     q, k = p.index_q if q is None else q, p.index_k if k is None else k
     wide, group = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
     if num_blocks is None:
@@ -100,7 +100,7 @@ def select(scores, visible, topk, init_blocks=0, local_blocks=1):
 
 
 def select_blocks(p, scores, block_size, topk, init_blocks=0, local_blocks=1):
-    """int32 [total_q, index_heads, topk] from the scores [index_heads, total_q, num_blocks]."""
+    """Returns int32 [total_q, index_heads, topk] from the scores [index_heads, total_q, num_blocks]."""
     blocks = torch.empty(scores.shape[1], scores.shape[0], topk, dtype=torch.int32)
     for row, _, last in rows(p):
         for head in range(scores.shape[0]):
@@ -120,19 +120,19 @@ def reads_of_blocks(blocks, block_size):
 
 
 def reads_everything(p, causal=True):
-    """The same for dense attention."""
+    """Returns the same for dense attention."""
     return lambda row, kv_head, b, last: list(range(last + 1 if causal else p.k_lens[b]))
 
 
 def attend(q, keys, values, scale):
-    """The query heads [group, dim] of one row on its keys and values [n, dim]: out [group, dim], lse [group]."""
+    """Attends with query heads [group, dim] of one row to keys and values [n, dim]: out [group, dim], lse [group]."""
     logits = (q @ keys.T) * scale
     return logits.softmax(-1) @ values, logits.logsumexp(-1)
 
 
 @on_one_thread
 def attention(p, reads, scale=None):
-    """out [total_q, num_q_heads, head_dim] and lse [total_q, num_q_heads]."""
+    """Returns out [total_q, num_q_heads, head_dim] and lse [total_q, num_q_heads]."""
     group, scale = p.q.shape[1] // p.k.shape[1], p.q.shape[2] ** -0.5 if scale is None else scale
     q, k, v = p.q.double(), p.k.double(), p.v.double()
     out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -math.inf, dtype=q.dtype)

@@ -37,14 +37,14 @@ class Codes:
 
     @property
     def dtype(self):
-        """Of the results."""
+        """Returns the dtype of the results."""
         return torch.float32
 
     def to(self, device):
         return Codes(self.codes.to(device), self.scale.to(device))
 
     def double(self):
-        """The numbers, on the CPU."""
+        """Returns the numbers, on the CPU."""
         return self.codes.cpu().double() * self.scale.cpu().double()[..., None]
 
 

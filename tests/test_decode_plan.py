@@ -73,7 +73,7 @@ def plan_of(p, device, **changes):
 
 
 def expected(p, dtype, **changes):
-    """The stages' references on packed keys in `dtype`."""
+    """Returns the stages' references on packed keys in `dtype`."""
     options = {"topk": 4, "block_size": 32} | changes
     blocks = select_blocks(p.index_q.double(), p.index_k.double(), seqs=p.seqs, impl="reference", **options)
     q, k, v = (x.to(dtype) for x in (p.q, p.k, p.v))

@@ -51,7 +51,7 @@ def lengths(q=(0, 5, 8), k=(0, 40, 73), **fields):
 
 
 def at(x, where, value):
-    """A copy with one element changed."""
+    """Returns a copy with one element changed."""
     x = x.clone()
     x[where] = value
     return x

@@ -21,7 +21,7 @@ from tests.contract import DEVICES, ON_CPU
 
 
 def calls(device="cpu", dtype=torch.float32):
-    """Good arguments of every public operation."""
+    """Returns good arguments of every public operation."""
     p = problem((5, 3), (40, 33), dtype=dtype).to(device)
     blocks = random_blocks(p, 3, 16, 2)
     return {

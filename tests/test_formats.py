@@ -39,7 +39,7 @@ FEW = [SHAPES[n] for n in (1, 2, 3, 8, 9, 10, 11)]  # block sizes 48, 32, 128, 4
 
 
 def cases(function, formats, every_dtype=False):
-    """A test for each implementation, format, storage and kind of queries; the shape changes from one to the next."""
+    """Returns a test for each implementation, format, storage and kind of queries; the shape changes from one to the next."""
     rows = []
     for subject in all_subjects(function, every_dtype):
         options = product(formats, STORAGES, ("plain", "e4m3") if not every_dtype else ("plain",))

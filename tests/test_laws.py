@@ -20,7 +20,7 @@ SCALED = {"block_size": 16, "return_lse": True}
 
 @st.composite
 def ragged(draw, block_size=16, most=4):
-    """Up to four sequences of lengths around 0, 1 and the block; queries at the end, or somewhere, of their keys."""
+    """Draws up to four sequences of lengths around 0, 1 and the block; queries at the end, or somewhere, of their keys."""
     edges = [0, 1, 2, block_size - 1, block_size, block_size + 1, 2 * block_size, 3 * block_size + 5]
     pairs = draw(st.lists(st.tuples(st.sampled_from(edges[:7]), st.sampled_from(edges)), min_size=1, max_size=most))
     moved = draw(st.booleans())

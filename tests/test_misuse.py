@@ -35,7 +35,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 
 
 def path(p, **changes):
-    """The arguments of `msa_attention`."""
+    """Returns the arguments of `msa_attention`."""
     names = ("q", "k", "v", "index_q", "index_k")
     return {name: getattr(p, name) for name in names} | {"topk": 2, "block_size": 16} | changes
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The command line of the evidence: see the package's docstring."""
+"""This is the command line of the evidence; the package's docstring explains it."""
 
 from __future__ import annotations
 

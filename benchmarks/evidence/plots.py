@@ -11,7 +11,7 @@ from typing import Any
 Record = dict[str, Any]
 COLOURS = {"dense": "#4d4d4d", "msa": "#c0392b", "dense_then_msa": "#2471a3"}
 NAMES = {"dense": "dense", "msa": "MSA from the start", "dense_then_msa": "dense, then MSA"}
-STYLES = ("-", "--", ":", "-.")  # of the first run, the second and so on
+STYLES = ("-", "--", ":", "-.")  # lines of the first run, the second and so on
 LAYERS = ("#1b4f72", "#148f77", "#b7950b", "#a04000", "#6c3483", "#78281f")
 
 

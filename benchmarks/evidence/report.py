@@ -56,8 +56,8 @@ def spread(values: list[float], form: str = ".4f", unit: str = "") -> str:
 
 
 def differences(pairs: list[tuple[Record, Record]]) -> tuple[str, str]:
-    """Returns by how much losses exceed others, in percent and in nats: of one pair with the standard error over windows, of a
-    pair a run with the standard deviation over runs."""
+    """Returns by how much losses exceed others, in percent and in nats: for one pair with the standard error over windows, for
+    one pair a run with the standard deviation over runs."""
     found = [against(row, base) for row, base in pairs]
     if not found:
         return "", ""
@@ -66,7 +66,7 @@ def differences(pairs: list[tuple[Record, Record]]) -> tuple[str, str]:
 
 
 def alike(runs: Runs, row: Record, *names: str) -> list[tuple[list[Record], Record]]:
-    """Returns, of each run that has it, its records and the one that has a row's kind and values of `names`."""
+    """Returns, for each run that has such a record, its records and the one with a row's kind and values of `names`."""
     found = [(records, of(records, row["kind"], **{name: row[name] for name in names})) for records in runs]
     return [(records, same[0]) for records, same in found if same]
 
@@ -92,7 +92,7 @@ def losses(runs: Runs, length: int) -> str:
 
 
 def plain_loss(records: list[Record]) -> Record | None:
-    """Returns the record of the loss of the arm msa over what it was trained with."""
+    """Returns the record of the arm msa's loss when it reads as many blocks as in training."""
     plain = [r for r in of(records, "held_out", arm="msa") if r["way"].startswith("msa")]
     topk = of(records, "plan")[0].get("topk") if of(records, "plan") else None
     return next((r for r in plain if r["way"] == f"msa {topk}"), plain[0] if plain else None)
@@ -168,7 +168,7 @@ def listed(words: list[str]) -> str:
 
 
 def check_alike(runs: Runs) -> None:
-    """Raises ValueError where runs are not those of the same model and schedule with seeds of their own."""
+    """Raises ValueError unless the runs have one model, one schedule, and seeds of their own."""
     plans = [of(records, "plan")[-1] for records in runs]
     seeds = [plan["seed"] for plan in plans]
     if len(set(seeds)) < len(seeds):
@@ -179,7 +179,7 @@ def check_alike(runs: Runs) -> None:
 
 
 def page(runs: Runs, names: list[str]) -> str:
-    """Returns the page. names: of the files of the records."""
+    """Returns the page. names: the names of the records' files."""
     run, plans = of(runs[0], "run")[-1], [of(records, "plan")[-1] for records in runs]
     longest = plans[0]["windows"][-1][1]
     lengths = sorted({r["length"] for r in of(runs[0], "held_out")})

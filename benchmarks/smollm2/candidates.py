@@ -52,7 +52,7 @@ CANDIDATES = (
     Candidate("64, lr 1e-3", 64, 1e-3),
     Candidate("64, seed 1", 64, 3e-3, seed=1),
 )
-MORE = (  # which only --candidates names
+MORE = (  # candidates that run only where --candidates names them
     Candidate("128, lr 1e-2", 128, 1e-2),
     Candidate("one key", 64, 1e-3, start="one key"),
     Candidate("one key, lr 3e-3", 64, 3e-3, start="one key"),
@@ -70,8 +70,8 @@ TOY = (
 
 
 def named(names: Sequence[str] | None) -> tuple[Candidate, ...]:
-    """Returns the candidates of these names, or `CANDIDATES`; one with one index key head and one of "own keys" must be among
-    them, the former first. Raises ValueError for a name that there is not."""
+    """Returns the candidates of these names, or `CANDIDATES`. Raises ValueError for an unknown name, and unless the first has
+    one index key head and one of them starts from "own keys"."""
     known = {c.name: c for c in CANDIDATES + MORE}
     if absent := [name for name in names or () if name not in known]:
         raise ValueError(f"--candidates must be among {', '.join(map(repr, known))}, got {absent[0]!r}")
@@ -98,7 +98,7 @@ def configuration(candidate: Candidate, model: Any, length: int, block_size: int
 def initial_branches(
     candidate: Candidate, model: Any, config: MSAConfig, moments: Mapping[int, Moments]
 ) -> dict[int, IndexBranch]:
-    """Makes a candidate's index branches, float32, by layer. moments: of each layer, which "one key" reads."""
+    """Makes a candidate's index branches, float32, by layer. moments: those of each layer, which "one key" reads."""
     torch.manual_seed(candidate.seed)
     made = {}
     for number, layer in attention_layers(model).items():

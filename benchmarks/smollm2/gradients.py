@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Before anything is trained, the index loss is held against float64 on the device of the study."""
+"""Before anything is trained, the index loss is compared with float64 on the device of the study."""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ def train_sparse(study: Study, candidate: Candidate, branches: dict[int, IndexBr
 def goes_on(
     study: Study, made: list[dict[int, IndexBranch]], ends: list[float]
 ) -> list[tuple[Candidate, dict[int, IndexBranch]]]:
-    """Returns the candidates of the sparse stage with their branches: of those with the first one's dim, seed and start that
-    which learnt best, and the first of each other kind that starts from the layer's keys."""
+    """Returns the candidates that go on to the sparse stage, with their branches: the one that learnt best among those with the
+    first one's dim, seed and start, and the first of each other kind that starts from the layer's keys."""
 
     def apart_from_rate(candidate: Candidate) -> Candidate:
         return dataclasses.replace(candidate, name="", lr=0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Recall, held-out loss and needles of every index, budget and block size are measured."""
+"""This module measures recall, held-out loss and needles of every index, budget and block size."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""One index key head starts here from a layer's keys, though the layer has several.
+"""One index key head starts here from the keys of a layer that has several key heads.
 
 Elements i and i + dim / 2 of a key are a complex number that the position embedding turns at frequency i. Turning does not tell
 the heads of a layer apart, so at each frequency their numbers are a vector, of which one number is kept: its part along the
 principal direction, each head weighted by how large its queries are there. It and the loadings of the heads, which go into the
 index queries, give the product of queries and keys of every head with the least mean square error that one number a frequency
-allows. With more elements than a head has, what lies along the other directions follows in elements that no position embedding
-turns, the largest first, as far as the frequency is so low that it hardly turns within the model's positions.
+allows. An index key with more elements than a head also holds what lies along the other directions, the largest first, in
+elements that no position embedding turns, for frequencies so low that they hardly turn within the model's positions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from openmsa.training.variants import group_mean
 
 
 class Moments(NamedTuple):
-    """Says what a layer's keys and queries are like, by frequency, as the mean over tokens.
+    """Describes a layer's keys and queries by frequency, as means over tokens.
 
     keys:    ``[dim / 2, kv_heads, kv_heads]``, complex128: products of the heads' keys with one another's conjugates.
     queries: ``[dim / 2, kv_heads]``, float64: squared magnitudes of the mean query of each head's group.
@@ -35,7 +35,7 @@ class Moments(NamedTuple):
 
 
 def numbers(rows: Tensor, dim: int) -> Tensor:
-    """Returns elements `dim` of a tensor, of an even size, as complex numbers, half as many, complex128."""
+    """Returns a tensor whose dimension `dim`, of even size, became half as many complex numbers, complex128."""
     first, second = rows.double().chunk(2, dim)
     return torch.complex(first, second)
 
@@ -60,7 +60,7 @@ def collecting(found: dict[int, Moments]) -> Attend:
 def one_key(branch: IndexBranch, queries: Tensor, keys: Tensor, moments: Moments, base: float, length: int) -> None:
     """Sets a branch with one index key head to what holds most of a layer's keys.
 
-    queries, keys: the layer's projections ``[kv_heads, head_dim, hidden_size]``, the former a mean for each group.
+    queries, keys: the layer's projections ``[kv_heads, head_dim, hidden_size]``, queries as the mean of each group.
     base, length:  of the position embedding, and the positions over which it turns.
     """
     heads, head_dim, _ = keys.shape

@@ -70,7 +70,7 @@ class Study:
 
     @cached_property
     def moments(self) -> dict[int, Moments]:
-        """Returns what keys and queries are like on one window, by layer."""
+        """Returns the moments of keys and queries on one window, by layer."""
         found: dict[int, Moments] = {}
         ids = self.train[-1] if len(self.train) else torch.arange(self.length) % self.model.config.vocab_size
         with self.precision():

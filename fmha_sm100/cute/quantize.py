@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""This module gives the NVFP4 helpers of `fmha_sm100.sparse` by their public place."""
+"""This module passes on the NVFP4 helpers of `fmha_sm100.sparse`, under the public package's name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""This module gives the CSR of key blocks to queries of `fmha_sm100.sparse` by its public place."""
+"""This module passes on the CSR of key blocks to queries of `fmha_sm100.sparse`, under the public package's name."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def measure_ceilings(
 
 
 def best_of(a: Ceilings, b: Ceilings) -> Ceilings:
-    """Returns the higher rates and the shorter launch of two measurements."""
+    """Returns, of two measurements, the higher rates and the shorter launch."""
     fp8 = max(a.gemm_fp8 or 0, b.gemm_fp8 or 0) or None
     return Ceilings(max(a.gemm, b.gemm), max(a.copy, b.copy), max(a.read, b.read), min(a.launch, b.launch), fp8)
 

@@ -48,7 +48,7 @@ def _label(kind: str, number: int) -> str:
 
 
 def labelled(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Returns the points whose values are written, which of several near each other at one context is the highest."""
+    """Returns the points whose values are written: where several are close at one context, the highest of them."""
     kept: list[tuple[int, float]] = []
     for point in sorted(points, reverse=True):
         if not kept or kept[-1][0] != point[0] or kept[-1][1] > ROOM * point[1]:

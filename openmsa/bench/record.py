@@ -2,7 +2,7 @@
 """A record is one row of a run; it says where, with what and on which commit it was measured.
 
 A file holds one JSON object a line. What many rows share (`SHARED`) stands once, in a line of its own, ``{"shared": {...}}``,
-which holds for the rows behind it until the next such line.
+which holds for the rows after it, up to the next such line.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ gpu_decode = partial(Workload, device="cuda", q_len=1, rows=GPU_DECODE_ROWS, mod
 
 
 def _rank(num_q_heads: int, num_kv_heads: int) -> Iterator[Workload]:
-    """Yields the workloads of a rank that has so many of a model's heads; 16/1 (MiniMax-M3 on four GPUs) has the most."""
+    """Yields the workloads of a rank with this share of a model's heads; 16/1 (MiniMax-M3 on four GPUs) has the most."""
     named = f"gpu-rank-{num_q_heads}-{num_kv_heads}"
     prefill, chunk, decode = (
         partial(kind, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads) for kind in (gpu_prefill, gpu_chunk, gpu_decode)

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from openmsa.inputs import ScoringCall, check_scoring
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.runtime import dispatch, tracing
+from openmsa.runtime import dispatch
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Sequences
 
 
-@tracing.operator("openmsa::block_scores")
+@dispatch.operator("openmsa::block_scores")
 def block_scores(
     index_q: Tensor | Stored,
     index_k: Tensor | Stored | PagedIndexKeys,

@@ -17,8 +17,8 @@ from openmsa.types import Layout
 
 TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
 FEW_ROWS_ELEMENTS = 1 << 19  # few rows: elements of the keys of all heads that are multiplied at a time, about an L2
-CONVERTED_ELEMENTS = 1 << 18  # the same where keys are converted first: narrow and wide ones take an L2 together
-POOL_PAGES = 2  # A pool is scored where it lies if it has at most so many pages for one that is wanted.
+CONVERTED_ELEMENTS = 1 << 18  # the same where keys are converted first, since narrow and wide ones share an L2
+POOL_PAGES = 2  # A pool is scored where it lies if it has at most so many pages for each one that is wanted.
 MIN_ROWS = 16  # below about 12 rows a product takes another kernel, which rounds differently (see `matmul_nt`)
 
 
@@ -119,8 +119,8 @@ def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
 
 
 def _whole_pool(keys: Rows, end: int, block_size: int) -> list[int] | None:
-    """Returns the pages of the first `end` keys where it is faster to score all pages between the first and the last of them in
-    the pool, where they lie, than copies of these pages."""
+    """Returns the pages of the first `end` keys, or None. It returns them where copying them takes longer than scoring the pool
+    in place, from the first of them to the last."""
     pool, size = keys.rows, keys.rows.shape[-2]
     if (
         keys.pages is None

@@ -123,9 +123,9 @@ def sm90_lane_kernel(
     KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, FORM: gl.constexpr, PAGE_SIZE: gl.constexpr, PRODUCT_TYPE: gl.constexpr,
     FILL: gl.constexpr, PDL: gl.constexpr, SLOT: gl.constexpr,
 ):  # fmt: skip
-    """The grid is (splits, batch * key heads). tiles_per_split: at most `SHARE`. SLOT: keys that are copied at a time. A key is
-    32 words of 16 bits, its scales two of 32, and neighbours lie side by side; strides of scales from page to page and head to
-    head count words in both layouts."""
+    """Scores blocks in a grid of (splits, batch * key heads). tiles_per_split: at most `SHARE`. SLOT: keys that are copied at a
+    time. A key is 32 words of 16 bits, its scales two of 32, and neighbours lie side by side; strides of scales from page to
+    page and head to head count words in both layouts."""
     if PDL:
         gdc_launch_dependents()
     SLOTS: gl.constexpr = BLOCK // SLOT

@@ -130,8 +130,8 @@ def sm90_score_kernel(
     KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, FORM: gl.constexpr, PAGING: gl.constexpr,
     FILL: gl.constexpr,
 ):  # fmt: skip
-    """The grid is (splits, row tiles of 32 rows a warp, batch * key heads); late rows, which see most keys, start first.
-    blocks_per_split: a multiple of 8."""
+    """Scores blocks in a grid of (splits, row tiles of 32 rows a warp, batch * key heads); late rows, which see most keys,
+    start first. blocks_per_split: a multiple of 8."""
     HALF: gl.constexpr = 16 * gl.num_warps()
     gl.static_assert(HALF % GROUP == 0)  # rows HALF apart are of the same head
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK, 32])

@@ -191,8 +191,8 @@ def lane_kernel(
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr,
     PRODUCT: tl.constexpr, FILL: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (splits, row tiles, batch * key heads). keys: with scales in words of four. FILL, PDL: see `score_kernel`.
-    CHUNK: keys that are copied at a time."""
+    """Scores blocks in a grid of (splits, row tiles, batch * key heads). keys: with scales in words of four. FILL, PDL: see
+    `score_kernel`. CHUNK: keys that are copied at a time."""
     if PDL:
         gdc_launch_dependents()
     ROWS: tl.constexpr = PRODUCT.rows

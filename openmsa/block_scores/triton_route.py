@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""`block_scores` on the GPU runs one of several scoring kernels, which is chosen here. The one for any keys is here too.
+"""This file chooses which of several kernels scores blocks on the GPU, and holds the kernel that serves any keys.
 
 Each of its programs holds a tile of (query, head) rows and walks the keys. The walk has no mask as long as every key is visible
 to every row of the tile; only the diagonal has one. Keys come through the copy engine (TMA) where their strides allow it. A
@@ -73,7 +73,8 @@ def block_scores(
     return scores
 
 
-EVEN_SPLITS = False  # Whether splits share what rows see, not what there is room for; not timed yet (`docs/log/engine.md`).
+EVEN_SPLITS = True
+"""Splits of a launch share the keys that rows see, and not those that page tables have room for (`docs/log/engine.md`)."""
 SECTOR = 8
 """The scoring kernel writes so many scores at a time where it can."""
 
@@ -106,9 +107,9 @@ def score_kernel(
     PRODUCT: tl.constexpr, HOLD: tl.constexpr, FILL: tl.constexpr, COLLECT: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (splits, row tiles, batch * key heads); late rows, which see most keys, start first. HOLD: rows stay in
-    registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are written eight
-    blocks, a sector, at a time. PDL: let the kernel behind this one be launched while this one runs. EVEN: see below."""
+    """Scores blocks in a grid of (splits, row tiles, batch * key heads); late rows, which see most keys, start first. HOLD:
+    rows stay in registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are
+    written eight blocks, a sector, at a time. PDL: the next kernel may be launched while this one runs. EVEN: see below."""
     if PDL:
         gdc_launch_dependents()
     ROWS: tl.constexpr = PRODUCT.rows

@@ -8,14 +8,14 @@ from torch import Tensor
 from openmsa.block_topk.given_scores import SCORES_STAGE, select_blocks_from_scores
 from openmsa.inputs import SelectionCall, check_selection
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.runtime import dispatch, tracing
+from openmsa.runtime import dispatch
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Sequences
 
 __all__ = ["CERTIFIED_STAGE", "SCORES_STAGE", "STAGE", "select_blocks", "select_blocks_from_scores"]
 
 
-@tracing.operator("openmsa::select_blocks")
+@dispatch.operator("openmsa::select_blocks")
 def select_blocks(
     index_q: Tensor | Stored,
     index_k: Tensor | Stored | PagedIndexKeys,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openmsa.inputs import check_counts, check_last
-from openmsa.runtime import checks, dispatch, tracing
+from openmsa.runtime import checks, dispatch
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Layout, Sequences, layout
 
@@ -65,7 +65,7 @@ def _lengths_of_scores(scores: Tensor, seqs: Sequences | None, block_size: int) 
     return lengths
 
 
-@tracing.operator("openmsa::select_blocks_from_scores")
+@dispatch.operator("openmsa::select_blocks_from_scores")
 def select_blocks_from_scores(
     scores: Tensor,
     topk: int = 16,

@@ -207,8 +207,9 @@ def bounds_kernel(
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGING: tl.constexpr,
     CUT: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (splits, batch * key heads). scores: where maxima of lower bounds go; those of upper bounds lie s_side behind
-    them. candidates: see `Words`. PDL: let the kernel behind this one be launched while this one runs."""
+    """Bounds the scores in a grid of (splits, batch * key heads). scores: where maxima of lower bounds go; those of upper
+    bounds lie s_side after them. candidates: see `Words`. PDL: the kernel after this one may be launched while this one
+    runs."""
     if PDL:
         gdc_launch_dependents()
     # 1. The program finds its rows, keys and tiles.

@@ -67,7 +67,7 @@ def _candidate_bytes(rows: int, num_blocks: int, block_size: int) -> int:
 
 @dataclass(frozen=True)
 class Workspace:
-    """The kernels of one selection at a time hand these on; a smaller one takes the front of each tensor."""
+    """Kernels of a selection hand these on, of one selection at a time; a smaller one takes the front of each tensor."""
 
     bounds: Tensor  # float32 [2 * total_q * heads * score_rows(num_blocks)]: lower and upper ones
     candidates: Tensor  # int8 [batch * key heads * bytes]: `Words`
@@ -102,8 +102,8 @@ def settle_kernel(
     HEADS: tl.constexpr, FREE: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, REPS: tl.constexpr, COLS: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (total_q * heads). A block is open whose upper bound reaches the FREE-th best lower one. EARLY: whole rows
-    are read, without waiting to know how many blocks they see."""
+    """Finds open blocks, whose upper bound reaches the FREE-th best lower one, in a grid of (total_q * heads). EARLY: whole
+    rows are read, without waiting to know how many blocks they see."""
     i_row = tl.program_id(0)
     i_t, i_h = i_row // HEADS, i_row % HEADS
     if PDL:
@@ -136,8 +136,8 @@ def rescore_kernel(
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGING: tl.constexpr,
     CUT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (rows of a sequence and key head, batch * key heads, shares): the shares of a row take turns at its open
-    blocks, as many at a time as have `SLOTS` words of keys."""
+    """Scores open blocks in a grid of (rows of a sequence and key head, batch * key heads, shares): the shares of a row take
+    turns at its open blocks, as many at a time as have `SLOTS` words of keys."""
     TILE: tl.constexpr = CUT.tile
     SUB: tl.constexpr = CUT.sub
     PARTS: tl.constexpr = CUT.parts
@@ -223,7 +223,7 @@ def choose_kernel(
     HEADS: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
     REPS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (total_q * heads). It selects among open blocks alone, which as a rule are fewer than `FEW` times columns."""
+    """Selects among open blocks alone, as a rule fewer than `FEW` times columns, in a grid of (total_q * heads)."""
     FREE: tl.constexpr = TOPK - INIT - LOCAL
     i_row = tl.program_id(0)
     if PDL:
@@ -340,7 +340,7 @@ class Selection:
         choose(*open_blocks, visible, self._num_blocks, init_blocks, local_blocks, out, pdl)
 
     def score_open(self, topk: int, init_blocks: int, local_blocks: int) -> None:
-        """Launches the second and the third, which leave open blocks and their exact scores in the workspace."""
+        """Launches the second and the third kernel, which leave open blocks and their exact scores in the workspace."""
         (total_q, heads, _), num_blocks, held = self.index_q.shape, self._num_blocks, self.workspace
         bounds, visible, pdl = held.bounds_of(total_q, heads, num_blocks), held.visible[:total_q], has_pdl(self.index_q.device)
         free, ids, rescored = topk - init_blocks - local_blocks, held.open_blocks, held.rescored

@@ -39,8 +39,8 @@ from openmsa.primitives.scoring import (
 )
 from openmsa.primitives.tiles import Tile, tile_start
 from openmsa.runtime.devices import Device, facts
+from openmsa.runtime.kinds import computes
 from openmsa.runtime.launch import ceil_div, launch_kernel
-from openmsa.runtime.tape import computes
 from openmsa.types import Layout
 
 MAX_FREE = 16  # slots of the list a thread can hold beside the products
@@ -112,7 +112,7 @@ def fused_kernel(
     PRODUCT: tl.constexpr, TOPK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, HOLD: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (row tiles, batch * key heads); late rows, which see most keys, start first. HOLD: rows stay in registers."""
+    """Scores and selects in a grid of (row tiles, batch * key heads), latest rows first. HOLD: rows stay in registers."""
     ROWS: tl.constexpr = PRODUCT.rows
     BLOCK: tl.constexpr = CUT.block
     PARTS: tl.constexpr = CUT.parts

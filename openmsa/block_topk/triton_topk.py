@@ -207,8 +207,8 @@ def topk_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The grid is (total_q * heads). Forced blocks have no score: the first ones lead the ids and the last ones close them.
-    EARLY: the whole row is read, without waiting to know how many blocks it sees."""
+    """Selects blocks in a grid of (total_q * heads). Forced blocks have no score: the first ones lead the ids, the last ones
+    close them. EARLY: the whole row is read, without waiting to know how many blocks it sees."""
     FREE: tl.constexpr = TOPK - INIT - LOCAL
     i_row = tl.program_id(0)
     i_t, i_h = i_row // HEADS, i_row % HEADS
@@ -272,7 +272,7 @@ def launch_topk(
     pdl: bool = False,
 ) -> None:
     """Launches `topk_kernel`. scores: ``[heads, total_q, num_blocks]``, any strides, at most `MAX_BLOCKS` blocks. out: int32
-    ``[total_q, heads, topk]``, contiguous. pdl: wait for the kernel before inside this one, so that the two launches
+    ``[total_q, heads, topk]``, contiguous. pdl: this kernel waits for the one before it inside, so that the two launches
     overlap."""
     heads, total_q, num_blocks = scores.shape
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}

@@ -16,8 +16,8 @@ class Gpu:
 
     memory:    bytes that programs may use.
     read:      the fastest read of its memory.
-    of_limit:  time of a long decode step, of the bytes that it reads at that rate.
-    link:      a kernel that reads blocks of 64 KiB out of pinned host memory.
+    of_limit:  time of a long decode step, over that of reading its bytes at that rate.
+    link:      rate of a kernel that reads blocks of 64 KiB out of pinned host memory.
     launch:    one kernel in a CUDA graph.
     exchange:  one exchange of candidates or of partial results between two GPUs of one host, in a CUDA graph.
     lookup:    what a step over host memory takes beyond its launches and fetches: to look blocks up and keep slots in order.

@@ -39,7 +39,7 @@ def examine() -> dict[str, Any]:
 
     pays: for each kind of device here, from which context on sparse attention was measured to be faster than dense.
 
-    launches: whether compiled variants of kernels are remembered from launch to launch, or why Triton chooses at each.
+    launches: whether compiled variants of kernels are remembered from launch to launch, or why Triton chooses anew at each.
 
     stages: for each device, dtype, kind of call and stage the implementation that ``impl="auto"`` chooses (None: none can
     run) and the reason for every row of the stage's table, from `openmsa.explain` on small tensors.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tables that `openmsa evaluate` prints, at most 80 columns wide."""
+"""This module makes the tables that `openmsa evaluate` prints, at most 80 columns wide."""
 
 from __future__ import annotations
 

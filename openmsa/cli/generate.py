@@ -36,7 +36,7 @@ class Attention(str, Enum):
 @dataclass
 class Report:
     """Says what a run took, under the names that its JSON has. Seconds are of the wall clock; bytes are what the cache took at
-    the end, room the tokens that fit in. Of a run that Ctrl-C ended, tokens are those that were read and written."""
+    the end, room how many tokens fit in it. Of a run that Ctrl-C ended, tokens are those that were read and written."""
 
     attention: str
     prompt_tokens: int = 0

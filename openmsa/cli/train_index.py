@@ -215,7 +215,7 @@ def _run(
 
 
 def _kept(out: Path) -> str:
-    """Says what a run leaves that met numbers which are not finite."""
+    """Says what remains of a run that met numbers which are not finite."""
     from openmsa.training import checkpoint
 
     file = out / "training" / checkpoint.FILE

@@ -37,7 +37,7 @@ def run_stages(
 def _run_tokens(
     plan: DecodePlan, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, out: Tensor
 ) -> bool:
-    """Runs a step of one new token for each of some short contexts; says whether it served this one."""
+    """Runs a step of one new token for each of some short contexts; returns False where the stages must run it."""
     if plan.new_tokens != 1 or not (type(q) is type(index_q) is Tensor) or q.dtype not in DTYPES:
         return False
     lengths = kv.seq_lens.tolist()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""On a CPU one new token of a short context is scored, selects and attends in one function. Its products take a tenth of a
-millisecond each, as the checks and small operations of two stages together would."""
+"""On a CPU one function scores, selects and attends for one new token of a short context. Each of its products takes a tenth of
+a millisecond, as much as the checks and small operations of two stages would take together."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def attend_packed(
     q: Any, k: Any, v: Any, index_q: Any, index_k: Any, seqs: Any, counts: Counts, scale: Any
 ) -> tuple[Tensor, Tensor] | None:
     """Does what `msa_attention` does for one query, the last position of one packed sequence: returns out ``[1, num_q_heads,
-    head_dim]`` and lse ``[1, num_q_heads]``. None: it does not serve the arguments, which are not checked yet, as they are
-    wrong, long, or not the plain tensors of such a call."""
+    head_dim]`` and lse ``[1, num_q_heads]``. The arguments are not checked yet; None: they are wrong, too
+    long, or not the plain tensors of such a call."""
     tensors = (q, k, v, index_q, index_k)
     if not all(type(x) is Tensor and x.dim() == 3 and x.device.type == "cpu" and x.dtype in DTYPES for x in tensors):
         return None
@@ -92,7 +92,7 @@ def attend(
 ) -> tuple[Tensor, Tensor, list[list[int]]] | None:
     """Attends with the newest token of a sequence of `length` keys, at least 1: q ``[num_q_heads, head_dim]``, index_q
     ``[index_heads, index_dim]``. Returns out and lse, both float32, and the blocks of each index head, ascending. None: a score
-    is NaN, for which others are computed anew."""
+    is NaN, so the stages must serve the call."""
     rows = index_q.float().unflatten(0, (index_keys.rows.shape[1], -1))
     queries = q.float().unflatten(0, (keys.rows.shape[1], -1))
     group, visible = queries.shape[1], -(-length // counts.block_size)

@@ -21,8 +21,8 @@ from openmsa.primitives.rows import KeyTiles
 from openmsa.primitives.scoring import Lengths
 from openmsa.primitives.tiles import Tile
 from openmsa.runtime import devices
+from openmsa.runtime.kinds import computes
 from openmsa.runtime.launch import ceil_div
-from openmsa.runtime.tape import computes
 from openmsa.sparse_attention import triton_decode, triton_decode_shared
 from openmsa.sparse_attention.triton_decode import UNSERVED
 from openmsa.sparse_attention.triton_decode_walk import refuse
@@ -73,7 +73,7 @@ class Kernels(PlanMemory):
         self.select(step.index_q, step.index_keys, step.blocks)
         form = step.kv.format if isinstance(step.q, Tensor) else "e4m3"
         shared, served = self.shared.cuts[batch - 1] if form == "plain" else None, UNSERVED
-        if shared is not None:  # It leaves tokens whose blocks differ too much to the launch behind it.
+        if shared is not None:  # It leaves tokens whose blocks differ too much to the next launch.
             served = triton_decode_shared.launch(
                 *(shared, self.shared, step.q, step.kv, step.blocks, sizes.new_tokens, sizes.block_size),
                 *(step.softmax_scale, step.out, step.lse, self.pdl),

@@ -7,20 +7,32 @@ import torch
 
 from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_topk import MAX_BLOCKS
-from openmsa.decode import triton_layer, two_parts
+from openmsa.decode import two_parts
 from openmsa.decode.sizes import Sizes
-from openmsa.decode.triton_layer import Words
+from openmsa.decode.triton_layer import Config, Words
+from openmsa.decode.triton_select import LANES
 from openmsa.decode.two_parts import Buffers, InTurn, Side, TwoParts
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.softmax import Partials
+from openmsa.primitives.tiles import Tile
 from openmsa.runtime import devices
-from openmsa.runtime.launch import ceil_div
-from openmsa.sparse_attention import triton_decode, triton_decode_shared
+from openmsa.runtime.launch import ceil_div, next_power_of_two
+from openmsa.sparse_attention import triton_decode, triton_decode_call, triton_decode_shared
 
 FORMATS = ("plain", "e4m3", "nvfp4")
 """The kernels read keys and values in these formats."""
 BOUNDS_PAY = 64 << 20
 """Exact index keys beside `CertifiedKeys`, up to so many bytes, are read without bounds first, which is as fast on an H200."""
+LAYER_BLOCKS = 256
+"""One launch is faster than three where a sequence has at most so many blocks, those of 32K keys."""
+LAYER_ROWS = 2
+"""One launch is faster than three where a multiprocessor has at most so many outputs (token and head)."""
+RESIDENT = 4
+"""Scoring is cut so that a multiprocessor has so many programs of all kinds."""
+MOST_SPLITS = 64
+"""A merge program of one launch holds at most so many splits."""
+LEAST_SHARE = 2
+"""A scoring program has at least so many tiles: with one, programs of all kinds are too many to be resident together."""
 
 
 class PlanMemory:
@@ -28,8 +40,8 @@ class PlanMemory:
 
     one_launch:      cuts of the kernel that runs a whole layer, None where it does not serve; words: what its programs hand on.
     attend:          cuts of attention in a launch of its own, by the format of keys and values; partials: what it leaves.
-    shared:          how the new tokens of a sequence share the reading of blocks, and what that leaves. They do not in plans
-                     with bounds, so that one part and two give the same bits.
+    shared:          how the new tokens of a sequence share the reading of blocks, and what that leaves. In plans with bounds
+                     they share nothing, so that one part and two give the same bits.
     scores:          room for scores.
     certified:       room for bounds of certified keys, where they can come first; up to `most_unbounded` keys they do not.
     parts:           what serves a step in two parts, where that can pay.
@@ -44,7 +56,7 @@ class PlanMemory:
                 f"max_pages * page_size / block_size must be at most {MAX_BLOCKS} on {device}, got {sizes.num_blocks}"
             )
         self.sizes, facts = sizes, devices.facts(device)
-        self.one_launch = [triton_layer.configure(batch, sizes, facts) for batch in range(1, max_batch + 1)]
+        self.one_launch = [configure(batch, sizes, facts) for batch in range(1, max_batch + 1)]
         self.attend = {form: [_attend(b + 1, sizes, facts, form) for b in range(max_batch)] for form in FORMATS}
         self.interpreted = device.type != "cuda"
         self.pdl = devices.has_pdl(device)
@@ -117,4 +129,41 @@ def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> trito
     """Chooses how a launch of attention alone is cut for so many sequences."""
     group = sizes.num_q_heads // sizes.num_kv_heads
     shape = (sizes.num_kv_heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
-    return triton_decode.configure(batch * sizes.new_tokens, *shape, facts, FORMAT_IDS[form])
+    return triton_decode_call.configure(batch * sizes.new_tokens, *shape, facts, FORMAT_IDS[form])
+
+
+def configure(batch: int, sizes: Sizes, device: devices.Device) -> Config | None:
+    """Chooses how one launch serves `batch` sequences, or None where three launches do; it is a pure function."""
+    attend, attending = attend_config(batch, sizes, device)
+    tile = Tile.of(sizes.block_size)
+    whole = tile.whole and sizes.page_size % tile.span == 0  # whether pages hold whole tiles
+    outputs = batch * sizes.new_tokens * sizes.num_q_heads
+    if attend.lookup or not whole or sizes.num_blocks > LAYER_BLOCKS:
+        return None
+    if attending > 2 * device.num_sms or outputs > LAYER_ROWS * device.num_sms:
+        return None
+    merge_parts = 2 if attend.tiles == 1 and outputs <= device.num_sms else 1  # Splits are many where a program has one tile.
+    merging = outputs * merge_parts if attend.splits > 1 else 0
+    tiles, walks = tile.count(sizes.num_blocks), batch * sizes.index_key_heads
+    room = max(RESIDENT * device.num_sms - attending - merging, (1 + (attending > device.num_sms)) * device.num_sms)
+    share = min(max(ceil_div(tiles * walks, room), LEAST_SHARE), tiles)
+    share = ceil_div(share, tile.parts) * tile.parts
+    splits = ceil_div(tiles, share)
+    rows = max(16, next_power_of_two(sizes.new_tokens * sizes.index_heads // sizes.index_key_heads))
+    reps = max(next_power_of_two(sizes.num_blocks) // LANES.value, 1)
+    stages = 1 if share == 1 else 3
+    return Config(attend, share, splits, stages, rows, reps, walks * splits, attending, merging, merge_parts)
+
+
+def attend_config(batch: int, sizes: Sizes, device: devices.Device) -> tuple[triton_decode.Config, int]:
+    """Returns how attention is cut, and the number of its programs. It is cut as for a launch of its own, but into one tile of
+    64 keys a program where that makes at most one program a multiprocessor, or two for one or two tokens, because a merge costs
+    no counter here."""
+    tokens, group = batch * sizes.new_tokens, sizes.num_q_heads // sizes.num_kv_heads
+    shape = (sizes.num_kv_heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
+    config = triton_decode_call.configure(tokens, *shape, device)
+    walks = tokens * sizes.num_kv_heads * triton_decode.row_tiles(group, sizes.head_dim)[1]
+    finest = ceil_div(sizes.topk * sizes.block_size, 64)
+    if config.keys >= 64 and finest <= MOST_SPLITS and walks * finest <= (2 if tokens <= 2 else 1) * device.num_sms:
+        config = config._replace(keys=64, tiles=1, splits=finest)
+    return config._replace(num_stages=min(config.tiles, 2) + 1), walks * config.splits

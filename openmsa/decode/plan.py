@@ -13,7 +13,7 @@ from openmsa.decode.cpu import run_stages
 from openmsa.decode.sizes import Sizes, check_sizes
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.rows import QUERY_FORMATS, check_rows
-from openmsa.runtime import checks, devices, tracing
+from openmsa.runtime import checks, named_devices, tracing
 from openmsa.runtime.kinds import Kinds, Memory
 
 
@@ -75,7 +75,7 @@ class DecodePlan:
     _kv_type, _run_stages = PagedKV, run_stages
 
     def __post_init__(self) -> None:
-        self._device, self._tokens, self._in_graph = devices.resolved("device", self.device), 0, False
+        self._device, self._tokens, self._in_graph = named_devices.resolved("device", self.device), 0, False
         self.number = tracing.numbered(self)  # which stands for the plan in graphs
         self._kinds, self._memory = Kinds(), Memory()
         self._index_heads = self.num_kv_heads if self.index_heads is None else self.index_heads

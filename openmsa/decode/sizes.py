@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, plan: DecodePlan, index_heads: int) -> Sizes:
-        """Takes the sizes from a plan, whose index heads are counted."""
+        """Takes the sizes from a plan, and the number of its index heads."""
         return cls(
             new_tokens=plan.new_tokens,
             num_q_heads=plan.num_q_heads,

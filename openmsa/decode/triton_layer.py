@@ -9,7 +9,7 @@ and split: while the scores are made it loads its queries, then it selects for i
 blocks) and reads its tiles of them. A merge program serves one token and query head, or half of its columns. Latency bounds the
 layer: a second launch costs more than what is computed, and so does a flag behind a fence.
 
-`configure` decides whether a layer is one launch, and cuts it into programs; `launch` launches it.
+`openmsa.decode.memory` decides once a plan whether a layer is one launch, and cuts it into programs; `launch` launches it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,12 @@ from openmsa.primitives.operands import KeyRows, Output, PageTable, QueryRows
 from openmsa.primitives.tiles import Tile, block_maxima, fetch_ahead, load_rows, tile_start, tma_tiles
 from openmsa.primitives.waiting import absent, any_of, arrived, draw, look, put, put_pairs, value_of
 from openmsa.runtime import devices
-from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention import triton_decode
 from openmsa.sparse_attention.triton_decode import store_rows
 from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, walk
 
 EVERY, SCORE, ATTEND, MERGE = (tl.constexpr(i) for i in range(4))  # These are the kinds of programs in a launch.
-MAX_BLOCKS = 256
-"""One launch is faster than three where a sequence has at most so many blocks, those of 32K keys."""
-MAX_ROWS = 2
-"""One launch is faster than three where a multiprocessor has at most so many outputs (token and head)."""
-RESIDENT = 4
-"""Scoring is cut so that a multiprocessor has so many programs of all kinds."""
-MOST_SPLITS = 64
-"""A merge program holds at most so many splits."""
-LEAST_SHARE = 2
-"""A scoring program has at least so many tiles: with one, programs of all kinds are too many to be resident together."""
 FETCH_BYTES = 12 << 20
 """Index keys of at most so many bytes are fetched while the kernel in front still runs."""
 
@@ -423,43 +412,6 @@ class Config(NamedTuple):
     def programs(self) -> int:
         """Returns the number of programs of all kinds."""
         return self.scoring + self.attending + self.merging
-
-
-def configure(batch: int, sizes: Sizes, device: Device) -> Config | None:
-    """Chooses how one launch serves `batch` sequences, or None where three launches do; it is a pure function."""
-    attend, attending = attend_config(batch, sizes, device)
-    tile = Tile.of(sizes.block_size)
-    whole = tile.whole and sizes.page_size % tile.span == 0  # whether pages hold whole tiles
-    outputs = batch * sizes.new_tokens * sizes.num_q_heads
-    if attend.lookup or not whole or sizes.num_blocks > MAX_BLOCKS:
-        return None
-    if attending > 2 * device.num_sms or outputs > MAX_ROWS * device.num_sms:
-        return None
-    merge_parts = 2 if attend.tiles == 1 and outputs <= device.num_sms else 1  # Splits are many where a program has one tile.
-    merging = outputs * merge_parts if attend.splits > 1 else 0
-    tiles, walks = tile.count(sizes.num_blocks), batch * sizes.index_key_heads
-    room = max(RESIDENT * device.num_sms - attending - merging, (1 + (attending > device.num_sms)) * device.num_sms)
-    share = min(max(ceil_div(tiles * walks, room), LEAST_SHARE), tiles)
-    share = ceil_div(share, tile.parts) * tile.parts
-    splits = ceil_div(tiles, share)
-    rows = max(16, next_power_of_two(sizes.new_tokens * sizes.index_heads // sizes.index_key_heads))
-    reps = max(next_power_of_two(sizes.num_blocks) // LANES.value, 1)
-    stages = 1 if share == 1 else 3
-    return Config(attend, share, splits, stages, rows, reps, walks * splits, attending, merging, merge_parts)
-
-
-def attend_config(batch: int, sizes: Sizes, device: Device) -> tuple[triton_decode.Config, int]:
-    """Returns how attention is cut, and the number of its programs. It is cut as for a launch of its own, but into one tile of
-    64 keys a program where that makes at most one program a multiprocessor, or two for one or two tokens, because a merge costs
-    no counter here."""
-    tokens, group = batch * sizes.new_tokens, sizes.num_q_heads // sizes.num_kv_heads
-    shape = (sizes.num_kv_heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
-    config = triton_decode.configure(tokens, *shape, device)
-    walks = tokens * sizes.num_kv_heads * triton_decode.row_tiles(group, sizes.head_dim)[1]
-    finest = ceil_div(sizes.topk * sizes.block_size, 64)
-    if config.keys >= 64 and finest <= MOST_SPLITS and walks * finest <= (2 if tokens <= 2 else 1) * device.num_sms:
-        config = config._replace(keys=64, tiles=1, splits=finest)
-    return config._replace(num_stages=min(config.tiles, 2) + 1), walks * config.splits
 
 
 def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = False, kind: int = EVERY.value) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from openmsa.dense_attention.call import DenseCall, check_dense
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.runtime import checks, dispatch, tracing
+from openmsa.runtime import checks, dispatch
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Sequences
 
@@ -139,7 +139,7 @@ def dense_attention(
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 
-@tracing.operator("openmsa::dense_attention")
+@dispatch.operator("openmsa::dense_attention")
 def dense_attention(
     q: Tensor | Stored,
     k: Tensor | Stored | PagedKV,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A checked call of `dense_attention`, and its results."""
+"""This file holds the checked call of `dense_attention`, and its results."""
 
 from __future__ import annotations
 

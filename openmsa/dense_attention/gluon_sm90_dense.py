@@ -23,32 +23,25 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.primitives.gluon_sm90_attention import (
     BLOCK,
     ROWS,
-    Ring,
-    Rows,
     bring,
     clear_behind,
     descriptor,
     exchanged,
     following,
     give_back,
-    in_threads,
     kept,
     no_rows,
     online_step,
     pass_by,
+    ring_of,
     rounded,
+    row_maxima,
     row_results,
     seen,
     stay,
@@ -64,6 +57,10 @@ OPTIONS: dict[str, Any] = {"STAGES": 3, "ATTEND_REGISTERS": 232, "LOAD_REGISTERS
 """The ring has STAGES blocks."""
 BUSY = 0.85
 """The kernel serves calls whose tiles, taken in rounds, keep at least so large a share of the multiprocessors busy."""
+
+CACHED = 0.75
+"""Tiles are mirrored (`mirrored`) where a sequence's keys and values take at most so large a share of the L2 cache, which also
+holds queries and results."""
 
 SMALLEST_SCALE = 1e-37
 """A softmax scale of 0 becomes this number, too small to matter, so that masked logits, -inf times the scale, stay -inf."""
@@ -97,6 +94,13 @@ class Cut(NamedTuple):
         return 2 * ROWS.value // self.heads
 
 
+def mirrored(device: Device, max_seqlen_k: int, num_kv_heads: int, dim: int) -> bool:
+    """Chooses whether items of work are dealt to the programs from the last program back in every second round. Items become
+    smaller from round to round, so that all programs then have about equally many blocks. That is 1 to 4 % faster where the L2
+    cache holds the keys and values of a sequence's heads, but 6 to 10 % slower where it does not (`docs/log/dense.md`)."""
+    return 2 * 2 * dim * num_kv_heads * max_seqlen_k <= CACHED * device.l2_bytes
+
+
 class Sizes(NamedTuple):
     """Counts what the programs share: items of work, tiles that the longest sequence has, KV heads, pages of the pool, and keys
     that a sequence has at most."""
@@ -109,11 +113,27 @@ class Sizes(NamedTuple):
 
 
 @gluon.jit
-def item_at(i_item, sizes, bounds, CUT: gl.constexpr, CAUSAL: gl.constexpr):
+def last_turn(sizes, MIRRORED: gl.constexpr):
+    """Returns the number of turns of all programs together. A program takes every turn that follows its own number by a
+    multiple of how many programs there are."""
+    turns = sizes.items
+    if MIRRORED:
+        turns = (sizes.items + gl.num_programs(0) - 1) // gl.num_programs(0) * gl.num_programs(0)
+    return turns
+
+
+@gluon.jit
+def item_at(i_turn, sizes, bounds, CUT: gl.constexpr, CAUSAL: gl.constexpr, MIRRORED: gl.constexpr):
     """Finds an item of work: a tile, a KV head and a part of its group. Returns part and head; the blocks that some query of
     the tile sees, -1 where the tile has no queries; the tile's first token and how many it has; its sequence, where the
     sequence's keys start and how many they are; and the position of the first token."""
     TOKENS: gl.constexpr = 2 * ROWS // CUT.heads
+    i_item = i_turn
+    if MIRRORED:
+        back = i_turn + gl.num_programs(0) - 1 - 2 * gl.program_id(0)
+        i_item = gl.where((i_turn // gl.num_programs(0)) & 1 == 1, back, i_turn)
+        is_item = i_item < sizes.items
+        i_item = gl.minimum(i_item, sizes.items - 1)
     i_part, i_pair = i_item % CUT.parts, i_item // CUT.parts
     i_h, i_rest = i_pair % sizes.num_kv_heads, i_pair // sizes.num_kv_heads
     i_b, i_tile = i_rest // sizes.tiles, i_rest % sizes.tiles
@@ -130,6 +150,8 @@ def item_at(i_item, sizes, bounds, CUT: gl.constexpr, CAUSAL: gl.constexpr):
     if CAUSAL:
         n_any = gl.maximum(gl.minimum(n_k, position + first + tokens), 0)
     size = gl.where(i_tile < 0, -1, (n_any + BLOCK - 1) // BLOCK)
+    if MIRRORED:
+        size = gl.where(is_item, size, -1)
     return i_part, i_h, size, i_q0 + first, tokens, i_b, i_k0, n_k, position + first
 
 
@@ -145,13 +167,16 @@ def place_of(table, i_b, i_k0, i, sizes, CUT: gl.constexpr):
 
 
 @gluon.jit
-def load(ring, rows, tma_q, tma_k, tma_v, bounds, table, sizes, CUT: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr):
+def load(
+    ring, rows, tma_q, tma_k, tma_v, bounds, table, sizes,
+    CUT: gl.constexpr, CAUSAL: gl.constexpr, MIRRORED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Does the loading warp's share of a program: a block's values follow the keys of the next block, as they are read."""
     TOKENS: gl.constexpr = ROWS // CUT.heads
     s, phase, n, any_v = 0, 0, 0, 0
     s_v, page_v, h_v, at_v = 0, 0, 0, 0
-    for i_item in range(gl.program_id(0), sizes.items, gl.num_programs(0)):
-        i_part, i_h, size, first, _, i_b, i_k0, _, _ = item_at(i_item, sizes, bounds, CUT, CAUSAL)
+    for i_turn in range(gl.program_id(0), last_turn(sizes, MIRRORED), gl.num_programs(0)):
+        i_part, i_h, size, first, _, i_b, i_k0, _, _ = item_at(i_turn, sizes, bounds, CUT, CAUSAL, MIRRORED)
         if size > 0:
             next_page, next_at = place_of(table, i_b, i_k0, 0, sizes, CUT)
             for i in range(size):
@@ -177,17 +202,18 @@ def load(ring, rows, tma_q, tma_k, tma_v, bounds, table, sizes, CUT: gl.constexp
 
 
 @gluon.jit
-def store_maxima(scores, b_s, block, o_score, m_row):
-    """Stores each row's largest product with a block; NaN counts as -inf."""
-    b_x = gl.max(in_threads(gl.where(b_s == b_s, b_s, -float("inf")), gl.max), 1)
-    b_x = gl.convert_layout(b_x, m_row.type.layout, assert_trivial=True)
+def store_largest(scores, largest, block, o_score, m_row):
+    """Stores each row's largest product with a block, as the softmax has found it; NaN counts as -inf. A maximum passes over
+    NaN, so that it is NaN only where all products are."""
+    b_x = gl.convert_layout(gl.where(largest == largest, largest, -float("inf")), m_row.type.layout, assert_trivial=True)
     gl.store(scores.maxima + o_score + block.to(gl.int64) * scores.s_block, b_x, mask=m_row)
 
 
 @gluon.jit
 def attend(
     ring, rows, result, scores, bounds, sizes, scale,
-    SIDE: gl.constexpr, CUT: gl.constexpr, CAUSAL: gl.constexpr, NEGATIVE: gl.constexpr, STAGES: gl.constexpr,
+    SIDE: gl.constexpr, CUT: gl.constexpr, CAUSAL: gl.constexpr, NEGATIVE: gl.constexpr,
+    MIRRORED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does a group's share of a program: the first (SIDE 0) or the second half of each tile's rows."""
     NUMBER: gl.constexpr = ring.k.dtype
@@ -205,8 +231,8 @@ def attend(
     zero = gl.zeros([ROWS, BLOCK], gl.float32, LOGITS)
     q_rows = rows.q.index(SIDE).reshape((ROWS, DIM_PAD))
     s, phase, n = 0, 0, 0
-    for i_item in range(gl.program_id(0), sizes.items, gl.num_programs(0)):
-        i_part, i_h, size, first, tokens, _, _, n_k, position = item_at(i_item, sizes, bounds, CUT, CAUSAL)
+    for i_turn in range(gl.program_id(0), last_turn(sizes, MIRRORED), gl.num_programs(0)):
+        i_part, i_h, size, first, tokens, _, _, n_k, position = item_at(i_turn, sizes, bounds, CUT, CAUSAL, MIRRORED)
         if size >= 0:
             acc = gl.zeros([ROWS, DIM_PAD], gl.float32, OUTPUTS)
             m_i, l_i = no_rows(LOGITS)
@@ -236,9 +262,10 @@ def attend(
                     if NEGATIVE:
                         b_s = -b_s
                     b_s = seen(b_s, 0, last_key)
+                    largest = row_maxima(b_s)
                     if scores.maxima is not None:
-                        store_maxima(scores, b_s, size * 0, o_score, m_score)
-                    weights, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, None, WEIGHTS, OUT_ROW, NUMBER)
+                        store_largest(scores, largest, size * 0, o_score, m_score)
+                    weights, m_i, l_i, alpha = online_step(b_s, largest, m_i, l_i, scale, None, WEIGHTS, OUT_ROW, NUMBER)
                     q = kept(q)
 
                     # 2. Each further block is multiplied with the queries, and the values before it with their weights.
@@ -257,9 +284,10 @@ def attend(
                             b_s = -b_s
                         if i >= whole:
                             b_s = seen(b_s, i, last_key)
+                        largest = row_maxima(b_s)
                         if scores.maxima is not None:
-                            store_maxima(scores, b_s, i, o_score, m_score)
-                        p, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, None, WEIGHTS, OUT_ROW, NUMBER)
+                            store_largest(scores, largest, i, o_score, m_score)
+                        p, m_i, l_i, alpha = online_step(b_s, largest, m_i, l_i, scale, None, WEIGHTS, OUT_ROW, NUMBER)
                         q = kept(q)
                         stay(i)
                         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -311,39 +339,21 @@ def sm90_dense_kernel(
     CUT: gl.constexpr,
     CAUSAL: gl.constexpr,
     NEGATIVE: gl.constexpr,
+    MIRRORED: gl.constexpr,  # whether items are dealt backwards in every second round
     STAGES: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
     """Attends in tiles, which the programs share. The grid has as many programs as run at a time."""
     sizes = Sizes(batch * tiles * num_kv_heads * CUT.parts, tiles, num_kv_heads, num_pages, capacity)
-    NUMBER: gl.constexpr = tma_k.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    k = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, BLOCK, CUT.dim_pad], tma_k.layout)
-    v = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, BLOCK, CUT.dim_pad], tma_v.layout)
-    q = gl.allocate_shared_memory(NUMBER, [2, 1, ROWS // CUT.heads, CUT.heads, CUT.dim_pad], tma_q.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_free.index(i), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    ring, rows = Ring(k, v, k_full, v_full, free), Rows(q, q_full, q_free)
+    ring, rows = ring_of(tma_q, tma_k, tma_v, CUT.heads, CUT.dim_pad, STAGES)
     SIDE_0: gl.constexpr = 0
     SIDE_1: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (attend, (ring, rows, result, scores, bounds, sizes, scale, SIDE_0, CUT, CAUSAL, NEGATIVE, STAGES)),
-            (attend, (ring, rows, result, scores, bounds, sizes, scale, SIDE_1, CUT, CAUSAL, NEGATIVE, STAGES)),
-            (load, (ring, rows, tma_q, tma_k, tma_v, bounds, table, sizes, CUT, CAUSAL, STAGES)),
+            (attend, (ring, rows, result, scores, bounds, sizes, scale, SIDE_0, CUT, CAUSAL, NEGATIVE, MIRRORED, STAGES)),
+            (attend, (ring, rows, result, scores, bounds, sizes, scale, SIDE_1, CUT, CAUSAL, NEGATIVE, MIRRORED, STAGES)),
+            (load, (ring, rows, tma_q, tma_k, tma_v, bounds, table, sizes, CUT, CAUSAL, MIRRORED, STAGES)),
         ],
         [4, 1],
         [ATTEND_REGISTERS, LOAD_REGISTERS],
@@ -414,6 +424,7 @@ def launched(
         CUT=cut,
         CAUSAL=causal,
         NEGATIVE=scale < 0,
+        MIRRORED=mirrored(device, seqs.max_seqlen_k, num_kv_heads, q.shape[2]),
         **OPTIONS,
     )
     return True

@@ -41,8 +41,8 @@ from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.primitives.tiles import tma_tiles
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
+from openmsa.runtime.kinds import computes
 from openmsa.runtime.launch import ceil_div, launch_kernel, runs_hopper_kernels
-from openmsa.runtime.tape import computes
 from openmsa.types import Layout
 
 LOG2_E = 1.4426950408889634

@@ -16,7 +16,7 @@ from openmsa.host_kv.block_cache import BlockCache, Statistics, TooFewBlocks, pl
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored, contents
 from openmsa.kv_cache.page_table import Paged
 from openmsa.kv_cache.rows import KEY_FORMATS, PLAIN_DTYPES
-from openmsa.runtime import checks, devices
+from openmsa.runtime import checks, named_devices
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -95,7 +95,7 @@ class HostKV(Paged):
         cache is. options: block_size, topk, new_tokens."""
         if not isinstance(kv, PagedKV):
             raise TypeError(f"kv must be an openmsa.PagedKV, got {type(kv).__name__}")
-        device = kv.device if device is None else devices.resolved("device", device)
+        device = kv.device if device is None else named_devices.resolved("device", device)
         k, v = (_copied(pool, pinned=device.type == "cuda") for pool in (kv.k, kv.v))
         return cls(k, v, kv.page_table.to(device), kv.seq_lens.to(device, copy=True), cache_blocks, **options)
 
@@ -145,7 +145,7 @@ class HostKV(Paged):
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def append(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, *, check: bool = False) -> None:
-        """Writes new tokens to host memory behind each sequence's keys and advances `seq_lens`, as `PagedKV.append` does: on a
+        """Writes new tokens to host memory after each sequence's keys and advances `seq_lens`, as `PagedKV.append` does: on a
         GPU kernels write, nothing waits and nothing is allocated. New rows reach slots when a step reads them."""
         refuse_to_trace("HostKV.append")
         contents.append(self, {"k": k, "v": v}, cu_seqlens, check, before=self._outdate)

@@ -10,7 +10,7 @@ from openmsa.decode.kernels import Kernels
 from openmsa.host_kv import triton_fetch
 from openmsa.host_kv.cache import HostKV
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
-from openmsa.runtime.tape import computes
+from openmsa.runtime.kinds import computes
 from openmsa.sparse_attention import triton_decode
 
 

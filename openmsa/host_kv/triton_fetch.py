@@ -49,7 +49,8 @@ class Cached(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Memory of one step's lookup, int32. An entry is a chosen block: those of a token and KV head are one line of `entries`.
+    """This is the memory of one step's lookup, int32. An entry is a chosen block: those of a token and KV head are one line of
+    `entries`.
 
     table:    [lines, topk], the slot of each entry; -1 where there is none.
     lens:     [lines], the keys that the token sees in its chosen blocks.
@@ -86,7 +87,7 @@ class Blocks(NamedTuple):
 
 
 class Planes(NamedTuple):
-    """What belongs to single rows, as words: keys, values and, in a format with scales of groups, the scales of both."""
+    """Holds what belongs to single rows, as words: keys, values and, in a format with scales of groups, the scales of both."""
 
     k: Tensor
     v: Tensor

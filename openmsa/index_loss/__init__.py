@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from openmsa.inputs import check_qkv
-from openmsa.runtime import checks, dispatch, tracing
+from openmsa.runtime import checks, dispatch, value_checks
 from openmsa.runtime.dispatch import Implementation, Stage, never
 from openmsa.sparse_attention.call import check_sparse
 from openmsa.types import Layout, Sequences
 
 
-@tracing.operator("openmsa::index_loss")
+@dispatch.operator("openmsa::index_loss")
 def index_loss(
     q: Tensor,
     k: Tensor,
@@ -126,7 +126,7 @@ def check_loss(
         for dimension, what in enumerate(("total_q", "num_q_heads")):
             checks.size("lse", lse, dimension, q.shape[dimension], f"{what} of q")
         if check:
-            checks.finite("lse", lse)
+            value_checks.finite("lse", lse)
     own = index_q.shape[2] ** -0.5 if index_scale is None else checks.scale("index_scale", index_scale)
     coefficient = checks.scale("coefficient", coefficient)
     return LossCall(q, k, index_q, index_k, blocks, packed, block_size, scale, own, coefficient, lse, return_loss)
@@ -148,8 +148,8 @@ def _check_index(q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, blocks:
     if blocks is not None and blocks.shape[1] not in (1, heads):
         raise ValueError(f"blocks.shape[1] must be index_heads ({heads}) or 1, got {blocks.shape[1]}")
     if check:
-        checks.finite("index_q", index_q)
-        checks.finite("index_k", index_k)
+        value_checks.finite("index_q", index_q)
+        value_checks.finite("index_k", index_k)
 
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -26,8 +26,9 @@ from torch import Tensor
 from openmsa.index_loss import share
 from openmsa.primitives.gradients import LseRows
 from openmsa.primitives.operands import Bounds, KeyRows, QueryRows
-from openmsa.primitives.readers import Readers, buckets_of, readers
+from openmsa.primitives.readers import Readers, buckets_of
 from openmsa.primitives.rows import query_rows
+from openmsa.primitives.triton_readers import listed
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.types import Layout
@@ -243,7 +244,7 @@ class _Chunk:
         self.q, self.index_q, self.k, self.index_k = q, index_q, k, index_k
         self.topk, self.per_list = blocks.shape[2], index_q.shape[1] // blocks.shape[1]
         self.item = max(config.item, ceil_div(blocks.numel() * self.per_list, PROGRAMS))
-        self.lists: Readers = readers(blocks, seqs, k.shape[0], block_size=shape.block, item=self.item)
+        self.lists: Readers = listed(blocks, seqs, k.shape[0], shape.block, self.item)
         self.buckets = buckets_of(k.shape[0], seqs.batch, shape.block)
         self.bounds = Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset)
 

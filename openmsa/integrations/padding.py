@@ -19,8 +19,8 @@ def refuse_packed(name: str, layer: int, position_ids: Tensor | None, q_len: int
     held:         how many keys the cache holds in front of the queries. mask: None, or bool ``[batch, columns]``, False at
                   padding, whose last q_len columns are the queries' and the others the cache's.
 
-    A single token is not checked, nor is anything in a traced graph or while a CUDA graph is captured. On a GPU layer 0 alone
-    is, as the answer is read on the host and layers share their positions.
+    A single token is not checked, nor is anything in a traced graph or while a CUDA graph is captured. On a GPU only
+    layer 0 is checked, as the answer is read on the host and layers share their positions.
     """
     if position_ids is None or position_ids.dim() != 2 or q_len < 2 or torch.compiler.is_compiling():
         return

@@ -17,7 +17,7 @@ from openmsa.kv_cache.mxfp4 import MXFP4
 from openmsa.kv_cache.nvfp4 import NVFP4
 from openmsa.kv_cache.rows import PLAIN_DTYPES, check_values, rows_of
 from openmsa.kv_cache.stored import Stored
-from openmsa.runtime import checks
+from openmsa.runtime import checks, value_checks
 from openmsa.runtime.dispatch import has_triton
 from openmsa.types import starts
 
@@ -53,11 +53,11 @@ def allocated(
 def gather(cache: Paged, lens: Tensor | None, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """Gives the first `lens` keys of each sequence, packed ``[total, heads, dim]``, of each pool, and where sequences start, as
     `PagedKV.gather` describes it."""
-    checks.has_values("the cache", cache)
+    value_checks.has_values("the cache", cache)
     lens = cache.seq_lens if lens is None else lens
     checks.tensor("lens", lens, "[batch]", (torch.int32, torch.int64))
     checks.size("lens", lens, 0, cache.batch, "the batch of page_table")
-    checks.in_range("lens", lens, 0, cache.capacity + 1)
+    value_checks.in_range("lens", lens, 0, cache.capacity + 1)
     cache.check_pages(lens)
     cu = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
     sequence = torch.repeat_interleave(torch.arange(lens.numel(), device=lens.device), lens, output_size=int(cu[-1]))
@@ -74,13 +74,13 @@ def append(
     check: bool,
     before: Callable[[int, Tensor | None], None] | None = None,
 ) -> None:
-    """Writes new tokens behind each sequence's keys, as `PagedKV.append` describes it.
+    """Writes new tokens after each sequence's keys, as `PagedKV.append` describes it.
 
     new:     rows for each pool by its name.
     before:  called with the number of new tokens and checked `cu_seqlens` when the checks are done and nothing is written.
     """
     checks.flag("check", check)
-    checks.has_values("the cache", cache)
+    value_checks.has_values("the cache", cache)
     total = check_new(cache, new, check)
     on_gpu = cache.device.type == "cuda" and has_triton()
     if cu_seqlens is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from openmsa.kv_cache import e4m3
 from openmsa.kv_cache.scales import check_positive, scalar
 from openmsa.kv_cache.stored import Stored, check_quantizable, index_of, part
-from openmsa.runtime import devices
+from openmsa.runtime import named_devices
 
 GROUP = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -134,7 +134,7 @@ class NVFP4(Stored):
         global_scale: Tensor | float | None = None,
         layout: str = "linear",
     ) -> NVFP4:
-        device = devices.usable("device", device)
+        device = named_devices.usable("device", device)
         *lead, dim = shape
         groups = dim // GROUP
         scales = (*lead, groups) if layout == "linear" else swizzled_shape(torch.Size(lead).numel(), groups)

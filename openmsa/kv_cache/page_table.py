@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Pools behind one page table know where tokens lie, and check what a call asks of them."""
+"""Caches of pools with one page table say where tokens lie, and check what a call asks of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from openmsa.kv_cache import owners
 from openmsa.kv_cache.rows import PLAIN_DTYPES, check_alike, check_rows, format_of, kind_of
 from openmsa.kv_cache.stored import Stored
-from openmsa.runtime import checks, devices
+from openmsa.runtime import checks, named_devices, value_checks
 from openmsa.types import Layout, Sequences, layout
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ POOL = "[num_pages, heads, page_size, dim]"
 
 
 class Paged:
-    """A cache has one or more pools of one shape and format behind one page table."""
+    """This is a cache: one or more pools of one shape and format with one page table."""
 
     page_table: Tensor  # int32 [batch, max_pages]
     seq_lens: Tensor  # int32 [batch]
@@ -66,7 +66,7 @@ class Paged:
     def to(self, device: torch.device | str) -> Self:
         """Gives the cache with all of its tensors on another device; those already there are shared, not copied. A page table
         that two caches share is copied for each."""
-        device = devices.usable("device", device)
+        device = named_devices.usable("device", device)
         return type(self)(**{name: value.to(device) for name, value in vars(self).items()})
 
     @property
@@ -122,7 +122,7 @@ class Paged:
         if self.device != device:
             raise ValueError(f"the paged cache must be on the device of the queries ({device}), got {self.device}")
         if check or device.type == "cpu":
-            checks.in_range("seq_lens", self.seq_lens, 0, self.capacity + 1)
+            value_checks.in_range("seq_lens", self.seq_lens, 0, self.capacity + 1)
         resolved = layout(seqs, total_q, None, device, self.seq_lens, self.capacity, check)
         if check or device.type == "cpu":
             self.check_pages(resolved.k_lens())

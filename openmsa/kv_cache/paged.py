@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Paged caches are of two kinds, `PagedKV` and `PagedIndexKeys`; what both are stands in `openmsa.kv_cache.page_table`."""
+"""Paged caches are of two kinds, `PagedKV` and `PagedIndexKeys`; what they share is in `openmsa.kv_cache.page_table`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from openmsa.kv_cache import contents
 from openmsa.kv_cache.page_table import Paged
 from openmsa.kv_cache.rows import INDEX_FORMATS, KEY_FORMATS
 from openmsa.kv_cache.stored import Stored
-from openmsa.runtime.tracing import operator
+from openmsa.runtime.dispatch import operator
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class PagedKV(Paged):
 
     @operator("openmsa::append_kv")
     def append(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, *, check: bool = False) -> None:
-        """Writes new tokens behind each sequence's keys and advances `seq_lens`.
+        """Writes new tokens after each sequence's keys and advances `seq_lens`.
 
         k, v: ``[total_new, num_kv_heads, head_dim]``, any float dtype, rounded to the cache's format. cu_seqlens: int32
         ``[batch + 1]``, the packed tokens of each sequence; None: the same number for each. The pages must be in the table

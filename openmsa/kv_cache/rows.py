@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache.stored import Stored
-from openmsa.runtime import checks
+from openmsa.runtime import checks, value_checks
 
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Plain pools have one of these dtypes; float64 serves checks against the truth."""
@@ -84,4 +84,4 @@ def check_alike(name: str, value: Tensor | Stored, other_name: str, other: Tenso
 
 def check_values(name: str, value: Tensor | Stored) -> None:
     """Raises where a number is NaN, for which it reads the tensor."""
-    checks.finite(name, value.dequantize() if isinstance(value, Stored) else value)
+    value_checks.finite(name, value.dequantize() if isinstance(value, Stored) else value)

@@ -54,7 +54,7 @@ class Rows:
             run = self.rows[pages[0] : pages[-1] + 1, 0]
             if run.stride(0) == size * run.stride(1):
                 return run.flatten(0, 1)[None, within]
-        apart = self.rows.stride(0) // self.rows.stride(1)  # A page of a head is `apart` pages of a head before the next one.
+        apart = self.rows.stride(0) // self.rows.stride(1)  # pages of one head from a page of the pool to the next
         shape = ((self.rows.shape[0] - 1) * apart + heads, *self.rows.shape[2:])
         everything = self.rows.as_strided(shape, self.rows.stride()[1:])
         index = torch.tensor([page * apart + head for head in range(heads) for page in pages])

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from openmsa.runtime import checks, devices
-from openmsa.runtime.dispatch import has_triton
-from openmsa.runtime.tracing import operator
+from openmsa.runtime import checks, named_devices
+from openmsa.runtime.dispatch import has_triton, operator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,7 +56,7 @@ class Stored:
 
     def to(self, device: torch.device | str) -> Self:
         """Gives the same rows on another device."""
-        device = devices.usable("device", device)
+        device = named_devices.usable("device", device)
         fields = {name: value for name, value in vars(self).items() if isinstance(value, (Tensor, Stored))}
         moved = copy.copy(self)
         for name, value in fields.items():

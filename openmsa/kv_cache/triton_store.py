@@ -347,7 +347,7 @@ def append(
     seq_lens: Tensor,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """Writes each tensor of `new`, ``[total, heads, dim]``, into its pool behind each sequence's keys, one launch each, then
+    """Writes each tensor of `new`, ``[total, heads, dim]``, into its pool after each sequence's keys, one launch each, then
     advances `seq_lens`.
 
     cu_seqlens: int32 ``[batch + 1]``, contiguous; None: the same number for each sequence. Tokens at or past its last entry,

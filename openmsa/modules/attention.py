@@ -140,7 +140,7 @@ class MSAttention(nn.Module):
 
     @property
     def index_loss(self) -> Tensor | None:
-        """The index loss of the last forward, as in `IndexBranch`."""
+        """Returns the index loss of the last forward, as `IndexBranch` does."""
         return self.index_branch.index_loss
 
 

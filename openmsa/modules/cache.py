@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, contents
 from openmsa.modules.config import MSAConfig
-from openmsa.runtime import checks, devices
+from openmsa.runtime import checks, named_devices
 from openmsa.runtime.kinds import tensors_in
 from openmsa.types import Sequences
 
@@ -89,7 +89,7 @@ class MSACache:
         checks.integer("page_size", page_size, 1)
         for layer in dense_layers:
             checks.integer("dense_layers", layer, 0, num_layers - 1)
-        device = devices.usable("device", device)
+        device = named_devices.usable("device", device)
         table = torch.full((batch, 0), -1, dtype=torch.int32, device=device)
         self.page_size, self.lengths, self._starts = page_size, [0] * batch, [0] * batch
         self._table, self._assigned, self._num_pages = table, [0] * batch, 0  # pages of each sequence, and those of the pools
@@ -137,7 +137,7 @@ class MSACache:
         return self._num_pages * self.page_size
 
     def memory(self) -> int:
-        """Returns the bytes that all pools, the page table and the lengths take, be their places filled or not."""
+        """Returns the bytes that all pools, the page table and the lengths take, whether or not their places are filled."""
         held = [x for cache in self._caches() for x in (*tensors_in(*cache.pools().values()), cache.seq_lens)]
         return sum(x.numel() * x.element_size() for x in (*held, self._table))
 

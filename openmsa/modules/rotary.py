@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Rotary position embedding (RoPE): elements i and i + width / 2 of a vector are a point of a plane, which the position
+"""This is rotary position embedding (RoPE): elements i and i + width / 2 of a vector are a point of a plane, which the position
 turns."""
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int | None = None, *
     x:           ``[..., heads, head_dim]``.
     cos, sin:    ``[..., width]``, of the tokens of x, as `Rotary` and most models of transformers make them: both halves of
                  the last dimension are the same.
-    rotary_dim:  leading elements to turn, a divisor of width; None: width, at most head_dim. Of fewer than width every
-                 (width / rotary_dim)-th frequency is taken, which is the RoPE of rotary_dim elements with the same base.
+    rotary_dim:  leading elements to turn, a divisor of width; None: width, at most head_dim. Where it is less than width,
+                 every (width / rotary_dim)-th frequency serves: the RoPE of rotary_dim elements with the same base.
     of:          what stands in front of ``rotary_dim`` and ``head_dim`` in errors.
 
-    Returns what x is, in its dtype.
+    Returns a tensor of the shape and dtype of x.
     """
     width = cos.shape[-1]
     dim = min(width, x.shape[-1]) if rotary_dim is None else rotary_dim

@@ -103,7 +103,7 @@ def _found(tensors: list[Tensor], tensor: Tensor) -> int:
 
 
 def _place(tensors: list[Tensor], tensor: Tensor) -> int:
-    """Returns where a tensor stands in a list, to which it is appended where it is new."""
+    """Returns a tensor's place in a list, and appends it first where it is new."""
     place = _found(tensors, tensor)
     if place < 0:
         tensors.append(tensor)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""A layer of spread decode on GPUs as a chain of four launches: scores; selection with its exchange; attention; the exchange of
-partial results. Each of the last three starts while the one in front ends, and waits for it inside.
+"""On GPUs a layer of spread decode can be a chain of four launches: scores; selection with its exchange; attention; the
+exchange of partial results. Each of the last three starts while the one in front ends, and waits for it inside.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from openmsa.primitives.softmax import Partials
 from openmsa.primitives.tiles import Tile
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div
-from openmsa.sparse_attention import triton_decode
+from openmsa.sparse_attention import triton_decode, triton_decode_call
 from openmsa.sparse_attention.triton_decode_walk import refuse
 
 CHAINED = False
@@ -57,8 +57,8 @@ class Chain:
         return self._exchange.select(scores, held, visible, choice, self._pdl)
 
     def bounds(self, keys: PagedIndexKeys, call: ScoringCall, choice: Choice) -> triton_certified.Selection | None:
-        """Returns what reads int8 halves of certified keys first, and exact ones of the blocks that they leave open; None where
-        that cannot be or does not pay."""
+        """Returns the selection that reads int8 halves of certified keys first, then exact keys of the blocks that they leave
+        open; None where it cannot serve or does not pay."""
         index_q, seqs, size = call.index_q, call.seqs, call.block_size
         (total_q, heads, dim), num_blocks = index_q.shape, seqs.num_blocks(size)
         if not isinstance(keys.keys, CertifiedKeys) or not isinstance(index_q, Tensor) or seqs.max_seqlen_q > 1:
@@ -106,7 +106,7 @@ class Chain:
         if key not in self._cuts:
             group, device = num_q_heads // kv.num_heads, self._lens.device
             sizes = (kv.num_heads, group, dim, topk, self._block_size, kv.page_size)
-            config = triton_decode.configure(tokens, *sizes, devices.facts(device), form)
+            config = triton_decode_call.configure(tokens, *sizes, devices.facts(device), form)
             rows, parts = triton_decode.row_tiles(group, dim)
             programs = tokens * kv.num_heads * parts
             held = programs * config.splits if config.splits > 1 else 0

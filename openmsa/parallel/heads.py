@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tensor parallel: heads are spread over ranks, index keys are on all of them."""
+"""In tensor parallelism heads are spread over ranks, and index keys are on all of them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Places(NamedTuple):
     table:    int32 ``[batch, pages of the longest sequence]``, the page table of the gathered pool.
     lens:     int32 ``[batch]``, keys of these pages before the step.
     starts:   int32 ``[batch + 1]``, where the new tokens of each sequence start.
-    own:      int64, which of all new tokens this rank keeps; own_starts: int32 ``[batch + 1]``, those of each sequence.
+    own:      int64, which of all new tokens this rank keeps; own_starts: int32 ``[batch + 1]``, the same by sequence.
     """
 
     sent: Tensor
@@ -49,7 +49,7 @@ def places(
     skipped: tuple[int, ...] | None = None,
 ) -> Places:
     """Lays out the gathered pool: the cached pages of every rank, each padded to `most` pages, then pages for new tokens.
-    skipped: so many first pages of each sequence are left out, and positions count from behind them; None: none are."""
+    skipped: how many first pages of each sequence are left out, so that positions count from their end; None: none."""
     skipped = (0,) * len(cached) if skipped is None else skipped
     key = (rank, cached, skipped, page_size, device)
     return shards.remember(key, lambda: _places(shards, cached, skipped, page_size, rank, device))
@@ -122,7 +122,7 @@ class Gathered:
         self._cache = type(cache)(**pools, page_table=where.table, seq_lens=where.lens.clone())
 
     def wait(self) -> PagedKV | PagedIndexKeys:
-        """Returns the cache behind the end of the transfer; it has room for the new tokens."""
+        """Returns the cache after the end of the transfer; it has room for the new tokens."""
         for work in self._works:
             finished(work)
         self._kept.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Context-parallel prefill: queries stay with their rank, keys of all ranks come to it while it scores."""
+"""In context-parallel prefill queries stay with their rank, and keys of all ranks come to it while it scores."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ def context_attention(
                     `certified` needs caches of `CertifiedKeys`.
 
     moves:          "keys": cached pages of all ranks come to each rank. "queries": with caches; whole pages stay, and queries
-                    visit them, which is less where a chunk is short beside what is cached: about 33 KB a new token in place
-                    of 2.3 KB a cached one, in sizes of M3. Certified keys are then read as exact ones, so `certified` is False.
+                    visit them, which moves less where a chunk is short beside what is cached: about 33 KB a new token in
+                    place of 2.3 KB a cached one, in sizes of M3. Certified keys are read as exact ones: `certified` is False.
 
     Index keys are gathered first; keys and values of all ranks arrive while the rank scores and selects. Every rank holds the
     keys of one layer while it computes that layer. The selection is that of one rank, bit for bit, and outputs are the same but

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Who owns what: `TokenShards` spreads the new tokens of a step over ranks, `PageStripes` the pages of a cache."""
+"""These say who owns what: `TokenShards` spreads the new tokens of a step over ranks, `PageStripes` the pages of a cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 import torch
 from torch import Tensor
 
-from openmsa.runtime import checks
+from openmsa.runtime import checks, value_checks
 from openmsa.types import INT32_MAX, Layout, Sequences
 
 ORDERS = ("zigzag", "contiguous")
@@ -44,7 +44,7 @@ class TokenShards:
     _made: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        checks.lengths("lengths", self.lengths, INT32_MAX)
+        value_checks.lengths("lengths", self.lengths, INT32_MAX)
         object.__setattr__(self, "lengths", tuple(self.lengths))
         checks.integer("ranks", self.ranks, 1)
         if self.order not in ORDERS:
@@ -79,7 +79,7 @@ class TokenShards:
         return x.index_select(0, self.rows(rank, x.device))
 
     def gathered_rows(self, device: torch.device) -> Tensor:
-        """Returns, for each token of the packed tensor of all tokens, its row among the shards of all ranks, one behind the
+        """Returns, for each token of the packed tensor of all tokens, its row among the shards of all ranks, one after the
         other and each padded to `most` rows: int64 ``[total]``."""
         return self.remember(("gathered", device), lambda: self._gathered_rows().to(device))
 
@@ -103,7 +103,7 @@ class TokenShards:
     def known(self, cached: Sequence[int] | None) -> tuple[int, ...]:
         """Checks how many keys each sequence had before this step."""
         cached = [0] * len(self.lengths) if cached is None else cached
-        checks.lengths("cached", cached, INT32_MAX - sum(self.lengths))
+        value_checks.lengths("cached", cached, INT32_MAX - sum(self.lengths))
         if len(cached) != len(self.lengths):
             raise ValueError(f"cached must have one entry a sequence ({len(self.lengths)}), got {len(cached)}")
         return tuple(cached)
@@ -135,7 +135,7 @@ class TokenShards:
 
 
 def in_chunks(pieces: Pieces, most: int) -> Pieces:
-    """Cuts pieces into chunks of so many queries at most."""
+    """Cuts pieces into chunks of at most so many queries."""
     cut = []
     for rows, seqs in pieces:
         total = rows.stop - rows.start

@@ -91,8 +91,8 @@ class Symmetric:
         return blocks, mine
 
     def merge(self, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, pdl: bool = False) -> None:
-        """See `openmsa.parallel.exchange.Collectives.merge`. pdl: as for `select`; a kernel then serves that sends half of the
-        bytes."""
+        """See `openmsa.parallel.exchange.Collectives.merge`. pdl: as for `select`; the kernel that then serves sends half of
+        the bytes."""
         if part.dtype not in (torch.float16, torch.bfloat16):
             raise NotImplementedError(f"exchange must be 'collective' where q has no 16-bit results, got {part.dtype}")
         from openmsa.parallel import triton_exchange

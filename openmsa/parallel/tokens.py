@@ -49,7 +49,7 @@ class Gathering:
             self._work = ranks.all_gather(self._mine, self._everyone)
 
     def wait(self) -> Tensor:
-        """Returns the tokens of all sequences, packed, behind the end of their transfer."""
+        """Returns the tokens of all sequences, packed, after the end of their transfer."""
         gathered: Tensor = _Gathered.apply(self._x, self)
         return gathered
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Chunks of prompts whose queries travel: cached pages stay with their ranks, which every query visits.
+"""This module serves chunks of prompts whose queries travel: cached pages stay with their ranks, which every query visits.
 
 A sequence's keys are two parts. Whole pages of the cache, which every new query sees to their end, are far: each rank scores
 those that it holds for the queries of all ranks, and attends to what is chosen of them. The last keys, those of a page that is
@@ -37,13 +37,13 @@ MERGED = 2048
 
 
 class Far(NamedTuple):
-    """Says where the pages that stay lie; all tensors are on the device.
+    """Says where the pages lie that stay; all tensors are on the device.
 
     pages:    whole cached pages of each sequence, on all ranks.
     of_token: int32 ``[total]``, the same for the sequence of each new token; of_mine: int32 ``[tokens of the rank]``.
     visible:  int32 ``[tokens of the rank]``, blocks of its whole sequence that each query sees.
     lens:     int32 ``[batch]``, keys of these pages that this rank holds.
-    pieces:   all new tokens with the lengths by which they see all of these keys; nothing where the rank holds none.
+    pieces:   all new tokens, with lengths by which they see all of these keys; empty where the rank holds none.
     """
 
     pages: tuple[int, ...]
@@ -103,7 +103,7 @@ def travelling(
     assert isinstance(index_k, Tensor)
     device, block_size = q.device, selection.block_size
     far = far_of(shards, cached, kv.page_size, block_size, ranks.rank, device)
-    # 1. Index queries set out, then the near keys, and the queries.
+    # 1. Index queries are sent, then the near keys, then the queries.
     index_queries = Gathering(index_q, shards, ranks)
     source = Paged(
         k, v, index_k, kv, index_keys, places(shards, cached, kv.page_size, ranks.rank, device, far.pages), shards, ranks
@@ -176,7 +176,7 @@ def merge(parts: Tensor, part_lses: Tensor, out: Tensor, lse: Tensor) -> None:
 
 
 class Delivery:
-    """Holds rows of all new tokens, ``[total, ...]``, which each rank has its own of, on their way to the ranks that own the
+    """Carries rows of all new tokens, ``[total, ...]``, of which every rank has made its own, to the ranks that own the
     tokens."""
 
     def __init__(self, x: Tensor, shards: TokenShards, ranks: Ranks) -> None:
@@ -188,6 +188,6 @@ class Delivery:
         self._shape = (ranks.size, most, *x.shape[1:])
 
     def wait(self) -> Tensor:
-        """Returns what each rank has of this rank's tokens, ``[ranks, tokens, ...]``, behind the end of the transfer."""
+        """Waits for the transfer, and returns what each rank made of this rank's tokens, ``[ranks, tokens, ...]``."""
         finished(self._work)
         return self._came.view(self._shape)[:, : self._tokens]

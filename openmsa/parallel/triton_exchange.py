@@ -36,7 +36,7 @@ FIRST_LAUNCH = 1 << 20
 
 class How(NamedTuple):
     """Says what kernels that choose among candidates are compiled for: index heads, the fields of a `Choice`, topk padded, this
-    rank, their number, and how many sources a row has, forced blocks among them, padded."""
+    rank, how many there are, and how many sources a row has, forced blocks among them, padded."""
 
     heads: int
     topk: int
@@ -117,8 +117,8 @@ def _offer(mail, i_row, half, tag, named, b_score, room, HOW: tl.constexpr, WAIT
 
 @triton.jit
 def _offer_best(ids, scores, opened, mail, i_row, half, tag, s_head, s_token, room, HOW: tl.constexpr, WAIT: tl.constexpr):
-    """Sends a row's candidates, whose ids the rank counts among its own blocks, to every rank. opened: the id at each place of
-    a row of scores, of which `ids` then are places; None: ids are places."""
+    """Sends a row's candidates, whose ids the rank counts among its own blocks, to every rank. opened: the block at each place
+    of a row of scores, where `ids` are such places; None: `ids` are the blocks."""
     o_k = tl.arange(0, HOW.topk_pad)
     b_id = tl.load(ids + i_row.to(tl.int64) * HOW.topk + o_k, mask=o_k < HOW.topk, other=-1)
     p_score = scores + (i_row % HOW.heads).to(tl.int64) * s_head + (i_row // HOW.heads).to(tl.int64) * s_token + b_id
@@ -205,15 +205,15 @@ def select_kernel(
 
     held: int32 ``[total_q]``, how many of the rank's blocks each query sees. opened: None; or int32, laid out as scores, the
     ascending ids of the blocks that scores belong to, of which ``held [total_q * heads]`` then says how many there are in each
-    row. ids: where candidates are written. EARLY: a whole
-    row of scores is read, without waiting to know how many blocks it sees. PDL: the kernel starts while scores are written.
+    row. ids: where candidates are written. EARLY: a whole row of scores is read, without waiting to know how many blocks it
+    sees. PDL: the kernel starts while scores are written.
     """
     i_row, tag = draw(mail.counter, tl.num_programs(0))
     half = (tag & 1).to(tl.int64) * HOW.ranks
     TOPK: tl.constexpr = HOW.topk
     if PDL:
-        # Wait first: attention, which starts when every program has come to the second line, may then read what any kernel
-        # before this one wrote, and must wait only for the selection.
+        # The wait comes first: attention starts when every program has called `gdc_launch_dependents`, may then read what
+        # any kernel before this one wrote, and must wait only for the selection.
         gdc_wait()
         gdc_launch_dependents()
     if PUT:
@@ -309,7 +309,7 @@ NAN = tl.constexpr(0x7FFF7FFF)
 
 @triton.jit
 def _given(half):
-    """Gives 32 bits of results that are not `EMPTY`, and equal to those given but for the bits of a NaN."""
+    """Returns 32 bits of results so that they are never `EMPTY`: only a NaN with those bits becomes another NaN."""
     return tl.where(half == EMPTY, NAN, half)
 
 
@@ -407,7 +407,7 @@ class Reach(NamedTuple):
 
 
 def refuse_choice(topk: int, ranks: int) -> str | None:
-    """Says why candidates of so many ranks cannot be compared, or None."""
+    """Says why candidates of so many ranks cannot be compared; None where they can."""
     entries = next_power_of_two(ranks + 1) * next_power_of_two(topk)
     if entries > MOST_ENTRIES:
         return f"(ranks + 1) * topk, each rounded up to a power of two, must be at most {MOST_ENTRIES}, got {entries}"

@@ -47,6 +47,32 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
+def ring_of(tma_q, tma_k, tma_v, HEADS: gl.constexpr, DIM_PAD: gl.constexpr, STAGES: gl.constexpr):
+    """Allocates a ring of STAGES places and the queries of both groups, with their barriers, which all threads see afterwards.
+    HEADS, DIM_PAD: heads of a tile, and elements of a row in shared memory."""
+    NUMBER: gl.constexpr = tma_k.dtype
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, BLOCK, DIM_PAD], tma_k.layout)
+    v = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, BLOCK, DIM_PAD], tma_v.layout)
+    q = gl.allocate_shared_memory(NUMBER, [2, 1, ROWS // HEADS, HEADS, DIM_PAD], tma_q.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_free.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    return Ring(k, v, k_full, v_full, free), Rows(q, q_full, q_free)
+
+
+@gluon.jit
 def following(s, phase, STAGES: gl.constexpr):
     """Returns the ring's next place, and whether it has been filled an even (0) or an odd number of times before."""
     last = s == STAGES - 1
@@ -140,13 +166,17 @@ def no_rows(LOGITS: gl.constexpr):
 
 
 @gluon.jit
-def online_step(s, m_i, l_i, scale, m_member, WEIGHTS: gl.constexpr, OUT_ROW: gl.constexpr, NUMBER: gl.constexpr):
+def row_maxima(s):
+    """Returns the greatest of each row's logits; NaN only where all of them are."""
+    return gl.convert_layout(gl.max(in_threads(s, gl.max), 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def online_step(s, largest, m_i, l_i, scale, m_member, WEIGHTS: gl.constexpr, OUT_ROW: gl.constexpr, NUMBER: gl.constexpr):
     """Returns the weights of logits s as a factor of products with values, the new greatest logits and sums of weights, and by
-    what earlier sums of values shrink. scale: one for all, or one for each row. m_member: which rows read the block, None for
-    all."""
-    ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    what earlier sums of values shrink. largest: `row_maxima` of s. scale: one for all, or one for each row. m_member: which
+    rows read the block, None for all."""
     QUAD_ROW: gl.constexpr = gl.SliceLayout(1, quad_layout())
-    largest = gl.convert_layout(gl.max(in_threads(s, gl.max), 1), ROW, assert_trivial=True)
     if m_member is None:
         m_new = gl.maximum(m_i, largest)
         offset = m_new * scale

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 """This module lists the readers of every key block, for gradients: a stable sort puts them in ascending order, so that sums
-over them are always taken in the same order.
+over them are always taken in the same order. On GPUs `triton_readers.py` makes the same lists without a sort.
 
 Blocks are numbered over all sequences: block j of sequence b is bucket ``cu_k[b] // block_size + b + j``.
 A list belongs to a bucket and a selection head, of which there are as many as KV heads or 1. An item is up to `item` readers of
@@ -23,6 +23,7 @@ class Readers(NamedTuple):
     entries:      [heads * total_q * topk], token * topk + slot, list after list, ascending in each.
     starts:       [heads * num_buckets + 1], where each list starts in the entries.
     item_starts:  the same shape: the number of each list's first item.
+    extra_starts: the same shape: how many items that are not the first of their list are in front of each list.
     lists:        [most_items], the list of each item; heads * num_buckets past the last item.
     sequences:    [num_buckets], the sequence of each bucket; batch where there is none.
     reads:        bool [total_q, heads, topk], the slots that are read.
@@ -31,13 +32,10 @@ class Readers(NamedTuple):
     entries: Tensor
     starts: Tensor
     item_starts: Tensor
+    extra_starts: Tensor
     lists: Tensor
     sequences: Tensor
     reads: Tensor
-
-    def slots(self) -> Tensor:
-        """Returns int64 [total_q, heads], in which bit i says that slot i is read, of at most 64."""
-        return (self.reads.long() << torch.arange(self.reads.shape[2], device=self.reads.device)).sum(-1)
 
 
 def buckets_of(total_k: int, batch: int, block_size: int) -> int:
@@ -72,10 +70,12 @@ def readers(blocks: Tensor, seqs: Layout, total_k: int, block_size: int, item: i
 
     # 3. Lists are cut into items.
     items = torch.div(starts.diff() + (item - 1), item, rounding_mode="floor")
-    item_starts = torch.nn.functional.pad(items.cumsum(0, dtype=torch.int32), (1, 0))
+    item_starts, extra_starts = (
+        torch.nn.functional.pad(x.cumsum(0, dtype=torch.int32), (1, 0)) for x in (items, (items - 1).clamp(min=0))
+    )
     most_items = most_extra(entries.numel(), item) + min(heads * num_buckets, entries.numel())
     every_item = torch.arange(most_items, dtype=torch.int32, device=device)
     lists = torch.searchsorted(item_starts[1:], every_item, right=True, out_int32=True)
     every_bucket = torch.arange(num_buckets, dtype=torch.int32, device=device)
     sequences = torch.searchsorted(first_bucket, every_bucket, right=True, out_int32=True) - 1
-    return Readers(entries, starts, item_starts, lists, sequences, reads)
+    return Readers(entries, starts, item_starts, extra_starts, lists, sequences, reads)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""This file says of rows of keys and of queries where they and their scales lie, packed, in pages, in a format, and how kernels
+"""This file says where rows of keys and of queries and their scales lie, packed or in pages, in any format, and how kernels
 load keys.
 
 `KeyView` is what the host knows of keys or values, `KeyRows` in it is what kernels take, and `Form` the constant that says how

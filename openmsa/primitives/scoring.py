@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="index"
-"""Index queries are scored with tiles of index keys, and the maxima of blocks taken: this file says how a program walks tiles,
+"""Programs score index queries with tiles of index keys and take the maxima of blocks: this file says how one walks tiles,
 how a context is cut, which rows a program serves, how queries and keys become the factors that it multiplies, and how maxima
 are written. What formats of keys ask of queries stands in `openmsa.primitives.query_parts`."""
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""`prepare` finds what each address belongs to that recorded launches take: to an input, to memory that the recorded code
-allocated, or to memory that is kept. What it returns has no address of its own but for memory that is kept."""
+"""`prepare` finds what each address that recorded launches take belongs to: to an input, to memory that the recorded code
+allocated, or to memory that is kept. It returns no address but those of memory that is kept."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from openmsa.runtime import launch
-from openmsa.runtime.kinds import span
+from openmsa.runtime.kinds import Launched, Tape, Zeroed, span
 from openmsa.runtime.launch import Variant
 from openmsa.runtime.parameters import Given
-from openmsa.runtime.tape import Launched, Tape, Zeroed
 
 ALIGNED = 512
 """Each memory of a workspace begins at a multiple of so many bytes, as memory of PyTorch does."""
@@ -28,16 +27,16 @@ class Places:
 
     def __init__(self, inputs: list[Tensor], own: bool) -> None:
         self.inputs, self.own = inputs, own
-        self.starts: dict[int, int] = {}  # of each address at which inputs begin, the first of these
-        self.storages: dict[int, list[int]] = {}  # of the memory of inputs, which inputs lie there
+        self.starts: dict[int, int] = {}  # by address, the first of the inputs that begin there
+        self.storages: dict[int, list[int]] = {}  # by the start of an input's memory, the inputs in it
         for i, x in enumerate(inputs):
             if x.numel():
                 self.starts.setdefault(x.data_ptr(), i)
                 self.storages.setdefault(x.untyped_storage().data_ptr(), []).append(i)
-        self.found: dict[int, int] = {}  # the word of each address
+        self.found: dict[int, int] = {}  # words by address
         self.words: list[tuple[str, int, int]] = []
-        self.memories: dict[int, tuple[int, Tensor]] = {}  # of each storage its place in the workspace, and a tensor in it
-        self.size = 0  # of the workspace in bytes
+        self.memories: dict[int, tuple[int, Tensor]] = {}  # by storage, its place in the workspace and a tensor in it
+        self.size = 0  # bytes of the workspace
 
     def word(self, tensor: Tensor) -> int:
         """Returns the number of the word that holds the address of a tensor."""
@@ -78,7 +77,7 @@ class Places:
 
 
 class PreparedLaunch(NamedTuple):
-    """A launch in numbers and addresses. words: of each of its tensors, the number of the word that holds its address."""
+    """This is a launch in numbers and addresses. words: for each of its tensors, the number of the word with its address."""
 
     variant: Variant
     grid: tuple[int, ...]
@@ -87,14 +86,14 @@ class PreparedLaunch(NamedTuple):
 
 
 class PreparedZero(NamedTuple):
-    """Memory that is set to 0: the word of its address, and its bytes."""
+    """This is memory that is set to 0: the word of its address, and its bytes."""
 
     word: int
     size: int
 
 
 class Prepared(NamedTuple):
-    """What a tape says in numbers and addresses.
+    """This is what a tape says, in numbers and addresses.
 
     words:      what each word holds: ("input", its number, an offset), ("own", an offset in the workspace, 0) or ("kept", an
                 address, 0).

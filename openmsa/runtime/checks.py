@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Every check raises an error that names the argument, the rule and the value. Only `finite` and `in_range` read tensors."""
+"""Every check raises an error that names the argument, the rule and the value. None here reads a tensor (value_checks.py)."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ def tensor(name: str, value: Any, shape: str, dtypes: tuple[torch.dtype, ...] = 
 
 
 def wrong_rank(name: str, value: Any, shape: str) -> ValueError:
-    """Returns the error for a value that has not as many dimensions as `shape` shows."""
+    """Returns the error for a value whose number of dimensions is not that of `shape`."""
     rule = f"{name} must have shape {shape} ({shape.count(',') + 1} dimensions), got {tuple(value.shape)}"
     if value.dim() == 4 and shape.startswith("[total_"):
         rule += (
@@ -73,7 +72,7 @@ def alike(name: str, value: Any, other_name: str, other: Any, dtype: bool = True
 
 def heads_first(q_name: str, q: Any, k_name: str, k: Any, calls: int) -> None:
     """Warns where `k` has more heads than tokens and than models have. calls: from here to that of the public
-    function, in front of which `tracing.operator` stands."""
+    function, in front of which `dispatch.operator` stands."""
     if k.shape[1] > max(k.shape[0], MANY_HEADS):
         warnings.warn(
             f"{q_name} {tuple(q.shape)} and {k_name} {tuple(k.shape)} are read as [tokens, heads, dim], which makes "
@@ -90,14 +89,6 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
         bounds = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be {bounds}, got {value}")
     return int(value)
-
-
-def lengths(name: str, value: Any, most: int) -> None:
-    """`value` must be a list, or another sequence, of ints of at least 0 whose sum is at most `most`."""
-    if not isinstance(value, Sequence):
-        hint = f"; pass {name}.tolist()" if hasattr(value, "tolist") else ""
-        raise TypeError(f"{name} must be a list of ints, one a sequence, got {type(value).__name__}{hint}")
-    integer(f"sum({name})", sum(integer(f"{name}[{i}]", length, 0) for i, length in enumerate(value)), 0, most)
 
 
 def flag(name: str, value: Any) -> bool:
@@ -122,32 +113,10 @@ def scale(name: str, value: Any) -> float:
     return float(value)
 
 
-def has_values(name: str, value: Any) -> None:
-    """`value` must not be on the meta device, whose tensors hold no values."""
-    if value.device.type == "meta":
-        raise NotImplementedError(f"{name} must hold values, which tensors on the meta device do not")
-
-
 def no_gradient(name: str, value: Any, because: str) -> None:
     """Autograd must not be asked for a gradient of `value`, which has none."""
     if needs_grad(value):
         raise ValueError(f"{name} must not require a gradient, as {because}; pass {name}.detach()")
-
-
-def finite(name: str, value: Tensor) -> None:
-    """No element may be NaN. Reads the tensor: call it only when the user asked for value checks."""
-    bad = torch.isnan(value)
-    if bool(bad.any()):
-        where = tuple(bad.nonzero()[0].tolist())
-        raise ValueError(f"{name} must hold no NaN, got NaN at {where}")
-
-
-def in_range(name: str, value: Tensor, low: int, high: int) -> None:
-    """Every element lies in [low, high). Reads the tensor: on a GPU call it only when the user asked for value checks."""
-    bad = (value < low) | (value >= high)
-    if bool(bad.any()):
-        where = tuple(bad.nonzero()[0].tolist())
-        raise ValueError(f"{name} must lie from {low} to {high - 1}, got {value[where].item()} at {where}")
 
 
 def needs_grad(*tensors: Any) -> bool:

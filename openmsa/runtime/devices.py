@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Configurations depend on these facts about a device, which are read once a device and never at import."""
+"""Configurations depend on these facts about a device, which are read once for each device, and never at import."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ class Device(NamedTuple):
     arch:          80 (Ampere, Ada), 90 (Hopper), 100 (Blackwell, data center) or 120 (Blackwell, workstation).
     num_sms:       streaming multiprocessors.
     shared_bytes:  bytes of shared memory that one program may use.
+    l2_bytes:      bytes of the L2 cache.
     """
 
     arch: int
     num_sms: int
     shared_bytes: int
+    l2_bytes: int
 
     @property
     def has_tma(self) -> bool:
@@ -29,14 +31,14 @@ class Device(NamedTuple):
 
 
 COMPILE_TARGETS = {
-    80: Device(80, 108, 163 * 1024),
-    90: Device(90, 132, 227 * 1024),
-    100: Device(100, 148, 227 * 1024),
-    120: Device(120, 170, 99 * 1024),
+    80: Device(80, 108, 163 << 10, 40 << 20),
+    90: Device(90, 132, 227 << 10, 50 << 20),
+    100: Device(100, 148, 227 << 10, 126 << 20),
+    120: Device(120, 170, 99 << 10, 96 << 20),
 }
 """Kernels are compiled for these typical devices of each architecture where there is no GPU."""
 
-_INTERPRETED = Device(90, 4, 227 * 1024)  # Triton's interpreter, which CPU tensors use
+_INTERPRETED = Device(90, 4, 227 << 10, 50 << 20)  # Triton's interpreter, which CPU tensors use
 
 
 def facts(device: torch.device) -> Device:
@@ -52,28 +54,6 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and facts(device).arch >= 90
 
 
-def usable(name: str, device: torch.device | str) -> torch.device:
-    """Returns the device as PyTorch names it; a CUDA device must be one of this machine."""
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"{name} must be a CUDA device or a CPU, got {device}") from None
-    if found.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"{name} must be 'cpu' where PyTorch finds no CUDA device, got {device}")
-        if found.index is not None and found.index >= torch.cuda.device_count():
-            raise ValueError(f"{name} must be one of {torch.cuda.device_count()} CUDA devices, counted from 0, got {device}")
-    return found
-
-
-def resolved(name: str, device: torch.device | str) -> torch.device:
-    """Returns a CPU, or a CUDA device of this machine with its index, as tensors name their device."""
-    found = usable(name, device)
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} must be a CUDA device or a CPU, got {device}")
-    return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
-
-
 def capturing(device: torch.device) -> bool:
     """Says whether the current stream of the device is being captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -86,4 +66,5 @@ def _read(index: int) -> Device:
     major, minor = properties.major, properties.minor
     arch = {8: 80, 9: 90, 10: 100, 11: 100}.get(major, 120)
     small = (major, minor) in ((8, 6), (8, 9)) or major >= 12
-    return Device(arch, properties.multi_processor_count, (99 if small else COMPILE_TARGETS[arch].shared_bytes // 1024) * 1024)
+    shared_bytes = 99 << 10 if small else COMPILE_TARGETS[arch].shared_bytes
+    return Device(arch, properties.multi_processor_count, shared_bytes, properties.L2_cache_size)

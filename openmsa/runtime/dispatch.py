@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Every stage has one table of implementations; refusals are sentences, and nothing falls back silently."""
+"""A public function is an operator while a graph is traced; otherwise a row of its stage's table serves its checked call. Every
+stage has one table of implementations; refusals are sentences, and nothing falls back silently."""
 
 from __future__ import annotations
 
@@ -9,16 +10,37 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from openmsa.runtime import compiler_key, explanation
+from openmsa.runtime import compiler_key, explanation, tracing
 from openmsa.runtime.checks import needs_grad
 from openmsa.runtime.explanation import Explanation
 
+F = TypeVar("F", bound=Callable[..., Any])
 CallT = TypeVar("CallT", bound="tuple[Any, ...]")
 """The checked call of a stage is a named tuple, whose fields are the parameters of every implementation, in order."""
+
+
+def operator(name: str) -> Callable[[F], F]:
+    """Decorates a public function, which is the operator `name`, ``"package::function"``, while `torch.compile` or
+    `torch.export` traces a graph: one node there, whatever it reads or launches. Eager calls pass straight through."""
+
+    def decorate(function: F) -> F:
+        tracing.FUNCTIONS[name] = function
+        parameters = inspect.signature(function).parameters.values()
+        names = tuple(parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)
+
+        @functools.wraps(function)
+        def public(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() and len(args) <= len(names):
+                return tracing.TRACED[name](dict(zip(names, args, strict=False)) | kwargs)
+            return function(*args, **kwargs)
+
+        return cast(F, public)
+
+    return decorate
 
 
 def never(call: Any) -> None:
@@ -87,11 +109,6 @@ class Stage(Generic[CallT]):
         self.name, self.check_call, self.table = name or function.__name__, check_call, table
         self.recorder = recorder
         self.signature = inspect.signature(function)
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Returns the names of the fields of a checked call."""
-        return get_type_hints(self.check_call)["return"]._fields
 
     def check(self, *args: Any, **kwargs: Any) -> CallT:
         """Returns the checked call of the public function with these arguments and, for those left out, its defaults."""

@@ -44,7 +44,7 @@ def checked(status: int, what: str) -> None:
 
 
 class Words:
-    """Addresses that launches read, one word each. They never move."""
+    """Holds the addresses that launches read, one word each, in memory that never moves."""
 
     def __init__(self, count: int) -> None:
         self.values = array("Q", bytes(8 * count))
@@ -77,10 +77,10 @@ class Frame:
 
 
 class KernelCall:
-    """One launch of a compiled kernel.
+    """This is one launch of a compiled kernel.
 
     given:  what the launch gives the kernel.
-    at:     of each of its tensors the word that holds its address.
+    at:     for each of its tensors, the word that holds its address.
     """
 
     def __init__(self, variant: Variant, grid: tuple[int, ...], given: Given, at: list[int], words: Words) -> None:
@@ -92,7 +92,7 @@ class KernelCall:
         frame.head.pack_into(memory, 0, *(*grid, 1, 1)[:3], *frame.block, *given.numbers)
         first, zero = start + 8 * _WORDS, start + 8 * frame.zero
         places = [*range(first, zero, 8), *[words.start + 8 * word for word in at[: frame.num_tensors]]]
-        self.maps: list[list[int]] = []  # of each descriptor where it lies, the word of its address, and the address it has
+        self.maps: list[list[int]] = []  # where each descriptor lies, the word of its address, and the address in it
         if frame.map_bytes:
             self._maps = ctypes.create_string_buffer(frame.map_bytes)
             place = ctypes.addressof(self._maps) + -ctypes.addressof(self._maps) % MAP_BYTES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""An explanation says what serves a call and why nothing else does. None is made on the way of a call that is served."""
+"""An explanation says what serves a call and why nothing else does. A call that is served makes none on its way."""
 
 from __future__ import annotations
 

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: MIT
 """`Kinds` keeps the launches of calls by kind: calls of one kind differ in nothing but where their tensors lie.
 
-This module loads no kernel; what records and replays (replay.py) is imported when the first call is recorded.
+A tape says, in order, what host code did on a GPU: launches, memory set to 0, and computations of PyTorch. Host code of the
+stages computes with PyTorch in few places; each says so by `computes`, so that launches which would not repeat it are not taken
+for the whole call. This module loads no kernel; what makes launches again (replay.py) is imported when a call is recorded.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,9 +25,57 @@ MOST_KINDS = 1024
 PLAIN = frozenset((type(None), bool, int, float, str))
 """Values of these types are kinds themselves."""
 
-
 Steps = list[Callable[[], None]]
 """What a call runs, one function after the other; each may use the same memory."""
+
+
+class Launched(NamedTuple):
+    """A launch as it was made. variant: the `openmsa.runtime.launch.Variant`, None where Triton chose for itself."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    variant: Any
+
+
+class Zeroed(NamedTuple):
+    """Memory that was set to 0 in the order of launches."""
+
+    memory: Tensor
+
+
+class Computed(NamedTuple):
+    """A computation of PyTorch, by its name in a sentence."""
+
+    what: str
+
+
+Tape = list[Launched | Zeroed | Computed]
+
+
+class _Listening(threading.local):
+    """In each thread, `tape` is a list to which events are appended, or None."""
+
+    tape: Tape | None = None
+
+
+listening = _Listening()
+
+
+@contextmanager
+def taping(tape: Tape) -> Iterator[None]:
+    """Within this context, events are appended to `tape`."""
+    outer, listening.tape = listening.tape, tape
+    try:
+        yield
+    finally:
+        listening.tape = outer
+
+
+def computes(what: str) -> None:
+    """Tells the tape that host code computes this with PyTorch."""
+    if listening.tape is not None:
+        listening.tape.append(Computed(what))
 
 
 def rounded(bound: int) -> int:
@@ -86,6 +138,39 @@ class Memory:
         return self._at
 
 
+def record(function: Callable[[], object], inputs: list[Tensor], own: bool = True) -> Replay | str:
+    """Runs `function`, which launches on `inputs` and on other memory, and returns its launches, or a sentence that says why
+    they cannot be replayed. They can if the host code computes nothing with PyTorch and reads no values, so that only launches
+    have effects.
+
+    own:  whether the other memory belongs to the call alone: a replay then takes it from a workspace. Otherwise it is kept.
+    """
+    tape: Tape = []
+    with taping(tape):
+        function()
+    if reason := _unreplayable(tape):
+        return reason
+    from openmsa.runtime.replay import replay_of
+
+    return replay_of(tape, inputs, own)
+
+
+def _unreplayable(tape: Tape) -> str | None:
+    """Says why launches alone would not repeat what is on the tape, a sentence; None where they would."""
+    from openmsa.runtime.launch import why_not_remembered
+
+    for event in tape:
+        if isinstance(event, Computed):
+            return f"its host code computes {event.what} with PyTorch"
+        if isinstance(event, Launched):
+            name = event.kernel.__name__
+            if event.variant is None:
+                return why_not_remembered(event.kernel) or f"Triton itself launches {name}"
+            if event.variant.metadata[1] != 1:
+                return f"{name} runs in clusters"
+    return None
+
+
 class Kinds:
     """Runs calls, each kind for the first time by host code, which is recorded, and then by its launches alone. A kind whose
     launches cannot be recorded is run by host code each time."""
@@ -132,8 +217,6 @@ class Kinds:
         own:     whether memory that is not of `values` belongs to the call, so that it may be anywhere the next time; otherwise
                  it is kept.
         """
-        from openmsa.runtime.replay import record
-
         tensors = list(tensors_in(*values))
         replays = []
         reason = None

@@ -21,8 +21,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from openmsa.runtime.devices import facts
+from openmsa.runtime.kinds import Launched, Zeroed, listening
 from openmsa.runtime.parameters import Parameters
-from openmsa.runtime.tape import Launched, Zeroed, listening
 
 
 def ceil_div(value: int, by: int) -> int:
@@ -54,7 +54,7 @@ class Variant:
     descriptors: tuple[tuple[int, Any], ...]  # place and layout of each TMA descriptor, last ones first
     encoded: dict[Any, list[Any]]  # what the launcher takes in their places
     signature: tuple[Any, ...]  # Triton's type of each argument, a tuple of types for a NamedTuple
-    frame: Any = None  # how `openmsa.runtime.driver_calls` launches it, once it did
+    frame: Any = None  # how `openmsa.runtime.driver_calls` launches it, once it has
 
     @functools.cached_property
     def parameters(self) -> Parameters:
@@ -215,7 +215,7 @@ def encoded(variant: Variant, place: int, descriptor: Any) -> list[Any]:
 
 
 def _launch_first(key: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Launches through Triton and, where that can be, remembers the variant."""
+    """Launches through Triton and, where it can, remembers the variant."""
     late, early = kernel.params[len(arguments) :], kernel.params[: len(arguments)]
     if not all(parameter.is_constexpr for parameter in late) or any(parameter.is_constexpr for parameter in early):
         raise TypeError(f"{kernel.__name__} must be given every run-time argument by position and every constexpr by name")

@@ -40,8 +40,8 @@ def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
 
 
 def pad_few(q: Tensor) -> Tensor:
-    """Returns few rows ``[heads, rows, dim]`` with rows of zeros behind them where MKL is faster on so many: on 4 than on 2 or
-    3."""
+    """Returns few rows ``[heads, rows, dim]``, with rows of zeros after them where MKL is faster with these: on 4 rows than on
+    2 or 3."""
     rows = q.shape[1]
     return torch.nn.functional.pad(q, (0, 0, 0, -rows % 4)) if rows > 1 and rows % 4 else q
 
@@ -56,7 +56,7 @@ def products_few(q: Tensor, k: Tensor) -> Tensor:
     left = k.shape[1] - whole
     if not left:
         return torch.bmm(q, k.transpose(1, 2))
-    # The last keys, too, are multiplied as so many, some of which were multiplied before.
+    # The last product has as many keys as a step, too: some that were multiplied before come again.
     last = k[:, -FEW_ROWS_STEP:] if whole else torch.nn.functional.pad(k, (0, 0, FEW_ROWS_STEP - left, 0))
     rest = torch.bmm(q, last.transpose(1, 2))[..., -left:]
     return torch.cat((torch.bmm(q, k[:, :whole].transpose(1, 2)), rest), 2) if whole else rest

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""`Parameters` says how a compiled kernel takes its parameters. It is made once for each compiled kernel, so that to record a
-launch is to read its arguments and to pack its numbers, and nothing is found out again.
+"""`Parameters` says how a compiled kernel takes its parameters. It is made once for each compiled kernel, so that
+recording a launch takes no more than reading its arguments and packing its numbers.
 
-A parameter is an address of a tensor, a number or a TMA descriptor, which numbers follow: its sizes and strides. Constants are
-no parameters. A word has 64 bits.
+A parameter is the address of a tensor, a number, or a TMA descriptor, whose sizes and strides follow it as numbers. Constants
+are no parameters. A word has 64 bits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _PACKED |= {f"i{bits}": "q" for bits in (1, 8, 16, 32, 64)} | {f"u{bits}": "Q" f
 class Given(NamedTuple):
     """This is what a launch gives a kernel.
 
-    tensors:  whose addresses are parameters, in order, and then those that TMA descriptors describe.
-    numbers:  in order, the sizes and strides of descriptors among them.
+    tensors:  those whose addresses are parameters, in order, and then those that TMA descriptors describe.
+    numbers:  all of them in order, sizes and strides of descriptors included.
     maps:     the TMA descriptors as Triton's launcher takes them.
     """
 
@@ -37,7 +37,7 @@ class Parameters:
     signature:  Triton's type of each argument that is no constant of the kernel, a tuple of types for a tuple.
     places:     the arguments that are TMA descriptors.
 
-    order:      of each parameter its place among all numbers, then all tensors, then all TMA descriptors.
+    order:      for each parameter, its place among all numbers, then all tensors, then all TMA descriptors.
     formats:    how `struct` packs the numbers, a word each.
 
     Raises TypeError where a number is of a type that cannot be packed.
@@ -48,7 +48,7 @@ class Parameters:
         bases: list[str] = []
         numbers: list[str] = []
         formats: list[str] = []
-        order: list[tuple[str, int]] = []  # of each parameter its sort, and its place among those of its sort
+        order: list[tuple[str, int]] = []  # the sort of each parameter, and its place in that sort
 
         def number(text: str, kind: str) -> None:
             if kind not in _PACKED:

@@ -1,53 +1,29 @@
 # SPDX-License-Identifier: MIT
-"""`record` runs host code once and keeps its launches; a `Replay` makes the same launches again, on other tensors of the same
-shapes, in little time of the host.
+"""A `Replay` makes launches that a tape says (kinds.py) again, on other tensors of the same shapes, in little time of the host.
 
 What a launch takes are numbers and addresses. Numbers stay. Addresses are of three kinds: those of the inputs, which a replay
 is given anew; those of memory that the recorded code allocated, which lies in one workspace; and those of memory that is kept,
-such as a plan's counters. Host code can be recorded if it computes nothing with PyTorch and reads no values, so that only
-launches have effects; otherwise `record` says why not, and nothing is replayed.
+such as a plan's counters.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from torch import Tensor
 from triton.runtime import driver
 
-from openmsa.runtime import launch
 from openmsa.runtime.addresses import AmbiguousError, Prepared, PreparedZero, prepare
 from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall, checked
-from openmsa.runtime.tape import Computed, Launched, Tape, taping
+from openmsa.runtime.kinds import Tape
 
 
-def record(function: Callable[[], object], inputs: list[Tensor], own: bool = True) -> Replay | str:
-    """Runs `function`, which launches on `inputs` and on other memory, and returns its launches, or a sentence that says why
-    they cannot be replayed.
-
-    own:  whether the other memory belongs to the call alone: a replay then takes it from a workspace. Otherwise it is kept.
-    """
-    tape: Tape = []
-    with taping(tape):
-        function()
+def replay_of(tape: Tape, inputs: list[Tensor], own: bool) -> Replay | str:
+    """Returns the launches of a tape, or a sentence that says why no address can take the place of another."""
     try:
-        return _unreplayable(tape) or Replay(prepare(tape, inputs, own), inputs[0].get_device())
+        return Replay(prepare(tape, inputs, own), inputs[0].get_device())
     except AmbiguousError as error:
         return str(error)
-
-
-def _unreplayable(tape: Tape) -> str | None:
-    for event in tape:
-        if isinstance(event, Computed):
-            return f"its host code computes {event.what} with PyTorch"
-        if isinstance(event, Launched):
-            name = event.kernel.__name__
-            if event.variant is None:
-                return launch.why_not_remembered(event.kernel) or f"Triton itself launches {name}"
-            if event.variant.metadata[1] != 1:
-                return f"{name} runs in clusters"
-    return None
 
 
 class Replay:

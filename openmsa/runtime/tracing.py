@@ -6,40 +6,16 @@ Operators take no objects: a number stands for an object that holds memory of it
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 TRACED: dict[str, Callable[[dict[str, Any]], Any]] = {}
 """By the names of operators, these are public functions, and what takes the arguments by name while a graph is traced."""
-
-
-def operator(name: str) -> Callable[[F], F]:
-    """Decorates a public function, which is the operator `name`, ``"package::function"``, while `torch.compile` or
-    `torch.export` traces a graph: one node there, whatever it reads or launches. Eager calls pass straight through."""
-
-    def decorate(function: F) -> F:
-        FUNCTIONS[name] = function
-        parameters = inspect.signature(function).parameters.values()
-        names = tuple(parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)
-
-        @functools.wraps(function)
-        def public(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() and len(args) <= len(names):
-                return TRACED[name](dict(zip(names, args, strict=False)) | kwargs)
-            return function(*args, **kwargs)
-
-        return cast(F, public)
-
-    return decorate
 
 
 def refuse_to_trace(name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.runtime import dispatch, tracing
+from openmsa.runtime import dispatch
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.sparse_attention.call import SparseCall, check_sparse
 from openmsa.types import Sequences
@@ -38,7 +38,7 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
-@tracing.operator("openmsa::sparse_attention")
+@dispatch.operator("openmsa::sparse_attention")
 def sparse_attention(
     q: Tensor | Stored,
     k: Tensor | Stored | PagedKV,
@@ -120,7 +120,7 @@ STAGE = Stage(
     (
         Implementation(
             "triton_decode",
-            "openmsa.sparse_attention.triton_decode:sparse_attention",
+            "openmsa.sparse_attention.triton_decode_call:sparse_attention",
             _cannot_decode,
             _many_queries,
             TRITON_BACKWARD,

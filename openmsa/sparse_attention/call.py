@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A checked call of `sparse_attention`, and its checks."""
+"""This file holds the checked call of `sparse_attention`, and its checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from openmsa.inputs import check_qkv
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.results import check_places
-from openmsa.runtime import checks
+from openmsa.runtime import checks, value_checks
 from openmsa.runtime.kinds import tensors_in
 from openmsa.types import Layout, Sequences
 
@@ -62,7 +62,7 @@ def check_sparse(
     if check or q.device.type == "cpu":
         num_blocks = inputs.seqs.num_blocks(block_size)
         if check:
-            checks.in_range("blocks", blocks, -1, num_blocks)
+            value_checks.in_range("blocks", blocks, -1, num_blocks)
         _check_distinct(blocks, num_blocks)
     return SparseCall(*inputs[:3], blocks, inputs.seqs, block_size, inputs.softmax_scale, return_lse)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Prefill of short contexts on CPUs whose fused kernel is far faster than products in float32: all visible keys are read, those
-of blocks that a query has not selected behind a mask."""
+"""This module serves prefill of short contexts on CPUs whose fused kernel is far faster than products in float32. It reads all
+visible keys, and masks those of blocks that a query has not selected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from openmsa.kv_cache.sequence_rows import Rows
 
 MASKED_BLOCKS = 3  # Up to so many visible blocks for a selected one, the mask is faster than KV-outer where it serves at all.
-QUERIES = 256  # So many queries have a mask at a time, which stays small.
+QUERIES = 256  # Masks are made for so many queries at a time, and stay small.
 
 
 @functools.cache

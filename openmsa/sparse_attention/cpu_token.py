@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Decode on a CPU: the queries of one token attend to the keys that were selected for them."""
+"""In decode on a CPU the queries of one token attend to the keys that were selected for them."""
 
 from __future__ import annotations
 

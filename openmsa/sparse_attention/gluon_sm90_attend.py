@@ -27,20 +27,12 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openmsa.primitives.gluon_sm90_attention import (
     BLOCK,
     ROWS,
-    Ring,
-    Rows,
     bring,
     clear_behind,
     descriptor,
@@ -51,7 +43,9 @@ from openmsa.primitives.gluon_sm90_attention import (
     no_rows,
     online_step,
     pass_by,
+    ring_of,
     rounded,
+    row_maxima,
     row_results,
     seen,
     stay,
@@ -201,7 +195,9 @@ def attend(
                     b_s = seen(b_s, block, last_key)
                     m_member = bits >> token & 1 != 0
                     bits = gl.load(p_bits + gl.minimum(1, size - 1))
-                    weights, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER)
+                    weights, m_i, l_i, alpha = online_step(
+                        b_s, row_maxima(b_s), m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER
+                    )
                     q = kept(q)
 
                     # 2. Each further block is multiplied with the queries, and the values before it with their weights.
@@ -222,7 +218,9 @@ def attend(
                             b_s = -b_s
                         if i >= whole:
                             b_s = seen(b_s, gl.load(p_ids + i), last_key)
-                        p, m_i, l_i, alpha = online_step(b_s, m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER)
+                        p, m_i, l_i, alpha = online_step(
+                            b_s, row_maxima(b_s), m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER
+                        )
                         q = kept(q)
                         stay(i_list)
                         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -276,26 +274,7 @@ def sm90_attend_kernel(
 ):
     """Attends in union tiles, which the programs share. The grid has as many programs as run at a time."""
     num_items = num_tiles * num_kv_heads * CUT.parts * gl.minimum(gl.load(union.has_union), 1)
-    NUMBER: gl.constexpr = tma_k.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    k = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, BLOCK, CUT.dim_pad], tma_k.layout)
-    v = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, BLOCK, CUT.dim_pad], tma_v.layout)
-    q = gl.allocate_shared_memory(NUMBER, [2, 1, ROWS // CUT.heads, CUT.heads, CUT.dim_pad], tma_q.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_free.index(i), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    ring, rows = Ring(k, v, k_full, v_full, free), Rows(q, q_full, q_free)
+    ring, rows = ring_of(tma_q, tma_k, tma_v, CUT.heads, CUT.dim_pad, STAGES)
     SIDE_0: gl.constexpr = 0
     SIDE_1: gl.constexpr = 1
     gl.warp_specialize(

@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from openmsa.primitives import query_parts
-from openmsa.primitives.gluon_sm90_attention import BLOCK, ROWS, kept, no_rows, online_step, row_results, seen
+from openmsa.primitives.gluon_sm90_attention import BLOCK, ROWS, kept, no_rows, online_step, row_maxima, row_results, seen
 from openmsa.primitives.operands import KeyRows, QueryRows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel
@@ -243,7 +243,9 @@ def attend(
                 s = warpgroup_mma_wait(0, deps=(s,))
                 if not sees_all:
                     s = seen(s, block, last_key)
-                weights, m_i, l_i, alpha = online_step(s, m_i, l_i, x_scale, m_member, WEIGHTS, OUT_ROW, gl.float16)
+                weights, m_i, l_i, alpha = online_step(
+                    s, row_maxima(s), m_i, l_i, x_scale, m_member, WEIGHTS, OUT_ROW, gl.float16
+                )
                 acc = acc * alpha[:, None]
                 acc = warpgroup_mma(weights, ring.v.index(t % STAGES), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))

@@ -4,15 +4,15 @@
 and the sums for their gradients, gathers the queries that read the block a few at a time, and leaves for each (query, slot)
 what the block adds to dq. A second kernel adds up the slots of each query, a third the items of each block.
 
-Lists are sorted and every sum is taken in a fixed order, without atomics: results repeat bit for bit. Rows of K and V up to
+Lists ascend and every sum is taken in a fixed order, without atomics: results repeat bit for bit. Rows of K and V up to
 the last key that some query of the sequence sees must be finite.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,10 +21,11 @@ from torch import Tensor
 
 from openmsa.primitives.gradients import RowTerms, weights_and_slopes
 from openmsa.primitives.operands import Bounds, KeyRows
-from openmsa.primitives.readers import Readers, buckets_of, most_extra, readers
+from openmsa.primitives.readers import Readers, buckets_of, most_extra
 from openmsa.primitives.rows import query_rows
+from openmsa.primitives.triton_readers import listed
 from openmsa.runtime.devices import facts
-from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
+from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two, runs_hopper_kernels
 from openmsa.sparse_attention.triton_config import SHARED_BYTES
 from openmsa.sparse_attention.triton_lists import position_of_token_zero
 from openmsa.types import Layout
@@ -81,7 +82,7 @@ class Shape(NamedTuple):
 
     heads:      query heads of a key head; head_pad: rounded up to a power of two.
     lists:      heads of the selection: as many as key heads, or 1.
-    topk:       slots of a query.
+    topk:       slots of a query; topk_pad: rounded up to a power of two.
     block:      keys of a block.
     keys:       keys of a program; cuts: programs of a block.
     rows:       rows of a step.
@@ -94,6 +95,7 @@ class Shape(NamedTuple):
     head_pad: int
     lists: int
     topk: int
+    topk_pad: int
     block: int
     keys: int
     cuts: int
@@ -136,6 +138,8 @@ def sparse_attention_backward(
     *,
     workspace_bytes: int = WORKSPACE_BYTES,
     config: BackwardConfig | None = None,
+    tuned: bool | None = None,
+    options: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v, summed in float32.
 
@@ -144,29 +148,49 @@ def sparse_attention_backward(
 
     workspace_bytes:  bound on what blocks add to dq, held for a chunk of queries at a time (lists and float32 sums of dk and dv
                       are not counted). It changes the order of the sums for dk and dv.
-    config:           tile shapes; None: those of `backward_config`.
+    config:           tile shapes; None: those of `backward_config`, with items twice as long for Hopper's own kernel.
+    tuned:            whether Hopper's own kernel makes the products; where it cannot, True raises NotImplementedError. None:
+                      where it can.
+    options:          what differs from the usual in the launch of Hopper's own kernel.
     """
     (total_q, heads, dim), (total_k, kv_heads, _), topk = q.shape, k.shape, blocks.shape[2]
     if not q.numel() or not k.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if config is None:
-        config = backward_config(dim, heads // kv_heads, block_size, facts(q.device).arch // 10, q.element_size())
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.zeros(k.shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    usual = backward_config(dim, heads // kv_heads, block_size, facts(q.device).arch // 10, q.element_size())
+    tuned = _is_tuned(tuned, config or usual, q, k, blocks, block_size)
+    config = config or (replace(usual, item=2 * usual.item) if tuned else usual)
     grad_out = grad_out if grad_out.stride(2) == 1 else grad_out.contiguous()
-    terms = RowTerms.of(out, lse, grad_out, grad_lse)
+    terms = RowTerms.of(out, lse, grad_out, grad_lse)  # While it runs, the host goes on.
+    dk, dv = torch.zeros((2, *k.shape), dtype=torch.float32, device=q.device)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    whole = (q, grad_out, dq, blocks, *terms)
     shape = _shape(config, heads // kv_heads, blocks, block_size, dim, q.dtype)
     query_bytes = heads * topk * shape.cuts * dim * q.element_size()
     chunk = ceil_div(total_q, ceil_div(total_q, max(1, workspace_bytes // query_bytes)))
     for start in range(0, total_q, chunk):
-        rows = slice(start, min(start + chunk, total_q))
-        here = seqs if chunk == total_q else seqs.query_chunk(rows.start, rows.stop)
-        lists = readers(blocks[rows], here, total_k, block_size, config.item)
-        of_rows = RowTerms(terms.lse[rows], terms.delta[rows])
-        sums = _sums(lists, dk, dv, shape, q[rows])
-        _launch(config, shape, q[rows], k, v, grad_out[rows], of_rows, lists, here, softmax_scale, sums)
-        _add_up(config, shape, dq[rows], lists, sums, buckets_of(total_k, seqs.batch, block_size), here)
+        stop = min(start + chunk, total_q)
+        here = seqs if chunk == total_q else seqs.query_chunk(start, stop)
+        own_q, own_grad, own_dq, own_blocks, *own_terms = whole if chunk == total_q else [x[start:stop] for x in whole]
+        lists = listed(own_blocks, here, total_k, block_size, config.item)
+        sums = _sums(lists, dk, dv, shape, own_q)
+        given = (config, shape, own_q, k, v, own_grad, RowTerms(*own_terms), lists, here, softmax_scale, sums)
+        _launch_tuned(*given, **(options or {})) if tuned else _launch(*given)
+        _add_up(config, shape, own_dq, lists, sums, buckets_of(total_k, seqs.batch, block_size), here)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _is_tuned(tuned: bool | None, config: BackwardConfig, q: Tensor, k: Tensor, blocks: Tensor, block_size: int) -> bool:
+    """Says whether Hopper's own kernel serves a call."""
+    if tuned is False:
+        return False
+    reason: str | None = "it runs on Hopper GPUs with Triton 3.6 only"
+    if runs_hopper_kernels(q.device):
+        from openmsa.sparse_attention.gluon_sm90_gradients import why_not
+
+        reason = why_not(q, k, blocks, block_size, config.keys)
+    if reason is not None and tuned:
+        raise NotImplementedError(f"tuned must be False or None, as Hopper's own kernel does not serve this call: {reason}")
+    return reason is None
 
 
 def _shape(config: BackwardConfig, group: int, blocks: Tensor, block_size: int, dim: int, dtype: torch.dtype) -> Shape:
@@ -175,6 +199,7 @@ def _shape(config: BackwardConfig, group: int, blocks: Tensor, block_size: int, 
         head_pad=next_power_of_two(group),
         lists=blocks.shape[1],
         topk=blocks.shape[2],
+        topk_pad=next_power_of_two(blocks.shape[2]),
         block=block_size,
         keys=config.keys,
         cuts=ceil_div(block_size, config.keys),
@@ -192,8 +217,7 @@ def _sums(lists: Readers, dk: Tensor, dv: Tensor, shape: Shape, q: Tensor) -> Su
     slots = torch.empty((q.shape[0] * q.shape[1], shape.topk * shape.cuts, shape.dim), dtype=q.dtype, device=q.device)
     size = (kv_heads // shape.lists, most, 2, shape.cuts, shape.keys, shape.dim)
     extra = torch.empty(size, dtype=torch.float32, device=q.device)
-    counts = (lists.item_starts.diff() - 1).clamp_(min=0)
-    return Sums(slots, dk, dv, extra, torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)))
+    return Sums(slots, dk, dv, extra, lists.extra_starts)
 
 
 def _launch(
@@ -232,6 +256,28 @@ def _launch(
     )
 
 
+def _launch_tuned(
+    config: BackwardConfig,
+    shape: Shape,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    terms: RowTerms,
+    lists: Readers,
+    seqs: Layout,
+    softmax_scale: float,
+    sums: Sums,
+    **options: Any,
+) -> None:
+    """Launches Hopper's own kernel, which does what `block_gradients` does."""
+    from openmsa.sparse_attention.gluon_sm90_gradients import Cut, launch_sm90_gradients
+
+    bounds = Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset)
+    cut = Cut(shape.heads, shape.lists, shape.topk, shape.item)
+    launch_sm90_gradients(q, k, v, grad_out, terms, lists, bounds, softmax_scale, sums, cut, **options)
+
+
 def _key_rows(x: Tensor) -> KeyRows:
     s_row, s_head, s_dim = x.stride()
     return KeyRows(x, 0, s_head, s_row, s_dim)
@@ -246,7 +292,7 @@ def _add_up(
         add_slots,
         (ceil_div(dq.shape[0], config.sum_tokens), kv_heads),
         sums.slots,
-        lists.slots(),
+        lists.reads.view(torch.uint8),
         dq,
         dq.shape[0],
         kv_heads,
@@ -373,7 +419,7 @@ def block_gradients(
 @triton.jit(do_not_specialize=["num_tokens"])
 def add_slots(
     slots,
-    filled,  # int64 [tokens, selection heads], bit i says that slot i is read
+    reads,  # bytes [tokens, selection heads, topk], whether a slot is read
     dq,
     num_tokens,
     num_kv_heads,
@@ -394,7 +440,10 @@ def add_slots(
     head = o_r % HEADS
     m_r = (token < num_tokens) & (head < GROUP)
     m_rd = m_r[:, None] & (o_d < DIM)[None, :]
-    b_filled = tl.load(filled + token * SHAPE.lists + tl.minimum(i_h, SHAPE.lists - 1), mask=m_r, other=0)
+    o_s = tl.arange(0, SHAPE.topk_pad)
+    p_reads = reads + (token * SHAPE.lists + tl.minimum(i_h, SHAPE.lists - 1)) * SHAPE.topk
+    b_reads = tl.load(p_reads[:, None] + o_s[None, :], mask=m_r[:, None] & (o_s < SHAPE.topk)[None, :], other=0)
+    b_filled = tl.sum(b_reads.to(tl.int64) << o_s[None, :], 1)  # Bit i says that slot i is read.
     o_part = ((token * num_kv_heads + i_h) * PARTS * GROUP + head)[:, None] * DIM + o_d[None, :]
     b_sum = tl.zeros([ROWS, DIM_PAD], tl.float32)
     for i in tl.range(0, PARTS, num_stages=4):

@@ -158,6 +158,8 @@ FEW_READERS = 12
 """A block is read by at most so many queries on average where that form is the faster one;"""
 FEW_ROWS = ((1024, 64), (2048, 24))
 """by at most the second number where queries times key heads are at most the first."""
+OUTER_PROGRAMS = 2
+"""So many programs of KV-outer share a multiprocessor."""
 LONE_TILES = 1.4
 """With fewer union tiles a multiprocessor, a program that walks a union is waited for by all others."""
 
@@ -184,3 +186,19 @@ def union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> i
     """
     gathered_steps = topk * config.union_tokens / config.outer_tokens
     return max(1, int(config.union_gain * gathered_steps * (1 + 8 / max(queries_per_block, 1e-3))))
+
+
+def all_together(config: PrefillConfig, topk: int, rows: int, lists: int, visible: float, num_sms: int) -> bool:
+    """Tells whether every tile of a call goes to the union kernel, whatever its queries select: a union has at most the blocks
+    that they see, and to walk all of these costs no more on average than KV-outer does. KV-outer takes whole rounds of items,
+    so that few items, or a few more than a round has, cost more than their share, also where only a part of the tiles is left
+    to it.
+
+    rows:     queries times key heads.
+    lists:    blocks times key heads.
+    visible:  blocks that a tile sees on average.
+    """
+    readers, at_a_time = rows * topk / lists, OUTER_PROGRAMS * num_sms
+    rounds = math.ceil(lists * math.ceil(readers / config.outer_item) / at_a_time)
+    of_its_share = rounds * at_a_time * min(readers, config.outer_item) / (rows * topk)
+    return visible <= union_limit(config, topk, readers) * of_its_share

@@ -5,7 +5,7 @@
 A program serves up to eight tokens of one sequence and one KV head: their query heads are the rows of its tile. It makes the
 list of all blocks that these tokens selected, each once, with a bit for each token that did, and walks the list; rows of the
 other tokens leave a block out. All rows are multiplied with every block of the list, so tokens that differ much, whose list is
-long, are left to the kernel of `openmsa.sparse_attention.triton_decode`, which runs behind this one and finds a flag. Where the
+long, are left to the kernel of `openmsa.sparse_attention.triton_decode`, which runs after this one and finds a flag. Where the
 launch is split, the programs of a row tile take every `splits`-th block of the list, leave partials, and the last one merges
 them, as there. Queries, keys and values are plain, 16 bits wide, keys and values in pages that hold whole blocks.
 
@@ -60,8 +60,8 @@ def configure(
     device: Device,
 ) -> Config | None:  # fmt: skip
     """Chooses tokens, tiles and splits; None where tokens cannot share programs, and where each token's program has a
-    multiprocessor of its own anyway. It is a pure function. A list of 9/16 of all selected blocks takes as long as reading them
-    apart (`docs/log/decode.md`)."""
+    multiprocessor of its own anyway. It is a pure function. Walking a list of 3/8 of all selected blocks takes less time than
+    reading the blocks apart (`docs/log/decode.md`)."""
     tokens = next_power_of_two(new_tokens)
     while tokens > 1 and (tokens * group > MAX_ROWS or tokens * next_power_of_two(topk) > MAX_LISTED):
         tokens //= 2
@@ -74,7 +74,7 @@ def configure(
     splits = max(1, min(device.num_sms // programs, tokens * topk // 4))
     tile_bytes = 4 * keys * next_power_of_two(head_dim)  # one tile of keys and one of values
     stages = min(3, (device.shared_bytes - 2 * rows * head_dim) // tile_bytes)
-    return Config(tokens, rows, keys, splits, tokens * topk * 9 // 16, 8 if rows == 128 else 4, max(stages, 1))
+    return Config(tokens, rows, keys, splits, tokens * topk * 3 // 8, 8 if rows == 128 else 4, max(stages, 1))
 
 
 @triton.jit
@@ -239,7 +239,7 @@ class Shared(NamedTuple):
         device: torch.device,
         shares: bool = True,
     ) -> Shared:
-        """Makes room. shape: the arguments of `configure` from new_tokens to page_size. shares: whether tokens may share."""
+        """Allocates memory. shape: arguments of `configure` from new_tokens to page_size. shares: whether tokens may share."""
         (new_tokens, num_kv_heads, _, head_dim, *_), facts = shape, devices.facts(device)
         cuts = [configure(batch, *shape, facts) if shares else None for batch in range(1, max_batch + 1)]
         tiles = [(i + 1) * ceil_div(new_tokens, c.tokens) * num_kv_heads if c else 0 for i, c in enumerate(cuts)]

@@ -68,6 +68,10 @@ class Keys(NamedTuple):
         k_view, v_view = [KeyView.of(x, table, native, items=False, words=1) for x in pools]
         return cls(k_view, v_view, k_view.heads, k_view.rows.data.dtype, total, by_row)
 
+    def num_buckets(self, seqs: Layout, block_size: int) -> int:
+        """Returns a bound on the blocks of all sequences together, as they are numbered."""
+        return -(-self.total // block_size) + seqs.batch - 1
+
     @property
     def page_size(self) -> int:
         """Returns the keys of a page, 0 where keys are packed."""

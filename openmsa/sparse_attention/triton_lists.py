@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""These kernels turn a selection into work: union lists of neighbouring queries, and the query list of each block.
+"""This kernel turns a selection into work: union lists of neighbouring queries, and the query list of each block.
 
 A tile is `TOKENS` neighbouring queries of one sequence. Tile i belongs to the last sequence b with
 ``cu_q[b] // TOKENS + b <= i``, so tiles need no list of their own (some are empty). Blocks are numbered the same way over
@@ -30,6 +30,7 @@ from openmsa.sparse_attention.triton_config import (
     FEW_READERS,
     PrefillConfig,
     RowTile,
+    all_together,
     few_queries,
     few_union_limit,
     padded_dim,
@@ -194,7 +195,7 @@ class Plan(NamedTuple):
         whether union tiles go to Hopper's own kernel."""
         total_q, num_q_heads, head_dim = queries.data.shape
         tokens, group = config.union_tokens, num_q_heads // keys.heads
-        num_buckets = buckets_of(keys, seqs, block_size)
+        num_buckets = keys.num_buckets(seqs, block_size)
         most = min(tokens * topk, seqs.num_blocks(block_size))
         num_tiles = ceil_div(total_q, tokens) + seqs.batch - 1
         readers = total_q * topk / num_buckets
@@ -211,6 +212,10 @@ class Plan(NamedTuple):
             limit = few_union_limit(config, topk, readers, num_tiles * keys.heads / facts(queries.data.device).num_sms)
         else:
             limit = (few_union_limit if tuned and readers <= FEW_READERS else union_limit)(config, topk, readers)
+            visible = seqs.num_blocks(block_size) - min(seqs.max_seqlen_q, total_q) / block_size / 2
+            sizes = (total_q * keys.heads, num_buckets * keys.heads, visible, facts(queries.data.device).num_sms)
+            if tuned and plain and all_together(config, topk, *sizes):
+                limit = most  # nothing is left for KV-outer
         limit = {"union": most, "outer": 0, "few": -1}.get(path, limit)
         return cls(
             group=group,
@@ -255,19 +260,14 @@ class PrefillCall(NamedTuple):
         return RowTile(plan.group, self.config.heads, plan.parts, tokens, dim, padded_dim(dim, self.keys.dtype))
 
 
-def buckets_of(keys: Keys, seqs: Layout, block_size: int) -> int:
-    """Returns a bound on the blocks of all sequences together, as they are numbered."""
-    return ceil_div(keys.total, block_size) + seqs.batch - 1
-
-
 def joins_offsets(plan: Plan) -> bool:
     """Says whether `tile_lists` makes the offsets of lists for KV-outer, which saves the launch of `bucket_offsets`."""
     return plan.num_buckets <= JOINED_BUCKETS
 
 
 def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: PrefillConfig, flag: bool) -> Lists:
-    """Builds the lists of a call with one to three launches. keys: those that the union kernel reads. flag: whether `has_union`
-    is needed."""
+    """Builds the lists of a call with one launch; those of KV-outer lack what `triton_outer.fill` writes. keys: those that the
+    union kernel reads. flag: whether `has_union` is needed."""
     tile_heads, segments, total_q = plan.num_tiles * keys.heads, plan.num_chunks * keys.heads, plan.total_q
     room = tile_heads * plan.limits.capacity
     union_sizes = (plan.num_tiles * TILE_FIELDS.value, tile_heads * SIZE_FIELDS.value, room, room, room)
@@ -312,15 +312,20 @@ def _split(like: Tensor, *sizes: int) -> list[Tensor]:
     return list(like.new_empty(sum(rooms)).split(rooms))
 
 
-def _fill(lists: Lists, blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: PrefillConfig) -> None:
+def selection_of(blocks: Tensor, plan: Plan, config: PrefillConfig) -> tuple[Selection, dict[str, int]]:
+    """Returns what the kernels that read a tile's selection take: the selection, constants and number of warps."""
     selection = Selection(blocks, blocks.stride(0), blocks.stride(1) if blocks.shape[1] > 1 else 0, blocks.stride(2))
-    batch, tokens, slots = bounds.cu_q.numel() - 1, config.union_tokens, next_power_of_two(plan.topk)
-    grid = (plan.num_tiles * keys.heads,)
+    tokens, slots = config.union_tokens, next_power_of_two(plan.topk)
     shape = {"TOPK": plan.topk, "SLOTS": slots, "TOKENS": tokens, "BLOCK": plan.block_size}
-    num_warps = min(8, max(1, tokens * slots // 256))
+    return selection, shape | {"num_warps": min(8, max(1, tokens * slots // 256))}
+
+
+def _fill(lists: Lists, blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: PrefillConfig) -> None:
+    batch = bounds.cu_q.numel() - 1
+    selection, shape = selection_of(blocks, plan, config)
     launch_kernel(
         tile_lists,
-        grid,
+        (plan.num_tiles * keys.heads,),
         selection,
         bounds,
         keys.k.table,
@@ -338,27 +343,6 @@ def _fill(lists: Lists, blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, 
         REST=plan.rest,
         ITEM=config.outer_item,
         STEP=JOINED_STEP,
-        num_warps=num_warps,
-    )
-    if lists.outer is None:
-        return
-    if lists.outer.done is None:
-        segments = (plan.num_chunks * keys.heads,)
-        constants = {"ITEM": config.outer_item, "STEP": SCAN_STEP, "num_warps": 8}
-        launch_kernel(bucket_offsets, segments, lists.outer, plan.num_buckets, **constants)
-    launch_kernel(
-        fill_lists,
-        grid,
-        selection,
-        bounds.cu_k,
-        lists.union,
-        lists.outer,
-        keys.heads,
-        plan.num_buckets,
-        *plan.chunk,
-        **shape,
-        ITEM=config.outer_item,
-        num_warps=num_warps,
     )
 
 
@@ -413,8 +397,8 @@ def tile_lists(
     bounds,  # Bounds
     table,  # PageTable
     union,  # UnionLists, written; has_union must be 0 before
-    rest,  # OuterLists, of which counts, partly and done must be 0 before and are written, and ranks are, and with `done` all
-    # that `bucket_offsets` writes; or FewLists, of which entries and slots are written too; None: every tile stays together
+    rest,  # OuterLists: counts, partly and done must be 0 before and are written, as are ranks and, with `done`, all that
+    # `bucket_offsets` writes; or FewLists: entries and slots are written, too; or None: every tile stays together
     num_kv_heads,
     batch,
     search_steps,
@@ -519,11 +503,11 @@ def tile_lists(
             i_segment, programs = i_chunk * num_kv_heads + i_h, tl.minimum(chunk_tiles, num_tiles - i_chunk * chunk_tiles)
             tl.debug_barrier()  # Every thread has counted before one thread says so.
             if tl.atomic_add(rest.done + i_segment, 1, sem="acq_rel") == programs - 1:
-                _offsets(rest, i_segment, num_buckets, ITEM, STEP, ".cg")
+                segment_offsets(rest, i_segment, num_buckets, ITEM, STEP, ".cg")
 
 
 @triton.jit
-def _offsets(outer, i_segment, num_buckets, ITEM: tl.constexpr, STEP: tl.constexpr, CACHE: tl.constexpr):
+def segment_offsets(outer, i_segment, num_buckets, ITEM: tl.constexpr, STEP: tl.constexpr, CACHE: tl.constexpr):
     """Computes prefix sums over the blocks of a segment: where their entries and items start. CACHE: how counts are read."""
     entries, items = 0, 0
     for start in range(0, num_buckets, STEP):
@@ -537,62 +521,3 @@ def _offsets(outer, i_segment, num_buckets, ITEM: tl.constexpr, STEP: tl.constex
         entries += tl.sum(b_count, 0)
         items += tl.sum(b_items, 0)
     tl.store(outer.num_items + i_segment, items)
-
-
-@triton.jit(do_not_specialize=_LENGTHS)
-def bucket_offsets(outer, num_buckets, ITEM: tl.constexpr, STEP: tl.constexpr):
-    """Writes both offsets and num_items of `OuterLists`, a segment a program."""
-    _offsets(outer, tl.program_id(0), num_buckets, ITEM, STEP, "")
-
-
-@triton.jit(do_not_specialize=_LENGTHS)
-def fill_lists(
-    selection,  # Selection
-    cu_k,
-    union,  # UnionLists
-    outer,  # OuterLists, of which entries, items and slots are written
-    num_kv_heads,
-    num_buckets,
-    chunk_tiles,
-    chunk_entries,
-    item_bound,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ITEM: tl.constexpr,
-):
-    """Writes the entries of a KV-outer tile and KV head, one a program, and the items that begin with them."""
-    # 1. The blocks of the tile, and its queries' places in their lists, are loaded.
-    i_tile = tl.program_id(0) // num_kv_heads
-    i_h = tl.program_id(0) % num_kv_heads
-    if tl.load(union.sizes + (i_tile * num_kv_heads + i_h) * SIZE_FIELDS) >= 0:
-        return
-    first, tokens, i_b, _ = load_tile(union.tiles, i_tile)
-    o_t, o_s = tl.arange(0, TOKENS), tl.arange(0, SLOTS)
-    row = (first + o_t).to(tl.int64)
-    m_slot = (o_t < tokens)[:, None] & (o_s < TOPK)[None, :]
-    rank = tl.load(outer.ranks + (row[:, None] * num_kv_heads + i_h) * TOPK + o_s[None, :], mask=m_slot, other=-1)
-    m_read = rank >= 0  # [TOKENS, SLOTS]
-    b_ids = tl.load(selected_at(selection, row, i_h, SLOTS), mask=m_read, other=0)
-
-    # 2. An entry is written for each (query, slot).
-    i_segment = (i_tile // chunk_tiles * num_kv_heads + i_h).to(tl.int64)
-    o_b = i_segment * num_buckets + tl.load(cu_k + i_b) // BLOCK + i_b + b_ids
-    begin = tl.load(outer.entry_offsets + o_b, mask=m_read, other=0)
-    here = begin + rank
-    token = (first + o_t)[:, None]
-    tl.store(outer.entries + i_segment * chunk_entries + here, token * TOPK + o_s[None, :], mask=m_read)
-
-    # 3. Every ITEM-th entry of a list begins an item.
-    m_item = m_read & (rank % ITEM == 0)
-    end = begin + tl.load(outer.counts + o_b, mask=m_item, other=0)
-    i_item = tl.load(outer.item_offsets + o_b, mask=m_item, other=0) + rank // ITEM
-    p_item = outer.items + (i_segment * item_bound + i_item) * ITEM_FIELDS
-    tl.store(p_item, here, mask=m_item)
-    tl.store(p_item + 1, tl.minimum(here + ITEM, end), mask=m_item)
-    tl.store(p_item + 2, tl.zeros_like(b_ids) + i_b, mask=m_item)
-    is_partly = tl.load(outer.partly + o_b, mask=m_item, other=0) != 0
-    tl.store(p_item + 3, tl.where(is_partly, -1 - b_ids, b_ids), mask=m_item)
-    filled = tl.sum(m_read.to(tl.int64) << o_s[None, :].to(tl.int64), 1)
-    tl.store(outer.slots + row * num_kv_heads + i_h, filled, mask=o_t < tokens)

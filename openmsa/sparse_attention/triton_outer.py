@@ -2,7 +2,7 @@
 # mypy: allow-untyped-defs
 """This is KV-outer attention: a program serves an item, up to some hundred queries of one block. It holds the block's keys and
 values, gathers the queries a few at a time, and writes a partial for each (query, slot); a second kernel merges each query's
-partials.
+partials. In front of both, `fill` writes the list of each block and its items, for which `triton_lists` has counted.
 
 The causal mask is applied only where some query in the block's list does not see the whole block. Rows of K and V past the last
 key that any query of the item sees are not loaded; those in front of it must be finite.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from openmsa.primitives.softmax import Partials, inverse_sums, store_result
 from openmsa.runtime.launch import ceil_div, launch_kernel
-from openmsa.sparse_attention.triton_config import KeyCut
+from openmsa.sparse_attention.triton_config import KeyCut, PrefillConfig
 from openmsa.sparse_attention.triton_keys import (
     SMALLEST_SCALE,
     HeadRows,
@@ -30,13 +30,80 @@ from openmsa.sparse_attention.triton_keys import (
 )
 from openmsa.sparse_attention.triton_lists import (
     ITEM_FIELDS,
+    SCAN_STEP,
     SIZE_FIELDS,
     TILE_FIELDS,
+    Lists,
     OuterLists,
+    Plan,
     PrefillCall,
     load_tile,
     position_of_token_zero,
+    segment_offsets,
+    selected_at,
+    selection_of,
 )
+
+_SIZES = ["num_buckets", "chunk_tiles", "chunk_entries", "item_bound"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def bucket_offsets(outer, num_buckets, ITEM: tl.constexpr, STEP: tl.constexpr):
+    """Writes both offsets and num_items of `OuterLists`, a segment a program."""
+    segment_offsets(outer, tl.program_id(0), num_buckets, ITEM, STEP, "")
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def fill_lists(
+    selection,  # Selection
+    cu_k,
+    union,  # UnionLists
+    outer,  # OuterLists, of which entries, items and slots are written
+    num_kv_heads,
+    num_buckets,
+    chunk_tiles,
+    chunk_entries,
+    item_bound,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ITEM: tl.constexpr,
+):
+    """Writes, in each program, the entries of one KV-outer tile and KV head, and the items that begin with them."""
+    # 1. The blocks of the tile, and its queries' places in their lists, are loaded.
+    i_tile = tl.program_id(0) // num_kv_heads
+    i_h = tl.program_id(0) % num_kv_heads
+    if tl.load(union.sizes + (i_tile * num_kv_heads + i_h) * SIZE_FIELDS) >= 0:
+        return
+    first, tokens, i_b, _ = load_tile(union.tiles, i_tile)
+    o_t, o_s = tl.arange(0, TOKENS), tl.arange(0, SLOTS)
+    row = (first + o_t).to(tl.int64)
+    m_slot = (o_t < tokens)[:, None] & (o_s < TOPK)[None, :]
+    rank = tl.load(outer.ranks + (row[:, None] * num_kv_heads + i_h) * TOPK + o_s[None, :], mask=m_slot, other=-1)
+    m_read = rank >= 0  # [TOKENS, SLOTS]
+    b_ids = tl.load(selected_at(selection, row, i_h, SLOTS), mask=m_read, other=0)
+
+    # 2. An entry is written for each (query, slot).
+    i_segment = (i_tile // chunk_tiles * num_kv_heads + i_h).to(tl.int64)
+    o_b = i_segment * num_buckets + tl.load(cu_k + i_b) // BLOCK + i_b + b_ids
+    begin = tl.load(outer.entry_offsets + o_b, mask=m_read, other=0)
+    here = begin + rank
+    token = (first + o_t)[:, None]
+    tl.store(outer.entries + i_segment * chunk_entries + here, token * TOPK + o_s[None, :], mask=m_read)
+
+    # 3. Every ITEM-th entry of a list begins an item.
+    m_item = m_read & (rank % ITEM == 0)
+    end = begin + tl.load(outer.counts + o_b, mask=m_item, other=0)
+    i_item = tl.load(outer.item_offsets + o_b, mask=m_item, other=0) + rank // ITEM
+    p_item = outer.items + (i_segment * item_bound + i_item) * ITEM_FIELDS
+    tl.store(p_item, here, mask=m_item)
+    tl.store(p_item + 1, tl.minimum(here + ITEM, end), mask=m_item)
+    tl.store(p_item + 2, tl.zeros_like(b_ids) + i_b, mask=m_item)
+    is_partly = tl.load(outer.partly + o_b, mask=m_item, other=0) != 0
+    tl.store(p_item + 3, tl.where(is_partly, -1 - b_ids, b_ids), mask=m_item)
+    filled = tl.sum(m_read.to(tl.int64) << o_s[None, :].to(tl.int64), 1)
+    tl.store(outer.slots + row * num_kv_heads + i_h, filled, mask=o_t < tokens)
 
 
 @triton.jit(do_not_specialize=["num_pages", "i_chunk", "chunk_tiles", "chunk_entries", "item_bound"])
@@ -283,6 +350,28 @@ def combine(
         TOPK=plan.topk,
         CUTS=plan.cuts,
         num_warps=num_warps,
+    )
+
+
+def fill(lists: Lists, blocks: Tensor, cu_k: Tensor | None, heads: int, plan: Plan, config: PrefillConfig) -> None:
+    """Writes the lists of KV-outer that need the counts of all tiles: offsets, entries and items."""
+    outer, (selection, shape) = lists.outer, selection_of(blocks, plan, config)
+    assert outer is not None
+    if outer.done is None:
+        segments = (plan.num_chunks * heads,)
+        launch_kernel(bucket_offsets, segments, outer, plan.num_buckets, ITEM=config.outer_item, STEP=SCAN_STEP, num_warps=8)
+    launch_kernel(
+        fill_lists,
+        (plan.num_tiles * heads,),
+        selection,
+        cu_k,
+        lists.union,
+        outer,
+        heads,
+        plan.num_buckets,
+        *plan.chunk,
+        **shape,
+        ITEM=config.outer_item,
     )
 
 

@@ -19,14 +19,14 @@ from openmsa.primitives.operands import NVFP4, Bounds, QueryRows
 from openmsa.primitives.rows import query_rows
 from openmsa.primitives.softmax import Result
 from openmsa.runtime.devices import facts
+from openmsa.runtime.kinds import computes
 from openmsa.runtime.launch import runs_hopper_kernels
-from openmsa.runtime.tape import computes
+from openmsa.sparse_attention import triton_outer
 from openmsa.sparse_attention.triton_config import PrefillConfig, few_queries, plain_hopper_config, prefill_config
 from openmsa.sparse_attention.triton_expand import copies_of, expand, expands
 from openmsa.sparse_attention.triton_few import launch_few
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Descriptors, Keys
-from openmsa.sparse_attention.triton_lists import Plan, PrefillCall, buckets_of, build_lists
-from openmsa.sparse_attention.triton_outer import launch_outer
+from openmsa.sparse_attention.triton_lists import Plan, PrefillCall, build_lists
 from openmsa.sparse_attention.triton_union import launch_union
 from openmsa.types import Layout
 
@@ -82,11 +82,11 @@ def sparse_attention(
         return (out, lse) if return_lse else out
 
     # 1. The kernel for tiles that stay together is chosen, and what it reads.
-    readers = q.shape[0] * blocks.shape[2] / buckets_of(keys, seqs, block_size)
+    readers = q.shape[0] * blocks.shape[2] / keys.num_buckets(seqs, block_size)
     tile = (q.shape[2], q.shape[1] // keys.heads, block_size, device.arch // 10)
     tuned = None
     if config is None and path in ("auto", "union"):
-        few = few_queries(q.shape[0], q.shape[2], blocks.shape[2], keys.heads, buckets_of(keys, seqs, block_size))
+        few = few_queries(q.shape[0], q.shape[2], blocks.shape[2], keys.heads, keys.num_buckets(seqs, block_size))
         tuned = _tuned(queries, keys, out, prefill_config(*tile), block_size, few and path == "auto")
     copies = None  # Triton's union kernel reads stored keys as copies; Hopper's own and KV-outer read them as they are.
     if path == "auto" and tuned is None and keys.stored and expands(keys, queries.data.dtype, readers, workspace_bytes):
@@ -109,6 +109,8 @@ def sparse_attention(
     )  # fmt: skip
     flag = tuned is not None or copies is not None
     lists = build_lists(blocks, bounds, copies or keys, plan, config, flag)
+    if lists.outer is not None:
+        triton_outer.fill(lists, blocks, seqs.cu_seqlens_k, keys.heads, plan, config)
     if copies is not None and lists.union.has_union is not None:
         expand(keys, copies, seqs, lists.union.has_union)
 
@@ -124,7 +126,7 @@ def sparse_attention(
     if lists.few is not None:
         launch_few(call, lists.few)
     elif lists.outer is not None:
-        launch_outer(call, lists.outer)
+        triton_outer.launch_outer(call, lists.outer)
     return (out, lse) if return_lse else out
 
 

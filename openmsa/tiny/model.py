@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The byte model: blocks of `MSAttention` and a gated feed-forward, with RMSNorm, partial RoPE and tied embeddings."""
+"""The byte model consists of blocks of `MSAttention` and a gated feed-forward, with RMSNorm, partial RoPE and tied
+embeddings."""
 
 from __future__ import annotations
 

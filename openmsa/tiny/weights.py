@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The byte model's file: matrices as int8 with one float32 scale a row, everything else as it is.
+"""The byte model's file holds matrices as int8 with one float32 scale a row, and everything else as it is.
 
 File layout: safetensors. A matrix NAME of the model is the int8 tensor NAME and the float32 tensor NAME:scale, ``[rows, 1]``;
 its numbers are their product. The metadata holds the sizes, as JSON under "config", and what is known of the training under

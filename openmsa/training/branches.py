@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The index branches of a model: what a layer computes with one, and its loss, which is differentiated layer by layer."""
+"""This module says what a layer computes with its index branch, and the branch's loss, which is differentiated layer by
+layer."""
 
 from __future__ import annotations
 

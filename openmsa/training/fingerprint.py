@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A run is told by fingerprints, so that a checkpoint goes on only with the model, text and settings that it began with."""
+"""Fingerprints identify a run: from a checkpoint it goes on only with the model, text and settings that it began with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLED = 16  # So many numbers of each of a model's tensors are read.
 
 
 def fingerprint(branches: Mapping[int, IndexBranch]) -> str:
-    """Returns what tells a model by the weights that its index branches begin with, all of them."""
+    """Returns a fingerprint of all weights that a model's index branches begin with."""
     found = hashlib.sha256()
     for number, branch in branches.items():
         for name, parameter in branch.named_parameters():
@@ -26,8 +26,8 @@ def fingerprint(branches: Mapping[int, IndexBranch]) -> str:
 
 
 def backbone_fingerprint(model: nn.Module, without: Collection[nn.Parameter] = ()) -> str:
-    """Returns what tells a model by its weights: the name, shape and dtype of each parameter that is not in `without`, and the
-    bytes of `SAMPLED` of its numbers, evenly spread, so that a large model costs little. Training changes a tensor nearly
+    """Returns a fingerprint of a model's weights: the name, shape and dtype of each parameter that is not in `without`, and the
+    bytes of `SAMPLED` of its numbers, evenly spread, so that a large model takes little time. Training changes a tensor nearly
     everywhere, so a model that was trained on has another fingerprint."""
     found, left_out = hashlib.sha256(), {id(parameter) for parameter in without}
     samples: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -38,7 +38,7 @@ def backbone_fingerprint(model: nn.Module, without: Collection[nn.Parameter] = (
             places = torch.arange(min(SAMPLED, len(numbers)), device=numbers.device)
             places = places * (len(numbers) - 1) // max(1, len(places) - 1)
             samples.setdefault((numbers.dtype, numbers.device), []).append(numbers[places])
-    for some in samples.values():  # in the order of the model, one copy from a device a dtype
+    for some in samples.values():  # one copy for each dtype and device, in the order of the model
         found.update(torch.cat(some).view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()[:16]
 
@@ -56,7 +56,7 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         raise ValueError(
             f"the model must be that of the checkpoint to go on (index branches {saved['model']}), got one with {now['model']}"
         )
-    if saved.get("backbone", now["backbone"]) != now["backbone"]:  # Checkpoints of before 23 November 2026 have none.
+    if saved.get("backbone", now["backbone"]) != now["backbone"]:  # Checkpoints from before 23 November 2026 have none.
         raise ValueError(
             f"the model must be that of the checkpoint to go on (weights {saved['backbone']}), got one with {now['backbone']}"
         )

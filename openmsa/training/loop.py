@@ -82,7 +82,7 @@ class Trainer:
             weight_decay=settings.weight_decay,
             foreach=False,
         )
-        # The parameters that the optimizer knows: those of a cut branch are others while it is whole.
+        # The optimizer knows these parameters; a branch that is cut among processes has others while it is whole.
         self.learning = {n: list(b.parameters()) for n, b in self.by_layer.items()}
         self.log = Log(folder / "log.jsonl", world.first)
 

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 
 @dataclass(frozen=True)
 class World:
-    """Says which of how many processes this is, and where it computes."""
+    """Says which process this is, among how many, and where it computes."""
 
     rank: int
     size: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The kinds of attention that an evaluation compares: dense, by an index, and two baselines that look at nothing."""
+"""An evaluation compares these kinds of attention: dense, by an index, and two baselines that look at nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def budgets(length: int, block_size: int, percents: Sequence[float]) -> dict[flo
 
 
 def group_mean(inputs: LayerInputs) -> tuple[Tensor, Tensor]:
-    """Is the index of a model without index branches: the mean of a group's queries, and the group's keys."""
+    """Returns the index of a model without index branches: the mean of each group's queries, and the group's keys."""
     return group_mean_index(torch.nn.Identity(), inputs.q, inputs.k)
 
 
@@ -71,7 +71,7 @@ def blocks_by_index(index: Index, inputs: LayerInputs, variant: Variant, init_bl
 
 def blocks_without_index(inputs: LayerInputs, variant: Variant, seed: int, most: int = MOST_SCORES) -> Tensor:
     """Returns the blocks of the kinds "window" and "random", int32 ``[total_q, heads, topk]``; the latter are drawn evenly, by
-    the seed and the layer's number. most: so many scores exist at a time (a query's at least), which changes no block."""
+    the seed and the layer's number. most: how many scores exist at a time (a query's at least); it changes no block."""
     length, device, topk = int(inputs.seqs.max_seqlen_q or 0), inputs.q.device, variant.topk
     size, window = variant.block_size, variant.kind == "window"
     heads, blocks = 1 if window else inputs.k.shape[1], -(-length // size)

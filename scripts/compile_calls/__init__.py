@@ -101,6 +101,8 @@ CALLS: tuple[Any, ...] = (
     SparseBackward("bf16"),
     SparseBackward("fp16"),
     SparseBackward("fp32"),
+    SparseBackward("bf16", tuned=False),
+    SparseBackward("bf16", selection_heads=1),
     *(SparseBackward("bf16", dim=dim) for dim in (64, 96, 256)),
     *(SparseBackward("bf16", heads=HEADS[group]) for group in (1, 3, 8)),
     SparseBackward("bf16", dim=64, heads=HEADS[3], block=48, selection_heads=1),

@@ -110,7 +110,7 @@ class Sparse(NamedTuple):
 
 
 class SparseBackward(NamedTuple):
-    """Calls the backward of `sparse_attention`."""
+    """Calls the backward of `sparse_attention`. tuned: as the backward itself says."""
 
     kind: str
     queries: int = 4096
@@ -119,6 +119,7 @@ class SparseBackward(NamedTuple):
     heads: tuple[int, int] = (64, 4)
     topk: int = 16
     selection_heads: int = 0
+    tuned: bool | None = None
 
     def run(self) -> Any:
         q, k, v = (rows(self.kind, self.queries, heads, self.dim) for heads in (*self.heads, self.heads[1]))
@@ -126,7 +127,8 @@ class SparseBackward(NamedTuple):
         blocks = torch.zeros(shape, dtype=torch.int32, device=GPU)
         call = SPARSE.check(q, k, v, blocks, block_size=self.block)
         lse = empty(q.shape[:2], torch.float32)
-        return sparse_backward.sparse_attention_backward(*call._replace(out=q, lse=lse), q, lse)
+        given = (*call._replace(out=q, lse=lse), q, lse)
+        return sparse_backward.sparse_attention_backward(*given, tuned=self.tuned)
 
 
 class Dense(NamedTuple):

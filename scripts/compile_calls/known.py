@@ -96,6 +96,8 @@ KNOWN = {
     "layer_kernel": Known(),
     # Gradients fill the registers with four sums and two products; addresses of gathered rows are stored and read back.
     "block_gradients": Known(gradients, by_arch({80: 104, 90: 184, 100: 24}), sixteen_bits),
+    # Two sums, two products and two factors fill the registers; numbers of the item are stored and read back.
+    "sm90_gradients_kernel": Known(always, by_arch({90: 64})),
     "key_gradients": Known(gradients, by_arch({80: 80, 90: 48}), sixteen_bits),
     "row_gradients": Known(gradients, by_arch({80: 8, 100: 8}), sixteen_bits),
     # The index loss stores addresses of gathered rows; of float32 numbers it holds the factors of four products.

@@ -235,7 +235,7 @@ def test_the_page_is_that_of_its_records():
 
 
 def test_several_seeds_make_one_page(tmp_path, monkeypatch):
-    """Two more runs, made of the first: their losses are higher by 0.02 and 0.04, but for the dense arm's."""
+    """Two more runs are made from the first, with losses that are higher by 0.02 and 0.04 but for the dense arm's."""
     pytest.importorskip("matplotlib")
     files = [RECORDS]
     for seed in (1, 2):

@@ -24,7 +24,7 @@ from openmsa.training.layers import attention_layers
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A study of two layers, windows of 256 tokens, and a candidate of each kind of start."""
+    """Makes a study of two layers, windows of 256 tokens, and a candidate of each kind of start."""
     made = random_study(argparse.Namespace(out=tmp_path, toy=True, minutes=10.0))
     needles = [dataclasses.replace(made.needles[0], ids=made.needles[0].ids[:256])]
     few = {"train": made.train[:3, :256], "held_out": made.held_out[:1, :256], "needles": needles}
@@ -69,7 +69,7 @@ HEADS, DIM, HIDDEN, TOKENS = 3, 16, 80, 90
 
 
 def scores(queries, keys, hidden, base=100.0):
-    """The products of the groups' mean queries with the heads' keys, ``[heads, tokens, tokens]``, as attention has them."""
+    """Returns products of the groups' mean queries with the heads' keys, ``[heads, tokens, tokens]``, as attention has them."""
     cos, sin = Rotary(DIM, base)(torch.arange(TOKENS))
     q, k = (rotate(torch.einsum("gdh,th->tgd", w, hidden), cos, sin) for w in (queries, keys))
     return torch.einsum("qgd,kgd->gqk", q, k) / DIM**0.5

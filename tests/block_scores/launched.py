@@ -10,8 +10,8 @@ BLOCK = 128
 
 
 def launched_scores(index_q, index_k, lengths, visible):
-    """``[heads, total_q, num_blocks]``. visible: the kernels count the blocks that each query sees, and leave those behind them
-    as they are: here -inf; False: the kernels fill them."""
+    """Returns ``[heads, total_q, num_blocks]``. visible: the kernels count the blocks that each query sees, and leave those
+    behind them as they are: here -inf; False: the kernels fill them."""
     total_q, heads = index_q.shape[:2]
     num_blocks, device = lengths.num_blocks(BLOCK), index_q.device
     scores = torch.full((heads, total_q, score_rows(num_blocks)), torch.nan, device=device)[..., :num_blocks]

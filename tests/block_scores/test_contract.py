@@ -18,7 +18,7 @@ INF, NAN = math.inf, math.nan
 
 @functools.cache
 def case(shape, dtype, integer_index=False):
-    """A problem, its scores in float64, and those of honest PyTorch."""
+    """Returns a problem, its scores in float64, and those of honest PyTorch."""
     p = shape.problem(dtype, integer_index=integer_index)
     return p, oracle.block_scores(p, shape.block_size), oracle.honest_scores(p, shape.block_size)
 

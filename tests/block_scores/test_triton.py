@@ -94,7 +94,7 @@ def test_pages_that_do_not_exist_are_not_read():
 
 
 def stored(keys, name):
-    """Keys, packed or a pool, in a format with scales of every shape."""
+    """Returns keys, packed or a pool, in a format with scales of every shape."""
     heads = torch.linspace(0.5, 2, keys.shape[1], device=DEVICE)
     return {
         "plain": lambda: keys,

@@ -70,7 +70,7 @@ def test_it_is_the_exact_selection(kind, shape, dtype, device):
 
 
 def paged_keys(index_k, seqs, page_size):
-    """In shuffled pages, NaN where no key lives."""
+    """Puts keys into shuffled pages, with NaN where no key lives."""
     lens, starts = seqs.cu_seqlens_k.diff().int(), seqs.cu_seqlens_k.tolist()
     counts = [-(-n // page_size) for n in lens.tolist()]
     free = torch.randperm(sum(counts) + 1).tolist()

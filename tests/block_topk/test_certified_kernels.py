@@ -61,7 +61,7 @@ def taken(keys, seqs):
 
 
 def bounds_of(index_q, coarse, seqs, block_size):
-    """Lower and upper bounds, and how many blocks each query sees, from kernels with poisoned outputs."""
+    """Returns lower and upper bounds, and how many blocks each query sees, from kernels with poisoned outputs."""
     return bounds_and_candidates(index_q, coarse, seqs, block_size)[:3]
 
 
@@ -82,7 +82,7 @@ def bounds_and_candidates(index_q, coarse, seqs, block_size):
 
 
 def flagged(candidates, seqs, heads, key_heads, block_size):
-    """Words of candidates as flags ``[batch * key heads, tiles, rows, keys of a tile]``."""
+    """Returns words of candidates as flags ``[batch * key heads, tiles, rows, keys of a tile]``."""
     from openmsa.block_topk.triton_bounds import Words
     from openmsa.primitives.tiles import Tile
 

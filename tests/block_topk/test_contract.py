@@ -130,7 +130,7 @@ def test_repeats_are_bitwise_equal(subject):
 
 
 def nasty_scores(heads, rows, num_blocks, dtype, seed=0):
-    """Many ties, both zeros, both infinities, NaN; one row each of nothing but one of them."""
+    """Returns scores with many ties, both zeros, both infinities, NaN; one row each of nothing but one of them."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.tensor([0.0, -0.0, 1.0, 1.0, 2.0, -3.0, INF, -INF, NAN, 0.5], dtype=dtype)
     scores = values[torch.randint(len(values), (heads, rows, num_blocks), generator=generator)]

@@ -25,7 +25,7 @@ def whole_numbers(q_lens, k_lens):
 
 @pytest.fixture
 def scored(monkeypatch):
-    """The queries of each call of the scoring stage."""
+    """Returns the queries of each call of the scoring stage."""
     queries = []
     run = cpu.SCORING.run
     monkeypatch.setattr(cpu.SCORING, "run", lambda impl, call: queries.append(call.index_q.shape[0]) or run(impl, call))

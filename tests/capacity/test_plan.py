@@ -26,7 +26,7 @@ H200 = Machine(gpu=GPUS["h200"])
 
 
 def held(pool):
-    """The bytes of a pool, its scales among them."""
+    """Returns the bytes of a pool, its scales among them."""
     parts = [x for x in vars(pool).values() if isinstance(x, (torch.Tensor, Stored))] if isinstance(pool, Stored) else [pool]
     return sum(held(x) if isinstance(x, Stored) else x.numel() * x.element_size() for x in parts)
 

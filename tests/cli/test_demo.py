@@ -20,7 +20,7 @@ from openmsa.demo.variants import variants  # noqa: E402
 
 
 class Characters:
-    """A tokenizer: one token a character, of 64."""
+    """This is a tokenizer: one token a character, of 64."""
 
     def __call__(self, text, return_tensors):
         return SimpleNamespace(input_ids=torch.tensor([[ord(c) % 64 for c in text]]))

@@ -36,7 +36,7 @@ def invoke(*arguments):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A folder with a Llama of random weights and a tokenizer of bytes."""
+    """Returns a folder with a Llama of random weights and a tokenizer of bytes."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(folder)

@@ -27,7 +27,7 @@ RUN = ("--length", 64, "--steps", 4, "--warmup-steps", 2, "--batch", 2, "--devic
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a model, the converted one, and four texts."""
+    """Returns a folder with a model, the converted one, and four texts."""
     folder = tmp_path_factory.mktemp("models")
     save_llama(folder / "plain")
     result = invoke("convert", folder / "plain", folder / "converted", "--block-size", 16, "--topk", 2)

@@ -138,7 +138,7 @@ def test_wrong_calls_of_one_token_are_refused(change, words):
 
 
 def caches(lengths, page, pages, given, dtype=torch.float32):
-    """Caches of these lengths whose other rows hold NaN, in pages that lie in any order."""
+    """Returns caches of these lengths, whose other rows hold NaN, in shuffled pages."""
     table = torch.randperm(pages)[: len(lengths) * (pages // len(lengths))].view(len(lengths), -1).int()
     lens = torch.tensor(lengths, dtype=torch.int32)
     pools = [torch.full((pages, x.shape[1], page, x.shape[2]), torch.nan, dtype=dtype) for x in given]

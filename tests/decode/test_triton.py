@@ -8,8 +8,9 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from openmsa.decode import triton_layer  # noqa: E402
+from openmsa.decode.memory import MOST_SPLITS, configure  # noqa: E402
 from openmsa.decode.sizes import Sizes  # noqa: E402
-from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Step, Words, configure  # noqa: E402
+from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Step, Words  # noqa: E402
 from openmsa.decode.triton_select import chosen_ids, load_words, select  # noqa: E402
 from openmsa.runtime.devices import COMPILE_TARGETS  # noqa: E402
 from openmsa.testing.compare import assert_close, assert_equal  # noqa: E402
@@ -68,7 +69,7 @@ CASES = [  # new_tokens, kv_heads, group, head_dim, index_heads, block, page, to
 
 
 def _layer(p, kv, index_keys, tokens, dim, block, topk, cut):
-    """Blocks, output and lse of one layer; cut: keys and tiles of an attention program, tiles of a scoring program."""
+    """Returns blocks, output and lse of one layer; cut: keys and tiles of an attention program, tiles of a scoring program."""
     heads, index_heads = kv.num_heads, p.index_q.shape[1]
     kv, index_keys = (type(c)(**{name: x.to(DEVICE) for name, x in vars(c).items()}) for c in (kv, index_keys))
     sizes = Sizes(
@@ -145,6 +146,6 @@ def test_the_choice_is_a_pure_function_of_sizes():
     assert [configure(b, M3, hopper) is not None for b in (1, 2, 4, 8, 32)] == [True, True, True, False, False]
     assert configure(1, M3._replace(num_blocks=512), hopper) is None
     many = configure(1, M3._replace(topk=64, num_q_heads=16, num_kv_heads=1), hopper)
-    assert many.attend.splits <= triton_layer.MOST_SPLITS
+    assert many.attend.splits <= MOST_SPLITS
     assert configure(1, M3._replace(page_size=16), hopper) is None
     assert configure(1, M3._replace(page_size=64), hopper) is None

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from openmsa import E4M3, Sequences
 from openmsa.dense_attention import gluon_sm90_dense
-from openmsa.dense_attention.gluon_sm90_dense import OPTIONS, Cut, serves
+from openmsa.dense_attention.gluon_sm90_dense import OPTIONS, Cut, mirrored, serves
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import problem
@@ -67,6 +67,18 @@ def test_its_tiles():
     assert [Cut.of(group, 128, 0).tokens for group in (1, 3, 4, 16, 64, 100)] == [128, 32, 32, 8, 2, 2]
 
 
+def test_which_calls_are_mirrored():
+    def of(max_seqlen_k, num_kv_heads):
+        return mirrored(COMPILE_TARGETS[90], max_seqlen_k, num_kv_heads, 128)
+
+    faster, slower = ((8192, 4), (16384, 4), (16384, 1), (8192, 8)), ((32768, 4), (131072, 4))
+    assert all(of(*sizes) for sizes in faster), "as measured"
+    assert not any(of(*sizes) for sizes in slower), "as measured"
+    assert of(32768, 1), "one head has a quarter of the bytes"
+    assert mirrored(COMPILE_TARGETS[90], 32768, 4, 64), "narrow heads have half of them"
+    assert mirrored(COMPILE_TARGETS[90]._replace(l2_bytes=100 << 20), 32768, 4, 128), "a larger cache holds more"
+
+
 CASES = {  # q_lens, k_lens, kv_heads, group, dim, storage, causal, dtype, scale, offsets
     "packed": ((300, 0, 3, 1, 70), (700, 5, 130, 1, 256), 2, 16, 128, None, True, BF16, 0.2, None),
     "pages": ((300, 0, 3, 1, 70), (700, 5, 130, 1, 256), 2, 16, 128, 128, True, BF16, 0.2, None),
@@ -91,6 +103,12 @@ def launches(monkeypatch):
     return found
 
 
+@pytest.fixture(params=[False, True], ids=["in order", "mirrored"])
+def order(request, monkeypatch):
+    """Sets whether items are dealt backwards in every second round, whatever the call would choose."""
+    monkeypatch.setattr(gluon_sm90_dense, "mirrored", lambda *_: request.param)
+
+
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("results", [("out",), RESULTS[:2], RESULTS], ids=["out", "lse", "scores"])
@@ -108,11 +126,23 @@ def test_against_the_truth(name, results, launches):
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("storage", [None, 128])
-def test_many_tiles(storage, launches):
-    """Programs take several tiles, of sequences of very different lengths."""
-    p = problem((900, 3, 1500, 0, 257), (3000, 128, 1500, 9, 2049), kv_heads=4, group=16, head_dim=128, dtype=BF16)
+def test_many_tiles(storage, launches, order):
+    """Programs take several tiles, of sequences of very different lengths; some have one block, or rows for one group."""
+    p = problem((450, 3, 700, 0, 257, 1), (1500, 128, 700, 9, 1025, 1), kv_heads=4, group=16, head_dim=128, dtype=BF16)
     check(p, run(p, storage, block_size=128), block_size=128)
     assert launches == [True]
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_many_small_tiles(launches, order):
+    """Most tiles have one block, so that a group may be several tiles before the other, as far as the ring lets it."""
+    p = problem((3, 9, 1, 0, 7, 130) * 6, (3, 9, 1, 5, 100, 130) * 6, kv_heads=2, group=16, head_dim=64, dtype=BF16)
+    got = [run(p, block_size=128) for _ in range(2)]
+    check(p, got[0], block_size=128)
+    for result in RESULTS:
+        assert_equal(result, got[0][result], got[1][result])
+    assert launches == [True] * 2
 
 
 @pytest.mark.gpu

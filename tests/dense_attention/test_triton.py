@@ -22,7 +22,8 @@ RESULTS = ("out", "lse", "max_score")
 
 
 def run(p, storage=None, *, causal=True, scale=0.2, block_size=64, results=RESULTS, config=None):
-    """The kernel's own host function on checked arguments, with poisoned outputs. storage: None, "strided" or a page size."""
+    """Runs the kernel's own host function on checked arguments, with poisoned outputs. storage: None, "strided" or a page
+    size."""
     q, k, v = (p.q, p.k, p.v) if storage is None else (strided(p.q, 2), strided(p.k), strided(p.v))
     total_k, cached = k.shape[0], {}
     if isinstance(storage, int):

@@ -47,7 +47,7 @@ STORES = {
 
 
 def moved(x):
-    """A format or a tensor on the device."""
+    """Returns a format or a tensor on the device."""
     if isinstance(x, torch.Tensor):
         return x.to(DEVICE)
     fields = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in vars(x).items()}

@@ -43,7 +43,7 @@ def selection(p, page_size, topk=3, heads=None, seed=0):
 
 
 def truth(p, blocks=None, block_size=None, scale=None, causal=True):
-    """((out, lse) in float64, the same from honest PyTorch), of selected blocks or of all keys."""
+    """Returns ((out, lse) in float64, the same from honest PyTorch), of selected blocks or of all keys."""
     p = p.to("cpu")
     reads = oracle.reads_everything(p, causal) if blocks is None else oracle.reads_of_blocks(blocks.cpu(), block_size)
     return oracle.attention(p, reads, scale), oracle.honest_attention(p, reads, scale)

@@ -14,7 +14,7 @@ from tests.products import FP8
 
 
 def floats(device):
-    """The dtype to test in: exact enough on the CPU, what the kernels take on a GPU."""
+    """Returns the dtype to test in: exact enough on the CPU, what the kernels take on a GPU."""
     return torch.float32 if device == "cpu" else torch.bfloat16
 
 
@@ -45,7 +45,7 @@ def lengths(p, device):
 
 
 def csr(p, blocks, block_size, device="cpu", **options):
-    """`build_k2q_csr` of a token-major selection."""
+    """Returns `build_k2q_csr` of a token-major selection."""
     own = lengths(p, device)
     starts = own.pop("cu_seqlens_q"), own.pop("cu_seqlens_k")
     options = own | {"total_k": sum(p.k_lens)} | options
@@ -53,7 +53,7 @@ def csr(p, blocks, block_size, device="cpu", **options):
 
 
 def case(q_lens=(5, 0, 3, 1), k_lens=(300, 17, 129, 1), topk=4, block_size=128, **options):
-    """A problem and a selection int32 [total_q, kv_heads, topk]: any order, -1 anywhere, blocks ahead, empty rows."""
+    """Returns a problem and a selection int32 [total_q, kv_heads, topk]: any order, -1 anywhere, blocks ahead, empty rows."""
     p = problem(q_lens, k_lens, **options)
     return p, random_blocks(p, topk, block_size, p.k.shape[1])
 
@@ -75,7 +75,7 @@ def as_fp8(x):
 
 
 def with_numbers(p, q=None, k=None, v=None):
-    """The problem with other numbers in q, k and v."""
+    """Returns the problem with other numbers in q, k and v."""
     return replace(p, q=p.q if q is None else q, k=p.k if k is None else k, v=p.v if v is None else v)
 
 

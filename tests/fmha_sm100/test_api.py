@@ -202,7 +202,7 @@ def test_adapter(device, kind):
 
 
 def changed(p, k_lens):
-    """The same queries over the first keys of each request, now `k_lens` of them."""
+    """Returns the same queries over the first keys of each request, now `k_lens` of them."""
     pieces = [x.split(list(p.k_lens)) for x in (p.k, p.v, p.index_k)]
     k, v, index_k = (torch.cat([x[:n] for x, n in zip(piece, k_lens, strict=True)]) for piece in pieces)
     offsets = tuple(n - q for n, q in zip(k_lens, p.q_lens, strict=True))

@@ -25,7 +25,7 @@ def made(q_lens, k_lens, dtype=torch.bfloat16):
 
 
 def selected(p, init_blocks=0, local_blocks=1):
-    """int32 [total_q, HEADS, TOPK]."""
+    """Returns int32 [total_q, HEADS, TOPK]."""
     return oracle.select_blocks(p, oracle.block_scores(p, PAGE), PAGE, TOPK, init_blocks, local_blocks)
 
 

@@ -27,7 +27,7 @@ def dense(p, scale=None, causal=True):
 
 
 def planned(p, device, page_size=128, packed=True):
-    """The arguments of a call beside q."""
+    """Returns the arguments of a call beside q."""
     k, v, table, lens = pools(p, page_size, device, packed)
     seqlen_q = p.q_lens[0]
     return {"k": k, "v": v}, {
@@ -130,7 +130,7 @@ HEADS = {"num_qo_heads": 16, "num_kv_heads": 1}
 
 
 def split(pages, grid, seqlen_q=1, heads=16, kv_heads=1, **options):
-    """The schedule of sequences of so many whole pages."""
+    """Returns the schedule of sequences of so many whole pages."""
     lens = torch.tensor(pages, dtype=torch.int32) * 128
     plan = {"page_table": torch.zeros(len(pages), max(pages), dtype=torch.int32), "max_seqlen_k": int(lens.max())}
     heads = {"num_qo_heads": heads, "num_kv_heads": kv_heads, "seqlen_q": seqlen_q, "max_grid_size": grid}

@@ -25,7 +25,7 @@ SCALE = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
 
 
 def fp4(shape, fp4_format, generator):
-    """Random codes and scale codes, and their numbers in float64."""
+    """Returns random codes and scale codes, and their numbers in float64."""
     codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=generator, dtype=torch.uint8)
     low, high = (120, 134) if fp4_format == "mxfp4" else (40, 72)
     scales = torch.randint(low, high, (*shape[:-1], shape[-1] // GROUP[fp4_format]), generator=generator, dtype=torch.uint8)
@@ -37,7 +37,7 @@ def fp4(shape, fp4_format, generator):
 
 
 def setup(q_lens, k_lens, q_heads, k_heads, fp4_format, page_size=128, dim=128, offsets=None):
-    """The problem with the numbers as its index branch, and the arguments of the call."""
+    """Returns the problem with the numbers as its index branch, and the arguments of the call."""
     generator = torch.Generator().manual_seed(0)
     counts = [-(-n // page_size) for n in k_lens]
     pages = sum(counts) + 2
@@ -68,7 +68,7 @@ def setup(q_lens, k_lens, q_heads, k_heads, fp4_format, page_size=128, dim=128, 
 
 
 def storage(view):
-    """The contiguous tensor behind a view ``[32, 4, restM, 4, restG, L]``."""
+    """Returns the contiguous tensor behind a view ``[32, 4, restM, 4, restG, L]``."""
     found = view.permute(5, 2, 4, 0, 1, 3)
     assert found.is_contiguous()
     return found

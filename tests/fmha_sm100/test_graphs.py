@@ -32,7 +32,7 @@ class Step:
         self.tensors = None
 
     def write(self, p):
-        """Another batch into the same buffers."""
+        """Writes another batch into the same buffers."""
         here = p.to("cuda")
         k, v, index_k, table, width = pages(here, PAGE, fixed=True)
         fresh = {"q": here.q, "index_q": here.index_q, "k": k, "v": v, "index_k": index_k}

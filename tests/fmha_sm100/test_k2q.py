@@ -31,13 +31,13 @@ BLOCK = 16
 
 
 def level_major(k_lens, block_size=BLOCK):
-    """(sequence, block) of each row."""
+    """Returns (sequence, block) of each row."""
     counts = [-(-n // block_size) for n in k_lens]
     return [(b, j) for j in range(max(counts, default=0)) for b in range(len(counts)) if j < counts[b]]
 
 
 def oracle_csr(q2k, q_lens, k_lens, total_rows, block_size=BLOCK):
-    """Row pointers, queries, and for each entry its slot."""
+    """Returns row pointers, queries, and for each entry its slot."""
     heads, total_q, topk = q2k.shape
     rows = level_major(k_lens, block_size)
     row_ptr = torch.zeros(heads, total_rows + 1, dtype=torch.int32)

@@ -80,7 +80,7 @@ def test_arguments(arguments, error, words):
 
 
 def write(name, index, value):
-    """Into the plan, or into a copy of an argument."""
+    """Writes into the plan, or into a copy of an argument."""
 
     def change(arguments):
         if name in arguments["plan_info"][3]:

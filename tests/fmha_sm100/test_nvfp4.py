@@ -23,13 +23,13 @@ devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def e2m1(code):
-    """Sign, two exponent bits of bias 1, one mantissa bit."""
+    """Returns the number of a code: sign, two exponent bits of bias 1, one mantissa bit."""
     sign, exponent, mantissa = -1.0 if code & 8 else 1.0, code >> 1 & 3, code & 1
     return sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
 
 
 def e4m3(code):
-    """Sign, four exponent bits of bias 7, three mantissa bits."""
+    """Returns the number of a code: sign, four exponent bits of bias 7, three mantissa bits."""
     sign, exponent, mantissa = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
     if exponent == 15 and mantissa == 7:
         return float("nan")
@@ -48,7 +48,7 @@ def decoded(data, scale_of, whole):
 
 
 def offset(row, col, cols):
-    """Byte of a scale in 128x4 tiles, from the layout's definition."""
+    """Returns the byte of a scale in 128x4 tiles, from the layout's definition."""
     return ((row // 128) * -(-cols // 4) + col // 4) * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + col % 4
 
 
@@ -149,7 +149,7 @@ def test_attention_of_the_numbers(device, layout, paged, query):
 
 
 def numbers_of(quantized):
-    """float64, by the decoder of bits through a table of its values."""
+    """Returns float64, by the decoder of bits through a table of its values."""
     codes = torch.tensor([e2m1(c) for c in range(16)], dtype=torch.float64)
     scales = torch.tensor([e4m3(c) for c in range(256)], dtype=torch.float64)
     data = quantized.data.long()

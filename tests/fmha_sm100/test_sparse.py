@@ -19,7 +19,7 @@ devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def attend(p, blocks, device, k=None, v=None, block_size=128, **options):
-    """The problem through the CSR."""
+    """Attends to the blocks of a problem through the CSR."""
     here, own = p.to(device), lengths(p, device)
     index = csr(p, blocks, block_size, device)
     k, v = (here.k, here.v) if k is None else (k, v)

@@ -13,7 +13,7 @@ HEADS, TOKENS = 3, 7
 
 
 def stored(scores, layout, device):
-    """[heads, tokens, tiles] as a view in the layout, with other numbers around it."""
+    """Returns [heads, tokens, tiles] as a view in the layout, with other numbers around it."""
     order = {"HKT": (0, 2, 1), "THK": (1, 0, 2)}[layout]
     values = scores.permute(order)
     around = torch.full([n + 2 for n in values.shape], 1e30, device=device)

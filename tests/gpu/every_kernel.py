@@ -45,7 +45,7 @@ SHAPES = ((128, 16, 128, 128), (96, 3, 48, 7))  # head_dim, group, block_size, p
 
 
 def onto_device(x: Any) -> Any:
-    """A tensor, a format or a cache on the GPU."""
+    """Returns a tensor, a format or a cache on the GPU."""
     if isinstance(x, torch.Tensor):
         return x.to(DEVICE)
     if dataclasses.is_dataclass(x):
@@ -74,7 +74,7 @@ def attempt(function: Callable[..., Any], *args: Any, impl: str, **kwargs: Any) 
 
 
 def ragged(head_dim: int, group: int, block: int) -> Problem:
-    """A few queries before, at and behind the keys of four sequences, one of them empty."""
+    """Returns a few queries before, at and behind the keys of four sequences, one of them empty."""
     offsets = (2 * block + 3, 0, block, -1)
     options = {"kv_heads": 2, "group": group, "head_dim": head_dim, "dtype": torch.bfloat16, "offsets": offsets}
     return problem((2, 1, 0, 3), (2 * block + 5, 0, block, 7 * block - 1), **options)
@@ -116,6 +116,10 @@ def backward() -> None:
     p = problem((2000,), (2000,), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16).to(DEVICE)
     blocks = torch.zeros(2000, 1, 1, dtype=torch.int32, device=DEVICE)
     sparse_attention(p.q.requires_grad_(), p.k, p.v, blocks, p.seqs).sum().backward()
+    for group in (8, 16):
+        p = problem((70, 0, 9), (300, 0, 200), kv_heads=2, group=group, head_dim=128, dtype=torch.bfloat16).to(DEVICE)
+        blocks = random_blocks(p.to("cpu"), 3, 128, 2).to(DEVICE)
+        sparse_attention(p.q.requires_grad_(), p.k, p.v, blocks, p.seqs).sum().backward()
 
 
 def index_branch() -> None:
@@ -244,7 +248,7 @@ def drop_in() -> None:
 
 @triton.jit
 def write_past_the_end(x, n):
-    """One element behind a tensor of n."""
+    """Writes one element past the end of a tensor of n."""
     tl.store(x + n, 1.0)
 
 

@@ -23,8 +23,8 @@ pytestmark = [
 
 
 def memcheck(part):
-    """What the tool and a part of `tests.gpu.every_kernel` print. Each tensor has an allocation of its own, so that its end is
-    known to the tool."""
+    """Returns what the tool and a part of `tests.gpu.every_kernel` print. Each tensor has an allocation of its own, so that its
+    end is known to the tool."""
     command = [TOOL, "--tool", "memcheck", sys.executable, "-m", "tests.gpu.every_kernel", part]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)

@@ -27,7 +27,7 @@ def filled(generator, form="plain", batch=4, heads=2, page=64, dim=32, block=32,
 
 
 def chosen(kv, tokens, heads, generator, topk=4):
-    """Ascending ids in front of -1, some past the last block."""
+    """Returns ascending ids in front of -1, some past the last block."""
     blocks = kv.capacity // kv.block_size + 1
     ids = torch.rand(kv.batch * tokens, heads, blocks, generator=generator).argsort(-1)[..., :topk]
     count = torch.randint(0, topk + 1, (*ids.shape[:2], 1), generator=generator)

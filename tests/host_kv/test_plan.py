@@ -31,7 +31,7 @@ def device(request, monkeypatch):
     """ "kernels": the GPU's path on CPU tensors, in the interpreter, in stages as steps over host memory run."""
     if request.param == "kernels":
         monkeypatch.setattr(decode, "uses_kernels", lambda device: True)
-        monkeypatch.setattr("openmsa.decode.triton_layer.MAX_BLOCKS", 0)
+        monkeypatch.setattr("openmsa.decode.memory.LAYER_BLOCKS", 0)
     return "cuda" if request.param == "cuda" else "cpu"
 
 
@@ -43,13 +43,13 @@ def step(k_lens, new_tokens=1, seed=0, **options):
 
 
 def in_host_memory(kv, **options):
-    """A `HostKV` of the pages of a `PagedKV`, with slots for all blocks."""
+    """Returns a `HostKV` of the pages of a `PagedKV`, with slots for all blocks."""
     return HostKV.of(kv, cache_blocks=kv.num_pages * kv.num_heads * PAGE // 32, block_size=32, topk=4, **options)
 
 
 @pytest.mark.parametrize(("new_tokens", "least"), [(1, True), (2, False), (2, True)])
 def test_equals_a_resident_cache(device, new_tokens, least):
-    """Over steps whose selections are unrelated, so that a small cache is thrashed."""
+    """The selections of the steps are unrelated, so that a small cache is thrashed."""
     lens = (600, 0, 65, 1)
     kv, keys = (cache.to(device) for cache in paged(step(lens, new_tokens), PAGE))
     host, chosen = in_host_memory(kv, new_tokens=new_tokens), sum(_visible(n, new_tokens) for n in lens)

@@ -53,7 +53,7 @@ def repository(tmp_path_factory):
 
 
 def run(code, repository):
-    """In a process that cannot see the checkout or an editable install of it."""
+    """Runs in a process that cannot see the checkout or an editable install of it."""
     clean = "import sys, json, pathlib\n"
     clean += f"sys.path, folder = [p for p in sys.path if p not in ('', {str(ROOT)!r})], {str(repository)!r}\n"
     environment = os.environ | {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

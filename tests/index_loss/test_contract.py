@@ -16,7 +16,7 @@ from tests.index_loss import truth
 
 
 def differentiated(p, blocks=None, change=lambda x: x, **options):
-    """The loss and the gradients of index_q and index_k."""
+    """Returns the loss and the gradients of index_q and index_k."""
     leaves = [change(x.detach()).requires_grad_() for x in (p.index_q, p.index_k)]
     with PoisonedOutputs():
         loss = index_loss(change(p.q), change(p.k), *leaves, blocks, p.seqs, **options)

@@ -24,7 +24,7 @@ ROW = Implementation("triton", "openmsa.index_loss.triton_loss:index_loss", lamb
 
 
 def run(p, blocks=None, change=lambda x: x, kernel=None, **options):
-    """The loss and the gradients of index_q and index_k. kernel: options of the kernels' host function."""
+    """Returns the loss and the gradients of index_q and index_k. kernel: options of the kernels' host function."""
     p, blocks = p.to(DEVICE).map(change), None if blocks is None else blocks.to(DEVICE)
     leaves = [x.detach().requires_grad_() for x in (p.index_q, p.index_k)]
     call = STAGE.check(p.q, p.k, *leaves, blocks, p.seqs, **options)

@@ -18,7 +18,7 @@ class Result(NamedTuple):
 
 @oracle.on_one_thread
 def autograd(p, reads, scale, index_scale, coefficient=1.0, dtype=torch.float64):
-    """The loss and the gradients of index_q and index_k, computed in `dtype`. reads: as in `tests.oracle`."""
+    """Returns the loss and the gradients of index_q and index_k, computed in `dtype`. reads: as in `tests.oracle`."""
     q, k = p.q.to(dtype), p.k.to(dtype)
     index_q, index_k = (x.detach().to(dtype).requires_grad_() for x in (p.index_q, p.index_k))
     heads, group = index_q.shape[1], q.shape[1] // index_q.shape[1]
@@ -63,7 +63,7 @@ def check(result, p, reads, scale, index_scale, coefficient=1.0):
 
 @oracle.on_one_thread
 def main_lse(p, reads, scale):
-    """The lse of the main attention in float64, [total_q, num_q_heads]."""
+    """Returns the lse of the main attention in float64, [total_q, num_q_heads]."""
     q, k, heads = p.q.double(), p.k.double(), p.index_q.shape[1]
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
     for row, b, last in oracle.rows(p):

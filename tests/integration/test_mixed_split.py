@@ -21,7 +21,7 @@ def moved(batch, order):
 
 
 def blocks_of(batch, topk=2):
-    """Each query's first and own block."""
+    """Returns each query's first and own block."""
     own = (batch.positions() // 128).int()
     ids = torch.stack([own, torch.where(own > 0, 0, -1)], 1)[:, None].expand(-1, 2, -1).contiguous()
     return ids.int().to(batch.q.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""SGLang 0.5.16 itself, as far as an attention backend needs it: its hook registry, pair of backends, pools, batches and modes
+"""This is SGLang 0.5.16 itself, as far as an attention backend needs it: hook registry, pair of backends, pools, batches, modes
 of a forward. The model runner around them is made up and has no model. Packages that SGLang imports and that are not there get
 modules in their place whose names do nothing."""
 
@@ -43,7 +43,7 @@ PARTS = ("sglang.srt.function_call.function_call_parser", "sglang.srt.entrypoint
 
 
 class _Nothing:
-    """A name of a package that is not there: it can be called, subscripted, inherited from and used as a decorator."""
+    """This is a name of a package that is not there: it can be called, subscripted, inherited from and used as a decorator."""
 
     def __init__(self, *arguments, **keywords):
         pass
@@ -98,7 +98,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def installed() -> bool:
-    """Whether SGLang itself is there."""
+    """Says whether SGLang itself is there."""
     found = sys.modules.get("sglang") or importlib.util.find_spec("sglang")
     return found is not None and getattr(found, "origin", getattr(found, "__file__", None)) is not None
 
@@ -107,7 +107,7 @@ def load() -> dict[str, types.ModuleType]:
     """Imports what is used of SGLang, with the hook of the plug-in applied; returns the modules by their names."""
     from transformers.models.auto.configuration_auto import _LazyConfigMapping
 
-    os.environ.setdefault("SGLANG_OPT_USE_MINIMAX_FUSED_KV_INDEX_STORE", "0")  # else it compiles a kernel of its own
+    os.environ.setdefault("SGLANG_OPT_USE_MINIMAX_FUSED_KV_INDEX_STORE", "0")  # otherwise SGLang compiles a kernel of its own
     lacking = {name for name in MAY_LACK if name not in sys.modules and importlib.util.find_spec(name) is None}
     sys.meta_path.insert(0, _Finder(lacking))
     register = _LazyConfigMapping.register

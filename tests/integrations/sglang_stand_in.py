@@ -95,7 +95,7 @@ def modules(version: int) -> dict[str, types.ModuleType]:
 
 
 class Parallel:
-    """Sizes of SGLang's groups of ranks."""
+    """Holds the sizes of SGLang's groups of ranks."""
 
     attn_tp_size = attn_cp_size = attn_dcp_size = 1
 

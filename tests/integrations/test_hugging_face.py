@@ -153,7 +153,7 @@ def test_cached_steps_equal_one_prefill(kind, padded):
 @pytest.mark.parametrize("kind", ["dynamic", "static", "paged"])
 @pytest.mark.parametrize("packed", ["in a row", "after a row", "after padding"])
 def test_packed_positions_are_refused_with_a_cache(kind, packed):
-    """Several documents in one row, which transformers does not notice beside a cache; the cache stays as it was."""
+    """Beside a cache transformers does not notice several documents in one row; the cache stays as it was."""
     model, ids = convert(plain(), **SPARSE), tokens()
     cache = {
         "dynamic": lambda: DynamicCache(config=model.config),

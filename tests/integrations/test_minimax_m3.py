@@ -66,7 +66,7 @@ def ids():
 
 
 def mask_of(padding):
-    """int64 [2, LENGTH]: the second row is padded."""
+    """Returns int64 [2, LENGTH]: the second row is padded."""
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     if padding is not None:
         mask[1, : padding[0]] = 0

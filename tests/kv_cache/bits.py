@@ -11,7 +11,7 @@ NAN = None  # in place of a number
 
 
 def e4m3(code):
-    """A byte: sign, 4 exponent bits, 3 mantissa bits."""
+    """Returns the number of a byte: sign, 4 exponent bits, 3 mantissa bits."""
     sign, exponent, mantissa = -1 if code & 128 else 1, (code >> 3) & 15, code & 7
     if exponent == 15 and mantissa == 7:
         return NAN
@@ -19,13 +19,13 @@ def e4m3(code):
 
 
 def e2m1(code):
-    """A nibble: sign, 2 exponent bits, 1 mantissa bit."""
+    """Returns the number of a nibble: sign, 2 exponent bits, 1 mantissa bit."""
     sign, exponent, mantissa = -1 if code & 8 else 1, (code >> 1) & 3, code & 1
     return sign * (F(mantissa, 2) if exponent == 0 else (1 + F(mantissa, 2)) * F(2) ** (exponent - 1))
 
 
 def e8m0(code):
-    """A byte: a biased exponent."""
+    """Returns the number of a byte: a biased exponent."""
     return NAN if code == 255 else F(2) ** (code - 127)
 
 
@@ -44,13 +44,13 @@ def nearest(x, decode, codes):
 
 
 def numbers(data, decode):
-    """float64 of every element of a tensor of codes."""
+    """Returns float64 of every element of a tensor of codes."""
     values = [decode(int(code)) for code in data.flatten().tolist()]
     return torch.tensor([float("nan") if v is NAN else float(v) for v in values], dtype=torch.float64).view(data.shape)
 
 
 def unpacked(data):
-    """uint8 [..., dim // 2] -> nibbles [..., dim], low first."""
+    """Returns nibbles [..., dim], low first, of uint8 [..., dim // 2]."""
     return torch.tensor([n for byte in data.flatten().tolist() for n in (byte & 15, byte >> 4)]).view(*data.shape[:-1], -1)
 
 

@@ -27,7 +27,7 @@ def around(decode, codes):
 
 
 def rows(x, dim=16, heads=1):
-    """[total, heads, dim] of a list of numbers, padded with zeros."""
+    """Returns [total, heads, dim] of a list of numbers, padded with zeros."""
     padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % (dim * heads)))
     return padded.view(-1, heads, dim)
 

@@ -28,7 +28,7 @@ devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def caches(format, device="cpu"):
-    """A cache of the format with 20 tokens."""
+    """Returns a cache of the format with 20 tokens."""
     table = torch.tensor([[3, 1, 0, -1]], dtype=torch.int32, device=device)
     new = torch.randn(20, 2, 32, device=device)
     index_keys = PagedIndexKeys.allocate(table, 4, 2, 16, 32, torch.bfloat16, format=format)

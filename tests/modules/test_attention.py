@@ -58,7 +58,7 @@ def tokens(total, seed=1):
 
 
 def expected(layer, lens, hidden, grad, stage, coefficient):
-    """Output, index loss, and gradients by hidden and by each parameter."""
+    """Returns output, index loss, and gradients by hidden and by each parameter."""
     config = layer.index_branch.config
     weights = {name: x.detach().clone().requires_grad_() for name, x in layer.state_dict().items()}
     hidden = hidden.detach().clone().requires_grad_()

@@ -6,7 +6,7 @@ import torch
 
 
 def turned(x, positions, rotary_dim, base):
-    """RoPE of x [length, heads, dim] by complex numbers."""
+    """Returns RoPE of x [length, heads, dim] by complex numbers."""
     half = rotary_dim // 2
     angles = positions[:, None].double() * base ** (-torch.arange(half, dtype=torch.float64) / half)
     points = torch.complex(x[..., :half], x[..., half:rotary_dim]) * torch.polar(torch.ones_like(angles), angles)[:, None]

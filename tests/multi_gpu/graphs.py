@@ -16,7 +16,7 @@ from tests.parallel.cases import WIDE, empty_caches, spread_caches
 
 
 def a_plan(group, rank, size, exchange="symmetric", timeout=60.0):
-    """A plan for three sequences, its inputs and its caches."""
+    """Returns a plan for three sequences, its inputs and its caches."""
     p = problem([1] * 3, (5000, 700, 2049), dtype=torch.bfloat16, **WIDE).to("cuda")
     kv, index = spread_caches(p, rank, size, 128)
     lens = torch.tensor(p.k_lens, dtype=torch.int32, device="cuda")

@@ -43,7 +43,7 @@ def ended(run):
 
 
 def children(pid):
-    """The processes that a process started; workers of torchrun are in sessions of their own, so no group holds them."""
+    """Returns what processes a process started; workers of torchrun are in sessions of their own, so no group holds them."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -104,7 +104,7 @@ def check(folder, device):
 
 
 def apart_by(one, other):
-    """The largest relative difference of two steps' losses, by layer."""
+    """Returns the largest relative difference of two steps' losses, by layer."""
     return max(abs(other["by_layer"][layer] / loss - 1) for layer, loss in one["by_layer"].items())
 
 

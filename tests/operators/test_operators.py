@@ -78,13 +78,13 @@ def caches(batch, format="plain", index_format="plain", pages=6):
 
 
 def tokens(batch, new):
-    """New k, v and index keys, and q and index_q."""
+    """Returns new k, v and index keys, and q and index_q."""
     heads = (2, 2, 1, 4, 2)
     return tuple(torch.randn(batch * new, h, 32) for h in heads)
 
 
 def calls():
-    """For each operator, arguments of a call."""
+    """Returns arguments of a call for each operator."""
     q, k, v, index_q, index_k, cu_q, cu_k = packed((10, 0, 21), (20, 5, 40))
     seqs = Sequences(cu_q, cu_k, 21, 40)
     blocks = select_blocks(index_q, index_k, 3, seqs, **BLOCK)

@@ -19,7 +19,7 @@ WIDE = {"kv_heads": 4, "group": 16, "head_dim": 128}
 
 
 def one_rank(p, options):
-    """The selection, out and lse of one rank, and out and lse in float64 over the same selection."""
+    """Returns the selection, out and lse of one rank, and out and lse in float64 over the same selection."""
     blocks = select_blocks(p.index_q, p.index_k, seqs=p.seqs, **options)
     results = msa_attention(p.q, p.k, p.v, p.index_q, p.index_k, seqs=p.seqs, return_lse=True, **options)
     q, k, v = (x.double().cpu() for x in (p.q, p.k, p.v))
@@ -87,12 +87,12 @@ def rounded_backward(group, rank, size, lengths, dtype, device, sizes, options):
 
 
 def weights_of(p):
-    """What the results are summed with: numbers that every dtype holds, the same on all ranks."""
+    """Returns what the results are summed with: numbers that every dtype holds, the same on all ranks."""
     return torch.randint(-3, 4, p.q.shape, generator=torch.Generator().manual_seed(3)).to(p.q)
 
 
 def attention_gradients(p, options, blocks=None):
-    """Gradients of q, k and v on one rank, and the selection. blocks: a selection to attend to."""
+    """Returns gradients of q, k and v on one rank, and the selection. blocks: a selection to attend to."""
     leaves = [x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v)]
     if blocks is None:
         blocks = select_blocks(p.index_q, p.index_k, seqs=p.seqs, **options)
@@ -103,7 +103,7 @@ def attention_gradients(p, options, blocks=None):
 
 
 def shard_gradients(group, rank, p, shards, options):
-    """Gradients of this rank's q, k and v."""
+    """Returns gradients of this rank's q, k and v."""
     mine = [shards.shard(x, rank).requires_grad_() for x in (p.q, p.k, p.v)]
     index = [shards.shard(x, rank) for x in (p.index_q, p.index_k)]
     out, lse = context_attention(*mine, *index, shards, group=group, return_lse=True, **options)

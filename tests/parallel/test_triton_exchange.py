@@ -64,7 +64,7 @@ def candidates(ranks, heads, tokens, blocks, topk, visible, page_blocks, seed):
 )
 @pytest.mark.parametrize("fused", [False, True])
 def test_choose(ranks, heads, topk, init, local, page_blocks, fused):
-    """fused: the kernel that finds the candidates sends them too."""
+    """fused: whether the kernel that finds the candidates also sends them."""
     from openmsa.block_topk import reference
 
     tokens, choice = 5, Choice(topk, init, local, page_blocks)

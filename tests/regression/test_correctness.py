@@ -25,7 +25,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
 
 
 def attend(batch, page_size=-1, **options):
-    """out and max scores of the planned batch, with poisoned output."""
+    """Returns out and max scores of the planned batch, with poisoned output."""
     k, v, more = batch.k, batch.v, {}
     if page_size > 0:
         k, v, more["kv_indices"] = batch.pages(page_size)

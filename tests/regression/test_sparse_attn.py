@@ -44,7 +44,7 @@ def selection(batch, kind, topk, seed=0):
 
 
 def attend(door, batch, ids, **options):
-    """out and lse."""
+    """Returns out and lse."""
     heads, device, topk = batch.q.shape[1], batch.q.device, ids.shape[2]
     if door.startswith("csr"):
         cu_q, cu_k = (

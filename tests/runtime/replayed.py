@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from openmsa import AttentionPlan, DecodePlan, PagedIndexKeys, PagedKV
 from openmsa.decode.kernels import Kernels
 from openmsa.kv_cache import E4M3, NVFP4
-from openmsa.runtime import kinds, replay
+from openmsa.runtime import kinds
 from openmsa.runtime.addresses import ALIGNED, AmbiguousError, Places, Prepared, PreparedLaunch, PreparedZero, prepare
 from openmsa.runtime.dispatch import Stage
+from openmsa.runtime.kinds import Computed, Launched, Zeroed, computes, listening, taping
 from openmsa.runtime.launch import Variant
 from openmsa.runtime.recording import recording
-from openmsa.runtime.tape import Computed, Launched, Zeroed, computes, listening, taping
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +71,7 @@ def prepared(outcome: Any = "nothing is launched") -> Iterator[list[tuple[Prepar
         found.append((prepare(events, inputs, own), [x.data_ptr() for x in inputs]))
         return outcome
 
-    patches = mock.patch.object(replay, "record", record), mock.patch("openmsa.runtime.launch.encoded", encoded)
+    patches = mock.patch.object(kinds, "record", record), mock.patch("openmsa.runtime.launch.encoded", encoded)
     with recording(90) as launches, patches[0], patches[1]:
         yield found
 
@@ -84,7 +84,7 @@ def variant(event: Launched, launch: Any) -> Variant:
 
 
 def resolved(made: Prepared, addresses: list[int]) -> list[Any]:
-    """Every launch with its numbers and its addresses, of inputs at these addresses."""
+    """Returns every launch with its numbers and its addresses, of inputs at these addresses."""
     at = {
         "input": lambda index, offset: addresses[index] + offset,
         "own": lambda offset, _: WORKSPACE + offset,
@@ -133,7 +133,7 @@ def step(
 
 
 def decode(batch: int, keys: int, heads: tuple[int, int]) -> Any:
-    """The same for a decode plan."""
+    """Returns the same for a decode plan."""
     pages = -(-keys // 128)
     sizes = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 128, "page_size": 128, "max_pages": pages}
     plan = DecodePlan(max_batch=batch, **sizes)
@@ -252,7 +252,7 @@ def computations_are_on_the_tape() -> None:
 def what_cannot_be_recorded_is_said() -> None:
     """PyTorch's computations and addresses beside the inputs have reasons."""
     x = torch.zeros(8, 4)
-    said = replay.record(lambda: computes("a sum"), [x])
+    said = kinds.record(lambda: computes("a sum"), [x])
     assert said == "its host code computes a sum with PyTorch"
     places = Places([x[:, :2], x[:, 1:]], True)
     assert places._place(x[3:, :2], x[3:, :2].data_ptr()) == ("input", 0, 48)

@@ -137,7 +137,7 @@ def test_no_programs_are_no_launch(driver):
 
 
 def replayed(monkeypatch, streams=(3,)):
-    """A replay of one launch of ``("*fp16", "i32")`` on its only input, and of memory that is set to 0 first."""
+    """Returns a replay of one launch of ``("*fp16", "i32")`` on its only input, and of memory that is set to 0 first."""
     stream = iter(streams)
     active = SimpleNamespace(get_current_stream=lambda device: next(stream))
     monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))

@@ -22,7 +22,7 @@ def listed(q_lens, k_lens, topk, heads=2, block_size=16):
 
 @pytest.fixture
 def dense(monkeypatch):
-    """The queries of each call of dense attention."""
+    """Returns the queries of each call of dense attention."""
     queries = []
     run = cpu.DENSE.run
     monkeypatch.setattr(cpu.DENSE, "run", lambda impl, call: queries.append(call.q.shape[0]) or run(impl, call))
@@ -115,7 +115,7 @@ def test_heads_that_select_nothing():
 
 @pytest.fixture
 def masked(monkeypatch):
-    """Whether each call of masked attention was of use, on a CPU that is said to multiply bfloat16 tiles."""
+    """Says whether each call of masked attention was of use, on a CPU that claims to multiply bfloat16 tiles."""
     used = []
     function = cpu.attend_masked
     monkeypatch.setattr(cpu, "attend_masked", lambda *a: used.append(function(*a)) or used[-1])

@@ -13,7 +13,7 @@ from openmsa.primitives.rows import query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.sparse_attention import STAGE, gluon_sm90_attend, reference, triton_lists, triton_prefill
 from openmsa.sparse_attention.gluon_sm90_attend import OPTIONS, attend_launch, union_tokens
-from openmsa.sparse_attention.triton_config import prefill_config
+from openmsa.sparse_attention.triton_config import all_together, plain_hopper_config, prefill_config
 from openmsa.sparse_attention.triton_keys import Keys
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks
@@ -92,7 +92,7 @@ def test_its_tiles():
 
 
 def case(name, dtype):
-    """The checked arguments of a call, and the truth."""
+    """Returns the checked arguments of a call, and the truth."""
     q_lens, k_lens, heads, group, dim, page_size, topk, alike, offsets = CASES[name]
     p = problem(q_lens, k_lens, kv_heads=heads, group=group, head_dim=dim, dtype=dtype, offsets=offsets, shared_prefix=BLOCK)
     blocks = selection(p, topk, alike)
@@ -109,8 +109,9 @@ def checked_call(p, blocks, page_size=0, scale=0.2):
 
 @pytest.fixture(autouse=True)
 def small_calls(monkeypatch):
-    """The kernel serves calls of any size, also those with few queries."""
+    """The kernel serves calls of any size, also those with few queries, and leaves to KV-outer what it leaves in large ones."""
     monkeypatch.setattr(triton_prefill, "FEWEST_TILES", 0)
+    monkeypatch.setattr(triton_lists, "all_together", lambda *sizes: False)
     for module in (triton_prefill, triton_lists):
         monkeypatch.setattr(module, "few_queries", lambda *sizes: False)
 
@@ -128,6 +129,19 @@ def test_what_it_is_given(monkeypatch):
         check(run(checked, path=path), expected)
     assert [call.lists.union.has_union.item() for call in given] == [1, 1]
     assert given[0].config.union_tokens == 8
+
+
+def test_a_short_prefill_leaves_nothing_to_kv_outer(monkeypatch):
+    monkeypatch.setattr(triton_lists, "all_together", all_together)
+    monkeypatch.setattr(triton_lists, "facts", lambda _: COMPILE_TARGETS[90])
+    config = plain_hopper_config(prefill_config(128, 16, BLOCK, 9))
+    for length, rest in ((8192, triton_lists.NO_REST), (16384, triton_lists.KV_OUTER)):
+        q, k = numbers(length, 16, 128), numbers(length, 1, 128)
+        seqs = layout(None, length, length, q.device)
+        keys, given = Keys.of(k, k, seqs, BLOCK, True), (config, "auto", True, q.dtype, triton_prefill.WORKSPACE_BYTES)
+        for tuned, expected in ((True, rest), (False, triton_lists.KV_OUTER)):
+            plan = triton_lists.Plan.of(query_rows(q, True), keys, 16, BLOCK, seqs, *given, tuned=tuned)
+            assert plan.rest == expected.value
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.contract import shapes
 
 
 def differentiated(function, p, *args, grad_out, grad_lse=None, change=lambda x: x, **options):
-    """dq, dk and dv of a public function."""
+    """Returns dq, dk and dv of a public function."""
     leaves = [change(x.detach()).requires_grad_() for x in (p.q, p.k, p.v)]
     results = function(*leaves, *args, p.seqs, return_lse=grad_lse is not None, **options)
     if grad_lse is None:

@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def arguments(p, blocks, block_size, grad_out, grad_lse, change=lambda x: x, scale=0.2):
-    """The checked call, its results by the reference, and their gradients."""
+    """Returns the checked call, its results by the reference, and their gradients."""
     p, blocks = p.to(DEVICE).map(change), blocks.to(DEVICE)
     call = STAGE.check(p.q, p.k, p.v, blocks, p.seqs, block_size=block_size, softmax_scale=scale, return_lse=True)
     out, lse = reference.sparse_attention(*call)

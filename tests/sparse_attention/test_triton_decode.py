@@ -7,9 +7,11 @@ import torch
 pytest.importorskip("triton")
 
 from openmsa import E4M3, PagedKV, Sequences, explain, sparse_attention
+from openmsa.primitives.softmax import Partials
 from openmsa.runtime.devices import COMPILE_TARGETS
-from openmsa.sparse_attention import STAGE, triton_decode
-from openmsa.sparse_attention.triton_decode import Config, configure
+from openmsa.sparse_attention import STAGE, triton_decode, triton_decode_call
+from openmsa.sparse_attention.triton_decode import Config
+from openmsa.sparse_attention.triton_decode_call import configure
 from openmsa.sparse_attention.triton_decode_walk import refuse
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close, assert_equal
@@ -24,7 +26,7 @@ SCALE = 0.2
 
 
 def run(p, blocks, block_size, kv=None, v=None, config=None):
-    """The kernel's own host function on checked arguments, with poisoned outputs."""
+    """Runs the kernel's own host function on checked arguments, with poisoned outputs."""
     q, k, v = (p.q, p.k, p.v) if kv is None else (strided(p.q, 2), kv, v)
     if isinstance(k, PagedKV):
         k = PagedKV(*(x.to(DEVICE) for x in (k.k, k.v, k.page_table, k.seq_lens)))
@@ -33,7 +35,7 @@ def run(p, blocks, block_size, kv=None, v=None, config=None):
         k, v = k.to(DEVICE), v.to(DEVICE)
         lengths = layout(p.to(DEVICE).seqs, q.shape[0], k.shape[0], DEVICE)
     with PoisonedOutputs():
-        return triton_decode.sparse_attention(
+        return triton_decode_call.sparse_attention(
             q.to(DEVICE), k, v, blocks.to(DEVICE), lengths, block_size, SCALE, True, config=config
         )
 
@@ -109,7 +111,7 @@ def test_formats_against_the_truth(name, queries, storage, page, head_dim, group
     splits, warps = -(-3 * block // 32 // tiles), 2 if apart else 4
     config = Config(triton_decode.row_tiles(group, head_dim)[0], 32, tiles, splits, False, warps, 3, apart, together)
     with PoisonedOutputs():
-        out, lse = triton_decode.sparse_attention(*checked, config=config)
+        out, lse = triton_decode_call.sparse_attention(*checked, config=config)
     reads = oracle.reads_of_blocks(blocks, block)
     truth, truth_lse = oracle.attention(stored.numbers, reads, SCALE)
     honest, honest_lse = oracle.honest_attention(stored.honest(out.dtype), reads, SCALE)
@@ -169,7 +171,7 @@ def test_counters_return_to_zero_and_runs_repeat_bitwise():
     blocks = random_blocks(p, 4, 32, 2)
     lengths = layout(p.seqs, 3, 290, DEVICE)
     config = Config(16, 32, 1, 4, False, 4, 2)
-    partials = triton_decode.Partials.allocate(8, 32, 16, 32, torch.float16, DEVICE)
+    partials = Partials.allocate(8, 32, 16, 32, torch.float16, DEVICE)
     outs = [torch.full_like(p.q, torch.nan) for _ in range(2)]
     for out in outs:
         triton_decode.launch(config, partials, p.q, p.k, p.v, blocks, lengths, 2, 32, SCALE, out, None)
@@ -186,7 +188,7 @@ def test_an_unwritable_page_is_skipped():
     kv.page_table[0, 3:] = -5
     blocks = torch.tensor([[[0, 1, 2, 3, 70]]], dtype=torch.int32, device=DEVICE).expand(1, 2, 5)
     lengths = layout(Sequences(max_seqlen_q=1, max_seqlen_k=96), 1, None, DEVICE, torch.tensor([96], device=DEVICE), 96)
-    result = triton_decode.sparse_attention(p.q.to(DEVICE), kv, None, blocks, lengths, 32, SCALE, True)
+    result = triton_decode_call.sparse_attention(p.q.to(DEVICE), kv, None, blocks, lengths, 32, SCALE, True)
     check(p, torch.tensor([[[0, 2]]], dtype=torch.int32).expand(1, 2, 2), 32, result)
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from openmsa import PagedKV
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime.devices import COMPILE_TARGETS, facts
-from openmsa.sparse_attention import triton_decode
+from openmsa.sparse_attention import triton_decode, triton_decode_call
 from openmsa.sparse_attention.triton_decode_shared import Config, Shared, configure, launch
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close
@@ -32,7 +32,7 @@ CASES = [  # new tokens, head_dim, group, kv_heads, block_size, page_size, topk,
 
 @pytest.mark.parametrize(("new", "head_dim", "group", "kv_heads", "block", "page", "topk", "dtype", "config"), CASES)
 def test_against_the_truth(new, head_dim, group, kv_heads, block, page, topk, dtype, config):
-    """Lengths of no key, of fewer keys than new tokens, and odd ones; shuffled and shared pages, wild ids where nothing is."""
+    """Lengths are 0, less than the new tokens, and odd; pages are shuffled and shared; ids are wild where nothing is read."""
     k_lens = (2 * block + 5, 0, 9 * block - 1, new - 1, new, block)
     p = problem(
         (new,) * len(k_lens), k_lens, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype, shared_prefix=block,
@@ -50,7 +50,7 @@ def test_against_the_truth(new, head_dim, group, kv_heads, block, page, topk, dt
     tiles = len(k_lens) * -(-new // config.tokens) * kv_heads
     partials = Partials.allocate(tiles, tiles * config.splits, config.rows, head_dim, dtype, DEVICE)
     shared = Shared([], partials, torch.empty(tiles, dtype=torch.int32, device=DEVICE))
-    cut = triton_decode.configure(1000, kv_heads, group, head_dim, topk, block, page, COMPILE_TARGETS[90])
+    cut = triton_decode_call.configure(1000, kv_heads, group, head_dim, topk, block, page, COMPILE_TARGETS[90])
     apart = Partials.allocate(1000, 1000 * cut.splits, cut.rows, head_dim, dtype, DEVICE)
     q = strided(p.q, 2).to(DEVICE)
     with PoisonedOutputs():
@@ -77,8 +77,8 @@ def test_against_the_truth(new, head_dim, group, kv_heads, block, page, topk, dt
 def test_what_is_served():
     device = COMPILE_TARGETS[90]
     sizes = (4, 16, 128, 16, 128, 128, device)  # KV heads, group, dim, topk, block, page
-    assert configure(128, 8, *sizes) == Config(8, 128, 64, 1, 72, 8, 3)
-    assert configure(12, 4, *sizes) == Config(4, 64, 64, 2, 36, 4, 3)
+    assert configure(128, 8, *sizes) == Config(8, 128, 64, 1, 48, 8, 3)
+    assert configure(12, 4, *sizes) == Config(4, 64, 64, 2, 24, 4, 3)
     assert configure(8, 16, *sizes).tokens == 8
     assert configure(8, 4, *sizes) is None  # a program for each token and head has a multiprocessor of its own
     assert configure(200, 1, *sizes) is None  # one token has nobody to share with

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What an evaluation measures, against plain arithmetic on the model's own forward."""
+"""What an evaluation measures equals plain arithmetic on the model's own forward."""
 
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ def layer(lengths=70, batch=2, heads=4, kv_heads=2, dim=16, seed=0):
 
 
 def slow_mass(inputs, row, sequence, head, block_size, length):
-    """The mass of each block for one query and KV head, from one softmax a query head."""
+    """Returns the mass of each block for one query and KV head, from one softmax a query head."""
     group = inputs.q.shape[1] // inputs.k.shape[1]
     own = slice(sequence * length, sequence * length + row + 1)
     weights = 0
@@ -216,7 +216,7 @@ def test_a_model_without_such_layers_is_refused():
 
 
 class Words:
-    """A tokenizer with a token a word and punctuation mark."""
+    """This is a tokenizer with a token a word and punctuation mark."""
 
     def __init__(self):
         self.known = {}

@@ -109,12 +109,12 @@ class PagedCache(Cache):
         return MSACache(layers, batch, heads, head_dim, branches, dtype=dtype, device=device, **self._options)
 
     def memory(self) -> int:
-        """Returns the bytes that the cache takes, be its places filled or not."""
+        """Returns the bytes that the cache takes, whether or not its places are filled."""
         return self.held.memory()
 
     @property
     def room(self) -> int:
-        """Returns how many tokens of all sequences together fit into these bytes, those that it holds included."""
+        """Returns how many tokens, of all sequences together, fit into these bytes, those that it holds included."""
         return self.held.room
 
     def step(self, number: int, hidden: Tensor, mask: Tensor | None) -> Any:

@@ -99,7 +99,7 @@ def _hand_over(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     past: Any = kwargs.get("past_key_values")
     mask = kwargs.get("attention_mask")
     paged = isinstance(past, PagedCache)
-    if past is not None and not (paged and layer.layer_idx):  # before a cache changes, all layers of a paged one together
+    if past is not None and not (paged and layer.layer_idx):  # before a cache changes; layer 0 checks for a paged one
         refuse_unsupported(ATTENTION, layer, mask, None, kwargs)
         held = past.get_seq_length(layer.layer_idx) if mask is None else 0
         refuse_packed(ATTENTION, layer.layer_idx, kwargs.get("position_ids"), hidden.shape[1], held, mask)

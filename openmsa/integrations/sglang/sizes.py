@@ -125,7 +125,7 @@ def _refused_server(runner: Any) -> str | None:
     if is_tbo_enabled():
         return "--enable-two-batch-overlap must be off, since a plan serves one whole batch"
     parallel = _runtime.get_parallel()
-    # Where SGLang has `attn_dcp_size`, `dcp_size` fails an assertion of its own in servers without such ranks.
+    # Where SGLang has `attn_dcp_size`, its `dcp_size` fails an assertion in servers without such ranks.
     for name in ("attn_cp_size", "attn_dcp_size" if hasattr(parallel, "attn_dcp_size") else "dcp_size"):
         size = getattr(parallel, name, 1)
         if size > 1:

@@ -189,7 +189,7 @@ class OpenMSAIndexMetadataBuilder(_StepBuilder, MiniMaxM3IndexerMetadataBuilder)
 
 
 class OpenMSABackend(MiniMaxM3SparseBackend):
-    """The main cache's backend. Its layout is vLLM's, in any order of the dimensions in memory."""
+    """This is the main cache's backend. Its layout is vLLM's, in any order of the dimensions in memory."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_DTYPES)
 
@@ -208,7 +208,7 @@ class OpenMSABackend(MiniMaxM3SparseBackend):
 
 
 class OpenMSAIndexBackend(MiniMaxM3IndexerBackend):
-    """The index cache's backend."""
+    """This is the index cache's backend."""
 
     @staticmethod
     def get_name() -> str:

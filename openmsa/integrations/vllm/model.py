@@ -31,11 +31,11 @@ class _Served:
 
 
 class MiniMaxM3ForCausalLM(_Served, MiniMaxM3SparseForCausalLM):
-    """vLLM's text model of MiniMax-M3, its sparse layers served by this library."""
+    """This is vLLM's text model of MiniMax-M3 with sparse layers that this library serves."""
 
 
 class MiniMaxM3MTP(_Served, VllmMTP):
-    """vLLM's drafter of MiniMax-M3, its sparse layers served by this library."""
+    """This is vLLM's drafter of MiniMax-M3 with sparse layers that this library serves."""
 
 
 @contextlib.contextmanager

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: MIT
+"""These checks look at values: at those of lists, and at those of tensors, which they read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmsa.runtime.checks import integer
+
+
+def has_values(name: str, value: Any) -> None:
+    """`value` must not be on the meta device, whose tensors hold no values."""
+    if value.device.type == "meta":
+        raise NotImplementedError(f"{name} must hold values, which tensors on the meta device do not")
+
+
+def lengths(name: str, value: Any, most: int) -> None:
+    """`value` must be a list, or another sequence, of ints of at least 0 whose sum is at most `most`."""
+    if not isinstance(value, Sequence):
+        hint = f"; pass {name}.tolist()" if hasattr(value, "tolist") else ""
+        raise TypeError(f"{name} must be a list of ints, one a sequence, got {type(value).__name__}{hint}")
+    integer(f"sum({name})", sum(integer(f"{name}[{i}]", length, 0) for i, length in enumerate(value)), 0, most)
+
+
+def finite(name: str, value: Tensor) -> None:
+    """No element may be NaN. Reads the tensor: call it only when the user asked for value checks."""
+    bad = torch.isnan(value)
+    if bool(bad.any()):
+        where = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(f"{name} must hold no NaN, got NaN at {where}")
+
+
+def in_range(name: str, value: Tensor, low: int, high: int) -> None:
+    """Every element lies in [low, high). Reads the tensor: on a GPU call it only when the user asked for value checks."""
+    bad = (value < low) | (value >= high)
+    if bool(bad.any()):
+        where = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(f"{name} must lie from {low} to {high - 1}, got {value[where].item()} at {where}")
