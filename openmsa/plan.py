@@ -15,7 +15,7 @@ from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
 from openmsa.inputs import SelectionCall, check_counts, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
-from openmsa.kv_cache.rows import made_out
+from openmsa.kv_cache.results import made_out
 from openmsa.runtime import checks, dispatch, tracing
 from openmsa.runtime.dispatch import check_name, has_triton
 from openmsa.runtime.kinds import Call, Kinds, Memory, Steps, rounded, tensors_in

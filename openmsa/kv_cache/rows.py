@@ -56,13 +56,6 @@ def out_dtype(q: Tensor | Stored) -> torch.dtype:
     return torch.bfloat16 if isinstance(q, Stored) else q.dtype
 
 
-def made_out(q: Tensor | Stored) -> Tensor:
-    """Makes memory for what attention returns."""
-    if not isinstance(q, (Tensor, Stored)):
-        check_rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)
-    return torch.empty(q.shape, dtype=out_dtype(q), device=q.device)
-
-
 def check_rows(
     name: str, value: Any, shape: str, formats: tuple[str, ...], dtypes: tuple[torch.dtype, ...] = checks.FLOATS
 ) -> None:
