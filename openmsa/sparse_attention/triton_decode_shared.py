@@ -60,8 +60,8 @@ def configure(
     device: Device,
 ) -> Config | None:  # fmt: skip
     """Chooses tokens, tiles and splits; None where tokens cannot share programs, and where each token's program has a
-    multiprocessor of its own anyway. It is a pure function. A list of 3/8 of all selected blocks takes less time than reading them
-    apart (`docs/log/decode.md`)."""
+    multiprocessor of its own anyway. It is a pure function. Walking a list of 3/8 of all selected blocks takes less time than
+    reading the blocks apart (`docs/log/decode.md`)."""
     tokens = next_power_of_two(new_tokens)
     while tokens > 1 and (tokens * group > MAX_ROWS or tokens * next_power_of_two(topk) > MAX_LISTED):
         tokens //= 2
@@ -168,6 +168,7 @@ def sparse_decode_shared_kernel(
     b_page = tl.load(p_table + b_list * BLOCK // PAGE * table.s_page, mask=o_c < n, other=-1)
     b_bits = tl.where((b_page >= 0) & (b_page < num_pages), b_bits, 0)
     b_page = tl.where(b_bits != 0, b_page, 0)
+    b_list = tl.where(b_bits != 0, b_list, tl.cdiv(seq_len, BLOCK))  # Behind the last key nothing is read.
 
     # 4. The walk goes over this program's share of the list.
     p_k0, p_v0 = k.data + i_h.to(tl.int64) * k.s_head, v.data + i_h.to(tl.int64) * v.s_head
