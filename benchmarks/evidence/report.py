@@ -200,8 +200,9 @@ def page(runs: Runs, names: list[str]) -> str:
         told = f"There are {len(runs)} seeds"
         seeds = (
             f"{told}, of weights and of what is read in which order: numbers are means over seeds, with the standard\n"
-            "deviation between seeds behind ±. Differences from dense are those of the same seed and held-out windows. Plots\n"
-            "have a line style a seed for the losses of training, means for held-out losses, and else the first seed."
+            "deviation between seeds behind ±. Differences from dense are those of the same seed and held-out windows. In the\n"
+            "plots each seed has its own line style in the losses of training, held-out losses and recall are means over\n"
+            "seeds, and everything else comes from the first seed."
         )
     sizes = (
         f"{c['num_layers']} layers of {c['num_heads']} query and {c['num_kv_heads']} KV heads (dim {c['head_dim']}), hidden "
