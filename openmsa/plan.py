@@ -15,7 +15,7 @@ from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
 from openmsa.inputs import SelectionCall, check_counts, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
-from openmsa.kv_cache.rows import out_dtype
+from openmsa.kv_cache.results import made_out
 from openmsa.runtime import checks, dispatch, tracing
 from openmsa.runtime.dispatch import check_name, has_triton
 from openmsa.runtime.kinds import Call, Kinds, Memory, Steps, rounded, tensors_in
@@ -160,7 +160,7 @@ class AttentionPlan:
 
         Returns `out`.
         """
-        out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
+        out = made_out(q) if out is None else out
         if (call := self._unknown("attend", blocks, q, k, v, out, lse)) is not None:
             self._first(call, self._attention(q, k, v, blocks, out, lse), blocks, q, k, v, out, lse)
         return out
@@ -180,7 +180,7 @@ class AttentionPlan:
         if self._device.type != "cuda" or torch.compiler.is_compiling():
             return self.attend(q, k, v, self.select(index_q, index_k), out=out, lse=lse)
         blocks = self._room(index_q)
-        out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
+        out = made_out(q) if out is None else out
         if (call := self._unknown("run", blocks, index_q, index_k, q, k, v, out, lse)) is not None:
             steps = [*self._selection(index_q, index_k, blocks), *self._attention(q, k, v, blocks, out, lse)]
             self._first(call, steps, blocks, index_q, index_k, q, k, v, out, lse)

@@ -183,6 +183,20 @@ def test_bad_input_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    blocks = plan.select(index_q, index)
+    for wrong, name in (
+        (lambda: plan.attend(None, k, v, blocks), "q"),
+        (lambda: plan.attend(q.tolist(), k, v, blocks), "q"),
+        (lambda: plan.attend(None, k, v, blocks, out=torch.empty_like(q)), "q"),
+        (lambda: plan.attend(q, None, v, blocks), "k"),
+        (lambda: plan.attend(q, k, None, blocks), "v"),
+        (lambda: plan.attend(q, k, v, None), "blocks"),
+        (lambda: plan.run(None, k, v, index_q, index), "q"),
+        (lambda: plan.run(q, k, v, None, index), "index_q"),
+        (lambda: plan.select(index_q, None), "keys"),  # as PagedIndexKeys names them
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor.*, got (NoneType|list)"):
+            wrong()
     with pytest.raises(NotImplementedError, match="a plan computes no gradients"):
         plan.run(q.requires_grad_(), k, v, index_q, index)
 

@@ -8,17 +8,17 @@ import math
 import torch
 from torch import Tensor
 
+from openmsa.block_scores import cpu_int8
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.kv_cache.rows import rows_of, wide_dtype
 from openmsa.kv_cache.sequence_rows import Rows
-from openmsa.runtime.matmul import matmul_nt, pad_few
+from openmsa.runtime.matmul import FEW_ROWS_STEP, matmul_nt, pad_few, products_few
 from openmsa.types import Layout
 
 TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
 FEW_ROWS_ELEMENTS = 1 << 19  # few rows: elements of the keys of all heads that are multiplied at a time, about an L2
 CONVERTED_ELEMENTS = 1 << 18  # the same where keys are converted first, since narrow and wide ones share an L2
 POOL_PAGES = 2  # A pool is scored where it lies if it has at most so many pages for each one that is wanted.
-FEW_ROWS_STEP = 32  # MKL's products of few rows with so many keys, and multiples, do not depend on where a key stands
 MIN_ROWS = 16  # below about 12 rows a product takes another kernel, which rounds differently (see `matmul_nt`)
 
 
@@ -98,6 +98,8 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
     """Returns scores ``[heads, rows, blocks]`` of the first `end` keys, all of which the rows q ``[heads, rows, dim]`` see."""
     heads, rows, dim = q.shape
+    if cpu_int8.serves(q, keys, end):
+        return cpu_int8.block_maxima(q, keys, end, block_size)
     q = pad_few(q)
     if (pages := _whole_pool(keys, end, block_size)) is not None:
         return _score_pool(q, keys, pages, end, block_size)[:, :rows]
@@ -152,19 +154,6 @@ def _score_pool(q: Tensor, keys: Rows, pages: list[int], end: int, block_size: i
     found = parts[0] if len(parts) == 1 else torch.cat(parts)
     found = found.index_select(0, torch.tensor(pages) - first)  # [pages, heads, rows, blocks of a page]
     return found.permute(1, 2, 0, 3).flatten(2)[..., : -(-end // block_size)]
-
-
-def products_few(q: Tensor, k: Tensor) -> Tensor:
-    """Returns dot products ``[heads, rows, n]`` of few rows q ``[heads, rows, dim]`` with k ``[heads, n, dim]``. Those of
-    equal keys are equal."""
-    whole = k.shape[1] // FEW_ROWS_STEP * FEW_ROWS_STEP
-    left = k.shape[1] - whole
-    if not left:
-        return torch.bmm(q, k.transpose(1, 2))
-    # The last product has as many keys as a step, too: some that were multiplied before come again.
-    last = k[:, -FEW_ROWS_STEP:] if whole else torch.nn.functional.pad(k, (0, 0, FEW_ROWS_STEP - left, 0))
-    rest = torch.bmm(q, last.transpose(1, 2))[..., -left:]
-    return torch.cat((torch.bmm(q, k[:, :whole].transpose(1, 2)), rest), 2) if whole else rest
 
 
 def block_max(products: Tensor, block_size: int) -> Tensor:

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from openmsa.block_scores.cpu import MIN_ROWS, block_max, products_few, score_few
+from openmsa.block_scores.cpu import MIN_ROWS, block_max, score_few
 from openmsa.block_topk.cpu import FEW_SCORES, choose
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime import checks
+from openmsa.runtime.matmul import products_few
 from openmsa.sparse_attention.cpu_token import READ_ANYWAY, attend_all, attend_token, reads_all
 from openmsa.types import Sequences
 
@@ -98,10 +99,10 @@ def attend(
     few = visible <= READ_ANYWAY * counts.topk  # Otherwise attention would read copies of some keys.
     if few and keys.pages is None and rows.shape[1] == 1 and _same(keys.rows, index_keys.rows):  # An index without training.
         both = torch.cat((queries, rows), 1)  # The keys are read once for both.
-        products = products_few(both, keys.heads(0, length).float())  # [kv_heads, group + 1, length]
+        products = products_few(both, keys.heads(0, length))  # [kv_heads, group + 1, length]
         ids = _chosen(block_max(products[:, group:], counts.block_size), counts)
         if ids is not None and reads_all(ids, visible):
-            found, lse = attend_all(products[:, :group], scale, ids, values.heads(0, length).float(), counts.block_size)
+            found, lse = attend_all(products[:, :group], scale, ids, values.heads(0, length), counts.block_size)
             if found is not None:
                 return found.flatten(0, 1), lse.flatten(0, 1), ids
     else:

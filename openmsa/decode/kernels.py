@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A plan's kernels run a layer of a step: one launch for few sequences, three for many, five with certified index keys, or in a
-CUDA graph ten in two parts."""
+"""A plan's kernels run a layer of a step: in one launch for few sequences, and in three to ten for many."""
 
 from __future__ import annotations
 

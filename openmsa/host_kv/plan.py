@@ -23,8 +23,9 @@ class HostDecodePlan(DecodePlan):
     fetches those chosen blocks that the layer's block cache lacks, and attends to its slots.
 
     The fields are those of `DecodePlan`; `page_size` is a multiple of `block_size`. One plan serves layers that follow each
-    other, each with its own `HostKV`. Selections are those of a `DecodePlan`, bit for bit, and on a GPU
-    so are outputs and lse where a `DecodePlan` takes three launches or more.
+    other, each with its own `HostKV`. Selections are those of a `DecodePlan`, bit for bit, and on a GPU so are outputs and lse
+    where a `DecodePlan` takes three launches or more. With several new tokens they may be rounded otherwise, because those of a
+    `DecodePlan` may share the reading of blocks.
 
     On a GPU a run is five launches, more with certified index keys, and waits for nothing. Queries whose heads do not lie next
     to each other are copied first, and such an `out` is written by a copy.

@@ -12,8 +12,8 @@ from openmsa.types import Sequences
 
 def refuse_packed(name: str, layer: int, position_ids: Tensor | None, q_len: int, held: int, mask: Tensor | None) -> None:
     """Raises NotImplementedError, which names attention `name`, where positions say that a row holds several documents, whose
-    tokens would see those in front: where the position of a real token is not above that of the one before it, or is less than
-    the number of real tokens in the cache. transformers notices such rows only without a cache and a mask.
+    tokens would see those in front: where the position of a real token is not above those of the ones before it, or is less
+    than the number of real tokens in the cache. transformers notices such rows only without a cache and a mask.
 
     position_ids: ``[batch or 1, q_len]``, of the queries; None, or of more dimensions: nothing is checked.
     held:         how many keys the cache holds in front of the queries. mask: None, or bool ``[batch, columns]``, False at
@@ -30,7 +30,8 @@ def refuse_packed(name: str, layer: int, position_ids: Tensor | None, q_len: int
     first, in_front = position_ids[:, 0], torch.as_tensor(held, device=position_ids.device)
     if mask is not None:
         real = mask[:, -q_len:].to(position_ids.device)
-        follows = follows | ~(real[:, 1:] & real[:, :-1])
+        so_far = position_ids.masked_fill(~real, -1).cummax(1).values  # of real tokens, which padding may part
+        follows = (position_ids[:, 1:] > so_far[:, :-1]) | ~real[:, 1:]
         in_front = mask[:, :-q_len].sum(1).to(position_ids.device)
         first = position_ids.masked_fill(~real, torch.iinfo(position_ids.dtype).max).amin(1)  # a row of padding passes
     if bool(follows.all() & (first >= in_front).all()):

@@ -9,9 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.rows import out_dtype, wide_dtype
+from openmsa.kv_cache.rows import QUERY_FORMATS, check_rows, out_dtype, wide_dtype
+from openmsa.kv_cache.stored import Stored
 from openmsa.runtime import checks
 from openmsa.runtime.kinds import span
+
+
+def made_out(q: Tensor | Stored) -> Tensor:
+    """Makes memory for what attention of the queries q returns."""
+    if not isinstance(q, (Tensor, Stored)):
+        check_rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)
+    return torch.empty(q.shape, dtype=out_dtype(q), device=q.device)
 
 
 def check_place(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, read: list[Tensor]) -> None:

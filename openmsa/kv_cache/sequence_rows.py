@@ -46,7 +46,7 @@ class Rows:
         if self.pages is None:
             return rows_of(self.rows, slice(self.start + first, self.start + stop), dtype=self.dtype).transpose(0, 1)
         heads, size = self.rows.shape[1:3]
-        if isinstance(self.rows, Stored) or self.rows.stride(0) % max(1, self.rows.stride(1)):
+        if isinstance(self.rows, Stored) or not self.rows.stride(1) or self.rows.stride(0) % self.rows.stride(1):
             return torch.stack([self.span(head, first, stop) for head in range(heads)])
         pages = self.pages[first // size : -(-stop // size)].tolist()
         within = slice(first % size, first % size + stop - first)

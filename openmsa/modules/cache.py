@@ -146,9 +146,13 @@ class MSACache:
         wanted = [-(-length // self.page_size) for length in lengths]
         used, total = sum(self._assigned), sum(wanted)
         width = max(wanted, default=0)
-        if total > self._num_pages or width > self._table.shape[1]:
-            more = max(len(lengths), self._num_pages // 8)
-            self._grow(max(total, self._num_pages + more), max(width, self._table.shape[1] * 9 // 8))
+        pages, columns = self._num_pages, self._table.shape[1]
+        if total > pages:
+            pages = max(total, pages + max(len(lengths), pages // 8))
+        if width > columns:
+            columns = max(width, columns * 9 // 8)
+        if (pages, columns) != (self._num_pages, self._table.shape[1]):
+            self._grow(pages, columns)
         for b, (have, pages) in enumerate(zip(self._assigned, wanted, strict=True)):
             if pages > have:
                 self._table[b, have:pages] = torch.arange(used, used + pages - have, dtype=torch.int32)

@@ -9,6 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+FEW_ROWS_STEP = 32  # MKL's products of few rows with so many keys, and multiples, do not depend on where a key stands
+CONVERTED_ELEMENTS = 3 << 16  # Narrow keys are converted so many elements at a time: narrow and wide ones share 2 MB of L2.
+
 
 @cache
 def has_onednn_linear() -> bool:
@@ -41,6 +44,56 @@ def pad_few(q: Tensor) -> Tensor:
     2 or 3."""
     rows = q.shape[1]
     return torch.nn.functional.pad(q, (0, 0, 0, -rows % 4)) if rows > 1 and rows % 4 else q
+
+
+def products_few(q: Tensor, k: Tensor) -> Tensor:
+    """Computes dot products ``[heads, rows, n]`` of few rows q ``[heads, rows, dim]`` with keys ``[heads, n, dim]`` of q's type
+    or a narrower one on a CPU. Those of equal keys are equal."""
+    if k.dtype != q.dtype and k.numel() >= 2 * CONVERTED_ELEMENTS:
+        return _products_converted(q, k)
+    k = k.to(q.dtype)
+    whole = k.shape[1] // FEW_ROWS_STEP * FEW_ROWS_STEP
+    left = k.shape[1] - whole
+    if not left:
+        return torch.bmm(q, k.transpose(1, 2))
+    # The last product has as many keys as a step, too: some that were multiplied before come again.
+    last = k[:, -FEW_ROWS_STEP:] if whole else torch.nn.functional.pad(k, (0, 0, FEW_ROWS_STEP - left, 0))
+    rest = torch.bmm(q, last.transpose(1, 2))[..., -left:]
+    return torch.cat((torch.bmm(q, k[:, :whole].transpose(1, 2)), rest), 2) if whole else rest
+
+
+def _products_converted(q: Tensor, k: Tensor) -> Tensor:
+    """Does what `products_few` does; keys are converted a tile at a time into memory that stays in cache."""
+    (heads, rows, dim), n = q.shape, k.shape[1]
+    tile = max(1, CONVERTED_ELEMENTS // (dim * FEW_ROWS_STEP)) * FEW_ROWS_STEP
+    whole = -(-n // FEW_ROWS_STEP) * FEW_ROWS_STEP
+    held = torch.empty(min(tile, whole), dim, dtype=q.dtype)
+    products = torch.empty(heads, rows, whole, dtype=q.dtype)
+    for head in range(heads):
+        for first in range(0, n, tile):
+            part, stop = k[head, first : first + tile], min(first + tile, whole)
+            held[: part.shape[0]].copy_(part)
+            held[part.shape[0] : stop - first] = 0
+            torch.mm(q[head], held[: stop - first].t(), out=products[head, :, first:stop])
+    return products[..., :n]
+
+
+def sums_few(weights: Tensor, values: Tensor) -> Tensor:
+    """Computes ``weights [heads, rows, n] @ values [heads, n, dim] -> [heads, rows, dim]`` on a CPU for few rows and for values
+    of the weights' type or a narrower one."""
+    if values.dtype == weights.dtype:
+        return torch.bmm(weights, values)
+    if values.numel() < 2 * CONVERTED_ELEMENTS:
+        return torch.bmm(weights, values.to(weights.dtype))
+    heads, n, dim = values.shape
+    tile = max(1, CONVERTED_ELEMENTS // dim)
+    held = torch.empty(min(tile, n), dim, dtype=weights.dtype)
+    sums = torch.empty(heads, weights.shape[1], dim, dtype=weights.dtype)
+    for head in range(heads):
+        for first in range(0, n, tile):
+            wide = held[: min(tile, n - first)].copy_(values[head, first : first + tile])
+            torch.addmm(sums[head], weights[head, :, first : first + tile], wide, beta=int(first > 0), out=sums[head])
+    return sums
 
 
 def softmax_few(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,10 +43,11 @@ def attend_masked(
     lse: Tensor,
 ) -> bool:
     """Attends with the queries of one sequence, q ``[q_len, num_q_heads, dim]``, to the blocks ``ids [q_len, kv_heads or 1,
-    topk]``, -1 for none. Returns whether all results are finite: others may come from values that a query does not read."""
+    topk]``, -1 for none. Returns whether they can be used: infinite and NaN ones may come from values that a query does not
+    read, and the kernel says 0 for the lse where all logits are -inf."""
     kv_heads = keys.rows.shape[1]
     k, v = (rows.heads(0, int(last_key[-1]) + 1)[:, None] for rows in (keys, values))  # [kv_heads, 1, keys, dim]
-    group = q.shape[1] // kv_heads
+    group, usable = q.shape[1] // kv_heads, True
     for start in range(0, q.shape[0], QUERIES):
         rows = slice(start, min(start + QUERIES, q.shape[0]))
         seen = last_key[rows]
@@ -68,6 +69,8 @@ def attend_masked(
             queries, *read, 0.0, False, attn_mask=mask, scale=scale
         )
         out[rows] = found.permute(2, 0, 1, 3).flatten(1, 2)
-        sums.masked_fill_(~reads.any(2)[:, None], -torch.inf)  # The kernel says 0 where a query reads nothing.
+        nothing = ~reads.any(2)[:, None]
+        usable &= bool((sums.isfinite() & (sums != 0) | nothing).all())
+        sums.masked_fill_(nothing, -torch.inf)
         lse[rows] = sums.permute(2, 0, 1).flatten(1, 2)
-    return not bool(lse.isnan().any()) and bool(out.isfinite().all())
+    return usable and bool(out.isfinite().all())

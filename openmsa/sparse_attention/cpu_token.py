@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache.sequence_rows import Rows
-from openmsa.runtime.matmul import pad_few, softmax_few
+from openmsa.runtime.matmul import pad_few, products_few, softmax_few, sums_few
 
 GATHERED_BYTES = 2 << 20  # Copied keys of some heads, which stay in cache.
 READ_ANYWAY = 2  # Copies cost more than reading all visible blocks where they are at most so many times the selected ones.
@@ -25,8 +25,8 @@ def attend_token(
     chosen = chosen * q.shape[0] if len(chosen) == 1 else chosen
     if keys.pages is None and isinstance(keys.rows, Tensor) and reads_all(chosen, visible):
         rows = pad_few(q)
-        logits = torch.bmm(rows, keys.heads(0, last_key + 1).to(q.dtype).transpose(1, 2))
-        out, lse = attend_all(logits, 1.0, chosen, values.heads(0, last_key + 1).to(q.dtype), block_size)
+        logits = products_few(rows, keys.heads(0, last_key + 1))
+        out, lse = attend_all(logits, 1.0, chosen, values.heads(0, last_key + 1), block_size)
         if out is not None:
             return out[:, : q.shape[1]], lse[:, : q.shape[1]]
     return _gather_keys(q, chosen, last_key, keys, values, block_size)
@@ -53,7 +53,7 @@ def attend_all(
     elif scale != 1:
         logits = logits * scale
     weights, lse = softmax_few(logits)
-    out = torch.bmm(weights, values)
+    out = sums_few(weights, values)
     return (out if whole or math.isfinite(out.sum().item()) else None), lse
 
 
@@ -80,8 +80,8 @@ def _gather_keys(
         else:
             where = (chosen[first:stop], heads, block_size, count)
             # The copied keys are dropped before values are copied, which then come into their memory.
-            weights, lse = softmax_few(torch.bmm(rows[first:stop], keys.blocks(*where).to(q.dtype).transpose(1, 2)))
-            out = torch.bmm(weights, values.blocks(*where).to(q.dtype))
+            weights, lse = softmax_few(products_few(rows[first:stop], keys.blocks(*where)))
+            out = sums_few(weights, values.blocks(*where))
             parts.append((out[:, :group], lse[:, :group]))
         first = stop
     return parts[0] if len(parts) == 1 else (torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts]))

@@ -168,6 +168,7 @@ def sparse_decode_shared_kernel(
     b_page = tl.load(p_table + b_list * BLOCK // PAGE * table.s_page, mask=o_c < n, other=-1)
     b_bits = tl.where((b_page >= 0) & (b_page < num_pages), b_bits, 0)
     b_page = tl.where(b_bits != 0, b_page, 0)
+    b_list = tl.where(b_bits != 0, b_list, tl.cdiv(seq_len, BLOCK))  # Behind the last key nothing is read.
 
     # 4. The walk goes over this program's share of the list.
     p_k0, p_v0 = k.data + i_h.to(tl.int64) * k.s_head, v.data + i_h.to(tl.int64) * v.s_head

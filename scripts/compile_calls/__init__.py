@@ -177,6 +177,8 @@ CALLS: tuple[Any, ...] = (
     Plan(32, 32768, index_q="e4m3 tensor"),
     Plan(32, 32768, index_q="e4m3 tensor", index_k="nvfp4"),
     Plan(32, 32768, index_k="nvfp4", new=2),
+    Plan(128, 8192, new=8),  # New tokens share the reading of blocks; here one program serves them, and then several do.
+    Plan(12, 8192, *("fp16",) * 4, new=4, topk=5, dim=64, block=32, page=64),
     Plan(32, 32768, index_k="nvfp4", index_dim=64, block=64),
     Plan(32, 8192, topk=8),
     Plan(32, LONG),

@@ -181,3 +181,23 @@ def test_pools_are_scored_where_they_lie_unless_they_hold_much_else(monkeypatch)
         index_keys.keys.nan_to_num_()
         scoring.block_scores(torch.randn(1, 1, 48), index_keys, index_keys.layout(None, 1, torch.device("cpu")), 32)
     assert whole == [8]
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2])
+def test_heads_of_a_pool_that_share_their_memory(new_tokens):
+    """A pool whose heads are one tensor, expanded, is read as one that holds each head."""
+    table, lens = torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.tensor([90], dtype=torch.int32)
+    one = [torch.randn(3, 1, 32, dim) for dim in (32, 32, 48)]
+    sizes = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32, "index_dim": 48, "index_heads": 2, "index_key_heads": 2}
+    plan = DecodePlan(
+        max_batch=1, **sizes, page_size=32, max_pages=3, new_tokens=new_tokens, topk=2, block_size=32, dtype=torch.float32,
+        device="cpu",
+    )  # fmt: skip
+    q, index_q = torch.randn(new_tokens, 6, 32), torch.randn(new_tokens, 2, 48)
+    found = []
+    for way in (lambda x: x.expand(-1, 2, -1, -1), lambda x: x.repeat(1, 2, 1, 1)):
+        k, v, keys = map(way, one)
+        out = plan.run(q, PagedKV(k, v, table, lens), index_q, PagedIndexKeys(keys, table, lens)).clone()
+        found.append((plan.blocks.clone(), out, plan.lse.clone()))
+    assert torch.equal(found[0][0], found[1][0])
+    close(found[0][1:], found[1][1:])

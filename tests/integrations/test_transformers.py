@@ -131,6 +131,10 @@ def test_an_index_branch_of_ones_own(model, ids):
         ({"position_ids": torch.arange(45).repeat(2)[None], "use_cache": False}, "packed position_ids"),
         ({"position_ids": torch.arange(45).repeat(2)[None], "use_cache": True}, "packed position_ids"),
         ({"position_ids": torch.arange(45).repeat(2)[None], "attention_mask": torch.ones(2, 90)}, "packed position_ids"),
+        (
+            {"position_ids": torch.arange(45).repeat(2)[None], "attention_mask": (torch.arange(90) != 45).int().repeat(2, 1)},
+            "packed position_ids",
+        ),
         ({"sliding_window": 8}, "sliding_window"),
         ({"is_causal": False}, "bidirectional"),
         ({"output_attentions": True}, "output_attentions"),

@@ -52,6 +52,17 @@ def test_a_cache_grows_by_an_eighth_and_a_page_a_sequence():
     assert sorted(rooms) == [3200, 3600, 4048, 4544]
 
 
+def test_a_longer_sequence_takes_pages_that_others_leave():
+    """The page table becomes wider; the pools, which have room, stay as they are."""
+    cache = MSACache(2, 2, 2, 16, CONFIG, page_size=16)
+    cache.reserve(32)
+    pools = [(held.kv.k, held.index.keys) for held in cache.layers]
+    cache.extend([48, 16])
+    assert cache.room == 4 * 16
+    assert all(held.kv.k is k and held.index.keys is keys for held, (k, keys) in zip(cache.layers, pools, strict=True))
+    assert cache.layers[0].kv.page_table.tolist() == [[0, 1, 2], [3, -1, -1]]
+
+
 def test_positions_and_lengths_of_a_step():
     cache = MSACache(1, 3, 1, 16, CONFIG, page_size=16)
     cache.extend([4, 0, 2])

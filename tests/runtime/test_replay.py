@@ -6,16 +6,19 @@ import os
 import struct
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
 from openmsa.runtime import driver_calls, replay  # noqa: E402
 from openmsa.runtime.addresses import Prepared, PreparedLaunch, PreparedZero  # noqa: E402
 from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall  # noqa: E402
+from openmsa.runtime.kinds import Memory  # noqa: E402
 from openmsa.runtime.launch import Variant  # noqa: E402
 from openmsa.runtime.parameters import Given, rank_of  # noqa: E402
 
@@ -168,3 +171,29 @@ def test_what_the_driver_refuses_is_said(name, what, driver, monkeypatch):
 def test_clusters_are_not_launched_directly(driver):
     with pytest.raises(ValueError, match="without clusters to be launched directly, got 2"):
         KernelCall(variant(num_ctas=2), (1,), Given((), (), ()), [], Words(0))
+
+
+def test_memory_that_a_graph_has_captured_is_kept(monkeypatch):
+    """Other memory is dropped where it is too small."""
+    made, capturing = [], [False]
+    empty = torch.empty
+
+    def on_host(size, dtype, device):
+        made.append(weakref.ref(memory := empty(size, dtype=dtype)))
+        return memory
+
+    monkeypatch.setattr(torch, "empty", on_host)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    memory = Memory()
+    assert memory.at(0, 0) == 0
+    first = memory.at(100, 0)
+    assert memory.at(90, 0) == first
+    second = memory.at(200, 0)
+    assert [x() is None for x in made] == [True, False]
+    capturing[0] = True
+    assert memory.at(200, 0) == second
+    capturing[0] = False
+    memory.at(300, 0)
+    assert [x() is None for x in made] == [True, False, False]
+    memory.at(400, 0)
+    assert [x() is None for x in made] == [True, False, True, False]

@@ -159,6 +159,18 @@ def test_masks_leave_what_is_not_finite_to_gathered_blocks(heads, masked):
     torch.testing.assert_close(found[1], reference[1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf])
+def test_masks_leave_infinite_logits_to_gathered_blocks(bad, masked):
+    """PyTorch's fused kernel says 0 for the lse of a row whose logits are all -inf, and may give a finite result for inf."""
+    p = problem((40,), (40,), dtype=torch.bfloat16)
+    p.q[..., 0] = 0.5 + p.q[..., 0].abs()
+    p.k[:16, :, 0] = bad
+    blocks = torch.zeros(40, 1, 1, dtype=torch.int32)
+    found, _ = both(p.q, p.k, p.v, blocks, p.seqs)
+    assert masked == [False]
+    assert bool(found[0][16:].isnan().all())  # The first queries read every block they see, which dense attention serves.
+
+
 def test_masks_are_for_bfloat16_and_few_blocks(masked):
     for dtype, length, scale in ((torch.float32, 150, 0.1), (torch.float16, 150, 0.1), (torch.bfloat16, 150, -0.1)):
         p = problem((length,), (length,), dtype=dtype)

@@ -74,6 +74,29 @@ def test_against_the_truth(new, head_dim, group, kv_heads, block, page, topk, dt
         assert_close("lse", lse.cpu(), honest_lse, truth_lse)
 
 
+def test_nothing_is_read_of_pages_outside_the_pool():
+    """Page 0, whose place they take, holds NaN, as it is of no sequence."""
+    new, kv_heads, size, dim, dtype = 4, 2, 32, 32, torch.float16
+    k, v = (torch.randn(5, kv_heads, size, dim, dtype=dtype) for _ in range(2))
+    k[0], v[0] = torch.nan, torch.nan
+    table = torch.tensor([[1, 5, 2], [-1, 3, 4]], dtype=torch.int32)
+    q, blocks = torch.randn(2 * new, 4, dim, dtype=dtype), torch.arange(3, dtype=torch.int32).expand(2 * new, kv_heads, 3)
+    q, k, v, table, blocks = (x.contiguous().to(DEVICE) for x in (q, k, v, table, blocks))
+    kv = PagedKV(k, v, table, torch.full((2,), 3 * size, dtype=torch.int32, device=DEVICE))
+    config = Config(4, 16, 32, 1, 99, 4, 2)
+    shared = Shared([], Partials.allocate(0, 0, 16, dim, dtype, DEVICE), torch.empty(4, dtype=torch.int32, device=DEVICE))
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=DEVICE)
+    launch(config, shared, q, kv, blocks, new, size, SCALE, out, lse)
+    known = PagedKV(k, v, table.clamp(1, 4), kv.seq_lens)
+    found = blocks.clone()
+    found[:new, :, 1], found[new:, :, 0] = -1, -1
+    expected, expected_lse = torch.empty_like(out), torch.empty_like(lse)
+    launch(config, shared, q, known, found, new, size, SCALE, expected, expected_lse)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    assert bool(out.isfinite().all())
+
+
 def test_what_is_served():
     device = COMPILE_TARGETS[90]
     sizes = (4, 16, 128, 16, 128, 128, device)  # KV heads, group, dim, topk, block, page
