@@ -29,6 +29,7 @@ from openmsa.bench.record import append as write_records
 from openmsa.bench.record import environment
 from openmsa.decode import kernels as decode_kernels
 from openmsa.host_kv import triton_fetch
+from openmsa.runtime.kinds import computes
 from openmsa.testing.timing import ColdCudaClock, captured, settle
 
 Q_HEADS, HEADS, DIM, PAGE, TOPK = 64, 4, 128, 128, 16
@@ -166,6 +167,7 @@ def give(ids: Tensor) -> None:
     select = decode_kernels.select
 
     def selects(*arguments: Any) -> None:
+        computes("the copy of given selections")  # so that steps are not replayed from recorded launches, which lack it
         select(*arguments)
         blocks = arguments[-1]  # some of the plan's own, from its first on
         start = blocks.storage_offset() // (HEADS * TOPK)
@@ -255,6 +257,8 @@ def main() -> None:
         for kind, all_ids in kinds.items():
             run = stepping(p, host_plan, host)
             whole = timed(p, run, ids, all_ids, host)
+            if not torch.equal(host_plan.blocks, ids):
+                raise RuntimeError("a step must read the given selections, but it read those that it chose itself")
             alone = timed(p, bringing(p, host, ids, host_plan._kernels.step), ids, all_ids, host)
             rate = alone.bytes / alone.seconds
             table.add_row(

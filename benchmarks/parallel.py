@@ -16,9 +16,11 @@ blocks; "beyond" is what the exchanges add to it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -292,7 +294,7 @@ def decode(case: Case, rank: int, ranks: int) -> dict[str, Any]:
     for name, plan in timed_plans.items():
         chain.CHAINED = name.endswith("chain")
         runs[name] = repeated(graphed(on_all(plan))), True
-    chain.CHAINED = False
+    chain.CHAINED = None
     samples = in_turns(runs, case.turns)
     return {name: [x / (LAYERS * REPLAYS) for x in seconds] for name, seconds in samples.items()}
 
@@ -347,6 +349,16 @@ def shown(figures: dict[str, Any]) -> str:
     return f"{figures['case']['name']:<20} {ratio:>6}  {unit[0]}: " + ", ".join(parts + beyond)
 
 
+@contextlib.contextmanager
+def keeping_errors(case: Case, file: Path) -> Iterator[None]:
+    """Writes an error of a case into a file, because what `torchrun` prints may hide it."""
+    try:
+        yield
+    except Exception:
+        file.write_text(f"{case.name}\n{traceback.format_exc()}")
+        raise
+
+
 def main() -> None:
     """Runs the cases and prints the table; rank 0 writes the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -371,7 +383,8 @@ def main() -> None:
         if case.name in arguments.cases:
             with torch.inference_mode():
                 run = decode if case.batch else chunk if case.chunk else prefill
-                figures = row(case, run(case, rank, ranks), ranks)
+                with keeping_errors(case, arguments.out.with_suffix(f".rank{rank}.txt")):
+                    figures = row(case, run(case, rank, ranks), ranks)
             torch.cuda.empty_cache()
             if rank == 0:
                 append([{"row": "parallel", **environment(device), **figures}], arguments.out)

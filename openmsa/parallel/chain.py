@@ -28,8 +28,11 @@ from openmsa.runtime.launch import ceil_div
 from openmsa.sparse_attention import triton_decode, triton_decode_call
 from openmsa.sparse_attention.triton_decode_walk import refuse
 
-CHAINED = False
-"""Whether steps run as a chain where they can: it has not been timed on a GPU yet."""
+CHAINED: bool | None = None
+"""Which steps run as a chain. None: those of `Chain.measured`; True: all that can; False: none."""
+MOST_ROWS, BLOCKS, RANKS = 32, range(2049, 4097), 2
+"""The chain was right and faster on H200 with so many rows of scores (tokens times index heads), so many blocks a rank, for
+which one compiled kernel serves, and so many ranks (`docs/log/parallel.md`)."""
 
 
 class Chain:
@@ -37,14 +40,25 @@ class Chain:
 
     def __init__(self, exchange: Symmetric, lens: Tensor, block_size: int) -> None:
         self._exchange, self._lens, self._block_size = exchange, lens, block_size
-        self._pdl = devices.has_pdl(lens.device)
+        self._pdl, self._selected = devices.has_pdl(lens.device), False
         self._workspaces: dict[tuple[int, int], triton_certified.Workspace] = {}
         self._cuts: dict[tuple[Any, ...], tuple[triton_decode.Config, Partials]] = {}
 
-    def selects(self, call: ScoringCall) -> bool:
-        """Tells whether a checked call is scored and selected here."""
-        can = SCORING.choice("auto", call).name == "triton"
-        return CHAINED and can and 0 < call.seqs.num_blocks(call.block_size) <= MAX_BLOCKS and call.index_q.shape[0] > 0
+    def selects(self, keys: PagedIndexKeys, call: ScoringCall) -> bool:
+        """Tells whether a checked call on these index keys is scored and selected here."""
+        chained = self.measured(keys, call) if CHAINED is None else CHAINED
+        can = chained and SCORING.choice("auto", call).name == "triton"
+        can = can and 0 < call.seqs.num_blocks(call.block_size) <= MAX_BLOCKS and call.index_q.shape[0] > 0
+        self._selected = can
+        return can
+
+    def measured(self, keys: PagedIndexKeys, call: ScoringCall) -> bool:
+        """Tells whether chains of such steps were right and faster on GPUs: one new token a sequence, bfloat16 queries, plain
+        keys, and sizes within `MOST_ROWS`, `BLOCKS` and `RANKS`."""
+        plain = isinstance(call.index_q, Tensor) and keys.format == "plain"
+        rows, blocks = call.index_q.shape[0] * call.index_q.shape[1], call.seqs.num_blocks(call.block_size)
+        sizes = rows <= MOST_ROWS and blocks in BLOCKS and call.seqs.max_seqlen_q == 1 and self._exchange.ranks == RANKS
+        return plain and sizes and call.index_q.dtype == torch.bfloat16 and devices.facts(self._lens.device).arch == 90
 
     def select(self, call: ScoringCall, held: Tensor, visible: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
         """Returns the selection and this rank's part of it, as `Symmetric.choose` does. held, visible: int32 ``[total_q]``,
@@ -89,6 +103,9 @@ class Chain:
 
     def attends(self, q: Tensor | Stored, kv: PagedKV) -> bool:
         """Tells whether a checked layer is attended to here."""
+        if CHAINED is None:
+            plain = isinstance(q, Tensor) and q.dtype == torch.bfloat16 and kv.format == "plain"
+            return self._selected and plain and refuse(q, kv, None, self._block_size) is None
         return CHAINED and q.shape[0] > 0 and refuse(q, kv, None, self._block_size) is None
 
     def attend(self, q: Tensor | Stored, kv: PagedKV, mine: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:

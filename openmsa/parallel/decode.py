@@ -169,7 +169,7 @@ class ContextDecodePlan:
         call = check_scoring(index_q, keys, self._layout, self.block_size, False)
         checks.size("index_q", index_q, 0, self.total_q, "batch * new_tokens of the plan")
         with torch.no_grad():
-            if self._chain is not None and self._chain.selects(call):
+            if self._chain is not None and self._chain.selects(keys, call):
                 bounds = self._chain.bounds(keys, call, self._choice)
                 if bounds is not None:
                     blocks, self._mine = self._chain.select_certified(bounds, self._visible, self._choice)

@@ -51,7 +51,7 @@ class Symmetric:
     def __init__(self, ranks: Ranks, device: torch.device, timeout: float) -> None:
         from openmsa.parallel.triton_exchange import Reach
 
-        self._ranks, self._device = ranks, device
+        self._ranks, self._device, self.ranks = ranks, device, ranks.size
         self._reach = Reach(ranks.rank, ranks.size, int(timeout * 1e9))
         self._rooms: dict[tuple[str, int, int], _Room] = {}
 

@@ -30,7 +30,7 @@ def chained(group, rank, size, case, *arguments):
     try:
         return case(group, rank, size, *arguments)
     finally:
-        chain.CHAINED = False
+        chain.CHAINED = None
 
 
 def replays(group, rank, size, exchange):
