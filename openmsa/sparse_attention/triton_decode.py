@@ -213,7 +213,7 @@ def sparse_decode_kernel(
         PER: tl.constexpr = SHAPE.block // CUT.keys
         b_id = tl.load(p_ids + (b_u // PER) * blocks.s_slot, mask=b_u < SHAPE.topk * PER, other=-1)
         b_first, b_page = first_keys(b_u, b_id, p_table, table.s_page, n_k, n_blocks, num_pages, SHAPE, CUT)
-        if TILES > 1:  # After the last tile with keys nothing is read.
+        if TILES > 1 and FORMAT == 0:  # After the last tile with keys nothing is read.
             tiles = tl.minimum(tiles, tl.max(tl.where(b_first < n_k, o_u + 1, 0), 0))
     if FORMAT == 0:
         b_acc, b_m, b_z = walk(
