@@ -27,8 +27,8 @@ from openmsa.block_topk import CERTIFIED_STAGE
 from openmsa.explain import STAGES
 from openmsa.kv_cache import Stored
 from openmsa.runtime import dispatch
-from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.sparse_attention.cpu_masked import has_tiles
+from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close, assert_equal, compare
 from openmsa.testing.inputs import packed_order, problem, random_blocks, strided
 from tests import oracle
