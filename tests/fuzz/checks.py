@@ -173,7 +173,7 @@ class Round:
             self.known[key] = self.attention_truth(blocks, causal, near)
         for which, tested, near, right in zip(("out", "lse"), results, *self.known[key], strict=True):
             if name.startswith("dense_attention cpu") and tested.dtype == torch.float32 and has_tiles():
-                continue  # Matrix products there round 2 to 4 times as coarsely as the products of few rows in the truth.
+                continue  # Its matrix products round 2 to 4 times as coarsely as those of few rows there.
             assert_close(f"{name} {which}", tested, near.to(tested.dtype), right)
 
     def attention_truth(self, blocks, causal, near):
