@@ -152,9 +152,10 @@ def sources(records: list[Record]) -> str:
 
 
 def steps(runs: Runs) -> str:
-    """Returns the table of the time of a training step: the median of each arm, stage and window over all runs."""
+    """Returns the table of the time of a training step: the median of each arm, stage and window over all runs whose steps are
+    timed. Those of a run that shared its GPU with other work are not."""
     found: dict[tuple[str, str, int], list[float]] = {}
-    for r in (r for records in runs for r in of(records, "step")):
+    for r in (r for records in runs for r in of(records, "step") if "milliseconds" in r):
         found.setdefault((r["arm"], r["stage"], r["context"]), []).append(r["milliseconds"])
     rows = [
         (NAMES[arm], stage, f"{context:,}", f"{statistics.median(times):.1f}") for (arm, stage, context), times in found.items()
