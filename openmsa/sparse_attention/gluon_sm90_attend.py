@@ -54,8 +54,7 @@ from openmsa.primitives.operands import PLAIN, QueryRows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention import triton_lists
-from openmsa.sparse_attention.triton_config import MAX_UNION_TOKENS, PrefillConfig, padded_dim
-from openmsa.sparse_attention.triton_keys import Keys
+from openmsa.sparse_attention.triton_config import MAX_UNION_TOKENS, Keys, PrefillConfig, padded_dim
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
 
 load_tile = gluon.jit(triton_lists.load_tile.fn)  # Gluon compiles the source of the Triton function.

@@ -29,8 +29,8 @@ from openmsa.primitives.operands import KeyRows, QueryRows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel
 from openmsa.sparse_attention import triton_lists
-from openmsa.sparse_attention.triton_config import PrefillConfig
-from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Keys
+from openmsa.sparse_attention.triton_config import Keys, PrefillConfig
+from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
 
 OPTIONS = {"STAGES": 3, "ATTEND_REGISTERS": 208, "CONVERT_REGISTERS": 96, "num_warps": 4}

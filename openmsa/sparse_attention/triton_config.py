@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Pure functions choose the tile shapes of the Triton prefill kernels here."""
+"""What the prefill kernels are given to read is described here, and pure functions choose the shapes of their tiles."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.triton_numbers import LEAST_SUM
+from openmsa.primitives.operands import PAGE_FACTOR, PLAIN, KeyRows, PageTable
+from openmsa.primitives.rows import Form, KeyView
 from openmsa.runtime.launch import next_power_of_two
+from openmsa.types import Layout
 
 SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10, 12: 99 << 10}  # a program's shared memory, by major capability
 MAX_HEADS = 64  # A program takes at most so many heads of one group; wider groups are split.
@@ -56,36 +61,60 @@ class PrefillConfig:
     combine_warps: int
 
 
-class RowTile(NamedTuple):
-    """Says how (query, head) rows are tiled; it is a constant of the kernels that attend.
+class Keys(NamedTuple):
+    """Holds K and V, laid out alike, as the kernels take them."""
 
-    group:          query heads of a key head.
-    heads, parts:   heads of the group in a tile, a power of two, and tiles that cover the group.
-    tokens:         queries of a tile.
-    dim, dim_pad:   elements of a head, and of a tile's row.
-    """
-
-    group: int
+    k: KeyView
+    v: KeyView
     heads: int
-    parts: int
-    tokens: int
-    dim: int
-    dim_pad: int
+    dtype: torch.dtype  # that of keys in memory; codes of e4m3 may be bytes
+    total: int  # a bound on the keys of all sequences together
+    by_row: bool  # whether no block crosses pages
 
+    @classmethod
+    def of(cls, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, seqs: Layout, block_size: int, native: bool) -> Keys:
+        """Describes the k and v of a call. native: whether the GPU has a type for e4m3 codes; otherwise they are bytes."""
+        if isinstance(k, PagedKV):
+            pools, table = (k.k, k.v), k.page_table
+            total, by_row = seqs.batch * min(seqs.max_seqlen_k, k.capacity), k.page_size % block_size == 0
+        else:
+            assert v is not None
+            pools, table, total, by_row = (k, v), None, k.shape[0], True
+        k_view, v_view = [KeyView.of(x, table, native, items=False, words=1) for x in pools]
+        return cls(k_view, v_view, k_view.heads, k_view.rows.data.dtype, total, by_row)
 
-class KeyCut(NamedTuple):
-    """Says how keys are cut into tiles; it is a constant of the kernels that attend.
+    def num_buckets(self, seqs: Layout, block_size: int) -> int:
+        """Returns a bound on the blocks of all sequences together, as they are numbered."""
+        return -(-self.total // block_size) + seqs.batch - 1
 
-    block:      keys of a block.
-    keys:       keys of a tile; a block takes one or more.
-    page_size:  keys of a page, 0 where keys are packed.
-    by_row:     whether tiles lie in neighbouring rows: no block crosses pages, and tiles fill it.
-    """
+    @property
+    def page_size(self) -> int:
+        """Returns the keys of a page, 0 where keys are packed."""
+        return self.k.page_size
 
-    block: int
-    keys: int
-    page_size: int
-    by_row: bool
+    @property
+    def stored(self) -> bool:
+        """Tells whether keys are codes of a format."""
+        return self.k.form.format != PLAIN
+
+    @property
+    def factors_by_page(self) -> bool:
+        """Tells whether a page has a factor of its own, of keys or of values."""
+        return PAGE_FACTOR in (self.k.form.factor, self.v.form.factor)
+
+    @property
+    def operands(self) -> tuple[KeyRows, KeyRows, PageTable]:
+        """Returns keys, values and the table of their pages as operands of a kernel."""
+        return self.k.rows, self.v.rows, self.k.table
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """Returns the constants that tell a kernel how keys and values are stored."""
+        return {"K_FORM": self.k.form, "V_FORM": self.v.form}
+
+    def steps_by_row(self, config: PrefillConfig, block_size: int) -> bool:
+        """Tells whether a step of the union kernel reads neighbouring rows."""
+        return self.by_row and block_size % config.union_keys == 0
 
 
 def padded_dim(head_dim: int, keys: torch.dtype) -> int:

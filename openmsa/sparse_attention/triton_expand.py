@@ -21,7 +21,8 @@ from torch import Tensor
 from openmsa.primitives.operands import PLAIN
 from openmsa.primitives.rows import NO_TABLE, TYPES, KeyView
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
-from openmsa.sparse_attention.triton_keys import HeadRows, Keys, head_start, key_place, load_codes, numbers
+from openmsa.sparse_attention.triton_config import Keys
+from openmsa.sparse_attention.triton_keys import HeadRows, head_start, key_place, load_codes, numbers
 from openmsa.types import Layout
 
 MIN_READERS = 64  # Where so many queries read a block on average, copies cost less than a tenth of the call.

@@ -19,8 +19,7 @@ from openmsa.primitives.operands import QueryRows
 from openmsa.primitives.softmax import LEAST, Partials, nothing_read, online_step
 from openmsa.runtime.devices import facts
 from openmsa.runtime.launch import ceil_div, launch_kernel
-from openmsa.sparse_attention.triton_config import KeyCut
-from openmsa.sparse_attention.triton_keys import HeadRows, key_place, row_place
+from openmsa.sparse_attention.triton_keys import HeadRows, KeyCut, key_place, row_place
 from openmsa.sparse_attention.triton_lists import (
     COUNT_FIELDS,
     SCAN_STEP,

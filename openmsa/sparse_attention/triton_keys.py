@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""This module lets the prefill kernels read keys and values, packed or paged, plain or in formats.
+"""The Triton prefill kernels read keys and values here, packed or paged, plain or in formats.
 
 A stored number is code * scale of its group * factor. Codes and scales of groups become exact 16-bit numbers where a tile is
 loaded; factors (float32: of the tensor, a head or a page; NVFP4's global scale) multiply logits and outputs.
@@ -14,17 +14,14 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.triton_numbers import NVFP4, e2m1_pair, e4m3, swizzled_byte
 from openmsa.primitives.codes import e4m3_numbers
-from openmsa.primitives.operands import PAGE_FACTOR, PLAIN, KeyRows, PageTable
-from openmsa.primitives.rows import TYPES, Form, KeyView
+from openmsa.primitives.operands import PAGE_FACTOR, PLAIN
+from openmsa.primitives.rows import TYPES, Form
 from openmsa.primitives.tiles import tma_tiles
-from openmsa.sparse_attention.triton_config import PrefillConfig, padded_dim
-from openmsa.types import Layout
+from openmsa.sparse_attention.triton_config import Keys, PrefillConfig, padded_dim
 
 Descriptors = tuple[TensorDescriptor | None, TensorDescriptor | None]
 """These are TMA descriptors of keys and of values, both None where tiles are read by address."""
@@ -46,68 +43,45 @@ class Products(NamedTuple):
     in_range: bool
 
 
-class Keys(NamedTuple):
-    """Holds K and V, laid out alike, as the kernels take them."""
+class RowTile(NamedTuple):
+    """Says how (query, head) rows are tiled; it is a constant of the kernels that attend.
 
-    k: KeyView
-    v: KeyView
+    group:          query heads of a key head.
+    heads, parts:   heads of the group in a tile, a power of two, and tiles that cover the group.
+    tokens:         queries of a tile.
+    dim, dim_pad:   elements of a head, and of a tile's row.
+    """
+
+    group: int
     heads: int
-    dtype: torch.dtype  # that of keys in memory; codes of e4m3 may be bytes
-    total: int  # a bound on the keys of all sequences together
-    by_row: bool  # whether no block crosses pages
+    parts: int
+    tokens: int
+    dim: int
+    dim_pad: int
 
-    @classmethod
-    def of(cls, k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, seqs: Layout, block_size: int, native: bool) -> Keys:
-        """Describes the k and v of a call. native: whether the GPU has a type for e4m3 codes; otherwise they are bytes."""
-        if isinstance(k, PagedKV):
-            pools, table = (k.k, k.v), k.page_table
-            total, by_row = seqs.batch * min(seqs.max_seqlen_k, k.capacity), k.page_size % block_size == 0
-        else:
-            assert v is not None
-            pools, table, total, by_row = (k, v), None, k.shape[0], True
-        k_view, v_view = [KeyView.of(x, table, native, items=False, words=1) for x in pools]
-        return cls(k_view, v_view, k_view.heads, k_view.rows.data.dtype, total, by_row)
 
-    def num_buckets(self, seqs: Layout, block_size: int) -> int:
-        """Returns a bound on the blocks of all sequences together, as they are numbered."""
-        return -(-self.total // block_size) + seqs.batch - 1
+class KeyCut(NamedTuple):
+    """Says how keys are cut into tiles; it is a constant of the kernels that attend.
 
-    @property
-    def page_size(self) -> int:
-        """Returns the keys of a page, 0 where keys are packed."""
-        return self.k.page_size
+    block:      keys of a block.
+    keys:       keys of a tile; a block takes one or more.
+    page_size:  keys of a page, 0 where keys are packed.
+    by_row:     whether tiles lie in neighbouring rows: no block crosses pages, and tiles fill it.
+    """
 
-    @property
-    def stored(self) -> bool:
-        """Tells whether keys are codes of a format."""
-        return self.k.form.format != PLAIN
+    block: int
+    keys: int
+    page_size: int
+    by_row: bool
 
-    @property
-    def factors_by_page(self) -> bool:
-        """Tells whether a page has a factor of its own, of keys or of values."""
-        return PAGE_FACTOR in (self.k.form.factor, self.v.form.factor)
 
-    @property
-    def operands(self) -> tuple[KeyRows, KeyRows, PageTable]:
-        """Returns keys, values and the table of their pages as operands of a kernel."""
-        return self.k.rows, self.v.rows, self.k.table
-
-    @property
-    def forms(self) -> dict[str, Form]:
-        """Returns the constants that tell a kernel how keys and values are stored."""
-        return {"K_FORM": self.k.form, "V_FORM": self.v.form}
-
-    def steps_by_row(self, config: PrefillConfig, block_size: int) -> bool:
-        """Tells whether a step of the union kernel reads neighbouring rows."""
-        return self.by_row and block_size % config.union_keys == 0
-
-    def descriptors(self, config: PrefillConfig, block_size: int) -> Descriptors:
-        """Returns descriptors of the boxes that a step of the union kernel reads, None where it may not or cannot read them."""
-        if not config.union_tma or not self.steps_by_row(config, block_size) or self.k.form.split > 1:
-            return None, None
-        columns = padded_dim(self.k.dim, self.dtype)
-        k, v = (tma_tiles(view.rows.data, config.union_keys, columns) for view in (self.k, self.v))
-        return (None, None) if k is None or v is None else (k, v)
+def descriptors(keys: Keys, config: PrefillConfig, block_size: int) -> Descriptors:
+    """Returns descriptors of the boxes that a step of the union kernel reads, None where it may not or cannot read them."""
+    if not config.union_tma or not keys.steps_by_row(config, block_size) or keys.k.form.split > 1:
+        return None, None
+    columns = padded_dim(keys.k.dim, keys.dtype)
+    k, v = (tma_tiles(view.rows.data, config.union_keys, columns) for view in (keys.k, keys.v))
+    return (None, None) if k is None or v is None else (k, v)
 
 
 class HeadRows(NamedTuple):

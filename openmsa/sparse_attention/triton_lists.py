@@ -28,15 +28,15 @@ from openmsa.runtime.devices import facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two, zeros
 from openmsa.sparse_attention.triton_config import (
     FEW_READERS,
+    Keys,
     PrefillConfig,
-    RowTile,
     all_together,
     few_queries,
     few_union_limit,
     padded_dim,
     union_limit,
 )
-from openmsa.sparse_attention.triton_keys import Descriptors, Keys
+from openmsa.sparse_attention.triton_keys import Descriptors, RowTile
 from openmsa.types import Layout
 
 NO_REST, KV_OUTER, FEW = (tl.constexpr(i) for i in range(3))  # They say where tiles go that do not stay together.

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from openmsa.primitives.softmax import Partials, inverse_sums, store_result
 from openmsa.runtime.launch import ceil_div, launch_kernel
-from openmsa.sparse_attention.triton_config import KeyCut, PrefillConfig
+from openmsa.sparse_attention.triton_config import PrefillConfig
 from openmsa.sparse_attention.triton_keys import (
     SMALLEST_SCALE,
     HeadRows,
+    KeyCut,
     converted,
     factor_at,
     head_start,

@@ -22,10 +22,10 @@ from openmsa.runtime.devices import facts
 from openmsa.runtime.kinds import computes
 from openmsa.runtime.launch import runs_hopper_kernels
 from openmsa.sparse_attention import triton_outer
-from openmsa.sparse_attention.triton_config import PrefillConfig, few_queries, plain_hopper_config, prefill_config
+from openmsa.sparse_attention.triton_config import Keys, PrefillConfig, few_queries, plain_hopper_config, prefill_config
 from openmsa.sparse_attention.triton_expand import copies_of, expand, expands
 from openmsa.sparse_attention.triton_few import launch_few
-from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Descriptors, Keys
+from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Descriptors, descriptors
 from openmsa.sparse_attention.triton_lists import Plan, PrefillCall, build_lists
 from openmsa.sparse_attention.triton_union import launch_union
 from openmsa.types import Layout
@@ -117,7 +117,7 @@ def sparse_attention(
     # 3. The kernels attend.
     tma: Descriptors = (None, None)
     if (plan.limits.union_limit >= 0 and tuned is None) or lists.few is not None:
-        tma = (copies or keys).descriptors(config, block_size)  # Few queries never have copies.
+        tma = descriptors(copies or keys, config, block_size)  # Few queries never have copies.
     call = PrefillCall(queries, keys, tma, bounds, plan, config, lists, Result(out, lse), scale, softmax_scale < 0)
     if plan.limits.union_limit >= 0 and tuned is not None:
         tuned(call)

@@ -15,10 +15,10 @@ from openmsa.kv_cache.triton_numbers import NVFP4
 from openmsa.primitives.query_parts import in_range
 from openmsa.primitives.softmax import inverse_sums, nothing_read, online_step, store_result
 from openmsa.runtime.launch import launch_kernel
-from openmsa.sparse_attention.triton_config import KeyCut
 from openmsa.sparse_attention.triton_keys import (
     SMALLEST_SCALE,
     HeadRows,
+    KeyCut,
     converted,
     factor_at,
     head_start,

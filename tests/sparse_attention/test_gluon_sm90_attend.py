@@ -13,8 +13,7 @@ from openmsa.primitives.rows import query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.sparse_attention import STAGE, gluon_sm90_attend, reference, triton_lists, triton_prefill
 from openmsa.sparse_attention.gluon_sm90_attend import OPTIONS, attend_launch, union_tokens
-from openmsa.sparse_attention.triton_config import all_together, plain_hopper_config, prefill_config
-from openmsa.sparse_attention.triton_keys import Keys
+from openmsa.sparse_attention.triton_config import Keys, all_together, plain_hopper_config, prefill_config
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks
 from openmsa.types import layout

@@ -12,8 +12,7 @@ from openmsa.primitives.rows import query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS, facts
 from openmsa.sparse_attention import gluon_sm90_attend, gluon_sm90_union, reference, triton_lists, triton_prefill
 from openmsa.sparse_attention.gluon_sm90_union import OPTIONS, serves
-from openmsa.sparse_attention.triton_config import prefill_config
-from openmsa.sparse_attention.triton_keys import Keys
+from openmsa.sparse_attention.triton_config import Keys, prefill_config
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import problem, random_blocks
 from openmsa.types import layout
