@@ -17,8 +17,8 @@ from fmha_sm100.plan import _fmha_sm100_plan, fmha_sm100_plan
 from fmha_sm100.plan_rows import Plan, offsets, on_device
 from fmha_sm100.sparse_fmha_adapter import sparse_fmha, sparse_fmha_plan
 from openmsa import E4M3, select_blocks_from_scores
-from openmsa.kv_cache.rows import wide_dtype
 from openmsa.runtime import checks, dispatch
+from openmsa.types import wide_dtype
 
 __all__ = [
     "_fmha_sm100",

@@ -18,11 +18,10 @@ from openmsa.block_scores import STAGE as SCORING
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import check_dense
 from openmsa.inputs import check_scoring
-from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.runtime import checks
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention.call import check_sparse
-from openmsa.types import Sequences
+from openmsa.types import Sequences, out_dtype, wide_dtype
 
 INT32 = 2**31
 

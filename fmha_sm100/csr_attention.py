@@ -17,10 +17,10 @@ from fmha_sm100 import operands
 from fmha_sm100.k2q_rows import Rows, by_heads, selection, sort_heads
 from fmha_sm100.operands import Lengths, Operands
 from openmsa import E4M3, PagedKV
-from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.runtime import checks, devices
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention.call import check_sparse
+from openmsa.types import out_dtype, wide_dtype
 
 TILE = 128
 """A query tile of the public kernels has so many (query token, head) rows."""

@@ -13,10 +13,10 @@ from fmha_sm100.operands import QUERIES, Lengths, Operands, Scale, check_operand
 from fmha_sm100.schedules import UNPLANNED, DecodeAttentionSchedule, DecodeShape, SplitRules, decode_schedule
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import check_dense
-from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.runtime import checks, dispatch
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention.call import check_sparse
+from openmsa.types import out_dtype, wide_dtype
 
 
 @dispatch.operator("fmha_sm100::sparse_decode_atten_func")

@@ -13,13 +13,12 @@ from openmsa.block_topk import STAGE as SELECTION
 from openmsa.decode.cpu_token import Counts, attend_packed
 from openmsa.inputs import AttentionInputs, SelectionCall, check_agreement, check_qkv, check_same_keys, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
-from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.runtime import checks, dispatch
 from openmsa.runtime.dispatch import Stage, check_name, has_triton
 from openmsa.runtime.kinds import Call, Kinds, Memory, tensors_in
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention.call import SparseCall
-from openmsa.types import Sequences, layout
+from openmsa.types import Sequences, layout, out_dtype, wide_dtype
 
 QUERY_CHUNK = 16384  # queries whose selection (and, on a GPU, partial results) are held at a time
 CALLS = Kinds()  # launches of earlier calls on a GPU, one chunk of queries each

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.results import check_scores_place
-from openmsa.kv_cache.rows import INDEX_FORMATS, KEY_FORMATS, QUERY_FORMATS, check_alike, check_rows, check_values, kind_of
+from openmsa.kv_cache.rows import INDEX_FORMATS, KEY_FORMATS, QUERY_FORMATS, check_values
 from openmsa.runtime import checks
 from openmsa.runtime.kinds import tensors_in
 from openmsa.types import Layout, Sequences, layout
@@ -42,20 +42,20 @@ def check_scoring(
 ) -> ScoringCall:
     """Checks the arguments of `block_scores`; of `CertifiedKeys` the exact keys are taken."""
     checks.flag("check", check)
-    check_rows("index_q", index_q, "[total_q, index_heads, index_dim]", QUERY_FORMATS)
+    checks.rows("index_q", index_q, "[total_q, index_heads, index_dim]", QUERY_FORMATS)
     checks.head_dim("index_dim", index_q.shape[2])
     checks.integer("block_size", block_size, 16, 256)
     index_k = exact_keys(index_k)
     if isinstance(index_k, PagedIndexKeys):
         key_heads, keys = index_k.num_heads, index_k.keys
-        check_alike("index_k.keys", keys, "index_q", index_q)
+        checks.alike("index_k.keys", keys, "index_q", index_q)
         checks.size("index_k.keys", keys, 3, index_q.shape[2], "index_dim of index_q")
         packed = index_k.layout(seqs, index_q.shape[0], index_q.device, check)
         check_last("index_q.shape[0]", index_q.shape[0], packed.max_seqlen_k, seqs)
     else:
-        check_rows("index_k", index_k, "[total_k, index_key_heads, index_dim]", INDEX_FORMATS)
+        checks.rows("index_k", index_k, "[total_k, index_key_heads, index_dim]", INDEX_FORMATS)
         key_heads = index_k.shape[1]
-        check_alike("index_k", index_k, "index_q", index_q)
+        checks.alike("index_k", index_k, "index_q", index_q)
         checks.size("index_k", index_k, 2, index_q.shape[2], "index_dim of index_q")
         packed = layout(seqs, index_q.shape[0], index_k.shape[0], index_q.device, check=check)
         check_last("index_q.shape[0]", index_q.shape[0], index_k.shape[0], seqs)
@@ -172,14 +172,14 @@ def check_qkv(
 ) -> AttentionInputs:
     """Checks shapes, head counts, dtypes, formats, devices and lengths, and the values when `check`."""
     checks.flag("check", check)
-    check_rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)
+    checks.rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)
     head_dim = q.shape[2]
     checks.head_dim("head_dim", head_dim)
     if isinstance(k, PagedKV):
         if v is not None and v is not k:
             raise ValueError(f"v must be None when k is a PagedKV (it holds both), got {type(v).__name__}")
         v, num_kv_heads = None, k.num_heads
-        check_alike("k.k", k.k, "q", q)
+        checks.alike("k.k", k.k, "q", q)
         checks.size("k.k", k.k, 3, head_dim, "head_dim of q")
         packed = k.layout(seqs, q.shape[0], q.device, check)
         values: dict[str, Any] = dict(zip(("k.k", "k.v"), k.gather(packed.k_lens()), strict=False)) if check else {}
@@ -199,14 +199,14 @@ def check_qkv(
 
 def _check_packed(q: Tensor | Stored, k: Tensor | Stored, v: Tensor | Stored | None) -> None:
     for name, value in (("k", k), ("v", v)):
-        check_rows(name, value, "[total_k, num_kv_heads, head_dim]", KEY_FORMATS)
+        checks.rows(name, value, "[total_k, num_kv_heads, head_dim]", KEY_FORMATS)
     assert v is not None
-    if kind_of(v) != kind_of(k):
-        raise TypeError(f"v must be stored as k ({kind_of(k)}), got {kind_of(v)}")
+    if checks.stored_as(v) != checks.stored_as(k):
+        raise TypeError(f"v must be stored as k ({checks.stored_as(k)}), got {checks.stored_as(v)}")
     for name, value in (("k", k), ("v", v)):
-        check_alike(name, value, "q", q)
+        checks.alike(name, value, "q", q)
         checks.size(name, value, 2, q.shape[2], "head_dim of q")
-    check_alike("v", v, "k", k)
+    checks.alike("v", v, "k", k)
     checks.size("v", v, 0, k.shape[0], "total_k of k")
     checks.size("v", v, 1, k.shape[1], "num_kv_heads of k")
     checks.heads_first("q", q, "k", k, calls=4)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Packed sequences say which queries belong to which keys."""
+"""Packed sequences say which queries belong to which keys, and the dtype of queries says that of results."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -184,13 +185,7 @@ def layout(
             f"{keys} must describe as many sequences as {of}cu_seqlens_q ({batch}; None means one), got {cu_k.numel() - 1}"
         )
     if cached_lens is not None and seqs.cu_seqlens_k is not None and readable:
-        short = (cu_k.diff() > cached_lens).nonzero().flatten()
-        if short.numel():
-            b = int(short[0])
-            raise ValueError(
-                f"{of}cu_seqlens_k must not ask for more keys than the cache holds ({int(cached_lens[b])} for sequence {b}), "
-                f"got {int(cu_k.diff()[b])}"
-            )
+        value_checks.held(f"{of}cu_seqlens_k", cu_k.diff(), cached_lens)
 
     max_q = _bound(f"{of}max_seqlen_q", max_q, cu_q, readable)
     max_k = _bound(f"{of}max_seqlen_k", max_k, cu_k, readable)
@@ -223,19 +218,8 @@ def starts(name: str, value: Tensor, device: torch.device, total: int | None = N
     if value.numel() < 1:
         raise ValueError(f"{name} must have at least one entry, got shape {tuple(value.shape)}")
     if what:
-        _check_starts(name, value, total, what)
+        value_checks.starts(name, value, total, what)
     return value.to(torch.int32).contiguous()
-
-
-def _check_starts(name: str, starts: Tensor, total: int | None, what: str) -> None:
-    values = starts.tolist()
-    if values[0] != 0:
-        raise ValueError(f"{name} must start at 0, got {values[0]}; Sequences.from_lengths makes starts from lengths")
-    for b, (start, stop) in enumerate(pairwise(values)):
-        if stop < start:
-            raise ValueError(f"{name} must not decrease, got {start} then {stop} at index {b + 1}")
-    if total is not None and values[-1] != total:
-        raise ValueError(f"{name} must end at {what} ({total}), got {values[-1]}")
 
 
 def _bound(name: str, bound: int | None, starts: Tensor, readable: bool) -> int:
@@ -248,3 +232,13 @@ def _bound(name: str, bound: int | None, starts: Tensor, readable: bool) -> int:
     if checks.integer(name, bound, 0) < longest:
         raise ValueError(f"{name} must be at least the longest sequence ({longest}), got {bound}")
     return bound
+
+
+def wide_dtype(q: Any) -> torch.dtype:
+    """A stage computes in this dtype: float64 for float64 queries, else float32."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def out_dtype(q: Any) -> torch.dtype:
+    """Attention returns this dtype: the queries' own, bfloat16 where they are stored in a format."""
+    return q.dtype if isinstance(q, Tensor) else torch.bfloat16

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from openmsa.block_scores import cpu_int8
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.kv_cache.rows import rows_of, wide_dtype
+from openmsa.kv_cache.rows import rows_of
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime.matmul import FEW_ROWS_STEP, matmul_nt, pad_few, products_few
-from openmsa.types import Layout
+from openmsa.types import Layout, wide_dtype
 
 TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
 FEW_ROWS_ELEMENTS = 1 << 19  # few rows: elements of the keys of all heads that are multiplied at a time, about an L2

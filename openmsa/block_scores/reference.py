@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.kv_cache.rows import dequantized, wide_dtype
-from openmsa.types import Layout
+from openmsa.kv_cache.rows import dequantized
+from openmsa.types import Layout, wide_dtype
 
 
 def block_scores(

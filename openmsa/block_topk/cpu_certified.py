@@ -20,10 +20,10 @@ from openmsa.block_scores import STAGE as SCORING
 from openmsa.block_topk.cpu import select_from_scores
 from openmsa.inputs import ScoringCall, exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
-from openmsa.kv_cache.rows import dequantized, wide_dtype
+from openmsa.kv_cache.rows import dequantized
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.kv_cache.stored import Stored
-from openmsa.types import Layout
+from openmsa.types import Layout, wide_dtype
 
 TOKENS, KEYS = 32, 8192  # queries of one sequence and keys whose bounds are held at a time
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from openmsa.block_scores.triton_route import launch_scores, score_rows
 from openmsa.block_topk.triton_topk import MAX_BLOCKS, launch_topk
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.kv_cache.rows import format_of
 from openmsa.primitives.operands import Bounds
 from openmsa.primitives.rows import KeyTiles, padded, query_rows
 from openmsa.primitives.scoring import (
@@ -38,6 +37,7 @@ from openmsa.primitives.scoring import (
     walk,
 )
 from openmsa.primitives.tiles import Tile, tile_start
+from openmsa.runtime import checks
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.kinds import computes
 from openmsa.runtime.launch import ceil_div, launch_kernel
@@ -273,7 +273,7 @@ def select_blocks(
         computes("the selection of queries that see nothing")
         return out.fill_(-1)
     keys = index_k.keys if isinstance(index_k, PagedIndexKeys) else index_k
-    narrow = format_of(index_q) == format_of(keys) == "e4m3"
+    narrow = checks.format_of(index_q) == checks.format_of(keys) == "e4m3"
     if fuses(total_q * heads, num_blocks, topk - init_blocks - local_blocks, facts(index_q.device), narrow):
         launch_fused(index_q, index_k, seqs, block_size, init_blocks, local_blocks, out)
     else:

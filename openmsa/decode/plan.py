@@ -12,7 +12,7 @@ from torch import Tensor
 from openmsa.decode.cpu import run_stages
 from openmsa.decode.sizes import Sizes, check_sizes
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
-from openmsa.kv_cache.rows import QUERY_FORMATS, check_rows
+from openmsa.kv_cache.rows import QUERY_FORMATS
 from openmsa.runtime import checks, named_devices, tracing
 from openmsa.runtime.kinds import Kinds, Memory
 
@@ -181,7 +181,7 @@ class DecodePlan:
     def _check_rows(
         self, name: str, value: Tensor | E4M3, batch: int, heads: int, dim: int, formats: tuple[str, ...] = ()
     ) -> None:
-        check_rows(name, value, "[batch * new_tokens, heads, dim]", formats, (self.dtype,))
+        checks.rows(name, value, "[batch * new_tokens, heads, dim]", formats, (self.dtype,))
         tokens = batch * self.new_tokens, f"the cache's batch {batch} times new_tokens {self.new_tokens}"
         for axis, (size, meaning) in enumerate((tokens, (heads, "heads of the plan"), (dim, "dim of the plan"))):
             checks.size(name, value, axis, size, meaning)

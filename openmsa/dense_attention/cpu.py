@@ -13,10 +13,10 @@ from openmsa.block_scores import STAGE as SCORING
 from openmsa.dense_attention.call import chosen_results
 from openmsa.inputs import ScoringCall
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
-from openmsa.kv_cache.rows import out_dtype, rows_of, wide_dtype
+from openmsa.kv_cache.rows import rows_of
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime.matmul import attend_few
-from openmsa.types import Layout
+from openmsa.types import Layout, out_dtype, wide_dtype
 
 SPLIT_KEYS = 16384  # Few queries have so many keys a call: the fused kernel works in parallel over heads and queries only.
 DEQUANTIZED_KEYS = 2048  # So many keys of a format, or of float16, are held as wider numbers at a time.

@@ -6,9 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.rows import wide_dtype
 from openmsa.primitives.tile_gradients import RowGradients, tile_gradients
-from openmsa.types import Layout
+from openmsa.types import Layout, wide_dtype
 
 TILE_ROWS = 2048  # (query, head) rows of a tile
 TILE_KEYS = 512

@@ -33,17 +33,16 @@ from openmsa.dense_attention.triton_config import (
 )
 from openmsa.dense_attention.triton_kernel import dense_kernel
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
-from openmsa.kv_cache.rows import format_of, out_dtype
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, QueryRows, Scores
 from openmsa.primitives.rows import pool_of
 from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.primitives.tiles import tma_tiles
-from openmsa.runtime import devices
+from openmsa.runtime import checks, devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.kinds import computes
 from openmsa.runtime.launch import ceil_div, launch_kernel, runs_hopper_kernels
-from openmsa.types import Layout
+from openmsa.types import Layout, out_dtype
 
 LOG2_E = 1.4426950408889634
 
@@ -83,7 +82,7 @@ def dense_attention(
             return chosen_results(out, lse, max_score)
     if config is None:
         sizes = (seqs.batch, seqs.max_seqlen_q, seqs.max_seqlen_k, num_kv_heads, heads // num_kv_heads, head_dim)
-        config = configure(*sizes, facts, format_of(stored[0]), format_of(q), return_max_score)
+        config = configure(*sizes, facts, checks.format_of(stored[0]), checks.format_of(q), return_max_score)
     if total_q and heads:
         table = k.page_table if isinstance(k, PagedKV) else None
         _launch(config, facts, q, keys, values, table, seqs, causal, softmax_scale, block_size, (out, lse, max_score))

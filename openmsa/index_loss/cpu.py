@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from openmsa.index_loss import share
-from openmsa.kv_cache.rows import wide_dtype
 from openmsa.runtime.matmul import matmul_nt
-from openmsa.types import Layout
+from openmsa.types import Layout, wide_dtype
 
 TILE_ROWS = 2048  # (query, head) rows of a tile
 TILE_KEYS = 256  # keys of a tile where all are read

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from openmsa.index_loss import share
-from openmsa.kv_cache.rows import wide_dtype
-from openmsa.types import Layout
+from openmsa.types import Layout, wide_dtype
 
 
 def index_loss(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import owners
-from openmsa.kv_cache.rows import PLAIN_DTYPES, check_alike, check_rows, format_of, kind_of
+from openmsa.kv_cache.rows import PLAIN_DTYPES
 from openmsa.kv_cache.stored import Stored
 from openmsa.runtime import checks, named_devices, value_checks
 from openmsa.types import Layout, Sequences, layout
@@ -40,10 +40,12 @@ class Paged:
         pools = self.pools()
         first_name, first = next(iter(pools.items()))
         for name, pool in pools.items():
-            check_rows(name, pool, POOL, self.formats, PLAIN_DTYPES)
-            check_alike(name, pool, first_name, first)
-            if kind_of(pool) != kind_of(first):
-                raise TypeError(f"{name} must be stored as {first_name} ({kind_of(first)}), got {kind_of(pool)}")
+            checks.rows(name, pool, POOL, self.formats, PLAIN_DTYPES)
+            checks.alike(name, pool, first_name, first)
+            if checks.stored_as(pool) != checks.stored_as(first):
+                raise TypeError(
+                    f"{name} must be stored as {first_name} ({checks.stored_as(first)}), got {checks.stored_as(pool)}"
+                )
             if pool.shape != first.shape:
                 raise ValueError(f"{name} must have the shape of {first_name} {tuple(first.shape)}, got {tuple(pool.shape)}")
         checks.head_dim(f"{first_name}.shape[3]", first.shape[3])
@@ -96,7 +98,7 @@ class Paged:
 
     @property
     def format(self) -> str:
-        return format_of(self._pool)
+        return checks.format_of(self._pool)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.rows import QUERY_FORMATS, check_rows, out_dtype, wide_dtype
+from openmsa.kv_cache.rows import QUERY_FORMATS
 from openmsa.kv_cache.stored import Stored
 from openmsa.runtime import checks
 from openmsa.runtime.kinds import span
+from openmsa.types import out_dtype, wide_dtype
 
 
 def made_out(q: Tensor | Stored) -> Tensor:
     """Makes memory for what attention of the queries q returns."""
     if not isinstance(q, (Tensor, Stored)):
-        check_rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)
+        checks.rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)
     return torch.empty(q.shape, dtype=out_dtype(q), device=q.device)
 
 

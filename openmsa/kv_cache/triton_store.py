@@ -21,7 +21,6 @@ from openmsa.kv_cache.e4m3 import E4M3 as E4M3Rows
 from openmsa.kv_cache.int8 import Int8
 from openmsa.kv_cache.mxfp4 import MXFP4 as MXFP4Rows
 from openmsa.kv_cache.nvfp4 import NVFP4 as NVFP4Rows
-from openmsa.kv_cache.rows import format_of
 from openmsa.kv_cache.stored import Stored
 from openmsa.kv_cache.triton_numbers import (
     E4M3,
@@ -39,6 +38,7 @@ from openmsa.kv_cache.triton_numbers import (
     rounded_up,
     swizzled_byte,
 )
+from openmsa.runtime import checks
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 
 GROUPS = {"nvfp4": 16, "mxfp4": 32}
@@ -115,7 +115,7 @@ class Cut(NamedTuple):
     @classmethod
     def of(cls, pool: Tensor | Stored, dim: int) -> Cut:
         """Returns what is compiled in for a pool of plain rows, or of a format, of `dim` elements a row."""
-        name, padded = format_of(pool), next_power_of_two(dim)
+        name, padded = checks.format_of(pool), next_power_of_two(dim)
         swizzled = getattr(pool, "layout", "linear") == "128x4"
         return cls(FORMAT_IDS[name], swizzled, dim, padded, GROUPS.get(name, 1), max(1, ELEMENTS // padded))
 

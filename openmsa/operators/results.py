@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
-from openmsa.kv_cache.rows import INDEX_FORMATS, KEY_FORMATS, QUERY_FORMATS, check_rows, out_dtype, wide_dtype
+from openmsa.kv_cache.rows import INDEX_FORMATS, KEY_FORMATS, QUERY_FORMATS
 from openmsa.runtime import checks
-from openmsa.types import Sequences
+from openmsa.types import Sequences, out_dtype, wide_dtype
 
 Queries = Tensor | Stored
 
@@ -123,15 +123,15 @@ def dequantize(self: Stored, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _check_index(index_q: Any, index_k: Any) -> None:
-    check_rows("index_q", index_q, "[total_q, index_heads, index_dim]", QUERY_FORMATS)
+    checks.rows("index_q", index_q, "[total_q, index_heads, index_dim]", QUERY_FORMATS)
     if not isinstance(index_k, PagedIndexKeys):
-        check_rows("index_k", index_k, "[total_k, index_key_heads, index_dim]", INDEX_FORMATS)
+        checks.rows("index_k", index_k, "[total_k, index_key_heads, index_dim]", INDEX_FORMATS)
 
 
 def _attention(q: Queries, k: Any, v: Any, return_lse: bool) -> tuple[Tensor, ...]:
-    check_rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)
+    checks.rows("q", q, "[total_q, num_q_heads, head_dim]", QUERY_FORMATS)
     if not isinstance(k, PagedKV):
         for name, value in (("k", k), ("v", v)):
-            check_rows(name, value, "[total_k, num_kv_heads, head_dim]", KEY_FORMATS)
+            checks.rows(name, value, "[total_k, num_kv_heads, head_dim]", KEY_FORMATS)
     out = empty(q, tuple(q.shape), out_dtype(q))
     return (out, empty(q, tuple(q.shape[:2]), wide_dtype(q))) if return_lse else (out,)

@@ -16,7 +16,7 @@ from openmsa.block_topk import SCORES_STAGE
 from openmsa.block_topk.given_scores import TopkCall
 from openmsa.inputs import check_counts, check_scoring
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
-from openmsa.kv_cache.rows import QUERY_FORMATS, check_rows, out_dtype, wide_dtype
+from openmsa.kv_cache.rows import QUERY_FORMATS
 from openmsa.parallel.exchange import Choice, Collectives
 from openmsa.parallel.ranks import Ranks
 from openmsa.parallel.shards import PageStripes
@@ -24,7 +24,7 @@ from openmsa.parallel.symmetric import Symmetric, refuse
 from openmsa.plan import AttentionPlan
 from openmsa.runtime import checks
 from openmsa.sparse_attention import check_sparse
-from openmsa.types import Layout
+from openmsa.types import Layout, out_dtype, wide_dtype
 
 if TYPE_CHECKING:
     from openmsa.parallel.chain import Chain
@@ -202,7 +202,7 @@ class ContextDecodePlan:
         """
         if self._mine is None:
             raise ValueError("select must run before attend, which reads its blocks, got none")
-        check_rows("q", q, "[batch * new_tokens, num_q_heads, head_dim]", QUERY_FORMATS)
+        checks.rows("q", q, "[batch * new_tokens, num_q_heads, head_dim]", QUERY_FORMATS)
         part = torch.empty(q.shape, dtype=out_dtype(q), device=self._device)
         part_lse = torch.empty(q.shape[:2], dtype=wide_dtype(q), device=self._device)
         out, lse = (torch.empty_like(x) if y is None else y for x, y in ((part, out), (part_lse, lse)))

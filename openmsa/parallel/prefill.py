@@ -17,7 +17,6 @@ from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
 from openmsa.inputs import AttentionInputs, SelectionCall
 from openmsa.kv_cache import PagedIndexKeys, PagedKV
-from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.parallel.pages import places
 from openmsa.parallel.ranks import Ranks
 from openmsa.parallel.shards import Pieces, TokenShards, check_shards, in_chunks
@@ -26,7 +25,7 @@ from openmsa.parallel.travel import travelling
 from openmsa.runtime import checks
 from openmsa.runtime.dispatch import check_name
 from openmsa.sparse_attention import STAGE as ATTENTION
-from openmsa.types import Layout, Sequences
+from openmsa.types import Layout, Sequences, out_dtype, wide_dtype
 
 MOVES: tuple[Literal["keys"], Literal["queries"]] = ("keys", "queries")
 

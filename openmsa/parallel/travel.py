@@ -19,7 +19,6 @@ from openmsa.block_topk import SCORES_STAGE
 from openmsa.block_topk.given_scores import TopkCall
 from openmsa.inputs import AttentionInputs, ScoringCall, SelectionCall, exact_keys
 from openmsa.kv_cache import PagedIndexKeys, PagedKV
-from openmsa.kv_cache.rows import out_dtype, wide_dtype
 from openmsa.parallel.exchange import Choice, merge_candidates, merge_partials
 from openmsa.parallel.pages import pages_of, places
 from openmsa.parallel.ranks import Ranks, finished
@@ -28,7 +27,7 @@ from openmsa.parallel.sources import Paged
 from openmsa.parallel.tokens import Gathering
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention import SparseCall
-from openmsa.types import Layout
+from openmsa.types import Layout, out_dtype, wide_dtype
 
 SCORE_BYTES = 1 << 28
 """So many bytes of scores, float32, are held at a time."""

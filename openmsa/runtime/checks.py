@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Every check raises an error that names the argument, the rule and the value. None here reads a tensor (value_checks.py)."""
+"""Every check raises an error that names the argument, the rule and the value. None here reads a tensor (value_checks.py).
+
+Rows are a tensor, or an object of a class that names the format in which it stores them (`openmsa.kv_cache.stored.Stored`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,28 @@ from torch import Tensor
 
 MANY_HEADS = 64  # more key heads than that, and than keys, are rather tokens
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def format_of(value: Any) -> str:
+    """Gives the format in which rows, or the pools of a cache, are stored: "plain" where that is a tensor."""
+    return getattr(value, "format", "plain")
+
+
+def stored_as(value: Any) -> str:
+    """Names what keys and values must share: the format, and the layout of its scales where it has several."""
+    return "plain" if isinstance(value, Tensor) else f"{value.format} {getattr(value, 'layout', '')}".strip()
+
+
+def rows(name: str, value: Any, shape: str, formats: tuple[str, ...], dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """`value` must be stored in one of `formats` or a tensor of one of `dtypes`, with the rank that `shape` shows."""
+    stored = getattr(type(value), "format", None)
+    if not formats or not isinstance(stored, str):
+        tensor(name, value, shape, dtypes)
+        return
+    if stored not in formats:
+        raise TypeError(f"{name} must be a torch.Tensor or stored as {' or '.join(formats)}, got {stored}")
+    if value.dim() != shape.count(",") + 1:
+        raise wrong_rank(name, value, shape)
 
 
 def tensor(name: str, value: Any, shape: str, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
@@ -63,10 +88,10 @@ def head_dim(name: str, value: int) -> None:
 
 
 def alike(name: str, value: Any, other_name: str, other: Any, dtype: bool = True) -> None:
-    """Two tensors must share a device and, unless `dtype` is False, a dtype."""
+    """Rows must share a device and, where both are tensors and `dtype` is True, a dtype."""
     if value.device != other.device:
         raise ValueError(f"{name} must be on the device of {other_name} ({other.device}), got {value.device}")
-    if dtype and value.dtype != other.dtype:
+    if dtype and value.dtype != other.dtype and isinstance(value, Tensor) and isinstance(other, Tensor):
         raise TypeError(f"{name} must have the dtype of {other_name} ({other.dtype}), got {value.dtype}")
 
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from openmsa.runtime import compiler_key, explanation, tracing
-from openmsa.runtime.checks import needs_grad
+from openmsa.runtime.checks import format_of, needs_grad
 from openmsa.runtime.explanation import Explanation
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -207,7 +207,7 @@ def unless_cuda(*tensors: Any, dtypes: tuple[torch.dtype, ...] = (torch.float16,
             return f"it needs CUDA tensors, got {tensor.device}"
         if _capability(tensor.device) < (8, 0):
             return f"it needs compute capability 8.0 or newer, which {tensor.device} has not"
-        if getattr(tensor, "format", "plain") == "plain" and tensor.dtype not in dtypes:
+        if format_of(tensor) == "plain" and tensor.dtype not in dtypes:
             return f"it needs {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}, got {tensor.dtype}"
     return None
 
@@ -221,7 +221,7 @@ def unless_reads(reads: Mapping[str, tuple[str, ...]], **operands: Any) -> str |
     """Refuses operands in storage formats that an implementation does not read. reads: for each operand the formats that its
     kernels take, the name of a tensor without one being "plain". An operand may be a tensor, a cache or None."""
     for name, operand in operands.items():
-        stored = getattr(operand, "format", "plain")
+        stored = format_of(operand)
         if stored not in reads[name]:
             return f"it reads {name} stored as {' or '.join(reads[name])}, got {stored}"
     return None

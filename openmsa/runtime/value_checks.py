@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +25,30 @@ def lengths(name: str, value: Any, most: int) -> None:
         hint = f"; pass {name}.tolist()" if hasattr(value, "tolist") else ""
         raise TypeError(f"{name} must be a list of ints, one a sequence, got {type(value).__name__}{hint}")
     integer(f"sum({name})", sum(integer(f"{name}[{i}]", length, 0) for i, length in enumerate(value)), 0, most)
+
+
+def starts(name: str, value: Tensor, total: int | None, what: str) -> None:
+    """Starts of sequences begin at 0, do not decrease, and end at `total`, the number of `what` (None: at any number). Reads
+    the tensor."""
+    values = value.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {values[0]}; Sequences.from_lengths makes starts from lengths")
+    for b, (start, stop) in enumerate(pairwise(values)):
+        if stop < start:
+            raise ValueError(f"{name} must not decrease, got {start} then {stop} at index {b + 1}")
+    if total is not None and values[-1] != total:
+        raise ValueError(f"{name} must end at {what} ({total}), got {values[-1]}")
+
+
+def held(name: str, lens: Tensor, cached_lens: Tensor) -> None:
+    """No sequence may have more keys, `lens`, than its cache holds. Reads the tensors."""
+    short = (lens > cached_lens).nonzero().flatten()
+    if short.numel():
+        b = int(short[0])
+        raise ValueError(
+            f"{name} must not ask for more keys than the cache holds ({int(cached_lens[b])} for sequence {b}), "
+            f"got {int(lens[b])}"
+        )
 
 
 def finite(name: str, value: Tensor) -> None:

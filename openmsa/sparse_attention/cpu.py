@@ -14,13 +14,13 @@ from torch import Tensor
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention.call import DenseCall
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.kv_cache.rows import out_dtype, rows_of, wide_dtype
+from openmsa.kv_cache.rows import rows_of
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.runtime.matmul import matmul_nt
 from openmsa.sparse_attention.cpu_masked import attend_masked, masked_queries
 from openmsa.sparse_attention.cpu_token import attend_token
-from openmsa.types import Layout
+from openmsa.types import Layout, out_dtype, wide_dtype
 
 TILE_ROWS = 4096  # (query, head) rows of a tile, whose logits take 2 MB
 ROUND_ROWS = 256  # rows of a tile are rounded up to multiples of it: products then have a few shapes, not thousands

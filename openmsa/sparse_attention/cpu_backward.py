@@ -7,10 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.rows import wide_dtype
 from openmsa.primitives.tile_gradients import RowGradients, tile_gradients
 from openmsa.sparse_attention.cpu import TILE_ROWS, by_block
-from openmsa.types import Layout
+from openmsa.types import Layout, wide_dtype
 
 
 def sparse_attention_backward(

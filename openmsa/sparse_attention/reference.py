@@ -8,9 +8,9 @@ from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.results import delivered
-from openmsa.kv_cache.rows import dequantized, out_dtype, wide_dtype
+from openmsa.kv_cache.rows import dequantized
 from openmsa.runtime.matmul import weighted_sum
-from openmsa.types import Layout
+from openmsa.types import Layout, out_dtype, wide_dtype
 
 
 def sparse_attention(

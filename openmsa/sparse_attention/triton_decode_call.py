@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.kv_cache.rows import out_dtype
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, next_power_of_two
 from openmsa.sparse_attention.triton_decode import Config, format_id, launch, row_tiles
 from openmsa.sparse_attention.triton_decode_stored import for_stored
-from openmsa.types import Layout
+from openmsa.types import Layout, out_dtype
 
 MIN_KEYS = 256
 """A program has at least so many keys, as fewer cost more than they save, unless half of the multiprocessors would idle."""

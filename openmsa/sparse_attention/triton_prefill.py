@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.kv_cache.rows import out_dtype
 from openmsa.primitives.operands import NVFP4, Bounds, QueryRows
 from openmsa.primitives.rows import query_rows
 from openmsa.primitives.softmax import Result
@@ -28,7 +27,7 @@ from openmsa.sparse_attention.triton_few import launch_few
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Descriptors, descriptors
 from openmsa.sparse_attention.triton_lists import Plan, PrefillCall, build_lists
 from openmsa.sparse_attention.triton_union import launch_union
-from openmsa.types import Layout
+from openmsa.types import Layout, out_dtype
 
 FEWEST_TILES = 3.5
 """Hopper's union kernel for plain keys serves calls with so many tiles a multiprocessor or more: it takes twice the queries of
