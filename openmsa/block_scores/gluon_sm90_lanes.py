@@ -25,9 +25,8 @@ from openmsa.block_scores.triton_lanes import in_words, words_a_stride
 from openmsa.primitives import query_parts, scoring
 from openmsa.primitives import rows as key_rows
 from openmsa.primitives.operands import QueryRows, Scores
-from openmsa.primitives.rows import PAGE, KeyTiles
+from openmsa.primitives.rows import PAGE, KeyTiles, Tile
 from openmsa.primitives.scoring import Lengths, splits
-from openmsa.primitives.tiles import Tile
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel
 

@@ -35,9 +35,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openmsa.primitives import scoring
 from openmsa.primitives.operands import QueryRows, Scores
-from openmsa.primitives.rows import KeyTiles
+from openmsa.primitives.rows import KeyTiles, Tile
 from openmsa.primitives.scoring import Kind, Lengths, splits
-from openmsa.primitives.tiles import Tile
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel
 

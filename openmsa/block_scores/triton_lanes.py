@@ -21,7 +21,7 @@ from openmsa.primitives import operands
 from openmsa.primitives.codes import ASM, e2m1_parts, e4m3_bytes
 from openmsa.primitives.operands import KeyRows
 from openmsa.primitives.query_parts import float16_rows, spread_rows, unspread
-from openmsa.primitives.rows import PAGES, Form, KeyTiles, exists, page_number, row_in_page
+from openmsa.primitives.rows import PAGES, Form, KeyTiles, Tile, exists, load_rows, page_number, row_in_page, tile_start
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,
     query_numbers,
@@ -33,7 +33,6 @@ from openmsa.primitives.scoring import (
     store_visible,
     tiles_of,
 )
-from openmsa.primitives.tiles import Tile, load_rows, tile_start
 
 STEP = tl.constexpr(32)
 """A warp multiplies so many keys at a time."""

@@ -25,7 +25,7 @@ from openmsa.block_scores.triton_config import config
 from openmsa.block_scores.triton_lanes import in_words, lane_kernel, reads_lanes
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.primitives.operands import PAGE_FACTOR, QueryRows, Scores
-from openmsa.primitives.rows import KeyTiles, padded, query_rows
+from openmsa.primitives.rows import KeyTiles, Tile, padded, query_rows, tile_start
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,
     Kind,
@@ -45,7 +45,6 @@ from openmsa.primitives.scoring import (
     store_visible,
     tiles_of,
 )
-from openmsa.primitives.tiles import Tile, tile_start
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, runs_hopper_kernels
 from openmsa.types import Layout

@@ -23,7 +23,7 @@ from openmsa.primitives import operands
 from openmsa.primitives.codes import key_errors, key_scales, load_of_keys
 from openmsa.primitives.operands import Scores
 from openmsa.primitives.query_parts import power_of_two
-from openmsa.primitives.rows import KeyTiles, load_keys, padded, query_rows
+from openmsa.primitives.rows import KeyTiles, Tile, load_keys, load_rows, padded, query_rows, tile_start
 from openmsa.primitives.scales import key_strides
 from openmsa.primitives.scoring import (
     RUNTIME_LENGTHS,
@@ -38,7 +38,6 @@ from openmsa.primitives.scoring import (
     tiles_of,
     walk,
 )
-from openmsa.primitives.tiles import Tile, load_rows, tile_start
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 

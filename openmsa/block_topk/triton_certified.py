@@ -38,9 +38,8 @@ from openmsa.block_topk.triton_topk import (
 )
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
-from openmsa.primitives.rows import PAGES, KeyTiles, exists, page_number, query_rows
+from openmsa.primitives.rows import PAGES, KeyTiles, Tile, exists, page_number, query_rows, tile_start
 from openmsa.primitives.scoring import Lengths, sequence_bounds
-from openmsa.primitives.tiles import Tile, tile_start
 from openmsa.runtime.devices import Device, facts, has_pdl
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.types import Layout

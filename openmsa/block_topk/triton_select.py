@@ -22,7 +22,7 @@ from openmsa.block_scores.triton_route import launch_scores, score_rows
 from openmsa.block_topk.triton_topk import MAX_BLOCKS, launch_topk
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.primitives.operands import Bounds
-from openmsa.primitives.rows import KeyTiles, padded, query_rows
+from openmsa.primitives.rows import KeyTiles, Tile, padded, query_rows, tile_start
 from openmsa.primitives.scoring import (
     Config,
     Kind,
@@ -36,7 +36,6 @@ from openmsa.primitives.scoring import (
     tall_rows,
     walk,
 )
-from openmsa.primitives.tiles import Tile, tile_start
 from openmsa.runtime import checks
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.kinds import computes

@@ -16,9 +16,8 @@ from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Step
 from openmsa.decode.two_parts import Buffers, Part, selection
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import E4M3, CertifiedKeys, PagedIndexKeys, PagedKV
-from openmsa.primitives.rows import KeyTiles
+from openmsa.primitives.rows import KeyTiles, Tile
 from openmsa.primitives.scoring import Lengths
-from openmsa.primitives.tiles import Tile
 from openmsa.runtime import devices
 from openmsa.runtime.kinds import computes
 from openmsa.runtime.launch import ceil_div

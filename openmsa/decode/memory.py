@@ -13,8 +13,8 @@ from openmsa.decode.triton_layer import Config, Words
 from openmsa.decode.triton_select import LANES
 from openmsa.decode.two_parts import Buffers, InTurn, Side, TwoParts
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
+from openmsa.primitives.rows import Tile
 from openmsa.primitives.softmax import Partials
-from openmsa.primitives.tiles import Tile
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div, next_power_of_two
 from openmsa.sparse_attention import triton_decode, triton_decode_call, triton_decode_shared

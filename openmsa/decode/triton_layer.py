@@ -27,7 +27,7 @@ from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_select import LANES, chosen_ids, load_words, no_words, select
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.primitives.operands import KeyRows, Output, PageTable, QueryRows
-from openmsa.primitives.tiles import Tile, block_maxima, fetch_ahead, load_rows, tile_start, tma_tiles
+from openmsa.primitives.rows import Tile, block_maxima, fetch_ahead, load_rows, tile_start, tma_tiles
 from openmsa.primitives.waiting import absent, any_of, arrived, draw, look, put, put_pairs, value_of
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two

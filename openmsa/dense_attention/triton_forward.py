@@ -35,9 +35,8 @@ from openmsa.dense_attention.triton_kernel import dense_kernel
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, QueryRows, Scores
-from openmsa.primitives.rows import pool_of
+from openmsa.primitives.rows import pool_of, tma_tiles
 from openmsa.primitives.softmax import UNSPLIT, Partials
-from openmsa.primitives.tiles import tma_tiles
 from openmsa.runtime import checks, devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.kinds import computes

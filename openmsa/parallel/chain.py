@@ -19,10 +19,9 @@ from openmsa.inputs import ScoringCall
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV, Stored
 from openmsa.parallel.exchange import Choice
 from openmsa.parallel.symmetric import Symmetric
-from openmsa.primitives.rows import KeyTiles
+from openmsa.primitives.rows import KeyTiles, Tile
 from openmsa.primitives.scoring import Lengths
 from openmsa.primitives.softmax import Partials
-from openmsa.primitives.tiles import Tile
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div
 from openmsa.sparse_attention import triton_decode, triton_decode_call

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from openmsa.primitives.tiles import tma_strides
+from openmsa.primitives.rows import tma_strides
 
 BLOCK = gl.constexpr(128)
 """A block, and a tile of keys in shared memory, has so many keys."""

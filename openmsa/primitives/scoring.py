@@ -27,8 +27,7 @@ from openmsa.primitives.codes import (
 )
 from openmsa.primitives.operands import Bounds
 from openmsa.primitives.query_parts import grouped_parts, query_parts, side_by_side, spread_rows, unspread
-from openmsa.primitives.rows import FLAT, TYPES, KeyTiles, KeyView, load_keys
-from openmsa.primitives.tiles import Tile, block_maxima, load_rows
+from openmsa.primitives.rows import FLAT, TYPES, KeyTiles, KeyView, Tile, block_maxima, load_keys, load_rows
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import next_power_of_two
 from openmsa.types import Layout

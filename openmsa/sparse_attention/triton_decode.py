@@ -26,10 +26,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, Selection
-from openmsa.primitives.rows import Form, query_rows
+from openmsa.primitives.rows import Form, fetch_pages, query_rows
 from openmsa.primitives.scales import UNSCALED, Scales
 from openmsa.primitives.softmax import UNSPLIT, Partials
-from openmsa.primitives.tiles import fetch_pages
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention.triton_decode_stored import factors, load_parts, query_parts, walk_stored

@@ -24,9 +24,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, Selection
-from openmsa.primitives.rows import query_rows
+from openmsa.primitives.rows import fetch_pages, query_rows
 from openmsa.primitives.softmax import UNSPLIT, Partials
-from openmsa.primitives.tiles import fetch_pages
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two

@@ -19,8 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from openmsa.kv_cache.triton_numbers import NVFP4, e2m1_pair, e4m3, swizzled_byte
 from openmsa.primitives.codes import e4m3_numbers
 from openmsa.primitives.operands import PAGE_FACTOR, PLAIN
-from openmsa.primitives.rows import TYPES, Form
-from openmsa.primitives.tiles import tma_tiles
+from openmsa.primitives.rows import TYPES, Form, tma_tiles
 from openmsa.sparse_attention.triton_config import Keys, PrefillConfig, padded_dim
 
 Descriptors = tuple[TensorDescriptor | None, TensorDescriptor | None]

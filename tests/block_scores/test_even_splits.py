@@ -6,9 +6,8 @@ import torch
 
 from openmsa.block_scores import triton_route
 from openmsa.kv_cache import PagedIndexKeys
-from openmsa.primitives.rows import KeyTiles
+from openmsa.primitives.rows import KeyTiles, Tile
 from openmsa.primitives.scoring import Lengths
-from openmsa.primitives.tiles import Tile
 from openmsa.runtime.devices import facts
 
 

@@ -11,8 +11,7 @@ from openmsa import E4M3, NVFP4, PagedIndexKeys
 from openmsa.block_scores import gluon_sm90_lanes, reference
 from openmsa.block_scores.gluon_sm90_lanes import CONFIG, RING, SHARE, cut
 from openmsa.block_scores.triton_lanes import reads_lanes
-from openmsa.primitives.rows import KeyTiles, query_rows
-from openmsa.primitives.tiles import Tile
+from openmsa.primitives.rows import KeyTiles, Tile, query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem

@@ -68,7 +68,7 @@ def bounds_of(index_q, coarse, seqs, block_size):
 def bounds_and_candidates(index_q, coarse, seqs, block_size):
     """The same and the words of keys that can have the best score of a block."""
     from openmsa.block_topk.triton_bounds import Words, launch_bounds
-    from openmsa.primitives.tiles import Tile
+    from openmsa.primitives.rows import Tile
 
     keys, page_table, lengths = taken(coarse, seqs)
     shape = 2, index_q.shape[1], len(index_q), seqs.num_blocks(block_size)
@@ -84,7 +84,7 @@ def bounds_and_candidates(index_q, coarse, seqs, block_size):
 def flagged(candidates, seqs, heads, key_heads, block_size):
     """Returns words of candidates as flags ``[batch * key heads, tiles, rows, keys of a tile]``."""
     from openmsa.block_topk.triton_bounds import Words
-    from openmsa.primitives.tiles import Tile
+    from openmsa.primitives.rows import Tile
 
     tile = Tile.of(block_size)
     words = Words.of(seqs.max_seqlen_q * heads // key_heads, tile)
@@ -242,7 +242,7 @@ ROWS = (((5, 3), (300, 150), 3, 1, 64, 128, 64), ((8,), (260,), 4, 2, 32, 20, 0)
 @pytest.mark.parametrize("shape", SHAPES + ROWS)
 def test_keys_with_the_best_score_are_kept(shape, kind):
     """Of every row and every block of a tile, all of them; of random keys few others."""
-    from openmsa.primitives.tiles import Tile
+    from openmsa.primitives.rows import Tile
 
     q_lens, k_lens, heads, key_heads, dim, block_size, page_size = shape
     seqs, tile, group = laid_out(q_lens, k_lens), Tile.of(block_size), heads // key_heads
@@ -382,7 +382,7 @@ def test_equal_scores_open_every_block():
 def test_configurations():
     from openmsa.block_topk.triton_bounds import bounds_config
     from openmsa.block_topk.triton_certified import RescoreConfig, rescore_config
-    from openmsa.primitives.tiles import Tile
+    from openmsa.primitives.rows import Tile
     from openmsa.runtime.devices import COMPILE_TARGETS
 
     tile = Tile.of(128)
@@ -404,7 +404,7 @@ def test_configurations():
 def test_words_of_candidates():
     """A byte a thread, of 16 rows two."""
     from openmsa.block_topk.triton_bounds import Words
-    from openmsa.primitives.tiles import Tile
+    from openmsa.primitives.rows import Tile
 
     tile = Tile.of(128)
     assert [Words.of(rows, tile).bytes(tile, 10) for rows in (1, 4, 8, 9, 16)] == [1280, 1280, 1280, 2560, 2560]

@@ -10,8 +10,7 @@ from openmsa import E4M3, MXFP4, NVFP4, Int8
 from openmsa.kv_cache import CertifiedKeys
 from openmsa.primitives import operands
 from openmsa.primitives.operands import NO_FACTOR, PAGE_FACTOR, WHOLE_FACTOR
-from openmsa.primitives.rows import FLAT, PAGE, PAGES, KeyTiles, KeyView, pool_of
-from openmsa.primitives.tiles import Tile, tma_tiles
+from openmsa.primitives.rows import FLAT, PAGE, PAGES, KeyTiles, KeyView, Tile, pool_of, tma_tiles
 from openmsa.runtime.devices import COMPILE_TARGETS
 
 POOL = torch.zeros(3, 2, 32, 64, dtype=torch.bfloat16)
