@@ -26,8 +26,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_select import LANES, chosen_ids, load_words, no_words, select
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
-from openmsa.primitives.operands import KeyRows, Output, PageTable, QueryRows
-from openmsa.primitives.rows import Tile, block_maxima, fetch_ahead, load_rows, tile_start, tma_tiles
+from openmsa.primitives.operands import KeyRows, PageTable, QueryRows
+from openmsa.primitives.rows import (
+    Tile,
+    block_maxima,
+    fetch_ahead,
+    key_rows,
+    load_rows,
+    output_rows,
+    query_rows,
+    tile_start,
+    tma_tiles,
+)
 from openmsa.primitives.waiting import absent, any_of, arrived, draw, look, put, put_pairs, value_of
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
@@ -435,22 +445,22 @@ def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = F
         layer_kernel,
         (programs,),
         IndexBranch(
-            QueryRows(index_q, index_q.stride(0), index_q.stride(1), index_q.stride(2)),
-            KeyRows.of(pool),
+            query_rows(index_q, True),
+            key_rows(pool),
             PageTable(table, *table.stride()),
             index_keys.seq_lens,
         ),
         tma,
         MainBranch(
-            QueryRows(q, q.stride(0), q.stride(1), q.stride(2)),
-            KeyRows.of(kv.k),
-            KeyRows.of(kv.v),
+            query_rows(q, True),
+            key_rows(kv.k),
+            key_rows(kv.v),
             PageTable(kv.page_table, *kv.page_table.stride()),
             kv.seq_lens,
         ),
         words,
         blocks,
-        Output.of(out, lse),
+        output_rows(out, lse),
         softmax_scale,
         *(sizes.new_tokens, sizes.num_blocks, pool.shape[0], pages * page_size),
         *(kv.k.shape[0], kv.page_table.shape[1] * page_size),

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from openmsa.primitives.gradients import RowTerms, weights_and_slopes
-from openmsa.primitives.operands import Bounds, KeyRows
-from openmsa.primitives.rows import query_rows
+from openmsa.primitives.operands import Bounds
+from openmsa.primitives.rows import key_rows, query_rows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.types import Layout
@@ -129,8 +129,8 @@ def dense_attention_backward(
             query_rows(q, True),
             query_rows(grad_out, True),
             terms,
-            KeyRows.of(k),
-            KeyRows.of(v),
+            key_rows(k),
+            key_rows(v),
             Bounds(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset),
             results,
             softmax_scale,

@@ -27,7 +27,7 @@ from openmsa.index_loss import share
 from openmsa.primitives.gradients import LseRows
 from openmsa.primitives.operands import Bounds, KeyRows, QueryRows
 from openmsa.primitives.readers import Readers, buckets_of
-from openmsa.primitives.rows import query_rows
+from openmsa.primitives.rows import key_rows, query_rows
 from openmsa.primitives.triton_readers import listed
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
@@ -114,7 +114,7 @@ class Branch(NamedTuple):
     @classmethod
     def of(cls, queries: Tensor, keys: Tensor, lse: Tensor) -> Branch:
         """Returns the tensors with their strides."""
-        return cls(query_rows(queries, True), KeyRows.of(keys), LseRows(lse, *lse.stride()))
+        return cls(query_rows(queries, True), key_rows(keys), LseRows(lse, *lse.stride()))
 
 
 class Left(NamedTuple):
@@ -296,7 +296,7 @@ class _Chunk:
             lse_parts,
             (self.lists.lists.numel(), per_list, shape.cuts),
             query_rows(queries, True),
-            KeyRows.of(keys),
+            key_rows(keys),
             self.bounds,
             self.lists,
             parts,

@@ -38,16 +38,6 @@ class KeyRows(NamedTuple):
     s_factor_page: int = 0
     s_factor_head: int = 0
 
-    @classmethod
-    def of(cls, data: Tensor, scales: tuple[Any, ...] = ()) -> KeyRows:
-        """Returns a pool ``[pages, heads, rows, columns]``, or packed rows ``[total, heads, columns]``, with its strides.
-        scales: the fields from `scales` on."""
-        if data.dim() == 4:
-            s_page, s_head, s_row, s_dim = data.stride()
-        else:
-            s_page, (s_row, s_head, s_dim) = 0, data.stride()
-        return cls(data, s_page, s_head, s_row, s_dim, *scales)
-
 
 class QueryRows(NamedTuple):
     """These are packed rows of queries ``[total_q, heads, dim]``, plain or e4m3 codes, and the float32 factor of the tensor or
@@ -95,13 +85,6 @@ class Output(NamedTuple):
     lse: Tensor | None = None
     s_lse_token: int = 0
     s_lse_head: int = 0
-
-    @classmethod
-    def of(cls, rows: Tensor, lse: Tensor | None) -> Output:
-        """Returns the tensors with their strides."""
-        s_token, s_head, s_dim = rows.stride()
-        s_lse_token, s_lse_head = (0, 0) if lse is None else lse.stride()
-        return cls(rows, s_token, s_head, s_dim, lse, s_lse_token, s_lse_head)
 
 
 class Scores(NamedTuple):

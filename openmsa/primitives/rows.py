@@ -17,7 +17,7 @@ pages. Factors of tensors and heads multiply scores in the end, together with th
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from openmsa.kv_cache import E4M3, CertifiedKeys, PagedIndexKeys, Stored
 from openmsa.kv_cache.stored import in_items
 from openmsa.primitives import operands
-from openmsa.primitives.operands import PLAIN, KeyRows, PageTable, QueryRows
+from openmsa.primitives.operands import PLAIN, KeyRows, Output, PageTable, QueryRows
 from openmsa.primitives.scales import UNSCALED, Scales
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import next_power_of_two
@@ -96,8 +96,7 @@ class KeyView(NamedTuple):
         else:
             pool, table = data, PageTable(page_table, *page_table.stride())
         num_pages, heads, size, _ = pool.shape
-        s_page, s_head, s_row, s_dim = pool.stride()
-        rows = KeyRows(pool, s_page, s_head, s_row, s_dim, *scales.operands)
+        rows = key_rows(pool, scales.operands)
         if page_table is None:
             return cls(rows, form, table, dim, heads, num_pages, 0, size)
         return cls(rows, form, table, dim, heads, num_pages, size, page_table.shape[1] * size)
@@ -231,6 +230,22 @@ def tma_strides(pool: Tensor) -> list[int] | None:
 def padded(dim: int, format: int) -> int:
     """Returns the elements to which a row of a tile is padded: a power of two that the matrix unit and loads can take."""
     return max(next_power_of_two(dim), 16 if format == PLAIN else 32)
+
+
+def key_rows(data: Tensor, scales: tuple[Any, ...] = ()) -> KeyRows:
+    """Bundles a pool ``[pages, heads, rows, columns]``, or packed rows ``[total, heads, columns]``, for kernels. scales: the
+    fields from `KeyRows.scales` on."""
+    if data.dim() == 4:
+        s_page, s_head, s_row, s_dim = data.stride()
+    else:
+        s_page, (s_row, s_head, s_dim) = 0, data.stride()
+    return KeyRows(data, s_page, s_head, s_row, s_dim, *scales)
+
+
+def output_rows(rows: Tensor, lse: Tensor | None) -> Output:
+    """Bundles the results of attention ``[total_q, heads, dim]`` and ``[total_q, heads]`` for kernels, which write them."""
+    s_lse_token, s_lse_head = (0, 0) if lse is None else lse.stride()
+    return Output(rows, *rows.stride(), lse, s_lse_token, s_lse_head)
 
 
 def query_rows(index_q: Tensor | Stored, native: bool) -> QueryRows:

@@ -39,8 +39,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openmsa.primitives.gluon_sm90_attention import ROWS, descriptor, exchanged, following, give_back, rounded
 from openmsa.primitives.gradients import RowTerms
-from openmsa.primitives.operands import Bounds, KeyRows
+from openmsa.primitives.operands import Bounds
 from openmsa.primitives.readers import Readers
+from openmsa.primitives.rows import key_rows
 from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention import triton_lists
 
@@ -384,7 +385,7 @@ def launch_sm90_gradients(
     launch_kernel(
         sm90_gradients_kernel,
         (lists.lists.numel(), sums.extra.shape[0]),
-        *(boxes_of(q, cut.group), boxes_of(grad_out, cut.group), terms, KeyRows.of(k), KeyRows.of(v), bounds, lists, sums),
+        *(boxes_of(q, cut.group), boxes_of(grad_out, cut.group), terms, key_rows(k), key_rows(v), bounds, lists, sums),
         softmax_scale,
         kv_heads,
         lists.sequences.numel(),

@@ -25,8 +25,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
-from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, Selection
-from openmsa.primitives.rows import Form, fetch_pages, query_rows
+from openmsa.primitives.operands import Bounds, KeyRows, PageTable, Selection
+from openmsa.primitives.rows import Form, fetch_pages, key_rows, output_rows, query_rows
 from openmsa.primitives.scales import UNSCALED, Scales
 from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime import devices
@@ -265,9 +265,9 @@ def padded_dim(head_dim: int, form: int) -> int:
 def _operands(rows: Tensor | Stored) -> tuple[KeyRows, Scales]:
     """Shows the kernel a pool, or packed rows; codes are read as int16 words."""
     if not isinstance(rows, Stored):
-        return KeyRows.of(rows), UNSCALED
+        return key_rows(rows), UNSCALED
     scales = Scales.of(rows, words=4)
-    return KeyRows.of(rows.data.view(torch.uint8).view(torch.int16), scales.operands), scales
+    return key_rows(rows.data.view(torch.uint8).view(torch.int16), scales.operands), scales
 
 
 def launch(
@@ -313,7 +313,7 @@ def launch(
         Selection(blocks, s_token, s_head if blocks.shape[1] > 1 else 0, s_slot),
         pages,
         bounds,
-        Output.of(out, lse),
+        output_rows(out, lse),
         partials if config.splits > 1 else UNSPLIT,
         served,
         softmax_scale,

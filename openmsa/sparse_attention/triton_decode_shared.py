@@ -23,8 +23,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.primitives.operands import Bounds, KeyRows, Output, PageTable, Selection
-from openmsa.primitives.rows import fetch_pages, query_rows
+from openmsa.primitives.operands import Bounds, PageTable, Selection
+from openmsa.primitives.rows import fetch_pages, key_rows, output_rows, query_rows
 from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
@@ -272,12 +272,12 @@ def launch(
         sparse_decode_shared_kernel,
         (kv.batch * ceil_div(new_tokens, config.tokens), num_kv_heads, config.splits),
         query_rows(q, native=False),
-        KeyRows.of(kv.k),
-        KeyRows.of(kv.v),
+        key_rows(kv.k),
+        key_rows(kv.v),
         Selection(blocks, s_token, s_head if blocks.shape[1] > 1 else 0, s_slot),
         PageTable(kv.page_table, *kv.page_table.stride()),
         Bounds(None, None, kv.seq_lens, None),
-        Output.of(out, lse),
+        output_rows(out, lse),
         shared.partials if config.splits > 1 else UNSPLIT,
         shared.served,
         softmax_scale,
