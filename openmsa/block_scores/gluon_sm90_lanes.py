@@ -19,14 +19,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from openmsa.block_scores import triton_lanes
+from openmsa.block_scores import triton_lanes, triton_route
 from openmsa.block_scores.gluon_sm90_scores import row_factors, sequence_bounds
 from openmsa.block_scores.triton_lanes import in_words, words_a_stride
-from openmsa.primitives import query_parts, scoring
+from openmsa.block_scores.triton_route import Lengths
+from openmsa.primitives import query_parts
 from openmsa.primitives import rows as key_rows
 from openmsa.primitives.operands import QueryRows, Scores
 from openmsa.primitives.rows import PAGE, KeyTiles, Tile
-from openmsa.primitives.scoring import Lengths, splits
+from openmsa.primitives.walks import splits
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel
 
@@ -116,7 +117,7 @@ def send(p_k, p_g, there, ring, ring_scales, J: gl.constexpr, SWIZZLED: gl.const
     async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=scoring.RUNTIME_LENGTHS)
+@gluon.jit(do_not_specialize=triton_route.RUNTIME_LENGTHS)
 def sm90_lane_kernel(
     q, keys, table, bounds, scores, num_blocks, num_pages, capacity, max_keys, tiles_per_split,
     KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, FORM: gl.constexpr, PAGE_SIZE: gl.constexpr, PRODUCT_TYPE: gl.constexpr,

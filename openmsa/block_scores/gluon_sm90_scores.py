@@ -11,7 +11,7 @@ ring of tiles in shared memory. While the unit multiplies one tile of rows, the 
 
 With rows in registers, shared memory moves 96 bytes a clock at the unit's full rate (64 for the product, 32 for the copy engine
 that fills the ring); rows in shared memory would take all of its 128. Triton cannot hold them so (see
-`openmsa.primitives.scoring.tall_rows`).
+`openmsa.primitives.walks.tall_rows`).
 
 The walk goes by four tiles, the places of the ring, so that places and phases are constants. What each thread found of them is
 exchanged between the threads of a row once in four tiles.
@@ -33,17 +33,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from openmsa.block_scores import triton_route
+from openmsa.block_scores.triton_route import Lengths
 from openmsa.primitives import scoring
 from openmsa.primitives.operands import QueryRows, Scores
 from openmsa.primitives.rows import KeyTiles, Tile
-from openmsa.primitives.scoring import Kind, Lengths, splits
+from openmsa.primitives.walks import Kind, splits
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel
 
 BLOCK = gl.constexpr(128)
 """A block has so many keys, and a tile is one block."""
 sequence_bounds = gluon.jit(scoring.sequence_bounds.fn)
-scored = gluon.jit(scoring.scored.fn)
+scored = gluon.jit(triton_route.scored.fn)
 
 
 @gluon.constexpr_function

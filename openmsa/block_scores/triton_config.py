@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 
-from openmsa.primitives.scoring import Config, Kind, tall_rows, walk
+from openmsa.primitives.walks import Config, Kind, tall_rows, walk
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import next_power_of_two
 

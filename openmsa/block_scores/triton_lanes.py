@@ -16,23 +16,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from openmsa.block_scores.triton_route import RUNTIME_LENGTHS, rows_of, store_maxima, store_unseen, store_visible, tiles_of
 from openmsa.kv_cache.triton_numbers import swizzled_word
 from openmsa.primitives import operands
 from openmsa.primitives.codes import ASM, e2m1_parts, e4m3_bytes
 from openmsa.primitives.operands import KeyRows
 from openmsa.primitives.query_parts import float16_rows, spread_rows, unspread
 from openmsa.primitives.rows import PAGES, Form, KeyTiles, Tile, exists, load_rows, page_number, row_in_page, tile_start
-from openmsa.primitives.scoring import (
-    RUNTIME_LENGTHS,
-    query_numbers,
-    row_factors,
-    rows_of,
-    sequence_bounds,
-    store_maxima,
-    store_unseen,
-    store_visible,
-    tiles_of,
-)
+from openmsa.primitives.scoring import query_numbers, row_factors, sequence_bounds
 
 STEP = tl.constexpr(32)
 """A warp multiplies so many keys at a time."""

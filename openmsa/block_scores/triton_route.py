@@ -12,6 +12,7 @@ is read from shared memory once and never passes through registers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,29 +23,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.block_scores.triton_config import config
-from openmsa.block_scores.triton_lanes import in_words, lane_kernel, reads_lanes
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.primitives.operands import PAGE_FACTOR, QueryRows, Scores
+from openmsa.primitives.operands import PAGE_FACTOR, Bounds, QueryRows, Scores
 from openmsa.primitives.rows import KeyTiles, Tile, padded, query_rows, tile_start
-from openmsa.primitives.scoring import (
-    RUNTIME_LENGTHS,
-    Kind,
-    Lengths,
-    Product,
-    kind_of,
-    product_type,
-    query_factors,
-    row_factors,
-    rows_of,
-    score_tile,
-    scored,
-    sequence_bounds,
-    splits,
-    store_maxima,
-    store_unseen,
-    store_visible,
-    tiles_of,
-)
+from openmsa.primitives.scoring import Product, kind_of, product_type, query_factors, row_factors, score_tile, sequence_bounds
+from openmsa.primitives.walks import Kind, splits
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, runs_hopper_kernels
 from openmsa.types import Layout
@@ -84,6 +67,31 @@ def score_rows(num_blocks: int) -> int:
     return ceil_div(num_blocks, SECTOR) * SECTOR | SECTOR
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Sequences of a batch have these lengths: int32 tensors that kernels read when they run, and numbers that bound them."""
+
+    cu_seqlens_q: Tensor  # [batch + 1]
+    cu_seqlens_k: Tensor | None  # [batch + 1]; None: seq_lens
+    seq_lens: Tensor | None  # [batch]
+    q_offset: Tensor | None  # [batch], positions of first queries; None: the queries are the last of the keys
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @classmethod
+    def of(cls, seqs: Layout) -> Lengths:
+        return cls(seqs.cu_seqlens_q, seqs.cu_seqlens_k, None, seqs.q_offset, seqs.max_seqlen_q, seqs.max_seqlen_k)
+
+    @property
+    def batch(self) -> int:
+        return self.cu_seqlens_q.numel() - 1
+
+    @property
+    def bounds(self) -> Bounds:
+        """Bundles the tensors as kernels take them."""
+        return Bounds(self.cu_seqlens_q, self.cu_seqlens_k, self.seq_lens, self.q_offset)
+
+
 def launch_scores(
     index_q: Tensor | Stored,
     index_k: Tensor | Stored | PagedIndexKeys,
@@ -97,6 +105,69 @@ def launch_scores(
     device = facts(index_q.device)
     tile = Tile.of(block_size)
     launch(index_q, KeyTiles.of(index_k, tile, device), tile, Lengths.of(seqs), scores, visible, device)
+
+
+@triton.jit
+def rows_of(i_m, q_len, k_len, offset, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Gives numbers of the (query, head) rows i_m * ROWS to (i_m + 1) * ROWS of a sequence, which of them exist (the first one
+    does), and the last key that each sees, [ROWS] each; then how many keys all of them see, and how many any of them."""
+    o_r = i_m * ROWS + tl.arange(0, ROWS)
+    i_last = tl.minimum(offset + o_r // GROUP, k_len - 1)
+    seen_by_all = tl.maximum(tl.minimum(offset + i_m * ROWS // GROUP, k_len - 1) + 1, 0)
+    last_token = tl.minimum((i_m * ROWS + ROWS - 1) // GROUP, q_len - 1)
+    seen_by_any = tl.maximum(tl.minimum(offset + last_token, k_len - 1) + 1, 0)
+    return o_r, o_r < q_len * GROUP, i_last, seen_by_all, seen_by_any
+
+
+@triton.jit
+def store_visible(visible, q_start, o_r, m_row, i_last, chosen, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes how many blocks each query of `rows_of` sees, by the one program that is chosen."""
+    p_v = visible + q_start + o_r // GROUP
+    tl.store(p_v, tl.maximum(i_last + BLOCK, 0) // BLOCK, mask=m_row & (o_r % GROUP == 0) & chosen)
+
+
+@triton.jit
+def tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, CUT: tl.constexpr):
+    """Gives the first tile of a split, the first one behind it, the first that not all rows see whole, and the first that none
+    sees."""
+    first = i_split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tl.cdiv(num_blocks, CUT.sub) * CUT.parts)
+    i_full = tl.minimum(seen_by_all // (CUT.block * CUT.sub) * CUT.parts, last)
+    i_end = tl.minimum(tl.cdiv(seen_by_any, CUT.block * CUT.sub) * CUT.parts, last)
+    return first, last, i_full, i_end
+
+
+@triton.jit
+def scored(m, b_f):
+    """Gives maxima [rows, blocks] as scores: times the factor of each row (None: 1), and NaN as -inf."""
+    m = m if b_f is None else m * b_f[:, None]
+    return tl.where(m > float("-inf"), m, float("-inf"))
+
+
+@triton.jit
+def store_maxima(p_s, m, b_f, i_t, num_blocks, s_sb, m_row, SUB: tl.constexpr, PARTS: tl.constexpr):
+    """Writes the maxima of tile i_t as scores, NaN as -inf. p_s: address of block 0 of each row; b_f: factor of each row or
+    None; s_sb: int64. The cache keeps what is written until its sector is full, however many keys stream through it."""
+    if SUB == 1:
+        m = m if b_f is None else m * b_f
+        m = tl.where(m > float("-inf"), m, float("-inf"))
+        tl.store(p_s + (i_t // PARTS) * s_sb, m, mask=m_row, eviction_policy="evict_last")
+    else:
+        o_b = i_t * SUB + tl.arange(0, SUB)
+        tl.store(p_s[:, None] + (o_b * s_sb)[None, :], scored(m, b_f), mask=m_row[:, None] & (o_b < num_blocks)[None, :])
+
+
+@triton.jit
+def store_unseen(p_s, first, last, i_end, num_blocks, s_block, m_row, CUT: tl.constexpr):
+    """Writes -inf as the scores of a split's blocks behind tile i_end. p_s: address of block 0 of each row."""
+    unseen = tl.full([p_s.shape[0], 16], float("-inf"), tl.float32)
+    stop = last // CUT.parts if CUT.sub == 1 else tl.minimum(last // CUT.parts * CUT.sub, num_blocks)
+    for i_b in range(tl.maximum(first, i_end) // CUT.parts * CUT.sub, stop, 16):
+        o_b = i_b + tl.arange(0, 16)
+        tl.store(p_s[:, None] + (o_b * s_block)[None, :], unseen, mask=m_row[:, None] & (o_b < stop)[None, :])
+
+
+RUNTIME_LENGTHS = ["num_blocks", "num_pages", "capacity", "max_keys", "tiles_per_split"]
 
 
 @triton.jit(do_not_specialize=RUNTIME_LENGTHS)
@@ -196,8 +267,10 @@ def launch(
     group = index_q.shape[1] // heads
     rows = lengths.max_seqlen_q * group
     kind = kind_of(keys, product, tile)
-    if kind.groups and reads_lanes(keys, tile):
-        kind = kind._replace(lanes=True)
+    if kind.groups:
+        from openmsa.block_scores.triton_lanes import reads_lanes
+
+        kind = kind._replace(lanes=reads_lanes(keys, tile))
     s_head, s_token, s_block = scores.stride()
     num_blocks, even = scores.shape[2], _in_sectors(scores)
     written = Scores(scores, s_head, s_token, s_block, visible)
@@ -230,6 +303,8 @@ def launch(
     }
     others = view.table, lengths.bounds, written, *numbers
     if chosen.lanes:
+        from openmsa.block_scores.triton_lanes import in_words, lane_kernel
+
         launch_kernel(lane_kernel, grid, queries, in_words(view.rows, view.form), *others, CHUNK=chosen.lanes, **constants)
     else:
         shared = step * tile.parts if EVEN_SPLITS and visible is not None else 0

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from openmsa.block_scores.triton_route import RUNTIME_LENGTHS, Lengths, rows_of, store_maxima, store_visible, tiles_of
 from openmsa.kv_cache import Int8
 from openmsa.primitives import operands
 from openmsa.primitives.codes import key_errors, key_scales, load_of_keys
@@ -25,19 +26,8 @@ from openmsa.primitives.operands import Scores
 from openmsa.primitives.query_parts import power_of_two
 from openmsa.primitives.rows import KeyTiles, Tile, load_keys, load_rows, padded, query_rows, tile_start
 from openmsa.primitives.scales import key_strides
-from openmsa.primitives.scoring import (
-    RUNTIME_LENGTHS,
-    Config,
-    Kind,
-    Lengths,
-    rows_of,
-    sequence_bounds,
-    splits,
-    store_maxima,
-    store_visible,
-    tiles_of,
-    walk,
-)
+from openmsa.primitives.scoring import sequence_bounds
+from openmsa.primitives.walks import Config, Kind, splits, walk
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.block_scores.triton_route import score_rows
+from openmsa.block_scores.triton_route import Lengths, score_rows
 from openmsa.block_topk import triton_select
 from openmsa.block_topk.triton_bounds import Words, candidate_words, launch_bounds
 from openmsa.block_topk.triton_ids import bit_of, free_range, popcount
@@ -39,7 +39,7 @@ from openmsa.block_topk.triton_topk import (
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys
 from openmsa.primitives.rows import PAGES, KeyTiles, Tile, exists, page_number, query_rows, tile_start
-from openmsa.primitives.scoring import Lengths, sequence_bounds
+from openmsa.primitives.scoring import sequence_bounds
 from openmsa.runtime.devices import Device, facts, has_pdl
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.types import Layout

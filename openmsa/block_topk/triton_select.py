@@ -13,6 +13,8 @@ mask over keys only when it is not forced.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -23,19 +25,8 @@ from openmsa.block_topk.triton_topk import MAX_BLOCKS, launch_topk
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.primitives.operands import Bounds
 from openmsa.primitives.rows import KeyTiles, Tile, padded, query_rows, tile_start
-from openmsa.primitives.scoring import (
-    Config,
-    Kind,
-    Product,
-    kind_of,
-    product_type,
-    query_factors,
-    row_factors,
-    score_tile,
-    sequence_bounds,
-    tall_rows,
-    walk,
-)
+from openmsa.primitives.scoring import Product, kind_of, product_type, query_factors, row_factors, score_tile, sequence_bounds
+from openmsa.primitives.walks import Config, Kind, tall_rows, walk
 from openmsa.runtime import checks
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.kinds import computes
@@ -46,6 +37,7 @@ MAX_FREE = 16  # slots of the list a thread can hold beside the products
 _NONE = tl.constexpr(0x7FFFFFFF)  # larger than any block id
 
 
+@functools.lru_cache(256)
 def config(device: Device, kind: Kind) -> Config:
     """Chooses as many rows as threads where registers allow it, so that a list belongs to one thread and is kept once. Hopper
     holds the rows in registers too, which leaves shared memory to the keys, and two programs a multiprocessor."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from openmsa.block_scores.triton_route import Lengths
 from openmsa.block_scores.triton_route import launch as launch_scores
 from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_topk import launch_topk
@@ -17,7 +18,6 @@ from openmsa.decode.two_parts import Buffers, Part, selection
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import E4M3, CertifiedKeys, PagedIndexKeys, PagedKV
 from openmsa.primitives.rows import KeyTiles, Tile
-from openmsa.primitives.scoring import Lengths
 from openmsa.runtime import devices
 from openmsa.runtime.kinds import computes
 from openmsa.runtime.launch import ceil_div

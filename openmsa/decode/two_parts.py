@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from openmsa.block_scores.triton_route import Lengths
 from openmsa.block_topk.triton_certified import Selection, Workspace
 from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_layer import Step
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.page_table import Paged
-from openmsa.primitives.scoring import Lengths
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime import devices
 from openmsa.runtime.launch import next_power_of_two

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
+from openmsa.block_scores.triton_route import Lengths
 from openmsa.block_scores.triton_route import launch as launch_scores
 from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_topk import MAX_BLOCKS
@@ -20,7 +21,6 @@ from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV, Stored
 from openmsa.parallel.exchange import Choice
 from openmsa.parallel.symmetric import Symmetric
 from openmsa.primitives.rows import KeyTiles, Tile
-from openmsa.primitives.scoring import Lengths
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div

@@ -344,6 +344,15 @@ def load_rows(q, i_row, q_len, i_h, s_token, s_head, s_dim, GROUP: tl.constexpr,
 
 
 @triton.jit
+def times(b_q, b_k, s, SWAP: tl.constexpr):
+    """Gives products of rows and keys [rows, keys], or with SWAP [keys, rows]; added to s unless that is None."""
+    if SWAP:
+        return tl.dot(b_k, b_q.T, s)
+    else:
+        return tl.dot(b_q, b_k.T, s)
+
+
+@triton.jit
 def block_maxima(
     s, i_k, i_last,
     TILE: tl.constexpr, KEYS: tl.constexpr, SUB: tl.constexpr, SWAP: tl.constexpr, MASKED: tl.constexpr,

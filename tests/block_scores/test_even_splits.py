@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from openmsa.block_scores import triton_route
+from openmsa.block_scores.triton_route import Lengths
 from openmsa.kv_cache import PagedIndexKeys
 from openmsa.primitives.rows import KeyTiles, Tile
-from openmsa.primitives.scoring import Lengths
 from openmsa.runtime.devices import facts
 
 

@@ -13,7 +13,7 @@ from openmsa import E4M3, PagedIndexKeys
 from openmsa.block_scores import gluon_sm90_scores, reference
 from openmsa.block_scores.gluon_sm90_scores import CONFIG, serves
 from openmsa.primitives.rows import Tile
-from openmsa.primitives.scoring import Kind
+from openmsa.primitives.walks import Kind
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem

@@ -16,7 +16,7 @@ from openmsa.block_scores.triton_config import config
 from openmsa.block_scores.triton_lanes import reads_lanes
 from openmsa.block_scores.triton_route import launch_scores
 from openmsa.primitives.rows import KeyTiles, Tile
-from openmsa.primitives.scoring import Kind, splits
+from openmsa.primitives.walks import Kind, splits
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, strided

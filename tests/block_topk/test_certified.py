@@ -264,8 +264,8 @@ def test_kernels_find_the_exact_selection(kind, shape):
 def test_nothing_is_read_before_it_is_written(shape, device):
     """Whatever a workspace holds, also what another call has left; ties inside blocks, a query of zeros and a huge one."""
     pytest.importorskip("triton")
+    from openmsa.block_scores.triton_route import Lengths
     from openmsa.block_topk import triton_certified, triton_select
-    from openmsa.primitives.scoring import Lengths
 
     if (device == "cpu") == torch.cuda.is_available():
         pytest.skip("kernels run on the GPU, or in the interpreter where there is none")

@@ -52,7 +52,7 @@ def paged(index_k, k_lens, page_size):
 
 def taken(keys, seqs):
     """Keys, page table and lengths as launches take them: packed ones from `seqs`, those of pages from the cache."""
-    from openmsa.primitives.scoring import Lengths
+    from openmsa.block_scores.triton_route import Lengths
 
     lengths = Lengths.of(seqs)
     if not isinstance(keys, PagedIndexKeys):
