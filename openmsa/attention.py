@@ -15,7 +15,8 @@ from openmsa.inputs import AttentionInputs, SelectionCall, check_agreement, chec
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.runtime import checks, dispatch
 from openmsa.runtime.dispatch import Stage, check_name, has_triton
-from openmsa.runtime.kinds import Call, Kinds, Memory, tensors_in
+from openmsa.runtime.kinds import Call, Kinds, tensors_in
+from openmsa.runtime.memory import Memory
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention.call import SparseCall
 from openmsa.types import Sequences, layout, out_dtype, wide_dtype

@@ -18,7 +18,8 @@ from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.results import made_out
 from openmsa.runtime import checks, dispatch, tracing
 from openmsa.runtime.dispatch import check_name, has_triton
-from openmsa.runtime.kinds import Call, Kinds, Memory, Steps, rounded, tensors_in
+from openmsa.runtime.kinds import Call, Kinds, Steps, rounded, tensors_in
+from openmsa.runtime.memory import Memory
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention.call import SparseCall, check_sparse
 from openmsa.types import Layout, Sequences, layout

@@ -14,7 +14,8 @@ from openmsa.decode.sizes import Sizes, check_sizes
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.rows import QUERY_FORMATS
 from openmsa.runtime import checks, named_devices, tracing
-from openmsa.runtime.kinds import Kinds, Memory
+from openmsa.runtime.kinds import Kinds
+from openmsa.runtime.memory import Memory
 
 
 @dataclass(kw_only=True, eq=False)

@@ -244,8 +244,9 @@ def key_rows(data: Tensor, scales: tuple[Any, ...] = ()) -> KeyRows:
 
 def output_rows(rows: Tensor, lse: Tensor | None) -> Output:
     """Bundles the results of attention ``[total_q, heads, dim]`` and ``[total_q, heads]`` for kernels, which write them."""
+    s_token, s_head, s_dim = rows.stride()
     s_lse_token, s_lse_head = (0, 0) if lse is None else lse.stride()
-    return Output(rows, *rows.stride(), lse, s_lse_token, s_lse_head)
+    return Output(rows, s_token, s_head, s_dim, lse, s_lse_token, s_lse_head)
 
 
 def query_rows(index_q: Tensor | Stored, native: bool) -> QueryRows:

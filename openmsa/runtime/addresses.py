@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from openmsa.runtime import launch
+from openmsa.runtime import variants
 from openmsa.runtime.kinds import Launched, Tape, Zeroed, span
-from openmsa.runtime.launch import Variant
 from openmsa.runtime.parameters import Given
+from openmsa.runtime.variants import Variant
 
 ALIGNED = 512
 """Each memory of a workspace begins at a multiple of so many bytes, as memory of PyTorch does."""
@@ -113,7 +113,7 @@ def prepare(tape: Tape, inputs: list[Tensor], own: bool) -> Prepared:
     places, calls = Places(inputs, own), list[PreparedLaunch | PreparedZero]()
     for event in tape:
         if isinstance(event, Launched):
-            given = event.variant.parameters.given(event.arguments, partial(launch.encoded, event.variant))
+            given = event.variant.parameters.given(event.arguments, partial(variants.encoded, event.variant))
             calls.append(PreparedLaunch(event.variant, event.grid, given, [places.word(x) for x in given.tensors]))
         elif isinstance(event, Zeroed):
             calls.append(PreparedZero(places.word(event.memory), event.memory.numel() * event.memory.element_size()))

@@ -15,8 +15,8 @@ from array import array
 from operator import itemgetter
 from typing import Any
 
-from openmsa.runtime.launch import Variant
 from openmsa.runtime.parameters import Given
+from openmsa.runtime.variants import Variant
 
 _COOPERATIVE, _SERIALIZED = 2, 6  # numbers of launch attributes
 MAP_BYTES = 128

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from openmsa.runtime.memory import Memory
     from openmsa.runtime.replay import Replay
 
 MOST_KINDS = 1024
@@ -30,7 +31,7 @@ Steps = list[Callable[[], None]]
 
 
 class Launched(NamedTuple):
-    """A launch as it was made. variant: the `openmsa.runtime.launch.Variant`, None where Triton chose for itself."""
+    """A launch as it was made. variant: the `openmsa.runtime.variants.Variant`, None where Triton chose for itself."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -120,28 +121,6 @@ class Call(NamedTuple):
     kind: Any
     addresses: list[int]
     replays: list[Replay] | None
-
-
-class Memory:
-    """Memory that launches write and read in between. It grows, and lives as long as this object; calls that share it follow
-    each other. What a CUDA graph has captured the address of is kept beside larger memory, as the graph writes there again."""
-
-    def __init__(self) -> None:
-        self._held: Tensor | None = None
-        self._at = 0
-        self._captured = False
-        self._outgrown: list[Tensor] = []
-
-    def at(self, size: int, device: int) -> int:
-        """Returns the address of so many bytes."""
-        if size:
-            if self._held is None or self._held.numel() < size:
-                if self._held is not None and self._captured:
-                    self._outgrown.append(self._held)
-                self._held = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
-                self._at, self._captured = self._held.data_ptr(), False
-            self._captured = self._captured or torch.cuda.is_current_stream_capturing()
-        return self._at
 
 
 def record(function: Callable[[], object], inputs: list[Tensor], own: bool = True) -> Replay | str:

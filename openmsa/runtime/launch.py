@@ -4,25 +4,22 @@ kernels and are slow."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton import knobs
-from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from openmsa.runtime import variants
 from openmsa.runtime.devices import facts
 from openmsa.runtime.kinds import Launched, Zeroed, listening
-from openmsa.runtime.parameters import Parameters
+from openmsa.runtime.variants import Variant
 
 
 def ceil_div(value: int, by: int) -> int:
@@ -36,31 +33,7 @@ def next_power_of_two(value: int) -> int:
 
 
 MOST_VARIANTS = 4096
-MOST_DESCRIPTORS = 256
-"""So many variants, and descriptors of each, are remembered at a time; past that all are forgotten, and made again."""
-
-
-@dataclass(eq=False)
-class Variant:
-    """A variant is a compiled kernel as it is launched."""
-
-    kernel: Any  # kept alive, because its id is in the key
-    launch: Callable[..., None]  # Triton's launcher, in C, for kernels with these arguments
-    function: int
-    cooperative: bool
-    pdl: bool
-    metadata: tuple[int, ...]
-    constexprs: tuple[None, ...]  # the launcher counts them and does not read them
-    descriptors: tuple[tuple[int, Any], ...]  # place and layout of each TMA descriptor, last ones first
-    encoded: dict[Any, list[Any]]  # what the launcher takes in their places
-    signature: tuple[Any, ...]  # Triton's type of each argument, a tuple of types for a NamedTuple
-    frame: Any = None  # how `openmsa.runtime.driver_calls` launches it, once it has
-
-    @functools.cached_property
-    def parameters(self) -> Parameters:
-        """Says how the kernel takes its parameters."""
-        return Parameters(self.signature, [place for place, _ in self.descriptors])
-
+"""So many variants are remembered at a time; past that all are forgotten, and made again."""
 
 _variants: dict[Any, Variant] = {}
 
@@ -113,7 +86,7 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
             tape.append(Launched(kernel, grid, arguments, None))
         return
     types = tuple(map(type, arguments))
-    chosen_by, values = _reader(types)(*arguments)
+    chosen_by, values = variants.reader(types)(*arguments)
     device = driver.active.get_current_device()
     key = (id(kernel), device, types, chosen_by, *constants, *constants.values())
     variant = _variants.get(key)
@@ -125,7 +98,7 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
     if tape is not None:
         tape.append(Launched(kernel, grid, arguments, variant))
     for place, _ in variant.descriptors:
-        values = (*values[:place], *encoded(variant, place, values[place]), *values[place + 1 :])
+        values = (*values[:place], *variants.encoded(variant, place, values[place]), *values[place + 1 :])
     variant.launch(
         *(*grid, 1, 1)[:3],
         driver.active.get_current_stream(device),
@@ -163,57 +136,6 @@ def _observed(kernel: JITFunction[Any]) -> bool:
     return bool(hooks or runtime.debug)
 
 
-@functools.cache
-def _reader(types: tuple[type, ...], inside: bool = False) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """Makes a function of arguments of these types that returns what the choice of a variant depends on, and what is launched
-    with: addresses in the place of tensors. Its text is generated for these types, because it runs at every launch. inside: the
-    arguments are fields of a tuple."""
-    names = [f"a{i}" for i in range(len(types))]
-    lines, chosen_by, values = [], [], list(names)
-    for i, (name, kind) in enumerate(zip(names, types, strict=True)):
-        if issubclass(kind, Tensor):
-            values[i] = f"p{i}"
-            lines.append(f"    p{i} = {name}.data_ptr()")
-            chosen_by += [f"{name}.dtype", f"p{i} & 15 == 0"]
-        elif kind is int:
-            chosen_by.append(f"{name} if {name} < 2 else ({name} & 15 == 0, {name} >> 31)")
-        elif fields := getattr(kind, "_fields", None):
-            values[i] = f"p{i}"
-            elements = [f"{name}_{j}" for j in range(len(fields))]
-            lines.append(f"    {', '.join([*elements, ''])} = {name}")
-            lines.append(f"    t{i} = ({', '.join([*(f'type({element})' for element in elements), ''])})")
-            lines.append(f"    c{i}, p{i} = reader(t{i}, True)({', '.join(elements)})")
-            chosen_by += [f"t{i}", f"c{i}"]
-        elif kind.__name__ == "TensorDescriptor" and not inside:
-            chosen_by.append(f"compiled_in({name})")
-        elif kind not in (float, bool, type(None)):  # whose types say all
-            numbers = "an int, a float, a bool, None or a NamedTuple"
-            known = f"a tensor, {numbers}" if inside else f"a tensor, a TMA descriptor, {numbers}"
-            raise TypeError(f"{'element' if inside else 'argument'} {i}{' of a tuple' * inside} must be {known}, got {kind}")
-    lines += [f"    return ({', '.join([*chosen_by, ''])}), ({', '.join([*values, ''])})"]
-    space: dict[str, Any] = {"compiled_in": _compiled_in, "reader": _reader}
-    exec("\n".join([f"def read({', '.join(names)}):", *lines]), space)
-    read: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]] = space["read"]
-    return read
-
-
-def _compiled_in(descriptor: Any) -> tuple[Any, ...]:
-    """Returns what a kernel that takes this TMA descriptor is compiled for."""
-    layout = getattr(descriptor, "layout", None)  # Gluon's descriptors have one
-    return (descriptor.base.dtype, tuple(descriptor.block_shape), descriptor.padding, layout)
-
-
-def encoded(variant: Variant, place: int, descriptor: Any) -> list[Any]:
-    """Returns a TMA descriptor as the launcher takes it: an address and sizes, and nothing of what lies there."""
-    key = (place, descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
-    found = variant.encoded.get(key)
-    if found is None:
-        if len(variant.encoded) >= MOST_DESCRIPTORS:
-            variant.encoded.clear()
-        found = variant.encoded[key] = make_tensordesc_arg(descriptor, dict(variant.descriptors)[place])
-    return found
-
-
 def _launch_first(key: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     """Launches through Triton and, where it can, remembers the variant."""
     late, early = kernel.params[len(arguments) :], kernel.params[: len(arguments)]
@@ -223,25 +145,9 @@ def _launch_first(key: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple
         compiled = kernel[grid](*arguments, **constants)
     if why_not_remembered(kernel) is not None or not isinstance(compiled, CompiledKernel):
         return
-    launcher = compiled.run
-    places = [i for i, argument in enumerate(arguments) if type(argument).__name__ == "TensorDescriptor"]
-    layouts = getattr(compiled.metadata, "tensordesc_meta", None) or [None] * len(places)
-    if launcher.global_scratch_size or launcher.profile_scratch_size or None in layouts:
-        return  # Triton makes memory or arguments at every launch
-    launch = launcher.launch
-    if places:  # the launcher in C stands behind a function that makes descriptors
-        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+    variant = variants.variant_of(kernel, compiled, arguments, len(late))
+    if variant is None:
+        return
     if len(_variants) >= MOST_VARIANTS:
         _variants.clear()
-    _variants[key] = Variant(
-        kernel,
-        launch,
-        compiled.function,
-        launcher.launch_cooperative_grid,
-        launcher.launch_pdl,
-        compiled.packed_metadata,
-        (None,) * len(late),
-        tuple(zip(places, layouts, strict=True))[::-1],
-        {},
-        tuple(compiled.src.signature.values())[: len(arguments)],
-    )
+    _variants[key] = variant

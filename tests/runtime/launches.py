@@ -27,7 +27,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from openmsa.runtime import launch
+from openmsa.runtime import launch, variants
 from openmsa.runtime.launch import launch_kernel
 
 CALLS: list[tuple[Any, ...]] = []
@@ -243,10 +243,10 @@ def main() -> None:
     driver.set_active(Driver())
     assert launch.why_not_remembered(plain) is None
     direct = compare(12000)
-    variants = {d: sum(len(kernel.device_caches[d][0]) for kernel in KERNELS) for d in (0, 1)}
-    print(f"direct {direct} of 12000, variants {variants}")
+    compiled_for = {d: sum(len(kernel.device_caches[d][0]) for kernel in KERNELS) for d in (0, 1)}
+    print(f"direct {direct} of 12000, variants {compiled_for}")
     assert direct > 2000
-    launch.MOST_VARIANTS = launch.MOST_DESCRIPTORS = 3
+    launch.MOST_VARIANTS = variants.MOST_DESCRIPTORS = 3
     compare(500)
     assert len(launch._variants) <= 3
     triton.knobs.runtime.launch_enter_hook.add(heard := [].append)

@@ -23,8 +23,8 @@ from openmsa.runtime import kinds
 from openmsa.runtime.addresses import ALIGNED, AmbiguousError, Places, Prepared, PreparedLaunch, PreparedZero, prepare
 from openmsa.runtime.dispatch import Stage
 from openmsa.runtime.kinds import Computed, Launched, Zeroed, computes, listening, taping
-from openmsa.runtime.launch import Variant
 from openmsa.runtime.recording import recording
+from openmsa.runtime.variants import Variant
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +71,7 @@ def prepared(outcome: Any = "nothing is launched") -> Iterator[list[tuple[Prepar
         found.append((prepare(events, inputs, own), [x.data_ptr() for x in inputs]))
         return outcome
 
-    patches = mock.patch.object(kinds, "record", record), mock.patch("openmsa.runtime.launch.encoded", encoded)
+    patches = mock.patch.object(kinds, "record", record), mock.patch("openmsa.runtime.variants.encoded", encoded)
     with recording(90) as launches, patches[0], patches[1]:
         yield found
 

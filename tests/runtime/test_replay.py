@@ -18,9 +18,9 @@ triton = pytest.importorskip("triton")
 from openmsa.runtime import driver_calls, replay  # noqa: E402
 from openmsa.runtime.addresses import Prepared, PreparedLaunch, PreparedZero  # noqa: E402
 from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall  # noqa: E402
-from openmsa.runtime.kinds import Memory  # noqa: E402
-from openmsa.runtime.launch import Variant  # noqa: E402
+from openmsa.runtime.memory import Memory  # noqa: E402
 from openmsa.runtime.parameters import Given, rank_of  # noqa: E402
+from openmsa.runtime.variants import Variant  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
