@@ -17,7 +17,6 @@ from openmsa.inputs import SelectionCall, check_counts, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.results import made_out
 from openmsa.runtime import checks, dispatch, tracing
-from openmsa.runtime.dispatch import check_name, has_triton
 from openmsa.runtime.kinds import Call, Kinds, Steps, rounded, tensors_in
 from openmsa.runtime.memory import Memory
 from openmsa.sparse_attention import STAGE as ATTENTION
@@ -76,7 +75,7 @@ class AttentionPlan:
     _reasons: dict[str, None] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_name(self.impl, CERTIFIED if self.certified else SELECTION, ATTENTION)
+        dispatch.check_name(self.impl, CERTIFIED if self.certified else SELECTION, ATTENTION)
         checks.flag("certified", self.certified)
         checks.integer("total_q", self.total_q, 0)
         check_counts(self.topk, self.block_size, self.init_blocks, self.local_blocks)
@@ -244,7 +243,7 @@ class AttentionPlan:
         if checks.needs_grad(*tensors_in(*values)):
             raise NotImplementedError("a plan computes no gradients, got tensors that require one; use torch.no_grad()")
         with torch.no_grad():
-            if self._device.type != "cuda" or not has_triton():
+            if self._device.type != "cuda" or not dispatch.has_triton():
                 for step in steps:
                     step()
             elif (failed := LAYERS.first(call, steps, (*values, *self._own))) is not None:
