@@ -118,8 +118,8 @@ def the_calls_run(arch: int) -> None:
 
 
 def a_part_of_the_variants_covers_all() -> None:
-    """Every constant, every field, what is known of a number or a tensor and every option of some variant is in the part, and no variant
-    is there whose facts the others have."""
+    """Every constant, every field, what is known of a number or a tensor and every option of some variant is in the part, where
+    no variant has only facts of the others."""
     with recording(100) as launches:
         x, cuts = torch.empty(64, dtype=torch.bfloat16, device="cuda"), (Cut(16, False), Cut(16, True), Cut(32, False))
         for cut in cuts:
