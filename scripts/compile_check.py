@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from compile_calls import calls
 from compile_calls.covering import covering
 from compile_calls.known import KNOWN
-from compile_calls.machine_code import disassembled, instructions, resources, write
+from compile_calls.machine_code import instructions, mnemonics, operations, resources, write
 
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.runtime.recording import Launch, recording
@@ -51,8 +51,7 @@ from openmsa.runtime.recording import Launch, recording
 ARCHS = tuple(COMPILE_TARGETS)
 TUNED = 90  # Every variant is compiled for this one.
 WGMMA = ("HGMMA", "QGMMA", "IGMMA")
-MATRIX = re.compile(r"(?<![.\w])(U?[A-Z0-9]*(?:MMA|TCHMMA|TCQMMA)[A-Z]*)[.\s]")
-CHUNK = 12  # So many variants are disassembled at a time, as the tool takes long to start.
+CHUNK = 4  # A process takes so many variants at a time.
 
 
 class Variant(NamedTuple):
@@ -64,8 +63,10 @@ class Variant(NamedTuple):
 
 @dataclass
 class Inspection:
-    """Holds the facts about the machine code of one variant."""
+    """Holds the facts about the machine code of one variant. place: where it stands in `_WANTED`; operations: how many
+    instructions have each opcode, and one of them."""
 
+    place: int
     kernel: str
     arch: int
     name: str
@@ -73,6 +74,7 @@ class Inspection:
     stack: int = 0
     reloads: int = 0
     shared: int = 0
+    operations: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     matrix: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
@@ -119,31 +121,41 @@ def _cause(error: BaseException) -> str:
 
 
 def inspect(chunk: list[int], sass_to: Path | None) -> list[Inspection]:
-    """Compiles variants of one architecture, known by their places in `_WANTED`, and reads their machine code."""
-    found, codes = [], []
-    for launch, files in map(_WANTED.__getitem__, chunk):
-        found.append(Inspection(launch.name, launch.arch, files[0]))
+    """Compiles variants, known by their places in `_WANTED`, and reads their machine code."""
+    found = []
+    for place in chunk:
+        launch, files = _WANTED[place]
+        here = Inspection(place, launch.name, launch.arch, files[0])
+        found.append(here)
         try:
             compiled = launch.compile()
         except Exception as error:
-            found[-1].faults.append(f"does not compile: {_cause(error)}")
-            codes.append(b"")
+            here.faults.append(f"does not compile: {_cause(error)}")
             continue
-        found[-1].shared = compiled.metadata.shared
-        codes.append(instructions(compiled.asm["cubin"]))
-        found[-1].registers, found[-1].stack = resources(compiled.asm["cubin"])
+        here.shared = compiled.metadata.shared
+        here.operations = operations(instructions(compiled.asm["cubin"]))
+        here.registers, here.stack = resources(compiled.asm["cubin"])
         if sass_to is not None:
             write(sass_to, files, compiled.asm)
-    for inspection, text, index in zip(found, disassembled(codes, found[0].arch), chunk, strict=True):
-        inspection.reloads = len(re.findall(r"\bLDL\b", text))
-        inspection.matrix = Counter(MATRIX.findall(text))
-        if not inspection.faults:
-            inspection.faults += faults(inspection, _WANTED[index].launch)
     gc.collect()
     return found
 
 
 _WANTED: list[Variant] = []  # The processes that compile inherit it.
+
+
+def judge(results: list[Inspection]) -> None:
+    """Counts the matrix instructions and the reloads of all that was compiled, and adds what is wrong with each."""
+    for arch in ARCHS:
+        here = [found for found in results if found.arch == arch]
+        names = mnemonics([found.operations for found in here], arch)
+        for found in here:
+            for opcode, (number, _) in found.operations.items():
+                found.reloads += number * (names[opcode] == "LDL")
+                found.matrix[names[opcode]] += number * ("MMA" in names[opcode])
+            found.matrix = +found.matrix
+            if found.operations:
+                found.faults += faults(found, _WANTED[found.place].launch)
 
 
 def faults(found: Inspection, launch: Launch) -> list[str]:
@@ -161,15 +173,11 @@ def faults(found: Inspection, launch: Launch) -> list[str]:
     return sentences
 
 
-def chunks(wanted: list[Variant], jobs: int) -> Iterator[list[int]]:
-    """Yields places of variants of one architecture, those that take long first; the last chunks are small, so that all
+def chunks(wanted: list[Variant]) -> Iterator[list[int]]:
+    """Yields places of variants, a few at a time. Kernels with matrix products take longest and come first, so that all
     processes end at about the same time."""
-    order = sorted(range(len(wanted)), key=lambda i: (wanted[i].launch.name not in KNOWN, i))
-    small = [i for i in order if wanted[i].launch.name not in KNOWN][-4 * jobs :]
-    for arch in ARCHS:
-        here = [i for i in order if wanted[i].launch.arch == arch and i not in small]
-        yield from (here[at : at + CHUNK] for at in range(0, len(here), CHUNK))
-    yield from ([i] for i in small)
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i].launch.name not in KNOWN)
+    yield from (order[at : at + CHUNK] for at in range(0, len(order), CHUNK))
 
 
 def show(results: list[Inspection], recorded: Counter[tuple[str, int]], console: Console) -> None:
@@ -212,10 +220,11 @@ def main() -> int:
     results: list[Inspection] = []
     with ProcessPoolExecutor(options.jobs, get_context("fork")) as pool, Progress(console=console, transient=True) as progress:
         bar = progress.add_task("compiling", total=len(wanted))
-        running = [pool.submit(inspect, chunk, options.sass) for chunk in chunks(wanted, options.jobs)]
+        running = [pool.submit(inspect, chunk, options.sass) for chunk in chunks(wanted)]
         for done in running:
             results += done.result()
             progress.update(bar, completed=len(results))
+    judge(results)
     show(results, Counter((variant.launch.name, variant.launch.arch) for variant in recorded), console)
     for failure in failures:
         console.print(failure, style="red", markup=False)

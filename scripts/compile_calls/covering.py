@@ -33,7 +33,8 @@ def _leaves(kind: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...],
 
 def covering(launches: Sequence[Launch]) -> list[int]:
     """Returns places of launches of one kernel in which every fact of all of them occurs. Each is one that adds the most facts,
-    and of these one that adds the most pairs of facts. Facts that the same launches have count once."""
+    and of these one that adds the most pairs of facts; in the end those go whose facts the others have too. Facts that the same
+    launches have count once."""
     having: dict[Any, set[int]] = defaultdict(set)
     for place, launch in enumerate(launches):
         for fact in facts(launch):
@@ -48,4 +49,8 @@ def covering(launches: Sequence[Launch]) -> list[int]:
         chosen.append(best)
         missing -= singles[best]
         unpaired -= pairs[best]
+    for place in tuple(chosen):
+        others = set[int]().union(*(singles[other] for other in chosen if other != place))
+        if singles[place] <= others:
+            chosen.remove(place)
     return chosen

@@ -16,8 +16,8 @@ from openmsa.runtime.devices import facts
 @pytest.mark.parametrize("new_tokens", [1, 3])
 def test_scores_are_the_same(monkeypatch, parts, block_size, new_tokens):
     draw, device = torch.Generator().manual_seed(parts), "cuda" if torch.cuda.is_available() else "cpu"
-    lens = [block_size * 9 + 5, 1 + new_tokens, block_size * 22, 0]
-    page, width, heads = 128, 96, 2
+    lens = [block_size * 4 + 5, 1 + new_tokens, block_size * 16, 0]
+    page, width, heads = 128, 48, 2
     table = torch.randperm(len(lens) * width, generator=draw).view(len(lens), width).int().to(device)
     keys = torch.randn(len(lens) * width, 1, page, 32, generator=draw).half().to(device)
     index_q = torch.randn(len(lens) * new_tokens, heads, 32, generator=draw).half().to(device)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -101,46 +99,6 @@ def calls_return_what_they_return_on_a_gpu(arch: int) -> None:
     assert not torch.cuda.is_available() or torch.cuda.memory_allocated() == 0
 
 
-def the_calls_of_the_compile_check_run(arch: int) -> None:
-    """They launch every kernel of which the check knows something, and each format's of the caches."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-    from compile_calls import calls
-    from compile_calls.known import KNOWN
-
-    labels, names, formats = set(), set(), {"write_kernel": set(), "read_kernel": set()}
-    for label, call in calls(arch):
-        assert label not in labels, label
-        labels.add(label)
-        with recording(arch) as launches:
-            call.run()
-        names |= {launch.name for launch in launches}
-        for launch in launches:
-            if launch.name in formats and label.startswith("Append"):
-                formats[launch.name].add(launch.variant)
-            if launch.name in KNOWN:
-                KNOWN[launch.name].wgmma(launch), KNOWN[launch.name].may_spill(launch)
-    assert {name for name in KNOWN if arch == 90 or "sm90" not in name} <= names, set(KNOWN) - names
-    assert {name: len(found) for name, found in formats.items()} == {"write_kernel": 6, "read_kernel": 5}
-
-
-def a_part_of_the_variants_covers_all() -> None:
-    """Every constant, every field, what is known of a number or a tensor and every option of some variant is in the part."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-    from compile_calls.covering import covering, facts
-
-    with recording(100) as launches:
-        x, cuts = torch.empty(64, dtype=torch.bfloat16, device="cuda"), (Cut(16, False), Cut(16, True), Cut(32, False))
-        for cut in cuts:
-            for pool, scale, stride, warps in ((x, None, 1, 1), (x[1:], x, 48, 2), (x.float(), x, 48, 2)):
-                arguments = (Rows(pool, scale, stride), x, None, 0, 2, 0.5, False)
-                launch_kernel(copy, (1,), *arguments, CUT=cut, B=1, num_warps=warps)
-    chosen = covering(launches)
-    assert 3 <= len(chosen) == len(set(chosen)) < len(launches)
-    assert {fact for place in chosen for fact in facts(launches[place])} == {f for launch in launches for f in facts(launch)}
-    assert covering(launches[:1]) == [0]
-    assert covering([]) == []
-
-
 def nothing_is_left_behind() -> None:
     """Everything is restored, also where a call raises."""
     before = JITFunction.run, JITFunction._do_compile, driver._active, devices._read, torch.cuda.current_device
@@ -167,9 +125,6 @@ def main() -> None:
     for arch in ARCHS:
         launches_are_those_of_triton(arch)
         calls_return_what_they_return_on_a_gpu(arch)
-    for arch in (80, 90):
-        the_calls_of_the_compile_check_run(arch)
-    a_part_of_the_variants_covers_all()
     nothing_is_left_behind()
     a_recorded_launch_compiles()
 
