@@ -74,7 +74,8 @@ def room_for(k: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
 
 
 def _products_converted(q: Tensor, k: Tensor, columns: int) -> Tensor:
-    """Does what `products_few` does, -inf up to so many columns included; keys are converted a tile at a time into memory that stays in cache."""
+    """Does what `products_few` does, with -inf up to so many columns. Keys are converted a tile at a time into memory that
+    stays in cache."""
     (heads, rows, dim), n = q.shape, k.shape[1]
     tile = max(1, CONVERTED_ELEMENTS // (heads * dim * FEW_ROWS_STEP)) * FEW_ROWS_STEP
     whole = -(-n // FEW_ROWS_STEP) * FEW_ROWS_STEP

@@ -38,12 +38,10 @@ def reads_all(chosen: list[list[int]], visible: int) -> bool:
     return bool(fewest) and visible <= READ_ANYWAY * fewest
 
 
-def attend_all(
-    logits: Tensor, chosen: list[list[int]], values: Tensor, block_size: int
-) -> tuple[Tensor | None, Tensor]:
+def attend_all(logits: Tensor, chosen: list[list[int]], values: Tensor, block_size: int) -> tuple[Tensor | None, Tensor]:
     """Returns out ``[kv_heads, rows, dim]`` and lse of the rows whose products with all visible keys, in whole blocks, are
-    `logits` ``[kv_heads, rows, visible * block_size]``, which are overwritten. Those of blocks that a KV head has not chosen get
-    weights of 0, which let in NaN and inf of their values: out is None where it holds one."""
+    `logits` ``[kv_heads, rows, visible * block_size]``, which are overwritten. Those of blocks that a KV head has not chosen
+    get weights of 0, which let in NaN and inf of their values: out is None where it holds one."""
     visible = logits.shape[2] // block_size
     whole = all(len(of) == visible for of in chosen)
     if not whole:
