@@ -12,7 +12,7 @@ from openmsa.block_scores import cpu_int8
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.kv_cache.rows import rows_of
 from openmsa.kv_cache.sequence_rows import Rows
-from openmsa.runtime.matmul import FEW_ROWS_STEP, matmul_nt, pad_few, products_few
+from openmsa.runtime.matmul import FEW_ROWS_STEP, matmul_nt, pad_few, products_few, room_for
 from openmsa.types import Layout, wide_dtype
 
 TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
@@ -108,13 +108,14 @@ def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
     tiles = max(1, round(end / (max(1, most) * unit)))
     tile = -(-end // (tiles * unit)) * unit
     # Narrow keys are converted into the same memory tile by tile: new memory would come in pages that must be cleared first.
-    held = None if keys.rows.dtype == q.dtype else torch.empty(heads, min(tile, end), dim, dtype=q.dtype)
+    held: Tensor | None = None
     parts = []
     for first in range(0, end, tile):
         k = keys.heads(first, min(first + tile, end))  # [heads, keys, dim]
-        if k.dtype != q.dtype and held is not None:
+        if k.dtype != q.dtype:
+            held = room_for(k, k.shape[1], q.dtype) if held is None else held
             k = held[:, : k.shape[1]].copy_(k)
-        parts.append(block_max(products_few(q, k), block_size))
+        parts.append(products_few(q, k, block_size).unflatten(2, (-1, block_size)).amax(3))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 2))[:, :rows]
 
 

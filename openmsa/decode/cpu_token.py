@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from openmsa.block_scores.cpu import MIN_ROWS, block_max, score_few
+from openmsa.block_scores.cpu import MIN_ROWS, score_few
 from openmsa.block_topk.cpu import FEW_SCORES, choose
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime import checks
@@ -98,11 +98,11 @@ def attend(
     group, visible = queries.shape[1], -(-length // counts.block_size)
     few = visible <= READ_ANYWAY * counts.topk  # Otherwise attention would read copies of some keys.
     if few and keys.pages is None and rows.shape[1] == 1 and _same(keys.rows, index_keys.rows):  # An index without training.
-        both = torch.cat((queries, rows), 1)  # The keys are read once for both.
-        products = products_few(both, keys.heads(0, length))  # [kv_heads, group + 1, length]
-        ids = _chosen(block_max(products[:, group:], counts.block_size), counts)
+        both = torch.cat((queries * scale, rows), 1)  # The keys are read once for both.
+        products = products_few(both, keys.heads(0, length), counts.block_size)  # [kv_heads, group + 1, keys of whole blocks]
+        ids = _chosen(products[:, group:].unflatten(2, (visible, counts.block_size)).amax(3), counts)
         if ids is not None and reads_all(ids, visible):
-            found, lse = attend_all(products[:, :group], scale, ids, values.heads(0, length), counts.block_size)
+            found, lse = attend_all(products[:, :group], ids, values.heads(0, length), counts.block_size)
             if found is not None:
                 return found.flatten(0, 1), lse.flatten(0, 1), ids
     else:

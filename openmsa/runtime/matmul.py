@@ -46,36 +46,48 @@ def pad_few(q: Tensor) -> Tensor:
     return torch.nn.functional.pad(q, (0, 0, 0, -rows % 4)) if rows > 1 and rows % 4 else q
 
 
-def products_few(q: Tensor, k: Tensor) -> Tensor:
+def products_few(q: Tensor, k: Tensor, block_size: int = 1) -> Tensor:
     """Computes dot products ``[heads, rows, n]`` of few rows q ``[heads, rows, dim]`` with keys ``[heads, n, dim]`` of q's type
-    or a narrower one on a CPU. Those of equal keys are equal."""
+    or a narrower one on a CPU, and -inf behind them for the keys that the last block lacks. Those of equal keys are equal."""
+    n = k.shape[1]
     if k.dtype != q.dtype and k.numel() >= 2 * CONVERTED_ELEMENTS:
-        return _products_converted(q, k)
+        return _products_converted(q, k, n + -n % block_size)
     k = k.to(q.dtype)
-    whole = k.shape[1] // FEW_ROWS_STEP * FEW_ROWS_STEP
-    left = k.shape[1] - whole
-    if not left:
-        return torch.bmm(q, k.transpose(1, 2))
-    # The last product has as many keys as a step, too: some that were multiplied before come again.
-    last = k[:, -FEW_ROWS_STEP:] if whole else torch.nn.functional.pad(k, (0, 0, FEW_ROWS_STEP - left, 0))
-    rest = torch.bmm(q, last.transpose(1, 2))[..., -left:]
-    return torch.cat((torch.bmm(q, k[:, :whole].transpose(1, 2)), rest), 2) if whole else rest
+    whole = n // FEW_ROWS_STEP * FEW_ROWS_STEP
+    parts = [torch.bmm(q, k[:, :whole].transpose(1, 2))] if whole else []
+    if left := n - whole:
+        # The last product has as many keys as a step, too: some that were multiplied before come again.
+        last = k[:, -FEW_ROWS_STEP:] if whole else torch.nn.functional.pad(k, (0, 0, FEW_ROWS_STEP - left, 0))
+        parts.append(torch.bmm(q, last.transpose(1, 2))[..., -left:])
+    if lacking := -n % block_size:
+        parts.append(q.new_full((*q.shape[:2], lacking), -torch.inf))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def _products_converted(q: Tensor, k: Tensor) -> Tensor:
-    """Does what `products_few` does; keys are converted a tile at a time into memory that stays in cache."""
+def room_for(k: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
+    """Returns memory ``[heads, keys, dim]`` into which so many of the keys k ``[heads, n, dim]`` are converted at a time. Its
+    elements have the order of theirs, as conversion in another order takes several times as long."""
+    heads, _, dim = k.shape
+    if k.transpose(0, 1).is_contiguous():
+        return torch.empty(keys, heads, dim, dtype=dtype).transpose(0, 1)
+    return torch.empty(heads, keys, dim, dtype=dtype)
+
+
+def _products_converted(q: Tensor, k: Tensor, columns: int) -> Tensor:
+    """Does what `products_few` does, with -inf up to so many columns. Keys are converted a tile at a time into memory that
+    stays in cache."""
     (heads, rows, dim), n = q.shape, k.shape[1]
-    tile = max(1, CONVERTED_ELEMENTS // (dim * FEW_ROWS_STEP)) * FEW_ROWS_STEP
+    tile = max(1, CONVERTED_ELEMENTS // (heads * dim * FEW_ROWS_STEP)) * FEW_ROWS_STEP
     whole = -(-n // FEW_ROWS_STEP) * FEW_ROWS_STEP
-    held = torch.empty(min(tile, whole), dim, dtype=q.dtype)
-    products = torch.empty(heads, rows, whole, dtype=q.dtype)
-    for head in range(heads):
-        for first in range(0, n, tile):
-            part, stop = k[head, first : first + tile], min(first + tile, whole)
-            held[: part.shape[0]].copy_(part)
-            held[part.shape[0] : stop - first] = 0
-            torch.mm(q[head], held[: stop - first].t(), out=products[head, :, first:stop])
-    return products[..., :n]
+    held = room_for(k, min(tile, whole), q.dtype)
+    products = torch.empty(heads, rows, max(columns, whole), dtype=q.dtype)
+    for first in range(0, n, tile):
+        part, stop = k[:, first : first + tile], min(first + tile, whole)
+        held[:, : part.shape[1]].copy_(part)
+        held[:, part.shape[1] : stop - first] = 0
+        products[..., first:stop] = torch.bmm(q, held[:, : stop - first].transpose(1, 2))
+    products[..., n:] = -torch.inf
+    return products[..., :columns]
 
 
 def sums_few(weights: Tensor, values: Tensor) -> Tensor:
@@ -86,13 +98,12 @@ def sums_few(weights: Tensor, values: Tensor) -> Tensor:
     if values.numel() < 2 * CONVERTED_ELEMENTS:
         return torch.bmm(weights, values.to(weights.dtype))
     heads, n, dim = values.shape
-    tile = max(1, CONVERTED_ELEMENTS // dim)
-    held = torch.empty(min(tile, n), dim, dtype=weights.dtype)
-    sums = torch.empty(heads, weights.shape[1], dim, dtype=weights.dtype)
-    for head in range(heads):
-        for first in range(0, n, tile):
-            wide = held[: min(tile, n - first)].copy_(values[head, first : first + tile])
-            torch.addmm(sums[head], weights[head, :, first : first + tile], wide, beta=int(first > 0), out=sums[head])
+    tile = max(1, CONVERTED_ELEMENTS // (heads * dim))
+    held = room_for(values, min(tile, n), weights.dtype)
+    sums = torch.zeros(heads, weights.shape[1], dim, dtype=weights.dtype)
+    for first in range(0, n, tile):
+        wide = held[:, : min(tile, n - first)].copy_(values[:, first : first + tile])
+        sums.baddbmm_(weights[..., first : first + tile], wide)
     return sums
 
 

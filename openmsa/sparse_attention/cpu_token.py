@@ -25,8 +25,8 @@ def attend_token(
     chosen = chosen * q.shape[0] if len(chosen) == 1 else chosen
     if keys.pages is None and isinstance(keys.rows, Tensor) and reads_all(chosen, visible):
         rows = pad_few(q)
-        logits = products_few(rows, keys.heads(0, last_key + 1))
-        out, lse = attend_all(logits, 1.0, chosen, values.heads(0, last_key + 1), block_size)
+        logits = products_few(rows, keys.heads(0, last_key + 1), block_size)
+        out, lse = attend_all(logits, chosen, values.heads(0, last_key + 1), block_size)
         if out is not None:
             return out[:, : q.shape[1]], lse[:, : q.shape[1]]
     return _gather_keys(q, chosen, last_key, keys, values, block_size)
@@ -38,22 +38,17 @@ def reads_all(chosen: list[list[int]], visible: int) -> bool:
     return bool(fewest) and visible <= READ_ANYWAY * fewest
 
 
-def attend_all(
-    logits: Tensor, scale: float, chosen: list[list[int]], values: Tensor, block_size: int
-) -> tuple[Tensor | None, Tensor]:
-    """Returns out ``[kv_heads, rows, dim]`` and lse of the rows whose products with all visible keys are `logits` ``[kv_heads,
-    rows, n]``, which may be overwritten. Those of blocks that a KV head has not chosen get weights of 0, which let in NaN and
-    inf of their values: out is None where it holds one."""
-    visible = -(-logits.shape[2] // block_size)
+def attend_all(logits: Tensor, chosen: list[list[int]], values: Tensor, block_size: int) -> tuple[Tensor | None, Tensor]:
+    """Returns out ``[kv_heads, rows, dim]`` and lse of the rows whose products with all visible keys, in whole blocks, are
+    `logits` ``[kv_heads, rows, visible * block_size]``, which are overwritten. Those of blocks that a KV head has not chosen
+    get weights of 0, which let in NaN and inf of their values: out is None where it holds one."""
+    visible = logits.shape[2] // block_size
     whole = all(len(of) == visible for of in chosen)
     if not whole:
         of_block = [[0.0 if i in of else -math.inf for i in range(visible)] for of in map(set, chosen)]
-        hidden = torch.tensor(of_block, dtype=logits.dtype)[..., None].expand(-1, -1, block_size).flatten(1)
-        logits = torch.add(hidden[:, None, : logits.shape[2]], logits, alpha=scale)
-    elif scale != 1:
-        logits = logits * scale
+        logits.unflatten(2, (visible, block_size)).add_(torch.tensor(of_block, dtype=logits.dtype)[:, None, :, None])
     weights, lse = softmax_few(logits)
-    out = sums_few(weights, values)
+    out = sums_few(weights[..., : values.shape[1]], values)
     return (out if whole or math.isfinite(out.sum().item()) else None), lse
 
 
