@@ -79,7 +79,7 @@ def engine_command(group: str, kernels: str, orders: int, a: argparse.Namespace)
 
 
 class Engine:
-    """One engine in a process of its own, which takes orders over a pipe."""
+    """Runs one engine in a process of its own, which takes orders over a pipe."""
 
     def __init__(self, group: str, kernels: str, number: int, a: argparse.Namespace) -> None:
         self.group, self.kernels = group, kernels

@@ -37,7 +37,7 @@ def environment(a: Namespace) -> None:
 
 
 class Vllm:
-    """An engine that serves the model of `a.model_dir`."""
+    """Holds an engine that serves the model of `a.model_dir`."""
 
     def __init__(self, a: Namespace) -> None:
         from transformers import AutoConfig

@@ -39,7 +39,7 @@ BF16 = torch.bfloat16
 
 
 class Problem(NamedTuple):
-    """Caches of one layer, resident and on the host, and the tensors of a step."""
+    """Holds caches of one layer, resident and on the host, and the tensors of a step."""
 
     kv: PagedKV
     keys: PagedIndexKeys

@@ -72,7 +72,7 @@ CASES = (
 
 
 def normal(*shape: int, seed: int) -> Tensor:
-    """Random numbers that are the same on every rank."""
+    """Draws random numbers that are the same on every rank."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.bfloat16, device="cuda")
 
@@ -85,7 +85,7 @@ def slowest(seconds: float) -> float:
 
 
 def timed(run: Callable[[], Any], here: bool = True) -> float:
-    """Seconds that the slowest rank needs. here: whether this rank takes part."""
+    """Measures the seconds that the slowest rank needs. here: whether this rank takes part."""
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
@@ -99,7 +99,7 @@ def timed(run: Callable[[], Any], here: bool = True) -> float:
 
 
 def in_turns(runs: dict[str, tuple[Callable[[], Any], bool]], turns: int) -> dict[str, list[float]]:
-    """Seconds of several ways, which take turns; each runs twice before it is timed."""
+    """Measures the seconds of several ways, which take turns; each runs twice before it is timed."""
     for _ in range(2):
         for run, here in runs.values():
             timed(run, here)
@@ -157,7 +157,7 @@ def check_prefill(out: Tensor, shards: TokenShards, rank: int, *whole: Tensor) -
 
 
 def samples_of_shard(mine: list[Tensor], k: Tensor, v: Tensor, index_k: Tensor, shards: TokenShards) -> list[float]:
-    """Seconds of this rank's queries where all keys are there already: what is left when exchanges cost nothing."""
+    """Measures this rank's queries where all keys are there already: what is left when exchanges cost nothing."""
     found = []
     for turn in range(5):
         torch.cuda.synchronize()
@@ -306,7 +306,7 @@ def _gathered(x: Tensor) -> list[Tensor]:
 
 
 def graphed(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of the work, which has run before."""
+    """Returns a CUDA graph of the work, which has run before."""
     for _ in range(2):
         run()
     torch.cuda.synchronize()

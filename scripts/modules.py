@@ -87,7 +87,8 @@ def check_layer(device: str) -> None:
 
 @torch.no_grad()
 def check_cache(device: str) -> None:
-    """Chunks and decode over a paged cache: plain keys against one forward, every format against the same steps on the CPU."""
+    """Compares chunks and decode over a paged cache, plain keys with one forward, every format with the same steps on the
+    CPU."""
     torch.manual_seed(1)
     config = MSAConfig(2, index_head_dim=64, index_block_size=64, index_topk_blocks=4)
     layer, rotary = MSAttention(256, 16, 2, 64, config).bfloat16(), Rotary(32)
@@ -179,7 +180,8 @@ def time_layer(device: str, tokens: int) -> None:
 
 @torch.inference_mode()
 def time_model(device: str, tokens: int, small: bool) -> None:
-    """SmolLM2-135M's shape with random weights: reading a prompt in chunks of 8,192, and decoding 32 tokens."""
+    """Times a model of SmolLM2-135M's shape with random weights: reading a prompt in chunks of 8,192, and decoding 32
+    tokens."""
     import transformers
 
     from openmsa.integrations.hugging_face import PagedCache, convert, prefill, stream

@@ -16,8 +16,9 @@ if importlib.util.find_spec("triton") is not None and not torch.cuda.is_availabl
 
 
 def _widen_bfloat16() -> None:
-    """The interpreter keeps bfloat16 as raw 16-bit integers and its arithmetic works on those bits. Computes in float32 and
-    rounds the result back, as the hardware does. Its conversions of bfloat16 and float8 are replaced by PyTorch's."""
+    """Makes the interpreter compute bfloat16 in float32 and round the result back, as the hardware does: it keeps bfloat16 as
+    raw 16-bit integers, on whose bits its arithmetic works. Its conversions of bfloat16 and float8 are replaced by
+    PyTorch's."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -60,8 +61,8 @@ def _widen_bfloat16() -> None:
         patched(f"create_fcmp{name}", keep=False)
 
     def create_dot(self: object, a: object, b: object, d: TensorHandle, *options: object) -> TensorHandle:
-        """A GPU's product has the same bits of a row wherever it stands. BLAS sums rows in orders of its own: in float64, which
-        rounding to float32 hardly shows."""
+        """Multiplies in float64, whose order of sums rounding to float32 hardly shows: a GPU's product has the same bits of a
+        row wherever it stands, but BLAS sums rows in orders of its own."""
         with np.errstate(all="ignore"):
             product = np.matmul(*(widen(x).data.astype(np.float64) for x in (a, b)))
             return TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
@@ -93,8 +94,8 @@ def _widen_bfloat16() -> None:
 
 
 def _quicken() -> None:
-    """The interpreter prepares the language again at each call of a device function, and computes whether integers overflow,
-    which it tells only in debug mode. Both took more than half of its time and change no result."""
+    """Makes Triton's interpreter take less than half its time without changing a result: it would prepare the language again at
+    each call of a device function, and compute whether integers overflow, which it tells only in debug mode."""
     import triton.language as tl
     from triton.runtime import interpreter
 

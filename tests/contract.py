@@ -20,7 +20,7 @@ DEVICES = ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu])) if CUDA else ("
 
 @dataclass(frozen=True)
 class Subject:
-    """An implementation, where it runs, and in which dtype."""
+    """Names an implementation, where it runs, and in which dtype."""
 
     impl: str
     device: str
@@ -97,8 +97,8 @@ class Shape:
         return f"d{self.head_dim}-g{self.group}x{self.kv_heads}-b{self.block_size}-k{self.topk}-{shared}-p{self.page_size}"
 
     def problem(self, dtype, blocks=None, **options):
-        """Queries and keys of each sequence: nothing, one, a block and its neighbours, and one of more blocks than topk (or of
-        `blocks`)."""
+        """Draws a problem whose sequences have no keys, one key, a block and its neighbours, and more blocks than topk (or
+        `blocks` blocks)."""
         b, many = self.block_size, blocks or self.topk + 2
         q_lens, k_lens = (2, 1, 3, 0, 5, 4, 17), (0, 1, b - 1, b, b + 1, many * b + 3, 17)
         options = {"index_heads": 1 if self.shared_selection else self.kv_heads, "shared_prefix": self.block_size} | options
@@ -126,7 +126,8 @@ STORAGES = ("flat", "strided", "paged", "interleaved pages")
 
 
 def stored(p, storage, page_size=16, seed=0):
-    """The problem's tensors as a caller may hold them: q, index_q, then (k, v) and index_k or the caches that hold them."""
+    """Returns the problem's tensors as a caller may hold them: q, index_q, then (k, v) and index_k or the caches that hold
+    them."""
     if storage == "flat":
         return p.q, p.index_q, (p.k, p.v), p.index_k
     if storage == "strided":

@@ -18,7 +18,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed q [total_q, Hq, D], k and v [total_k, Hkv, D] of requests with these lengths; offsets None: kv - qo."""
+    """Holds packed q [total_q, Hq, D], k and v [total_k, Hkv, D] of requests with these lengths. Offsets of None mean that
+    queries are the last tokens of their request."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -38,7 +39,7 @@ class Batch:
         return torch.cat([torch.arange(n) + self.offset(b) for b, n in enumerate(self.q_lens)])
 
     def pages(self, page_size=128, seed=0):
-        """Pools [P, Hkv, page, D] in random order with NaN wherever no key lives, and the flat packed page table."""
+        """Returns pools [P, Hkv, page, D] in random order with NaN wherever no key lives, and the flat packed page table."""
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-n // page_size) for n in self.k_lens]
         table = torch.randperm(sum(counts) + 1, generator=generator)[: sum(counts)].int()
@@ -55,7 +56,7 @@ class Batch:
 
 
 def random_batch(q_lens, k_lens, heads, *, dim=128, dtype=torch.bfloat16, device="cpu", seed=0, **more):
-    """Draws normal values; the same on every device."""
+    """Draws normal values, which are the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (sum(q_lens), heads[0], dim), *((sum(k_lens), heads[1], dim),) * 2
     q, k, v = (torch.randn(shape, generator=generator).to(device).to(dtype) for shape in shapes)
@@ -106,7 +107,8 @@ def attention(batch, blocks=None, dtype=torch.float64, scale=None, block_size=12
 
 
 def scores(batch, dtype=torch.float64, tile=128):
-    """Raw dot products' maxima [Hq, tiles, total_q], -inf where a tile holds no visible key; in float32 honest ones."""
+    """Returns the maximum raw dot products [Hq, tiles, total_q], -inf where a tile holds no visible key; in float32 as honest
+    PyTorch computes them."""
     wide = torch.promote_types(dtype, torch.float32)
     tiles, group, found = -(-max(batch.k_lens) // tile), batch.q.shape[1] // batch.k.shape[1], []
     for b, (q, k) in enumerate(zip(batch.q.split(list(batch.q_lens)), batch.k.split(list(batch.k_lens)), strict=True)):
@@ -122,7 +124,7 @@ def scores(batch, dtype=torch.float64, tile=128):
 
 
 def assert_attention(name, out, batch, blocks=None, scale=None, lse=None, block_size=128):
-    """The tolerance rule: at most twice the error of honest PyTorch in the precision of the inputs."""
+    """Checks the tolerance rule: the error is at most twice that of honest PyTorch in the precision of the inputs."""
     options = {"blocks": blocks, "scale": scale, "block_size": block_size}
     quantized = batch.q.dtype == FP8 and batch.q.is_cuda
     dtype = torch.bfloat16 if batch.q.dtype == FP8 else batch.q.dtype
@@ -133,7 +135,7 @@ def assert_attention(name, out, batch, blocks=None, scale=None, lse=None, block_
 
 
 def assert_scores(name, found, batch):
-    """found [Hq, tiles or more, total_q]."""
+    """Checks the scores `found`, [Hq, tiles or more, total_q], by the tolerance rule."""
     exact, honest = scores(batch), scores(batch, dtype=torch.float32)
     tiles = exact.shape[1]
     assert bool((found[:, tiles:] == -torch.inf).all()), f"{name}: tiles past the longest request"

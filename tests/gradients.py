@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Gradients of attention by PyTorch's autograd, apart from the package: in float64 the truth, in the dtype of the inputs what
-honest PyTorch gives."""
+"""This module computes gradients of attention by PyTorch's autograd, apart from the package: in float64 the truth, in the dtype
+of the inputs what honest PyTorch gives."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention

@@ -18,7 +18,7 @@ STORAGES = ("flat", "strided", "paged", "interleaved pages")
 
 
 def quantized(x, name, scale=None):
-    """Rows or a pool in the named format; scale: of the whole tensor, None: from the values."""
+    """Quantises rows or a pool to the named format. scale: of the whole tensor; None: from the values."""
     if name.startswith("e4m3"):
         per = "tensor" if x.dim() == 3 or " " not in name else "page"
         return E4M3.quantize(x, scale, per=None if scale else "head" if name == "e4m3" else per)
@@ -28,7 +28,8 @@ def quantized(x, name, scale=None):
 
 
 def spread(x):
-    """The same in other places: dimensions from the inside out, rows half of wider rows of odd length, poison between."""
+    """Puts the same numbers elsewhere: dimensions lie from the inside out, rows are half of wider rows of odd length, and
+    poison lies between."""
     if isinstance(x, Stored):
         moved = {name: value for name, value in vars(x).items() if isinstance(value, (torch.Tensor, Stored))}
         if getattr(x, "layout", "") == "128x4":
@@ -46,7 +47,7 @@ def spread(x):
 
 @dataclass(frozen=True)
 class StoredProblem:
-    """What a call is given, and the same problem in float64 numbers."""
+    """Holds what a call is given, and the same problem in float64 numbers."""
 
     q: object
     index_q: object
@@ -58,7 +59,7 @@ class StoredProblem:
     codes: dict = field(default_factory=dict)  # name of an operand stored as E4M3 -> its `Codes`, packed, on the CPU
 
     def to(self, device):
-        """On another device."""
+        """Copies the problem to another device."""
         if device == "cpu":
             return self
         q, index_q = (moved(x, device, False) for x in (self.q, self.index_q))
@@ -66,16 +67,17 @@ class StoredProblem:
         return replace(self, q=q, index_q=index_q, kv=(k, v), index_k=index_k, seqs=self.numbers.to(device).seqs)
 
     def honest(self, dtype):
-        """Numbers of `dtype`, as plain low-precision PyTorch would compute with."""
+        """Returns the problem in numbers of `dtype`, as plain low-precision PyTorch would compute with."""
         return self.numbers.map(lambda x: x.to(dtype))
 
     def factors(self, q, k, device):
-        """The two operands of these names as factors of honest products on a device, where both are E4M3; else nothing."""
+        """Returns the two operands of these names as factors of honest products on a device, where both are E4M3; else
+        nothing."""
         return {"q": self.codes[q].to(device), "k": self.codes[k].to(device)} if {q, k} <= self.codes.keys() else {}
 
 
 def moved(x, device, strided):
-    """On another device; a copy there loses its strides, so it is spread again."""
+    """Copies to another device; a copy there loses its strides, so it is spread again."""
     if isinstance(x, (PagedKV, PagedIndexKeys)):
         pools = {name: moved(pool, device, strided) for name, pool in x.pools().items()}
         return type(x)(**pools, page_table=x.page_table.to(device), seq_lens=x.seq_lens.to(device))
@@ -86,8 +88,8 @@ def moved(x, device, strided):
 
 @oracle.on_one_thread
 def honest_e4m3_attention(p, reads, scale=None, q=None, k=None):
-    """What PyTorch gives when the weights are rounded to E4M3 too, as 448 times their ratio to the largest; bfloat16 out. q, k:
-    `Codes` where they are E4M3; otherwise float32 numbers are multiplied."""
+    """Returns what PyTorch gives when the weights are rounded to E4M3 too, as 448 times their ratio to the largest; out is
+    bfloat16. q, k: `Codes` where they are E4M3; otherwise float32 numbers are multiplied."""
     group, scale = p.q.shape[1] // p.k.shape[1], p.q.shape[2] ** -0.5 if scale is None else scale
     q, k, tokens = p.q.float() if q is None else q, p.k.float() if k is None else k, list(oracle.rows(p))
     out, lse = torch.zeros_like(p.q, dtype=torch.bfloat16), torch.full(p.q.shape[:2], -torch.inf)
@@ -144,7 +146,7 @@ def wide(x):
 
 
 def codes_of(x, table=None, lens=None):
-    """`Codes` of rows, or of a pool's keys in the order of the packed batch."""
+    """Returns the `Codes` of rows, or of a pool's keys in the order of the packed batch."""
     ones = torch.ones(*x.shape[:-1], 1, device=x.device).to(x.data.dtype)
     parts = [E4M3(x.data).dequantize(), E4M3(ones, x.scale).dequantize()]
     codes, scale = parts if table is None else (oracle.from_pages(part, table, lens) for part in parts)

@@ -90,7 +90,8 @@ def honest_scores(p, block_size, q=None, k=None, causal=True, num_blocks=None):
 
 
 def select(scores, visible, topk, init_blocks=0, local_blocks=1):
-    """One row: ids of the selected blocks. scores: a list of floats; visible: how many leading blocks may be read."""
+    """Returns the ids of the blocks that one row selects. scores: a list of floats; visible: how many leading blocks may be
+    read."""
     visible = min(visible, len(scores))
     forced = {b for b in range(visible) if b < init_blocks or b >= visible - local_blocks}
     free = [b for b in range(visible) if b not in forced and scores[b] > -math.inf]  # NaN is not greater either
@@ -110,7 +111,8 @@ def select_blocks(p, scores, block_size, topk, init_blocks=0, local_blocks=1):
 
 
 def reads_of_blocks(blocks, block_size):
-    """For each row and KV head the keys of its blocks that it sees, as a function (row, kv_head, sequence, last key) -> ids."""
+    """Returns a function (row, kv_head, sequence, last key) -> ids, which says for each row and KV head which keys of its
+    blocks it sees."""
 
     def reads(row, kv_head, b, last):
         ids = blocks[row, kv_head if blocks.shape[1] > 1 else 0].tolist()
@@ -148,8 +150,8 @@ def attention(p, reads, scale=None):
 
 @on_one_thread
 def honest_attention(p, reads, scale=None, q=None, k=None):
-    """The same in PyTorch, in the dtype of the inputs; the lse accumulated in float32 at least, over weights of that dtype, and
-    of the products of q and k, `Codes`, where they are given."""
+    """Returns the same from PyTorch in the dtype of the inputs; the lse is accumulated in float32 at least, over weights of
+    that dtype, and of the products of q and k, `Codes`, where they are given."""
     q, k = p.q if q is None else q, p.k if k is None else k
     dtype, wide = p.q.dtype, torch.promote_types(p.q.dtype, torch.float32)
     group, scale = p.q.shape[1] // p.k.shape[1], p.q.shape[2] ** -0.5 if scale is None else scale

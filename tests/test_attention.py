@@ -18,7 +18,8 @@ MIB = 1 << 20
 
 @functools.cache
 def case(shape, dtype):
-    """Whole index values, so that the selection is exact in every dtype; out and lse in float64 and as honest PyTorch gives."""
+    """Returns a problem of whole index values, so that the selection is exact in every dtype, and out and lse in float64 and as
+    honest PyTorch gives them."""
     p = shape.problem(dtype, integer_index=True)
     blocks = oracle.select_blocks(p, oracle.block_scores(p, shape.block_size), shape.block_size, shape.topk)
     reads = oracle.reads_of_blocks(blocks, shape.block_size)
@@ -121,8 +122,8 @@ def test_nothing_to_do(subject, q_lens, k_lens):
 
 @pytest.mark.parametrize("storage", ["flat", "paged"])
 def test_memory_is_bounded(storage):
-    """8192 tokens, where dense logits would take 1 GiB and all index scores 256 MiB: the default on CPU keeps within the
-    workspace it promises (OPENMSA_CPU_WORKSPACE_MIB) and its results."""
+    """The default on CPU keeps within the workspace that it promises (OPENMSA_CPU_WORKSPACE_MIB) and its results, on 8192
+    tokens, where dense logits would take 1 GiB and all index scores 256 MiB."""
     p = problem((8192,), (8192,), kv_heads=1, group=4)
     q, index_q, (k, v), index_k = (p.q, p.index_q, (p.k, p.v), p.index_k) if storage == "flat" else stored(p, "paged", 64)
     memory = peak_memory(msa_attention, q, k, v, index_q, index_k, 8, block_size=64)
@@ -143,7 +144,7 @@ def test_memory_does_not_grow_with_the_square():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_memory_is_bounded_on_a_gpu():
-    """32K tokens: 2 GiB of scores and 8 GiB of partials if nothing were chunked; 4 GiB are allowed."""
+    """A call of 32K tokens takes at most 4 GiB, where scores would take 2 GiB and partials 8 GiB if nothing were chunked."""
     p = problem((32768,), (32768,), kv_heads=4, group=16, index_heads=4, head_dim=128, dtype=torch.bfloat16).to("cuda")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -169,7 +170,8 @@ def test_wild_pages_harm_no_other_sequence():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_wild_lengths_harm_no_other_sequence():
-    """Nor are lengths: one past the page table counts as all that the table holds, one below 0 as none."""
+    """A length past the page table counts as all that the table holds, one below 0 as none, and other sequences do not
+    notice."""
     p = problem((4, 1, 3, 2), (100, 90, 64, 20), dtype=torch.bfloat16).to("cuda")
     kv, index_keys = paged(p, 16)
     seqs = Sequences(p.seqs.cu_seqlens_q)

@@ -24,7 +24,8 @@ FORMS = ["plain", "certified"]
 
 @pytest.fixture(params=HOW)
 def device(request, monkeypatch):
-    """ "kernels": the GPU's path on CPU tensors, in the interpreter. There bounds of few certified keys come first too."""
+    """Returns the device of a test; "kernels" runs the GPU's path on CPU tensors in the interpreter, where bounds of few
+    certified keys come first too."""
     if request.param != "stages":
         monkeypatch.setattr("openmsa.decode.memory.BOUNDS_PAY", 0)
     if request.param == "kernels":
@@ -33,7 +34,7 @@ def device(request, monkeypatch):
 
 
 def step(k_lens, new_tokens=1, dtype=torch.float16, seed=0, index_heads=2):
-    """A problem whose queries are the newest tokens; sequences shorter than that stay with fewer keys than queries."""
+    """Draws a problem whose queries are the newest tokens; sequences shorter than that stay with fewer keys than queries."""
     return problem(
         [new_tokens] * len(k_lens), k_lens, kv_heads=2, group=4, head_dim=64, index_dim=32, dtype=dtype,
         index_heads=index_heads, integer_index=True, shared_prefix=40, seed=seed,
@@ -45,7 +46,7 @@ def moved(cache, device):
 
 
 def caches(p, device, form="plain", page=PAGE, seed=0):
-    """Of a problem; form: of the index keys."""
+    """Returns the caches of a problem. form: of the index keys."""
     kv, keys = paged(p, page, seed=seed)
     if form == "certified":
         keys.keys = CertifiedKeys.quantize(keys.keys)
@@ -53,7 +54,7 @@ def caches(p, device, form="plain", page=PAGE, seed=0):
 
 
 def poison(plan):
-    """What a run may not read before it writes it."""
+    """Overwrites what a run may not read before it writes it."""
     if hasattr(plan, "_kernels"):
         parts = plan._kernels.parts
         for x in (plan._kernels.scores, *_tensors(plan._kernels.certified), *_tensors(parts and parts.second.bounds)):
@@ -101,7 +102,8 @@ def test_agrees_with_the_stages(device, new_tokens, form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_plan_serves_steps_and_layers_in_place(device, form):
-    """Growing lengths, another page table and a smaller batch, in the same tensors; queries of any strides, `out` given."""
+    """One plan serves growing lengths, another page table and a smaller batch in the same tensors, queries of any strides, and
+    a given `out`."""
     first, second = step((64, 90, 5, 128)), step((65, 91, 6, 129), seed=1)
     kv, keys = caches(first, device, form)
     plan = plan_of(first, device)
@@ -478,7 +480,8 @@ FORMATS = [
 
 @pytest.mark.parametrize(("key_format", "index_format", "queries"), FORMATS)
 def test_formats_of_caches(device, key_format, index_format, queries):
-    """The selection of the stored index keys and the attention of the stored keys, as the stages' references give them."""
+    """Results are the selection of the stored index keys and the attention of the stored keys, as the stages' references give
+    them."""
     p = problem([1, 1], [200, 33], kv_heads=2, group=4, head_dim=64, index_dim=32, dtype=torch.bfloat16)
     stored = stored_problem(p, key_format, index_format, "paged", PAGE, queries)
     moved_ = stored.to(device)

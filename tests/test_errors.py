@@ -26,7 +26,7 @@ devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def good(device="cpu"):
-    """Good arguments by name: two sequences, 4 query heads, 2 KV heads, blocks of 16."""
+    """Returns good arguments by name: two sequences, 4 query heads, 2 KV heads, blocks of 16."""
     p = problem((5, 3), (40, 33)).to(device)
     scores, blocks = torch.zeros(2, 8, 3, device=device), random_blocks(p, 3, 16, 2)
     names = {name: getattr(p, name) for name in ("q", "k", "v", "index_q", "index_k", "seqs")}
@@ -384,7 +384,7 @@ FLAGS = {
 @pytest.mark.parametrize("value", [1, 0, None, "no", torch.tensor(True)], ids=str)
 @pytest.mark.parametrize("function", FLAGS, ids=lambda f: f.__name__)
 def test_flags_are_true_or_false(function, value):
-    """Nothing that merely counts as true: the string "no" does."""
+    """What merely counts as true is refused, such as the string "no"."""
     g = good()
     arguments = {name: g[name] for name in TAKES[function]}
     for flag in FLAGS[function]:
@@ -411,7 +411,7 @@ BAD_CACHES = {
 @pytest.mark.parametrize("case", BAD_CACHES)
 @pytest.mark.parametrize("function", [*INDEX, sparse_attention, dense_attention], ids=lambda f: f.__name__)
 def test_bad_caches(device, function, case):
-    """Also on a GPU when the caller asks for a check. The caches stay as they are."""
+    """Bad caches are refused and stay as they are, on a GPU too when the caller asks for a check."""
     change, words = BAD_CACHES[case]
     g, p = good(device), problem((5, 3), (40, 33)).to(device)
     kv, index_keys = paged(p, 16)

@@ -136,7 +136,8 @@ def test_an_unknown_implementation(function):
 
 @pytest.mark.parametrize("impl", ["triton", "triton_decode"])
 def test_a_path_needs_a_name_of_every_stage(impl):
-    """Known before the first stage runs: the selection of a million tokens is not thrown away."""
+    """An implementation that some stage lacks is refused before the first stage runs, so that no long selection is thrown
+    away."""
     p = problem((5,), (40,))
     for call in (msa_attention, lambda *a, **k: explain(msa_attention, *a, **k)):
         with pytest.raises(ValueError, match=rf"impl must be 'auto' or one of .* got '{impl}'"):

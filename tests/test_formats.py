@@ -53,7 +53,8 @@ def cases(function, formats, every_dtype=False):
 
 @functools.lru_cache(maxsize=256)
 def main_case(shape, dtype, name, storage, q_format, device):
-    """The problem, block ids, and (out, lse) of sparse and dense attention: the truth, and honest PyTorch in `dtype`."""
+    """Returns the problem, block ids, and (out, lse) of sparse and dense attention: the truth, and honest PyTorch in
+    `dtype`."""
     p = shape.problem(dtype, blocks=3)
     s = stored_problem(p, name, "plain", storage, shape.page_size, q_format)
     blocks = random_blocks(p, min(shape.topk, 4), shape.block_size, 1 if shape.shared_selection else shape.kv_heads)
@@ -64,7 +65,8 @@ def main_case(shape, dtype, name, storage, q_format, device):
 
 
 def honest_attention(s, reads, dtype, name, q_format, device):
-    """In the dtype of the queries; of E4M3 queries in bfloat16, and on a GPU with E4M3 weights where all else is E4M3."""
+    """Returns honest attention in the dtype of the queries; of E4M3 queries in bfloat16, and on a GPU with E4M3 weights where
+    all else is E4M3."""
     if q_format == "e4m3" and name.startswith("e4m3") and device != "cpu":
         return honest_e4m3_attention(s.numbers, reads, **s.factors("q", "k", device))
     return oracle.honest_attention(s.honest(torch.bfloat16 if q_format == "e4m3" else dtype), reads)
@@ -88,7 +90,7 @@ def test_sparse_attention(subject, shape, name, storage, q_format):
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", KEY_FORMATS)
 def test_many_queries_a_block(subject, name, storage):
-    """Keys that 64 queries or more read, alike or not, with a scale below 0."""
+    """Results are right for keys that 64 queries or more read, alike or not, and with a scale below 0."""
     p = problem((67, 0, 40), (70, 0, 75), kv_heads=2, group=3, head_dim=48, dtype=subject.dtype, offsets=(3, 0, 30))
     s = stored_problem(p, name, "plain", storage, 7)
     blocks = random_blocks(p, 12, 16, 2)
@@ -110,7 +112,7 @@ def test_dense_attention(subject, shape, name, storage, q_format):
 
 @cases(sparse_attention, ("e4m3", "nvfp4"), every_dtype=True)
 def test_queries_of_any_dtype(subject, shape, name, storage, q_format):
-    """float64 queries make a float64 result from float64 numbers."""
+    """Queries of float64 make a float64 result from float64 numbers."""
     s, blocks, (truth, honest, _, _) = main_case(shape, subject.dtype, name, storage, q_format, subject.device)
     here = s.to(subject.device)
     options = {"block_size": shape.block_size, "return_lse": True}
@@ -132,7 +134,7 @@ def test_block_scores(subject, shape, name, storage, q_format):
 
 @cases(select_blocks, INDEX_FORMATS)
 def test_exact_scores_select_exactly(subject, shape, name, storage, q_format):
-    """Numbers that the format holds and whose products are exact: scores and selections equal, ties included."""
+    """Where the format holds the numbers and their products are exact, scores and selections are equal, ties included."""
     topk, local = min(shape.topk, 4), {"init_blocks": 0, "local_blocks": 1}
     p = exact_index(shape.problem(subject.dtype, blocks=6, index_dim=64, index_key_heads=1), name)
     scale = {"e4m3": 0.5, "nvfp4": 1.0}.get(name.split()[0])
@@ -189,7 +191,7 @@ def test_every_scale_is_honoured(subject, factor):
 @pytest.mark.parametrize(("name", "index_name"), [("e4m3", "int8"), ("nvfp4", "mxfp4"), ("e4m3 page", "certified")])
 @pytest.mark.parametrize("q_format", ["plain", "e4m3"])
 def test_the_whole_path(subject, name, index_name, q_format):
-    """In chunks too, of queries in E4M3 too."""
+    """The whole path is right, in chunks too, and of queries in E4M3 too."""
     p = exact_index(problem((40, 1, 3), (90, 33, 3), dtype=subject.dtype, index_dim=64, shared_prefix=16), index_name)
     s = stored_problem(p, name, index_name, "paged", 16)
     if q_format == "e4m3":

@@ -29,7 +29,7 @@ def ragged(draw, block_size=16, most=4):
 
 
 def law(examples=12, **strategies):
-    """A property over a few drawn examples, the same in every run."""
+    """Makes a test check a property over a few drawn examples, which are the same in every run."""
     options = settings(
         max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
@@ -64,7 +64,7 @@ def test_all_blocks_are_dense(subject, lengths, seed):
 @subjects(msa_attention)
 @law(lengths=ragged())
 def test_selecting_all_blocks_is_dense(subject, lengths):
-    """So is the whole path with a topk that no sequence exhausts."""
+    """The whole path with a topk that no sequence exhausts is dense attention."""
     q_lens, k_lens, offsets = lengths
     p, truth, honest = dense_truth(tuple(q_lens), tuple(k_lens), offsets and tuple(offsets), subject.dtype)
     p = p.to(subject.device)
@@ -89,7 +89,7 @@ def test_dense_of_any_lengths(subject, lengths):
 @subjects(msa_attention)
 @law(lengths=ragged(), page_size=st.sampled_from([1, 7, 16, 40]), topk=st.sampled_from([1, 2, 5]))
 def test_the_path_of_any_lengths(subject, lengths, page_size, topk):
-    """Flat and paged, against the truth, with whole index values."""
+    """The path agrees with the truth for any lengths, flat and paged, with whole index values."""
     p = problem(*lengths[:2], offsets=lengths[2], dtype=subject.dtype, integer_index=True, shared_prefix=16)
     blocks = oracle.select_blocks(p, oracle.block_scores(p, 16), 16, topk)
     reads = oracle.reads_of_blocks(blocks, 16)
@@ -105,7 +105,7 @@ def test_the_path_of_any_lengths(subject, lengths, page_size, topk):
 @subjects(msa_attention)
 @law(lengths=ragged(), seeds=st.tuples(st.integers(0, 9), st.integers(10, 19)), page_size=st.sampled_from([8, 16, 40]))
 def test_where_pages_lie_changes_nothing(subject, lengths, seeds, page_size):
-    """Another permutation of the pages: every result is the same, bit for bit."""
+    """After another permutation of the pages every result is the same, bit for bit."""
     p = problem(*lengths[:2], offsets=lengths[2], dtype=subject.dtype, shared_prefix=16).to(subject.device)
     (kv, index_keys), (kv2, index_keys2) = (paged(p, page_size, seed=seed) for seed in seeds)
     scores = [subject.run(block_scores, p.index_q, keys, p.seqs, block_size=16) for keys in (index_keys, index_keys2)]
@@ -136,7 +136,7 @@ def test_batch_order_changes_nothing(subject, lengths, data):
 
 
 def selections(subject, p, topk, chunk, block_size=16):
-    """The selection in chunks of queries, as the public path makes it: read off a value that names its block."""
+    """Returns the selection in chunks of queries, as the public path makes it: it is read off a value that names its block."""
     names = torch.arange(len(p.k), device=p.device) // block_size
     v = torch.nn.functional.one_hot(names, 64).to(p.k.dtype)[:, None].expand(-1, p.k.shape[1], -1)
     options = {"block_size": block_size, "query_chunk": chunk, "softmax_scale": 0.0}
@@ -146,8 +146,8 @@ def selections(subject, p, topk, chunk, block_size=16):
 @subjects(msa_attention, every_dtype=True)
 @pytest.mark.parametrize("keys", ["random", "repeated"])
 def test_chunks_of_queries_select_the_same(subject, keys):
-    """Bit for bit, for every chunk size; also where the blocks repeat the same keys in another order, so that equal scores tie
-    only if a product does not depend on the rows beside it."""
+    """Chunks of every size select the same, bit for bit; also where the blocks repeat the same keys in another order, so that
+    equal scores tie only if a product does not depend on the rows beside it."""
     p = problem((150, 20), (150, 700), dtype=subject.dtype)
     if keys == "repeated":
         order = torch.cat([torch.randperm(16, generator=torch.Generator().manual_seed(i)) for i in range(60)])
@@ -162,7 +162,7 @@ def test_chunks_of_queries_select_the_same(subject, keys):
 @subjects(block_scores)
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_nan_of_a_query_changes_no_other_score(subject, tokens):
-    """Also where rounding alone tells keys apart."""
+    """NaN of a query changes no other score, also where rounding alone tells keys apart."""
     numbers = torch.randn(64, generator=torch.Generator().manual_seed(1))
     order = torch.rand(600, 64, generator=torch.Generator().manual_seed(2)).argsort(-1)
     index_k = numbers[order][:, None].to(subject.device, subject.dtype)
@@ -187,7 +187,8 @@ def test_chunks_of_queries_give_the_same(subject, lengths, chunk, topk):
 @subjects(sparse_attention, every_dtype=True)
 def test_identical_rows_give_identical_results(subject):
     """Equal queries at equal positions of equal sequences, wherever they stand in the batch, and equal rows of one sequence
-    that read the same blocks: bit for bit, but within one product of the reference, whose library rounds rows differently."""
+    that read the same blocks give the same bits. Of the reference, whose library rounds rows differently, this holds within one
+    product."""
     p = problem((33,), (130,), dtype=subject.dtype)
     blocks = random_blocks(p, 4, 16, 2)
     copies = [getattr(p, name).repeat(3, 1, 1).to(subject.device) for name in ("q", "k", "v")]
@@ -225,7 +226,7 @@ def test_parts_merge_to_the_whole(subject, lengths, seed):
 @subjects(block_scores)
 @law(lengths=ragged(), step=st.integers(1, 5))
 def test_a_prefix_of_the_keys_scores_the_same(subject, lengths, step):
-    """Whole products: more keys behind a query, or queries one by one, change no score."""
+    """Whole products make scores exact: more keys behind a query, or queries one by one, change none of them."""
     q_lens, k_lens, _ = lengths
     p = problem(q_lens, k_lens, offsets=[max(k - q - step, 0) for q, k in zip(q_lens, k_lens, strict=True)], integer_index=True)
     truth = oracle.block_scores(p, 16)

@@ -11,7 +11,8 @@ SOON = 60.0
 
 
 def reads(*seconds):
-    """One after the other, then the last for ever; and how many were taken."""
+    """Returns a function that gives these seconds one after the other, then the last for ever, and the list of those it
+    gave."""
     taken = []
 
     def read():
@@ -28,7 +29,7 @@ def test_a_quiet_device_is_left_at_once():
 
 
 def test_slow_reads_are_waited_for():
-    """Those slower than ever before, also between fast ones; a run of fast ones starts anew."""
+    """Reads slower than ever before are waited for, also between fast ones; a run of fast ones starts anew."""
     read, taken = reads(*[1.12] * 50, *[1.0, 1.2] * 20, 1.0)
     assert until_calm(read, 1.0, time.perf_counter() + SOON) == 1.0
     assert len(taken) == 90 + CALM

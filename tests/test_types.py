@@ -88,7 +88,7 @@ def test_lengths_are_counts(lens, error, words):
 
 
 def test_defaults():
-    """None: one sequence, its longest lengths, queries last."""
+    """Without lengths the tokens are one sequence; maximum lengths default to the longest there are, and queries come last."""
     for seqs in (None, Sequences()):
         one = layout(seqs, 3, 10, torch.device("cpu"))
         assert (one.cu_seqlens_q.tolist(), one.cu_seqlens_k.tolist()) == ([0, 3], [0, 10])
@@ -100,7 +100,7 @@ def test_defaults():
 
 
 def test_views_with_gaps_become_contiguous():
-    """Kernels read the starts and offsets one after the other."""
+    """Views with gaps become contiguous, since kernels read the starts and offsets one after the other."""
     cu_q, cu_k, offset = (torch.stack([x, x + 99], 1)[:, 0] for x in (ints(0, 1, 3), ints(0, 4, 9), ints(2, 1)))
     found = layout(Sequences(cu_q, cu_k, q_offset=offset), 3, 9, torch.device("cpu"))
     for name, expected in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k), ("q_offset", offset)):
@@ -170,7 +170,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_lengths(case):
-    """Three queries, nine keys."""
+    """Bad lengths for three queries and nine keys are refused."""
     error, words, seqs = BAD[case]
     with pytest.raises(error) as caught:
         layout(seqs, 3, 9, torch.device("cpu"))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Layers of `torch.nn`: attention with an index branch, its position embedding, its stages of training, and its cache.
+"""This room holds layers of `torch.nn`: attention with an index branch, its position embedding, its stages of training, and its
+cache.
 
 `MSAttention` is a whole layer for models trained from scratch; `IndexBranch` is what it adds to attention, and what a converted
 model gets. `set_stage` moves a model from "dense" to "warmup" to "sparse". `MSACache` serves generation.

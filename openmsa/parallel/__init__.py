@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Sparse attention over the ranks of a torch.distributed group, for sequences that one GPU does not hold or not fast enough.
+"""This room runs sparse attention over the ranks of a torch.distributed group, for sequences that one GPU does not hold or not
+fast enough.
 
 `TokenShards`, `PageStripes` and `shard_heads` say which rank owns which tokens, pages and heads. `context_attention` computes
 prompts whose tokens are spread over ranks, `ContextDecodePlan` decode steps over caches whose pages are. `gather_tokens` brings

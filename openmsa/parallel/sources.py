@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Where the queries of a rank find the keys of all ranks: gathered as packed tensors, or as pages of caches."""
+"""The queries of a rank find the keys of all ranks here, gathered as packed tensors or as pages of caches."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def tiny(q_len, context, batch=1, **changes):
 
 
 def shrunk(w: Workload) -> Workload:
-    """A workload of the table at a size that the references run in no time, its rows kept."""
+    """Returns a workload of the table with its rows, at a size that the references run in no time."""
     q_len = {"decode": 1, "prefill": 96, "chunk": 48}[w.kind]
     return dataclasses.replace(w, q_len=q_len, context=96, batch=min(w.batch, 2), dtype=torch.float32, **SMALL)
 
@@ -217,7 +217,7 @@ def test_ratios_are_quotients_of_medians():
 
 
 def test_layers():
-    """A layer's share of a graph of layers: on a GPU, where launches are a large part of it."""
+    """On a GPU a layer's time is its share of a graph of many layers where launches are a large part of it."""
     modes = {w.name: w.modes for w in workloads.WORKLOADS}
     assert modes["gpu-decode-b1-32k"] == ("eager", "graph", "layers")
     assert modes["gpu-decode-b32-128k"] == ("eager", "graph")

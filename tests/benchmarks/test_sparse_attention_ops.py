@@ -71,7 +71,7 @@ def test_wrong_flags_say_what_is_wrong(flags, message, capsys):
 
 
 def test_the_command_stands_alone():
-    """As a script, from another folder, and with the default number of everything in its help."""
+    """The command runs as a script from another folder, and its help says the default of every number."""
     script = ROOT / "benchmarks" / "bench_sparse_attention_ops.py"
     done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, cwd=ROOT.parent)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not cpu_int8.is_exact(), reason="this CPU's int8
 
 @pytest.fixture(autouse=True)
 def served(monkeypatch):
-    """How often int8 keys were read as stored, from one key on."""
+    """Returns a list that grows with each call in which int8 keys are read as stored, which they are from one key on."""
     calls = []
     function = cpu_int8.block_maxima
     monkeypatch.setattr(cpu_int8, "LEAST_ELEMENTS", 1)
@@ -22,7 +22,7 @@ def served(monkeypatch):
 
 
 def truth(q, keys, block_size):
-    """Scores of one token in float64, ``[heads, blocks]``."""
+    """Returns the scores of one token in float64, ``[heads, blocks]``."""
     x = keys.dequantize(torch.float64).repeat_interleave(q.shape[1] // keys.shape[1], 1)
     products = torch.einsum("hd,nhd->hn", q[0].double(), x)
     padded = torch.nn.functional.pad(products, (0, -x.shape[0] % block_size), value=-torch.inf)
@@ -30,7 +30,7 @@ def truth(q, keys, block_size):
 
 
 def paged(keys, size, order):
-    """The same keys in a pool of shuffled pages, whose other rows are NaN."""
+    """Returns the same keys in a pool of shuffled pages, whose other rows are NaN."""
     n, heads, dim = keys.shape
     pool = Int8.allocate((len(order) + 2, heads, size, dim))
     pool.scale.fill_(torch.nan)

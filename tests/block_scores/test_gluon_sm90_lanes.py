@@ -36,7 +36,7 @@ CASES = {
 
 
 def serves(keys, queries, rows, device=COMPILE_TARGETS[90], block=128, pages=2):
-    """`gluon_sm90_lanes.serves` of index keys and queries."""
+    """Returns what `gluon_sm90_lanes.serves` says of index keys and queries."""
     cache = PagedIndexKeys(keys, torch.zeros(1, pages, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
     tile = Tile.of(block)
     tiles = KeyTiles.of(cache, tile, device)
@@ -71,7 +71,7 @@ def test_configuration_fits():
 @pytest.mark.parametrize("programs", [1, 8, 32, 64, 1000])
 @pytest.mark.parametrize("tiles", [1, 33, 256, 1024, 8192])
 def test_cut(programs, tiles):
-    """All programs resident at a time, nearly, unless that leaves a program more than eight tiles."""
+    """Nearly all programs are resident at a time, unless that leaves a program more than eight tiles."""
     share, resident = cut(programs, tiles, 132), CONFIG.resident * 132
     assert 1 <= share <= min(CONFIG.share, tiles)
     total = programs * -(-tiles // share)

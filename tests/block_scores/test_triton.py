@@ -199,7 +199,7 @@ def test_splits_fill_the_card():
 @pytest.mark.parametrize("exponent", [-30, 0, 40])
 @pytest.mark.parametrize("dim", [32, 64])
 def test_mxfp4_scales_past_float16(dim, exponent):
-    """Scales that float16 queries could not be multiplied by, one group of elements a key and two."""
+    """Scores are right where float16 queries times the scales of the keys are out of range, with one and two groups a key."""
     generator = torch.Generator().manual_seed(dim)
     q = torch.randn(2, 2, dim, generator=generator, dtype=FP16)
     keys = MXFP4.quantize((torch.randn(64, 1, dim, generator=generator) * 2.0**exponent).to(BF16))
@@ -214,7 +214,7 @@ def test_mxfp4_scales_past_float16(dim, exponent):
 @pytest.mark.parametrize("query", ["bf16", "fp16", "e4m3"])
 @pytest.mark.parametrize("keys", ["nvfp4", "nvfp4 128x4", "mxfp4"])
 def test_few_rows_of_fp4(query, keys, dim):
-    """Decode: ragged lengths and an absent sequence; rows and elements of very different size, zeros, infinity and NaN."""
+    """Scores of decode are right for ragged lengths and an absent sequence, sizes far apart, zeros, infinity and NaN."""
     q_lens, k_lens = (1, 1, 0, 1, 2), (1, 290, 40, 128, 140)
     p = problem(q_lens, k_lens, kv_heads=4, index_key_heads=1, index_dim=dim, dtype=QUERIES[query]).to(DEVICE)
     p.index_k[200, 0, 3], p.index_q[0, 1], p.index_q[1, 2, 5] = torch.nan, 0, torch.nan
@@ -239,7 +239,8 @@ def test_few_rows_of_fp4(query, keys, dim):
 @pytest.mark.parametrize("page", [None, 256, 512])
 @pytest.mark.parametrize("keys", ["nvfp4", "nvfp4 128x4"])
 def test_lanes_elsewhere(keys, page):
-    """Packed keys, two parts a block, several tiles a page, two key heads, poisoned scores, pages that do not exist."""
+    """The lanes also serve packed keys, blocks of two parts, several tiles a page and two key heads; they overwrite poison, and
+    follow no page that does not exist."""
     q_lens, k_lens = (1, 1, 0, 2), (5, 700, 40, 530)
     p = problem(q_lens, k_lens, kv_heads=4, index_key_heads=2, index_dim=128, dtype=BF16).to(DEVICE)
     if page is None:
@@ -265,7 +266,8 @@ def test_lanes_elsewhere(keys, page):
 
 @pytest.mark.parametrize("rows", [4, 8])
 def test_few_rows_of_large_queries(rows):
-    """Scores in range of queries near the end of it, one row kernel and the other, and zero keys."""
+    """Scores that are in range are right for queries near the end of the range, and for zero keys, in both kernels for few
+    rows."""
     p = problem((1,), (256,), kv_heads=rows, index_heads=rows, index_dim=128, dtype=BF16).to(DEVICE)
     p.index_q.mul_(2.0**122)
     p.index_k.mul_(2.0**-20)
@@ -278,7 +280,8 @@ def test_few_rows_of_large_queries(rows):
 
 @pytest.mark.parametrize("step", [32, 2**25 // 64, 2**24 - 32, 2**24])
 def test_lanes_have_offsets_of_32_bits(step):
-    """Keys so many words of two bytes apart; on the meta device, for the size."""
+    """Keys whose distance in memory needs more than 32 bits are not given to the lanes; the meta device holds so large a
+    pool."""
     data = torch.empty_strided((1, 1, 128, 64), (256 * step, 2, 2 * step, 1), dtype=torch.uint8, device="meta")
     keys = NVFP4(data, torch.empty(1, 1, 128, 8, dtype=torch.uint8, device="meta"))
     table = torch.zeros(1, 1, dtype=torch.int32, device="meta")

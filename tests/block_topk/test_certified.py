@@ -15,7 +15,7 @@ INF, NAN = math.inf, math.nan
 
 
 def keys_of(kind, n, heads, dim):
-    """Index keys [n, heads, dim] that make the selection hard in one way."""
+    """Returns index keys [n, heads, dim] that make the selection hard in one way."""
     k = torch.randn(n, heads, dim)
     if kind == "repeated":
         return k[torch.arange(n) % 7]
@@ -91,7 +91,7 @@ def certified(index_k):
 
 
 def assert_exact(device, index_q, index_k, topk, seqs=None):
-    """On a GPU of the numbers in bfloat16."""
+    """Checks that the certified selection is the exact one: of float32 numbers on a CPU, of bfloat16 ones on a GPU."""
     index_q, index_k = (x.to(device, torch.float32 if device == "cpu" else torch.bfloat16) for x in (index_q, index_k))
     blocks = select_blocks(index_q, CertifiedKeys.quantize(index_k), topk, seqs, block_size=16, certified=True)
     assert torch.equal(blocks, select_blocks(index_q, index_k, topk, seqs, block_size=16))
@@ -101,7 +101,7 @@ def assert_exact(device, index_q, index_k, topk, seqs=None):
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize(("size", "key_size"), [(1e-25, 1e15), (1e-42, 1e18), (1e15, 1e-25), (1e19, 1e-42), (1e25, 1e12)])
 def test_squares_out_of_range(size, key_size, tokens, device):
-    """Norms whose squares underflow or overflow although the products are ordinary numbers."""
+    """The selection is exact where squares of norms underflow or overflow although the products are ordinary numbers."""
     for spread in (1.0, 1e-6):
         k = (1 - spread) * torch.randn(1, 1, 64, dtype=torch.float64) + spread * torch.randn(600, 1, 64, dtype=torch.float64)
         q = torch.randn(tokens, 2, 64, dtype=torch.float64)
@@ -112,7 +112,7 @@ def test_squares_out_of_range(size, key_size, tokens, device):
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize("topk", [3, 8])
 def test_infinities_that_meet(tokens, topk, device):
-    """Whether a sum of products that overflow ends as inf, -inf or NaN depends on its order."""
+    """The selection is exact although the order of a sum of products that overflow says whether it ends as inf, -inf or NaN."""
     for dim in (16, 64, 128):
         k = torch.zeros(90, 1, dim)
         for j in range(90):
@@ -122,8 +122,8 @@ def test_infinities_that_meet(tokens, topk, device):
 
 
 def out_of_range():
-    """Queries whose products with int8 codes overflow although no score does, in whatever order they are summed; and scores in
-    the subnormal range."""
+    """Yields queries whose products with int8 codes overflow although no score does, in whatever order they are summed; and
+    scores in the subnormal range."""
     for first, second in ((0, 1), (1, 0), (0, 32), (32, 0)):
         k, q = torch.zeros(64, 1, 64), torch.ones(1, 1, 64)
         q[..., [first, second]], q[..., 2] = 2e38, 1e36
@@ -159,7 +159,7 @@ def test_kernels_bear_products_out_of_range():
 
 
 def test_nan_of_others_changes_no_row():
-    """Sums that only their rounding tells apart, beside a query and beside a sequence with NaN."""
+    """NaN in another query or another sequence changes no row, not even sums that only their rounding tells apart."""
     numbers = torch.randn(64)
     k = torch.stack([numbers[torch.randperm(64)] for _ in range(600)])[:, None]
     index_q = torch.full((3, 2, 64), 1 / 3)
@@ -183,7 +183,7 @@ def test_few_blocks_are_rescored_on_ordinary_keys(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("block_size", "page_size"), [(48, 48), (48, 192), (100, 100), (64, 64)])
 def test_errors_in_other_pages_open_nothing(block_size, page_size, device):
-    """Pages that nobody owns, between those of the sequence, with infinite errors."""
+    """Infinite errors in pages that nobody owns, between those of the sequence, leave no block undecided."""
     torch.manual_seed(0)
     blocks = 40 * page_size // block_size
     exact = torch.randn(80, 1, page_size, 64).half().to(device)
@@ -197,7 +197,8 @@ def test_errors_in_other_pages_open_nothing(block_size, page_size, device):
 
 
 def rescored_blocks(index_q, keys, block_size, device):
-    """By the kernels, in the interpreter where there is no GPU; on a CPU beside a GPU by the CPU's implementation."""
+    """Counts the blocks that kernels rescore, in the interpreter without a GPU; on a CPU beside a GPU its own implementation
+    counts."""
     if torch.cuda.is_available():
         rescored = torch.empty(*index_q.shape[:2], dtype=torch.int32, device=device)
         select_blocks(index_q, keys, 5, block_size=block_size, certified=True, rescored=rescored)
@@ -262,7 +263,8 @@ def test_kernels_find_the_exact_selection(kind, shape):
     "shape", [((1, 2), (700, 1200), 4, 2, 64, 64), ((1,), (1900,), 1, 1, 32, 256), ((3,), (400,), 3, 1, 64, 20)]
 )
 def test_nothing_is_read_before_it_is_written(shape, device):
-    """Whatever a workspace holds, also what another call has left; ties inside blocks, a query of zeros and a huge one."""
+    """What a workspace holds before, be it what another call has left, changes nothing; the keys tie inside blocks, one query
+    is 0 and one is huge."""
     pytest.importorskip("triton")
     from openmsa.block_scores.triton_route import Lengths
     from openmsa.block_topk import triton_certified, triton_select

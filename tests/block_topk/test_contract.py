@@ -143,7 +143,8 @@ def nasty_scores(heads, rows, num_blocks, dtype, seed=0):
 @pytest.mark.parametrize("topk", [1, 5, 16, 64])
 @pytest.mark.parametrize("num_blocks", [0, 1, 4, 16, 63, 64, 65, 300, 1025])
 def test_given_scores(subject, topk, num_blocks):
-    """Also from strided scores of any float dtype; blocks past the visible ones are never selected, whatever they hold."""
+    """The best are selected from strided scores of any float dtype, too; blocks past the visible ones never are, whatever they
+    hold."""
     scores = nasty_scores(2, 9, num_blocks, subject.dtype)
     visible = torch.tensor([0, 1, num_blocks, num_blocks // 2, 2**31 - 1, 3, -5, 64, num_blocks - 1], dtype=torch.int32)
     storage = scores.permute(2, 0, 1).contiguous().to(subject.device).permute(1, 2, 0)  # blocks outermost

@@ -82,7 +82,7 @@ def test_select(name, storage, way):
 
 
 def exact(keys, name):
-    """Whole numbers from -2 to 2, exactly, in a format with scales that are not 1."""
+    """Stores whole numbers from -2 to 2 exactly, in a format with scales that are not 1."""
     if name == "int8":
         scale = torch.full(keys.shape[:-1], 2.0, dtype=torch.bfloat16, device=DEVICE)
         scale[keys.isnan().any(-1)] = torch.nan

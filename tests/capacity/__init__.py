@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""What fits where."""
+"""These are tests of openmsa.capacity, which says what fits where."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A tiny random Llama with a tokenizer of bytes, saved as a folder that commands take as MODEL."""
+"""This module makes a tiny random Llama with a tokenizer of bytes, saved as a folder that commands take as MODEL."""
 
 import torch
 import transformers

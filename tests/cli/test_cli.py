@@ -74,7 +74,7 @@ def test_help_of_commands_below(command):
 
 
 def test_help_is_quick():
-    """Less than half a second of the processor beyond `import torch`."""
+    """Printing help takes less than half a second of the processor beyond `import torch`."""
     code = """
 import io, contextlib, time, torch
 start = time.process_time()

@@ -192,7 +192,7 @@ def test_what_is_missing_is_named_with_its_command(monkeypatch):
 
 
 def test_an_old_library_is_named_without_a_traceback(no_work, tmp_path, monkeypatch):
-    """As a transformers that lacks what the integration imports."""
+    """A transformers that lacks what the integration imports is named in a sentence."""
     for module in [name for name in sys.modules if name.startswith(("openmsa.demo.", "openmsa.integrations"))]:
         if module != "openmsa.demo.model":
             monkeypatch.delitem(sys.modules, module)

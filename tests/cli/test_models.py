@@ -200,7 +200,7 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("file", "content", "message"), DAMAGES)
 def test_what_a_damaged_model_lacks_is_said(file, content, message, tiny, converted, tmp_path):
-    """And reaches stderr, though what transformers prints while it loads does not."""
+    """The names of weights that a damaged model lacks reach stderr, though what transformers prints while it loads does not."""
     folder = shutil.copytree(converted, tmp_path / "damaged")
     (folder / file).unlink()
     if content is not None:

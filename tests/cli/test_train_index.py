@@ -140,7 +140,7 @@ def test_an_evaluation_is_printed_recorded_and_drawn(place, tmp_path):
 
 
 def test_a_model_without_branches_is_evaluated_by_its_own_keys(place):
-    """Which is what conversion without training makes of it."""
+    """A model without branches is evaluated as what conversion without training makes of it."""
     arguments = ("--text", place / "text", "--length", 192, "--windows", 1, "--needles", 1, "--json", "--device", "cpu")
     plain, converted = (
         json.loads(invoke("evaluate", place / name, *arguments, "--block-size", 16, "--budget", 34).stdout)["rows"][1]

@@ -91,7 +91,8 @@ def _layer(p, kv, index_keys, tokens, dim, block, topk, cut):
     ("tokens", "heads", "group", "dim", "index_heads", "block", "page", "topk", "keys", "tiles", "share"), CASES
 )
 def test_programs_against_the_truth(tokens, heads, group, dim, index_heads, block, page, topk, keys, tiles, share):
-    """Ragged and empty sequences, several splits, tiles of several blocks and blocks of several tiles, NaN where no key is."""
+    """Programs agree with the truth on ragged and empty sequences, in several splits, with tiles of several blocks and blocks
+    of several tiles, and with NaN where no key is."""
     k_lens = (3 * block + 5, 0, block - 1)
     p = problem(
         [tokens] * 3, k_lens, kv_heads=heads, group=group, head_dim=dim, index_dim=32, index_heads=index_heads,
@@ -120,7 +121,7 @@ def test_caches_that_disagree_about_their_lengths():
 
 
 def _config(sizes, batch, keys, tiles, share):
-    """By hand, so that small problems are cut as large ones are."""
+    """Returns a configuration made by hand, so that small problems are cut as large ones are."""
     base = configure(1, sizes._replace(page_size=256), COMPILE_TARGETS[90])
     tokens, total = batch * sizes.new_tokens, triton_layer.Tile.of(sizes.block_size).count(sizes.num_blocks)
     splits = -(-sizes.topk * sizes.block_size // (keys * tiles))

@@ -18,7 +18,7 @@ EVERYTHING = {"return_lse": True, "return_max_score": True}
 
 
 def truth_and_honest(p, block_size, causal=True, scale=None):
-    """(out, lse, max_score) in float64, and as honest PyTorch gives them: scores accumulate in float32."""
+    """Returns (out, lse, max_score) in float64, and as honest PyTorch gives them: scores accumulate in float32."""
     reads, options = oracle.reads_everything(p, causal), {"q": p.q, "k": p.k, "causal": causal}
     truth = *oracle.attention(p, reads, scale), oracle.block_scores(p, block_size, **options)
     return truth, (*oracle.honest_attention(p, reads, scale), oracle.honest_scores(p, block_size, **options))

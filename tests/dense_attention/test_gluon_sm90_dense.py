@@ -96,7 +96,7 @@ CASES = {  # q_lens, k_lens, kv_heads, group, dim, storage, causal, dtype, scale
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The launches that the kernel made, which serves calls of any size."""
+    """Returns a list of the launches that the kernel made, and lets the kernel serve calls of any size."""
     found, launched = [], gluon_sm90_dense.launched
     monkeypatch.setattr(gluon_sm90_dense, "BUSY", 0)
     monkeypatch.setattr(gluon_sm90_dense, "launched", lambda *given: found.append(launched(*given)) or found[-1])

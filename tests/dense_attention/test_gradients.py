@@ -15,8 +15,8 @@ from tests.sparse_attention.test_gradients import differentiated
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("head_dim", "group", "causal"), [(64, 3, True), (128, 16, True), (96, 1, False), (16, 2, True)])
 def test_against_autograd(head_dim, group, causal, dtype, impl):
-    """Sequences without queries or keys, queries before position 0 and behind the keys, strided inputs, both results (one in
-    float32)."""
+    """Gradients are those of autograd for sequences without queries or keys, queries before position 0 and behind the keys,
+    strided inputs and both results, one of them in float32."""
     if (impl, dtype, head_dim) == ("cpu", torch.float32, 96) and has_tiles():
         pytest.xfail(
             "a known fault: matrix products in float32 sum coarsely here, and weights made again from the saved lse show it"

@@ -50,7 +50,7 @@ def check(p, got, *, causal=True, scale=0.2, block_size=64):
 
 
 def ragged(block, **options):
-    """Nothing, one token, a query before position 0, a decode step, a long query: all in one batch."""
+    """Draws one batch of nothing, one token, a query before position 0, a decode step and a long query."""
     lens = (2, 1, 0, 3, 70), (2 * block + 5, 0, block, 3 * block - 1, 2 * block)
     return problem(*lens, shared_prefix=block, offsets=(2 * block + 3, 0, 3, -1, 2 * block - 70), **options)
 

@@ -29,7 +29,8 @@ SMALL = BackwardConfig(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
     ],
 )
 def test_against_autograd(head_dim, group, causal, dtype, config):
-    """Sequences without queries or keys, queries before position 0 and behind the keys, strided inputs."""
+    """Gradients are those of autograd for sequences without queries or keys, queries before position 0 and behind the keys, and
+    strided inputs."""
     lens = ((5, 0, 3, 2, 4, 17), (40, 7, 0, 9, 33, 17))
     p = problem(*lens, group=group, head_dim=head_dim, dtype=dtype, kv_heads=2, offsets=(35, 7, 0, -1, 40, 0))
     grad_out, grad_lse = gradients.inputs_and_gradients(p)

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 
 
 def by_page(x):
-    """Scales that differ a lot from page to page."""
+    """Quantises with scales that differ a lot from page to page."""
     scale = 0.003 * 3.0 ** (torch.arange(x.shape[0] * x.shape[1]) % 5).view(x.shape[:2])
     return E4M3.quantize(x, scale)
 
@@ -55,7 +55,7 @@ def moved(x):
 
 
 def stored(p, store, page_size):
-    """k, v as the call takes them, and the problem in the numbers that they stand for."""
+    """Returns k and v as the call takes them, and the problem in the numbers that they stand for."""
     if not page_size:
         k, v = store(p.k), store(p.v)
         return (k, v), replace(p, k=dequantized(k, torch.float64), v=dequantized(v, torch.float64)), None
@@ -140,7 +140,8 @@ def test_decode(store, page_size, splits):
     ("store", "page_size", "dtype"), [("nvfp4", 0, "bf16"), ("nvfp4", 64, "fp16"), ("nvfp4 128x4", 16, "bf16")]
 )
 def test_decode_of_one_group_of_elements(store, page_size, dtype):
-    """head_dim 16, which a tile pads to what a product of unpacked elements sums at least, as the host configures it."""
+    """Decode is right with a head_dim of 16, which a tile pads to what a product of unpacked elements sums at least, as the
+    host configures it."""
     p = problem((1, 1, 2), (300, 3, 65), kv_heads=2, group=4, head_dim=16, dtype=BOTH[dtype])
     check(p, STORES[store], page_size=page_size)
 
@@ -153,7 +154,7 @@ def test_each_result_alone(store, scale, results):
 
 
 def test_small_weights_are_not_lost():
-    """One key far above hundreds of equal ones, which together weigh as much: weights of 2**-9 and less."""
+    """Weights of 2**-9 and less are not lost: one key lies far above hundreds of equal ones, which together weigh as much."""
     p = problem((2,), (513,), kv_heads=1, group=2, head_dim=32, dtype=torch.bfloat16)
     p.k.zero_()
     p.k[0], p.q[:] = 1.0, 9 / 32

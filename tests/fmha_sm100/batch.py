@@ -22,13 +22,13 @@ def batch(lens="mixed", dtype=torch.float32, kv_heads=2, group=2, head_dim=32, o
 
 
 def lengths(p):
-    """The plan's lengths, as engines have them: on the CPU."""
+    """Returns the plan's lengths as engines have them, on the CPU."""
     return torch.tensor(p.q_lens, dtype=torch.int32), torch.tensor(p.k_lens, dtype=torch.int32)
 
 
 def pages(p, page_size, interleaved=False, fixed=False):
-    """The k and v pools, the index key pool, and the flat page table: packed, or `fixed`: each request at a multiple of the
-    table's width; then that width (None when packed)."""
+    """Returns the k and v pools, the index key pool, the flat page table, and the width of a request's part of it. With `fixed`
+    each request starts at a multiple of that width; otherwise the table is packed, and the width None."""
     kv, index_keys = paged(p, page_size, interleaved=interleaved)
     table = kv.page_table
     if fixed:
@@ -50,7 +50,7 @@ def truth(p, blocks=None, block_size=None, scale=None, causal=True):
 
 
 def per_query_head(p, blocks, block_size):
-    """The same where each query head has a selection of its own: every head its own KV head."""
+    """Returns what `truth` returns where each query head has a selection of its own, as if it had its own KV head."""
     p = p.to("cpu")
     group = p.q.shape[1] // p.k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (p.k, p.v))
@@ -64,14 +64,15 @@ def assert_results(found, expected, names=("out", "lse")):
 
 
 def scores_truth(p, q=None, k=None, block_size=128):
-    """[heads, total_q, tiles] in float64, and as honest PyTorch gives them in float32."""
+    """Returns scores [heads, total_q, tiles] in float64, and as honest PyTorch gives them in float32."""
     p = p.to("cpu")
     q, k = (p.index_q if q is None else q), (p.index_k if k is None else k)
     return oracle.block_scores(p, block_size, q, k), oracle.honest_scores(p, block_size, q, k)
 
 
 def assert_scores(name, found, p, q=None, k=None, block_size=128, elsewhere=-torch.inf):
-    """found: [heads, total_q, max_k_tiles]. Tiles that a query sees hold their scores, all others `elsewhere` or -inf."""
+    """Checks `found`, [heads, total_q, max_k_tiles]: tiles that a query sees hold their scores, all others `elsewhere` or
+    -inf."""
     exact, honest = scores_truth(p, q, k, block_size)
     tiles = exact.shape[2]
     found = found.cpu()

@@ -19,7 +19,7 @@ def floats(device):
 
 
 def truth(p, blocks, block_size, scale=None, causal=True):
-    """(out, lse) in float64 and as honest PyTorch gives them."""
+    """Returns (out, lse) in float64 and as honest PyTorch gives them."""
     if not causal:
         p = replace(p, offsets=p.k_lens)
     reads = oracle.reads_of_blocks(blocks, block_size)
@@ -27,14 +27,14 @@ def truth(p, blocks, block_size, scale=None, causal=True):
 
 
 def check(results, expected, names=("out", "lse")):
-    """Each result against (truth, honest)."""
+    """Compares each result with (truth, honest)."""
     exact, honest = expected
     for name, result, t, h in zip(names, results, exact, honest, strict=False):
         assert_close(name, result, h, t)
 
 
 def lengths(p, device):
-    """cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, as the functions name them."""
+    """Returns cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, as the functions name them."""
     seqs = p.to(device).seqs
     return {
         "cu_seqlens_q": seqs.cu_seqlens_q,
@@ -59,8 +59,8 @@ def case(q_lens=(5, 0, 3, 1), k_lens=(300, 17, 129, 1), topk=4, block_size=128, 
 
 
 def pools(p, page_size, device, packed=True):
-    """K and V of the problem in pages, as two strided halves of one cache ``[num_pages, heads, page_size, 2 * dim]`` or apart,
-    with the page table, in which unused entries are wild."""
+    """Returns K and V of the problem in pages, as two strided halves of one cache ``[num_pages, heads, page_size, 2 * dim]`` or
+    apart, with the page table, in which unused entries are wild."""
     kv, _ = paged(p, page_size, seed=3)
     if packed:
         k, v = torch.cat((kv.k, kv.v), -1).to(device).split(p.k.shape[2], -1)
@@ -70,7 +70,7 @@ def pools(p, page_size, device, packed=True):
 
 
 def as_fp8(x):
-    """e4m3, kept apart from NaN in unused pages by PyTorch's own conversion."""
+    """Converts to e4m3 as PyTorch does, which keeps the NaN of unused pages."""
     return x.to(FP8)
 
 
@@ -80,7 +80,8 @@ def with_numbers(p, q=None, k=None, v=None):
 
 
 def honest_fp8(p, blocks, block_size, scale=None, q=None, k=None):
-    """(out, lse) with e4m3 weights: PyTorch rounding the softmax numerators, 448 at the row's maximum, for an FP8 product.
+    """Returns (out, lse) with e4m3 weights: PyTorch rounds the softmax numerators, 448 at the row's maximum, for an FP8
+    product.
 
     q, k: `Codes` on the device where both are e4m3.
     """

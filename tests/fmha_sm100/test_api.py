@@ -58,7 +58,8 @@ def test_dense(device, page_size, storage):
 @pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize("heads", ["kv", "query", "one"])
 def test_selected_pages(device, kind, page_size, heads):
-    """In any order, with gaps and unseen pages; a selection for each KV head, each query head, or for all; one plan or two."""
+    """Selected pages may come in any order, with gaps and unseen pages, for each KV head, each query head or for all, with one
+    plan or two."""
     p = batch("mixed" if kind == "prefill" else "short", dtype_of(device))
     here = p.to(device)
     k, v, _, table, _ = pages(here, page_size, interleaved=True)
@@ -281,7 +282,7 @@ def test_a_promise_on_the_lengths(device, path):
 @kinds
 @pytest.mark.parametrize("lens", ["decode", "short"])
 def test_two_dimensional_tables(device, kind, lens):
-    """A row for each request."""
+    """A page table may have two dimensions, with a row for each request."""
     p = batch(lens, dtype_of(device))
     here, blocks = p.to(device), selection(p, 16)
     k, v, _, table, width = pages(here, 16, fixed=True)
@@ -292,7 +293,7 @@ def test_two_dimensional_tables(device, kind, lens):
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["packed table", "fixed table"])
 def test_one_long_sequence(monkeypatch, fixed):
-    """How a GPU reads a flat table in a decode step, on the CPU."""
+    """A flat table is read as that of one long sequence, which a GPU does in decode steps, here on a CPU."""
     p = batch("short", torch.float32)
     k, v, _, table, width = pages(p, 16, fixed=fixed)
     if fixed:
@@ -447,7 +448,7 @@ def test_not_causal(device, path):
 @devices
 @pytest.mark.parametrize("page_size", [-1, 32])
 def test_nothing_to_do(device, page_size):
-    """No queries, no keys, no requests."""
+    """A call without queries, keys or requests returns results without rows, or of empty rows."""
     dtype = dtype_of(device)
     for q_len, k_len, requests in ((0, 40, 1), (3, 0, 2), (0, 0, 0)):
         q = torch.randn(q_len * requests, 4, 32, dtype=dtype, device=device)

@@ -34,12 +34,12 @@ def positions(p):
 
 
 def halves(k, v):
-    """vLLM: K | V packed in the last dimension of one cache."""
+    """Returns K and V as vLLM holds them, packed in the last dimension of one cache."""
     return torch.cat((k, v), -1).split(k.shape[-1], -1)
 
 
 def slots(x):
-    """SGLang: token slots, seen as pages."""
+    """Lays pages as SGLang does, as token slots that are seen as pages."""
     pages_first = x.permute(0, 2, 1, 3).reshape(-1, x.shape[1], x.shape[3])  # [slots, heads, dim]
     return pages_first.view(-1, PAGE, x.shape[1], x.shape[3]).permute(0, 2, 1, 3)
 
@@ -98,7 +98,8 @@ def test_vllm_prefill(device, fp8):
 @devices
 @pytest.mark.parametrize("queries", [1, 3])
 def test_vllm_decode(device, queries):
-    """A plan for each batch size; lengths and offsets of each query token rewritten every step, pages at row * stride."""
+    """vLLM makes a plan for each batch size and rewrites lengths and offsets of each query token every step; pages lie at row *
+    stride."""
     p = made((queries,) * 5, (700, 3, 128, 260, 517))
     here, tokens, stride_rows = p.to(device), 5 * queries, torch.arange(5).repeat_interleave(queries)
     k, v, _, table, width = pages(here, PAGE, fixed=True)
@@ -125,7 +126,7 @@ def test_vllm_decode(device, queries):
 
 @devices
 def test_vllm_decode_nvfp4(device):
-    """Slots of codes and scales, V's scales by fours; global scales on the device."""
+    """vLLM decodes over slots of codes and scales, with V's scales by fours and global scales on the device."""
     p = made((1,) * 3, (300, 5, 130))
     kv, _ = paged(p, PAGE)
     whole = torch.tensor(0.37)
@@ -155,7 +156,7 @@ def test_vllm_decode_nvfp4(device):
 
 @devices
 def test_sglang_prefill(device):
-    """Lengths on the device, slot-major caches seen as pages, a prefix in the cache."""
+    """SGLang prefills with lengths on the device, slot-major caches that are seen as pages, and a prefix in the cache."""
     p = made((40, 2, 129), (300, 2, 640))
     here = p.to(device)
     k, v, _, table, _ = pages(here, PAGE)
@@ -175,7 +176,7 @@ def test_sglang_prefill(device):
 
 @devices
 def test_sglang_decode(device):
-    """One plan a batch size, not causal, its tensors rewritten every step."""
+    """SGLang makes one plan for each batch size, not causal, and rewrites its tensors every step."""
     q, plan = (1,) * 4, None
     for k_lens in ((600, 1, 130, 0), (300, 900, 129, 513)):
         p = made(q, k_lens)
@@ -203,7 +204,7 @@ def test_sglang_decode(device):
 
 
 class StablePlan:
-    """TensorRT-LLM: a plan each step, its tensors copied to buffers that a captured graph reads."""
+    """Copies the tensors of each step's plan to buffers that a captured graph reads, as TensorRT-LLM does."""
 
     KEYS = ("qo_segment_lens", "kv_segment_lens", "qo_segment_offsets", "kv_segment_offsets", "kv_page_indptr", "qo_offset")
 
@@ -224,7 +225,8 @@ class StablePlan:
 @devices
 @pytest.mark.parametrize("q_lens", [(1, 1, 1), (4, 4, 4), (50, 1, 7)])
 def test_tensorrt_llm(device, q_lens):
-    """Three plans a step: scores, selected pages, all keys; K and V views of one buffer [pages, 2, heads, page, dim]."""
+    """TensorRT-LLM makes three plans a step, for scores, selected pages and all keys; K and V are views of one buffer [pages,
+    2, heads, page, dim]."""
     p = made(q_lens, (400, 130, 900))
     here, (qo, kv) = p.to(device), lengths(p)
     k, v, index_k, table, _ = pages(here, PAGE)
@@ -253,7 +255,8 @@ def test_tensorrt_llm(device, q_lens):
 
 @devices
 def test_nemo(device):
-    """Documents packed behind each other; scores into [heads, tiles, total_q]; a selection in the order of the scores."""
+    """NeMo packs documents behind each other, writes scores into [heads, tiles, total_q] and selects in the order of the
+    scores."""
     lens = (500, 1, 130)
     p = made(lens, lens)
     here, cpu_lens, total = p.to(device), torch.tensor(lens, dtype=torch.int32), sum(lens)
@@ -295,7 +298,8 @@ def test_nemo(device):
 @devices
 @pytest.mark.parametrize("q_len", [300, 1], ids=["prefill", "decode"])
 def test_transformers(device, q_len):
-    """Rectangles of tokens, the local block first and then by score, two values from `build_k2q_csr`."""
+    """transformers passes rectangles of tokens, ids with the local block first and then by score, and takes two values from
+    `build_k2q_csr`."""
     p = made((q_len,) * 2, (600,) * 2)
     here, blocks = p.to(device), selected(p).flip(2).roll(1, 2)
     cu_q, cu_k = starts(p.q_lens, device), starts(p.k_lens, device)

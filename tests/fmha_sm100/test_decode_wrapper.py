@@ -54,7 +54,7 @@ def test_dense(device, seqlen_q, page_size, causal):
 @pytest.mark.parametrize("order", ["heads first", "tokens first"])
 @pytest.mark.parametrize("block_size", [32, 128])
 def test_sparse(device, block_size, order):
-    """The blocks of the selection and no others; ids in any order."""
+    """A run reads the blocks of the selection and no others, whose ids come in any order."""
     p, blocks = step(dtype=floats(device), topk=3, block_size=block_size, group=16, head_dim=64)
     pool, plan = planned(p, device)
     q2k = blocks.to(device)
@@ -67,7 +67,7 @@ def test_sparse(device, block_size, order):
 
 @devices
 def test_fp8_as_the_public_function(device):
-    """e4m3 queries, keys and values, 16 heads a group; under scales too."""
+    """Queries, keys and values may be e4m3, with 16 heads a group, under scales too."""
     p, blocks = step(k_lens=(300, 140), topk=3, group=16, head_dim=128)
     codes = p.map(lambda x: x.to(FP8))
     numbers = codes.map(lambda x: x.to(torch.bfloat16))
@@ -89,7 +89,7 @@ def test_fp8_as_the_public_function(device):
 
 @devices
 def test_short_and_empty_sequences(device):
-    """Fewer keys than new tokens: tokens before the start read nothing."""
+    """Where a sequence has fewer keys than new tokens, tokens before its start read nothing."""
     p, _ = case((4, 4, 4), (2, 0, 130), kv_heads=2, dtype=floats(device))
     pool, plan = planned(p, device)
     results = sparse_decode_atten_func(p.q.to(device), **pool, **plan, return_softmax_lse=True)

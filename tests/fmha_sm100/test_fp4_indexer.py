@@ -115,7 +115,7 @@ def test_offsets(device, fp4_format, whole):
 @devices
 @formats
 def test_other_pages_dims_types_and_strides(device, fp4_format):
-    """Pages of 64, dim 64, torch's own FP4 and scale types, views of a wider cache, page-strided tiles."""
+    """Pages of 64, dim 64, torch's own FP4 and scale types, views of a wider cache and page-strided tiles are served."""
     p, arguments = setup((3,), (300,), 4, 2, fp4_format, page_size=64, dim=64)
     arguments["k_fp4"] = torch.cat((arguments["k_fp4"], arguments["k_fp4"]), 1)[:, :2].view(torch.int8)
     arguments["q_scale"], arguments["k_scale"] = (arguments[n].view(SCALE[fp4_format]) for n in ("q_scale", "k_scale"))

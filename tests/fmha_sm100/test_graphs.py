@@ -15,7 +15,7 @@ STEPS = ((600, 3, 130, 257), (1200, 1, 128, 900), (129, 700, 5, 40))
 
 
 class Step:
-    """Scores, selection, selected pages and dense attention of a decode step, from buffers that stay where they are."""
+    """Runs scores, selection, selected pages and dense attention of a decode step, from buffers that stay where they are."""
 
     def __init__(self, width=16):
         self.q_lens = (1,) * 4

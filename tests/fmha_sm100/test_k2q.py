@@ -114,7 +114,7 @@ def test_a_popular_block_is_shared_out():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("q_lens", "k_lens"), LENGTHS)
 def test_the_selection_comes_back(device, q_lens, k_lens):
-    """From what the builder left behind and from the CSR alone, the same."""
+    """The selection comes back the same from what the builder left behind and from the CSR alone."""
     p, blocks = case(q_lens, k_lens, topk=5, block_size=BLOCK, kv_heads=2, head_dim=16)
     row_ptr, queries = csr(p, blocks, BLOCK, device)
     seqs = p.to(device).seqs
@@ -137,7 +137,7 @@ def not_needed():
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_written_csr_is_read_again(inference):
-    """Also under inference_mode, where most tensors do not count their versions."""
+    """A CSR that was written to is read again, also under inference_mode, where most tensors do not count their versions."""
     p, first = case((4, 3), (70, 40), topk=3, block_size=BLOCK, kv_heads=2, head_dim=16)
     second = first.flip(0).roll(1, 0)
     with torch.inference_mode(inference):
@@ -300,7 +300,7 @@ def test_building_is_captured_and_does_not_wait():
 @pytest.mark.parametrize("most", [5, 2**14 - 1, 2**14, 2**15 - 1, 2**15, 2**30 - 1, 2**31 - 1])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_sorting_whole_heads(device, heads, most):
-    """At the limits of each kind of key, equal values in their order, all above the limit as the limit."""
+    """Equal values keep their order at the limits of each kind of key, and all values above the limit count as the limit."""
     generator = torch.Generator().manual_seed(0)
     value = torch.randint(0, 2**31 - 1, (2, 300), generator=generator).int() % torch.tensor([[9], [most]], dtype=torch.int32)
     value[:, ::7], value[:, 1::7] = 2**31 - 1, max(most - 1, 0)

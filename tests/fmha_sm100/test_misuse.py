@@ -13,7 +13,7 @@ BLOCKS = torch.zeros(TOTAL, 2, 3, dtype=torch.int32)
 
 
 def call(device="cpu", plan=None, change=None, **changes):
-    """A call over pages of 32 keys with whatever is to be wrong about it."""
+    """Makes a call over pages of 32 keys with whatever is to be wrong about it."""
     p = batch(dtype=torch.float32 if device == "cpu" else torch.bfloat16).to(device)
     k, v, _, table, _ = pages(p, 32)
     options = {"num_kv_heads": 2, "page_size": 32, "device": device} | (plan or {})

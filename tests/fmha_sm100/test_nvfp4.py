@@ -112,7 +112,7 @@ def test_global_scale():
 
 
 def quads(scale):
-    """V's scales as vLLM's cache holds them: four tokens of a page next to each other."""
+    """Lays V's scales as vLLM's cache holds them, with four tokens of a page next to each other."""
     pages, heads, size, groups = scale.shape
     return scale.view(pages, heads, size // 4, 4, groups).transpose(-1, -2).reshape(scale.shape)
 
@@ -161,7 +161,7 @@ def numbers_of(quantized):
 
 
 def scales_of(quantized, layout, is_v, paged):
-    """As `kv_layout` asks for, from the tiles."""
+    """Reads scales from the tiles and lays them as `kv_layout` asks."""
     if layout == "legacy":
         spare = torch.full((128, quantized.scale_128x4.shape[1]), 0x7F, dtype=torch.uint8)
         return torch.cat((quantized.scale_128x4, spare))  # more rows than needed
@@ -194,7 +194,7 @@ def test_slots_of_the_vllm_cache(device):
 
 @devices
 def test_as_vllm_attends_from_slots(device):
-    """One packed cache, slots of K and V, V's scales by fours, an output buffer."""
+    """vLLM attends from one packed cache with slots of K and V, V's scales by fours, into an output buffer."""
     p, blocks = case((5, 33), (300, 140), topk=16, kv_heads=2, group=16, head_dim=128, dtype=torch.bfloat16)
     k, v, table, lens = pools(p, 128, "cpu", packed=False)
     both = quantize_kv_bf16_to_nvfp4_128x4(k.nan_to_num(0), v.nan_to_num(0))

@@ -21,8 +21,8 @@ def rounded(p):
 
 
 def expected(p, blocks, page_size, factors):
-    """Truth and honest PyTorch with the scales where they belong: in the logits and behind the sum. factors: q and k as `Codes`
-    where both are float8."""
+    """Returns the truth and honest PyTorch with the scales where they belong, in the logits and behind the sum. factors: q and
+    k as `Codes` where both are float8."""
     reads = oracle.reads_everything(p) if blocks is None else oracle.reads_of_blocks(blocks, page_size)
     scale = p.q.shape[2] ** -0.5 * SCALES["q_scale"] * SCALES["k_scale"]
     factor = SCALES["v_scale"] * SCALES["o_scale"]

@@ -31,7 +31,8 @@ def attend(p, blocks, device, k=None, v=None, block_size=128, **options):
 @devices
 @pytest.mark.parametrize("fp8", [False, True])
 def test_as_vllm_attends_in_prefill(device, fp8):
-    """Strided halves of one packed cache, a strided selection, total_k=0, a part of an output buffer; without scales in FP8."""
+    """vLLM passes strided halves of one packed cache, a strided selection, total_k=0 and a part of an output buffer, and no
+    scales in FP8."""
     p, blocks = case(
         q_lens=(5, 3, 33), k_lens=(300, 129, 33), topk=16, kv_heads=2, group=16, head_dim=128, dtype=torch.bfloat16
     )
@@ -66,7 +67,8 @@ def test_as_vllm_attends_in_prefill(device, fp8):
 
 @devices
 def test_as_nemo_trains(device):
-    """Packed documents, flat keys, ids in the order of their scores, lse; a backward pass reads the schedule."""
+    """NeMo passes packed documents, flat keys and ids in the order of their scores, takes the lse, and reads the schedule in a
+    backward pass."""
     p, blocks = case((300, 17, 129), (300, 17, 129), topk=16, group=16, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
     own = lengths(p, device)
     q2k = blocks.transpose(0, 1).contiguous().to(device)
@@ -108,7 +110,8 @@ def test_as_nemo_trains(device):
 @devices
 @pytest.mark.parametrize("step", [False, True])
 def test_as_transformers_attends(device, step):
-    """Two values, flat contiguous keys, ids in the order of their scores; a decode step into a cache of fixed size."""
+    """transformers takes two values, passes flat contiguous keys and ids in the order of their scores, and decodes into a cache
+    of fixed size."""
     q_lens, k_lens = ((1,), (200,)) if step else ((150, 150), (150, 150))
     p, blocks = case(q_lens, k_lens, topk=2, group=2, kv_heads=2, head_dim=128, dtype=floats(device))
     here, own = p.to(device), lengths(p, device)
@@ -143,7 +146,7 @@ SHAPES = [  # head_dim, group, kv_heads, block_size, topk, page_size
 @pytest.mark.parametrize("storage", ["flat", "strided", "paged"])
 @pytest.mark.parametrize(("head_dim", "group", "kv_heads", "block_size", "topk", "page_size"), SHAPES)
 def test_every_shape(device, head_dim, group, kv_heads, block_size, topk, page_size, storage, causal):
-    """What the public package refuses, against float64; without the mask a query reads its blocks to their end."""
+    """What the public package refuses agrees with float64, too; without the mask a query reads its blocks to their end."""
     sizes = {"head_dim": head_dim, "group": group, "kv_heads": kv_heads, "dtype": floats(device)}
     p, blocks = case((5, 0, 3, 1), (2 * block_size + 40, 17, block_size, 1), topk, block_size, **sizes)
     options = {"causal": causal, "block_size": block_size, "return_softmax_lse": True}
@@ -268,7 +271,7 @@ def test_flat_fp8(device):
 
 
 def test_types_of_queries_follow():
-    """bfloat16 for e4m3, else the queries' own."""
+    """Results of e4m3 queries are bfloat16, and others have the queries' own type."""
     p, blocks = case()
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         assert attend(p.map(lambda x, d=dtype: x.to(d)), blocks, "cpu").dtype == dtype
@@ -331,7 +334,7 @@ MISUSE = [
 
 @pytest.mark.parametrize(("change", "error", "match"), MISUSE, ids=[" ".join(change) for change, _, _ in MISUSE])
 def test_misuse(change, error, match):
-    """Each with argument, rule and value, and before anything is written."""
+    """Each mistake is refused with argument, rule and value, before anything is written."""
     p, blocks = case()
     row_ptr, q_idx = csr(p, blocks, 128)
     arguments = {"q": p.q, "k": p.k, "v": p.v, "k2q_row_ptr": row_ptr, "k2q_q_indices": q_idx, "topK": 4, **lengths(p, "cpu")}
@@ -452,7 +455,7 @@ def test_every_public_name_is_there():
 
 @devices
 def test_lengths_and_tables_with_gaps(device):
-    """Slices of the caller's larger tensors, which kernels could not read where they are."""
+    """Lengths and tables may be slices of the caller's larger tensors, which kernels could not read where they are."""
     p, blocks = case(dtype=torch.bfloat16)
     k, v, table, lens = pools(p, 128, device)
 

@@ -38,7 +38,7 @@ def random_scores(tiles, ties=False):
 @pytest.mark.parametrize("topk", [1, 4, 16, 33, 64])
 @pytest.mark.parametrize("tiles", [3, 16, 128, 300])
 def test_the_best(device, layout, topk, tiles):
-    """Ties, mixed lengths, forced tiles, -inf and NaN."""
+    """The best tiles are found with ties, mixed lengths, forced tiles, -inf and NaN."""
     scores = random_scores(tiles, ties=True)
     scores[:, 1, ::2], scores[:, 2, 1::3] = -torch.inf, torch.nan
     valid = [tiles, tiles, tiles + 5, 0, 1, min(17, tiles), tiles - 1]

@@ -54,7 +54,7 @@ def test_one_long_sequence(both):
 
 
 def test_a_decode_step(monkeypatch):
-    """The whole of it in Triton's interpreter or on a GPU."""
+    """A whole decode step is right in Triton's interpreter or on a GPU."""
     p = batch("short", torch.float32 if DEVICE == "cpu" else torch.bfloat16)
     here, blocks = p.to(DEVICE), selection(p, 16)
     k, v, _, table, _ = pages(here, 16)

@@ -100,7 +100,8 @@ def attention(name: str) -> None:
 
 
 def backward() -> None:
-    """Gradients of both attentions and of the index loss, with items that share a block, and ids that point anywhere."""
+    """Computes gradients of both attentions and of the index loss, with items that share a block, and ids that point
+    anywhere."""
     for head_dim, group, block, _ in SHAPES:
         p = ragged(head_dim, group, block)
         blocks = random_blocks(p, 5, block, p.k.shape[1])
@@ -123,7 +124,7 @@ def backward() -> None:
 
 
 def index_branch() -> None:
-    """Scores and selections, flat and paged, in every format of index keys."""
+    """Computes scores and selections, flat and paged, in every format of index keys."""
     for (name, store), (head_dim, group, block, page_size) in itertools.product(INDEX_FORMATS.items(), SHAPES):
         p = ragged(head_dim, group, block)
         keys = paged(p, page_size)[1]
@@ -137,7 +138,7 @@ def index_branch() -> None:
 
 
 def decode_step() -> None:
-    """Plans of one launch and of certified index keys, and the kernel that scores and selects at once."""
+    """Runs plans of one launch and of certified index keys, and the kernel that scores and selects at once."""
     p = problem((1, 1), (3000, 5), kv_heads=2, group=16, head_dim=128, dtype=torch.bfloat16)
     here = p.to(DEVICE)
     kv, keys = map(onto_device, paged(p, 128))
@@ -153,7 +154,8 @@ def decode_step() -> None:
 
 
 def few_rows() -> None:
-    """Two queries on many blocks: the sparse prefill for few queries, and certified selection, flat and paged."""
+    """Attends with two queries to many blocks, by the sparse prefill for few queries, and selects by certified keys, flat and
+    paged."""
     p = problem((1, 2), (3000, 700), kv_heads=2, group=16, head_dim=128, dtype=torch.bfloat16)
     here = p.to(DEVICE)
     blocks = random_blocks(p, 5, 64, 2).to(DEVICE)
@@ -166,7 +168,7 @@ def few_rows() -> None:
 
 
 def few_rows_of_fp4() -> None:
-    """Decode on NVFP4 index keys, flat and paged, blocks of one part and of two."""
+    """Decodes on NVFP4 index keys, flat and paged, with blocks of one part and of two."""
     p = problem((1, 1, 0, 2), (3000, 5, 40, 530), index_heads=2, head_dim=128, dtype=torch.bfloat16)
     here, keys = p.to(DEVICE), paged(p, 256)[1]
     for name in ("nvfp4", "nvfp4 128x4"):
@@ -179,7 +181,7 @@ def few_rows_of_fp4() -> None:
 
 
 def many_rows() -> None:
-    """Enough rows that scoring and selection are fused, and that neighbouring queries share blocks."""
+    """Runs so many rows that scoring and selection are fused, and that neighbouring queries share blocks."""
     p = problem((7000, 3), (7000, 400), kv_heads=4, group=2, dtype=torch.bfloat16).to(DEVICE)
     blocks = select_blocks(p.index_q, p.index_k, 4, p.seqs, block_size=128, impl="triton")
     sparse_attention(p.q, p.k, p.v, blocks, p.seqs, block_size=128, impl="triton_prefill")
@@ -194,7 +196,7 @@ def many_rows() -> None:
 
 
 def many_readers() -> None:
-    """Stored keys that so many queries read that they become numbers first."""
+    """Attends to stored keys that so many queries read that they become numbers first."""
     options = {"kv_heads": 2, "group": 3, "head_dim": 48, "dtype": torch.bfloat16, "offsets": (3, 0, 30)}
     p = problem((67, 0, 40), (70, 0, 75), **options)
     blocks = random_blocks(p, 12, 16, 2)
@@ -209,7 +211,7 @@ def many_readers() -> None:
 
 
 def appends() -> None:
-    """New tokens for every sequence of a paged cache, and caches as numbers."""
+    """Appends new tokens to every sequence of a paged cache, and reads caches as numbers."""
     table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
     new, pool = torch.randn(4, 2, 64, device=DEVICE, dtype=torch.bfloat16), torch.randn(4, 2, 5, 64)
     for store in KEY_FORMATS.values():
@@ -239,7 +241,7 @@ def host_memory() -> None:
 
 
 def drop_in() -> None:
-    """What `fmha_sm100` does around a launch, on rows whose first page and lengths lie anywhere."""
+    """Runs the kernels around the launches of `fmha_sm100`, on rows whose first page and lengths lie anywhere."""
     first, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 5, -3, 2**30], [300, 0, 40, 17]))
     triton_rows.cut(torch.arange(9, dtype=torch.int32, device=DEVICE), first, 7)
     blocks = torch.tensor([[[0, -1, 2**30]]], dtype=torch.int32, device=DEVICE).expand(4, 2, 3)
@@ -268,7 +270,7 @@ PARTS: dict[str, Callable[[], None]] = {
 
 
 def main(part: str) -> None:
-    """One part, or the fault."""
+    """Runs one part, or the deliberate fault that compute-sanitizer must find."""
     names: set[str] = set()
     triton.knobs.compilation.listener = lambda *, src, **_: names.add(src.name)
     if part == "fault":

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Caches in host memory."""
+"""These are tests of openmsa.host_kv, caches in host memory."""

@@ -19,7 +19,8 @@ FORMS = {"plain": lambda x: x, "e4m3": E4M3.quantize, "nvfp4": NVFP4.quantize}
 
 
 def filled(generator, form="plain", batch=4, heads=2, page=64, dim=32, block=32, pages=9, width=5, **options):
-    """A cache of random keys. Its page table shares pages and names some outside the pool; a row is empty, one too long."""
+    """Makes a cache of random keys. Its page table shares pages and names some outside the pool; one sequence is empty, one
+    longer than the table."""
     k, v = (FORMS[form](torch.randn(pages, heads, page, dim, generator=generator)) for _ in range(2))
     table = torch.randint(-1, pages + 1, (batch, width), generator=generator, dtype=torch.int32)
     lens = torch.tensor([width * page + 13, 0, 250, 61][:batch], dtype=torch.int32)

@@ -28,7 +28,8 @@ PAGE = 64
 
 @pytest.fixture(params=HOW)
 def device(request, monkeypatch):
-    """ "kernels": the GPU's path on CPU tensors, in the interpreter, in stages as steps over host memory run."""
+    """Returns the device of a test; "kernels" runs the GPU's path on CPU tensors in the interpreter, in stages as steps over
+    host memory run."""
     if request.param == "kernels":
         monkeypatch.setattr(decode, "uses_kernels", lambda device: True)
         monkeypatch.setattr("openmsa.decode.memory.LAYER_BLOCKS", 0)
@@ -36,7 +37,7 @@ def device(request, monkeypatch):
 
 
 def step(k_lens, new_tokens=1, seed=0, **options):
-    """A problem whose queries are the newest tokens."""
+    """Draws a problem whose queries are the newest tokens."""
     options = {"dtype": torch.float16, "index_heads": 2} | options
     sizes = {"kv_heads": 2, "group": 4, "head_dim": 64, "index_dim": 32, "integer_index": True, "shared_prefix": 130}
     return problem([new_tokens] * len(k_lens), k_lens, seed=seed, **sizes, **options)
@@ -70,7 +71,7 @@ def test_equals_a_resident_cache(device, new_tokens, least):
 
 
 def _visible(k_len, new_tokens):
-    """How many blocks the new tokens of a sequence choose for two KV heads."""
+    """Counts the blocks that the new tokens of a sequence choose for two KV heads."""
     positions = range(k_len - new_tokens, k_len)
     return 2 * sum(min(4, position // 32 + 1) for position in positions if position >= 0)
 
@@ -99,7 +100,7 @@ def test_formats_of_keys_and_index_keys(device, key_format, index_format):
 
 
 def test_against_the_truth(device):
-    """Ragged lengths, queries and outputs of odd strides, two indexes of which one selection serves all KV heads."""
+    """Results agree with the truth for ragged lengths, and for queries and outputs of odd strides."""
     p = step((300, 33, 64), dtype=torch.float16)
     kv, keys = (cache.to(device) for cache in paged(p, PAGE))
     host = in_host_memory(kv)
@@ -126,7 +127,8 @@ def test_one_selection_for_all_heads(device):
 
 
 def test_appends_write_through(device):
-    """Prompts and tokens of odd numbers, lengths set back, pages given to other sequences: as a resident cache at each step."""
+    """After each append results are those of a resident cache: of prompts and tokens in odd numbers, after lengths are set
+    back, and after pages are given to other sequences."""
     generator = torch.Generator().manual_seed(5)
     table = torch.randperm(12, generator=generator).int().view(3, 4).to(device)
     resident_kv = PagedKV.allocate(table, 12, 2, PAGE, 64, torch.float16)

@@ -27,7 +27,8 @@ def differentiated(p, blocks=None, change=lambda x: x, **options):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @shapes
 def test_selected_blocks(shape, dtype, impl):
-    """Empty and short sequences, empty rows, ids that see nothing, strided inputs, one index head for all KV heads."""
+    """Loss and gradients are right for empty and short sequences, empty rows, ids that see nothing, strided inputs, and one
+    index head for all KV heads."""
     p = shape.problem(dtype, index_dim=48)
     blocks = random_blocks(p, shape.topk, shape.block_size, p.index_q.shape[1])
     scale, index_scale = shape.head_dim**-0.5, 48**-0.5
@@ -41,7 +42,7 @@ def test_selected_blocks(shape, dtype, impl):
     ("group", "kv_heads", "index_heads", "key_heads"), [(3, 2, 2, 2), (16, 1, 1, 1), (2, 3, 1, 1), (1, 4, 4, 2)]
 )
 def test_everything_visible(group, kv_heads, index_heads, key_heads, dtype, impl):
-    """Queries before position 0 and behind the keys."""
+    """Loss and gradients over all visible keys are right, also of queries before position 0 and behind the keys."""
     lens = ((5, 0, 3, 2, 4, 17), (40, 7, 0, 9, 33, 17))
     heads = {"kv_heads": kv_heads, "index_heads": index_heads, "index_key_heads": key_heads, "group": group}
     p = problem(*lens, **heads, dtype=dtype, index_dim=32, offsets=(35, 7, 0, -1, 40, 0))
@@ -135,7 +136,7 @@ def test_gradients_flow_to_the_index_branch_alone():
 
 
 def test_the_gradient_of_the_loss_scales_small_gradients_before_they_are_rounded():
-    """As a gradient scaler does for float16."""
+    """A loss that is scaled has scaled gradients, as a gradient scaler needs it for float16."""
     p = problem((600,), (600,), group=1, kv_heads=1, head_dim=16, dtype=torch.float16)
     leaf = p.index_q.requires_grad_()
     options = {"coefficient": 1e-6, "impl": "cpu"}

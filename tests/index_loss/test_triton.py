@@ -51,8 +51,8 @@ LAYOUTS = ("head_dim", "index_dim", "group", "kv_heads", "heads", "key_heads", "
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "chunks"])
 @pytest.mark.parametrize(LAYOUTS, CASES)
 def test_against_autograd(head_dim, index_dim, group, kv_heads, heads, key_heads, lists, block, topk, dtype, whole, selected):
-    """Ragged, empty sequences, queries before position 0 and past the keys, wild ids, empty rows; one chunk of queries, or
-    several with more items than lists."""
+    """Loss and gradients are those of autograd for ragged and empty sequences, queries before position 0 and past the keys,
+    wild ids and empty rows, in one chunk of queries or several with more items than lists."""
     p = problem(
         (11, 0, 3, 1),
         (2 * block + 5, 0, block, 1),
@@ -87,7 +87,8 @@ def test_against_autograd(head_dim, index_dim, group, kv_heads, heads, key_heads
 
 @pytest.mark.parametrize("selected", [True, False])
 def test_the_lse_of_the_main_attention_serves(selected):
-    """Given with strides; with and without the value, and the value alone, nothing else changes."""
+    """A given lse with any strides gives the same results up to rounding; gradients are bit for bit the same without the value
+    of the loss, and the value without gradients."""
     p = problem((20, 10), (60, 33), dtype=torch.bfloat16)
     blocks = random_blocks(p, 3, 16, 2) if selected else None
     options = {"block_size": 16, "kernel": {}}
@@ -117,7 +118,7 @@ def test_repeats_are_bitwise_equal():
 
 
 def test_all_blocks_selected_is_everything_visible():
-    """Bit for bit, as both are one program."""
+    """Both give the same bits, as one program computes them."""
     p = problem((20, 3), (290, 64), dtype=torch.bfloat16)
     blocks = torch.arange(3, dtype=torch.int32).expand(23, 1, 3)
     for name, a, b in zip(("loss", "dq", "dk"), run(p, blocks), run(p), strict=True):

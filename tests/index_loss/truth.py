@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The index loss by PyTorch's autograd, apart from the package: in float64 the truth, in the dtype of the inputs what honest
-PyTorch gives."""
+"""This module computes the index loss by PyTorch's autograd, apart from the package: in float64 the truth, in the dtype of the
+inputs what honest PyTorch gives."""
 
 from typing import NamedTuple
 

@@ -18,7 +18,7 @@ BLOCK, HEADS, KV_HEADS, DIM = 128, 8, 2, 128
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """What loading from the hub sets; the check of the device, which asks for SM100, left out."""
+    """Sets what loading from the hub sets, but for the check of the device, which asks for SM100."""
     monkeypatch.setattr(path, "_MSA_KERNEL", fmha_sm100)
     monkeypatch.setattr(path, "_validate_msa_init", lambda *arguments: None)
     if not torch.cuda.is_available():

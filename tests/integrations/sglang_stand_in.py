@@ -39,7 +39,7 @@ class ForwardMode(IntEnum):
 
 
 def modules(version: int) -> dict[str, types.ModuleType]:
-    """The modules by their names, as of 0.5.16 or 0.5.23 (`version` 16 or 23), new ones in each call."""
+    """Returns new modules by their names, as they are in SGLang 0.5.16 or 0.5.23 (`version` 16 or 23)."""
     made: dict[str, types.ModuleType] = {}
 
     def module(name: str, **names: object) -> types.ModuleType:
@@ -105,7 +105,7 @@ class Parallel:
 
 
 class AttentionBackend:
-    """What SGLang's base class does for metadata."""
+    """Does what SGLang's base class does for metadata."""
 
     def init_forward_metadata(self, forward_batch):
         self.init_forward_metadata_out_graph(forward_batch)

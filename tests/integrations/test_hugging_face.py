@@ -123,7 +123,8 @@ def mask_of(ids, side, padded):
 @pytest.mark.parametrize("kind", ["dynamic", "configured", "static", "paged"])
 @pytest.mark.parametrize("padded", [0, 33])
 def test_cached_steps_equal_one_prefill(kind, padded):
-    """Prefill in chunks and decode, with a row of left padding, whose real tokens are as if they stood alone."""
+    """Prefill in chunks and decode give what one prefill gives, in a batch with a row of left padding, whose real tokens are as
+    if they stood alone."""
     model, ids = convert(plain(), dense_layers=[1], **SPARSE), tokens()
     mask = mask_of(ids, "left", padded)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -295,7 +296,7 @@ def test_one_backward_trains_branches_and_model(stage, checkpointing):
 
 
 def test_autocast():
-    """Float32 weights in bfloat16 products, over a cache and in training."""
+    """Autocast runs float32 weights in bfloat16 products, over a cache and in training."""
     model, ids = convert(plain(), **SPARSE).train(), tokens()
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(ids, labels=ids).loss

@@ -128,7 +128,7 @@ def test_prefill_then_single_tokens_equal_one_prefill(model, ids, padding, stati
 
 @pytest.mark.parametrize("hole", [(90, 119), (64, 96), (3, 9), (70, 140)])
 def test_right_padding_then_more_tokens(ids, hole):
-    """A row with a hole: real tokens, padding, then what was generated."""
+    """A row with a hole is right: real tokens, padding, then what was generated."""
     model, mask = build(full_layers=0), mask_of(None)
     mask[1, hole[0] : hole[1]] = 0
     tested = logits(model, OURS, ids, attention_mask=mask).logits
@@ -179,7 +179,8 @@ def test_refusals_name_what_they_refuse(model, ids, kwargs, message):
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("static", [False, True])
 def test_our_selection_is_the_models(ids, padding, static, device):
-    """Scores, top-k and attention all ours, prefill in two parts and single tokens, against the eager path."""
+    """The model with our scores, top-k and attention, prefilled in two parts and by single tokens, agrees with its eager
+    path."""
     model, dtype = build(), torch.float32 if device == "cpu" else torch.bfloat16
     model.to(dtype)
     mask = mask_of(PADDINGS[padding])
@@ -215,7 +216,7 @@ def test_ids_are_the_models(ids, positions):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_models_own_head_and_block_size(device):
-    """head_dim and blocks of 128, one row padded on the left, everything ours."""
+    """With a head_dim and blocks of 128, one row padded on the left and everything ours, results are the model's."""
     model, dtype = build(head_dim=128, block_size=128, topk=2), torch.float32 if device == "cpu" else torch.bfloat16
     model.to(dtype)
     ids = torch.randint(3, VOCABULARY, (2, 700), generator=torch.Generator().manual_seed(3))
@@ -230,7 +231,7 @@ def test_the_models_own_head_and_block_size(device):
 
 
 def test_the_vision_towers_attention_is_pytorchs():
-    """Bidirectional, without blocks and without a mask, image by image."""
+    """The vision tower attends bidirectionally, without blocks and without a mask, image by image."""
     register_minimax_m3(OURS)
     attend = transformers.AttentionInterface()[OURS]
     q, k, v = torch.randn(3, 1, 4, 30, 16, generator=torch.Generator().manual_seed(0)).unbind()

@@ -97,7 +97,8 @@ def run(engine, new, mode, **more):
     ids=["bf16", "both e4m3, pages of 64", "e4m3, drafts, one KV head", "pages of 256, four KV heads"],
 )
 def test_steps_of_an_engine(sglang, version, more):
-    """Chunked prefill, a shared prefix, mixed batches, decode and verified drafts, eagerly and as a graph's padded batch."""
+    """Chunked prefill, a shared prefix, mixed batches, decode and verified drafts are right, eagerly and as a graph's padded
+    batch."""
     engine = started(sglang, version, **more)
     if version == 23 and more.get("dtype"):
         for layer in engine.layers:

@@ -30,7 +30,8 @@ def made():
     ids=["bf16", "e4m3, pages of 64", "drafts, one KV head", "pages of 256, four KV heads"],
 )
 def test_steps_of_an_engine(made, more):
-    """Chunked prefill, a shared prefix, mixed batches, decode and verified drafts, eagerly and as a graph's padded batch."""
+    """Chunked prefill, a shared prefix, mixed batches, decode and verified drafts are right, eagerly and as a graph's padded
+    batch."""
     engine = Engine(made, device=DEVICE, **more).start()
     assert type(engine.backend.sparse).__module__ == "openmsa.integrations.sglang.backend"
     run(engine, {"a": 300, "b": 37}, EXTEND, padding=3)

@@ -97,7 +97,7 @@ def test_generate(model, ids):
 
 @pytest.mark.parametrize("cached", ["no", "static"])
 def test_a_compiled_model(model, ids, cached):
-    """One graph a model, without and with padding; with a static cache the prefill and each step."""
+    """A model compiles to one graph, without and with padding; with a static cache the prefill and each step do."""
     torch._dynamo.reset()
     mask = torch.ones(2, 90, dtype=torch.long)
     mask[1, :20] = 0

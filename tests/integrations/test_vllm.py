@@ -36,7 +36,7 @@ def vllm(monkeypatch):
 
 
 def started(vllm, version, architecture="MiniMaxM3SparseForCausalLM", *, layout="HND", **more):
-    """A registered model, constructed as vLLM does it, in an engine with caches."""
+    """Returns a registered model, constructed as vLLM does it, in an engine with caches."""
     made = vllm(version)
     plugin.register()
     module, _, name = made["vllm"].ModelRegistry.models[architecture].partition(":")
@@ -46,7 +46,7 @@ def started(vllm, version, architecture="MiniMaxM3SparseForCausalLM", *, layout=
 
 
 def numbers(pool, scale=1.0):
-    """Bytes of E4M3, E4M3 or plain elements, as float64."""
+    """Reads bytes of E4M3, E4M3 or plain elements as float64."""
     pool = pool.view(torch.float8_e4m3fn) if pool.dtype == torch.uint8 else pool
     return pool.double() * scale
 
@@ -102,7 +102,7 @@ def run(engine, new, pad_to=None):
     ids=["bf16", "both e4m3", "e4m3, drafts, one KV head", "index e4m3, four KV heads"],
 )
 def test_steps_of_an_engine(vllm, version, more):
-    """Chunked prefill, then decode beside it, then a shared prefix, then decode, eagerly and as a graph's padded batch."""
+    """Chunked prefill, decode beside it, a shared prefix and decode again are right, eagerly and as a graph's padded batch."""
     engine = started(vllm, version, **more)
     if more.get("cache_dtype"):
         for layer in engine.model.layers:

@@ -17,7 +17,7 @@ E4M3_NAMES = ("fp8", "fp8_e4m3")
 
 
 def modules(version: int) -> dict[str, types.ModuleType]:
-    """The modules by their names, as of 0.26 or 0.33 (`version` 26 or 33), new ones in each call."""
+    """Returns new modules by their names, as they are in vLLM 0.26 or 0.33 (`version` 26 or 33)."""
     made: dict[str, types.ModuleType] = {}
 
     def module(name: str, **names: object) -> types.ModuleType:
@@ -60,7 +60,7 @@ def modules(version: int) -> dict[str, types.ModuleType]:
 
 
 class Builder:
-    """What both of vLLM's builders do when they are made."""
+    """Does what both of vLLM's builders do when they are made."""
 
     reorder_batch_threshold = 1
 
@@ -207,7 +207,8 @@ def _model(version: int, indexer, main, context) -> dict[str, object]:
 
         @staticmethod
         def _write(pool, slots, rows) -> None:
-            """pool: ``[num_pages, heads, page_size, dim]``, bytes of E4M3 or plain. rows: ``[tokens, heads, dim]``."""
+            """Writes rows ``[tokens, heads, dim]`` to slots of a pool ``[num_pages, heads, page_size, dim]``, bytes of E4M3 or
+            plain."""
             held = slots >= 0
             rows = rows[: slots.numel()][held]
             if pool.dtype == torch.uint8:
@@ -237,7 +238,7 @@ def configuration(
     max_num_seqs: int = 8,
     **sizes: object,
 ) -> types.SimpleNamespace:
-    """The part of vLLM's configuration that is read. sizes: heads, kv_heads, topk, layers, score_type."""
+    """Returns the part of vLLM's configuration that is read. sizes: heads, kv_heads, topk, layers, score_type."""
     numbers = {"heads": 8, "kv_heads": 2, "topk": 4, "layers": 2, "score_type": "max"} | sizes
     name = types.SimpleNamespace
     return name(

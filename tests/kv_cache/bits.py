@@ -35,8 +35,8 @@ def _magnitudes(decode, codes):
 
 
 def nearest(x, decode, codes):
-    """The code of the nearest number, of two equally near ones the even code; past the last code: the last. x is not NaN, and
-    only its sign and finite size count; the sign bit is the one above the magnitudes."""
+    """Returns the code of the nearest number, of two equally near ones the even code, and past the last code the last. x is not
+    NaN, and only its sign and finite size count; the sign bit is the one above the magnitudes."""
     table = _magnitudes(decode, codes)
     size = abs(x)
     best = min(table, key=lambda entry: (abs(entry[0] - size), entry[1] & 1))
@@ -55,8 +55,8 @@ def unpacked(data):
 
 
 def at_128x4(scale, row, col, cols):
-    """The scale of a row's group by the definition: tiles of 128 rows and 4 groups, 512 bytes each, in rows of tiles; inside a
-    tile 32 lines of 16 bytes, in which the four rows 32 apart stand side by side."""
+    """Returns the scale of a row's group by the definition: tiles of 128 rows and 4 groups take 512 bytes each, in rows of
+    tiles; a tile has 32 lines of 16 bytes, in which the four rows 32 apart stand side by side."""
     tiles_a_line = (cols + 3) // 4
     tile, inside = (row // 128) * tiles_a_line + col // 4, row % 128
     line, column = inside % 32, (inside // 32) * 4 + col % 4

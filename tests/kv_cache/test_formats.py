@@ -19,7 +19,8 @@ CODES = torch.arange(256).to(torch.uint8)
 
 
 def around(decode, codes):
-    """Positive float32 numbers at, between and beside all magnitudes, and the exact one-away neighbours of the midpoints."""
+    """Returns positive float32 numbers at, between and beside all magnitudes, and the exact one-away neighbours of the
+    midpoints."""
     sizes = [float(decode(code)) for code in range(codes)]
     middles = [(a + b) / 2 for a, b in itertools.pairwise(sizes)]
     x = torch.tensor([*sizes, *middles, sizes[-1] * 1.01, sizes[-1] * 1.04, sizes[-1] * 2, 3e38, 1e-45])
@@ -33,13 +34,13 @@ def rows(x, dim=16, heads=1):
 
 
 def mixed(*shape, seed=0):
-    """Numbers of many sizes."""
+    """Draws numbers of many sizes."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator) * torch.exp(2 * torch.randn(shape, generator=generator))
 
 
 def e4m3_truth(x, scale):
-    """Codes of ``x / scale`` rounded to float32, by the definition."""
+    """Returns the codes of ``x / scale`` rounded to float32, by the definition."""
     return torch.tensor([signed(float(v), bits.e4m3, 127, 128) for v in (x / scale).flatten().tolist()]).view(x.shape)
 
 
@@ -147,7 +148,7 @@ def test_nvfp4_global_scale_reaches_the_largest_number():
 
 @pytest.mark.parametrize("largest", [1e-45, 1e-42])
 def test_computed_scales_are_positive(largest):
-    """Also where the division of the largest magnitude underflows; what is next to it stays 0."""
+    """Scales are positive also where the division of the largest magnitude underflows; what is next to it stays 0."""
     x = torch.zeros(2, 2, 4, 32)
     x[0, 0, 0, :3] = largest
     for per in ("tensor", "head", "page"):
@@ -294,7 +295,7 @@ NASTY = {
 
 @pytest.mark.parametrize("name", NASTY)
 def test_int8_error_bounds(name):
-    """At least the distance, in float64 without rounding to speak of; and tight."""
+    """The bound of an error is at least the distance, computed in float64 without rounding to speak of, and hardly more."""
     x = NASTY[name]
     stored = Int8.quantize(x[:, None])
     assert stored.data.abs().max() <= 127
@@ -316,7 +317,7 @@ def test_int8_codes_by_the_definition():
 
 
 def test_int8_of_its_own_numbers():
-    """Every scale between two powers of two, and any key with a code of 127: quantised again, nothing changes."""
+    """Keys that have a code of 127 do not change when they are quantised again, with any scale between two powers of two."""
     scale = (torch.arange(128, 256) / 128).bfloat16()
     codes = torch.randint(-126, 127, (128, 16), dtype=torch.int8)
     codes[:, 3] = 127
@@ -327,7 +328,8 @@ def test_int8_of_its_own_numbers():
 
 
 def test_int8_words():
-    """Scale and error side by side, as one number, also on a slice and another device's copy; None where they lie otherwise."""
+    """Scale and error that lie side by side are read as one number, also of a slice and of a copy; where they lie otherwise
+    there is None."""
     stored = Int8.quantize(mixed(24, 16).view(2, 3, 4, 16))
     for keys in (stored, Int8(stored.data[:, 1:], stored.scale[:, 1:], stored.error[:, 1:]), stored.to("cpu")):
         words = keys.words()

@@ -30,7 +30,8 @@ def starts(device, *lengths):
 @DTYPES
 @pytest.mark.parametrize("page_size", [1, 5, 16, 100])
 def test_gather_reads_what_pages_hold(device, dtype, page_size):
-    """Shuffled pages, a shared prefix, wild ids past the end, NaN in every unused slot, pools of any strides."""
+    """Keys are read from shuffled pages and a shared prefix, with wild ids past the end, NaN in every unused slot, and pools of
+    any strides."""
     p = problem((1, 1, 1, 1), (0, 17, 40, 33), dtype=dtype, shared_prefix=16).to(device)
     for interleaved in (False, True):
         kv, index_keys = paged(p, page_size, interleaved=interleaved)
@@ -128,7 +129,7 @@ def test_empty_batch(device):
 
 
 def full_cache(device):
-    """Two sequences of 5 and 8 keys (the second is full) in pages of 4."""
+    """Returns a cache of two sequences with 5 and 8 keys in pages of 4, the second of which is full."""
     page_table = table(device, [3, 0], [1, 4])
     pools = [torch.randn(6, 2, 4, 16, device=device) for _ in range(2)]
     return PagedKV(*pools, page_table, lens(device, 5, 8))

@@ -17,13 +17,13 @@ BLOCK = 32
 
 
 def rows_of(stage):
-    """The implementations that run here."""
+    """Returns the implementations that run here."""
     names = [row.name for row in stage.table if ("cpu" not in row.name or DEVICE == "cpu")]
     return [name for name in names if has_triton() or "triton" not in name]
 
 
 def made():
-    """Short and long requests, one without queries and one without keys, in half precision as the kernels want it."""
+    """Draws short and long requests, one without queries and one without keys, in half precision as the kernels want it."""
     dtype = torch.float16 if CUDA else torch.float32
     return problem((3, 40, 0, 2), (100, 40, 33, 0), kv_heads=2, group=2, head_dim=32, dtype=dtype).to(DEVICE)
 

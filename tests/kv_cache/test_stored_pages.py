@@ -44,7 +44,7 @@ pools = pytest.mark.parametrize("name", POOLS)
 
 
 def nvfp4_slots(device):
-    """Codes and scales of a row side by side, as engines store them."""
+    """Lays codes and scales of a row side by side, as engines store them."""
     slots = torch.zeros(10, HEADS, PAGE, DIM // 2 + DIM // 16, dtype=torch.uint8, device=device)
     return NVFP4(slots[..., : DIM // 2], slots[..., DIM // 2 :])
 
@@ -71,14 +71,14 @@ def keys(device, dtype=torch.float32):
 
 
 def codes(pool):
-    """Every tensor of a pool, as bytes where it is one of 8-bit floats."""
+    """Returns every tensor of a pool, as bytes where it is one of 8-bit floats."""
     tensors = [vars(pool)[name] for name in vars(pool) if isinstance(vars(pool)[name], torch.Tensor)]
     inner = codes(pool.coarse) if isinstance(pool, CertifiedKeys) else []
     return [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in tensors] + inner
 
 
 def truth(name, x, device):
-    """The same rows written directly, one by one, each where its page says."""
+    """Writes the same rows directly, one by one, each where its page says."""
     pool, lines, first = POOLS[name](device), table("cpu").tolist(), 0
     for b, n in enumerate(LENS):
         for j in range(n):

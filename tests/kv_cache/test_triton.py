@@ -140,7 +140,7 @@ def test_append_plain(dtype):
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 64, 65])
 def test_tokens_find_their_sequences(batch):
-    """Ragged counts with many zeros, among any number of sequences."""
+    """Tokens find their sequences among any number of them, where counts are ragged and many are zero."""
     generator = torch.Generator().manual_seed(batch)
     counts = torch.randint(0, 4, (batch,), generator=generator) * torch.randint(0, 2, (batch,), generator=generator)
     table = torch.randperm(batch, generator=generator).int()[:, None]

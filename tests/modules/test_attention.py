@@ -41,7 +41,7 @@ def made(config=CONFIG, **options):
 
 
 def embedded(positions, dim=24):
-    """What `Rotary` gives, in float64."""
+    """Returns what `Rotary` gives, in float64."""
     angles = positions[:, None].double() * BASE ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     return tuple(torch.cat((x, x), -1) for x in (angles.cos(), angles.sin()))
 
@@ -108,7 +108,8 @@ def test_a_batch_is_packed_sequences():
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_steps_over_a_cache_equal_one_forward(stage, config):
-    """Prefill in chunks and decode, sequences of different lengths, some of which pause, over a cache that grows."""
+    """Prefill in chunks and decode give what one forward gives, for sequences of different lengths, some of which pause, over a
+    cache that grows."""
     layer, lens, steps = made(config, stage=stage), [83, 0, 37], [(40, 0, 1), (0, 0, 33), (41, 0, 1), (1, 0, 1), (1, 0, 1)]
     hidden = tokens(sum(lens))
     cache = MSACache(1, 3, KV_HEADS, DIM, config, page_size=16, dtype=torch.float64)
@@ -319,7 +320,7 @@ dist.destroy_process_group()
 
 
 def test_the_loss_survives_sharding():
-    """FSDP2 over one process, with activation checkpointing."""
+    """The loss stays the same under FSDP2 over one process, with activation checkpointing."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", SHARDED], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 

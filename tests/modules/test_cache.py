@@ -16,7 +16,7 @@ def rows(total, heads, dim, seed):
 @pytest.mark.parametrize("kv_format", ["plain", "e4m3", "nvfp4"])
 @pytest.mark.parametrize("index_format", ["plain", "e4m3", "int8", "nvfp4", "mxfp4", "certified"])
 def test_growth_changes_nothing(kv_format, index_format):
-    """A cache that grew, against one that had room from the start."""
+    """A cache that grew gives what one gives that had room from the start."""
     options = {"page_size": 16, "kv_format": kv_format, "index_format": index_format}
     growing, roomy = (MSACache(2, 2, 2, 16, CONFIG, dense_layers=[0], **options) for _ in range(2))
     roomy.reserve(90)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""An attention layer with an index branch in plain PyTorch with whole matrices, one sequence at a time, apart from the package:
-its output, its index loss and, through autograd, the gradients of both."""
+"""This module computes an attention layer with an index branch in plain PyTorch with whole matrices, one sequence at a time,
+apart from the package: its output, its index loss and, through autograd, the gradients of both."""
 
 import torch
 
@@ -53,7 +53,7 @@ def layer(weights, config, hidden, *, heads, kv_heads, dim, rotary_dim, index_ro
 
 
 def selected(scores, sees, config):
-    """Keys of the blocks that each query selects, bool [index heads, length, length]."""
+    """Returns the keys of the blocks that each query selects, bool [index heads, length, length]."""
     size, length = config.index_block_size, scores.shape[-1]
     count = -(-length // size)
     block = torch.arange(length) // size

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Cases for ranks that are GPUs: steps in CUDA graphs, chunks of prompts, a rank that dies while a kernel waits for it."""
+"""These cases are for ranks that are GPUs: steps in CUDA graphs, chunks of prompts, a rank that dies while a kernel waits for
+it."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def agree(found, expected):
 
 
 def packed(q_lens, k_lens):
-    """q, k, v, index_q, index_k and the starts of both."""
+    """Returns q, k, v, index_q, index_k and the starts of both."""
     total_q, total_k = sum(q_lens), sum(k_lens)
     shapes = ((total_q, 4, 32), (total_k, 2, 32), (total_k, 2, 32), (total_q, 2, 32), (total_k, 1, 32))
     starts = (torch.tensor([0, *lens]).cumsum(0).int() for lens in (q_lens, k_lens))
@@ -176,7 +176,7 @@ def test_eager_calls_pass_the_operators_by(monkeypatch):
 
 
 def test_a_step_compiles():
-    """Caches, a selection and attention, for batches and lengths of several sizes, by one graph."""
+    """Caches, a selection and attention compile to one graph, for batches and lengths of several sizes."""
     step = compiled(append_and_attend, COMPILER)
     for batch, new in ((3, 5), (2, 7), (4, 9)):
         mine, theirs = caches(batch, "e4m3", "int8"), caches(batch, "e4m3", "int8")

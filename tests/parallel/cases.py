@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What runs on every rank of a group: a computation on this rank's share, compared with the same on one rank."""
+"""These cases run on every rank of a group: each computes this rank's share and compares it with the same on one rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_results(results, honest, truth, rows=slice(None)):
 
 
 def prefill(group, rank, size, lengths, order, dtype, device, sizes, options, exact):
-    """Prompts without caches: results of one rank."""
+    """Prompts without caches have the results of one rank."""
     p = problem(lengths, lengths, dtype=dtype, integer_index=exact, seed=len(lengths), **sizes).to(device)
     _, honest, truth = one_rank(p, options)
     shards = TokenShards(lengths, size, order)
@@ -130,7 +130,7 @@ def index_loss_backward(group, rank, p, shards, options):
 
 
 def empty_caches(k_lens, rank, size, page, p, formats=("plain", "plain"), seed=0):
-    """Caches of this rank for sequences that grow to `k_lens`, with pages in random order."""
+    """Returns caches of this rank for sequences that grow to `k_lens`, with pages in random order."""
     stripes = PageStripes(size, page)
     width = max((-(-stripes.held(n, rank) // page) for n in k_lens), default=0) + 1
     pages = len(k_lens) * width
@@ -141,7 +141,7 @@ def empty_caches(k_lens, rank, size, page, p, formats=("plain", "plain"), seed=0
 
 
 def spread_caches(p, rank, size, page, formats=("plain", "plain")):
-    """Caches that hold this rank's share of all keys."""
+    """Returns caches that hold this rank's share of all keys."""
     stripes, first = PageStripes(size, page), list(accumulate(p.k_lens, initial=0))
     kv, index = empty_caches(p.k_lens, rank, size, page, p, formats)
     own = [stripes.positions(0, n, rank) + first[b] for b, n in enumerate(p.k_lens)]
@@ -153,7 +153,7 @@ def spread_caches(p, rank, size, page, formats=("plain", "plain")):
 
 
 def chunked(group, rank, size, chunks, order, dtype, device, sizes, options, page, formats=("plain", "plain"), moves="keys"):
-    """Prompts that come in chunks, to caches in any format: results of one rank that has caches of these formats."""
+    """Prompts that come in chunks, to caches in any format, have the results of one rank that has caches of these formats."""
     lengths = [sum(new) for new in zip(*chunks, strict=True)]
     p = problem(lengths, lengths, dtype=dtype, seed=page, **sizes).to(device)
     kv, index = empty_caches(lengths, rank, size, page, p, formats)
@@ -179,7 +179,7 @@ def chunked(group, rank, size, chunks, order, dtype, device, sizes, options, pag
 
 
 def decode(group, rank, size, k_lens, new, dtype, device, sizes, options, page, formats=("plain", "plain"), exchange="auto"):
-    """Decode steps, of sequences that grow: the selection of one rank, bit for bit, and its results."""
+    """Decode steps of sequences that grow have the selection of one rank, bit for bit, and its results."""
     p = problem([new] * len(k_lens), k_lens, dtype=dtype, integer_index=new == 1, seed=new, **sizes).to(device)
     kv, index = spread_caches(p, rank, size, page, formats)
     whole = spread_caches(p, 0, 1, page, formats)

@@ -82,7 +82,7 @@ def test_a_group_must_be_there():
 
 
 def of_no_sequence():
-    """Tokens of no sequence, and caches for none."""
+    """Returns tokens of no sequence, and caches for none."""
     p = problem((1,), (1,), **cases.SMALL)
     return [x[:0] for x in (p.q, p.k, p.v, p.index_q, p.index_k)], cases.empty_caches((), 0, 1, 16, p)
 

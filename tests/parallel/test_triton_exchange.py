@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def mailboxes(ranks, words):
-    """One mailbox a rank, and a function that makes the counters those of launch `n`."""
+    """Returns one mailbox a rank, and a function that makes the counters those of launch `n`."""
     memory = [torch.zeros(words, dtype=torch.int64) for _ in range(ranks)]
     peers = torch.tensor([x.data_ptr() for x in memory])
     counters = [torch.full((1,), FIRST_LAUNCH) for _ in range(ranks)]
@@ -64,7 +64,7 @@ def candidates(ranks, heads, tokens, blocks, topk, visible, page_blocks, seed):
 )
 @pytest.mark.parametrize("fused", [False, True])
 def test_choose(ranks, heads, topk, init, local, page_blocks, fused):
-    """fused: whether the kernel that finds the candidates also sends them."""
+    """Every rank chooses the best of all candidates. fused: whether the kernel that finds the candidates also sends them."""
     from openmsa.block_topk import reference
 
     tokens, choice = 5, Choice(topk, init, local, page_blocks)

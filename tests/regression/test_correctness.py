@@ -114,7 +114,7 @@ def test_the_lse_is_that_of_the_denominator(device):
 @dtypes
 @pytest.mark.parametrize("seed", CHAOS_SEEDS)
 def test_chaos(seed, page_size, dtype, device):
-    """Random requests, offsets and heads; the seed tells which."""
+    """Random requests, offsets and heads, which the seed decides, give correct results."""
     draw = random.Random(seed)
     heads, count = draw.choice(CHAOS_HEADS), draw.randint(1, 5)
     k_lens = [draw.choice((0, 1, draw.randint(2, 64), draw.randint(65, 400))) for _ in range(count)]

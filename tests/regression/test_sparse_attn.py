@@ -170,7 +170,7 @@ def test_repeats_are_the_same_bits(door, device):
 @device
 @pytest.mark.parametrize("door", ["prefill", "decode", "adapter"])
 def test_selections_count_pages(door, device):
-    """Whatever their size."""
+    """A selection counts pages, whatever their size."""
     batch = random_batch((20, 1), (300, 130), (8, KV_HEADS), dim=64, device=device)
     for page_size in (16, 64, 256):
         k, v, table = batch.pages(page_size)

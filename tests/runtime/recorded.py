@@ -113,7 +113,7 @@ def nothing_is_left_behind() -> None:
 
 
 def a_recorded_launch_compiles() -> None:
-    """It needs no driver."""
+    """A recorded launch compiles without a driver."""
     with recording(80) as launches:
         x = torch.empty(64, dtype=torch.float32, device="cuda")
         launch_kernel(copy, (1,), Rows(x, None, 1), x, None, 0, 1, 0.5, False, CUT=Cut(16, False), B=1, num_warps=1)

@@ -77,7 +77,7 @@ def prepared(outcome: Any = "nothing is launched") -> Iterator[list[tuple[Prepar
 
 
 def variant(event: Launched, launch: Any) -> Variant:
-    """The variant that a launch would have, as far as its parameters go."""
+    """Returns the variant that a launch would have, as far as its parameters go."""
     places = [i for i, x in enumerate(event.arguments) if type(x).__name__ == "TensorDescriptor"]
     signature = tuple(launch.signature.values())[: len(event.arguments)]
     return Variant(event.kernel, print, 0, False, False, (4, 1, 0), (), tuple((i, None) for i in places), {}, signature)
@@ -225,7 +225,7 @@ def known_kinds_are_not_recorded_again() -> None:
 
 
 def computations_are_on_the_tape() -> None:
-    """Whatever a stage computes with PyTorch, in all the calls that are compiled, it says."""
+    """The tape says so where a stage computes with PyTorch, in each of the calls that are compiled."""
     silent: set[str] = set()
 
     def watched(run: Callable[..., Any]) -> Callable[..., Any]:

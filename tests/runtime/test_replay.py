@@ -67,7 +67,7 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    """A driver that runs nothing."""
+    """Stands for a driver that runs nothing."""
     made = Driver(("Q", "i", "q", "f", "128s", "i", "i", "q", "q", "B", "Q", "Q", "Q"))
     monkeypatch.setattr(driver_calls, "_driver", lambda: made)
     monkeypatch.setattr(driver_calls, "bytes_of_map", lambda encoded: encoded)

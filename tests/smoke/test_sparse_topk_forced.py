@@ -18,14 +18,14 @@ shape = pytest.mark.parametrize(("tiles", "total_q"), [(256, 4), (256, 32), (512
 
 
 def scores(tiles, total_q, device, heads=4):
-    """Distinct values, so that there is one right answer."""
+    """Draws distinct values, so that there is one right answer."""
     generator = torch.Generator().manual_seed(tiles + total_q)
     rows = [torch.randperm(tiles, generator=generator) for _ in range(heads * total_q)]
     return torch.stack(rows).float().view(heads, total_q, tiles).transpose(1, 2).contiguous().to(device)
 
 
 def right(values, pages, begin, end):
-    """Row by row: the forced blocks, and the best of the others, ascending."""
+    """Returns, row by row, the forced blocks and the best of the others, ascending."""
     heads, tiles, total_q = values.shape
     expected = torch.full((total_q, heads, TOPK), -1, dtype=torch.int32)
     for token in range(total_q):
@@ -60,7 +60,7 @@ def test_nothing_forced_changes_no_bit(tiles, total_q, device):
 
 @device
 def test_the_last_blocks_are_those_of_each_query(device):
-    """num_valid_pages for each token, as with requests of different lengths."""
+    """Each token's last blocks are those that its own num_valid_pages counts, as with requests of different lengths."""
     values, pages = scores(256, 8, device), [1, 2, 15, 16, 17, 40, 255, 256]
     valid = torch.tensor(pages, dtype=torch.int32, device=device)
     ids = sparse_topk_select(values, TOPK, valid, force_begin_blocks=1, force_end_blocks=1)

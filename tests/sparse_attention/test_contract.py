@@ -17,7 +17,7 @@ from tests.contract import SHAPES, combinations, one_sequence, shapes, stored, s
 
 
 def truth_and_honest(p, blocks, block_size, scale=None):
-    """(out, lse) in float64, and as honest PyTorch gives them in the dtype of the inputs."""
+    """Returns (out, lse) in float64, and as honest PyTorch gives them in the dtype of the inputs."""
     reads = oracle.reads_of_blocks(blocks, block_size)
     return oracle.attention(p, reads, scale), oracle.honest_attention(p, reads, scale)
 
@@ -69,7 +69,7 @@ def test_wild_ids_read_nothing(subject, shape):
 
 @subjects(sparse_attention, every_dtype=True)
 def test_the_order_of_ids_is_free(subject):
-    """Ascending, descending and shuffled ids, with the gaps anywhere, from views of any strides."""
+    """Ascending, descending and shuffled ids give the same, with the gaps anywhere, from views of any strides."""
     shape = SHAPES[2]
     p, blocks, truth, honest = case(shape, subject.dtype)
     wide = torch.full((*blocks.shape[:2], 2 * shape.topk), 0, dtype=torch.int32)
@@ -91,7 +91,7 @@ def test_one_selection_for_all_heads(subject):
 
 @subjects(sparse_attention)
 def test_nothing_selected(subject):
-    """A row of -1, a row whose blocks all lie ahead, a row before position 0: 0 and -inf."""
+    """A row of -1, a row whose blocks all lie ahead, and a row before position 0 give 0 and an lse of -inf."""
     p = problem((3, 3), (40, 1), dtype=subject.dtype).to(subject.device)
     blocks = torch.full((6, 2, 2), -1, dtype=torch.int32, device=subject.device)
     blocks[1], blocks[3:, :, 0] = 3, 0

@@ -10,7 +10,7 @@ from openmsa.testing.inputs import paged, problem, random_blocks
 
 
 def listed(q_lens, k_lens, topk, heads=2, block_size=16):
-    """Every visible block where there are at most topk of them, else every other one."""
+    """Returns every visible block where there are at most topk of them, else every other one."""
     rows = []
     for q_len, k_len in zip(q_lens, k_lens, strict=True):
         for token in range(k_len - q_len, k_len):

@@ -116,7 +116,7 @@ def small_calls(monkeypatch):
 
 
 def test_what_it_is_given(monkeypatch):
-    """Without a GPU: another kernel in its place finds all that it needs."""
+    """The kernel is given all that it needs: another one in its place, which needs no GPU, finds it."""
     checked, expected = case("pages", torch.float16)
     given = []
     monkeypatch.setattr(triton_prefill, "runs_hopper_kernels", lambda device: True)
@@ -145,7 +145,7 @@ def test_a_short_prefill_leaves_nothing_to_kv_outer(monkeypatch):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """A list that has the call of each launch of the kernel."""
+    """Returns a list that grows by the call of each launch of the kernel."""
     done, launch = [], gluon_sm90_attend.launch_sm90_attend
     monkeypatch.setattr(gluon_sm90_attend, "launch_sm90_attend", lambda tma, call: (done.append(call), launch(tma, call)))
     return done
@@ -210,7 +210,7 @@ def test_many_tiles_a_program(spread, launches, monkeypatch):
 @pytest.mark.gpu
 @on_hopper
 def test_graph_and_repetition():
-    """The same bits in every run, on data that changes under a CUDA graph."""
+    """Every run gives the same bits, on data that changes under a CUDA graph."""
     q, k, v, blocks, seqs = long_call((2048,), (16384,))
     graph, q_in = torch.cuda.CUDAGraph(), q.clone()
     sparse_attention(q_in, k, v, blocks, seqs)

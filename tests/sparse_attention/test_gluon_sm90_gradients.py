@@ -89,7 +89,8 @@ def case(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_against_autograd(name, dtype):
-    """Odd and empty sequences, queries before position 0 and past the keys, wild ids, empty rows, several items a block."""
+    """Gradients are those of autograd for odd and empty sequences, queries before position 0 and past the keys, wild ids, empty
+    rows, and several items a block."""
     p, blocks, reads = case(name, dtype)
     grads = gradients.inputs_and_gradients(p)
     gaps = blocks < 0
@@ -127,7 +128,8 @@ def test_scales(scale):
 @pytest.mark.gpu
 @on_hopper
 def test_it_agrees_with_triton():
-    """Thousands of queries, as many programs as a GPU runs at a time and more: the same numbers up to rounding, twice."""
+    """Both kernels give the same numbers up to rounding, and the same bits twice, on thousands of queries, where programs are
+    as many as a GPU runs at a time and more."""
     generator = torch.Generator("cuda").manual_seed(5)
     tokens, heads, group, topk = 6000, 4, 16, 16
 

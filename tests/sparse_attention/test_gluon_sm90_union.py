@@ -103,7 +103,7 @@ def test_what_it_is_given(monkeypatch):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """A list that has the call of each launch of the kernel."""
+    """Returns a list that grows by the call of each launch of the kernel."""
     done, launch = [], gluon_sm90_union.launch_sm90_union
     monkeypatch.setattr(gluon_sm90_union, "launch_sm90_union", lambda call: (done.append(call), launch(call)))
     return done
@@ -162,8 +162,8 @@ def by_head(x):
 
 
 def long_call(lengths, contexts, heads=4, group=16, dim=128, topk=16, spread=4, seed=0, store=by_head):
-    """More pairs of tiles than a GPU has multiprocessors; every 32 neighbours draw from topk + spread blocks. store: what makes
-    keys and values of float32 numbers."""
+    """Returns a call with more pairs of tiles than a GPU has multiprocessors, in which every 32 neighbours draw from topk +
+    spread blocks. store: what makes keys and values of float32 numbers."""
     device, generator = torch.device("cuda", 0), torch.Generator("cuda").manual_seed(seed)
     q = torch.randn(sum(lengths), heads * group, dim, device=device, generator=generator).bfloat16()
     k, v = (store(torch.randn(sum(contexts), heads, dim, device=device, generator=generator)) for _ in "kv")
@@ -200,7 +200,7 @@ def test_many_pairs_a_program(spread, launches, monkeypatch):
 @pytest.mark.gpu
 @on_hopper
 def test_graph_and_repetition():
-    """The same bits in every run, on data that changes under a CUDA graph."""
+    """Every run gives the same bits, on data that changes under a CUDA graph."""
     q, k, v, blocks, seqs = long_call((2048,), (16384,))
     graph, q_in = torch.cuda.CUDAGraph(), q.clone()
     sparse_attention(q_in, k, v, blocks, seqs)
@@ -234,7 +234,7 @@ def test_tiles_that_read_nothing(selected, path, launches, monkeypatch):
 @pytest.mark.gpu
 @on_hopper
 def test_few_queries_go_elsewhere(launches):
-    """Up to one that reads a block there are too few tiles for a GPU, which must walk their blocks one by one."""
+    """Where a block has one reader or fewer, tiles are too few for a GPU, which must walk their blocks one by one."""
     p = problem((20,), (9000,), kv_heads=2, group=16, head_dim=128, dtype=torch.bfloat16)
     checked, expected = stored_case(p, selection(p, 3, 4), BLOCK, "e4m3 head", torch.bfloat16, 0, torch.bfloat16)
     check(run(checked), expected)

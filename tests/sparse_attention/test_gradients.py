@@ -37,7 +37,8 @@ def case(shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @shapes
 def test_against_autograd(shape, dtype, impl):
-    """Empty and short sequences, empty rows, ids that see nothing, strided inputs, both results (one in float32)."""
+    """Gradients are right for empty and short sequences, empty rows, ids that see nothing, strided inputs and both results, one
+    of them in float32."""
     p, blocks = case(shape, dtype)
     grad_out, grad_lse = gradients.inputs_and_gradients(p)
     grad_lse = None if dtype == torch.float32 else grad_lse
@@ -90,7 +91,7 @@ def test_all_blocks_selected_is_dense():
 
 
 def test_gradcheck():
-    """Autograd's own check by finite differences, in float64."""
+    """Gradients pass autograd's own check by finite differences, in float64."""
     p = problem((5,), (37,), group=2, kv_heads=1, head_dim=16, dtype=torch.float64)
     blocks = random_blocks(p, 2, 16, 1)
     blocks[0] = torch.tensor([0, -1])  # every query reads something: the lse of the others is -inf

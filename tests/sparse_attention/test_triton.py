@@ -69,7 +69,8 @@ CASES = [  # head_dim, group, kv_heads, block_size, page_size, topk, dtype
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("head_dim", "group", "kv_heads", "block", "page", "topk", "dtype"), CASES)
 def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, path):
-    """Ragged, empty sequences, queries before position 0 and past the keys, shuffled and shared pages, wild ids, empty rows."""
+    """Results agree with the truth for ragged and empty sequences, queries before position 0 and past the keys, shuffled and
+    shared pages, wild ids, and empty rows."""
     p = problem(
         (11, 0, 3, 1),
         (2 * block + 5, 0, block, 1),
@@ -175,7 +176,7 @@ EXPANDED = {  # keys, queries, page_size, dtype: whether all keys become numbers
 
 @pytest.mark.parametrize("case", EXPANDED, ids=str)
 def test_many_readers(case, monkeypatch):
-    """64 queries a block: clustered ones that union tiles serve, and others."""
+    """Results are right where 64 queries read a block, clustered ones that union tiles serve, and others."""
     keys, queries, page_size, dtype = case
     p = problem((67, 0, 40), (70, 0, 75), kv_heads=2, group=3, head_dim=48, dtype=dtype, offsets=(3, 0, 30))
     blocks = random_blocks(p, 12, 16, 2)
@@ -283,7 +284,7 @@ def test_rows_that_nobody_reads_may_hold_nan(path):
 
 
 def test_few_queries_beside_union_tiles(monkeypatch):
-    """Tiles that stay together and others in one call."""
+    """Tiles that stay together and tiles that do not are served by one call."""
     p = problem((40, 0, 9), (1500, 0, 90), kv_heads=2, group=16, head_dim=64, dtype=EXACT)
     blocks = random_blocks(p, 8, 16, 2)
     blocks[9:17] = blocks[9]

@@ -46,8 +46,8 @@ CASES = [  # head_dim, group, kv_heads, selection heads, block_size, topk, dtype
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "chunks"])
 @pytest.mark.parametrize(("head_dim", "group", "kv_heads", "heads", "block", "topk", "dtype"), CASES)
 def test_against_autograd(head_dim, group, kv_heads, heads, block, topk, dtype, whole):
-    """Ragged, empty sequences, queries before position 0 and past the keys, wild ids, empty rows; one chunk of queries, or
-    several with more items than lists."""
+    """Gradients are those of autograd for ragged and empty sequences, queries before position 0 and past the keys, wild ids and
+    empty rows, in one chunk of queries or several with more items than lists."""
     p = problem(
         (11, 0, 3, 1),
         (2 * block + 5, 0, block, 1),

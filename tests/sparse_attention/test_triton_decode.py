@@ -61,7 +61,8 @@ CASES = [  # head_dim, group, kv_heads, block_size, page_size, topk, dtype, tile
 
 @pytest.mark.parametrize(("head_dim", "group", "kv_heads", "block", "page", "topk", "dtype", "tiles"), CASES)
 def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, tiles):
-    """Ragged, several new tokens, zero lengths, queries before position 0, shuffled and shared pages, wild ids everywhere."""
+    """Results agree with the truth for ragged lengths, several new tokens, lengths of zero, queries before position 0, shuffled
+    and shared pages, and wild ids everywhere."""
     q_lens, k_lens = (2, 1, 0, 3, 1), (2 * block + 5, 0, block, 7 * block - 1, 1)
     p = problem(
         q_lens, k_lens, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype, shared_prefix=block,
@@ -98,7 +99,7 @@ STORED = [  # format, queries, storage, page_size, head_dim, group, block_size, 
     ("name", "queries", "storage", "page", "head_dim", "group", "block", "dtype", "tiles", "apart", "together"), STORED
 )
 def test_formats_against_the_truth(name, queries, storage, page, head_dim, group, block, dtype, tiles, apart, together):
-    """Of the numbers that the bytes stand for; scales of tensors, heads, pages and groups."""
+    """Results are those of the numbers that the bytes stand for, with scales of tensors, heads, pages and groups."""
     p = problem(
         (2, 1, 0, 1), (3 * block + 5, 0, block, 1), kv_heads=2, group=group, head_dim=head_dim, dtype=dtype,
         offsets=(2 * block + 3, 0, block, 0),
@@ -210,7 +211,7 @@ def test_configuration_is_a_pure_function_of_sizes():
 
 
 def test_configuration_of_stored_rows():
-    """Warps walk apart where one holds all rows; as many splits as of plain rows, whose workspace is shared."""
+    """Warps walk apart where one holds all rows; splits are as many as of plain rows, whose workspace is shared."""
     hopper = COMPILE_TARGETS[90]
     sizes = {"num_kv_heads": 4, "group": 16, "head_dim": 128, "topk": 16, "block_size": 128, "page_size": 128}
 

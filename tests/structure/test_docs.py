@@ -44,7 +44,7 @@ def test_readme_blocks_run():
 
 
 def test_training_blocks_run():
-    """One after the other, but for those about a model that is not here."""
+    """The blocks of Python run one after the other, but for those about a model that is not here."""
     code = [block for block in blocks(ROOT / "docs/training.md") if "path/to" not in block]
     assert any("MSACache" in block for block in code)
     done = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, cwd=ROOT)
@@ -52,7 +52,7 @@ def test_training_blocks_run():
 
 
 def test_readme_shows_on_a_package_index():
-    """There only the text of README.md stands, so that images and links need whole addresses."""
+    """Images and links have whole addresses, since on a package index only the text of README.md stands."""
     text = (ROOT / "README.md").read_text()
     assert all(target.startswith("https://") for target in re.findall(r"\]\(([^)\s]+)\)", text))
     assert "https://arxiv.org/abs/2606.13392" in text

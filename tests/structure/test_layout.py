@@ -61,7 +61,8 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(tree: ast.AST, at_once: bool = False) -> set[str]:
-    """Every module that import statements of the tree name; at_once: only of those that run when the module is imported."""
+    """Returns every module that import statements of the tree name; with at_once only those that run when the module is
+    imported."""
     found = set()
     nodes = list(ast.walk(tree))
     if at_once:
@@ -188,7 +189,7 @@ def test_rooms_import_downwards(module):
 
 
 def test_no_import_runs_in_a_circle():
-    """Among imports that run when a module is imported."""
+    """No circle is among the imports that run when a module is imported."""
     ahead = {module: imports(parsed(path), at_once=True) & set(MODULES) - {module} for module, path in MODULES.items()}
     done: set[str] = set()
 
@@ -222,7 +223,7 @@ def test_packages_carry_their_types(package):
 
 @pytest.mark.parametrize(("module", "extra"), [("transformers", "demo"), ("minimax_m3", "demo"), ("hugging_face", "models")])
 def test_an_integration_says_what_it_needs(module, extra):
-    """Where its library is missing."""
+    """An integration whose library is missing says what it needs."""
     code = f"import sys; sys.modules['transformers'] = None; import openmsa.integrations.{module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert f"pip install 'openmsa[{extra}]'" in done.stderr

@@ -33,7 +33,8 @@ def test_one_wrong_element_is_found(wrong):
 
 
 def test_noise_everywhere_is_found():
-    """No element past the bound of the maximum, but all of them twice as wrong as honest ones at their worst."""
+    """Errors are refused of which no element is past the bound of the maximum, but all are twice as wrong as honest ones at
+    their worst."""
     worst = float((HONEST.double() - TRUTH).abs().max())
     comparison = compare((TRUTH + 1.9 * worst).float(), HONEST.float(), TRUTH)
     assert comparison.error <= comparison.bound
@@ -65,7 +66,7 @@ def test_equality_is_bitwise_but_for_nan():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_oracle_is_attention(causal):
-    """On one sequence: PyTorch's own attention in float64, and scores as a masked matrix."""
+    """On one sequence the oracle agrees with PyTorch's own attention in float64, and its scores with a masked matrix."""
     p = problem((9,), (9,), dtype=torch.float64)
     q, k, v = (x.transpose(0, 1)[None] for x in (p.q, p.k, p.v))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)[0].transpose(0, 1)

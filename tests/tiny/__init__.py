@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Tests of openmsa.tiny."""
+"""These are tests of openmsa.tiny."""

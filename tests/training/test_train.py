@@ -67,7 +67,8 @@ def test_a_killed_run_goes_on_bit_for_bit(whole, tmp_path):
 
 
 def test_two_processes_learn_what_one_learns(whole, tmp_path):
-    """FSDP2 over gloo: the same windows a step, so the same losses and weights, up to the order of sums."""
+    """Two processes that share a run by FSDP2 over gloo see the same windows a step, so their losses and weights are the same,
+    up to the order of sums."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([*command, "-m", "tests.training.tiny", str(tmp_path / "two")], env=environment, check=True)
@@ -102,7 +103,7 @@ def test_the_loss_falls_and_the_backbone_stays(tmp_path):
 
 @pytest.mark.parametrize("warmup", [True, False])
 def test_gradients_are_those_of_the_layers_losses_alone(warmup):
-    """What a forward differentiates layer by layer, against one graph through all index losses, in float64."""
+    """What a forward differentiates layer by layer agrees with one graph through all index losses, in float64."""
     model, branches = tiny_llama().double(), {n: b.double() for n, b in tiny_branches().items()}
     ids = windows().drawn(0, 2)
     seen = []

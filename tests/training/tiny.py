@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""A tiny random Llama whose index branches are trained; as a program it is a run that a test kills, resumes or spreads over
-processes:
+"""This module makes a tiny random Llama whose index branches are trained; as a program it is a run that a test kills, resumes
+or spreads over processes:
 
     python -m tests.training.tiny FOLDER [PAUSE]
 """
