@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -26,8 +27,9 @@ def tell_left_out(files: Sequence[Path]) -> None:
 
 
 def check_writable(option: str, file: Path) -> None:
-    """Makes the folder of `file` and sees whether the file can be written there; what it holds stays. Refuses, naming the
-    option, where it cannot."""
+    """Sees whether the file can be written, in a folder that may not be there yet. What the file holds stays, and what is made
+    for the trial goes. Refuses, naming the option, where it cannot be written."""
+    absent = [folder for folder in file.parents if not folder.exists()]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         new = not file.exists()
@@ -35,5 +37,8 @@ def check_writable(option: str, file: Path) -> None:
             pass
         if new:
             file.unlink()
+        for folder in absent:
+            with contextlib.suppress(OSError):  # Another process has put something there meanwhile.
+                folder.rmdir()
     except OSError as error:
         refuse(f"{option} must be a place that can be written, got {str(file)!r}: {error.strerror}")

@@ -11,10 +11,28 @@ import typer
 from openmsa.cli.checks import check_writable, refuse
 from openmsa.cli.models import Dtype, Model, find_device, find_model, hugging_face, load_model, load_tokenizer, quiet
 
+# What is an argument of `openmsa.integrations.hugging_face.convert`, and an option of the command.
+OPTIONS = {
+    "use initialise='random' and": "use openmsa convert --initialise random and",
+    "initialise='group_mean'": "--initialise group-mean",
+    "initialise='random'": "--initialise random",
+    "initialise must": "--initialise must",
+    "'group_mean'": "'group-mean'",
+    "dense_layers": "--dense-layers",
+    "index_topk_blocks": "--topk",
+    "index_block_size": "--block-size",
+    "index_init_blocks": "--init-blocks",
+    "index_local_blocks": "--local-blocks",
+    "index_head_dim": "--index-dim",
+}
+
 
 def convert(
     model: Model,
-    out: Annotated[Path, typer.Argument(help="The folder to write; a new or empty one.", file_okay=False, show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Argument(help="The folder to write; a new or empty one.", metavar="OUT", file_okay=False, show_default=False),
+    ],
     topk: Annotated[int, typer.Option(min=1, max=64, help="Blocks that a query reads.")] = 16,
     block_size: Annotated[int, typer.Option(min=16, max=256, help="Keys a block.")] = 128,
     init_blocks: Annotated[int, typer.Option(min=0, help="First blocks that are always read; they count among topk.")] = 0,
@@ -76,7 +94,14 @@ def to_msa(model: Any, initialise: str = "group-mean", dense_layers: list[int] |
     try:
         return hugging_face().convert(model, dense_layers=dense_layers or [], initialise=initialise, **(settings or {}))
     except (ValueError, TypeError, NotImplementedError) as error:
-        refuse(f"MODEL cannot be converted: {error}")
+        refuse(f"MODEL cannot be converted: {_in_options(str(error))}")
+
+
+def _in_options(sentence: str) -> str:
+    """Says in the command's options what `convert` says in its arguments."""
+    for argument, option in OPTIONS.items():
+        sentence = sentence.replace(argument, option)
+    return sentence
 
 
 def layer_numbers(option: str, text: str) -> list[int]:

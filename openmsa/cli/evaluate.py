@@ -76,6 +76,7 @@ def evaluate(
         raise typer.Exit(INTERRUPTED) from None
     record = {"model": model, "text": [str(path) for path in text], **record}
     if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
         (out / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         _plot(record, rows, out / "evaluation.png")
     if as_json:

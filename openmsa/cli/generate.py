@@ -17,7 +17,17 @@ import typer
 
 from openmsa.cli.checks import INTERRUPTED, refuse
 from openmsa.cli.convert import to_msa
-from openmsa.cli.models import Device, Dtype, Model, find_device, find_model, hugging_face, load_model, load_tokenizer
+from openmsa.cli.models import (
+    Device,
+    Dtype,
+    Model,
+    find_device,
+    find_model,
+    hugging_face,
+    load_model,
+    load_tokenizer,
+    make_cache,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +132,7 @@ def generate(
     if longest is not None and room > longest:
         console.print(f"Note: {room:,} tokens are more than the {longest:,} positions of the model, which may answer worse.")
     tokens = ids.shape[1] + min(max_new_tokens, AHEAD)
-    cache = hugging_face().PagedCache(loaded, tokens=tokens, kv_format=kv_format, index_format=index_format)
+    cache = make_cache(loaded, tokens, kv_format, index_format)
     report = Report(attention.value)
     interrupted = False
     try:

@@ -142,7 +142,19 @@ def load_tokenizer(source: Source) -> Any:
         with quiet():
             return AutoTokenizer.from_pretrained(**source.arguments)
     except Exception as error:
+        if not Path(source.folder).is_dir():
+            refuse(
+                f"MODEL must be a folder here or a model of the hub, got {source.folder!r}, which is neither: {_told(error)}"
+            )
         refuse(f"MODEL must come with a tokenizer: {_told(error)}")
+
+
+def make_cache(model: Any, tokens: int, kv_format: str, index_format: str) -> Any:
+    """Makes a paged cache for a converted model. Refuses where its vectors do not fit a format."""
+    try:
+        return hugging_face().PagedCache(model, tokens=tokens, kv_format=kv_format, index_format=index_format)
+    except ValueError as error:
+        refuse(f"--kv-format {kv_format} and --index-format {index_format} must fit the vectors of MODEL: {error}")
 
 
 def _told(error: Exception) -> str:

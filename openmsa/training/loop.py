@@ -84,6 +84,8 @@ class Trainer:
         )
         # The optimizer knows these parameters; a branch that is cut among processes has others while it is whole.
         self.learning = {n: list(b.parameters()) for n, b in self.by_layer.items()}
+        if world.first:
+            folder.mkdir(parents=True, exist_ok=True)
         self.log = Log(folder / "log.jsonl", world.first)
 
     def _decoder_layers(self) -> list[nn.Module]:

@@ -60,7 +60,7 @@ def _curves(
     axes.plot(at, mean, color="black", linewidth=2, label="mean of layers")
     if sparse:
         axes.axvline(sparse, color="grey", linestyle="--", linewidth=1, label="sparse stage begins")
-    if log:
+    if log and max(mean) > 0:
         axes.set_yscale("log")
     axes.set_xlabel("step")
     axes.set_ylabel(title)

@@ -12,6 +12,7 @@ import torch
 from openmsa.runtime import checks
 
 SCHEDULES = ("cosine", "constant")
+LARGEST = 1e30  # AdamW divides the learning rate by up to 1 - beta1, and the quotient is a float32.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,9 @@ class TrainSettings:
         for name, low in (("lr", 0.0), ("weight_decay", -1e-30), ("beta1", -1e-30), ("beta2", -1e-30)):
             if checks.scale(name, getattr(self, name)) <= low:
                 raise ValueError(f"{name} must be {'positive' if low == 0 else 'at least 0'}, got {getattr(self, name)}")
+        for name in ("lr", "weight_decay"):
+            if getattr(self, name) > LARGEST:
+                raise ValueError(f"{name} must be at most {LARGEST:g}, got {getattr(self, name)}")
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be less than 1, got {getattr(self, name)}")

@@ -150,11 +150,14 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
         (["convert", "TINY", "OUT", "--dense-layers", "5-3"], "--dense-layers must be numbers and ranges such as 0-2,5, got"),
         (["convert", "TINY", "OUT", "--dense-layers", "0-99999999"], "--dense-layers must be numbers and ranges"),
         (["convert", "~nobody-of-this-name/a", "OUT"], "MODEL must be a place that exists, got '~nobody-of-this-name/a'"),
-        (["convert", "TINY", "OUT", "--dense-layers", "7"], "dense_layers must name layers from 0 to 2, got 7"),
+        (["convert", "TINY", "OUT", "--dense-layers", "7"], "--dense-layers must name layers from 0 to 2, got 7"),
         (["convert", "TINY", "OUT", "--dtype", "int4"], "--dtype must be auto, float32, bfloat16 or float16, got 'int4'"),
-        (["convert", "TINY", "OUT", "--initialise", "zeros"], "initialise must be one of"),
-        (["convert", "TINY", "OUT", "--topk", "2", "--init-blocks", "2"], r"must be at most index_topk_blocks (2), got 2 + 1"),
-        (["convert", "TINY", "OUT", "--index-dim", "32"], "index_head_dim must be that of layer 0"),
+        (
+            ["convert", "TINY", "OUT", "--initialise", "zeros"],
+            "--initialise must be one of 'group-mean', 'random', got 'zeros'",
+        ),
+        (["convert", "TINY", "OUT", "--topk", "2", "--init-blocks", "2"], "must be at most --topk (2), got 2 + 1"),
+        (["convert", "TINY", "OUT", "--index-dim", "32"], "--index-dim must be that of layer 0"),
         (["convert", "CONVERTED", "OUT"], "model must have no index branches yet, got MSALlamaForCausalLM"),
         (["generate", "TINY"], "--file or --prompt must be given"),
         (["generate", "TINY", "--prompt", "a", "--device", "tpu"], "--device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
@@ -170,6 +173,10 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
             ["generate", "CONVERTED", "--prompt", "a", "--topk", "1"],
             "--topk cannot be 1: index_init_blocks + ",
         ),
+        (
+            ["generate", "CONVERTED", "--prompt", "a", "--index-format", "mxfp4"],
+            "--index-format mxfp4 must fit the vectors of MODEL: MXFP4.data.shape[-1] must be a multiple of 16 bytes, got 8",
+        ),
         (["generate", "TINY", "--file", "BINARY"], "--file must be UTF-8 text, got"),
     ],
 )
@@ -181,7 +188,17 @@ def test_refusals(arguments, message, tiny, converted, tmp_path):
     done = invoke(*(places.get(x, x) for x in arguments))
     assert done.exit_code == 2, done.output
     assert message in done.stderr.replace("\n", " ")
-    assert not (tmp_path / "out/config.json").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub(tmp_path, monkeypatch):
+    def unknown(pretrained_model_name_or_path):
+        raise OSError(f"{pretrained_model_name_or_path} is unknown")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", unknown)
+    done = invoke("convert", "modles/tiny", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "MODEL must be a folder here or a model of the hub, got 'modles/tiny', which is neither: modles" in done.stderr
 
 
 DAMAGES = [

@@ -160,6 +160,7 @@ def test_a_model_without_branches_is_evaluated_by_its_own_keys(place):
         (("--steps", "0"), "--steps must be at least 1, got 0"),
         (("--warmup-steps", "9"), "--warmup-steps must be from 0 to 4, got 9"),
         (("--lr", "0"), "--lr must be positive, got 0.0"),
+        (("--lr", "1e300"), "--lr must be at most 1e+30, got 1e+300"),
         (("--schedule", "linear"), "--schedule must be cosine or constant, got 'linear'"),
         (("--length", "1000"), "--length must be at most what the model reads (512 tokens), got 1000"),
         (("--micro-batch", "3"), "batch must be a multiple of processes x micro_batch (1 x 3), got 2"),

@@ -291,3 +291,13 @@ def test_the_report_is_drawn(tmp_path):
     for draw, name in ((loss_plot, "loss.png"), (recall_plot, "recall.png")):
         draw(records, tmp_path / name)
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_losses_of_zero_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    run = trainer(tmp_path, settings=TrainSettings(steps=1, warmup_steps=1, batch=1))
+    run.run(run.resume(), save_every=3, measure_every=1)
+    records = [r for r in read_log(tmp_path / "log.jsonl") if "loss" in r]
+    loss_plot([r | {"loss": 0.0, "by_layer": dict.fromkeys(r["by_layer"], 0.0)} for r in records], tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").exists()

@@ -59,6 +59,8 @@ def probe(model: Any) -> list[Seen]:
         model.set_attn_implementation(PROBE)
         with torch.no_grad():
             model(input_ids=ids, use_cache=False)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{error}; all layers share one attention, so none can be left out") from error
     finally:
         model.set_attn_implementation(before)
         model.train(training)
