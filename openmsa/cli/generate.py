@@ -15,19 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from openmsa.cli.caches import check_formats, make_cache
 from openmsa.cli.checks import INTERRUPTED, refuse
 from openmsa.cli.convert import to_msa
-from openmsa.cli.models import (
-    Device,
-    Dtype,
-    Model,
-    find_device,
-    find_model,
-    hugging_face,
-    load_model,
-    load_tokenizer,
-    make_cache,
-)
+from openmsa.cli.models import Device, Dtype, Model, find_device, find_model, hugging_face, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +100,7 @@ def generate(
     where, wanted = find_device(device, dtype)
     if where.type == "cuda" and dtype == "float32":
         refuse("--dtype must be bfloat16 or float16 on a GPU, whose kernels read no others, got 'float32'")
-    _check_formats(kv_format, index_format)
+    check_formats(kv_format, index_format)
     if not math.isfinite(temperature):
         refuse(f"--temperature must be finite, got {temperature}")
     text = "" if file is None else _read(file)
@@ -194,15 +185,6 @@ def _prepared(model: Any, attention: Attention, topk: int | None, block_size: in
         model = to_msa(model, "random" if attention is Attention.dense else "group-mean", settings=settings)
     set_stage(model, "dense" if attention is Attention.dense else "sparse")
     return model
-
-
-def _check_formats(kv_format: str, index_format: str) -> None:
-    from openmsa.kv_cache.rows import INDEX_FORMATS, KEY_FORMATS
-
-    pairs = (("--kv-format", kv_format, KEY_FORMATS), ("--index-format", index_format, INDEX_FORMATS))
-    for option, given, known in pairs:
-        if given not in ("plain", *known):
-            refuse(f"{option} must be plain or one of {', '.join(known)}, got {given!r}")
 
 
 def _pieces(

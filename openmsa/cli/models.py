@@ -149,14 +149,6 @@ def load_tokenizer(source: Source) -> Any:
         refuse(f"MODEL must come with a tokenizer: {_told(error)}")
 
 
-def make_cache(model: Any, tokens: int, kv_format: str, index_format: str) -> Any:
-    """Makes a paged cache for a converted model. Refuses where its vectors do not fit a format."""
-    try:
-        return hugging_face().PagedCache(model, tokens=tokens, kv_format=kv_format, index_format=index_format)
-    except ValueError as error:
-        refuse(f"--kv-format {kv_format} and --index-format {index_format} must fit the vectors of MODEL: {error}")
-
-
 def _told(error: Exception) -> str:
     """Returns an error of another library as words: its own, behind its type where they say little without."""
     return str(error) if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: {error}"

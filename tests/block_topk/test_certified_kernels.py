@@ -51,7 +51,7 @@ def paged(index_k, k_lens, page_size):
 
 
 def taken(keys, seqs):
-    """Keys, page table and lengths as launches take them: packed ones from `seqs`, those of pages from the cache."""
+    """Returns keys, page table and lengths as launches take them: of packed keys from `seqs`, of pages from the cache."""
     from openmsa.block_scores.triton_route import Lengths
 
     lengths = Lengths.of(seqs)
@@ -241,7 +241,7 @@ ROWS = (((5, 3), (300, 150), 3, 1, 64, 128, 64), ((8,), (260,), 4, 2, 32, 20, 0)
 @pytest.mark.parametrize("kind", ["random", "tied", "nan and inf"])
 @pytest.mark.parametrize("shape", SHAPES + ROWS)
 def test_keys_with_the_best_score_are_kept(shape, kind):
-    """Of every row and every block of a tile, all of them; of random keys few others."""
+    """The words keep every key that has the best score of a row and block of a tile, and of random keys few others."""
     from openmsa.primitives.rows import Tile
 
     q_lens, k_lens, heads, key_heads, dim, block_size, page_size = shape
