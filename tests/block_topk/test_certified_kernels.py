@@ -36,7 +36,7 @@ def laid_out(q_lens, k_lens):
 
 
 def paged(index_k, k_lens, page_size):
-    """Packed keys in pages in descending order, NaN where there is no key."""
+    """Puts packed keys into pages in descending order, with NaN where there is no key."""
     counts = [-(-n // page_size) for n in k_lens]
     pool = index_k.new_full((sum(counts), index_k.shape[1], page_size, index_k.shape[2]), NAN)
     table, page, start = torch.full((len(k_lens), max(counts)), -1, dtype=torch.int32), len(pool), 0
@@ -66,7 +66,7 @@ def bounds_of(index_q, coarse, seqs, block_size):
 
 
 def bounds_and_candidates(index_q, coarse, seqs, block_size):
-    """The same and the words of keys that can have the best score of a block."""
+    """Returns what `bounds_of` returns, and the words of keys that can have the best score of a block."""
     from openmsa.block_topk.triton_bounds import Words, launch_bounds
     from openmsa.primitives.rows import Tile
 
@@ -97,7 +97,7 @@ def flagged(candidates, seqs, heads, key_heads, block_size):
 
 
 def block_maxima(index_q, index_k, seqs, block_size):
-    """Scores of blocks in float64, -inf where a query sees no key."""
+    """Returns the scores of blocks in float64, -inf where a query sees no key."""
     q, k = index_q.double(), index_k.double().repeat_interleave(index_q.shape[1] // index_k.shape[1], 1)
     best = torch.full((q.shape[1], len(q), seqs.num_blocks(block_size)), -INF, dtype=torch.float64)
     for q0, q1, k0, k_len, offset in seqs.on_host():
@@ -168,7 +168,8 @@ def test_bounds_hold_and_are_close(shape, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_integers_are_exact(dtype):
-    """Keys that int8 holds and queries that 15 bits hold, so that hardly an error hides what the parts make of them."""
+    """Bounds are tight for keys that int8 holds and queries that 15 bits hold, so that hardly an error hides what the parts
+    make of them."""
     index_k = torch.randint(-127, 128, (256, 1, 128)).float()
     index_k[:, :, 0] = 127
     index_q = torch.randint(-255, 256, (3, 4, 128)).to(dtype)
@@ -181,7 +182,7 @@ def test_integers_are_exact(dtype):
 
 @pytest.mark.parametrize("page_size", [0, 16, 64])
 def test_errors_have_strides_of_their_own(page_size):
-    """As `Int8` allows: bounds are those of errors that lie as scales do, and read nothing beside them."""
+    """Bounds are those of errors that lie as scales do, which `Int8` allows, and read nothing beside them."""
     k_lens = (200, 130)
     index_k = (torch.randn(330, 2, 64) * torch.rand(330, 2, 1)).half()
     index_q = torch.randn(2, 4, 64).half()
@@ -281,7 +282,7 @@ def test_keys_with_the_best_score_are_kept(shape, kind):
 
 
 def listed(ids, counts, num_blocks):
-    """Flags [heads, total_q, num_blocks] of ascending lists of ids, whose first `counts` [total_q, heads] count."""
+    """Turns ascending lists of ids, whose first `counts` [total_q, heads] count, into flags [heads, total_q, num_blocks]."""
     ids = ids.view(*counts.shape, num_blocks).transpose(0, 1)
     held = torch.arange(num_blocks) < counts.t()[..., None]
     assert bool((ids.diff(dim=-1)[held[..., 1:]] > 0).all())
@@ -293,8 +294,8 @@ def listed(ids, counts, num_blocks):
     [*itertools.product(SHAPES, ("least", "some", "all", "one sequence")), *((shape, "some") for shape in ROWS)],
 )
 def test_open_blocks_are_rescored_and_no_others(shape, opened):
-    """Whatever is open, with a program for all of a row and with more than they are; the same whether only keys that can be a
-    block's best are read, or all. The best of them are selected."""
+    """Exactly the open blocks are rescored, by one program a row and by more programs than it has open blocks, and with the
+    same scores whether only keys that can be a block's best are read or all. The best of them are selected."""
     from openmsa.block_topk import reference
     from openmsa.block_topk import triton_certified as kernels
 
@@ -352,7 +353,7 @@ def test_open_blocks_are_rescored_and_no_others(shape, opened):
 
 @pytest.mark.parametrize("count", [0, 1, 5, 63, 64, 65, 190])
 def test_the_best_open_blocks_are_chosen(count):
-    """Few and many, with ties and with scores of -inf; forced blocks around them."""
+    """The best are chosen of few and of many open blocks, with ties and scores of -inf, and with forced blocks around them."""
     from openmsa.block_topk import reference
     from openmsa.block_topk import triton_certified as kernels
 
@@ -402,7 +403,7 @@ def test_configurations():
 
 
 def test_words_of_candidates():
-    """A byte a thread, of 16 rows two."""
+    """The words take a byte for each thread and eight rows: two bytes for 16 rows."""
     from openmsa.block_topk.triton_bounds import Words
     from openmsa.primitives.rows import Tile
 
