@@ -105,6 +105,7 @@ def installed() -> bool:
 
 def load() -> dict[str, types.ModuleType]:
     """Imports what is used of SGLang, with the hook of the plug-in applied; returns the modules by their names."""
+    importlib.import_module("transformers.models.auto.processing_auto")  # looks for packages before any has a stand-in
     from transformers.models.auto.configuration_auto import _LazyConfigMapping
 
     os.environ.setdefault("SGLANG_OPT_USE_MINIMAX_FUSED_KV_INDEX_STORE", "0")  # otherwise SGLang compiles a kernel of its own
