@@ -100,7 +100,7 @@ def opcodes_have_one_name(launches: list[Launch]) -> None:
 
 
 def the_calls_run(arch: int) -> None:
-    """They launch every kernel of which the check knows something, and each format's of the caches."""
+    """The recorded calls launch every kernel of which the check knows something, and each format of the caches."""
     labels, names, formats = set(), set(), {"write_kernel": set(), "read_kernel": set()}
     for label, call in calls(arch):
         assert label not in labels, label
