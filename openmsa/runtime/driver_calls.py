@@ -52,7 +52,7 @@ class Words:
 
 
 class Frame:
-    """How the launches of a compiled kernel lie in memory: a configuration, the numbers, a word that stays 0, and the place of
+    """Lays out launches of a compiled kernel in memory: a configuration, the numbers, a word that stays 0, and the place of
     each parameter. There is no scratch memory: its two places are those of the 0."""
 
     def __init__(self, variant: Variant) -> None:

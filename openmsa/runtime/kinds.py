@@ -31,7 +31,7 @@ Steps = list[Callable[[], None]]
 
 
 class Launched(NamedTuple):
-    """A launch as it was made. variant: the `openmsa.runtime.variants.Variant`, None where Triton chose for itself."""
+    """Records a launch as it was made. variant: the `openmsa.runtime.variants.Variant`, None where Triton chose for itself."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -40,13 +40,13 @@ class Launched(NamedTuple):
 
 
 class Zeroed(NamedTuple):
-    """Memory that was set to 0 in the order of launches."""
+    """Records that memory was set to 0, in the order of launches."""
 
     memory: Tensor
 
 
 class Computed(NamedTuple):
-    """A computation of PyTorch, by its name in a sentence."""
+    """Records a computation of PyTorch, by its name in a sentence."""
 
     what: str
 
@@ -116,7 +116,7 @@ def span(value: Tensor) -> tuple[int, int]:
 
 
 class Call(NamedTuple):
-    """A call, its kind, the addresses of its tensors and, where the kind is known, its launches."""
+    """Holds a call, its kind, the addresses of its tensors and, where the kind is known, its launches."""
 
     kind: Any
     addresses: list[int]

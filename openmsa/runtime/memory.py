@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Memory:
-    """Memory that launches write and read in between. It grows, and lives as long as this object; calls that share it follow
+    """Holds memory that launches write and read in between. It grows, and lives as long as this object; calls that share it follow
     each other. What a CUDA graph has captured the address of is kept beside larger memory, as the graph writes there again."""
 
     def __init__(self) -> None:
