@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.block_scores.triton_config import config
 from openmsa.kv_cache import PagedIndexKeys, Stored
@@ -57,6 +57,9 @@ def block_scores(
 
 EVEN_SPLITS = True
 """Splits of a launch share the keys that rows see, and not those that page tables have room for (`docs/log/engine.md`)."""
+EVEN_CUT_BLOCKS: int | None = None
+"""Splits that share what rows see are as many as for a context of at most so many blocks, so that a launch with room for a long
+one is not cut into programs of a tile or two; None: as many as for what there is room for."""
 SECTOR = 8
 """The scoring kernel writes so many scores at a time where it can."""
 
@@ -175,11 +178,15 @@ def score_kernel(
     q, keys, tma, table, bounds, scores, num_blocks, num_pages, capacity, max_keys, tiles_per_split,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr,
     PRODUCT: tl.constexpr, HOLD: tl.constexpr, FILL: tl.constexpr, COLLECT: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr, EVEN: tl.constexpr, BEHIND: tl.constexpr = False,
 ):  # fmt: skip
     """Scores blocks in a grid of (splits, row tiles, batch * key heads); late rows, which see most keys, start first. HOLD:
     rows stay in registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are
-    written eight blocks, a sector, at a time. PDL: the next kernel may be launched while this one runs. EVEN: see below."""
+    written eight blocks, a sector, at a time. PDL: the next kernel may be launched while this one runs. BEHIND: this kernel may start
+    before the one in front has ended, and waits for it first, so that the next one finds what any before this one wrote. EVEN:
+    see below."""
+    if BEHIND:
+        gdc_wait()
     if PDL:
         gdc_launch_dependents()
     ROWS: tl.constexpr = PRODUCT.rows
@@ -260,8 +267,10 @@ def launch(
     visible: Tensor | None,
     device: Device,
     pdl: bool = False,
+    behind: bool = False,
 ) -> None:
-    """Does what `launch_scores` does. pdl: the next launch waits for this one inside its kernel."""
+    """Does what `launch_scores` does. pdl: the next launch waits for this one inside its kernel. behind: with pdl, this launch
+    may start before the kernel in front has ended, and waits inside; kernels other than `score_kernel` never do."""
     view, heads = keys.view, keys.view.heads
     queries, product = query_rows(index_q, view.form.native), product_type(index_q, view)
     group = index_q.shape[1] // heads
@@ -284,7 +293,9 @@ def launch(
     programs = row_tiles * lengths.batch * heads
     collect = not chosen.swap and tile.sub == tile.parts == 1 and even
     step = SECTOR if collect else 1
-    num_splits = splits(programs, blocks, chosen.resident * device.num_sms, 1 if rows <= 64 else 8, step)
+    shares = EVEN_SPLITS and visible is not None and not chosen.lanes
+    cut_for = min(blocks, EVEN_CUT_BLOCKS) if shares and EVEN_CUT_BLOCKS else blocks
+    num_splits = splits(programs, cut_for, chosen.resident * device.num_sms, 1 if rows <= 64 else 8, step)
     blocks_a_split = ceil_div(blocks, num_splits * step) * step
     grid = (-(-blocks // blocks_a_split), row_tiles, lengths.batch * heads)
     numbers = (num_blocks, view.num_pages, view.capacity, lengths.max_seqlen_k, blocks_a_split * tile.parts)
@@ -307,8 +318,8 @@ def launch(
 
         launch_kernel(lane_kernel, grid, queries, in_words(view.rows, view.form), *others, CHUNK=chosen.lanes, **constants)
     else:
-        shared = step * tile.parts if EVEN_SPLITS and visible is not None else 0
-        constants |= {"HOLD": chosen.hold, "COLLECT": collect, "EVEN": shared}
+        constants |= {"HOLD": chosen.hold, "COLLECT": collect, "EVEN": step * tile.parts if shares else 0}
+        constants |= {"BEHIND": True, "launch_pdl": True} if behind else {}
         launch_kernel(score_kernel, grid, queries, view.rows, keys.tma, *others, **constants)
 
 

@@ -188,6 +188,31 @@ def write_forced(p_out, seen, n_init, i_local, n_free, TOPK: tl.constexpr, TOPK_
     tl.store(p_out + o_k, ids, mask=(o_k < TOPK) & ((o_k < n_init) | (after >= 0)))
 
 
+@triton.jit
+def write_selection(
+    p_row, p_out, s_b, seen, num_blocks,
+    TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, REPS: tl.constexpr, COLS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Writes the selection of a row that sees `seen` of its num_blocks blocks, whose scores lie s_b apart from p_row on."""
+    FREE: tl.constexpr = TOPK - INIT - LOCAL
+    n_init, i_local = free_range(seen, INIT, LOCAL)
+    n_free = 0
+    if FREE > 0:
+        o_r, o_c = tl.arange(0, REPS)[:, None] * COLS, tl.arange(0, COLS)[None, :]
+        p_s = p_row + (o_r + o_c).to(tl.int64) * s_b
+        m_free = o_r < i_local - o_c  # this form is one comparison with a constant each
+        if INIT > 0:
+            m_free = m_free & (o_r >= n_init - o_c)
+        if EARLY:
+            x = tl.where(m_free, tl.load(p_s, mask=o_r < num_blocks - o_c, other=float("-inf")), float("-inf"))
+        else:
+            x = tl.load(p_s, mask=m_free, other=float("-inf"))
+        words, n_free = best_of(x.to(tl.float32), REPS, COLS, FREE)
+        write_ids(p_out + n_init, words, COLS)
+    write_forced(p_out, seen, n_init, i_local, n_free, TOPK, TOPK_PAD)
+
+
 @triton.jit(do_not_specialize=["num_blocks", "s_h", "s_t"])
 def topk_kernel(
     scores,
@@ -209,7 +234,6 @@ def topk_kernel(
 ):
     """Selects blocks in a grid of (total_q * heads). Forced blocks have no score: the first ones lead the ids, the last ones
     close them. EARLY: the whole row is read, without waiting to know how many blocks it sees."""
-    FREE: tl.constexpr = TOPK - INIT - LOCAL
     i_row = tl.program_id(0)
     i_t, i_h = i_row // HEADS, i_row % HEADS
     if PDL:
@@ -218,22 +242,9 @@ def topk_kernel(
         gdc_wait()
         gdc_launch_dependents()
     seen = tl.minimum(tl.load(visible + i_t), num_blocks)
-    n_init, i_local = free_range(seen, INIT, LOCAL)
     p_out = out + i_row.to(tl.int64) * TOPK
-    n_free = 0
-    if FREE > 0:
-        o_r, o_c = tl.arange(0, REPS)[:, None] * COLS, tl.arange(0, COLS)[None, :]
-        p_s = scores + i_t.to(tl.int64) * s_t + i_h.to(tl.int64) * s_h + (o_r + o_c).to(tl.int64) * s_b
-        m_free = o_r < i_local - o_c  # this form is one comparison with a constant each
-        if INIT > 0:
-            m_free = m_free & (o_r >= n_init - o_c)
-        if EARLY:
-            x = tl.where(m_free, tl.load(p_s, mask=o_r < num_blocks - o_c, other=float("-inf")), float("-inf"))
-        else:
-            x = tl.load(p_s, mask=m_free, other=float("-inf"))
-        words, n_free = best_of(x.to(tl.float32), REPS, COLS, FREE)
-        write_ids(p_out + n_init, words, COLS)
-    write_forced(p_out, seen, n_init, i_local, n_free, TOPK, TOPK_PAD)
+    p_row = scores + i_t.to(tl.int64) * s_t + i_h.to(tl.int64) * s_h
+    write_selection(p_row, p_out, s_b, seen, num_blocks, TOPK, TOPK_PAD, INIT, LOCAL, REPS, COLS, EARLY)
 
 
 def refuse(scores: Tensor) -> str | None:

@@ -10,7 +10,7 @@ from openmsa.block_scores.triton_route import Lengths
 from openmsa.block_scores.triton_route import launch as launch_scores
 from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_topk import launch_topk
-from openmsa.decode import triton_layer
+from openmsa.decode import triton_attend, triton_layer
 from openmsa.decode.memory import PlanMemory
 from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Step
@@ -24,6 +24,11 @@ from openmsa.runtime.launch import ceil_div
 from openmsa.sparse_attention import triton_decode, triton_decode_shared
 from openmsa.sparse_attention.triton_decode import UNSERVED
 from openmsa.sparse_attention.triton_decode_walk import refuse
+
+TWO_LAUNCHES = False
+"""Attention selects its blocks itself (`openmsa.decode.triton_attend`), so that a layer of many sequences is two launches."""
+SCORES_BEHIND = False
+"""Scoring starts before the kernel in front of a layer has ended, and waits for it inside."""
 
 
 class Kernels(PlanMemory):
@@ -68,6 +73,12 @@ class Kernels(PlanMemory):
             plain = isinstance(step.q, Tensor) and isinstance(step.index_q, Tensor)
             if due and plain and self.parts.serve(Part(step, starts, sizes, Buffers(certified, self.partials))):
                 return
+        if TWO_LAUNCHES and self._attends_with_selection(step, certified is not None):
+            scores, visible = scores_of(step.index_q, step.index_keys, sizes, self.scores)
+            score(step.index_q, step.index_keys, starts, sizes, scores, visible)
+            config = self.attend["plain"][batch - 1]
+            triton_attend.launch(config, self.partials, sizes, scores, step, self.pdl)
+            return
         self.select(step.index_q, step.index_keys, step.blocks)
         form = step.kv.format if isinstance(step.q, Tensor) else "e4m3"
         shared, served = self.shared.cuts[batch - 1] if form == "plain" else None, UNSERVED
@@ -79,6 +90,13 @@ class Kernels(PlanMemory):
         triton_decode.launch(
             *(self.attend[step.kv.format][batch - 1], self.partials, step.q, step.kv, None, step.blocks, step.kv.seq_lens),
             *(sizes.new_tokens, sizes.block_size, step.softmax_scale, step.out, step.lse, self.pdl, served),
+        )
+
+    def _attends_with_selection(self, step: Step, bounded: bool) -> bool:
+        """Tells whether a launch that attends also selects. bounded: whether certified keys are read as bounds first."""
+        batch, bounds = step.kv.batch, bounded and isinstance(step.index_keys.keys, CertifiedKeys)
+        return (
+            not bounds and self.shared.cuts[batch - 1] is None and triton_attend.serves(self.attend["plain"][batch - 1], step)
         )
 
     def select(self, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, blocks: Tensor) -> None:
@@ -120,11 +138,27 @@ def select(
         bounds_first = selection(index_q, index_keys, starts, sizes, certified)
         bounds_first.run(sizes.init_blocks, sizes.local_blocks, out)
         return
+    scores, visible = scores_of(index_q, index_keys, sizes, held)
+    score(index_q, index_keys, starts, sizes, scores, visible)
+    launch_topk(
+        scores.transpose(0, 1), visible, sizes.init_blocks, sizes.local_blocks, out, pdl=devices.has_pdl(index_q.device)
+    )
+
+
+def scores_of(index_q: Tensor | E4M3, index_keys: PagedIndexKeys, sizes: Sizes, held: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns views of `held`: scores ``[total_q, index_heads, blocks]``, and int32 ``[total_q]``, the blocks that each token
+    sees."""
+    (total_q, heads, _), num_blocks = index_q.shape, ceil_div(index_keys.capacity, sizes.block_size)
     count = total_q * heads * num_blocks
-    scores = held[:count].view(total_q, heads, num_blocks).transpose(0, 1)
-    visible = held[count : count + total_q].view(torch.int32)
+    return held[:count].view(total_q, heads, num_blocks), held[count : count + total_q].view(torch.int32)
+
+
+def score(
+    index_q: Tensor | E4M3, index_keys: PagedIndexKeys, starts: Tensor, sizes: Sizes, scores: Tensor, visible: Tensor
+) -> None:
+    """Launches the scoring of a step; scores and visible are those of `scores_of`."""
     device, tile, pdl = devices.facts(index_q.device), Tile.of(sizes.block_size), devices.has_pdl(index_q.device)
     lengths = Lengths(starts, None, index_keys.seq_lens, None, sizes.new_tokens, index_keys.capacity)
     keys = KeyTiles.of_pool(index_keys.keys, index_keys.page_table, tile, device)
-    launch_scores(index_q, keys, tile, lengths, scores, visible, device, pdl=pdl)
-    launch_topk(scores, visible, sizes.init_blocks, sizes.local_blocks, out, pdl=pdl)
+    to = scores.transpose(0, 1)
+    launch_scores(index_q, keys, tile, lengths, to, visible, device, pdl=pdl, behind=pdl and SCORES_BEHIND)

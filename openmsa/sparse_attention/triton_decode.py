@@ -132,6 +132,31 @@ def store_rows(out, p_out, p_lse, b_acc, b_m, b_z, o_r, o_d, m_r, D: tl.constexp
         tl.store(p_lse + o_r * out.s_lse_head, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=m_r)
 
 
+@triton.jit
+def finish(out, partials, b_acc, b_m, b_z, i_t, i_h, i_p, i_s, o_r, o_d, m_r, SHAPE: tl.constexpr, CUT: tl.constexpr):
+    """Stores the output of token i_t and the heads o_r of KV head i_h, or the partial of split i_s, which the last of row tile
+    i_p to come merges with the others. It has all splits of a row tile in the third dimension of the grid."""
+    G: tl.constexpr = SHAPE.group
+    D: tl.constexpr = SHAPE.dim
+    p_out = out.rows + (i_t.to(tl.int64) * out.s_token + i_h * G * out.s_head)
+    p_lse = out.lse
+    if out.lse is not None:
+        p_lse = out.lse + (i_t.to(tl.int64) * out.s_lse_token + i_h * G * out.s_lse_head)
+    if CUT.splits == 1:
+        store_rows(out, p_out, p_lse, b_acc, b_m, b_z, o_r, o_d, m_r, D)
+    else:
+        o_s = (i_p * CUT.splits + i_s) * CUT.rows + tl.arange(0, CUT.rows)
+        b_part = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
+        p_part = partials.rows + o_s[:, None].to(tl.int64) * D + o_d[None, :]
+        tl.store(p_part, b_part.to(partials.rows.dtype.element_ty), mask=o_d[None, :] < D)
+        tl.store(partials.lse + o_s, b_m + tl.log2(b_z))
+        tl.debug_barrier()  # Every thread's partial is written before one thread publishes it.
+        if tl.atomic_add(partials.arrived + i_p, 1, sem="acq_rel") == CUT.splits - 1:
+            b_acc, b_m, b_z = merge(partials, i_p, tl.num_programs(2), o_d, SHAPE, CUT)
+            store_rows(out, p_out, p_lse, b_acc, b_m, b_z, o_r, o_d, m_r, D)
+            tl.store(partials.arrived + i_p, 0)
+
+
 @triton.jit(do_not_specialize=["queries", "num_pages", "capacity", "tiles"])
 def sparse_decode_kernel(
     q, k, v, blocks, table, bounds, out, partials, served, scale,
@@ -232,24 +257,8 @@ def sparse_decode_kernel(
         )
 
     # 4. The output is stored, or a partial, which the last program of the token and head merges with the others.
-    p_out = out.rows + (i_t.to(tl.int64) * out.s_token + i_h * G * out.s_head)
-    p_lse = out.lse
-    if out.lse is not None:
-        p_lse = out.lse + (i_t.to(tl.int64) * out.s_lse_token + i_h * G * out.s_lse_head)
-    if CUT.splits == 1:
-        store_rows(out, p_out, p_lse, b_acc, b_m, b_z, o_r, o_d, m_r, D)
-    else:
-        i_p = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        o_s = (i_p * CUT.splits + i_s) * CUT.rows + tl.arange(0, CUT.rows)
-        b_part = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
-        p_part = partials.rows + o_s[:, None].to(tl.int64) * D + o_d[None, :]
-        tl.store(p_part, b_part.to(partials.rows.dtype.element_ty), mask=o_d[None, :] < D)
-        tl.store(partials.lse + o_s, b_m + tl.log2(b_z))
-        tl.debug_barrier()  # Every thread's partial is written before one thread publishes it.
-        if tl.atomic_add(partials.arrived + i_p, 1, sem="acq_rel") == CUT.splits - 1:
-            b_acc, b_m, b_z = merge(partials, i_p, tl.num_programs(2), o_d, SHAPE, CUT)
-            store_rows(out, p_out, p_lse, b_acc, b_m, b_z, o_r, o_d, m_r, D)
-            tl.store(partials.arrived + i_p, 0)
+    i_p = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    finish(out, partials, b_acc, b_m, b_z, i_t, i_h, i_p, i_s, o_r, o_d, m_r, SHAPE, CUT)
 
 
 def format_id(rows: Tensor | Stored) -> int:
