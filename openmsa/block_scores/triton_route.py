@@ -182,9 +182,9 @@ def score_kernel(
 ):  # fmt: skip
     """Scores blocks in a grid of (splits, row tiles, batch * key heads); late rows, which see most keys, start first. HOLD:
     rows stay in registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are
-    written eight blocks, a sector, at a time. PDL: the next kernel may be launched while this one runs. BEHIND: this kernel may start
-    before the one in front has ended, and waits for it first, so that the next one finds what any before this one wrote. EVEN:
-    see below."""
+    written eight blocks, a sector, at a time. PDL: the next kernel may be launched while this one runs. BEHIND: this
+    kernel may start before the one in front has ended, and waits for it first, so that the next one finds what any before this
+    one wrote. EVEN: see below."""
     if BEHIND:
         gdc_wait()
     if PDL:

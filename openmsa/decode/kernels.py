@@ -128,8 +128,7 @@ def select(
     certified:  buffers with which `CertifiedKeys` are read as bounds first, for the same selection; `held` is then left alone.
     out:        int32 ``[total_q, index_heads, topk]``, contiguous, which receives the ids.
     """
-    (total_q, heads, _), num_blocks = index_q.shape, ceil_div(index_keys.capacity, sizes.block_size)
-    if total_q == 0 or num_blocks == 0:
+    if index_q.shape[0] == 0 or index_keys.capacity == 0:
         computes("the selection of queries that see nothing")
         out.fill_(-1)
         return

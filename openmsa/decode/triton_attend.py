@@ -164,7 +164,7 @@ def select_and_attend_kernel(
 
 
 def serves(config: triton_decode.Config, step: Step) -> bool:
-    """Tells whether the kernel runs this step: its queries, keys and values are plain, and tiles lie inside one block and page."""
+    """Tells whether the kernel runs this step: its queries, keys and values are plain, and tiles lie in one block and page."""
     plain = all(isinstance(x, Tensor) for x in (step.q, step.kv.k, step.kv.v))
     return plain and not config.lookup and step.index_keys.capacity > 0
 

@@ -6,12 +6,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from openmsa import DecodePlan  # noqa: E402
-from openmsa.decode import kernels, triton_attend  # noqa: E402
-from openmsa.decode import plan as decode  # noqa: E402
-from openmsa.decode.sizes import Sizes  # noqa: E402
-from openmsa.testing.compare import assert_equal  # noqa: E402
-from openmsa.testing.inputs import paged, problem  # noqa: E402
+from openmsa import DecodePlan
+from openmsa.decode import kernels, triton_attend
+from openmsa.decode import plan as decode
+from openmsa.decode.sizes import Sizes
+from openmsa.testing.compare import assert_equal
+from openmsa.testing.inputs import paged, problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [  # new_tokens, index_heads, block, page, topk, init, local, room: keys that the plan is made for
