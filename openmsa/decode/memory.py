@@ -25,6 +25,11 @@ BOUNDS_PAY = 64 << 20
 """Exact index keys beside `CertifiedKeys`, up to so many bytes, are read without bounds first, which is as fast on an H200."""
 LAYER_BLOCKS = 256
 """One launch is faster than three where a sequence has at most so many blocks, those of 32K keys."""
+STRIDED_TOKENS = 0
+"""Where a sequence may have more blocks than that, one launch serves steps of at most so many tokens all the same: its scoring
+programs share what sequences have, and its attention programs read as many scores as are visible."""
+MOST_STRIDED = 4096
+"""A program of such a launch holds a row of at most so many blocks."""
 LAYER_ROWS = 2
 """One launch is faster than three where a multiprocessor has at most so many outputs (token and head)."""
 RESIDENT = 4
@@ -138,21 +143,29 @@ def configure(batch: int, sizes: Sizes, device: devices.Device) -> Config | None
     tile = Tile.of(sizes.block_size)
     whole = tile.whole and sizes.page_size % tile.span == 0  # whether pages hold whole tiles
     outputs = batch * sizes.new_tokens * sizes.num_q_heads
-    if attend.lookup or not whole or sizes.num_blocks > LAYER_BLOCKS:
+    strided = sizes.num_blocks > LAYER_BLOCKS
+    if (
+        attend.lookup
+        or not whole
+        or (strided and (batch * sizes.new_tokens > STRIDED_TOKENS or sizes.num_blocks > MOST_STRIDED))
+    ):
         return None
     if attending > 2 * device.num_sms or outputs > LAYER_ROWS * device.num_sms:
         return None
     merge_parts = 2 if attend.tiles == 1 and outputs <= device.num_sms else 1  # Splits are many where a program has one tile.
     merging = outputs * merge_parts if attend.splits > 1 else 0
-    tiles, walks = tile.count(sizes.num_blocks), batch * sizes.index_key_heads
+    near = min(sizes.num_blocks, LAYER_BLOCKS)
+    tiles, walks = tile.count(near), batch * sizes.index_key_heads
     room = max(RESIDENT * device.num_sms - attending - merging, (1 + (attending > device.num_sms)) * device.num_sms)
     share = min(max(ceil_div(tiles * walks, room), LEAST_SHARE), tiles)
     share = ceil_div(share, tile.parts) * tile.parts
     splits = ceil_div(tiles, share)
     rows = max(16, next_power_of_two(sizes.new_tokens * sizes.index_heads // sizes.index_key_heads))
-    reps = max(next_power_of_two(sizes.num_blocks) // LANES.value, 1)
+    reps = max(next_power_of_two(near) // LANES.value, 1)
+    if strided:
+        share = ceil_div(ceil_div(tile.count(sizes.num_blocks), tile.parts), splits) * tile.parts
     stages = 1 if share == 1 else 3
-    return Config(attend, share, splits, stages, rows, reps, walks * splits, attending, merging, merge_parts)
+    return Config(attend, share, splits, stages, rows, reps, walks * splits, attending, merging, merge_parts, strided)
 
 
 def attend_config(batch: int, sizes: Sizes, device: devices.Device) -> tuple[triton_decode.Config, int]:

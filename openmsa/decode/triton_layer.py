@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from openmsa.block_topk.triton_topk import best_of, write_forced, write_ids
 from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_select import LANES, chosen_ids, load_words, no_words, select
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
@@ -107,7 +108,8 @@ class Words(NamedTuple):
 
 class Scoring(NamedTuple):
     """Says what scoring programs are compiled for. rows: (token, head) rows of a program, padded. share: tiles of a program,
-    padded."""
+    padded. ahead: tiles that `fetch_share` fetches. strided: a program's tiles lie as far apart as there are programs, so that
+    programs share what a sequence has, and not what there is room for."""
 
     heads: int
     key_heads: int
@@ -117,12 +119,16 @@ class Scoring(NamedTuple):
     tile: Tile
     rows: int
     share: int
+    ahead: int
+    strided: bool
     num_stages: int
 
 
 class Attending(NamedTuple):
-    """Says what attention and merge programs are compiled for. pages_pad: pages of a row of the page table. reps: scores of a
-    row that a thread holds. merge_parts: merge programs of a query head. Names in _pad are padded to powers of two."""
+    """Says what attention and merge programs are compiled for. pages_pad: pages of a row of the page table, or of so many keys
+    as `reps` is for. reps: scores of a row that a lane of each warp holds. far: scores of a row that a thread of the whole
+    program holds where the row sees more than those, 0 where none does; threads: threads of a program. merge_parts: merge
+    programs of a query head. Names in _pad are padded to powers of two."""
 
     heads: int
     index_heads: int
@@ -134,19 +140,34 @@ class Attending(NamedTuple):
     pages_pad: int
     splits_pad: int
     reps: int
+    far: int
+    threads: int
     merge_parts: int
 
 
 @triton.jit
-def pages_ahead(i, table, index_capacity, scoring, splits, tiles, SCORING: tl.constexpr):
-    """Loads, for `fetch_share`, the pages of the tiles of scoring program i as the table has them now; -1 stands for none."""
+def tile_of(i_split, u, splits, tiles, SCORING: tl.constexpr):
+    """Returns the u-th tile of one of the `splits` scoring programs of a sequence and key head. Where they are strided, the
+    halves of a block stay together."""
+    PARTS: tl.constexpr = SCORING.tile.parts
+    return (i_split + u // PARTS * splits) * PARTS + u % PARTS if SCORING.strided else i_split * tiles + u
+
+
+@triton.jit
+def pages_ahead(i, index, index_capacity, scoring, splits, tiles, SCORING: tl.constexpr):
+    """Loads, for `fetch_share`, the pages of the first tiles of scoring program i as the table has them now; -1 stands for
+    none."""
     TILE: tl.constexpr = SCORING.tile
-    SHARE: tl.constexpr = SCORING.share
+    AHEAD: tl.constexpr = SCORING.ahead
+    table, i_s = index.table, i // splits // SCORING.key_heads
+    end = index_capacity
+    if SCORING.strided:  # Lengths may yet change, which costs a useless fetch, or none.
+        end = tl.minimum(end, tl.load(index.seq_lens + i_s, mask=i < scoring, other=0, cache_modifier=".cg"))
     pages = ()
-    for u in tl.static_range(SHARE):
-        i_k = tile_start(i % splits * tiles + u, TILE)
-        p_page = table.ids + (i // splits // SCORING.key_heads).to(tl.int64) * table.s_sequence + i_k // SCORING.page
-        exists = (i < scoring) & (u < tiles) & (i_k < index_capacity)
+    for u in tl.static_range(AHEAD):
+        i_k = tile_start(tile_of(i % splits, u, splits, tiles, SCORING), TILE)
+        p_page = table.ids + i_s.to(tl.int64) * table.s_sequence + i_k // SCORING.page
+        exists = (i < scoring) & (u < tiles) & (i_k < end)
         pages = pages + (tl.load(p_page, mask=exists, other=-1, cache_modifier=".cg"),)  # The L1 cache would keep them.
     return pages
 
@@ -156,12 +177,12 @@ def fetch_share(i, pages, keys, index_pages, splits, tiles, SCORING: tl.constexp
     """Brings the index keys of a scoring program closer while the kernel in front still runs. It uses no value that may yet
     change: a page table that does costs a useless fetch inside the pool."""
     TILE: tl.constexpr = SCORING.tile
-    SHARE: tl.constexpr = SCORING.share
+    AHEAD: tl.constexpr = SCORING.ahead
     LINES: tl.constexpr = (SCORING.dim * keys.data.dtype.element_ty.primitive_bitwidth // 8 + 127) // 128
     i_h = i // splits % SCORING.key_heads
     o_n = tl.arange(0, TILE.tile)
-    for u in tl.static_range(SHARE):
-        i_k, i_page = tile_start(i % splits * tiles + u, TILE), pages[u]
+    for u in tl.static_range(AHEAD):
+        i_k, i_page = tile_start(tile_of(i % splits, u, splits, tiles, SCORING), TILE), pages[u]
         exists = (i_page >= 0) & (i_page < index_pages)
         p_k = keys.data + i_page.to(tl.int64) * keys.s_page + i_h.to(tl.int64) * keys.s_head
         for line in tl.static_range(LINES):
@@ -181,9 +202,8 @@ def score_share(
     q, keys, table = index.q, index.k, index.table
     # 1. The program finds its sequence, key head and tiles, and loads the pages of all its tiles and its rows.
     i_split, i_s, i_h = i % splits, i // splits // SCORING.key_heads, i // splits % SCORING.key_heads
-    first = i_split * tiles
     o_u = tl.arange(0, SCORING.share)
-    b_start = tile_start(first + o_u, TILE)
+    b_start = tile_start(tile_of(i_split, o_u, splits, tiles, SCORING), TILE)
     p_page = table.ids + i_s.to(tl.int64) * table.s_sequence + b_start // SCORING.page
     b_page = tl.load(p_page, mask=(b_start < index_capacity) & (o_u < tiles), other=-1)  # Pages need no length.
     length = tl.load(index.seq_lens + i_s)
@@ -193,14 +213,18 @@ def score_share(
     b_q = load_rows(p_q, o_r, queries, i_h * GROUP, q.s_token, q.s_head, q.s_dim, GROUP, SCORING.dim, SCORING.dim_pad)
     n_k = tl.minimum(length, index_capacity)
     i_last = tl.minimum(length - queries + o_r // GROUP, n_k - 1)  # the last key that each row sees
-    last = tl.minimum(tiles, tl.cdiv(tl.maximum(n_k, 0), TILE.block * TILE.sub) * TILE.parts - first)
+    last = tl.cdiv(tl.maximum(n_k, 0), TILE.block * TILE.sub)
+    if SCORING.strided:
+        last = tl.minimum(tiles, tl.cdiv(tl.maximum(last - i_split, 0), splits) * TILE.parts)
+    else:
+        last = tl.minimum(tiles, last * TILE.parts - i_split * tiles)
     p_w = words.scores
     p_w += ((i_s * queries + o_r // GROUP).to(tl.int64) * SCORING.heads + i_h * GROUP + o_r % GROUP) * num_blocks
     best = tl.full([SCORING.rows], float("-inf"), tl.float32)  # the maximum over the parts of a block so far
     o_d = tl.arange(0, SCORING.dim_pad)
     # 2. It walks the tiles and puts the maxima of their blocks.
     for u in tl.range(0, last, num_stages=SCORING.num_stages):
-        i_t = first + u
+        i_t = tile_of(i_split, u, splits, tiles, SCORING)
         i_k = tile_start(i_t, TILE)
         i_page = tl.sum(tl.where(o_u == u, b_page, 0), 0)
         if tma is not None:  # A page outside the pool reads as zeros.
@@ -227,6 +251,37 @@ def score_share(
 
 
 @triton.jit
+def choose(p_w, tag, low, high, num_blocks, n_blocks, ATTENDING: tl.constexpr, WAIT: tl.constexpr):
+    """Waits for the words of a row, and selects from them in each warp; returns what `select` does."""
+    REPS: tl.constexpr = ATTENDING.reps
+    b_words, missing = no_words(REPS), True
+    while missing:
+        b_words, missing = load_words(p_w, tag, low, high, num_blocks, REPS, WAIT)
+    return select(b_words, n_blocks, REPS, ATTENDING.shape.topk, ATTENDING.init_blocks, ATTENDING.local_blocks)
+
+
+@triton.jit
+def write_choice(p_w, p_ids, tag, low, high, num_blocks, n_blocks, ATTENDING: tl.constexpr, WAIT: tl.constexpr):
+    """Waits for the words of a row that sees more blocks than `choose` holds, and writes the selection; the threads of the
+    program hold the row together."""
+    SHAPE: tl.constexpr = ATTENDING.shape
+    FAR: tl.constexpr = ATTENDING.far
+    COLS: tl.constexpr = ATTENDING.threads
+    FREE: tl.constexpr = SHAPE.topk - ATTENDING.init_blocks - ATTENDING.local_blocks
+    n_free = 0
+    if FREE > 0:
+        o_b = tl.arange(0, FAR)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+        m_b = (o_b >= low) & (o_b < high)
+        b_words = look(p_w + tl.minimum(o_b, num_blocks - 1), WAIT)
+        if WAIT:
+            while any_of(absent(b_words, tag, m_b)):
+                b_words = look(p_w + tl.minimum(o_b, num_blocks - 1), WAIT)
+        flags, n_free = best_of(value_of(b_words, m_b), FAR, COLS, FREE)
+        write_ids(p_ids + low, flags, COLS)
+    write_forced(p_ids, n_blocks, low, high, n_free, SHAPE.topk, ATTENDING.topk_pad)
+
+
+@triton.jit
 def attend_share(
     i, main, index_lens, words, tag, blocks, out, scale, queries, num_blocks, num_pages, capacity, index_capacity, tiles,
     ATTENDING: tl.constexpr, WAIT: tl.constexpr,
@@ -235,6 +290,7 @@ def attend_share(
     SHAPE: tl.constexpr = ATTENDING.shape
     CUT: tl.constexpr = ATTENDING.cut
     REPS: tl.constexpr = ATTENDING.reps
+    FAR: tl.constexpr = ATTENDING.far
     INIT: tl.constexpr = ATTENDING.init_blocks
     LOCAL: tl.constexpr = ATTENDING.local_blocks
     HEADS: tl.constexpr = ATTENDING.heads
@@ -267,6 +323,8 @@ def attend_share(
     o_p = tl.arange(0, ATTENDING.pages_pad)
     b_table = tl.load(p_table + o_p * table.s_page, mask=o_p * SHAPE.page < capacity, other=-1)
     end_page = tl.max(tl.where(b_table < num_pages, b_table, -1), 0) + 1
+    if FAR > 0:
+        end_page = tl.where(n_k <= ATTENDING.pages_pad * SHAPE.page, end_page, num_pages)
     b_q = arrived(b_q, WAIT)
 
     # 3. It waits for scores, first for one word a lane, about the last to come: programs that load all words again and again
@@ -276,14 +334,23 @@ def attend_share(
         missing = True
         while missing:
             missing = any_of(absent(look(p_w + tl.minimum(o_b, num_blocks - 1), WAIT), tag, o_b < high))
-    b_words, missing = no_words(REPS), True
-    while missing:
-        b_words, missing = load_words(p_w, tag, low, high, num_blocks, REPS, WAIT)
-
     # 4. It selects, and attends to this split's tiles of the selected blocks.
-    b_rows = select(b_words, n_blocks, REPS, SHAPE.topk, INIT, LOCAL)
     b_u = i_s * CUT.tiles + tl.arange(0, CUT.tiles)
-    b_id = tl.where(b_u < SHAPE.topk * PER, chosen_ids(b_rows, b_u // PER, REPS), -1)
+    p_ids = blocks + i_row.to(tl.int64) * SHAPE.topk
+    o_k = tl.arange(0, ATTENDING.topk_pad)
+    if FAR == 0:
+        b_rows = choose(p_w, tag, low, high, num_blocks, n_blocks, ATTENDING, WAIT)
+        b_id = tl.where(b_u < SHAPE.topk * PER, chosen_ids(b_rows, b_u // PER, REPS), -1)
+    else:
+        b_ids = o_k
+        if n_blocks <= REPS * LANES:
+            b_ids = chosen_ids(choose(p_w, tag, low, high, num_blocks, n_blocks, ATTENDING, WAIT), o_k, REPS)
+        else:  # Every program of the row writes the same ids, and reads what it has written itself.
+            write_choice(p_w, p_ids, tag, low, high, num_blocks, n_blocks, ATTENDING, WAIT)
+            tl.debug_barrier()
+            b_ids = tl.load(p_ids + o_k, mask=o_k < SHAPE.topk, other=-1)
+        b_id = tl.gather(b_ids, tl.minimum(b_u // PER, ATTENDING.topk_pad - 1), 0)
+        b_id = tl.where(b_u < SHAPE.topk * PER, b_id, -1)
     b_first, b_page = first_keys(b_u, b_id, p_table, table.s_page, n_k, n_blocks, end_page, SHAPE, CUT)
     b_acc, b_m, b_z = walk(
         b_q, main.k, main.v, i_h, b_first, b_page, blocks, 1, p_table, table.s_page, i_s, tiles, 0, n_k, n_blocks, num_pages,
@@ -306,8 +373,9 @@ def attend_share(
 
     # 6. One program of a row stores the selection, and last, because nothing waits for it.
     if (i_s == 0) & (i_h < INDEX_HEADS) & (i_p % ROW_TILES == 0):
-        o_k = tl.arange(0, ATTENDING.topk_pad)
-        tl.store(blocks + i_row.to(tl.int64) * SHAPE.topk + o_k, chosen_ids(b_rows, o_k, REPS), mask=o_k < SHAPE.topk)
+        if FAR == 0:
+            b_ids = chosen_ids(b_rows, o_k, REPS)
+        tl.store(p_ids + o_k, b_ids, mask=o_k < SHAPE.topk)
 
 
 @triton.jit
@@ -374,7 +442,7 @@ def layer_kernel(
     if WAIT:
         if FETCH:  # The place in the grid is known before the ticket, and every share has a program to fetch it.
             ahead = tl.program_id(0)
-            pages = pages_ahead(ahead, index.table, index_capacity, scoring, score_splits, score_tiles, SCORING)
+            pages = pages_ahead(ahead, index, index_capacity, scoring, score_splits, score_tiles, SCORING)
         i, tag = draw(words.counter, programs)
         if PDL:  # Tickets are drawn before the next launch may start, and nothing is read before the last one has ended.
             gdc_launch_dependents()
@@ -403,7 +471,8 @@ class Config(NamedTuple):
     attend:       how attention is cut.
     score_tiles:  key tiles of a scoring program.
     rows:         (token, head) rows of a scoring program, padded.
-    reps:         scores of a row that a thread of an attention program holds.
+    reps:         scores of a row that a lane of an attention program holds.
+    strided:      scoring programs take tiles in strides, and `reps` is for the first rows of blocks alone.
     merging:      programs that merge splits, `merge_parts` for an output.
     """
 
@@ -417,6 +486,7 @@ class Config(NamedTuple):
     attending: int
     merging: int
     merge_parts: int
+    strided: bool = False
 
     @property
     def programs(self) -> int:
@@ -440,7 +510,8 @@ def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = F
     (batch, pages), page_size = table.shape, sizes.page_size
     scoring, attending = constants(config, sizes)
     tma = tma_tiles(pool, scoring.tile.tile, scoring.dim_pad) if devices.facts(pool.device).has_tma else None
-    read = batch * sizes.index_key_heads * sizes.num_blocks * sizes.block_size * sizes.index_dim * pool.element_size()
+    ahead = min(scoring.ahead * config.score_splits // scoring.tile.parts * scoring.tile.sub, sizes.num_blocks)
+    read = batch * sizes.index_key_heads * ahead * sizes.block_size * sizes.index_dim * pool.element_size()
     launch_kernel(
         layer_kernel,
         (programs,),
@@ -478,16 +549,20 @@ def launch(config: Config, sizes: Sizes, words: Words, step: Step, pdl: bool = F
 @functools.lru_cache(256)
 def constants(config: Config, sizes: Sizes) -> tuple[Scoring, Attending]:
     """Returns the constants that the kernel is compiled for."""
-    attend, group = config.attend, sizes.num_q_heads // sizes.num_kv_heads
+    attend, group, tile = config.attend, sizes.num_q_heads // sizes.num_kv_heads, Tile.of(sizes.block_size)
+    near = min(config.reps * LANES.value, sizes.num_blocks)
+    threads = 32 * attend.num_warps
     scoring = Scoring(
         heads=sizes.index_heads,
         key_heads=sizes.index_key_heads,
         dim=sizes.index_dim,
         dim_pad=next_power_of_two(sizes.index_dim),
         page=sizes.page_size,
-        tile=Tile.of(sizes.block_size),
+        tile=tile,
         rows=config.rows,
         share=next_power_of_two(config.score_tiles),
+        ahead=2 * tile.parts if config.strided else next_power_of_two(config.score_tiles),
+        strided=config.strided,
         num_stages=config.score_stages,
     )
     dim_pad = next_power_of_two(sizes.head_dim)
@@ -499,9 +574,11 @@ def constants(config: Config, sizes: Sizes) -> tuple[Scoring, Attending]:
         init_blocks=sizes.init_blocks,
         local_blocks=sizes.local_blocks,
         topk_pad=next_power_of_two(sizes.topk),
-        pages_pad=next_power_of_two(ceil_div(sizes.num_blocks * sizes.block_size, sizes.page_size)),
+        pages_pad=next_power_of_two(ceil_div(near * sizes.block_size, sizes.page_size)),
         splits_pad=next_power_of_two(attend.splits),
         reps=config.reps,
+        far=max(next_power_of_two(sizes.num_blocks) // threads, 1) if config.strided else 0,
+        threads=threads,
         merge_parts=config.merge_parts,
     )
     return scoring, attending

@@ -7,11 +7,14 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from openmsa.decode import triton_layer  # noqa: E402
+from openmsa import DecodePlan  # noqa: E402
+from openmsa.decode import memory, triton_layer  # noqa: E402
+from openmsa.decode import plan as decode  # noqa: E402
 from openmsa.decode.memory import MOST_SPLITS, configure  # noqa: E402
 from openmsa.decode.sizes import Sizes  # noqa: E402
 from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Step, Words  # noqa: E402
 from openmsa.decode.triton_select import chosen_ids, load_words, select  # noqa: E402
+from openmsa.runtime import devices  # noqa: E402
 from openmsa.runtime.devices import COMPILE_TARGETS  # noqa: E402
 from openmsa.testing.compare import assert_close, assert_equal  # noqa: E402
 from openmsa.testing.inputs import paged, problem  # noqa: E402
@@ -150,3 +153,44 @@ def test_the_choice_is_a_pure_function_of_sizes():
     assert many.attend.splits <= MOST_SPLITS
     assert configure(1, M3._replace(page_size=16), hopper) is None
     assert configure(1, M3._replace(page_size=64), hopper) is None
+
+
+STRIDED = [  # new_tokens, index_heads, block, page, topk, init, local
+    (1, 2, 32, 128, 4, 0, 1),
+    (3, 1, 64, 128, 5, 1, 2),
+    (2, 2, 256, 256, 3, 0, 1),
+    (1, 1, 128, 128, 3, 2, 1),  # every block of a selection is forced
+]
+
+
+@pytest.mark.parametrize(("tokens", "index_heads", "block", "page", "topk", "init", "local"), STRIDED)
+def test_scoring_in_strides_gives_the_same_bits(monkeypatch, tokens, index_heads, block, page, topk, init, local):
+    """Rows that each warp selects from and rows that a program selects from, ragged and empty sequences."""
+    if not CUDA:
+        monkeypatch.setattr(decode, "uses_kernels", lambda device: True)
+        monkeypatch.setattr(devices, "_INTERPRETED", COMPILE_TARGETS[90])  # whose rows fit one launch
+    lens = (41 * block + 5, 0, block - 1, 12 * block)
+    p = problem(
+        [tokens] * 4, lens, kv_heads=2, group=4, head_dim=64, index_dim=32, index_heads=index_heads, integer_index=True,
+        dtype=torch.float16, seed=block,
+    )  # fmt: skip
+    caches = [type(c)(**{name: x.to(DEVICE) for name, x in vars(c).items()}) for c in paged(p, page)]
+    for cache in caches:
+        table = torch.full((4, 64 * block // page), -1, dtype=torch.int32, device=DEVICE)
+        table[:, : cache.page_table.shape[1]] = cache.page_table
+        cache.page_table = table
+    found = []
+    for most, near in ((0, 256), (12, 32)):
+        monkeypatch.setattr(memory, "STRIDED_TOKENS", most)
+        monkeypatch.setattr(memory, "LAYER_BLOCKS", near)
+        plan = DecodePlan(
+            max_batch=4, num_q_heads=8, num_kv_heads=2, head_dim=64, page_size=page, max_pages=64 * block // page,
+            new_tokens=tokens, index_heads=index_heads, index_dim=32, topk=topk, block_size=block, init_blocks=init,
+            local_blocks=local, certified_keys=False, dtype=torch.float16, device=DEVICE,
+        )  # fmt: skip
+        assert plan._kernels.one_launch[3].strided == (most > 0)
+        out = torch.full_like(p.q, torch.nan, device=DEVICE)
+        plan.run(p.q.to(DEVICE), caches[0], p.index_q.to(DEVICE), caches[1], out=out)
+        found.append((plan.blocks.cpu().clone(), out.cpu(), plan.lse.cpu().clone()))
+    for name, one, other in zip(("blocks", "out", "lse"), *found, strict=True):
+        assert_equal(name, one, other)
