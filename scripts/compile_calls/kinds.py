@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
 import fmha_sm100
 import openmsa
 from fmha_sm100 import sparse
+from openmsa.decode import kernels as decode_kernels
+from openmsa.decode import memory
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import triton_backward as dense_backward
 from openmsa.index_loss import STAGE as LOSS
@@ -199,7 +202,7 @@ class IndexLoss(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Runs a step of a `DecodePlan`."""
+    """Runs a step of a `DecodePlan`. way: "two" and "strided" for launches that are off by default."""
 
     batch: int
     keys: int
@@ -217,8 +220,14 @@ class Plan(NamedTuple):
     topk: int = 16
     init: int = 0
     local: int = 1
+    way: str = ""
 
     def run(self) -> Any:
+        switches = mock.patch.multiple(decode_kernels, TWO_LAUNCHES=self.way == "two", SCORES_BEHIND=self.way == "two")
+        with switches, mock.patch.object(memory, "STRIDED_TOKENS", 16 * (self.way == "strided")):
+            return self.step()
+
+    def step(self) -> Any:
         q_heads, kv_heads = self.heads
         dtype = DTYPES[next(kind for kind in (self.q, self.k, self.index_q, self.index_k, "bf16") if kind in DTYPES)]
         plan = openmsa.DecodePlan(
