@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A plan's kernels run a layer of a step: in one launch for few sequences, and in three to ten for many."""
+"""A plan's kernels run a layer of a step: in one launch for few sequences, and in two to ten for many."""
 
 from __future__ import annotations
 
@@ -24,11 +24,6 @@ from openmsa.runtime.launch import ceil_div
 from openmsa.sparse_attention import triton_decode, triton_decode_shared
 from openmsa.sparse_attention.triton_decode import UNSERVED
 from openmsa.sparse_attention.triton_decode_walk import refuse
-
-TWO_LAUNCHES = False
-"""Attention selects its blocks itself (`openmsa.decode.triton_attend`), so that a layer of many sequences is two launches."""
-SCORES_BEHIND = False
-"""Scoring starts before the kernel in front of a layer has ended, and waits for it inside."""
 
 
 class Kernels(PlanMemory):
@@ -55,7 +50,8 @@ class Kernels(PlanMemory):
         """Runs one layer; the arguments are taken as checked."""
         config, keys = self.one_launch[kv.batch - 1], index_keys.keys
         plain = isinstance(q, Tensor) and isinstance(kv.k, Tensor) and isinstance(index_q, Tensor)
-        if config is None or self.words is None or not (plain and isinstance(keys, (Tensor, CertifiedKeys))):
+        served = Tensor if config is not None and config.strided else (Tensor, CertifiedKeys)
+        if config is None or self.words is None or not (plain and isinstance(keys, served)):
             self._stages(Step(q, kv, index_q, index_keys, softmax_scale, blocks, out, lse))
             return
         exact = exact_keys(index_keys) if isinstance(keys, CertifiedKeys) else index_keys
@@ -73,10 +69,10 @@ class Kernels(PlanMemory):
             plain = isinstance(step.q, Tensor) and isinstance(step.index_q, Tensor)
             if due and plain and self.parts.serve(Part(step, starts, sizes, Buffers(certified, self.partials))):
                 return
-        if TWO_LAUNCHES and self._attends_with_selection(step, certified is not None):
+        config, bounds = self.attend["plain"][batch - 1], certified is not None and step.index_keys.format == "certified"
+        if not bounds and self.shared.cuts[batch - 1] is None and triton_attend.serves(config, sizes, step):
             scores, visible = scores_of(step.index_q, step.index_keys, sizes, self.scores)
-            score(step.index_q, step.index_keys, starts, sizes, scores, visible)
-            config = self.attend["plain"][batch - 1]
+            score(step.index_q, step.index_keys, starts, sizes, scores, visible, behind=self.pdl)
             triton_attend.launch(config, self.partials, sizes, scores, step, self.pdl)
             return
         self.select(step.index_q, step.index_keys, step.blocks)
@@ -90,13 +86,6 @@ class Kernels(PlanMemory):
         triton_decode.launch(
             *(self.attend[step.kv.format][batch - 1], self.partials, step.q, step.kv, None, step.blocks, step.kv.seq_lens),
             *(sizes.new_tokens, sizes.block_size, step.softmax_scale, step.out, step.lse, self.pdl, served),
-        )
-
-    def _attends_with_selection(self, step: Step, bounded: bool) -> bool:
-        """Tells whether a launch that attends also selects. bounded: whether certified keys are read as bounds first."""
-        batch, bounds = step.kv.batch, bounded and isinstance(step.index_keys.keys, CertifiedKeys)
-        return (
-            not bounds and self.shared.cuts[batch - 1] is None and triton_attend.serves(self.attend["plain"][batch - 1], step)
         )
 
     def select(self, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, blocks: Tensor) -> None:
@@ -153,11 +142,17 @@ def scores_of(index_q: Tensor | E4M3, index_keys: PagedIndexKeys, sizes: Sizes, 
 
 
 def score(
-    index_q: Tensor | E4M3, index_keys: PagedIndexKeys, starts: Tensor, sizes: Sizes, scores: Tensor, visible: Tensor
+    index_q: Tensor | E4M3,
+    index_keys: PagedIndexKeys,
+    starts: Tensor,
+    sizes: Sizes,
+    scores: Tensor,
+    visible: Tensor,
+    behind: bool = False,
 ) -> None:
-    """Launches the scoring of a step; scores and visible are those of `scores_of`."""
+    """Launches the scoring of a step; scores and visible are those of `scores_of`. behind: as in `launch_scores`."""
     device, tile, pdl = devices.facts(index_q.device), Tile.of(sizes.block_size), devices.has_pdl(index_q.device)
     lengths = Lengths(starts, None, index_keys.seq_lens, None, sizes.new_tokens, index_keys.capacity)
     keys = KeyTiles.of_pool(index_keys.keys, index_keys.page_table, tile, device)
     to = scores.transpose(0, 1)
-    launch_scores(index_q, keys, tile, lengths, to, visible, device, pdl=pdl, behind=pdl and SCORES_BEHIND)
+    launch_scores(index_q, keys, tile, lengths, to, visible, device, pdl=pdl, behind=behind)

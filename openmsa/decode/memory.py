@@ -25,11 +25,12 @@ BOUNDS_PAY = 64 << 20
 """Exact index keys beside `CertifiedKeys`, up to so many bytes, are read without bounds first, which is as fast on an H200."""
 LAYER_BLOCKS = 256
 """One launch is faster than three where a sequence has at most so many blocks, those of 32K keys."""
-STRIDED_TOKENS = 0
+STRIDED_TOKENS = 1
 """Where a sequence may have more blocks than that, one launch serves steps of at most so many tokens all the same: its scoring
-programs share what sequences have, and its attention programs read as many scores as are visible."""
-MOST_STRIDED = 4096
-"""A program of such a launch holds a row of at most so many blocks."""
+programs share what sequences have, and its attention programs read as many scores as are visible. Two launches serve eight
+sequences as fast or faster."""
+MOST_STRIDED = 2048
+"""Such a launch serves at most so many blocks. A thread of four warps could hold the scores of 4,096."""
 LAYER_ROWS = 2
 """One launch is faster than three where a multiprocessor has at most so many outputs (token and head)."""
 RESIDENT = 4
@@ -138,7 +139,7 @@ def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> trito
 
 
 def configure(batch: int, sizes: Sizes, device: devices.Device) -> Config | None:
-    """Chooses how one launch serves `batch` sequences, or None where three launches do; it is a pure function."""
+    """Chooses how one launch serves `batch` sequences, or None where several launches do; it is a pure function."""
     attend, attending = attend_config(batch, sizes, device)
     tile = Tile.of(sizes.block_size)
     whole = tile.whole and sizes.page_size % tile.span == 0  # whether pages hold whole tiles

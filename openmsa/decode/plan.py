@@ -34,8 +34,8 @@ class DecodePlan:
                       for bounds and parts.
     dtype:            dtype of outputs, and of plain queries and caches: float16 or bfloat16 on a GPU, any float on a CPU.
                       Queries may also be `E4M3`, and caches may be in any of their formats, which a run may change.
-    device:           a CUDA device, which runs Triton kernels, one launch a run for few sequences, three for many; or a CPU,
-                      which runs the stages `select_blocks` and `sparse_attention` with their own memory.
+    device:           a CUDA device, which runs Triton kernels, one launch a run for few sequences, two or more for many; or a
+                      CPU, which runs the stages `select_blocks` and `sparse_attention` with their own memory.
 
     `CertifiedKeys` with exact keys of `dtype` give the selection of these, bit for bit: int8 keys are read first, then those
     exact keys of open blocks that can be the best (five launches). Exact keys alone are read where that is as fast: where those

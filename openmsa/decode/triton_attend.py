@@ -34,6 +34,8 @@ from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, walk
 
 NEAR = 256
 """Each warp of a program holds so many scores of a row, those of 32K keys in blocks of 128."""
+MOST_BLOCKS = 2048
+"""So many blocks a sequence, those of 256K keys, were measured. A thread of four warps could hold the scores of 4,096."""
 MOST_PAGES = 1024
 """A program loads so many entries of a row of the page table before it waits."""
 
@@ -163,10 +165,11 @@ def select_and_attend_kernel(
     finish(out, partials, b_acc, b_m, b_z, i_t, i_h, i_p, i_s, o_r, o_d, m_r, SHAPE, CUT)
 
 
-def serves(config: triton_decode.Config, step: Step) -> bool:
-    """Tells whether the kernel runs this step: its queries, keys and values are plain, and tiles lie in one block and page."""
+def serves(config: triton_decode.Config, sizes: Sizes, step: Step) -> bool:
+    """Tells whether the kernel runs this step: its queries, keys and values are plain, tiles lie in one block and page, and a
+    program holds a row of scores."""
     plain = all(isinstance(x, Tensor) for x in (step.q, step.kv.k, step.kv.v))
-    return plain and not config.lookup and step.index_keys.capacity > 0
+    return plain and not config.lookup and sizes.num_blocks <= MOST_BLOCKS and step.index_keys.capacity > 0
 
 
 def launch(

@@ -159,11 +159,12 @@ CALLS: tuple[Any, ...] = (
     Plan(4, 8192, *("fp16",) * 4),
     Plan(1, 32768, new=2, init=1),
     Plan(1, 25600, *("fp16",) * 4, heads=(12, 2), index_heads=1, dim=64, index_dim=64, block=256, page=256, topk=8),
-    *(Plan(batch, LONG, heads=heads, way="strided") for batch, heads in ((1, HEADS[16]), (8, (16, 1)))),
-    Plan(1, 25600, *("fp16",) * 4, heads=(12, 2), init=1, dim=64, index_dim=64, block=64, topk=8, way="strided"),
+    Plan(1, LONG),
+    Plan(8, LONG, heads=(16, 1), strided=8),
+    Plan(1, 25600, *("fp16",) * 4, heads=(12, 2), init=1, dim=64, index_dim=64, block=64, topk=8),
     # These are decode steps of two launches.
-    *(Plan(batch, LONG, heads=heads, way="two") for batch, heads in ((1, (16, 1)), (32, (16, 1)), (128, (32, 4)))),
-    Plan(32, 8192, *("fp16",) * 4, heads=(12, 2), index_heads=1, dim=64, index_dim=64, block=64, page=32, init=1, way="two"),
+    *(Plan(batch, LONG, heads=heads) for batch, heads in ((8, (16, 1)), (32, (16, 1)), (128, HEADS[8]))),
+    Plan(32, 8192, *("fp16",) * 4, heads=(12, 2), index_heads=1, dim=64, index_dim=64, block=64, page=32, init=1),
     # These are decode steps of several launches: plain keys, certified ones (the first in two parts), formats.
     Plan(32, 32768),
     Plan(128, 32768),

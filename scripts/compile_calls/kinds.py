@@ -11,7 +11,6 @@ import torch
 import fmha_sm100
 import openmsa
 from fmha_sm100 import sparse
-from openmsa.decode import kernels as decode_kernels
 from openmsa.decode import memory
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import triton_backward as dense_backward
@@ -202,7 +201,7 @@ class IndexLoss(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Runs a step of a `DecodePlan`. way: "two" and "strided" for launches that are off by default."""
+    """Runs a step of a `DecodePlan`. strided: most tokens of one launch whose scoring programs take tiles in strides."""
 
     batch: int
     keys: int
@@ -220,11 +219,10 @@ class Plan(NamedTuple):
     topk: int = 16
     init: int = 0
     local: int = 1
-    way: str = ""
+    strided: int = memory.STRIDED_TOKENS
 
     def run(self) -> Any:
-        switches = mock.patch.multiple(decode_kernels, TWO_LAUNCHES=self.way == "two", SCORES_BEHIND=self.way == "two")
-        with switches, mock.patch.object(memory, "STRIDED_TOKENS", 16 * (self.way == "strided")):
+        with mock.patch.object(memory, "STRIDED_TOKENS", self.strided):
             return self.step()
 
     def step(self) -> Any:

@@ -148,7 +148,12 @@ def test_the_choice_is_a_pure_function_of_sizes():
     assert (two.scoring, two.attending, two.merging, two.attend.keys, two.attend.tiles) == (256, 256, 256, 64, 1)
     assert (four.scoring, four.attending, four.merging, four.attend.keys, four.attend.tiles) == (128, 128, 256, 128, 2)
     assert [configure(b, M3, hopper) is not None for b in (1, 2, 4, 8, 32)] == [True, True, True, False, False]
-    assert configure(1, M3._replace(num_blocks=512), hopper) is None
+    room = configure(1, M3._replace(num_blocks=2048), hopper)
+    assert room.strided
+    assert not one.strided
+    assert (room.score_splits, room.score_tiles, room.reps) == (128, 16, one.reps)
+    assert configure(2, M3._replace(num_blocks=2048), hopper) is None
+    assert configure(1, M3._replace(num_blocks=2049), hopper) is None
     many = configure(1, M3._replace(topk=64, num_q_heads=16, num_kv_heads=1), hopper)
     assert many.attend.splits <= MOST_SPLITS
     assert configure(1, M3._replace(page_size=16), hopper) is None
