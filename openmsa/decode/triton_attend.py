@@ -24,9 +24,9 @@ from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_layer import Step
 from openmsa.decode.triton_select import LANES, chosen_ids, select
 from openmsa.kv_cache import PagedIndexKeys
-from openmsa.primitives.operands import KeyRows, Output, PageTable, QueryRows
+from openmsa.primitives.operands import PageTable
+from openmsa.primitives.rows import fetch_pages, key_rows, output_rows, query_rows
 from openmsa.primitives.softmax import UNSPLIT, Partials
-from openmsa.primitives.tiles import fetch_pages
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention import triton_decode
 from openmsa.sparse_attention.triton_decode import finish, padded_dim, row_tiles
@@ -186,13 +186,13 @@ def launch(
     launch_kernel(
         select_and_attend_kernel,
         (q.shape[0], sizes.num_kv_heads * row_tiles(group, sizes.head_dim)[1], config.splits),
-        QueryRows(q, q.stride(0), q.stride(1), q.stride(2)),
-        KeyRows.of(kv.k),
-        KeyRows.of(kv.v),
+        query_rows(q, True),
+        key_rows(kv.k),
+        key_rows(kv.v),
         Rows(scores, blocks, index_keys.seq_lens),
         PageTable(kv.page_table, *kv.page_table.stride()),
         kv.seq_lens,
-        Output.of(out, lse),
+        output_rows(out, lse),
         partials if config.splits > 1 else UNSPLIT,
         softmax_scale,
         *(sizes.new_tokens, row_blocks(index_keys, sizes), index_keys.capacity),
