@@ -19,17 +19,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from openmsa.block_topk.triton_ids import LANES, chosen_ids, select
 from openmsa.block_topk.triton_topk import write_selection
 from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_layer import Step
-from openmsa.decode.triton_select import LANES, chosen_ids, select
 from openmsa.kv_cache import PagedIndexKeys
 from openmsa.primitives.operands import PageTable
 from openmsa.primitives.rows import fetch_pages, key_rows, output_rows, query_rows
 from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention import triton_decode
-from openmsa.sparse_attention.triton_decode import finish, padded_dim, row_tiles
+from openmsa.sparse_attention.triton_decode_finish import finish, padded_dim, row_tiles
 from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, walk
 
 NEAR = 256

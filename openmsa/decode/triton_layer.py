@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from openmsa.block_topk.triton_ids import LANES, chosen_ids, load_words, no_words, score_of, select
 from openmsa.block_topk.triton_topk import best_of, write_forced, write_ids
 from openmsa.decode.sizes import Sizes
-from openmsa.decode.triton_select import LANES, chosen_ids, load_words, no_words, select
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.primitives.operands import KeyRows, PageTable, QueryRows
 from openmsa.primitives.rows import (
@@ -39,11 +39,11 @@ from openmsa.primitives.rows import (
     tile_start,
     tma_tiles,
 )
-from openmsa.primitives.waiting import absent, any_of, arrived, draw, look, put, put_pairs, value_of
+from openmsa.primitives.waiting import absent, any_of, arrived, draw, look, put, put_pairs
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention import triton_decode
-from openmsa.sparse_attention.triton_decode import store_rows
+from openmsa.sparse_attention.triton_decode_finish import store_rows
 from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, walk
 
 EVERY, SCORE, ATTEND, MERGE = (tl.constexpr(i) for i in range(4))  # These are the kinds of programs in a launch.
@@ -276,7 +276,7 @@ def write_choice(p_w, p_ids, tag, low, high, num_blocks, n_blocks, ATTENDING: tl
         if WAIT:
             while any_of(absent(b_words, tag, m_b)):
                 b_words = look(p_w + tl.minimum(o_b, num_blocks - 1), WAIT)
-        flags, n_free = best_of(value_of(b_words, m_b), FAR, COLS, FREE)
+        flags, n_free = best_of(score_of(b_words, m_b), FAR, COLS, FREE)
         write_ids(p_ids + low, flags, COLS)
     write_forced(p_ids, n_blocks, low, high, n_free, SHAPE.topk, ATTENDING.topk_pad)
 
@@ -398,7 +398,7 @@ def merge_share(i, words, tag, out, ATTENDING: tl.constexpr, WAIT: tl.constexpr)
         while any_of(absent(b_heads, tag, m_s)):
             b_heads = look(p_lse, WAIT)
     b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)  # [SPLITS_PAD, WIDTH]
-    b_lse = value_of(b_heads, m_s)  # What needs no partials is computed while they are on their way.
+    b_lse = score_of(b_heads, m_s)  # What needs no partials is computed while they are on their way.
     b_m = tl.max(b_lse, 0)
     b_w = tl.exp2(b_lse - tl.where(b_m == float("-inf"), 0.0, b_m))
     b_z = tl.sum(b_w, 0)

@@ -107,12 +107,6 @@ def any_of(bits):
 
 
 @triton.jit
-def value_of(word, mask):
-    """Returns the float32 values of words, and -inf outside the mask."""
-    return tl.where(mask, word.to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))
-
-
-@triton.jit
 def arrived(x, WAIT: tl.constexpr):
     """Returns x, 16-bit values, and keeps their loads in front of this point, so that they do not move behind a wait that
     follows."""

@@ -8,8 +8,9 @@ from torch import Tensor
 
 
 class Memory:
-    """Holds memory that launches write and read in between. It grows, and lives as long as this object; calls that share it follow
-    each other. What a CUDA graph has captured the address of is kept beside larger memory, as the graph writes there again."""
+    """Holds memory that launches write and read in between. It grows, and lives as long as this object; calls that share it
+    follow each other. What a CUDA graph has captured the address of is kept beside larger memory, as the graph writes there
+    again."""
 
     def __init__(self) -> None:
         self._held: Tensor | None = None

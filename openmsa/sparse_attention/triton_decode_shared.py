@@ -29,7 +29,8 @@ from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
-from openmsa.sparse_attention.triton_decode import Served, merge
+from openmsa.sparse_attention.triton_decode import Served
+from openmsa.sparse_attention.triton_decode_finish import merge
 from openmsa.sparse_attention.triton_decode_walk import Shape, pick
 
 MAX_ROWS = 128
