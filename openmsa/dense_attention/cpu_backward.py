@@ -10,7 +10,7 @@ from openmsa.primitives.tile_gradients import RowGradients, tile_gradients
 from openmsa.types import Layout, wide_dtype
 
 TILE_ROWS = 2048  # (query, head) rows of a tile
-TILE_KEYS = 512
+TILE_KEYS = 512  # keys of a tile of so many rows; fewer rows have more
 
 
 def dense_attention_backward(
@@ -48,12 +48,13 @@ def dense_attention_backward(
                 own = (slice(first, last), slice(head * group, (head + 1) * group))
                 of_lse = None if grad_lse is None else grad_lse[own]
                 rows = RowGradients.of(q[own], out[own], lse[own], grad_out[own], of_lse, softmax_scale, dtype)
-                sums = torch.zeros_like(rows.q)
-                for start in range(0, int(last_key[-1]) + 1, TILE_KEYS):
-                    stop = min(start + TILE_KEYS, int(last_key[-1]) + 1)
+                sums, keys = torch.zeros_like(rows.q), int(last_key[-1]) + 1
+                tile = max(TILE_KEYS, TILE_ROWS * TILE_KEYS // len(sums))
+                for start in range(0, keys, tile):
+                    stop = min(start + tile, keys)
                     here = (slice(k0 + start, k0 + stop), head)
                     hidden = torch.arange(start, stop) > last_key[:, None] if int(last_key[0]) < stop - 1 else None
-                    to_q, to_k, to_v = tile_gradients(rows, k[here].to(dtype), v[here].to(dtype), hidden)
+                    to_q, to_k, to_v = tile_gradients(rows, k[here].to(dtype), v[here].to(dtype), hidden, keys <= tile)
                     sums += to_q
                     dk[here] += to_k
                     dv[here] += to_v

@@ -63,22 +63,39 @@ def sparse_attention(
         _attend(q, k, v, blocks, seqs, block_size, softmax_scale, out, lse)
         return (out, lse) if return_lse else out
     for rows, whole in _runs(blocks, seqs, block_size):
-        part = seqs if rows == slice(0, q.shape[0]) else seqs.query_chunk(rows.start, rows.stop)
         if whole:
             results = (True, True, False, out[rows], lse[rows])
+            part = _part(seqs, rows, q.shape[0])
             DENSE.run("cpu", DenseCall(q[rows], k, v, part, True, softmax_scale, block_size, *results))
-        if not whole or not bool(out[rows].isfinite().all()):  # Dense attention lets in NaN and inf of values behind a query.
-            _attend(q[rows], k, v, blocks[rows], part, block_size, softmax_scale, out[rows], lse[rows])
+        for some in _not_finite(out, rows, part) if whole else [rows]:
+            part = _part(seqs, some, q.shape[0])
+            _attend(q[some], k, v, blocks[some], part, block_size, softmax_scale, out[some], lse[some])
     return (out, lse) if return_lse else out
 
 
+def _part(seqs: Layout, rows: slice, total_q: int) -> Layout:
+    """Returns the layout of some of the packed queries."""
+    return seqs if rows == slice(0, total_q) else seqs.query_chunk(rows.start, rows.stop)
+
+
+def _not_finite(out: Tensor, rows: slice, part: Layout) -> list[slice]:
+    """Returns the rows of each sequence that has a NaN or inf among its results. Dense attention lets in such values of keys
+    behind a query."""
+    if bool(out[rows].isfinite().all()):
+        return []
+    of_sequences = [slice(rows.start + q0, rows.start + q1) for q0, q1 in pairwise(part.cu_seqlens_q.tolist())]
+    return [own for own in of_sequences if not bool(out[own].isfinite().all())]
+
+
 def _runs(blocks: Tensor, seqs: Layout, block_size: int) -> list[tuple[slice, bool]]:
-    """Cuts the packed queries into runs: those that read every block they see, listed in order, and the others."""
+    """Cuts the packed queries into runs: those that read every block they see, listed in order, and the others. What a query
+    belongs to depends on its own sequence alone, so that the order of sequences changes no result."""
     total_q, _, topk = blocks.shape
     visible = seqs.visible_blocks(total_q, block_size)[:, None]
     slot = torch.arange(topk, dtype=torch.int32)
     whole = (blocks == torch.where(slot < visible, slot, -1)[:, None]).flatten(1).all(1) & (visible[:, 0] <= topk)
-    edges = [0, *((whole[1:] != whole[:-1]).nonzero().flatten() + 1).tolist(), total_q]
+    changes = (whole[1:] != whole[:-1]).nonzero().flatten() + 1
+    edges = sorted({0, total_q, *changes.tolist(), *seqs.cu_seqlens_q.tolist()})
     runs: list[tuple[slice, bool]] = []
     for start, stop in pairwise(edges):
         dense = stop - start > FEW_QUERIES and bool(whole[start])

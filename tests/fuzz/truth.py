@@ -39,7 +39,8 @@ def attention(p, dtype, blocks=None, block_size=128, scale=None, causal=True, fa
 
     factors:  `Codes` "q" and "k" where both are E4M3 and multiplied as they are.
     form:     how weights are rounded: "normalised", as ``softmax`` gives them; "raw", before they are divided by their sum, as
-              kernels that walk the keys have them; "e4m3", raw ones to E4M3.
+              kernels that walk the keys have them, and with the heads of a group as rows of one product, as these have, too:
+              libraries add up products of few rows in another order than those of many; "e4m3", raw ones to E4M3.
     """
     wide, scale = torch.promote_types(dtype, torch.float32), p.q.shape[2] ** -0.5 if scale is None else scale
     group = p.q.shape[1] // p.k.shape[1]
@@ -49,7 +50,7 @@ def attention(p, dtype, blocks=None, block_size=128, scale=None, causal=True, fa
         seen = sees(p, b, blocks, block_size, causal)
         seen = seen.repeat_interleave(p.q.shape[1] // seen.shape[0], 0)
         if factors is None:
-            raw = q.transpose(0, 1).to(wide) @ k.to(wide).mT
+            raw = _product(q.transpose(0, 1).to(wide), k.to(wide).mT, group if form == "raw" else 1)
         else:
             own, keys = slice(sum(p.q_lens[:b]), sum(p.q_lens[: b + 1])), oracle.keys_of(factors["k"], p, b)
             raw = [products(factors["q"][own, h], keys[:, h // group]) for h in range(p.q.shape[1])]
@@ -62,12 +63,19 @@ def attention(p, dtype, blocks=None, block_size=128, scale=None, causal=True, fa
         if form == "normalised":
             out = (weights / total).nan_to_num(0).to(dtype) @ v
         elif form == "raw":
-            out = ((weights.to(dtype).to(wide) @ v.to(wide)) / total).nan_to_num(0)
+            out = (_product(weights.to(dtype).to(wide), v.to(wide), group) / total).nan_to_num(0)
         else:
             total = weights.sum(-1, keepdim=True)
             out = ((encode(weights * 448).to(wide) / 448 @ v.to(wide)) / total).nan_to_num(0)
         outs.append(out.to(dtype).transpose(0, 1))
     return torch.cat(outs), torch.cat(lses)
+
+
+def _product(rows, others, group):
+    """Multiplies matrices of heads; those of so many neighbouring heads, whose second factors are equal, at once."""
+    heads, count, size = rows.shape
+    together = rows.reshape(heads // group, group * count, size) @ others[::group]
+    return together.reshape(heads, count, others.shape[2])
 
 
 def worse(results, truth):

@@ -6,7 +6,8 @@ import torch
 
 from openmsa import E4M3, Sequences, sparse_attention
 from openmsa.sparse_attention import cpu, cpu_masked, cpu_token
-from openmsa.testing.inputs import paged, problem, random_blocks
+from openmsa.testing.compare import assert_equal
+from openmsa.testing.inputs import packed_order, paged, problem, random_blocks
 
 
 def listed(q_lens, k_lens, topk, heads=2, block_size=16):
@@ -45,6 +46,26 @@ def test_queries_that_read_all_they_see_run_dense(stored, dense):
     k, v = {"plain": (p.k, p.v), "e4m3": (E4M3.quantize(p.k), E4M3.quantize(p.v)), "paged": (paged(p, 16)[0], None)}[stored]
     close(*both(p.q, k, v, listed(q_lens, k_lens, 4), p.seqs))
     assert dense == [40 + 54, 20]  # the second sequence begins at position 10 and has 4 blocks up to position 63
+
+
+@pytest.mark.parametrize("bad", [None, torch.nan])
+def test_neighbouring_sequences_change_nothing(bad):
+    """Whether a query is left to dense attention depends on its own sequence: seven, which read all they see, beside some
+    that do not and beside some that do, and a sequence with a value of NaN beside others."""
+    lens = (149, 149, 7, 70)
+    p = problem(lens, lens, head_dim=32, dtype=torch.bfloat16)
+    if bad is not None:
+        p.v[20] = bad
+    results = []
+    for order in ((0, 1, 3, 2), (0, 2, 1, 3), (3, 0, 2, 1)):
+        moved, rows = p.permuted(order), packed_order(lens, order)
+        blocks = listed([lens[i] for i in order], [lens[i] for i in order], 4)
+        out, lse = sparse_attention(moved.q, moved.k, moved.v, blocks, moved.seqs, block_size=16, return_lse=True, impl="cpu")
+        back = rows.argsort()
+        results.append((out[back], lse[back]))
+    for found in results[1:]:
+        for name, x, y in zip(("out", "lse"), found, results[0], strict=True):
+            assert_equal(name, x, y)
 
 
 def test_a_list_in_another_order_or_with_a_block_left_out_is_followed(dense):
