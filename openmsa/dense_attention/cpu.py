@@ -19,6 +19,7 @@ from openmsa.runtime.matmul import attend_few
 from openmsa.types import Layout, out_dtype, wide_dtype
 
 SPLIT_KEYS = 16384  # Few queries have so many keys a call: the fused kernel works in parallel over heads and queries only.
+UNSURE_ROWS = 256  # So many rows are computed again at a time where the fused kernel's results are unsure.
 DEQUANTIZED_KEYS = 2048  # So many keys of a format, or of float16, are held as wider numbers at a time.
 
 
@@ -105,7 +106,26 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
         return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
     if scale < 0:
         q, scale = -q, -scale
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    unsure = ~lse.isfinite() | (lse == 0)  # The kernel says 0, and for some infinite logits out 0, where it knows no largest one.
+    if bool(unsure.any()):
+        for at in unsure.flatten(2).any(2).nonzero().tolist():
+            one, rows = tuple(at), unsure[tuple(at)].nonzero().flatten()
+            for some in rows.split(UNSURE_ROWS):
+                out[one][some], lse[one][some] = _plain(q[one][some], k[one], v[one], scale, some if causal else None)
+    return out, lse
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, last_key: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attends with rows ``[n, dim]`` to keys of one head, up to that of each row's last one (None: all). Infinite logits give NaN,
+    or nothing where they are negative."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    logits = (q.to(wide) @ k.to(wide).T) * scale
+    if last_key is not None:
+        logits.masked_fill_(torch.arange(k.shape[0]) > last_key[:, None], -torch.inf)
+    sums = logits.logsumexp(1)
+    weights = logits.sub_(sums.masked_fill(sums == -torch.inf, 0)[:, None]).exp_()
+    return (weights @ v.to(wide)).to(q.dtype), sums
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -135,6 +155,7 @@ def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         return parts[0]
     logs = torch.stack([lse for _, lse in parts])
     total = logs.logsumexp(0)
-    out = sum((lse - total).exp()[..., None] * out for out, lse in parts)
+    finite = total.masked_fill(total == -torch.inf, 0)
+    out = sum((lse - finite).exp()[..., None] * out for out, lse in parts)
     assert isinstance(out, Tensor)
     return out.to(parts[0][0].dtype), total

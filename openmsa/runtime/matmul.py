@@ -118,7 +118,8 @@ def softmax_few(logits: Tensor) -> tuple[Tensor, Tensor]:
     largest = largest.clamp_(finite.min, finite.max)[..., None]
     weights = logits.sub_(largest).exp_()
     total = weights.sum(2, keepdim=True)
-    return weights.div_(total), (total.log() + largest)[..., 0]
+    lse = (total.log() + largest)[..., 0]
+    return weights.div_(total.masked_fill_(total == 0, 1)), lse  # Where all logits are -inf, so are all weights 0.
 
 
 def attend_few(q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -206,7 +206,12 @@ def _attend_block(p: _Head, queries: Tensor, query: Tensor, last_key: Tensor, bl
             logits.view(-1, group, stop - first)[:inside].masked_fill_(hidden[:, None], -torch.inf)
         largest = logits[: m * group].amax(1)
         weights = torch.softmax(logits, 1, out=logits)
-        lse[n : n + m] = (largest - weights[: m * group].amax(1).log_()).view(m, group)  # The largest is 1 / denominator.
+        sums = largest - weights[: m * group].amax(1).log_()  # The largest is 1 / denominator.
+        infinite = largest.isinf()
+        if bool(infinite.any()):  # Such a row has no weights if its largest logit is -inf, and is NaN if it is inf.
+            weights[: m * group].masked_fill_((largest == -torch.inf)[:, None], 0)
+            sums = torch.where(infinite, largest, sums)
+        lse[n : n + m] = sums.view(m, group)
         out[n : n + m] = matmul_nt(weights, values.t())[: m * group].view(m, -1)
 
 

@@ -128,6 +128,22 @@ def test_few_queries_do_not_let_in_keys_and_values_that_are_not_selected(name, b
     close(ours, reference)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lens", [(1, 40), (3, 40), (40, 100)])
+def test_logits_of_a_block_that_are_all_infinite(lens, dtype):
+    """-inf in every logit of a block counts for nothing beside other blocks, and alone gives 0; one of inf gives NaN."""
+    p = problem((lens[0],), (lens[1],), dtype=dtype)
+    p.q[..., 0] = 1
+    p.k[:16, 0, 0], p.k[20, 1, 0] = -torch.inf, torch.inf
+    for ids in ([0], [0, 1], [1]):
+        blocks = torch.tensor(ids, dtype=torch.int32).expand(lens[0], 2, -1)
+        found, reference = both(p.q, p.k, p.v, blocks, p.seqs)
+        tolerance = 2e-5 if dtype == torch.float32 else 1.6e-2
+        torch.testing.assert_close(found, reference, atol=tolerance, rtol=tolerance, equal_nan=True)
+        assert bool((found[0][:, :2] == 0).all()) == (ids == [0])
+        assert bool(found[0][:, 2:].isnan().all()) == (1 in ids)
+
+
 def test_heads_that_select_nothing():
     p = problem((1,), (100,))
     blocks = torch.tensor([[[-1, -1, -1, -1], [0, 2, 3, 6]]], dtype=torch.int32)
@@ -187,9 +203,11 @@ def test_masks_leave_infinite_logits_to_gathered_blocks(bad, masked):
     p.q[..., 0] = 0.5 + p.q[..., 0].abs()
     p.k[:16, :, 0] = bad
     blocks = torch.zeros(40, 1, 1, dtype=torch.int32)
-    found, _ = both(p.q, p.k, p.v, blocks, p.seqs)
-    assert masked == [False]
-    assert bool(found[0][16:].isnan().all())  # The first queries read every block they see, which dense attention serves.
+    found, reference = both(p.q, p.k, p.v, blocks, p.seqs)
+    assert masked
+    assert not any(masked)
+    close(found, reference)
+    assert bool((found[0].isnan() if bad > 0 else found[0] == 0).all())
 
 
 def test_masks_are_for_bfloat16_and_few_blocks(masked):
