@@ -84,8 +84,8 @@ def msa_attention(
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, algorithm 1 without the loss.
     """
-    usual = check is certified is False and query_chunk is None and type(return_lse) is bool and impl in ("auto", "cpu")
-    if usual and getattr(q, "shape", ())[:1] == (1,):
+    usual = check is certified is False and query_chunk is None and type(return_lse) is bool and isinstance(impl, str)
+    if usual and impl in ("auto", "cpu") and getattr(q, "shape", ())[:1] == (1,):
         counts = Counts(topk, block_size, init_blocks, local_blocks)
         if (found := attend_packed(q, k, v, index_q, index_k, seqs, counts, softmax_scale)) is not None:
             return found if return_lse else found[0]
@@ -199,7 +199,10 @@ def check_path(
 def _same_lengths(q: Any, k: Any, index_q: Any, index_k: Any, seqs: Sequences | None) -> bool:
     """Says whether both branches, whose tensors are not checked yet, surely have the same lengths, so that one layout serves
     both. On a CPU it says no for caches: lengths are compared instead."""
-    if any(getattr(x, "device", None) != q.device for x in (index_q, index_k)) or q.shape[:1] != index_q.shape[:1]:
+    if (
+        any(getattr(x, "device", None) != q.device for x in (index_q, index_k))
+        or q.shape[:1] != getattr(index_q, "shape", ())[:1]
+    ):
         return False
     if q.device.type == "cpu" and (isinstance(k, PagedKV) or isinstance(index_k, PagedIndexKeys)):
         return False

@@ -40,8 +40,7 @@ class AttentionPlan:
                     sequence, new ones included) and the keys of a page. None: keys are packed.
     cu_seqlens_k:   of packed keys: int32 ``[batch + 1]``, where each sequence's keys start.
     q_offset:       as in `Sequences`; None: queries are the last positions of their keys.
-    topk, block_size, init_blocks, local_blocks, softmax_scale, certified:  as in `msa_attention`.
-    query_chunk:    queries handled at a time, which bounds memory; None: 16384.
+    topk, block_size, init_blocks, local_blocks, softmax_scale, certified, query_chunk:  as in `msa_attention`.
     impl:           passed to each stage.
 
     Tensors lie on one device. On a GPU nothing is read from them on the host; they are read when `refresh` and the layers run.
@@ -75,8 +74,7 @@ class AttentionPlan:
     _reasons: dict[str, None] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        dispatch.check_name(self.impl, CERTIFIED if self.certified else SELECTION, ATTENTION)
-        checks.flag("certified", self.certified)
+        dispatch.check_name(self.impl, CERTIFIED if checks.flag("certified", self.certified) else SELECTION, ATTENTION)
         checks.integer("total_q", self.total_q, 0)
         check_counts(self.topk, self.block_size, self.init_blocks, self.local_blocks)
         checks.scale("softmax_scale", 1.0 if self.softmax_scale is None else self.softmax_scale)
@@ -99,17 +97,16 @@ class AttentionPlan:
             return layout(seqs, self.total_q, None, self._device, of="")
         if self.seq_lens is None or self.cu_seqlens_k is not None:
             raise ValueError("seq_lens must be given beside page_table, and cu_seqlens_k must be None")
-        checks.tensor("page_table", self.page_table, "[batch, max_pages]", (torch.int32,))
-        checks.tensor("seq_lens", self.seq_lens, "[batch]", (torch.int32,))
-        for name, value in (("page_table", self.page_table), ("seq_lens", self.seq_lens)):
+        shapes = (("page_table", self.page_table, "[batch, max_pages]"), ("seq_lens", self.seq_lens, "[batch]"))
+        for name, value, shape in shapes:
+            checks.tensor(name, value, shape, (torch.int32,))
             checks.alike(name, value, "cu_seqlens_q", self.cu_seqlens_q, dtype=False)
             checks.size(name, value, 0, self.cu_seqlens_q.numel() - 1, "the sequences of cu_seqlens_q")
         capacity = self.page_table.shape[1] * checks.integer("page_size", self.page_size, 1)
         made = layout(seqs, self.total_q, None, self._device, self.seq_lens, capacity, of="")
         return replace(made, max_seqlen_k=max(made.max_seqlen_k, min(rounded(made.max_seqlen_k), capacity)))
 
-    def _made_parts(self, whole: Layout) -> list[Layout]:
-        """Returns the lengths of each chunk of queries."""
+    def _made_parts(self, whole: Layout) -> list[Layout]:  # the lengths of each chunk of queries
         return [whole.query_chunk(x.start, x.stop) for x in self._rows] if len(self._rows) > 1 else [whole] * len(self._rows)
 
     def refresh(self) -> None:
@@ -133,7 +130,7 @@ class AttentionPlan:
 
         Returns int32 ``[total_q, index_heads, topk]``, the plan's own memory, which the next `select` overwrites.
         """
-        blocks = self._room(index_q)
+        blocks = self._room(index_q, index_k)
         if (call := self._unknown("select", blocks, index_q, index_k)) is not None:
             self._first(call, self._selection(index_q, index_k, blocks), blocks, index_q, index_k)
         return blocks
@@ -179,7 +176,7 @@ class AttentionPlan:
         """Does what `select` and `attend` do, one after the other, for one layer; see there. Returns `out`."""
         if self._device.type != "cuda" or torch.compiler.is_compiling():
             return self.attend(q, k, v, self.select(index_q, index_k), out=out, lse=lse)
-        blocks = self._room(index_q)
+        blocks = self._room(index_q, index_k)
         out = made_out(q) if out is None else out
         if (call := self._unknown("run", blocks, index_q, index_k, q, k, v, out, lse)) is not None:
             steps = [*self._selection(index_q, index_k, blocks), *self._attention(q, k, v, blocks, out, lse)]
@@ -188,26 +185,28 @@ class AttentionPlan:
 
     @property
     def not_recorded(self) -> tuple[str, ...]:
-        """Says why layers of some kinds are launched by the host's whole code each time, a sentence each; empty where the
-        launches of all kinds are recorded, and on a CPU."""
+        """Says why layers of some kinds run the host's whole code each time, a sentence each; empty where none do."""
         return tuple(self._reasons)
 
     def _paged(self, kind: type[Any], *pools: Any) -> Any:
         return kind(*pools, self.page_table, self.seq_lens)
 
-    def _room(self, index_q: Tensor | Stored) -> Tensor:
-        """Returns the memory of a selection for these queries, which are not checked yet."""
+    def _room(self, index_q: Tensor | Stored, index_k: Tensor | Stored) -> Tensor:
+        """Returns the memory of a selection for these queries, which are checked before it is made."""
         heads = index_q.shape[1] if isinstance(index_q, (Tensor, Stored)) and index_q.dim() == 3 else 0
         if heads not in self._blocks:
+            self._selection(index_q, index_k, None)
             self._blocks[heads] = torch.empty((self.total_q, heads, self.topk), dtype=torch.int32, device=self._device)
         return self._blocks[heads]
 
-    def _selection(self, index_q: Tensor | Stored, index_k: Tensor | Stored, blocks: Tensor) -> Steps:
+    def _selection(self, index_q: Tensor | Stored, index_k: Any, blocks: Tensor | None) -> Steps:
         """Checks what `select` is given, and returns its steps."""
         checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
-        keys = index_k if self.page_table is None else self._paged(PagedIndexKeys, index_k)
+        if self.page_table is not None:
+            checks.rows("index_k", index_k, "[num_pages, heads, page_size, dim]", PagedIndexKeys.formats)
+            index_k = self._paged(PagedIndexKeys, index_k)
         counts = (self.block_size, self.init_blocks, self.local_blocks)
-        call = check_selection(index_q, keys, self.topk, self._layout, *counts, self.certified, None, False)
+        call = check_selection(index_q, index_k, self.topk, self._layout, *counts, self.certified, None, False)
         return [partial(self._select, call._replace(blocks=blocks), i) for i in range(len(self._rows))]
 
     def _attention(self, q: Tensor | Stored, k: Any, v: Any, blocks: Tensor, out: Tensor | None, lse: Tensor | None) -> Steps:

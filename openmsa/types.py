@@ -229,7 +229,7 @@ def _bound(name: str, bound: int | None, starts: Tensor, readable: bool) -> int:
     longest = max((stop - start for start, stop in pairwise(starts.tolist())), default=0) if known else 0
     if bound is None:
         return longest
-    if checks.integer(name, bound, 0) < longest:
+    if checks.integer(name, bound, 0, INT32_MAX) < longest:
         raise ValueError(f"{name} must be at least the longest sequence ({longest}), got {bound}")
     return bound
 

@@ -103,6 +103,18 @@ BAD = {
     ),
     "scale NaN": (MAIN, lambda g: {"softmax_scale": NAN}, ValueError, "softmax_scale must be finite | nan"),
     "scale infinite": (MAIN, lambda g: {"softmax_scale": -math.inf}, ValueError, "softmax_scale must be finite | -inf"),
+    "scale past float32": (
+        MAIN,
+        lambda g: {"softmax_scale": -1e39},
+        ValueError,
+        "softmax_scale must be finite in float32 | -1e+39",
+    ),
+    "scale past float64": (
+        MAIN,
+        lambda g: {"softmax_scale": 10**400},
+        ValueError,
+        "softmax_scale must be finite in float32 | 1329 bits",
+    ),
     "scale bool": (MAIN, lambda g: {"softmax_scale": True}, TypeError, "softmax_scale must be a float | bool"),
     "scale tensor": (MAIN, lambda g: {"softmax_scale": torch.ones(())}, TypeError, "softmax_scale must be a float | Tensor"),
     "NaN in q": (

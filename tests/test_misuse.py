@@ -402,3 +402,69 @@ def test_explanations_have_one_form():
     (alone,) = explain(dense_attention, p.q, p.k, p.v).by_stage
     assert alone.stage == "dense_attention"
     assert [one.stage for one in explain(msa_attention, **path(p)).by_stage] == ["select_blocks", "sparse_attention"]
+
+
+# Values of a kind that nobody expects
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("shape", "error", "words"),
+    [
+        (None, TypeError, "shape must be a tuple of ints | NoneType"),
+        (8, TypeError, "shape must be a tuple of ints | int"),
+        ((), ValueError, "shape must have at least one dimension"),
+        ((4, -1, 16, 64), ValueError, "shape[1] must be at least 0, got -1"),
+        ((4, 2.0, 16, 64), TypeError, "shape[1] must be an int | float"),
+        ((2**63, 2, 16, 64), ValueError, "shape[0] must be from 0 to 2147483647"),
+    ],
+)
+def test_shapes_of_formats(format, shape, error, words):
+    refused(words, format.allocate, shape, error=error)
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.int32, None, 0, "cpu"])
+def test_numbers_are_floats(dtype):
+    for format in FORMATS:
+        refused(
+            "dtype must be torch.float64 or | got", format.quantize(torch.randn(5, 2, 64)).dequantize, dtype, error=TypeError
+        )
+    p = problem((5,), (40,))
+    for cache in paged(p, 16):
+        refused("dtype must be torch.float64 or | got", cache.gather, None, dtype, error=TypeError)
+    refused("dtype must be torch.float64 or", CertifiedKeys.allocate, (4, 64), "cpu", dtype, error=TypeError)
+
+
+def test_rows_without_elements_have_no_scale():
+    refused("values must have shape [..., dim], dim at least 1", Int8.quantize, torch.zeros(3, 2, 0))
+
+
+@pytest.mark.parametrize("size", [2**31, 2**63, 10**400])
+def test_sizes_beyond_int32(size):
+    table = torch.arange(4, dtype=torch.int32)[None]
+    words, q = "must be from 1 to 2147483647", torch.randn(5, 2, 64)
+    refused(f"page_size {words}", PagedKV.allocate, table, 4, 2, size, 64)
+    refused(f"num_heads {words}", PagedIndexKeys.allocate, table, 4, size, 16, 64)
+    refused(f"max_batch {words}", DecodePlan, **decode_plan(max_batch=size))
+    refused("max_seqlen_q must be from 0 to 2147483647", dense_attention, q, q, q, Sequences(max_seqlen_q=size))
+
+
+def decode_plan(**changes):
+    sizes = {"max_batch": 1, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "max_pages": 4}
+    return sizes | {"dtype": torch.float32, "device": "cpu"} | changes
+
+
+@pytest.mark.parametrize("impl", [torch.ones(3), ["cpu"], b"cpu"])
+def test_names_that_are_no_words(impl):
+    p = problem((5,), (40,))
+    words = "impl must be 'auto' or one of | got"
+    refused(words, dense_attention, p.q, p.k, p.v, impl=impl)
+    refused(words, msa_attention, **path(p, impl=impl))
+    refused(words, msa_attention, **path(p, q=p.q[:1], index_q=p.index_q[:1], impl=impl))
+    refused(words, explain, dense_attention, p.q, p.k, p.v, impl=impl)
+
+
+def test_a_cache_is_no_index_query():
+    p = problem((5,), (40,))
+    for cache in paged(p, 16):
+        refused("index_q must be a torch.Tensor", msa_attention, **path(p, index_q=cache), error=TypeError)

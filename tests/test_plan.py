@@ -170,6 +170,7 @@ def test_bad_input_is_named():
         ({"seq_lens": step.lens.long()}, TypeError, "seq_lens must have dtype torch.int32"),
         ({"impl": "fastest"}, ValueError, "impl must be 'auto' or one of"),
         ({"cu_seqlens_q": [0, 190]}, TypeError, "cu_seqlens_q must be a torch.Tensor"),
+        ({"certified": torch.ones(3)}, TypeError, "certified must be True or False, got Tensor"),
         ({"query_chunk": 0}, ValueError, "query_chunk must be at least 1, got 0"),
     ):
         with pytest.raises(error, match=message):
@@ -193,10 +194,18 @@ def test_bad_input_is_named():
         (lambda: plan.attend(q, k, v, None), "blocks"),
         (lambda: plan.run(None, k, v, index_q, index), "q"),
         (lambda: plan.run(q, k, v, None, index), "index_q"),
-        (lambda: plan.select(index_q, None), "keys"),  # as PagedIndexKeys names them
+        (lambda: plan.select(index_q, None), "index_k"),
     ):
         with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor.*, got (NoneType|list)"):
             wrong()
+    kept = dict(plan._blocks)
+    for heads in (0, 3, 1 << 16):
+        few = torch.empty(190, 1, 32).expand(-1, heads, -1)
+        with pytest.raises(ValueError, match="index_heads"):
+            plan.select(few, index.expand(-1, 5, -1, -1))
+        with pytest.raises(ValueError, match=r"index_k must have shape \[num_pages"):
+            plan.select(few, index[0])
+    assert plan._blocks == kept, "memory for queries that were refused"
     with pytest.raises(NotImplementedError, match="a plan computes no gradients"):
         plan.run(q.requires_grad_(), k, v, index_q, index)
 

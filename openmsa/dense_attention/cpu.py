@@ -107,7 +107,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
     if scale < 0:
         q, scale = -q, -scale
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    unsure = ~lse.isfinite() | (lse == 0)  # The kernel says 0, and for some infinite logits out 0, where it knows no largest one.
+    unsure = ~lse.isfinite() | (
+        lse == 0
+    )  # The kernel says 0, and for some infinite logits out 0, where it knows no largest one.
     if bool(unsure.any()):
         for at in unsure.flatten(2).any(2).nonzero().tolist():
             one, rows = tuple(at), unsure[tuple(at)].nonzero().flatten()
@@ -117,8 +119,8 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, last_key: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attends with rows ``[n, dim]`` to keys of one head, up to that of each row's last one (None: all). Infinite logits give NaN,
-    or nothing where they are negative."""
+    """Attends with rows ``[n, dim]`` to keys of one head, up to each row's last one (None: all). A logit of inf gives NaN, and
+    one of -inf counts for nothing."""
     wide = torch.promote_types(q.dtype, torch.float32)
     logits = (q.to(wide) @ k.to(wide).T) * scale
     if last_key is not None:

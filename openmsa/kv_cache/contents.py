@@ -30,9 +30,9 @@ FORMATS: dict[str, type[Stored]] = {f.format: f for f in (E4M3, Int8, NVFP4, MXF
 def check_sizes(page_table: Tensor, num_pages: int, **sizes: int) -> None:
     """Checks what `allocate` takes: a page table, and sizes of its pools."""
     checks.tensor("page_table", page_table, "[batch, max_pages]", (torch.int32,))
-    checks.integer("num_pages", num_pages, 0)
+    checks.integer("num_pages", num_pages, 0, checks.MOST)
     for name, value in sizes.items():
-        checks.integer(name, value, 1)
+        checks.integer(name, value, 1, checks.MOST)
 
 
 def allocated(
@@ -54,6 +54,7 @@ def gather(cache: Paged, lens: Tensor | None, dtype: torch.dtype) -> tuple[list[
     """Gives the first `lens` keys of each sequence, packed ``[total, heads, dim]``, of each pool, and where sequences start, as
     `PagedKV.gather` describes it."""
     value_checks.has_values("the cache", cache)
+    checks.float_dtype("dtype", dtype)
     lens = cache.seq_lens if lens is None else lens
     checks.tensor("lens", lens, "[batch]", (torch.int32, torch.int64))
     checks.size("lens", lens, 0, cache.batch, "the batch of page_table")

@@ -84,6 +84,7 @@ class Stored:
     @operator("openmsa::dequantize")
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Gives all rows as numbers; on a GPU one kernel makes them, except for float64."""
+        checks.float_dtype("dtype", dtype)
         if self._in_triton() and dtype != torch.float64:
             from openmsa.kv_cache import triton_store
 
@@ -125,8 +126,8 @@ def part(name: str, value: Any, of: Tensor, dtypes: tuple[torch.dtype, ...], sha
 def check_quantizable(values: Any, group: int = 1) -> None:
     """`values` must be a float tensor ``[..., dim]`` of whole groups."""
     part("values", values, values, checks.FLOATS)
-    if values.dim() == 0 or values.shape[-1] % group:
-        multiple = f", dim a multiple of {group}" if group > 1 else ""
+    if values.dim() == 0 or values.shape[-1] % group or not values.shape[-1]:
+        multiple = f", dim a multiple of {group}" if group > 1 else ", dim at least 1"
         raise ValueError(f"values must have shape [..., dim]{multiple}, got {tuple(values.shape)}")
 
 

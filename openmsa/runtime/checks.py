@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 MANY_HEADS = 64  # more key heads than that, and than keys, are rather tokens
+MOST = 2**31 - 1  # sizes are int32
+LARGEST = torch.finfo(torch.float32).max
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -111,9 +113,24 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__} ({value!r})")
     if value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        bounds = f"at least {low}" if high is None or (high == MOST and value < low) else f"from {low} to {high}"
         raise ValueError(f"{name} must be {bounds}, got {value}")
     return int(value)
+
+
+def shape(name: str, value: Any) -> tuple[int, ...]:
+    """`value` must be a tuple or list of at least one size."""
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"{name} must be a tuple of ints, got {type(value).__name__}")
+    if not value:
+        raise ValueError(f"{name} must have at least one dimension, got {value}")
+    return tuple(integer(f"{name}[{i}]", length, 0, MOST) for i, length in enumerate(value))
+
+
+def float_dtype(name: str, value: Any) -> None:
+    """`value` must be a dtype of floats that PyTorch computes with."""
+    if not isinstance(value, torch.dtype) or value not in FLOATS:
+        raise TypeError(f"{name} must be {' or '.join(map(str, FLOATS))}, got {value!r}")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -130,11 +147,14 @@ def written(name: str, value: Tensor) -> None:
 
 
 def scale(name: str, value: Any) -> float:
-    """`value` must be a finite number."""
+    """`value` must be a finite number, and one of float32, in which most of what it is multiplied with is computed."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
-    if not math.isfinite(value):
+    if value != value or abs(value) == math.inf:
         raise ValueError(f"{name} must be finite, got {value}")
+    if abs(value) > LARGEST:
+        got = f"{value:g}" if isinstance(value, float) else f"an int of {value.bit_length()} bits"
+        raise ValueError(f"{name} must be finite in float32, whose largest number is {LARGEST:g}, got {got}")
     return float(value)
 
 

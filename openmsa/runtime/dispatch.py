@@ -139,6 +139,8 @@ class Stage(Generic[CallT]):
 
     def choice(self, impl: str, call: CallT) -> Implementation[CallT]:
         """Returns the first implementation that can serve; NotImplementedError lists every refusal when none can."""
+        if not isinstance(impl, str):
+            check_name(impl, self)
         for row in self.table:
             if impl == "auto" and row.reserve(call) is not None:
                 continue  # `reserve` goes first: it looks at shapes, where `refuse` may import kernels
@@ -149,7 +151,7 @@ class Stage(Generic[CallT]):
 
 def check_name(impl: str, *stages: Stage[Any]) -> None:
     """`impl` must be "auto" or stand in the table of each of these stages."""
-    if impl != "auto" and not all(impl in stage.names for stage in stages):
+    if not isinstance(impl, str) or (impl != "auto" and not all(impl in stage.names for stage in stages)):
         raise ValueError(explanation.of_names(impl, {stage.name: stage.names for stage in stages}))
 
 

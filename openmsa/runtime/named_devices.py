@@ -10,7 +10,7 @@ def usable(name: str, device: torch.device | str) -> torch.device:
     """Returns the device as PyTorch names it; a CUDA device must be one of this machine."""
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         raise ValueError(f"{name} must be a CUDA device or a CPU, got {device}") from None
     if found.type == "cuda":
         if not torch.cuda.is_available():
