@@ -199,10 +199,7 @@ def check_path(
 def _same_lengths(q: Any, k: Any, index_q: Any, index_k: Any, seqs: Sequences | None) -> bool:
     """Says whether both branches, whose tensors are not checked yet, surely have the same lengths, so that one layout serves
     both. On a CPU it says no for caches: lengths are compared instead."""
-    if (
-        any(getattr(x, "device", None) != q.device for x in (index_q, index_k))
-        or q.shape[:1] != getattr(index_q, "shape", ())[:1]
-    ):
+    if any(getattr(x, "device", 0) != q.device for x in (index_q, index_k)) or q.shape[:1] != getattr(index_q, "shape", "")[:1]:
         return False
     if q.device.type == "cpu" and (isinstance(k, PagedKV) or isinstance(index_k, PagedIndexKeys)):
         return False

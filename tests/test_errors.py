@@ -113,7 +113,7 @@ BAD = {
         MAIN,
         lambda g: {"softmax_scale": 10**400},
         ValueError,
-        "softmax_scale must be finite in float32 | 1329 bits",
+        "softmax_scale must be finite in float32 | 1000000",
     ),
     "scale bool": (MAIN, lambda g: {"softmax_scale": True}, TypeError, "softmax_scale must be a float | bool"),
     "scale tensor": (MAIN, lambda g: {"softmax_scale": torch.ones(())}, TypeError, "softmax_scale must be a float | Tensor"),

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache.int8 import Int8
-from openmsa.kv_cache.stored import Stored, check_quantizable, part
-from openmsa.runtime import checks
+from openmsa.kv_cache.stored import Stored, check_dtype, check_quantizable, part
 
 EXACT = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -52,7 +51,7 @@ class CertifiedKeys(Stored):
     def allocate(
         cls, shape: tuple[int, ...], device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
     ) -> CertifiedKeys:
-        checks.float_dtype("dtype", dtype)
+        check_dtype(dtype)
         return cls(Int8.allocate(shape, device), torch.zeros(shape, dtype=dtype, device=device))
 
     @classmethod
@@ -60,12 +59,12 @@ class CertifiedKeys(Stored):
         """Quantises keys ``[..., dim]`` and keeps exact ones in `dtype` (None: as they are, the same tensor)."""
         check_quantizable(values)
         if dtype is not None:
-            checks.float_dtype("dtype", dtype)
+            check_dtype(dtype)
         exact = values.detach() if dtype is None else values.detach().to(dtype)
         return cls(Int8.quantize(exact), exact)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        checks.float_dtype("dtype", dtype)
+        check_dtype(dtype)
         return self.exact.to(dtype)
 
     def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:

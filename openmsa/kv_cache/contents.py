@@ -16,7 +16,7 @@ from openmsa.kv_cache.int8 import Int8
 from openmsa.kv_cache.mxfp4 import MXFP4
 from openmsa.kv_cache.nvfp4 import NVFP4
 from openmsa.kv_cache.rows import PLAIN_DTYPES, check_values, rows_of
-from openmsa.kv_cache.stored import Stored
+from openmsa.kv_cache.stored import Stored, check_dtype
 from openmsa.runtime import checks, value_checks
 from openmsa.runtime.dispatch import has_triton
 from openmsa.types import starts
@@ -54,7 +54,7 @@ def gather(cache: Paged, lens: Tensor | None, dtype: torch.dtype) -> tuple[list[
     """Gives the first `lens` keys of each sequence, packed ``[total, heads, dim]``, of each pool, and where sequences start, as
     `PagedKV.gather` describes it."""
     value_checks.has_values("the cache", cache)
-    checks.float_dtype("dtype", dtype)
+    check_dtype(dtype)
     lens = cache.seq_lens if lens is None else lens
     checks.tensor("lens", lens, "[batch]", (torch.int32, torch.int64))
     checks.size("lens", lens, 0, cache.batch, "the batch of page_table")

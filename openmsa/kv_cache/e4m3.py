@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache.scales import check_positive, scalar
-from openmsa.kv_cache.stored import Stored, check_quantizable, divided, part
-from openmsa.runtime import checks, named_devices
+from openmsa.kv_cache.stored import Stored, check_quantizable, check_shape, divided, part
+from openmsa.runtime import named_devices
 
 LARGEST = 448.0
 NAN_CODE = 0x7F
@@ -103,7 +103,7 @@ class E4M3(Stored):
     def allocate(cls, shape: tuple[int, ...], device: torch.device | str = "cpu", scale: Tensor | float | None = None) -> E4M3:
         """Makes zeros with the given scale."""
         device = named_devices.usable("device", device)
-        data = torch.zeros(checks.shape("shape", shape), dtype=torch.uint8, device=device)
+        data = torch.zeros(check_shape(shape), dtype=torch.uint8, device=device)
         return cls(data.view(torch.float8_e4m3fn), scale)
 
     @classmethod

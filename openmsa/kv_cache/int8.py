@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache.stored import Stored, check_quantizable, divided, part
-from openmsa.runtime import checks, named_devices
+from openmsa.kv_cache.stored import Stored, check_quantizable, check_shape, divided, part
+from openmsa.runtime import named_devices
 
 STEPS = 127.49
 """The largest magnitude is so many steps of the scale. Rounding the scale up leaves more than 126.5, so the largest code is
@@ -82,7 +82,7 @@ class Int8(Stored):
 
     @classmethod
     def allocate(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Int8:
-        shape, device = checks.shape("shape", shape), named_devices.usable("device", device)
+        shape, device = check_shape(shape), named_devices.usable("device", device)
         pairs = torch.zeros(*shape[:-1], 2, dtype=torch.bfloat16, device=device)
         return cls(torch.zeros(shape, dtype=torch.int8, device=device), *pairs.unbind(-1))
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache.nvfp4 import BYTES, decode_pairs, encode_pairs
-from openmsa.kv_cache.stored import Stored, check_quantizable, part
-from openmsa.runtime import checks, named_devices
+from openmsa.kv_cache.stored import Stored, check_quantizable, check_shape, part
+from openmsa.runtime import named_devices
 
 GROUP = 32
 NAN_CODE = 255
@@ -60,7 +60,7 @@ class MXFP4(Stored):
     @classmethod
     def allocate(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> MXFP4:
         device = named_devices.usable("device", device)
-        *lead, dim = checks.shape("shape", shape)
+        *lead, dim = check_shape(shape)
         data, scale = (torch.zeros(*lead, n, dtype=torch.uint8, device=device) for n in (dim // 2, dim // GROUP))
         return cls(data, scale)
 

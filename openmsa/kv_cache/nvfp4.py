@@ -19,8 +19,8 @@ from torch import Tensor
 
 from openmsa.kv_cache import e4m3
 from openmsa.kv_cache.scales import check_positive, scalar
-from openmsa.kv_cache.stored import Stored, check_quantizable, index_of, part
-from openmsa.runtime import checks, named_devices
+from openmsa.kv_cache.stored import Stored, check_quantizable, check_shape, index_of, part
+from openmsa.runtime import named_devices
 
 GROUP = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -135,7 +135,7 @@ class NVFP4(Stored):
         layout: str = "linear",
     ) -> NVFP4:
         device = named_devices.usable("device", device)
-        *lead, dim = checks.shape("shape", shape)
+        *lead, dim = check_shape(shape)
         groups = dim // GROUP
         scales = (*lead, groups) if layout == "linear" else swizzled_shape(torch.Size(lead).numel(), groups)
         data, scale = (torch.zeros(s, dtype=torch.uint8, device=device) for s in ((*lead, dim // 2), scales))

@@ -84,7 +84,7 @@ class Stored:
     @operator("openmsa::dequantize")
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Gives all rows as numbers; on a GPU one kernel makes them, except for float64."""
-        checks.float_dtype("dtype", dtype)
+        check_dtype(dtype)
         if self._in_triton() and dtype != torch.float64:
             from openmsa.kv_cache import triton_store
 
@@ -121,6 +121,21 @@ def part(name: str, value: Any, of: Tensor, dtypes: tuple[torch.dtype, ...], sha
     if shape is not None and tuple(value.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
     return value
+
+
+def check_shape(value: Any) -> tuple[int, ...]:
+    """Returns the argument ``shape``, which must be a tuple or list of at least one size."""
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"shape must be a tuple of ints, got {type(value).__name__}")
+    if not value:
+        raise ValueError(f"shape must have at least one dimension, got {value}")
+    return tuple(checks.integer(f"shape[{i}]", length, 0, checks.MOST) for i, length in enumerate(value))
+
+
+def check_dtype(value: Any) -> None:
+    """The argument ``dtype`` must be one of floats that PyTorch computes with."""
+    if not isinstance(value, torch.dtype) or value not in checks.FLOATS:
+        raise TypeError(f"dtype must be {' or '.join(map(str, checks.FLOATS))}, got {value!r}")
 
 
 def check_quantizable(values: Any, group: int = 1) -> None:

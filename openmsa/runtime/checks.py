@@ -15,7 +15,6 @@ from torch import Tensor
 
 MANY_HEADS = 64  # more key heads than that, and than keys, are rather tokens
 MOST = 2**31 - 1  # sizes are int32
-LARGEST = torch.finfo(torch.float32).max
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -118,21 +117,6 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     return int(value)
 
 
-def shape(name: str, value: Any) -> tuple[int, ...]:
-    """`value` must be a tuple or list of at least one size."""
-    if not isinstance(value, (tuple, list)):
-        raise TypeError(f"{name} must be a tuple of ints, got {type(value).__name__}")
-    if not value:
-        raise ValueError(f"{name} must have at least one dimension, got {value}")
-    return tuple(integer(f"{name}[{i}]", length, 0, MOST) for i, length in enumerate(value))
-
-
-def float_dtype(name: str, value: Any) -> None:
-    """`value` must be a dtype of floats that PyTorch computes with."""
-    if not isinstance(value, torch.dtype) or value not in FLOATS:
-        raise TypeError(f"{name} must be {' or '.join(map(str, FLOATS))}, got {value!r}")
-
-
 def flag(name: str, value: Any) -> bool:
     """`value` must be True or False."""
     if not isinstance(value, bool):
@@ -150,11 +134,8 @@ def scale(name: str, value: Any) -> float:
     """`value` must be a finite number, and one of float32, in which most of what it is multiplied with is computed."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
-    if value != value or abs(value) == math.inf:
-        raise ValueError(f"{name} must be finite, got {value}")
-    if abs(value) > LARGEST:
-        got = f"{value:g}" if isinstance(value, float) else f"an int of {value.bit_length()} bits"
-        raise ValueError(f"{name} must be finite in float32, whose largest number is {LARGEST:g}, got {got}")
+    if not abs(value) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{name} must be finite{' in float32' * (abs(value) < math.inf)}, got {value}")
     return float(value)
 
 

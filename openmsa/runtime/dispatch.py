@@ -139,8 +139,6 @@ class Stage(Generic[CallT]):
 
     def choice(self, impl: str, call: CallT) -> Implementation[CallT]:
         """Returns the first implementation that can serve; NotImplementedError lists every refusal when none can."""
-        if not isinstance(impl, str):
-            check_name(impl, self)
         for row in self.table:
             if impl == "auto" and row.reserve(call) is not None:
                 continue  # `reserve` goes first: it looks at shapes, where `refuse` may import kernels
