@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from openmsa.runtime import checks
+from openmsa.types import INT32_MAX
 
 if TYPE_CHECKING:
     from openmsa.decode.plan import DecodePlan
@@ -19,7 +20,7 @@ MAX_INDEX_ROWS = 64  # The scoring kernel takes the new tokens x index heads of 
 def check_sizes(plan: DecodePlan, index_heads: int, kernels_on: torch.device | None) -> None:
     """Checks the numbers and the dtype of a plan. kernels_on: the device, where Triton's kernels run the plan."""
     counts = ("max_batch", "num_q_heads", "num_kv_heads", "page_size", "max_pages", "index_key_heads")
-    bounds = (*((name, 1, checks.MOST) for name in counts), ("init_blocks", 0, None), ("local_blocks", 0, None))
+    bounds = (*((name, 1, INT32_MAX) for name in counts), ("init_blocks", 0, None), ("local_blocks", 0, None))
     ranges = (("head_dim", 16, 256), ("index_dim", 16, 256), ("topk", 1, 64), ("block_size", 16, 256))
     for name, low, high in (*bounds, *ranges, ("new_tokens", 1, MAX_NEW_TOKENS)):
         checks.integer(name, getattr(plan, name), low, high)

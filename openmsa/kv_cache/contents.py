@@ -19,7 +19,7 @@ from openmsa.kv_cache.rows import PLAIN_DTYPES, check_values, rows_of
 from openmsa.kv_cache.stored import Stored, check_dtype
 from openmsa.runtime import checks, value_checks
 from openmsa.runtime.dispatch import has_triton
-from openmsa.types import starts
+from openmsa.types import INT32_MAX, starts
 
 if TYPE_CHECKING:
     from openmsa.kv_cache.page_table import Paged
@@ -30,9 +30,9 @@ FORMATS: dict[str, type[Stored]] = {f.format: f for f in (E4M3, Int8, NVFP4, MXF
 def check_sizes(page_table: Tensor, num_pages: int, **sizes: int) -> None:
     """Checks what `allocate` takes: a page table, and sizes of its pools."""
     checks.tensor("page_table", page_table, "[batch, max_pages]", (torch.int32,))
-    checks.integer("num_pages", num_pages, 0, checks.MOST)
+    checks.integer("num_pages", num_pages, 0, INT32_MAX)
     for name, value in sizes.items():
-        checks.integer(name, value, 1, checks.MOST)
+        checks.integer(name, value, 1, INT32_MAX)
 
 
 def allocated(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from openmsa.runtime import checks, named_devices
 from openmsa.runtime.dispatch import has_triton, operator
+from openmsa.types import INT32_MAX
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -129,7 +130,7 @@ def check_shape(value: Any) -> tuple[int, ...]:
         raise TypeError(f"shape must be a tuple of ints, got {type(value).__name__}")
     if not value:
         raise ValueError(f"shape must have at least one dimension, got {value}")
-    return tuple(checks.integer(f"shape[{i}]", length, 0, checks.MOST) for i, length in enumerate(value))
+    return tuple(checks.integer(f"shape[{i}]", length, 0, INT32_MAX) for i, length in enumerate(value))
 
 
 def check_dtype(value: Any) -> None:

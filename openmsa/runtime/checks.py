@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 MANY_HEADS = 64  # more key heads than that, and than keys, are rather tokens
-MOST = 2**31 - 1  # sizes are int32
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -112,7 +111,7 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__} ({value!r})")
     if value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None or (high == MOST and value < low) else f"from {low} to {high}"
+        bounds = f"at least {low}" if high is None or (high == 2**31 - 1 and value < low) else f"from {low} to {high}"
         raise ValueError(f"{name} must be {bounds}, got {value}")
     return int(value)
 
