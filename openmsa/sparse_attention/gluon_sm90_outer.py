@@ -262,7 +262,7 @@ def control_of(ring, s):
 @gluon.jit
 def approximately(FUNCTION: gl.constexpr, x):
     """Computes a function of float32 numbers by one instruction. Sums of weights are between 1 and BLOCK, or NaN; there it errs
-    by no more than a unit in the last place of 1."""
+    by less than 2e-7."""
     return gl.inline_asm_elementwise(FUNCTION, "=f,f", [x], gl.float32, True, 1)
 
 
