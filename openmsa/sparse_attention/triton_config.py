@@ -155,6 +155,7 @@ def prefill_config(
 
     outer_rows = 64 if roomy or not wide else 32
     outer_keys = min(keys, 64 if wide else 128)
+    hopper = major == 9 and not stored and (head_dim, block_size, element_bytes) == (128, 128, 2)  # It has its own kernel.
     return PrefillConfig(
         heads=heads,
         union_tokens=union_tokens,
@@ -166,7 +167,7 @@ def prefill_config(
         outer_tokens=max(1, outer_rows // heads),
         outer_keys=outer_keys,
         outer_warps=8 if wide else 4,
-        outer_item=512,
+        outer_item=256 if hopper else 512,
         few_hold=major in (9, 10),
         few_buckets=32,
         few_programs=2,

@@ -2,7 +2,8 @@
 # mypy: allow-untyped-defs
 """This is KV-outer attention: a program serves an item, up to some hundred queries of one block. It holds the block's keys and
 values, gathers the queries a few at a time, and writes a partial for each (query, slot); a second kernel merges each query's
-partials. In front of both, `fill` writes the list of each block and its items, for which `triton_lists` has counted.
+partials. In front of both, `fill` writes the list of each block and its items, for which `triton_lists` has counted. On Hopper,
+16-bit keys have a kernel of their own in place of the first, `gluon_sm90_outer.py`.
 
 The causal mask is applied only where some query in the block's list does not see the whole block. Rows of K and V past the last
 key that any query of the item sees are not loaded; those in front of it must be finite.
@@ -10,12 +11,15 @@ key that any query of the item sees are not loaded; those in front of it must be
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from openmsa.primitives.softmax import Partials, inverse_sums, store_result
-from openmsa.runtime.launch import ceil_div, launch_kernel
+from openmsa.runtime.devices import facts
+from openmsa.runtime.launch import ceil_div, launch_kernel, runs_hopper_kernels
 from openmsa.sparse_attention.triton_config import PrefillConfig
 from openmsa.sparse_attention.triton_keys import (
     SMALLEST_SCALE,
@@ -377,36 +381,44 @@ def fill(lists: Lists, blocks: Tensor, cu_k: Tensor | None, heads: int, plan: Pl
 
 
 def launch_outer(call: PrefillCall, outer: OuterLists) -> None:
-    """Launches attention of the tiles that do not stay together, a chunk at a time."""
-    keys, plan, config = call.keys, call.plan, call.config
+    """Launches attention of the tiles that do not stay together, a chunk at a time: by Hopper's own kernel where it serves."""
+    plan, config, q = call.plan, call.config, call.queries.data
     partials = partials_of(call, plan.chunk.tiles * config.union_tokens)
-    tile = call.row_tile(config.outer_tokens)
-    cut = KeyCut(plan.block_size, config.outer_keys, keys.page_size, False)
-    types = products(call.queries.data.dtype, keys.dtype, keys.k.form, keys.v.form, False)
+    attend: Callable[[PrefillCall, OuterLists, Partials, int], None] = launch_attend
+    if runs_hopper_kernels(q.device):
+        from openmsa.sparse_attention import gluon_sm90_outer
+
+        attend = gluon_sm90_outer.outer_launch(facts(q.device), q, call.keys, plan) or launch_attend
     for i_chunk in range(ceil_div(plan.num_tiles, plan.chunk.tiles)):
-        launch_kernel(
-            attend_outer,
-            (plan.chunk.items, keys.heads, plan.parts * plan.cuts),
-            call.queries,
-            *keys.operands,
-            partials,
-            call.bounds,
-            call.lists.union.tiles,
-            outer,
-            call.scale,
-            i_chunk,
-            *plan.chunk,
-            keys.heads,
-            keys.k.num_pages,
-            TILE=tile,
-            CUT=cut,
-            **keys.forms,
-            PRODUCTS=types,
-            TOPK=plan.topk,
-            ITEM=config.outer_item,
-            NEGATIVE=call.negative,
-            num_warps=config.outer_warps,
-        )
+        attend(call, outer, partials, i_chunk)
         first_tile = i_chunk * plan.chunk.tiles
         num_tiles = min(plan.chunk.tiles, plan.num_tiles - first_tile)
         combine(call, partials, outer.slots, first_tile, num_tiles, 1, config.combine_warps)
+
+
+def launch_attend(call: PrefillCall, outer: OuterLists, partials: Partials, i_chunk: int) -> None:
+    """Launches `attend_outer` of a chunk."""
+    keys, plan, config = call.keys, call.plan, call.config
+    launch_kernel(
+        attend_outer,
+        (plan.chunk.items, keys.heads, plan.parts * plan.cuts),
+        call.queries,
+        *keys.operands,
+        partials,
+        call.bounds,
+        call.lists.union.tiles,
+        outer,
+        call.scale,
+        i_chunk,
+        *plan.chunk,
+        keys.heads,
+        keys.k.num_pages,
+        TILE=call.row_tile(config.outer_tokens),
+        CUT=KeyCut(plan.block_size, config.outer_keys, keys.page_size, False),
+        **keys.forms,
+        PRODUCTS=products(call.queries.data.dtype, keys.dtype, keys.k.form, keys.v.form, False),
+        TOPK=plan.topk,
+        ITEM=config.outer_item,
+        NEGATIVE=call.negative,
+        num_warps=config.outer_warps,
+    )

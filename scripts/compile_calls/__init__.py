@@ -226,6 +226,8 @@ HOPPER_CALLS: tuple[Any, ...] = (
     Select("e4m3 tensor", "e4m3", 4096, dim=64),
     Sparse("bf16", "e4m3 tensor", 4096, dim=64, page=128),
     Sparse("fp16", "e4m3", 512),
+    Sparse("bf16", "bf16", 4096, heads=HEADS[32]),
+    Sparse("fp16", "fp16", 4096, heads=HEADS[64], page=128, scale=-0.1),
     Sparse("bf16", "e4m3 head", 4096, heads=HEADS[3]),
     Sparse("bf16", "e4m3 head", 4096, heads=HEADS[100]),
     Dense("bf16", "nvfp4", 1, batch=8, keys=32768, page=128, results="m"),

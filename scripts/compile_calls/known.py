@@ -90,6 +90,8 @@ KNOWN = {
     # Hopper's union kernels spill before their loops; for groups other than 16 heads, also between tiles.
     "sm90_attend_kernel": Known(always, lambda launch: 0 if constant(launch, "group") == 16 else 16),
     "sm90_union_kernel": Known(always, lambda launch: 16 if constant(launch, "GROUP") == 16 else 88),
+    # The loading warp stores numbers of the item, the others some where values behind the keys are cleared.
+    "sm90_outer_kernel": Known(always, by_arch({90: 56})),
     # Where largest scores of blocks are stored, one register does not fit.
     "sm90_dense_kernel": Known(always, by_arch({90: 8})),
     "sparse_decode_kernel": Known(may_spill=by_arch({120: 8})),  # One register is stored before the loops.

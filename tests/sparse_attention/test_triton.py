@@ -384,9 +384,11 @@ def test_when_all_tiles_stay_together():
     """Sizes are those timed on an H200: 64 query heads for 4 key heads, 16 for 1."""
     config = plain_hopper_config(prefill_config(128, 16, 128, 9))
 
-    def of(queries, keys, heads):
+    def of(queries, keys, heads, item=config.outer_item):
         blocks = keys // 128
-        return all_together(config, 16, queries * heads, blocks * heads, blocks - queries / 256, 132)
+        return all_together(
+            dataclasses.replace(config, outer_item=item), 16, queries * heads, blocks * heads, blocks - queries / 256, 132
+        )
 
     assert of(4096, 4096, 4)
     assert of(8192, 8192, 4), "1.57 ms against 1.62, random selections"
@@ -396,7 +398,8 @@ def test_when_all_tiles_stay_together():
     for heads in (4, 1):
         assert not of(16384, 49152, heads)
         assert not of(16384, 131072, heads)
-    assert of(12288, 12288, 1), "one and a half rounds of items take two"
+    assert of(12288, 12288, 1, item=512), "one and a half rounds of items take two"
+    assert not of(12288, 12288, 1), "nearly three rounds of smaller items take three"
     assert not of(12288, 12288, 4), "nearly six rounds take six"
 
 
