@@ -246,11 +246,10 @@ def attend_outer(
             last_key = tl.minimum(position + entry // TOPK, k_len - 1)
             s = tl.where(key[None, :] <= last_key[:, None], s, -float("inf"))
         m_i = tl.max(s, 1) * scale
-        if CUTS > 1:
-            m_i = tl.where(m_i == -float("inf"), 0.0, m_i)  # The query sees nothing of this cut of the block.
+        m_i = tl.where(m_i == -float("inf"), 0.0, m_i)  # The query sees nothing of this cut, or all its logits are -inf.
         p = tl.exp2(s * scale - m_i[:, None])
         l_i = tl.sum(p, 1)
-        inverse = 1.0 / (tl.maximum(l_i, 1e-30) if CUTS > 1 else l_i)
+        inverse = 1.0 / tl.maximum(l_i, 1e-30)
         if V_FORM.factor == 2 and not ONE_PAGE:
             p *= value_scale[None, :]
         elif V_FORM.factor > 0:

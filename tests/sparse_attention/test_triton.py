@@ -416,3 +416,17 @@ def test_few_queries():
     assert few_union_limit(config, 16, 1.0) == -1, "one query a block: no tile stays together"
     assert few_union_limit(config, 16, 1.1) == 48 < config.union_tokens * 16
     assert few_union_limit(config, 16, 20, tiles=1.3) == -1, "no tile stays together that all others would wait for"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_block_whose_logits_are_all_minus_infinity_counts_for_nothing(path):
+    """Beside another block; alone it gives 0 and lse -inf."""
+    p = problem((20,), (64,), group=2, head_dim=32, dtype=DTYPE)
+    p.q[..., 0], p.k[:16, :, 0] = 1, -torch.inf
+    for ids in ([0, 2], [0, -1]):
+        blocks = torch.tensor(ids, dtype=torch.int32).expand(20, 2, 2).contiguous()
+        call = arguments(p, blocks, 16)
+        out, lse = run(call, path=path)
+        right = STAGE.run("reference", call)
+        torch.testing.assert_close(out.float(), right[0].float(), atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(lse, right[1], atol=2e-3, rtol=2e-3)
