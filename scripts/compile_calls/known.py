@@ -96,7 +96,7 @@ KNOWN = {
     "sm90_dense_kernel": Known(always, by_arch({90: 8})),
     "sparse_decode_kernel": Known(may_spill=by_arch({120: 8})),  # One register is stored before the loops.
     "layer_kernel": Known(),
-    "select_and_attend_kernel": Known(),
+    "select_and_attend_kernel": Known(may_spill=by_arch({120: 8})),  # One register is stored and read back once.
     # Gradients fill the registers with four sums and two products; addresses of gathered rows are stored and read back.
     "block_gradients": Known(gradients, by_arch({80: 104, 90: 184, 100: 24}), sixteen_bits),
     # Two sums, two products and two factors fill the registers; numbers of the item are stored and read back.
