@@ -44,4 +44,5 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         call = ctx.call._replace(**dict(zip(ctx.names, ctx.saved_tensors, strict=True)))
         grad_out = torch.zeros_like(call.out) if grad_out is None else grad_out
-        return (None, None, *ctx.row.load_backward()(*call, grad_out, grad_lse))
+        with torch.autocast(grad_out.device.type, enabled=False):  # A backward may run inside autocast, too.
+            return (None, None, *ctx.row.load_backward()(*call, grad_out, grad_lse))

@@ -37,8 +37,9 @@ def check_writable(option: str, file: Path) -> None:
             pass
         if new:
             file.unlink()
-        for folder in absent:
-            with contextlib.suppress(OSError):  # Another process has put something there meanwhile.
-                folder.rmdir()
     except OSError as error:
         refuse(f"{option} must be a place that can be written, got {str(file)!r}: {error.strerror}")
+    finally:
+        for folder in absent:
+            with contextlib.suppress(OSError):  # It is not there, or another process has put something there meanwhile.
+                folder.rmdir()

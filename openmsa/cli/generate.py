@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -101,8 +100,8 @@ def generate(
     if where.type == "cuda" and dtype == "float32":
         refuse("--dtype must be bfloat16 or float16 on a GPU, whose kernels read no others, got 'float32'")
     check_formats(kv_format, index_format)
-    if not math.isfinite(temperature):
-        refuse(f"--temperature must be finite, got {temperature}")
+    if not temperature <= 3.4e38:
+        refuse(f"--temperature must be finite in float32, got {temperature}")
     text = "" if file is None else _read(file)
     if not text and not prompt:
         refuse("--file or --prompt must be given, as there is nothing to answer otherwise")

@@ -143,9 +143,7 @@ def load_tokenizer(source: Source) -> Any:
             return AutoTokenizer.from_pretrained(**source.arguments)
     except Exception as error:
         if not Path(source.folder).is_dir():
-            refuse(
-                f"MODEL must be a folder here or a model of the hub, got {source.folder!r}, which is neither: {_told(error)}"
-            )
+            refuse(f"MODEL must be a folder here or a model of the hub with a tokenizer, got {source.folder!r}: {_told(error)}")
         refuse(f"MODEL must come with a tokenizer: {_told(error)}")
 
 

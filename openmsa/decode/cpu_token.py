@@ -19,6 +19,8 @@ from openmsa.sparse_attention.cpu_token import READ_ANYWAY, attend_all, attend_t
 from openmsa.types import Sequences
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_SCALE = torch.finfo(torch.float32).max
+"""Larger softmax scales are refused by the stages."""
 
 
 class Counts(NamedTuple):
@@ -58,7 +60,7 @@ def attend_packed(
         return None
     if any(x % 16 or not 16 <= x <= 256 for x in (dim, index_dim)) or index_heads // key_heads >= MIN_ROWS:
         return None
-    if not (scale is None or (type(scale) is float and math.isfinite(scale))) or not _is_last(seqs, keys):
+    if not (scale is None or (type(scale) is float and abs(scale) <= MOST_SCALE)) or not _is_last(seqs, keys):
         return None
     if checks.needs_grad(*tensors) or torch.is_autocast_enabled("cpu"):
         return None

@@ -130,7 +130,10 @@ def check_shape(value: Any) -> tuple[int, ...]:
         raise TypeError(f"shape must be a tuple of ints, got {type(value).__name__}")
     if not value:
         raise ValueError(f"shape must have at least one dimension, got {value}")
-    return tuple(checks.integer(f"shape[{i}]", length, 0, INT32_MAX) for i, length in enumerate(value))
+    return tuple(
+        length if isinstance(length, torch.SymInt) else checks.integer(f"shape[{i}]", length, 0, INT32_MAX)
+        for i, length in enumerate(value)
+    )
 
 
 def check_dtype(value: Any) -> None:

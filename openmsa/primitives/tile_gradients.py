@@ -57,7 +57,9 @@ def tile_gradients(
     logits = _careful_products(rows.q, keys) if alone else matmul_nt(rows.q, keys)
     if hidden is not None:
         logits.masked_fill_(hidden, -torch.inf)
-    weights = logits.sub_(rows.lse[:, None]).exp_()
+    # By its own largest logit no row underflows, however far its lse, which came from other products, is off.
+    peak = torch.where(rows.lse == torch.inf, rows.lse, logits.amax(1)) if alone else rows.lse
+    weights = logits.sub_(peak[:, None]).exp_()
     slopes, delta = matmul_nt(rows.grad, values), rows.delta
     if alone:
         total = weights.sum(1)

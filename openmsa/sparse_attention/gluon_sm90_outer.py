@@ -67,6 +67,8 @@ MOST_PARTIALS = 1 << 24
 """A chunk has fewer (query, slot, KV head) triples, because their numbers share a word with the last key that is seen."""
 GROUPS = gl.constexpr(3)
 """So many groups of warps attend."""
+MOST_ITEMS = 1 << 20
+"""A chunk has at most so many items, because their numbers share a word with flags."""
 OPTIONS: dict[str, Any] = {"STAGES": 6, "ATTEND_REGISTERS": 160, "LOAD_REGISTERS": 32, "num_warps": 4}
 """Queries have STAGES places, a multiple of GROUPS: the parity of a barrier tells apart rounds of one group alone."""
 
@@ -261,8 +263,8 @@ def control_of(ring, s):
 
 @gluon.jit
 def approximately(FUNCTION: gl.constexpr, x):
-    """Computes a function of float32 numbers by one instruction. Sums of weights are between 1 and BLOCK, or NaN; there it errs
-    by less than 2e-7."""
+    """Computes a function of float32 numbers by one instruction. Sums of weights are between 1 and BLOCK, where it errs by less
+    than 2e-7, or 0, or NaN."""
     return gl.inline_asm_elementwise(FUNCTION, "=f,f", [x], gl.float32, True, 1)
 
 
@@ -317,6 +319,7 @@ def attend(
             if control & 1 != 0:
                 b_s = gl.where(o_key[None, :] <= (b_reads & (BLOCK - 1))[:, None], b_s, -float("inf"))
             offset = row_maxima(b_s) * scale
+            offset = gl.where(offset == -float("inf"), 0.0, offset)  # All logits of a row may be -inf; then its sum is 0.
             b_p = gl.exp2(b_s * scale - offset[:, None])
             l_i = gl.convert_layout(gl.sum(in_threads(b_p, gl.sum), 1), ROW, assert_trivial=True)
             weights = gl.convert_layout(b_p.to(NUMBER), WEIGHTS, assert_trivial=True)
@@ -342,7 +345,8 @@ def attend(
             b_s = warpgroup_mma(q_rows.index(s), b_k.permute((1, 0)), no_logits, use_acc=False, is_async=True)
 
             # 4. Results are written while the product of the next step is made.
-            inverse = gl.convert_layout(approximately("rcp.approx.ftz.f32 $0, $1;", l_i), OUT_ROW, assert_trivial=True)
+            inverse = approximately("rcp.approx.ftz.f32 $0, $1;", gl.maximum(l_i, 1e-30))
+            inverse = gl.convert_layout(inverse, OUT_ROW, assert_trivial=True)
             b_lse = offset + approximately("lg2.approx.ftz.f32 $0, $1;", l_i)
             leave(partials, b_o * inverse[:, None], b_lse, b_reads, CUT.group, NUMBER)
             stay(n)
@@ -427,7 +431,10 @@ def outer_launch(
         return None
     if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or keys.k.form.format != PLAIN:
         return None
-    if plan.group not in SERVED or plan.partial_dtype != q.dtype or plan.chunk.entries * keys.heads >= MOST_PARTIALS:
+    if plan.group not in SERVED or plan.partial_dtype != q.dtype or plan.cuts != 1:
+        return None
+    items = min(plan.chunk.items, plan.chunk.entries) * keys.heads
+    if plan.chunk.entries * keys.heads >= MOST_PARTIALS or items > MOST_ITEMS:
         return None
     tma_q = descriptor(q[None], [1, 1, plan.group, HALF.value])
     tma_k, tma_v = (descriptor(x.rows.data, [1, 1, BLOCK.value, DIM.value]) for x in (keys.k, keys.v))

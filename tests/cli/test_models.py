@@ -165,7 +165,7 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
             ["generate", "TINY", "--prompt", "a", "--device", "cuda:99"],
             "--device must be there, got 'cuda:99' on a",
         ),
-        (["generate", "TINY", "--prompt", "a", "--temperature", "inf"], "--temperature must be finite, got inf"),
+        (["generate", "TINY", "--prompt", "a", "--temperature", "inf"], "--temperature must be finite in float32, got inf"),
         (["generate", "TINY", "--prompt", "a", "--seed", 2**63], "Invalid value for '--seed'"),
         (["generate", "TINY", "--prompt", "a", "--kv-format", "int8"], "--kv-format must be plain or one of e4m3, nvfp4, got"),
         (["generate", "CONVERTED", "--prompt", "a", "--block-size", "32"], "--block-size must not be given with a converted"),
@@ -198,7 +198,7 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", unknown)
     done = invoke("convert", "modles/tiny", tmp_path / "out")
     assert done.exit_code == 2
-    assert "MODEL must be a folder here or a model of the hub, got 'modles/tiny', which is neither: modles" in done.stderr
+    assert "MODEL must be a folder here or a model of the hub with a tokenizer, got 'modles/tiny': modles" in done.stderr
 
 
 DAMAGES = [

@@ -116,6 +116,7 @@ def test_what_it_does_not_serve_is_left_to_the_stages(served):
         ({"topk": True}, "topk must be an int, got bool"),
         ({"init_blocks": 4}, "init_blocks . local_blocks must be at most topk"),
         ({"softmax_scale": float("inf")}, "softmax_scale must be finite"),
+        ({"softmax_scale": 1e39}, "softmax_scale must be finite in float32"),
         ({"return_lse": 1}, "return_lse must be True or False"),
         ({"check": 0}, "check must be True or False"),
         ({"certified": None}, "certified must be True or False"),

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from openmsa import dense_attention
+from openmsa import Sequences, dense_attention
 from openmsa.testing.compare import assert_close
 from openmsa.testing.inputs import problem, strided
 from tests import gradients, oracle
@@ -63,3 +63,19 @@ def test_max_score_has_no_gradient():
     p = problem((5,), (40,))
     with pytest.raises(NotImplementedError, match="no gradients of max_score"):
         dense_attention(p.q.requires_grad_(), p.k, p.v, return_max_score=True, impl="cpu")
+
+
+@pytest.mark.parametrize("size", [1e8, 1e10, 1e12, 1e18])
+def test_logits_beyond_what_an_lse_can_follow(size):
+    """Rounding of large logits exceeds what an exponential can hold, so weights come from each row's own largest logit."""
+    torch.manual_seed(3)
+    q, k, v = ((torch.randn(n, 2, 64) * scale).requires_grad_() for n, scale in ((5, size), (30, 1.0), (30, 1.0)))
+    seqs = Sequences.from_lengths([5], [30])
+    out = dense_attention(q, k, v, seqs, softmax_scale=0.125)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(x.isfinite().all() for x in grads)
+    # All weight lies on one key a row, so that gradients of values count the rows that chose them.
+    logits = torch.einsum("thd,shd->hts", q.detach().double(), k.detach().double())
+    logits.masked_fill_(torch.ones(5, 30, dtype=torch.bool).triu(26), -torch.inf)
+    expected = torch.nn.functional.one_hot(logits.argmax(-1), 30).double().sum(1).mT[..., None].expand(30, 2, 64)
+    torch.testing.assert_close(grads[2].double(), expected, rtol=1e-5, atol=1e-5)

@@ -441,3 +441,12 @@ def test_the_common_face(name):
     again = MAKERS[name](whole)
     if name != "e4m3" and not name.startswith("nvfp4"):  # whose scales of the whole changed
         assert_equal("stable", again.dequantize(), whole)
+
+
+@pytest.mark.parametrize("format", [E4M3, Int8], ids=lambda x: x.__name__)
+def test_sizes_may_be_symbolic(format):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    traced = make_fx(lambda x: format.quantize(x).data.view(torch.uint8), tracing_mode="symbolic")(torch.randn(6, 2, 32))
+    x = torch.randn(9, 2, 32)
+    assert_equal("codes", traced(x), format.quantize(x).data.view(torch.uint8))

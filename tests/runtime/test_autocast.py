@@ -35,7 +35,8 @@ def test_autocast_changes_nothing(name, gradients, device):
             out = CALLS[name](p, blocks)
         if not out.requires_grad:
             return [out]
-        found = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            found = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
         return [out.detach(), *(x for x in found if x is not None)]
 
     for inside, outside in zip(run(True), run(False), strict=True):

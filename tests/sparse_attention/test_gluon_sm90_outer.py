@@ -40,7 +40,13 @@ def served(q, k, v, arch=90, **changes):
     paged = (k.seq_lens, k.capacity) if v is None else ()
     seqs = layout(Sequences.from_lengths([8], [256]), 8, None if paged else 256, torch.device("cpu"), *paged)
     keys = Keys.of(k, v, seqs, BLOCK, True)
-    plan = {"block_size": BLOCK, "group": q.shape[1] // keys.heads, "partial_dtype": q.dtype, "chunk": Chunk(1, 64, 8)}
+    plan = {
+        "block_size": BLOCK,
+        "group": q.shape[1] // keys.heads,
+        "partial_dtype": q.dtype,
+        "chunk": Chunk(1, 64, 8),
+        "cuts": 1,
+    }
     return outer_launch(COMPILE_TARGETS[arch], q, keys, SimpleNamespace(**{**plan, **changes})) is not None
 
 
@@ -61,6 +67,9 @@ def test_what_it_serves():
     assert not any(served(q, k, v, arch=arch) for arch in (80, 100, 120))
     assert not any(served(q, k, v, block_size=block) for block in (64, 256))
     assert not served(q, k, v, partial_dtype=torch.float32)
+    assert not served(q, k, v, cuts=2)  # Partials of a cut block have places that it does not write.
+    assert served(q, k, v, chunk=Chunk(1, 1 << 20, 1 << 19))
+    assert not served(q, k, v, chunk=Chunk(1, 1 << 20, (1 << 19) + 1))  # Numbers of items do not fit with flags in a word.
     assert served(q, k, v, chunk=Chunk(1, (1 << 23) - 1, 8))
     assert not served(q, k, v, chunk=Chunk(1, 1 << 23, 8))  # Their numbers do not fit with a key in a word.
 
@@ -260,6 +269,18 @@ def test_rows_that_nobody_reads_may_hold_nan(launches):
         x[:128] = x[268:512] = x[512 + 128 : 512 + 256] = x[512 + 308 :] = torch.nan
     check(run(checked_call(p, blocks), path="outer"), expected)
     assert len(launches) == 1
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_block_whose_logits_are_all_minus_infinity_has_no_weight():
+    p = problem((3,), (256,), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16)
+    p.q[1, 0, 0], p.k[:128, 0, 0], p.k[128:, 0, 0] = 3e20, -3e20, 0
+    blocks = torch.tensor([[[0, 1]]], dtype=torch.int32).repeat(3, 1, 1)
+    out, lse = triton_prefill.sparse_attention(*checked_call(p, blocks), path="outer")
+    alone, alone_lse = triton_prefill.sparse_attention(*checked_call(p, blocks[:, :, 1:].contiguous()), path="outer")
+    assert_equal("out", out[1, 0], alone[1, 0].cpu())
+    torch.testing.assert_close(lse[1, 0], alone_lse[1, 0])
 
 
 @pytest.mark.gpu
