@@ -130,10 +130,11 @@ def check_shape(value: Any) -> tuple[int, ...]:
         raise TypeError(f"shape must be a tuple of ints, got {type(value).__name__}")
     if not value:
         raise ValueError(f"shape must have at least one dimension, got {value}")
-    return tuple(
+    sizes: list[Any] = [
         length if isinstance(length, torch.SymInt) else checks.integer(f"shape[{i}]", length, 0, INT32_MAX)
         for i, length in enumerate(value)
-    )
+    ]
+    return tuple(sizes)
 
 
 def check_dtype(value: Any) -> None:
