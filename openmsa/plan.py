@@ -106,7 +106,8 @@ class AttentionPlan:
         made = layout(seqs, self.total_q, None, self._device, self.seq_lens, capacity, of="")
         return replace(made, max_seqlen_k=max(made.max_seqlen_k, min(rounded(made.max_seqlen_k), capacity)))
 
-    def _made_parts(self, whole: Layout) -> list[Layout]:  # the lengths of each chunk of queries
+    def _made_parts(self, whole: Layout) -> list[Layout]:
+        """Returns the lengths of each chunk of queries."""
         return [whole.query_chunk(x.start, x.stop) for x in self._rows] if len(self._rows) > 1 else [whole] * len(self._rows)
 
     def refresh(self) -> None:

@@ -115,7 +115,7 @@ def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
         if k.dtype != q.dtype:
             held = room_for(k, k.shape[1], q.dtype) if held is None else held
             k = held[:, : k.shape[1]].copy_(k)
-        parts.append(products_few(q, k, block_size).unflatten(2, (-1, block_size)).amax(3))
+        parts.append(block_max(products_few(q, k, block_size), block_size))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 2))[:, :rows]
 
 

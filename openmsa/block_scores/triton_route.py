@@ -57,9 +57,6 @@ def block_scores(
 
 EVEN_SPLITS = True
 """Splits of a launch share the keys that rows see, and not those that page tables have room for (`docs/log/engine.md`)."""
-EVEN_CUT_BLOCKS: int | None = None
-"""Splits that share what rows see are as many as for a context of at most so many blocks; None: as many as for what there is
-room for. With 256, 32 sequences of 16K keys gain 3 %, but one long sequence beside short ones has a sixth of the programs."""
 SECTOR = 8
 """The scoring kernel writes so many scores at a time where it can."""
 
@@ -294,8 +291,7 @@ def launch(
     collect = not chosen.swap and tile.sub == tile.parts == 1 and even
     step = SECTOR if collect else 1
     shares = EVEN_SPLITS and visible is not None and not chosen.lanes
-    cut_for = min(blocks, EVEN_CUT_BLOCKS) if shares and EVEN_CUT_BLOCKS else blocks
-    num_splits = splits(programs, cut_for, chosen.resident * device.num_sms, 1 if rows <= 64 else 8, step)
+    num_splits = splits(programs, blocks, chosen.resident * device.num_sms, 1 if rows <= 64 else 8, step)
     blocks_a_split = ceil_div(blocks, num_splits * step) * step
     grid = (-(-blocks // blocks_a_split), row_tiles, lengths.batch * heads)
     numbers = (num_blocks, view.num_pages, view.capacity, lengths.max_seqlen_k, blocks_a_split * tile.parts)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from openmsa.block_scores.cpu import MIN_ROWS, score_few
+from openmsa.block_scores.cpu import MIN_ROWS, block_max, score_few
 from openmsa.block_topk.cpu import FEW_SCORES, choose
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime import checks
@@ -19,8 +19,6 @@ from openmsa.sparse_attention.cpu_token import READ_ANYWAY, attend_all, attend_t
 from openmsa.types import Sequences
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST_SCALE = torch.finfo(torch.float32).max
-"""Larger softmax scales are refused by the stages."""
 
 
 class Counts(NamedTuple):
@@ -60,7 +58,7 @@ def attend_packed(
         return None
     if any(x % 16 or not 16 <= x <= 256 for x in (dim, index_dim)) or index_heads // key_heads >= MIN_ROWS:
         return None
-    if not (scale is None or (type(scale) is float and abs(scale) <= MOST_SCALE)) or not _is_last(seqs, keys):
+    if not (scale is None or (type(scale) is float and abs(scale) <= checks.FLOAT32_MAX)) or not _is_last(seqs, keys):
         return None
     if checks.needs_grad(*tensors) or torch.is_autocast_enabled("cpu"):
         return None
@@ -102,7 +100,7 @@ def attend(
     if few and keys.pages is None and rows.shape[1] == 1 and _same(keys.rows, index_keys.rows):  # An index without training.
         both = torch.cat((queries * scale, rows), 1)  # The keys are read once for both.
         products = products_few(both, keys.heads(0, length), counts.block_size)  # [kv_heads, group + 1, keys of whole blocks]
-        ids = _chosen(products[:, group:].unflatten(2, (visible, counts.block_size)).amax(3), counts)
+        ids = _chosen(block_max(products[:, group:], counts.block_size), counts)
         if ids is not None and reads_all(ids, visible):
             found, lse = attend_all(products[:, :group], ids, values.heads(0, length), counts.block_size)
             if found is not None:

@@ -107,9 +107,8 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
     if scale < 0:
         q, scale = -q, -scale
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    unsure = ~lse.isfinite() | (
-        lse == 0
-    )  # The kernel says 0, and for some infinite logits out 0, where it knows no largest one.
+    # Where the kernel knows no largest logit it says lse 0, and for some infinite logits out 0.
+    unsure = ~lse.isfinite() | (lse == 0)
     if bool(unsure.any()):
         for at in unsure.flatten(2).any(2).nonzero().tolist():
             one, rows = tuple(at), unsure[tuple(at)].nonzero().flatten()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache.stored import part
+from openmsa.runtime import checks
 
 
 def check_positive(name: str, value: Any) -> None:
@@ -20,7 +21,7 @@ def check_positive(name: str, value: Any) -> None:
         if bool(bad.any()):
             where = tuple(bad.nonzero()[0].tolist())
             raise ValueError(f"{name} must be positive and finite, got {value[where].item()} at {where}")
-    elif _is_number(value) and not 2.0**-149 <= value <= torch.finfo(torch.float32).max:
+    elif _is_number(value) and not 2.0**-149 <= value <= checks.FLOAT32_MAX:
         raise ValueError(f"{name} must be positive and finite in float32, got {value}")
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 MANY_HEADS = 64  # more key heads than that, and than keys, are rather tokens
+FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -133,7 +134,7 @@ def scale(name: str, value: Any) -> float:
     """`value` must be a finite number, and one of float32, in which most of what it is multiplied with is computed."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
-    if not abs(value) <= torch.finfo(torch.float32).max:
+    if not abs(value) <= FLOAT32_MAX:
         raise ValueError(f"{name} must be finite{' in float32' * (abs(value) < math.inf)}, got {value}")
     return float(value)
 
