@@ -9,6 +9,7 @@ import importlib.util
 import os
 from types import FunctionType, ModuleType
 
+import pytest
 import torch
 
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
@@ -118,3 +119,22 @@ def _quicken() -> None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     _widen_bfloat16()
     _quicken()
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets kernels written in Gluon run without a GPU, as they do on a Hopper GPU (`tests/hopper`)."""
+    if torch.cuda.is_available():
+        return
+    from triton.experimental.gluon._runtime import GluonJITFunction
+
+    from openmsa.block_scores import triton_route
+    from openmsa.dense_attention import triton_forward
+    from openmsa.runtime import launch
+    from openmsa.sparse_attention import triton_backward, triton_outer, triton_prefill
+    from tests.hopper.launch import run
+
+    monkeypatch.setattr(GluonJITFunction, "run", run)
+    monkeypatch.setattr(launch, "_observed", lambda kernel: True)  # Launches go through the kernel itself.
+    for module in (triton_route, triton_forward, triton_backward, triton_outer, triton_prefill):
+        monkeypatch.setattr(module, "runs_hopper_kernels", lambda device: True)

@@ -20,9 +20,9 @@ from openmsa.testing.inputs import paged, problem
 from openmsa.types import layout
 from tests import oracle
 from tests.block_scores.launched import launched_scores
+from tests.hopper.marks import DEVICE, on_hopper
 from tests.low_precision import codes_of
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # name: query lengths, key lengths, index dim, index heads, key heads, page size or None, scales, positions of first queries
 CASES = {
     "one tile": ((70,), (128,), 128, 1, 1, None, "tensor", None),
@@ -67,13 +67,12 @@ def test_configuration_fits():
     assert CONFIG.rows == 32 * CONFIG.num_warps
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="Gluon kernels run on a Hopper GPU only")
+@on_hopper
 @pytest.mark.parametrize("visible", [False, True], ids=["filled", "visible"])
 @pytest.mark.parametrize("name", CASES)
 def test_on_the_device(name, visible, monkeypatch):
     q_lens, k_lens, dim, heads, key_heads, page_size, per, offsets = CASES[name]
-    device = torch.device("cuda", 0)
+    device = DEVICE
     p = problem(
         q_lens, k_lens, kv_heads=heads, index_heads=heads, index_key_heads=key_heads, index_dim=dim, offsets=offsets,
         dtype=torch.bfloat16,

@@ -16,9 +16,9 @@ from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem
 from tests.block_scores.launched import launched_scores
+from tests.hopper.marks import DEVICE, on_hopper
 from tests.low_precision import quantized, spread
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # name: query lengths, key lengths, index heads, key heads, page size, format, queries, positions of first queries
 CASES = {
     "ragged": ((1, 1, 0, 1, 1), (1, 290, 40, 0, 9001), 4, 1, 128, "nvfp4", "bf16", None),
@@ -78,13 +78,12 @@ def test_cut(programs, tiles):
     assert total <= resident or share == CONFIG.share or -(-total // resident) * resident <= 1.25 * total
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="Gluon kernels run on a Hopper GPU only")
+@on_hopper
 @pytest.mark.parametrize("visible", [False, True], ids=["filled", "visible"])
 @pytest.mark.parametrize("name", CASES)
 def test_on_the_device(name, visible, monkeypatch):
     q_lens, k_lens, heads, key_heads, page_size, form, query, offsets = CASES[name]
-    device, dtype = torch.device("cuda", 0), torch.float16 if query == "fp16" else torch.bfloat16
+    device, dtype = DEVICE, torch.float16 if query == "fp16" else torch.bfloat16
     p = problem(
         q_lens, k_lens, kv_heads=heads, index_heads=heads, index_key_heads=key_heads, index_dim=128, offsets=offsets,
         dtype=dtype,

@@ -14,9 +14,8 @@ from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import problem
 from openmsa.types import layout
 from tests.dense_attention.test_triton import check, run
+from tests.hopper.marks import on_a_hopper_gpu, on_hopper
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="it is written for sm_90")
 BF16, FP16 = torch.bfloat16, torch.float16
 RESULTS = ("out", "lse", "max_score")
 
@@ -109,7 +108,6 @@ def order(request, monkeypatch):
     monkeypatch.setattr(gluon_sm90_dense, "mirrored", lambda *_: request.param)
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("results", [("out",), RESULTS[:2], RESULTS], ids=["out", "lse", "scores"])
 @pytest.mark.parametrize("name", CASES)
@@ -123,7 +121,6 @@ def test_against_the_truth(name, results, launches):
     assert launches == [not ("max_score" in results and scale <= 0)] * 2
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("storage", [None, 128])
 def test_many_tiles(storage, launches, order):
@@ -133,7 +130,6 @@ def test_many_tiles(storage, launches, order):
     assert launches == [True]
 
 
-@pytest.mark.gpu
 @on_hopper
 def test_many_small_tiles(launches, order):
     """Most tiles have one block, so that a group may be several tiles before the other, as far as the ring lets it."""
@@ -145,7 +141,6 @@ def test_many_small_tiles(launches, order):
     assert launches == [True] * 2
 
 
-@pytest.mark.gpu
 @on_hopper
 def test_a_nan_stays_in_its_rows(launches):
     p = problem((200,), (300,), kv_heads=1, group=16, head_dim=128, dtype=BF16)
@@ -161,8 +156,7 @@ def test_a_nan_stays_in_its_rows(launches):
         assert_equal(name, got[name].index_select(axis, index), clean[name].index_select(axis, index))
 
 
-@pytest.mark.gpu
-@on_hopper
+@on_a_hopper_gpu
 def test_stored_keys_go_to_the_other_kernel(launches):
     from openmsa import dense_attention
 

@@ -18,12 +18,11 @@ from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks
 from openmsa.types import layout
 from tests import oracle
+from tests.hopper.marks import DEVICE, on_a_hopper_gpu, on_hopper
 from tests.sparse_attention.test_gluon_sm90_union import long_call as stored_long_call
 from tests.sparse_attention.test_gluon_sm90_union import selection
 from tests.sparse_attention.test_triton import check, run
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 128
 
 
@@ -151,7 +150,6 @@ def launches(monkeypatch):
     return done
 
 
-on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon kernels run on a Hopper GPU only")
 # name: query lengths, key lengths, kv heads, group, dim, page size or 0, topk, queries that select alike, offsets
 CASES = {
     "one tile": ((8,), (128,), 1, 16, 128, 0, 1, 8, None),
@@ -170,7 +168,6 @@ CASES = {
 }
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", CASES)
@@ -188,8 +185,7 @@ def test_against_the_truth(name, dtype, launches):
 long_call = partial(stored_long_call, store=torch.Tensor.bfloat16)
 
 
-@pytest.mark.gpu
-@on_hopper
+@on_a_hopper_gpu
 @pytest.mark.parametrize("spread", [0, 4, 60], ids=["alike", "clustered", "mixed"])
 def test_many_tiles_a_program(spread, launches, monkeypatch):
     q, k, v, blocks, seqs = long_call((701, 3, 500), (9000, 128, 6001), spread=spread)
@@ -207,8 +203,7 @@ def test_many_tiles_a_program(spread, launches, monkeypatch):
     torch.testing.assert_close(lse.double(), lse_truth, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.gpu
-@on_hopper
+@on_a_hopper_gpu
 def test_graph_and_repetition():
     """Every run gives the same bits, on data that changes under a CUDA graph."""
     q, k, v, blocks, seqs = long_call((2048,), (16384,))
@@ -222,7 +217,6 @@ def test_graph_and_repetition():
         assert_equal("out", out, sparse_attention(q.roll(turn, 0), k, v, blocks, seqs).cpu())
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("path", ["union", "auto"])
 @pytest.mark.parametrize("selected", ["nothing", "nothing yet", "more than stays together"])
@@ -242,7 +236,6 @@ def test_tiles_that_read_nothing(selected, path, launches, monkeypatch):
     assert len(launches) == 1
 
 
-@pytest.mark.gpu
 @on_hopper
 def test_outputs_at_odd_addresses_are_the_triton_kernels(launches):
     checked, expected = case("odd", torch.bfloat16)
@@ -253,7 +246,6 @@ def test_outputs_at_odd_addresses_are_the_triton_kernels(launches):
     assert room[[0, -2, -1]].isnan().all()
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("scale", [-0.5, 0.0, 30.0])
 def test_scales(scale):
@@ -264,7 +256,6 @@ def test_scales(scale):
     check(run(checked_call(p, blocks, scale=scale), path="union"), expected)
 
 
-@pytest.mark.gpu
 @on_hopper
 def test_rows_that_nobody_reads_may_hold_nan():
     p = problem((8, 8), (512, 400), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16, offsets=(260, 300))
@@ -277,7 +268,6 @@ def test_rows_that_nobody_reads_may_hold_nan():
     check(run(checked_call(p, blocks), path="union"), expected)
 
 
-@pytest.mark.gpu
 @on_hopper
 def test_a_query_of_nan_has_an_lse_of_nan():
     p = problem((3,), (256,), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16)

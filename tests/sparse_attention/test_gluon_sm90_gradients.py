@@ -16,9 +16,9 @@ from openmsa.sparse_attention.triton_backward import backward_config
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import problem, random_blocks, strided
 from tests import gradients, oracle
+from tests.hopper.marks import HOPPER, on_a_hopper_gpu, on_hopper
 from tests.sparse_attention.test_triton_backward import arguments, run
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 BLOCK = 128
 
 
@@ -61,7 +61,6 @@ def test_elsewhere_it_is_refused():
         run(given, tuned=True, config=config)
 
 
-on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon kernels run on a Hopper GPU only")
 # name: query lengths, key lengths, kv heads, group, selection heads, topk, offsets
 CASES = {
     "one row": ((1,), (1,), 1, 16, 1, 1, None),
@@ -84,7 +83,6 @@ def case(name, dtype):
     return p, blocks, oracle.reads_of_blocks(blocks.clone(), BLOCK)
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", CASES)
@@ -103,7 +101,6 @@ def test_against_autograd(name, dtype):
         assert_equal(what, a, b.cpu())
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_items_chunks_and_stages(stages):
@@ -116,7 +113,6 @@ def test_items_chunks_and_stages(stages):
     gradients.check(result, p, reads, 0.2, *grads)
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("scale", [0.0, -0.3])
 def test_scales(scale):
@@ -125,8 +121,7 @@ def test_scales(scale):
     gradients.check(run(arguments(p, blocks, BLOCK, *grads, scale=scale), tuned=True), p, reads, scale, *grads)
 
 
-@pytest.mark.gpu
-@on_hopper
+@on_a_hopper_gpu
 def test_it_agrees_with_triton():
     """Both kernels give the same numbers up to rounding, and the same bits twice, on thousands of queries, where programs are
     as many as a GPU runs at a time and more."""
@@ -152,7 +147,6 @@ def test_it_agrees_with_triton():
         assert (a.double() - c.double()).norm() <= 2**-8 * c.double().norm(), name
 
 
-@pytest.mark.gpu
 @on_hopper
 def test_keys_behind_the_last_sequence_may_hold_nan():
     """The last block's keys end before its tile does, and what lies behind them in memory is never read."""

@@ -19,11 +19,10 @@ from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks
 from openmsa.types import layout
 from tests import oracle
+from tests.hopper.marks import DEVICE, on_a_hopper_gpu, on_hopper
 from tests.sparse_attention.test_gluon_sm90_union import long_call as stored_long_call
 from tests.sparse_attention.test_triton import check, run
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 128
 
 
@@ -192,7 +191,6 @@ def test_a_model_of_the_barriers(seed):
         walk(items, groups, groups * chance.choice((1, 2)), chance)
 
 
-on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon kernels run on a Hopper GPU only")
 # name: query lengths, key lengths, kv heads, group, page size or 0, topk, offsets, scale
 CASES = {
     "one key": ((1, 5), (1, 129), 2, 16, 0, 2, None, 0.2),
@@ -223,7 +221,6 @@ def checked_call(p, blocks, page_size=0, scale=0.2):
     return STAGE.check(p.q, k, v, blocks.to(DEVICE), p.seqs, block_size=BLOCK, softmax_scale=scale, return_lse=True)
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", CASES)
@@ -237,8 +234,7 @@ def test_against_the_truth(name, dtype, launches):
         assert_equal("lse", again[1], result[1].cpu())
 
 
-@pytest.mark.gpu
-@on_hopper
+@on_a_hopper_gpu
 @pytest.mark.parametrize("workspace", [1 << 30, 40 << 20], ids=["one chunk", "chunks"])
 def test_many_items_a_program(workspace, launches, monkeypatch):
     """Some items have fewer steps than a program has groups of warps, and no item's steps are those of the next."""
@@ -257,7 +253,6 @@ def test_many_items_a_program(workspace, launches, monkeypatch):
     torch.testing.assert_close(lse.double(), lse_truth, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.gpu
 @on_hopper
 def test_rows_that_nobody_reads_may_hold_nan(launches):
     p = problem((8, 8), (512, 400), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16, offsets=(260, 300))
@@ -271,7 +266,6 @@ def test_rows_that_nobody_reads_may_hold_nan(launches):
     assert len(launches) == 1
 
 
-@pytest.mark.gpu
 @on_hopper
 def test_a_block_whose_logits_are_all_minus_infinity_has_no_weight():
     p = problem((3,), (256,), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16)
@@ -283,7 +277,6 @@ def test_a_block_whose_logits_are_all_minus_infinity_has_no_weight():
     torch.testing.assert_close(lse[1, 0], alone_lse[1, 0])
 
 
-@pytest.mark.gpu
 @on_hopper
 def test_a_query_of_nan_has_an_lse_of_nan():
     p = problem((3,), (256,), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16)

@@ -17,9 +17,9 @@ from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import problem, random_blocks
 from openmsa.types import layout
 from tests import oracle
+from tests.hopper.marks import DEVICE, on_a_hopper_gpu, on_hopper
 from tests.sparse_attention.test_triton import check, run, stored_case
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 BLOCK = 128
 
 
@@ -109,7 +109,6 @@ def launches(monkeypatch):
     return done
 
 
-on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon kernels run on a Hopper GPU only")
 # name: query lengths, key lengths, kv heads, group, page size or 0, factors, topk, queries that select alike, offsets
 CASES = {
     "one tile": ((4,), (128,), 1, 16, 0, "e4m3 tensor", 1, 4, None),
@@ -139,7 +138,6 @@ def selection(p, topk, alike, seed=0):
     return blocks
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", CASES)
@@ -164,7 +162,7 @@ def by_head(x):
 def long_call(lengths, contexts, heads=4, group=16, dim=128, topk=16, spread=4, seed=0, store=by_head):
     """Returns a call with more pairs of tiles than a GPU has multiprocessors, in which every 32 neighbours draw from topk +
     spread blocks. store: what makes keys and values of float32 numbers."""
-    device, generator = torch.device("cuda", 0), torch.Generator("cuda").manual_seed(seed)
+    device, generator = DEVICE, torch.Generator(DEVICE).manual_seed(seed)
     q = torch.randn(sum(lengths), heads * group, dim, device=device, generator=generator).bfloat16()
     k, v = (store(torch.randn(sum(contexts), heads, dim, device=device, generator=generator)) for _ in "kv")
     rows = []
@@ -178,8 +176,7 @@ def long_call(lengths, contexts, heads=4, group=16, dim=128, topk=16, spread=4, 
     return q, k, v, torch.cat(rows), Sequences.from_lengths(list(lengths), list(contexts), device)
 
 
-@pytest.mark.gpu
-@on_hopper
+@on_a_hopper_gpu
 @pytest.mark.parametrize("spread", [0, 4, 40], ids=["alike", "clustered", "mixed"])
 def test_many_pairs_a_program(spread, launches, monkeypatch):
     q, k, v, blocks, seqs = long_call((701, 3, 500), (9000, 128, 6001), spread=spread)
@@ -197,8 +194,7 @@ def test_many_pairs_a_program(spread, launches, monkeypatch):
     torch.testing.assert_close(lse.double(), lse_truth, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.gpu
-@on_hopper
+@on_a_hopper_gpu
 def test_graph_and_repetition():
     """Every run gives the same bits, on data that changes under a CUDA graph."""
     q, k, v, blocks, seqs = long_call((2048,), (16384,))
@@ -212,7 +208,6 @@ def test_graph_and_repetition():
         assert_equal("out", out, sparse_attention(q.roll(turn, 0), k, v, blocks, seqs).cpu())
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("path", ["union", "auto"])
 @pytest.mark.parametrize("selected", ["nothing", "nothing yet", "more than stays together"])
@@ -231,7 +226,6 @@ def test_tiles_that_read_nothing(selected, path, launches, monkeypatch):
     assert len(launches) == 1
 
 
-@pytest.mark.gpu
 @on_hopper
 def test_few_queries_go_elsewhere(launches):
     """Where a block has one reader or fewer, tiles are too few for a GPU, which must walk their blocks one by one."""
@@ -243,7 +237,6 @@ def test_few_queries_go_elsewhere(launches):
     assert len(launches) == 1
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("scale", [-0.5, 0.0, 30.0])
 def test_scales(scale):
@@ -260,7 +253,6 @@ def test_scales(scale):
     check(run(checked, path="union"), (oracle.attention(meant, reads, scale), oracle.honest_attention(rounded, reads, scale)))
 
 
-@pytest.mark.gpu
 @on_hopper
 def test_rows_that_nobody_reads_may_hold_nan():
     p = problem((8, 8), (512, 400), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16, offsets=(260, 300))
@@ -273,15 +265,14 @@ def test_rows_that_nobody_reads_may_hold_nan():
     check(run(checked, path="union"), expected)
 
 
-@pytest.mark.gpu
 @on_hopper
 def test_a_query_of_nan_has_an_lse_of_nan():
     p = problem((3,), (256,), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16)
     p.q[1, 0] = torch.nan
-    blocks = torch.tensor([[[0, 1]], [[1, 0]], [[-1, -1]]], dtype=torch.int32).to("cuda")
-    k, v = (E4M3.quantize(x.to("cuda")) for x in (p.k, p.v))
-    lengths = layout(p.to("cuda").seqs, 3, 256, torch.device("cuda", 0))
-    out, lse = triton_prefill.sparse_attention(p.q.cuda(), k, v, blocks, lengths, BLOCK, 0.2, True, path="union")
+    blocks = torch.tensor([[[0, 1]], [[1, 0]], [[-1, -1]]], dtype=torch.int32).to(DEVICE)
+    k, v = (E4M3.quantize(x.to(DEVICE)) for x in (p.k, p.v))
+    lengths = layout(p.to(DEVICE).seqs, 3, 256, DEVICE)
+    out, lse = triton_prefill.sparse_attention(p.q.to(DEVICE), k, v, blocks, lengths, BLOCK, 0.2, True, path="union")
     assert lse[1].isnan().tolist() == [True] + [False] * 15
     assert lse[0].isfinite().all()
     assert lse[2].eq(-torch.inf).all()
