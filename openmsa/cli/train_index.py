@@ -104,6 +104,7 @@ def train_index(
     if done < settings.steps:
         if world.first:
             typer.echo(f"Stopped after {done} of {settings.steps} steps; the same command with --resume goes on.", err=True)
+        world.leave(INTERRUPTED)
         raise typer.Exit(INTERRUPTED)
     if world.first:
         if world.size > 1:  # The model is cut among the processes, but for its index branches.
@@ -114,6 +115,7 @@ def train_index(
         _report(out)
     world.wait()
     world.close()
+    world.leave()
 
 
 train_index.__doc__ = HELP

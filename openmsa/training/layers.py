@@ -82,6 +82,12 @@ def attention_by(model: Any, attend: Attend) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         model.set_attn_implementation(before)
+        register_packed(NAME, _nobody)  # The registry outlives the model, which `attend` may refer to.
+
+
+def _nobody(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float) -> Tensor:
+    """Refuses calls outside of `attention_by`."""
+    raise RuntimeError(f"attention {NAME!r} is called outside of attention_by")
 
 
 def branches_of(model: Any) -> tuple[dict[int, IndexBranch], MSAConfig]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,16 @@ class World:
         """Ends what `join` began."""
         if self.size > 1:
             distributed.destroy_process_group()
+
+    def leave(self, code: int = 0) -> None:
+        """Ends a process that shared a run, at once. A process of its own goes on, to end as Python programs do.
+
+        A thread of gloo may still hold the last tensors of a collective that has ended, and needs Python to let them go. If
+        Python is at its own end by then, the process is aborted, and `torchrun` calls the whole run failed."""
+        if self.size > 1:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
 def join(device: torch.device) -> World:

@@ -21,20 +21,20 @@ FLOAT = torch.float16 if DEVICE.type == "cuda" else torch.float32  # on a GPU th
 RESULTS = ("out", "lse", "max_score")
 
 
-def run(p, storage=None, *, causal=True, scale=0.2, block_size=64, results=RESULTS, config=None):
+def run(p, storage=None, *, causal=True, scale=0.2, block_size=64, results=RESULTS, config=None, copy=False):
     """Runs the kernel's own host function on checked arguments, with poisoned outputs. storage: None, "strided" or a page
-    size."""
+    size. copy: whether tensors are copied without a GPU too, which puts them at addresses that the copy engine takes."""
     q, k, v = (p.q, p.k, p.v) if storage is None else (strided(p.q, 2), strided(p.k), strided(p.v))
     total_k, cached = k.shape[0], {}
     if isinstance(storage, int):
         kv, v = paged(p, storage, interleaved=storage != 64)[0], None
-        k = PagedKV(*(x.to(DEVICE) for x in (kv.k, kv.v, kv.page_table, kv.seq_lens)))
+        k = PagedKV(*(x.to(DEVICE, copy=copy) for x in (kv.k, kv.v, kv.page_table, kv.seq_lens)))
         total_k, cached = None, {"cached_lens": k.seq_lens, "cache_capacity": k.capacity}
     lengths = layout(p.to(DEVICE).seqs, q.shape[0], total_k, DEVICE, **cached)
-    k, v = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in (k, v))
+    q, k, v = (x.to(DEVICE, copy=copy) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
     with PoisonedOutputs():
         got = triton_forward.dense_attention(
-            q.to(DEVICE), k, v, lengths, causal, scale, block_size, *(name in results for name in RESULTS), config=config
+            q, k, v, lengths, causal, scale, block_size, *(name in results for name in RESULTS), config=config
         )
     return dict(zip([name for name in RESULTS if name in results], got if isinstance(got, tuple) else (got,), strict=True))
 

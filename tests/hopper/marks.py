@@ -19,3 +19,9 @@ def on_hopper(test):
 def on_a_hopper_gpu(test):
     """Marks a test that is too long for the interpreter, or about what only a GPU has, such as graphs."""
     return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
+
+
+def in_both_types(cases):
+    """Pairs names of cases with 16-bit types: each with both on a GPU, and in turn with one in the interpreter."""
+    types = torch.bfloat16, torch.float16
+    return [(name, dtype) for i, name in enumerate(cases) for j, dtype in enumerate(types) if HOPPER or i % 2 == j]

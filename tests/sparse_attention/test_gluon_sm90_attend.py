@@ -18,7 +18,7 @@ from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks
 from openmsa.types import layout
 from tests import oracle
-from tests.hopper.marks import DEVICE, on_a_hopper_gpu, on_hopper
+from tests.hopper.marks import DEVICE, in_both_types, on_a_hopper_gpu, on_hopper
 from tests.sparse_attention.test_gluon_sm90_union import long_call as stored_long_call
 from tests.sparse_attention.test_gluon_sm90_union import selection
 from tests.sparse_attention.test_triton import check, run
@@ -169,8 +169,7 @@ CASES = {
 
 
 @on_hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), in_both_types(CASES))
 def test_against_the_truth(name, dtype, launches):
     checked, expected = case(name, dtype)
     result = run(checked, path="union")
