@@ -20,7 +20,7 @@ from openmsa.testing.inputs import paged, problem
 from openmsa.types import layout
 from tests import oracle
 from tests.block_scores.launched import launched_scores
-from tests.hopper.marks import DEVICE, on_hopper
+from tests.hopper.marks import DEVICE, in_turn, on_hopper
 from tests.low_precision import codes_of
 
 # name: query lengths, key lengths, index dim, index heads, key heads, page size or None, scales, positions of first queries
@@ -68,8 +68,7 @@ def test_configuration_fits():
 
 
 @on_hopper
-@pytest.mark.parametrize("visible", [False, True], ids=["filled", "visible"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "visible"), in_turn(CASES, [False, True]))
 def test_on_the_device(name, visible, monkeypatch):
     q_lens, k_lens, dim, heads, key_heads, page_size, per, offsets = CASES[name]
     device = DEVICE

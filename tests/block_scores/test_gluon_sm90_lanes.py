@@ -16,7 +16,7 @@ from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem
 from tests.block_scores.launched import launched_scores
-from tests.hopper.marks import DEVICE, on_hopper
+from tests.hopper.marks import DEVICE, in_turn, on_hopper
 from tests.low_precision import quantized, spread
 
 # name: query lengths, key lengths, index heads, key heads, page size, format, queries, positions of first queries
@@ -79,8 +79,7 @@ def test_cut(programs, tiles):
 
 
 @on_hopper
-@pytest.mark.parametrize("visible", [False, True], ids=["filled", "visible"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "visible"), in_turn(CASES, [False, True]))
 def test_on_the_device(name, visible, monkeypatch):
     q_lens, k_lens, heads, key_heads, page_size, form, query, offsets = CASES[name]
     device, dtype = DEVICE, torch.float16 if query == "fp16" else torch.bfloat16

@@ -21,7 +21,8 @@ def on_a_hopper_gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
 
 
-def in_both_types(cases):
-    """Pairs names of cases with 16-bit types: each with both on a GPU, and in turn with one in the interpreter."""
-    types = torch.bfloat16, torch.float16
-    return [(name, dtype) for i, name in enumerate(cases) for j, dtype in enumerate(types) if HOPPER or i % 2 == j]
+def in_turn(cases, values):
+    """Pairs names of cases with values: each name with all of them on a GPU, and with one of them in turn in the
+    interpreter."""
+    pairs = [(name, value, i % len(values) == j) for i, name in enumerate(cases) for j, value in enumerate(values)]
+    return [pytest.param(name, value, id=f"{name}-{value}") for name, value, is_turn in pairs if HOPPER or is_turn]

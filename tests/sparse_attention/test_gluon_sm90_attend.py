@@ -18,7 +18,7 @@ from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks
 from openmsa.types import layout
 from tests import oracle
-from tests.hopper.marks import DEVICE, in_both_types, on_a_hopper_gpu, on_hopper
+from tests.hopper.marks import DEVICE, HOPPER, in_turn, on_a_hopper_gpu, on_hopper
 from tests.sparse_attention.test_gluon_sm90_union import long_call as stored_long_call
 from tests.sparse_attention.test_gluon_sm90_union import selection
 from tests.sparse_attention.test_triton import check, run
@@ -169,12 +169,14 @@ CASES = {
 
 
 @on_hopper
-@pytest.mark.parametrize(("name", "dtype"), in_both_types(CASES))
+@pytest.mark.parametrize(("name", "dtype"), in_turn(CASES, [torch.bfloat16, torch.float16]))
 def test_against_the_truth(name, dtype, launches):
     checked, expected = case(name, dtype)
     result = run(checked, path="union")
     assert len(launches) == 1
     check(result, expected)
+    if not HOPPER and name != "ragged":
+        return  # The interpreter takes its time.
     for again in (run(checked, path="union"), run(checked._replace(blocks=checked.blocks.flip(-1)), path="union")):
         assert_equal("out", again[0], result[0].cpu())
         assert_equal("lse", again[1], result[1].cpu())

@@ -16,7 +16,7 @@ from openmsa.sparse_attention.triton_backward import backward_config
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import problem, random_blocks, strided
 from tests import gradients, oracle
-from tests.hopper.marks import HOPPER, in_both_types, on_a_hopper_gpu, on_hopper
+from tests.hopper.marks import HOPPER, in_turn, on_a_hopper_gpu, on_hopper
 from tests.sparse_attention.test_triton_backward import arguments, run
 
 BLOCK = 128
@@ -84,7 +84,7 @@ def case(name, dtype):
 
 
 @on_hopper
-@pytest.mark.parametrize(("name", "dtype"), in_both_types(CASES))
+@pytest.mark.parametrize(("name", "dtype"), in_turn(CASES, [torch.bfloat16, torch.float16]))
 def test_against_autograd(name, dtype):
     """Gradients are those of autograd for odd and empty sequences, queries before position 0 and past the keys, wild ids, empty
     rows, and several items a block."""

@@ -17,7 +17,7 @@ from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import problem, random_blocks
 from openmsa.types import layout
 from tests import oracle
-from tests.hopper.marks import DEVICE, in_both_types, on_a_hopper_gpu, on_hopper
+from tests.hopper.marks import DEVICE, HOPPER, in_turn, on_a_hopper_gpu, on_hopper
 from tests.sparse_attention.test_triton import check, run, stored_case
 
 BLOCK = 128
@@ -139,7 +139,7 @@ def selection(p, topk, alike, seed=0):
 
 
 @on_hopper
-@pytest.mark.parametrize(("name", "dtype"), in_both_types(CASES))
+@pytest.mark.parametrize(("name", "dtype"), in_turn(CASES, [torch.bfloat16, torch.float16]))
 def test_against_the_truth(name, dtype, launches):
     q_lens, k_lens, heads, group, page_size, factors, topk, alike, offsets = CASES[name]
     p = problem(q_lens, k_lens, kv_heads=heads, group=group, head_dim=128, dtype=dtype, offsets=offsets, shared_prefix=BLOCK)
@@ -148,6 +148,8 @@ def test_against_the_truth(name, dtype, launches):
     result = run(checked, path="union")
     assert len(launches) == 1
     check(result, expected)
+    if not HOPPER and name != "ragged":
+        return  # The interpreter takes its time.
     for again in (run(checked, path="union"), run(checked._replace(blocks=checked.blocks.flip(-1)), path="union")):
         assert_equal("out", again[0], result[0].cpu())
         assert_equal("lse", again[1], result[1].cpu())
