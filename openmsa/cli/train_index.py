@@ -104,7 +104,7 @@ def train_index(
     if done < settings.steps:
         if world.first:
             typer.echo(f"Stopped after {done} of {settings.steps} steps; the same command with --resume goes on.", err=True)
-        world.leave(INTERRUPTED)
+        world.close(INTERRUPTED)
         raise typer.Exit(INTERRUPTED)
     if world.first:
         if world.size > 1:  # The model is cut among the processes, but for its index branches.
@@ -115,7 +115,6 @@ def train_index(
         _report(out)
     world.wait()
     world.close()
-    world.leave()
 
 
 train_index.__doc__ = HELP
@@ -204,11 +203,10 @@ def _run(
     from openmsa.training.layers import branches_of
     from openmsa.training.loop import Trainer
 
-    branches, config = branches_of(model)
-    run = Trainer(model, branches, config, windows, settings, out / "training", world, held_out)
+    run = Trainer(model, *branches_of(model), windows, settings, out / "training", world, held_out)
     start = run.resume()
     with training_bar(world.first) as watcher:
-        before = {number: signal.signal(number, watcher.ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {n: signal.signal(n, watcher.ask_to_stop) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             return run.run(start, save_every=save_every, measure_every=measure_every, watcher=watcher)
         finally:

@@ -47,7 +47,6 @@ from openmsa.primitives.gluon_sm90_attention import (
     row_maxima,
     stay,
 )
-from openmsa.primitives.operands import PLAIN
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel, zeros
@@ -181,11 +180,19 @@ def item_at(outer, bounds, table, i_list, i_item, there, num_pages, CUT: gl.cons
 
 
 @gluon.jit
+def bring_both(held, s, page, head, at, count, tma_k, tma_v):
+    """Starts the copies of an item's keys and values to place s."""
+    bring(tma_k, page, head, at, held.k, held.k_full, s)
+    bring(tma_v, page, head, at, held.v, held.v_full, s)
+
+
+@gluon.jit
 def load(
-    ring, held, tma_q, tma_k, tma_v, bounds, table, tiles, outer, taken, i_chunk, chunk_tiles, chunk_entries, item_bound,
-    num_kv_heads, num_pages, CUT: gl.constexpr, STAGES: gl.constexpr,
+    ring, held, tma_q, keys, values, bounds, table, tiles, outer, taken, i_chunk, chunk_tiles, chunk_entries, item_bound,
+    num_kv_heads, num_pages, BRING: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Does the loading warp's share of a program."""
+    """Does the loading warp's share of a program, and returns its number of items. BRING: does what `bring_both` does with
+    `keys` and `values`."""
     # 1. It finds its first item. The newest blocks come first: their lists are longest.
     TOKENS: gl.constexpr = ROWS // CUT.group
     TOPK: gl.constexpr = CUT.topk
@@ -209,8 +216,7 @@ def load(
         entries = outer.entries + (i_segment + head).to(gl.int64) * chunk_entries
         entry = gl.load(entries + gl.minimum(begin + o_r // CUT.group, end - 1))
         mbarrier.wait(held.free.index(n & 1), n >> 1 & 1 ^ 1)
-        bring(tma_k, page, head, at, held.k, held.k_full, n & 1)
-        bring(tma_v, page, head, at, held.v, held.v_full, n & 1)
+        BRING(held, n & 1, page, head, at, count_keys, keys, values)
         i = take(taken)
         i_h, start, count = seek(i, i_h, start, count, p_counts, num_kv_heads)
         there = i_h < num_kv_heads
@@ -253,6 +259,7 @@ def load(
         gl.thread_barrier()
         mbarrier.arrive(ring.full.index(s), count=1)
         t += 1
+    return n
 
 
 @gluon.jit
@@ -283,10 +290,16 @@ def leave(partials, b_o, b_lse, b_reads, GROUP: gl.constexpr, NUMBER: gl.constex
 
 
 @gluon.jit
+def no_factors(held, s, scale):
+    """Returns the softmax scale of an item and what its results are multiplied by."""
+    return scale, 1.0
+
+
+@gluon.jit
 def attend(
-    ring, held, partials, scale, SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr
+    ring, held, partials, scale, SIDE: gl.constexpr, FACTORS: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Does a group's share of a program: every GROUPS-th step, from step SIDE on."""
+    """Does a group's share of a program: every GROUPS-th step, from step SIDE on. FACTORS: does what `no_factors` does."""
     NUMBER: gl.constexpr = ring.q.dtype
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUTPUTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -314,13 +327,14 @@ def attend(
         while control >= 0:
             # 2. It takes the softmax over the block.
             n = control >> 11
+            x_scale, v_factor = FACTORS(held, n & 1, scale)
             if CUT.negative:
                 b_s = -b_s
             if control & 1 != 0:
                 b_s = gl.where(o_key[None, :] <= (b_reads & (BLOCK - 1))[:, None], b_s, -float("inf"))
-            offset = row_maxima(b_s) * scale
+            offset = row_maxima(b_s) * x_scale
             offset = gl.where(offset == -float("inf"), 0.0, offset)  # All logits of a row may be -inf; then its sum is 0.
-            b_p = gl.exp2(b_s * scale - offset[:, None])
+            b_p = gl.exp2(b_s * x_scale - offset[:, None])
             l_i = gl.convert_layout(gl.sum(in_threads(b_p, gl.sum), 1), ROW, assert_trivial=True)
             weights = gl.convert_layout(b_p.to(NUMBER), WEIGHTS, assert_trivial=True)
 
@@ -346,7 +360,7 @@ def attend(
 
             # 4. Results are written while the product of the next step is made.
             inverse = approximately("rcp.approx.ftz.f32 $0, $1;", gl.maximum(l_i, 1e-30))
-            inverse = gl.convert_layout(inverse, OUT_ROW, assert_trivial=True)
+            inverse = gl.convert_layout(inverse * v_factor, OUT_ROW, assert_trivial=True)
             b_lse = offset + approximately("lg2.approx.ftz.f32 $0, $1;", l_i)
             leave(partials, b_o * inverse[:, None], b_lse, b_reads, CUT.group, NUMBER)
             stay(n)
@@ -354,6 +368,33 @@ def attend(
             b_reads = ring.reads.index(s).load(ROW)
             give_back(ring.free, s)
             control = following
+
+
+@gluon.jit
+def memory_of(tma_q, CUT: gl.constexpr, STAGES: gl.constexpr):
+    """Allocates a program's ring and the places of two items, with their barriers."""
+    NUMBER: gl.constexpr = tma_q.dtype
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BOX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK, DIM], NUMBER)
+    q = gl.allocate_shared_memory(NUMBER, [STAGES * 2 * (ROWS // CUT.group), 1, 1, CUT.group, HALF], tma_q.layout)
+    k = gl.allocate_shared_memory(NUMBER, [2, 1, 1, BLOCK, DIM], BOX)
+    v = gl.allocate_shared_memory(NUMBER, [2, 1, 1, BLOCK, DIM], BOX)
+    reads = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], LINE)
+    control = gl.allocate_shared_memory(gl.int32, [STAGES, 1], LINE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    kv_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(kv_free.index(i), count=GROUPS)
+    return Ring(q, reads, control, full, free), Held(k, v, k_full, v_full, kv_free)
 
 
 @gluon.jit(do_not_specialize=["i_chunk", "chunk_tiles", "chunk_entries", "item_bound", "num_pages"])
@@ -380,40 +421,22 @@ def sm90_outer_kernel(
     LOAD_REGISTERS: gl.constexpr,
 ):
     """Writes the partials of a chunk, whose items the programs share. The grid has as many programs as run at a time."""
-    NUMBER: gl.constexpr = tma_q.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = gl.allocate_shared_memory(NUMBER, [STAGES * 2 * (ROWS // CUT.group), 1, 1, CUT.group, HALF], tma_q.layout)
-    k = gl.allocate_shared_memory(NUMBER, [2, 1, 1, BLOCK, DIM], tma_k.layout)
-    v = gl.allocate_shared_memory(NUMBER, [2, 1, 1, BLOCK, DIM], tma_v.layout)
-    reads = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], LINE)
-    control = gl.allocate_shared_memory(gl.int32, [STAGES, 1], LINE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    kv_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(kv_free.index(i), count=GROUPS)
+    ring, held = memory_of(tma_q, CUT, STAGES)
     fence_async_shared()
     gl.thread_barrier()
-    ring, held = Ring(q, reads, control, full, free), Held(k, v, k_full, v_full, kv_free)
     SIDE_0: gl.constexpr = 0
     SIDE_1: gl.constexpr = 1
     SIDE_2: gl.constexpr = 2
+    BRING: gl.constexpr = bring_both
+    FACTORS: gl.constexpr = no_factors
     gl.warp_specialize(
         [
-            (attend, (ring, held, partials, scale, SIDE_0, CUT, STAGES)),
-            (attend, (ring, held, partials, scale, SIDE_1, CUT, STAGES)),
-            (attend, (ring, held, partials, scale, SIDE_2, CUT, STAGES)),
+            (attend, (ring, held, partials, scale, SIDE_0, FACTORS, CUT, STAGES)),
+            (attend, (ring, held, partials, scale, SIDE_1, FACTORS, CUT, STAGES)),
+            (attend, (ring, held, partials, scale, SIDE_2, FACTORS, CUT, STAGES)),
             (load, (
                 ring, held, tma_q, tma_k, tma_v, bounds, table, tiles, outer, taken, i_chunk, chunk_tiles, chunk_entries,
-                item_bound, num_kv_heads, num_pages, CUT, STAGES,
+                item_bound, num_kv_heads, num_pages, BRING, CUT, STAGES,
             )),
         ],
         [4, 4, 1],
@@ -421,37 +444,45 @@ def sm90_outer_kernel(
     )  # fmt: skip
 
 
-def outer_launch(
-    device: Device, q: torch.Tensor, keys: Keys, plan: Plan
-) -> Callable[[PrefillCall, OuterLists, Partials, int], None] | None:
-    """Returns the launch of a chunk; None where the kernel does not serve the call. It serves queries, keys and values of one
-    16-bit type, which the copy engine can read, and partials of that type, of dim 128 in groups of `SERVED` heads; blocks of
-    128 keys, packed or whole in pages."""
+def boxes_of_queries(device: Device, q: torch.Tensor, keys: Keys, plan: Plan) -> TensorDescriptor | None:
+    """Describes the queries to the copy engine; None where the kernel does not serve the call. It serves queries of a 16-bit
+    type, which the engine can read, and partials of that type, of dim 128 in groups of `SERVED` heads; blocks of 128 keys,
+    packed or whole in pages."""
     if device.arch != 90 or plan.block_size != BLOCK.value or q.shape[2] != DIM.value or not keys.by_row:
         return None
-    if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or keys.k.form.format != PLAIN:
+    if q.dtype not in (torch.bfloat16, torch.float16):
         return None
     if plan.group not in SERVED or plan.partial_dtype != q.dtype or plan.cuts != 1:
         return None
     items = min(plan.chunk.items, plan.chunk.entries) * keys.heads
     if plan.chunk.entries * keys.heads >= MOST_PARTIALS or items > MOST_ITEMS:
         return None
-    tma_q = descriptor(q[None], [1, 1, plan.group, HALF.value])
-    tma_k, tma_v = (descriptor(x.rows.data, [1, 1, BLOCK.value, DIM.value]) for x in (keys.k, keys.v))
-    if tma_q is None or tma_k is None or tma_v is None:
+    return descriptor(q[None], [1, 1, plan.group, HALF.value])
+
+
+def outer_launch(
+    device: Device, q: torch.Tensor, keys: Keys, plan: Plan
+) -> Callable[[PrefillCall, OuterLists, Partials, int], None] | None:
+    """Returns the launch of a chunk; None where the kernel does not serve the call: it also needs keys and values of the
+    queries' type, which the copy engine can read."""
+    tma_q = boxes_of_queries(device, q, keys, plan)
+    if tma_q is None or keys.dtype != q.dtype or keys.stored:
         return None
-    return functools.partial(launch_sm90_outer, (tma_q, tma_k, tma_v))
+    tma_k, tma_v = (descriptor(x.rows.data, [1, 1, BLOCK.value, DIM.value]) for x in (keys.k, keys.v))
+    if tma_k is None or tma_v is None:
+        return None
+    return functools.partial(launch_sm90_outer, sm90_outer_kernel, (tma_q, tma_k, tma_v))
 
 
 def launch_sm90_outer(
-    tma: tuple[TensorDescriptor, ...], call: PrefillCall, outer: OuterLists, partials: Partials, i_chunk: int
+    kernel: Any, rows: tuple[Any, ...], call: PrefillCall, outer: OuterLists, partials: Partials, i_chunk: int
 ) -> None:
-    """Launches it with descriptors of queries, keys and values."""
+    """Launches it, or the kernel for codes, with descriptors of queries, keys and values, or what stands in their place."""
     keys, plan, device = call.keys, call.plan, call.result.lse.device
     launch_kernel(
-        sm90_outer_kernel,
+        kernel,
         (min(plan.chunk.items * keys.heads, facts(device).num_sms),),
-        *tma,
+        *rows,
         partials,
         call.bounds,
         keys.k.table,

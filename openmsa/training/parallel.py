@@ -52,17 +52,14 @@ class World:
         if self.size > 1:
             distributed.barrier()
 
-    def close(self) -> None:
-        """Ends what `join` began."""
-        if self.size > 1:
-            distributed.destroy_process_group()
-
-    def leave(self, code: int = 0) -> None:
-        """Ends a process that shared a run, at once. A process of its own goes on, to end as Python programs do.
+    def close(self, code: int = 0) -> None:
+        """Ends what `join` began, and with it a process that shared a run, at once; one of its own goes on.
 
         A thread of gloo may still hold the last tensors of a collective that has ended, and needs Python to let them go. If
         Python is at its own end by then, the process is aborted, and `torchrun` calls the whole run failed."""
         if self.size > 1:
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)

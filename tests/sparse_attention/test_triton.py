@@ -112,7 +112,7 @@ STORED_CASES = [  # keys, queries, page_size, dtype
 ]
 
 
-def stored_case(p, blocks, block, keys, queries, page_size, dtype):
+def stored_case(p, blocks, block, keys, queries, page_size, dtype, scale=0.2):
     """Returns a call on stored operands, and the truth: float64 on the numbers that the codes stand for, every factor and scale
     counted."""
     p = p.map(lambda x: x * torch.tensor([1.0, 3.0]).repeat_interleave(x.shape[1] // 2 or 1)[: x.shape[1], None].to(dtype))
@@ -134,8 +134,8 @@ def stored_case(p, blocks, block, keys, queries, page_size, dtype):
     meant = dataclasses.replace(p, q=numbers.float(), k=key_numbers.float(), v=value_numbers.float()).to("cpu")
     reads = oracle.reads_of_blocks(blocks, block)
     rounded = meant.map(lambda x: x.to(dtype))
-    expected = oracle.attention(meant, reads, 0.2), oracle.honest_attention(rounded, reads, 0.2)
-    options = {"block_size": block, "softmax_scale": 0.2, "return_lse": True}
+    expected = oracle.attention(meant, reads, scale), oracle.honest_attention(rounded, reads, scale)
+    options = {"block_size": block, "softmax_scale": scale, "return_lse": True}
     return STAGE.check(q, k, v, blocks.to(DEVICE), p.seqs, **options), expected
 
 

@@ -17,7 +17,7 @@ from tests.training.tiny import tiny_llama, windows
 
 
 def test_a_process_of_its_own_goes_on():
-    World(0, 1, torch.device("cpu")).leave(3)
+    World(0, 1, torch.device("cpu")).close(3)
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -28,7 +28,7 @@ import torch
 from openmsa.training.parallel import World
 
 print("printed", end="")
-World(0, 2, torch.device("cpu")).leave({code})
+World(0, 2, torch.device("cpu")).close({code})
 print("behind")
 """
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

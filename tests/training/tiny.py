@@ -75,4 +75,3 @@ if __name__ == "__main__":
         sums = {name: p.double().sum().item() for b in run.originals.values() for name, p in b.named_parameters()}
         (folder / "sums.json").write_text(json.dumps(sums))
     world.close()
-    world.leave()
