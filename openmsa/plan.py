@@ -205,6 +205,8 @@ class AttentionPlan:
         checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
         if self.page_table is not None:
             checks.rows("index_k", index_k, "[num_pages, heads, page_size, dim]", PagedIndexKeys.formats)
+            if isinstance(index_q, (Tensor, Stored)) and index_q.dim() == 3:
+                checks.size("index_k", index_k, 3, index_q.shape[2], "index_dim of index_q")
             index_k = self._paged(PagedIndexKeys, index_k)
         counts = (self.block_size, self.init_blocks, self.local_blocks)
         call = check_selection(index_q, index_k, self.topk, self._layout, *counts, self.certified, None, False)

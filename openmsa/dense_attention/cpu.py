@@ -102,7 +102,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
     """Calls PyTorch's flash kernel for q, k, v ``[batch, heads, len, dim]``, causal from the top left; returns out and lse."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # The kernel assumes that rows are dense
     if scale == 0:  # and that the scale is positive.
-        out, lse = _fused(torch.zeros_like(q, dtype=torch.float64), k.double(), v.double(), 1.0, causal)
+        out, lse = _fused(q.double() * 0, k.double(), v.double(), 1.0, causal)
         return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
     if scale < 0:
         q, scale = -q, -scale

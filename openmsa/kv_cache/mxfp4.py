@@ -60,7 +60,7 @@ class MXFP4(Stored):
     @classmethod
     def allocate(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> MXFP4:
         device = named_devices.usable("device", device)
-        *lead, dim = check_shape(shape)
+        *lead, dim = check_shape(shape, GROUP)
         data, scale = (torch.zeros(*lead, n, dtype=torch.uint8, device=device) for n in (dim // 2, dim // GROUP))
         return cls(data, scale)
 

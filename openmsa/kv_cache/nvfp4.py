@@ -135,7 +135,7 @@ class NVFP4(Stored):
         layout: str = "linear",
     ) -> NVFP4:
         device = named_devices.usable("device", device)
-        *lead, dim = check_shape(shape)
+        *lead, dim = check_shape(shape, GROUP)
         groups = dim // GROUP
         scales = (*lead, groups) if layout == "linear" else swizzled_shape(torch.Size(lead).numel(), groups)
         data, scale = (torch.zeros(s, dtype=torch.uint8, device=device) for s in ((*lead, dim // 2), scales))

@@ -124,8 +124,8 @@ def part(name: str, value: Any, of: Tensor, dtypes: tuple[torch.dtype, ...], sha
     return value
 
 
-def check_shape(value: Any) -> tuple[int, ...]:
-    """Returns the argument ``shape``, which must be a tuple or list of at least one size."""
+def check_shape(value: Any, group: int = 1) -> tuple[int, ...]:
+    """Returns the argument ``shape``, which must be a tuple or list of at least one size, the last of whole groups."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"shape must be a tuple of ints, got {type(value).__name__}")
     if not value:
@@ -134,6 +134,8 @@ def check_shape(value: Any) -> tuple[int, ...]:
         length if isinstance(length, torch.SymInt) else checks.integer(f"shape[{i}]", length, 0, INT32_MAX)
         for i, length in enumerate(value)
     ]
+    if group > 1 and (not sizes[-1] or sizes[-1] % group):
+        raise ValueError(f"shape[-1] must be a multiple of {group}, at least {group}, got {sizes[-1]}")
     return tuple(sizes)
 
 

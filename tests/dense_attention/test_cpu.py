@@ -40,3 +40,16 @@ def test_infinite_and_nan_logits(lens, what, dtype, causal):
     assert what == "nothing in front" or not bool(reference[1].isfinite().all())
     tolerance = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}.get(dtype, 2e-5)
     torch.testing.assert_close(found, reference, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_scale_of_zero_hides_no_nan(dtype, causal):
+    """Zero times NaN or infinity is NaN, for the rows that hold it and for no others."""
+    p = problem((5,), (40,), dtype=dtype)
+    p.q[1, 0, 3], p.q[2, 1, 5] = torch.nan, torch.inf
+    options = {"causal": causal, "softmax_scale": 0.0, "return_lse": True}
+    found, reference = (dense_attention(p.q, p.k, p.v, p.seqs, impl=impl, **options) for impl in ("cpu", "reference"))
+    assert reference[1].isnan().sum() == 2
+    tolerance = 1.6e-2 if dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(found, reference, atol=tolerance, rtol=tolerance, equal_nan=True)

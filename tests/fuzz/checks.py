@@ -54,11 +54,11 @@ def interpreter():
         plain = [x for x in tensors if x is not None and getattr(x, "format", "plain") == "plain"]
         return None if all(x.dtype in dtypes for x in plain) else f"it needs {dtypes}"
 
-    refused, dispatch.unless_cuda_inference = dispatch.unless_cuda_inference, unless_read
+    refused, dispatch.unless_cuda = dispatch.unless_cuda, unless_read
     try:
         yield
     finally:
-        dispatch.unless_cuda_inference = refused
+        dispatch.unless_cuda = refused
 
 
 class Round:

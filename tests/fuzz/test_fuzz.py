@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.cases import draw_case
+from tests.fuzz.cases import Case, draw_case
 from tests.fuzz.checks import check_case, interpreter
 
 SEED = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(10**6)))
@@ -58,6 +58,15 @@ def test_on_the_cpu():
 def test_in_the_interpreter():
     with interpreter():
         fuzz(1, "cpu", 10, interpreted=True, **INTERPRETED)
+
+
+@pytest.mark.skipif(CUDA or importlib.util.find_spec("triton") is None, reason="needs Triton's interpreter")
+def test_every_stage_is_reached_in_the_interpreter():
+    with interpreter():
+        compared = check_case(Case(dtype="float16", q_lens=(3, 1), k_lens=(40, 17)), "cpu", interpreted=True)
+    assert {function for function, _ in compared} == {
+        "block_scores", "select_blocks", "select_blocks_from_scores", "dense_attention", "sparse_attention"
+    }  # fmt: skip
 
 
 @pytest.mark.gpu

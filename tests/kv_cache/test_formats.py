@@ -393,6 +393,9 @@ BAD = {
     "quantized number": (ValueError, ("values", "[..., dim]", "()"), lambda: Int8.quantize(torch.ones(()))),
     "quantized nothing": (TypeError, ("values", "torch.Tensor", "NoneType"), lambda: CertifiedKeys.quantize(None)),
     "nvfp4 of 17": (ValueError, ("values", "multiple of 16", "(1, 17)"), lambda: NVFP4.quantize(torch.ones(1, 17))),
+    "room for nvfp4 of 17": (ValueError, ("shape[-1]", "multiple of 16", "17"), lambda: NVFP4.allocate((4, 1, 17))),
+    "room for nvfp4 of 24": (ValueError, ("shape[-1]", "multiple of 16", "24"), lambda: NVFP4.allocate((4, 1, 24))),
+    "room for mxfp4 of 16": (ValueError, ("shape[-1]", "multiple of 32", "16"), lambda: MXFP4.allocate((4, 1, 16))),
     "mxfp4 of 48": (ValueError, ("values", "multiple of 32", "(1, 48)"), lambda: MXFP4.quantize(torch.ones(1, 48))),
     "device": (
         ValueError,
