@@ -358,6 +358,18 @@ def test_static_decode_compiles():
             "must take its cache as past_key_values, as index keys",
         ),
         ("Lfm2", {"initialise": "random"}, NotImplementedError, "attention in each of its 3 layers, got it in 1, 2 alone"),
+        (
+            "DiffLlama",
+            {},
+            NotImplementedError,
+            r"layer 0 \(DiffLlamaAttention\) must attend, once, to the keys and values that",
+        ),
+        (
+            "JetMoe",
+            {"initialise": "random"},
+            NotImplementedError,
+            r"layer 0 \(JetMoeAttention\) must attend, once, to the keys",
+        ),
         ("Llama", {"config": 3}, TypeError, "config must be an openmsa.modules.MSAConfig or None, got int"),
         ("Llama", {"index_topk": 3}, ValueError, "an MSAConfig must have no fields but .*, got index_topk"),
         ("OPT", {}, NotImplementedError, "must be given position_embeddings, cos and sin, got NoneType"),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from openmsa.integrations.hugging_face.model import ATTENTION, PREFIX, MSAModel, add_branches, family, remove_branches
-from openmsa.integrations.hugging_face.probe import Seen, probe
+from openmsa.integrations.hugging_face.probe import Given, Seen, probe
 from openmsa.integrations.transformers import group_mean_index
 from openmsa.modules import IndexBranch, MSAConfig, index_branches
 
@@ -219,9 +219,10 @@ def _start_at_random(branch: IndexBranch, config: Any) -> None:
 
 
 def _check_branches(model: Any, initialise: str) -> None:
-    """Checks in a second forward that the branches reach the attention function, and that those that begin as a group's mean
-    are it: an attention that computes its keys in a way of its own is found here, whatever its family."""
-    after = [x for x in probe(model) if hasattr(x.layer, "index_branch")]
+    """Checks in a second forward that the branches reach the attention function, that layers attend to what they give a cache,
+    and that branches that begin as a group's mean are it: an attention that computes its keys in a way of its own is found
+    here, whatever its family."""
+    after = [x for x in probe(model, Given()) if hasattr(x.layer, "index_branch")]
     for x in after:
         where = f"layer {x.layer.layer_idx} ({type(x.layer).__name__})"
         if len(x.index) != 2:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from openmsa.dense_attention import dense_attention
 from openmsa.integrations.hugging_face.model import ATTENTION
@@ -33,8 +33,32 @@ class Seen:
     rotation: tuple[Tensor, Tensor] | None
 
 
-def probe(model: Any) -> list[Seen]:
+class Given(DynamicCache):
+    """Checks that layers attend to the keys and values that they give their cache, each once: other caches attend to what they
+    hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.given[layer_idx] = key_states, value_states  # [1, num_kv_heads, tokens, head_dim]; index keys come here, too
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def check(self, layer: Any, k: Tensor, v: Tensor) -> None:
+        """Refuses a layer that attends to packed keys and values of its own, or a second time."""
+        given = [x[0].transpose(0, 1).to(k.dtype) for x in self.given.pop(layer.layer_idx, ())]  # autocast lowers k and v
+        if not given or not all(map(torch.equal, (k, v), given)):
+            raise NotImplementedError(
+                f"layer {layer.layer_idx} ({type(layer).__name__}) must attend, once, to the keys and values that it gives its "
+                "cache, got others"
+            )
+
+
+def probe(model: Any, cache: Given | None = None) -> list[Seen]:
     """Runs a model on a few tokens and returns what its layers handed over, in their order; the model is left as it was.
+
+    cache: what the layers are to use, if anything, and which checks what they attend to.
 
     Raises NotImplementedError where its attention cannot be served, does not come from transformers' AttentionInterface, is
     missing in a layer, or knows its cache by another name than past_key_values.
@@ -46,6 +70,8 @@ def probe(model: Any) -> list[Seen]:
         rotations[id(layer)] = kwargs.get("position_embeddings")
 
     def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float, *index: Tensor) -> Tensor:
+        if cache is not None:
+            cache.check(layer, k, v)
         seen[int(layer.layer_idx)] = Seen(layer, q, k, index, rotations.get(id(layer)))
         return dense_attention(q, k, v, seqs, softmax_scale=softmax_scale)
 
@@ -58,7 +84,7 @@ def probe(model: Any) -> list[Seen]:
         model.eval()
         model.set_attn_implementation(PROBE)
         with torch.no_grad():
-            model(input_ids=ids, use_cache=False)
+            model(input_ids=ids, use_cache=cache is not None, **({} if cache is None else {"past_key_values": cache}))
     except NotImplementedError as error:
         raise NotImplementedError(f"{error}; all layers share one attention, so none can be left out") from error
     finally:
