@@ -36,6 +36,13 @@ def write_atomically(file: Path, write: Any) -> None:
         beside.unlink(missing_ok=True)
 
 
+def remove_parts(file: Path) -> None:
+    """Removes what `write_atomically` had written of `file` when a process was killed."""
+    for part in file.parent.glob(f".{file.name}.*"):
+        if part.suffix[1:].isdecimal():
+            part.unlink(missing_ok=True)
+
+
 def training_state(branches: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Returns whole tensors on the CPU: weights and AdamW's state by parameter name. Every process must call it.
 

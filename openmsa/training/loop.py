@@ -101,16 +101,18 @@ class Trainer:
 
     def resume(self) -> int:
         """Takes the checkpoint of the folder, if there is one, and returns how many steps it has done. Raises ValueError where
-        it belongs to a run with other settings, another text or another model."""
-        file = self.folder / checkpoint.FILE
-        if not file.exists():
-            self.log.keep_before(0)
-            return 0
-        saved = checkpoint.read_facts(file)
-        check_same(saved, self.facts())
-        checkpoint.restore(file, self.branches, self.optimizer)
-        self.log.keep_before(saved["step"])
-        return int(saved["step"])
+        it belongs to a run with other settings, another text or another model. What a killed run had begun to write goes."""
+        file, step = self.folder / checkpoint.FILE, 0
+        if file.exists():
+            saved = checkpoint.read_facts(file)
+            check_same(saved, self.facts())
+            checkpoint.restore(file, self.branches, self.optimizer)
+            step = int(saved["step"])
+        if self.world.first:
+            for written in (file, self.log.file):
+                checkpoint.remove_parts(written)
+        self.log.keep_before(step)
+        return step
 
     def save(self, step: int) -> None:
         """Writes a checkpoint after `step` steps."""

@@ -169,6 +169,18 @@ def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path):
     assert [f.read_text() for f in tmp_path.iterdir()] == ["before"]
 
 
+def test_what_a_killed_run_had_begun_to_write_goes(tmp_path):
+    """A run that goes on, and one that begins again, leaves no part of a file behind, and touches no other file."""
+    settings = TrainSettings(steps=2, warmup_steps=1, batch=1, micro_batch=1)
+    for _ in range(2):
+        for name in (".checkpoint.safetensors.123", ".log.jsonl.7", ".checkpoint.safetensors.mine"):
+            (tmp_path / name).write_text("half")
+        run = trainer(tmp_path, settings=settings)
+        run.run(run.resume(), save_every=1, measure_every=2)
+        found = sorted(file.name for file in tmp_path.iterdir())
+        assert found == [".checkpoint.safetensors.mine", "checkpoint.safetensors", "log.jsonl"]
+
+
 def test_a_log_forgets_what_came_after_the_checkpoint(tmp_path):
     log = Log(tmp_path / "log.jsonl")
     for record in ({"step": 0, "measured": {}}, {"step": 0}, {"step": 1}, {"step": 2, "measured": {}}, {"step": 2}):
