@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from benchmarks.smollm2 import candidates, measuring, page, study
+from benchmarks.smollm2 import candidates, measuring, page, selections, study
 from benchmarks.smollm2.candidates import TOY, named, own_weights
 from benchmarks.smollm2.files import numbers
 from benchmarks.smollm2.one_key import Moments, one_key
@@ -53,6 +53,26 @@ def test_a_whole_study_and_its_page(tiny, tmp_path, monkeypatch):
     assert "| untrained one key |  |" in written
     for name in ("tiny-loss.png", "tiny-training.png"):
         assert (tmp_path / "docs" / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_selections_and_stored_keys(tmp_path, monkeypatch):
+    """The selections of a random model are described, and what is written of them is whole."""
+    monkeypatch.setattr("sys.argv", ["selections", "--toy", "--out", str(tmp_path / "record.jsonl")])
+    selections.main()
+    rows = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    described = [r for r in rows if r["what"] == "selection"]
+    assert [(r["layer"], r["topk"]) for r in described] == [(0, 2), (0, 4), (1, 2), (1, 4)]  # of 16 blocks
+    for r in described:
+        assert r["union"]["4"] >= r["topk"]
+        assert sum(r["distance"]) == pytest.approx(1, abs=1e-3)
+        assert r["block_recall"] <= r["score_recall"] <= 1
+    losses = {(r["stored"], r["topk"]): r["change"] for r in rows if r["what"] == "loss"}
+    assert losses.keys() == {(name, topk) for name in selections.FORMATS for topk in (0, 4)}
+    assert all((change == 0) == (name == "as they are") for (name, _), change in losses.items())
+    monkeypatch.setattr("sys.argv", ["selections", "--page", str(tmp_path / "record.jsonl"), "--folder", str(tmp_path)])
+    selections.main()
+    assert "| 1, 4 blocks |" in (tmp_path / "smollm2-selections.md").read_text()
+    assert (tmp_path / "smollm2-selections.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_candidates_are_refused_by_name():
