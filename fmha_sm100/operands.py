@@ -211,6 +211,7 @@ def check_out(name: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, d
         raise TypeError(f"{name} must have dtype {dtype}, got {out.dtype}")
     if out.device != device:
         raise ValueError(f"{name} must be on the device of q ({device}), got {out.device}")
+    checks.written(name, out)
 
 
 def flags(**given: Any) -> None:

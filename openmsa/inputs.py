@@ -123,10 +123,10 @@ def check_selection(
 def _check_certified(call: SelectionCall, index_k: Tensor | Stored | PagedIndexKeys, rescored: Tensor | None) -> None:
     keys = index_k.keys if isinstance(index_k, PagedIndexKeys) else index_k
     if not isinstance(keys, CertifiedKeys):
-        got = type(keys).__name__
-        raise ValueError(f"index_k must be CertifiedKeys (or pages of them) for certified=True, got {got}")
+        raise ValueError(f"index_k must be CertifiedKeys (or pages of them) for certified=True, got {type(keys).__name__}")
     if rescored is not None:
         checks.tensor("rescored", rescored, "[total_q, index_heads]", (torch.int32,))
+        checks.written("rescored", rescored)
         checks.alike("rescored", rescored, "index_q", call.index_q, dtype=False)
         for dimension, what in enumerate(("total_q", "index_heads")):
             checks.size("rescored", rescored, dimension, call.index_q.shape[dimension], f"{what} of index_q")

@@ -366,6 +366,35 @@ def test_a_device_that_is_not_there(device):
     refused(words, DecodePlan, max_batch=1, **sizes, device=device)
 
 
+@pytest.mark.parametrize("device", ["xpu:9", "mps", "hpu"])
+def test_a_device_of_another_kind(device):
+    refused(f"device must be a CUDA device or a CPU, got {device}", Sequences.from_lengths, [1], [1], device=device)
+
+
+@devices
+@pytest.mark.parametrize("k_lens", [(9,), (9, 5, 0)])
+def test_a_cache_of_another_number_of_sequences(device, k_lens):
+    p = problem((1, 1), (40, 30)).to(device)
+    kv, keys = paged(p, 16)
+    seqs = Sequences.from_lengths([2] + [0] * (len(k_lens) - 1), k_lens, device)
+    words = f"seqs.cu_seqlens_k must have batch + 1 entries (3), got {len(k_lens) + 1}"
+    refused(words, dense_attention, p.q, kv, None, seqs)
+    refused(words, block_scores, p.index_q, keys, seqs)
+
+
+def test_places_that_share_memory():
+    p = problem((5,), (40,))
+    keys, counts = CertifiedKeys.quantize(p.index_k), torch.zeros(1, p.index_q.shape[1], dtype=torch.int32).expand(5, -1)
+    words = "rescored must not be expanded, as it is written to"
+    refused(words, select_blocks, p.index_q, keys, 2, block_size=16, certified=True, rescored=counts)
+    pool, table = torch.zeros(1, 2, 16, 32).expand(3, -1, -1, -1), torch.arange(3, dtype=torch.int32)[None]
+    cache = PagedKV(torch.zeros(3, 2, 16, 32), pool, table, torch.zeros(1, dtype=torch.int32))
+    new = torch.ones(4, 2, 32)
+    refused("v must not be expanded, as it is written to", cache.append, new, new)
+    assert not cache.seq_lens.any()
+    assert not cache.k.any()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_a_device_past_the_last():

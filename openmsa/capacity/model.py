@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from openmsa.runtime import checks
+from openmsa.types import INT32_MAX
 
 KV_TENSORS = {"bf16": (2.0,), "e4m3": (1.0,), "nvfp4": (1 / 2, 1 / 16)}
 """Bytes an element of keys and values in each tensor that holds them, elements or codes first, by format."""
@@ -47,6 +48,8 @@ class Model:
         checks.divides("num_kv_heads", self.num_kv_heads, "num_q_heads", self.num_q_heads)
         for name, low, high in (("head_dim", 16, 256), ("index_dim", 16, 256), ("block_size", 16, 256), ("topk", 1, 64)):
             checks.integer(name, getattr(self, name), low, high)
+        for name in ("head_dim", "index_dim"):
+            checks.head_dim(name, getattr(self, name))
 
     @classmethod
     def from_config(cls, path: Path) -> Model:
@@ -120,8 +123,8 @@ class Request:
     hits: float = 0.95
 
     def __post_init__(self) -> None:
-        checks.integer("context", self.context, 1)
-        checks.integer("batch", self.batch, 1)
+        checks.integer("context", self.context, 1, INT32_MAX)
+        checks.integer("batch", self.batch, 1, INT32_MAX)
         checks.integer("new_tokens", self.new_tokens, 1, 16)
         for name, formats in (("kv", KV_ROW_BYTES), ("index", INDEX_ROW_BYTES)):
             if getattr(self, name) not in formats:

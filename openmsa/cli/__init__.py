@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 from importlib.metadata import version
 from typing import Annotated
 
@@ -44,3 +45,6 @@ def main(
     ] = False,
 ) -> None:
     """MiniMax Sparse Attention for every machine."""
+    # Ctrl-C ended the process at once while it imported; from here on commands say what they have by then.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

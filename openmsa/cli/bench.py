@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from openmsa.bench.workloads import Work
 
 DEVICES = ("cpu", "cuda")
+MOST_THREADS = 1024  # PyTorch ends without a word where the system gives it fewer threads than it was asked for.
 HELP = paragraphs("""Measure named workloads against dense attention and the device's limits in the same run.
 
 Without --match and --full a quick choice is measured, in less than two minutes on two cores. Ctrl-C ends a run and prints
@@ -76,6 +77,8 @@ def bench(
         refuse("--full measures everything: leave it out, or --match")
     if device not in (None, *DEVICES):
         refuse(f"--device must be cpu or cuda, got {device!r}")
+    if threads is not None and threads > MOST_THREADS:
+        refuse(f"--threads must be at most {MOST_THREADS}, got {threads}")
     if list_only:
         _list(device, match or [], as_json)
         return

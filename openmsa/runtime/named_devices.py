@@ -12,6 +12,8 @@ def usable(name: str, device: torch.device | str) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
         raise ValueError(f"{name} must be a CUDA device or a CPU, got {device}") from None
+    if found.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"{name} must be a CUDA device or a CPU, got {device}")
     if found.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"{name} must be 'cpu' where PyTorch finds no CUDA device, got {device}")

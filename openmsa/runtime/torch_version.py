@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,16 @@ def require_torch() -> None:
         print(sentence, file=sys.stderr)
         raise SystemExit(2)
     raise ImportError(sentence)
+
+
+def interrupts_silently() -> None:
+    """Lets Ctrl-C end the command `openmsa` at once and without a traceback while it imports, which takes a second. Programs
+    that import the package keep their handler."""
+    name = Path(sys.argv[0] if sys.argv else "").name
+    module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
+    command = name in COMMANDS and (name != "-m" or module == ["openmsa"])
+    if command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def why_not(version: str | None) -> str | None:
@@ -47,4 +58,5 @@ def _installed() -> str | None:
     return str(torch.__version__)
 
 
+interrupts_silently()
 require_torch()

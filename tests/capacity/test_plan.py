@@ -166,6 +166,9 @@ def test_the_command_prints_a_table_of_80_columns_and_json():
         (("--index", "fp5"), "index must be one of bf16, e4m3, int8, nvfp4, mxfp4, certified, got 'fp5'"),
         (("--cache", "1.5"), "cache must lie from 0 to 1, got 1.5"),
         (("--gpus", "0"), "gpus must be at least 1, got 0"),
+        (("--context", "3000M"), "context must be from 1 to 2147483647, got 3145728000"),
+        (("--head-dim", "100"), "head_dim must be a multiple of 16 from 16 to 256, got 100"),
+        (("--index-dim", "24"), "index_dim must be a multiple of 16 from 16 to 256, got 24"),
         (("--weights", "-1"), "weights must be at least 0 bytes"),
     ],
 )

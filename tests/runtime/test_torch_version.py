@@ -2,6 +2,7 @@
 """A missing or old PyTorch is named in one sentence: as an ImportError, and by the commands without a traceback."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,21 @@ def test_commands_print_the_sentence(lacking):
         assert done.returncode == 2
         assert done.stderr.startswith(sentence)
         assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("way", ["script", "-m"])
+def test_an_interrupt_while_a_command_imports_prints_nothing(tmp_path, way):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    script = tmp_path / "openmsa"
+    script.write_text("import sys\nfrom openmsa.cli import app\nsys.exit(app())\n")
+    done = python(tmp_path, *([str(script)] if way == "script" else ["-m", "openmsa"]), "doctor")
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == ""
+
+
+def test_an_interrupt_while_a_program_imports_the_package_stays_its_own(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    done = python(tmp_path, "-c", "try:\n    import openmsa\nexcept KeyboardInterrupt:\n    print('caught')")
+    assert done.stdout == "caught\n"
