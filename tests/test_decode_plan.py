@@ -385,6 +385,15 @@ def test_calls_that_do_not_fit_the_plan_are_refused():
         plan_of(p, "cpu", max_batch=1).run(p.q, kv, p.index_q, keys)
     with pytest.raises(ValueError, match="out must not be expanded"):
         plan.run(p.q, kv, p.index_q, keys, out=p.q[:1].expand_as(p.q))
+    for name, given in (
+        ("q", {"q": p.q.clone().requires_grad_()}),
+        ("index_q", {"index_q": p.index_q.clone().requires_grad_()}),
+    ):
+        call = {"q": p.q, "kv": kv, "index_q": p.index_q, "index_keys": keys} | given
+        with pytest.raises(ValueError, match=f"^{name} must not require a gradient, as a plan computes none"):
+            plan.run(**call)
+        with torch.no_grad():
+            plan.run(**call)
     with pytest.raises(ValueError, match="max_pages"):
         plan_of(p, "cpu", max_pages=2).run(p.q, kv, p.index_q, keys)
     with pytest.raises(TypeError, match=r"kv must be an openmsa\.PagedKV"):

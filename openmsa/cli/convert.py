@@ -62,6 +62,12 @@ def convert(
     if out.exists() and any(out.iterdir()):
         refuse(f"OUT must be a new or empty folder, got {str(out)!r}, which holds files")
     layers = layer_numbers("--dense-layers", dense_layers)
+    if initialise not in ("group-mean", "random"):  # A model may take minutes to load, so what needs none is checked before.
+        refuse(f"--initialise must be one of 'group-mean', 'random', got {initialise!r}")
+    if init_blocks + local_blocks > topk:
+        refuse(f"--init-blocks and --local-blocks must be at most --topk ({topk}) together, got {init_blocks} + {local_blocks}")
+    if index_dim is not None and index_dim % 16:
+        refuse(f"--index-dim must be a multiple of 16 from 16 to 256, got {index_dim}")
     device, wanted = find_device("cpu", dtype)
     check_writable("OUT", out / "config.json")
     settings = {

@@ -100,6 +100,10 @@ def generate(
     if where.type == "cuda" and dtype == "float32":
         refuse("--dtype must be bfloat16 or float16 on a GPU, whose kernels read no others, got 'float32'")
     check_formats(kv_format, index_format)
+    if file is not None and file.is_char_device() and not file.samefile("/dev/stdin"):
+        refuse(f"--file must be a text, got {str(file)!r}, a device, which may never end")
+    if attention is Attention.dense and (topk, block_size) != (None, None):
+        typer.echo("Note: dense attention reads all keys, whatever --topk and --block-size say.", err=True)
     if not temperature <= 3.4e38:
         refuse(f"--temperature must be finite in float32, got {temperature}")
     text = "" if file is None else _read(file)

@@ -162,6 +162,8 @@ class DecodePlan:
         for name, cache, kind in (("kv", kv, self._kv_type), ("index_keys", index_keys, PagedIndexKeys)):
             if not isinstance(cache, kind):
                 raise TypeError(f"{name} must be an openmsa.{kind.__name__}, got {type(cache).__name__}")
+        for name, value in (("q", q), ("index_q", index_q), ("out", out)):
+            checks.no_gradient(name, value, "a plan computes none")
         checks.integer("kv.batch", kv.batch, 0, self.max_batch)
         self._check_rows("q", q, kv.batch, self.num_q_heads, self.head_dim, QUERY_FORMATS)
         self._check_rows("index_q", index_q, kv.batch, self._index_heads, self.index_dim, QUERY_FORMATS)

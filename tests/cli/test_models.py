@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """`openmsa convert` and `openmsa generate` work on a tiny model, print what they say, and refuse before any work."""
 
+import importlib
 import json
 import shutil
 import sys
@@ -156,7 +157,7 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
             ["convert", "TINY", "OUT", "--initialise", "zeros"],
             "--initialise must be one of 'group-mean', 'random', got 'zeros'",
         ),
-        (["convert", "TINY", "OUT", "--topk", "2", "--init-blocks", "2"], "must be at most --topk (2), got 2 + 1"),
+        (["convert", "TINY", "OUT", "--topk", "2", "--init-blocks", "2"], "must be at most --topk (2) together, got 2 + 1"),
         (["convert", "TINY", "OUT", "--index-dim", "32"], "--index-dim must be that of layer 0"),
         (["convert", "CONVERTED", "OUT"], "model must have no index branches yet, got MSALlamaForCausalLM"),
         (["generate", "TINY"], "--file or --prompt must be given"),
@@ -175,9 +176,10 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
         ),
         (
             ["generate", "CONVERTED", "--prompt", "a", "--index-format", "mxfp4"],
-            "--index-format mxfp4 must fit the vectors of MODEL: MXFP4.data.shape[-1] must be a multiple of 16 bytes, got 8",
+            "--index-format mxfp4 must fit the vectors of MODEL: shape[-1] must be a multiple of 32, at least 32, got 16",
         ),
         (["generate", "TINY", "--file", "BINARY"], "--file must be UTF-8 text, got"),
+        (["generate", "TINY", "--file", "/dev/zero"], "--file must be a text, got '/dev/zero', a device, which may never end"),
     ],
 )
 def test_refusals(arguments, message, tiny, converted, tmp_path):
@@ -189,6 +191,28 @@ def test_refusals(arguments, message, tiny, converted, tmp_path):
     assert done.exit_code == 2, done.output
     assert message in done.stderr.replace("\n", " ")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--initialise", "zeros"], "--initialise must be one of 'group-mean', 'random', got 'zeros'"),
+        (["--init-blocks", 4, "--topk", 4], "--init-blocks and --local-blocks must be at most --topk (4) together, got 4 + 1"),
+        (["--index-dim", 17, "--initialise", "random"], "--index-dim must be a multiple of 16 from 16 to 256, got 17"),
+    ],
+)
+def test_settings_are_refused_before_a_model_is_loaded(options, message, tiny, tmp_path, monkeypatch):
+    command = importlib.import_module("openmsa.cli.convert")
+    monkeypatch.setattr(command, "load_model", lambda *given: pytest.fail("the model is loaded"))
+    done = invoke("convert", tiny, tmp_path / "out", *options)
+    assert done.exit_code == 2
+    assert message in done.stderr.replace("\n", " ")
+
+
+def test_dense_attention_says_what_it_leaves_out(tiny):
+    done = invoke("generate", tiny, "--prompt", "a", "--attention", "dense", "--topk", 3, "--max-new-tokens", 1, "--raw")
+    assert done.exit_code == 0, done.output
+    assert "Note: dense attention reads all keys, whatever --topk and --block-size say." in done.stderr
 
 
 def test_a_name_that_is_neither_a_folder_nor_on_the_hub(tmp_path, monkeypatch):
