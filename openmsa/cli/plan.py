@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -57,6 +58,11 @@ def plan(
     own: dict[str, Any] = {"head_dim": head_dim, "index_dim": index_dim, "block_size": block_size, "topk": topk}
     own["num_q_heads"], own["num_kv_heads"] = _pair("--heads", heads)
     own["sparse_layers"], own["dense_layers"] = _pair("--layers", layers)
+    for option, size in (
+        ("--gpu-memory", gpu_memory), ("--host-memory", host_memory), ("--weights", weights), ("--reserve", reserve)
+    ):  # fmt: skip
+        if size is not None and not 0 <= size < float("inf"):
+            refuse(f"{option} must be at least 0 GiB and finite, got {size:g}")
     of_gpu, of_host = (None if x is None else x * GIB for x in (gpu_memory, host_memory))
     try:
         request = Request(
@@ -67,11 +73,17 @@ def plan(
         )  # fmt: skip
         found = make(_model(model, {name: x for name, x in own.items() if x is not None}), request, machine)
     except (ValueError, TypeError) as error:
-        refuse(str(error))
+        refuse(_in_options(str(error)))
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
         _print(found)
+
+
+def _in_options(sentence: str) -> str:
+    """Says in the command's options what begins with the name of an argument."""
+    name, rest = sentence.partition(" ")[::2]
+    return f"--{name.replace('_', '-')} {rest}" if name in inspect.signature(plan).parameters else sentence
 
 
 def _model(name: str, own: dict[str, Any]) -> Model:
