@@ -114,8 +114,7 @@ class AttentionPlan:
         """Follows changes that were made in place to the tensors that the plan was made from, within its bounds. On a GPU it
         launches a few small kernels and never waits."""
         made = self._made_layout()
-        pairs = [(self._layout, made), *zip(self._parts, self._made_parts(made), strict=True)]
-        for old, new in dict.fromkeys(pairs):
+        for old, new in dict.fromkeys([(self._layout, made), *zip(self._parts, self._made_parts(made), strict=True)]):
             for name in ("cu_seqlens_q", "cu_seqlens_k", "q_offset"):
                 kept, value = getattr(old, name), getattr(new, name)
                 if kept is not None and kept.data_ptr() != value.data_ptr():
@@ -205,8 +204,7 @@ class AttentionPlan:
         checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
         if self.page_table is not None:
             checks.rows("index_k", index_k, "[num_pages, heads, page_size, dim]", PagedIndexKeys.formats)
-            if isinstance(index_q, (Tensor, Stored)) and index_q.dim() == 3:
-                checks.size("index_k", index_k, 3, index_q.shape[2], "index_dim of index_q")
+            checks.size("index_k", index_k, 3, index_q.shape[-1], "index_dim of index_q")
             index_k = self._paged(PagedIndexKeys, index_k)
         counts = (self.block_size, self.init_blocks, self.local_blocks)
         call = check_selection(index_q, index_k, self.topk, self._layout, *counts, self.certified, None, False)

@@ -162,8 +162,6 @@ class DecodePlan:
         for name, cache, kind in (("kv", kv, self._kv_type), ("index_keys", index_keys, PagedIndexKeys)):
             if not isinstance(cache, kind):
                 raise TypeError(f"{name} must be an openmsa.{kind.__name__}, got {type(cache).__name__}")
-        for name, value in (("q", q), ("index_q", index_q), ("out", out)):
-            checks.no_gradient(name, value, "a plan computes none")
         checks.integer("kv.batch", kv.batch, 0, self.max_batch)
         self._check_rows("q", q, kv.batch, self.num_q_heads, self.head_dim, QUERY_FORMATS)
         self._check_rows("index_q", index_q, kv.batch, self._index_heads, self.index_dim, QUERY_FORMATS)
@@ -185,6 +183,7 @@ class DecodePlan:
         self, name: str, value: Tensor | E4M3, batch: int, heads: int, dim: int, formats: tuple[str, ...] = ()
     ) -> None:
         checks.rows(name, value, "[batch * new_tokens, heads, dim]", formats, (self.dtype,))
+        checks.no_gradient(name, value, "a plan computes none")
         tokens = batch * self.new_tokens, f"the cache's batch {batch} times new_tokens {self.new_tokens}"
         for axis, (size, meaning) in enumerate((tokens, (heads, "heads of the plan"), (dim, "dim of the plan"))):
             checks.size(name, value, axis, size, meaning)

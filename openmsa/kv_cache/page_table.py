@@ -123,8 +123,7 @@ class Paged:
         when `check` is True (kernels never follow an id outside the pool)."""
         if self.device != device:
             raise ValueError(f"the paged cache must be on the device of the queries ({device}), got {self.device}")
-        starts = getattr(seqs, "cu_seqlens_k", None)
-        if isinstance(starts, Tensor) and starts.numel() - 1 != self.batch:
+        if isinstance(starts := getattr(seqs, "cu_seqlens_k", None), Tensor) and starts.numel() - 1 != self.batch:
             raise ValueError(f"seqs.cu_seqlens_k must have batch + 1 entries ({self.batch + 1}), got {starts.numel()}")
         if check or device.type == "cpu":
             value_checks.in_range("seq_lens", self.seq_lens, 0, self.capacity + 1)
