@@ -85,7 +85,7 @@ def msa_attention(
     Source: paper arXiv 2606.13392, algorithm 1 without the loss.
     """
     usual = check is certified is False and query_chunk is None and type(return_lse) is bool and isinstance(impl, str)
-    if usual and impl in ("auto", "cpu") and getattr(q, "shape", ())[:1] == (1,):
+    if usual and impl in ("auto", "cpu") and not getattr(q, "is_nested", False) and getattr(q, "shape", ())[:1] == (1,):
         counts = Counts(topk, block_size, init_blocks, local_blocks)
         if (found := attend_packed(q, k, v, index_q, index_k, seqs, counts, softmax_scale)) is not None:
             return found if return_lse else found[0]

@@ -88,6 +88,12 @@ BAD = {
         "num_kv_heads must divide num_q_heads (4) | got 0",
     ),
     "no query heads": (MAIN, lambda g: {"q": g["q"][:, :0]}, ValueError, "num_q_heads must be at least 1 | got 0"),
+    "q nested": (
+        MAIN,
+        lambda g: {"q": torch.nested.nested_tensor(list(g["q"]))},
+        TypeError,
+        "q must be a dense tensor | nested",
+    ),
     "q sparse": (MAIN, lambda g: {"q": g["q"].to_sparse()}, TypeError, "q must be a dense tensor | torch.sparse_coo"),
     "head dim 24": (
         MAIN,

@@ -133,14 +133,15 @@ def page(records: list[dict[str, Any]], source: str) -> str:
     """Returns the page of a record."""
     facts = next(r for r in records if r["what"] == "environment")
     rows = [r for r in records if r["what"] == "selection"]
-    counts = sorted({r["topk"] for r in rows}, reverse=True)
-    first = rows[0]
-    selections = []
-    for topk in counts:
+    first, selections = rows[0], []
+    for topk in sorted({r["topk"] for r in rows}, reverse=True):
+        found = []
         for row in (r for r in rows if r["topk"] == topk):
             cells = [row["shared_after"]["1"], row["shared_after"]["64"], row["union"]["8"] / topk, row["first_block"]]
-            cells += [row["heads_share"], row["block_recall"], row["score_recall"]]
-            selections.append([f"{row['layer']}, {topk} blocks", *(f"{x:.2f}" for x in cells)])
+            found.append([*cells, row["heads_share"], row["block_recall"], row["score_recall"]])
+            if topk > first["topk"]:  # Of an eighth the mean alone is shown.
+                selections.append([f"{row['layer']}, {topk} blocks", *(f"{x:.2f}" for x in found[-1])])
+        selections.append([f"mean, {topk} blocks", *(f"{x:.2f}" for x in mean_of(found))])
     head = ["layer", "1 later", "64 later", "union of 8", "first block", "next head", "block recall", "score recall"]
     losses = []
     for row in (r for r in records if r["what"] == "loss"):
