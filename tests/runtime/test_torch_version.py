@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,12 @@ def test_versions(version, served):
 
 
 def python(folder, *arguments):
-    """Runs Python without the installed packages, so that `folder` alone says which PyTorch there is."""
+    """Runs Python without the installed packages, so that `folder` alone says which PyTorch there is. An interrupt reaches it,
+    also where the tests run in the background, whose children would ignore it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
-    return subprocess.run([sys.executable, "-S", *arguments], capture_output=True, text=True, env=environment, cwd=folder)
+    options = {"capture_output": True, "text": True, "env": environment, "cwd": folder}
+    attentive = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.run([sys.executable, "-S", *arguments], preexec_fn=attentive, **options)
 
 
 @pytest.fixture(params=[MISSING, OLD], ids=["missing", "old"])
