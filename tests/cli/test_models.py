@@ -239,6 +239,15 @@ DAMAGES = [
 ]
 
 
+def test_a_model_without_a_tokenizer(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "vocab*", "merges*"))
+    done = invoke("convert", tmp_path / "bare", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "MODEL must come with a tokenizer, got" in done.stderr
+    assert "which holds none, such as tokenizer.json" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("file", "content", "message"), DAMAGES)
 def test_what_a_damaged_model_lacks_is_said(file, content, message, tiny, converted, tmp_path):
     """The names of weights that a damaged model lacks reach stderr, though what transformers prints while it loads does not."""
