@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.evidence.selections import quality, statistics
+from benchmarks.smollm2.measuring import FORMATS as STORED
 from benchmarks.smollm2.page import table
 from benchmarks.smollm2.setting import Study, load, random_study, rounded
-from openmsa import E4M3, NVFP4, dense_attention, sparse_attention
+from openmsa import dense_attention, sparse_attention
 from openmsa.training.evaluate import hidden_states, token_losses
 from openmsa.training.layers import LayerInputs
 from openmsa.training.variants import Variant, blocks_by_index, group_mean
@@ -34,11 +35,7 @@ SHARES = (0.25, 0.125)
 """Such shares of a window's blocks are selected; the layers attend to the first."""
 MACHINE = ("device_name", "date", "commit")
 """The page names these facts of its record."""
-FORMATS: dict[str, Callable[[Tensor], Any]] = {
-    "as they are": lambda x: x,
-    "e4m3": lambda x: E4M3.quantize(x, per="head"),
-    "nvfp4": NVFP4.quantize,
-}
+FORMATS: dict[str, Callable[[Tensor], Any]] = {"as they are": lambda x: x} | {name: STORED[name] for name in ("e4m3", "nvfp4")}
 """Keys and values are stored so."""
 
 

@@ -16,8 +16,6 @@ OPTIONS = {
     "use initialise='random' and": "use openmsa convert --initialise random and",
     "initialise='group_mean'": "--initialise group-mean",
     "initialise='random'": "--initialise random",
-    "initialise must": "--initialise must",
-    "'group_mean'": "'group-mean'",
     "dense_layers": "--dense-layers",
     "index_topk_blocks": "--topk",
     "index_block_size": "--block-size",

@@ -100,8 +100,6 @@ def generate(
     if where.type == "cuda" and dtype == "float32":
         refuse("--dtype must be bfloat16 or float16 on a GPU, whose kernels read no others, got 'float32'")
     check_formats(kv_format, index_format)
-    if file is not None and file.is_char_device() and not file.samefile("/dev/stdin"):
-        refuse(f"--file must be a text, got {str(file)!r}, a device, which may never end")
     if attention is Attention.dense and (topk, block_size) != (None, None):
         typer.echo("Note: dense attention reads all keys, whatever --topk and --block-size say.", err=True)
     if not temperature <= 3.4e38:
@@ -147,6 +145,8 @@ def generate(
 
 
 def _read(file: Path) -> str:
+    if file.is_char_device() and not file.samefile("/dev/stdin"):
+        refuse(f"--file must be a text, got {str(file)!r}, a device, which may never end")
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -46,14 +46,15 @@ def pad_few(q: Tensor) -> Tensor:
     return torch.nn.functional.pad(q, (0, 0, 0, -rows % 4)) if rows > 1 and rows % 4 else q
 
 
-def products_few(q: Tensor, k: Tensor, block_size: int = 1) -> Tensor:
+def products_few(q: Tensor, k: Tensor, block_size: int = 1, ties: bool = True) -> Tensor:
     """Computes dot products ``[heads, rows, n]`` of few rows q ``[heads, rows, dim]`` with keys ``[heads, n, dim]`` of q's type
-    or a narrower one on a CPU, and -inf behind them for the keys that the last block lacks. Those of equal keys are equal."""
+    or a narrower one on a CPU, and -inf behind them for the keys that the last block lacks. With `ties`, those of equal keys
+    are equal, which may take a second product."""
     n = k.shape[1]
     if k.dtype != q.dtype and k.numel() >= 2 * CONVERTED_ELEMENTS:
         return _products_converted(q, k, n + -n % block_size)
     k = k.to(q.dtype)
-    whole = n // FEW_ROWS_STEP * FEW_ROWS_STEP
+    whole = n // FEW_ROWS_STEP * FEW_ROWS_STEP if ties else n
     parts = [torch.bmm(q, k[:, :whole].transpose(1, 2))] if whole else []
     if left := n - whole:
         # The last product has as many keys as a step, too: some that were multiplied before come again.

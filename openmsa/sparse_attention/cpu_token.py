@@ -24,12 +24,7 @@ def attend_token(
     chosen = [sorted({i for i in of_head if 0 <= i < visible}) for of_head in ids]
     chosen = chosen * q.shape[0] if len(chosen) == 1 else chosen
     if keys.pages is None and isinstance(keys.rows, Tensor) and reads_all(chosen, visible):
-        rows, seen = pad_few(q), keys.heads(0, last_key + 1)
-        if seen.dtype == rows.dtype:  # Logits of equal keys need not be ties, so one product serves.
-            products = torch.bmm(rows, seen.transpose(1, 2))
-            logits = torch.nn.functional.pad(products, (0, -seen.shape[1] % block_size), value=-math.inf)
-        else:
-            logits = products_few(rows, seen, block_size)
+        logits = products_few(pad_few(q), keys.heads(0, last_key + 1), block_size, ties=False)
         out, lse = attend_all(logits, chosen, values.heads(0, last_key + 1), block_size)
         if out is not None:
             return out[:, : q.shape[1]], lse[:, : q.shape[1]]

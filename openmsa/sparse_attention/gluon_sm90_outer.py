@@ -465,8 +465,7 @@ def outer_launch(
 ) -> Callable[[PrefillCall, OuterLists, Partials, int], None] | None:
     """Returns the launch of a chunk; None where the kernel does not serve the call: it also needs keys and values of the
     queries' type, which the copy engine can read."""
-    tma_q = boxes_of_queries(device, q, keys, plan)
-    if tma_q is None or keys.dtype != q.dtype or keys.stored:
+    if keys.dtype != q.dtype or keys.stored or (tma_q := boxes_of_queries(device, q, keys, plan)) is None:
         return None
     tma_k, tma_v = (descriptor(x.rows.data, [1, 1, BLOCK.value, DIM.value]) for x in (keys.k, keys.v))
     if tma_k is None or tma_v is None:

@@ -188,8 +188,9 @@ def outer_launch(
 ) -> Callable[[PrefillCall, OuterLists, Partials, int], None] | None:
     """Returns the launch of a chunk; None where the kernel does not serve the call: beside what `boxes_of_queries` asks for, it
     needs E4M3 keys and values, a key's 128 codes together, with factors of tensors, of heads or none."""
-    tma_q = boxes_of_queries(device, q, keys, plan)
-    codes = code_rows(keys.k.rows), code_rows(keys.v.rows)
-    if not SERVES or tma_q is None or keys.dtype != torch.float8_e4m3fn or keys.factors_by_page or None in codes:
+    if not SERVES or keys.dtype != torch.float8_e4m3fn or keys.factors_by_page:
+        return None
+    tma_q, codes = boxes_of_queries(device, q, keys, plan), (code_rows(keys.k.rows), code_rows(keys.v.rows))
+    if tma_q is None or None in codes:
         return None
     return functools.partial(launch_sm90_outer, sm90_outer_codes_kernel, (tma_q, *codes))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper.mbarrier import MBarrierLayout
 
 from openmsa.primitives.gluon_sm90_codes import TO_BF16, TO_FP16
 from tests.hopper import memory, units
@@ -190,7 +191,7 @@ MODULES = {
     "triton.experimental.gluon.language": Language(),
     "triton.language": Language(),
     "triton.experimental.gluon.language.nvidia.hopper.mbarrier": SimpleNamespace(
-        init=units.init, expect=units.expect, arrive=units.arrive, wait=units.wait, MBarrierLayout=units.MBarrierLayout
+        init=units.init, expect=units.expect, arrive=units.arrive, wait=units.wait, MBarrierLayout=MBarrierLayout
     ),
     "triton.experimental.gluon.language.nvidia.hopper.tma": SimpleNamespace(
         async_copy_global_to_shared=units.copy_box

@@ -7,13 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper.mbarrier import MBarrierLayout
 
 from tests.hopper.machine import Barrier, current
 from tests.hopper.memory import Shared
 from tests.hopper.values import Value, bits_of, item_bytes, stored, value_of
-
-__all__ = ["MBarrierLayout"]
 
 
 def warp_specialize(parts, num_warps, registers):
