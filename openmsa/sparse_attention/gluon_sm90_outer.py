@@ -180,19 +180,11 @@ def item_at(outer, bounds, table, i_list, i_item, there, num_pages, CUT: gl.cons
 
 
 @gluon.jit
-def bring_both(held, s, page, head, at, count, tma_k, tma_v):
-    """Starts the copies of an item's keys and values to place s."""
-    bring(tma_k, page, head, at, held.k, held.k_full, s)
-    bring(tma_v, page, head, at, held.v, held.v_full, s)
-
-
-@gluon.jit
 def load(
-    ring, held, tma_q, keys, values, bounds, table, tiles, outer, taken, i_chunk, chunk_tiles, chunk_entries, item_bound,
-    num_kv_heads, num_pages, BRING: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr,
+    ring, held, tma_q, tma_k, tma_v, bounds, table, tiles, outer, taken, i_chunk, chunk_tiles, chunk_entries, item_bound,
+    num_kv_heads, num_pages, CUT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Does the loading warp's share of a program, and returns its number of items. BRING: does what `bring_both` does with
-    `keys` and `values`."""
+    """Does the loading warp's share of a program."""
     # 1. It finds its first item. The newest blocks come first: their lists are longest.
     TOKENS: gl.constexpr = ROWS // CUT.group
     TOPK: gl.constexpr = CUT.topk
@@ -216,7 +208,8 @@ def load(
         entries = outer.entries + (i_segment + head).to(gl.int64) * chunk_entries
         entry = gl.load(entries + gl.minimum(begin + o_r // CUT.group, end - 1))
         mbarrier.wait(held.free.index(n & 1), n >> 1 & 1 ^ 1)
-        BRING(held, n & 1, page, head, at, count_keys, keys, values)
+        bring(tma_k, page, head, at, held.k, held.k_full, n & 1)
+        bring(tma_v, page, head, at, held.v, held.v_full, n & 1)
         i = take(taken)
         i_h, start, count = seek(i, i_h, start, count, p_counts, num_kv_heads)
         there = i_h < num_kv_heads
@@ -259,7 +252,6 @@ def load(
         gl.thread_barrier()
         mbarrier.arrive(ring.full.index(s), count=1)
         t += 1
-    return n
 
 
 @gluon.jit
@@ -290,16 +282,8 @@ def leave(partials, b_o, b_lse, b_reads, GROUP: gl.constexpr, NUMBER: gl.constex
 
 
 @gluon.jit
-def no_factors(held, s, scale):
-    """Returns the softmax scale of an item and what its results are multiplied by."""
-    return scale, 1.0
-
-
-@gluon.jit
-def attend(
-    ring, held, partials, scale, SIDE: gl.constexpr, FACTORS: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """Does a group's share of a program: every GROUPS-th step, from step SIDE on. FACTORS: does what `no_factors` does."""
+def attend(ring, held, partials, scale, SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr):
+    """Does a group's share of a program: every GROUPS-th step, from step SIDE on."""
     NUMBER: gl.constexpr = ring.q.dtype
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     OUTPUTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -327,14 +311,13 @@ def attend(
         while control >= 0:
             # 2. It takes the softmax over the block.
             n = control >> 11
-            x_scale, v_factor = FACTORS(held, n & 1, scale)
             if CUT.negative:
                 b_s = -b_s
             if control & 1 != 0:
                 b_s = gl.where(o_key[None, :] <= (b_reads & (BLOCK - 1))[:, None], b_s, -float("inf"))
-            offset = row_maxima(b_s) * x_scale
+            offset = row_maxima(b_s) * scale
             offset = gl.where(offset == -float("inf"), 0.0, offset)  # All logits of a row may be -inf; then its sum is 0.
-            b_p = gl.exp2(b_s * x_scale - offset[:, None])
+            b_p = gl.exp2(b_s * scale - offset[:, None])
             l_i = gl.convert_layout(gl.sum(in_threads(b_p, gl.sum), 1), ROW, assert_trivial=True)
             weights = gl.convert_layout(b_p.to(NUMBER), WEIGHTS, assert_trivial=True)
 
@@ -360,7 +343,7 @@ def attend(
 
             # 4. Results are written while the product of the next step is made.
             inverse = approximately("rcp.approx.ftz.f32 $0, $1;", gl.maximum(l_i, 1e-30))
-            inverse = gl.convert_layout(inverse * v_factor, OUT_ROW, assert_trivial=True)
+            inverse = gl.convert_layout(inverse, OUT_ROW, assert_trivial=True)
             b_lse = offset + approximately("lg2.approx.ftz.f32 $0, $1;", l_i)
             leave(partials, b_o * inverse[:, None], b_lse, b_reads, CUT.group, NUMBER)
             stay(n)
@@ -427,16 +410,14 @@ def sm90_outer_kernel(
     SIDE_0: gl.constexpr = 0
     SIDE_1: gl.constexpr = 1
     SIDE_2: gl.constexpr = 2
-    BRING: gl.constexpr = bring_both
-    FACTORS: gl.constexpr = no_factors
     gl.warp_specialize(
         [
-            (attend, (ring, held, partials, scale, SIDE_0, FACTORS, CUT, STAGES)),
-            (attend, (ring, held, partials, scale, SIDE_1, FACTORS, CUT, STAGES)),
-            (attend, (ring, held, partials, scale, SIDE_2, FACTORS, CUT, STAGES)),
+            (attend, (ring, held, partials, scale, SIDE_0, CUT, STAGES)),
+            (attend, (ring, held, partials, scale, SIDE_1, CUT, STAGES)),
+            (attend, (ring, held, partials, scale, SIDE_2, CUT, STAGES)),
             (load, (
                 ring, held, tma_q, tma_k, tma_v, bounds, table, tiles, outer, taken, i_chunk, chunk_tiles, chunk_entries,
-                item_bound, num_kv_heads, num_pages, BRING, CUT, STAGES,
+                item_bound, num_kv_heads, num_pages, CUT, STAGES,
             )),
         ],
         [4, 4, 1],
@@ -444,44 +425,37 @@ def sm90_outer_kernel(
     )  # fmt: skip
 
 
-def boxes_of_queries(device: Device, q: torch.Tensor, keys: Keys, plan: Plan) -> TensorDescriptor | None:
-    """Describes the queries to the copy engine; None where the kernel does not serve the call. It serves queries of a 16-bit
-    type, which the engine can read, and partials of that type, of dim 128 in groups of `SERVED` heads; blocks of 128 keys,
-    packed or whole in pages."""
+def outer_launch(
+    device: Device, q: torch.Tensor, keys: Keys, plan: Plan
+) -> Callable[[PrefillCall, OuterLists, Partials, int], None] | None:
+    """Returns the launch of a chunk; None where the kernel does not serve the call. It serves queries, keys and values of a
+    16-bit type, which the copy engine can read, and partials of that type, of dim 128 in groups of `SERVED` heads; blocks of
+    128 keys, packed or whole in pages."""
     if device.arch != 90 or plan.block_size != BLOCK.value or q.shape[2] != DIM.value or not keys.by_row:
         return None
-    if q.dtype not in (torch.bfloat16, torch.float16):
+    if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or keys.stored:
         return None
     if plan.group not in SERVED or plan.partial_dtype != q.dtype or plan.cuts != 1:
         return None
     items = min(plan.chunk.items, plan.chunk.entries) * keys.heads
     if plan.chunk.entries * keys.heads >= MOST_PARTIALS or items > MOST_ITEMS:
         return None
-    return descriptor(q[None], [1, 1, plan.group, HALF.value])
-
-
-def outer_launch(
-    device: Device, q: torch.Tensor, keys: Keys, plan: Plan
-) -> Callable[[PrefillCall, OuterLists, Partials, int], None] | None:
-    """Returns the launch of a chunk; None where the kernel does not serve the call: it also needs keys and values of the
-    queries' type, which the copy engine can read."""
-    if keys.dtype != q.dtype or keys.stored or (tma_q := boxes_of_queries(device, q, keys, plan)) is None:
-        return None
+    tma_q = descriptor(q[None], [1, 1, plan.group, HALF.value])
     tma_k, tma_v = (descriptor(x.rows.data, [1, 1, BLOCK.value, DIM.value]) for x in (keys.k, keys.v))
-    if tma_k is None or tma_v is None:
+    if tma_q is None or tma_k is None or tma_v is None:
         return None
-    return functools.partial(launch_sm90_outer, sm90_outer_kernel, (tma_q, tma_k, tma_v))
+    return functools.partial(launch_sm90_outer, (tma_q, tma_k, tma_v))
 
 
 def launch_sm90_outer(
-    kernel: Any, rows: tuple[Any, ...], call: PrefillCall, outer: OuterLists, partials: Partials, i_chunk: int
+    boxes: tuple[TensorDescriptor, ...], call: PrefillCall, outer: OuterLists, partials: Partials, i_chunk: int
 ) -> None:
-    """Launches it, or the kernel for codes, with descriptors of queries, keys and values, or what stands in their place."""
+    """Launches it with descriptors of queries, keys and values."""
     keys, plan, device = call.keys, call.plan, call.result.lse.device
     launch_kernel(
-        kernel,
+        sm90_outer_kernel,
         (min(plan.chunk.items * keys.heads, facts(device).num_sms),),
-        *rows,
+        *boxes,
         partials,
         call.bounds,
         keys.k.table,

@@ -385,10 +385,9 @@ def launch_outer(call: PrefillCall, outer: OuterLists) -> None:
     partials = partials_of(call, plan.chunk.tiles * config.union_tokens)
     attend: Callable[[PrefillCall, OuterLists, Partials, int], None] = launch_attend
     if runs_hopper_kernels(q.device):
-        from openmsa.sparse_attention import gluon_sm90_outer, gluon_sm90_outer_codes
+        from openmsa.sparse_attention.gluon_sm90_outer import outer_launch
 
-        tuned = gluon_sm90_outer_codes if call.keys.stored else gluon_sm90_outer
-        attend = tuned.outer_launch(facts(q.device), q, call.keys, plan) or launch_attend
+        attend = outer_launch(facts(q.device), q, call.keys, plan) or launch_attend
     for i_chunk in range(ceil_div(plan.num_tiles, plan.chunk.tiles)):
         attend(call, outer, partials, i_chunk)
         first_tile = i_chunk * plan.chunk.tiles

@@ -21,7 +21,6 @@ from openmsa.parallel.exchange import Choice
 from openmsa.runtime import devices
 from openmsa.runtime.recording import GPU
 from openmsa.sparse_attention import STAGE as SPARSE
-from openmsa.sparse_attention import gluon_sm90_outer_codes
 from openmsa.sparse_attention import triton_backward as sparse_backward
 
 from .inputs import DTYPES, PAGES, empty, index_keys, kv, lengths, paged, rows
@@ -110,21 +109,6 @@ class Sparse(NamedTuple):
         seqs = lengths(self.batch, self.queries, self.keys, not self.page)
         options = {"block_size": self.block, "softmax_scale": self.scale, "impl": self.impl}
         return openmsa.sparse_attention(q, k, v, blocks, seqs, return_lse=True, **options)
-
-
-class OuterCodes(NamedTuple):
-    """Calls `sparse_attention` of E4M3 keys with Hopper's own kernel for KV-outer, which does not serve them yet."""
-
-    q: str
-    k: str
-    page: int = 0
-
-    def run(self) -> Any:
-        before, gluon_sm90_outer_codes.SERVES = gluon_sm90_outer_codes.SERVES, True
-        try:
-            return Sparse(self.q, self.k, 4096, page=self.page).run()
-        finally:
-            gluon_sm90_outer_codes.SERVES = before
 
 
 class SparseBackward(NamedTuple):

@@ -92,7 +92,6 @@ KNOWN = {
     "sm90_union_kernel": Known(always, lambda launch: 16 if constant(launch, "GROUP") == 16 else 88),
     # The loading warp stores numbers of the item, the others some where values behind the keys are cleared.
     "sm90_outer_kernel": Known(always, by_arch({90: 56})),
-    "sm90_outer_codes_kernel": Known(always, by_arch({90: 120})),  # Converting warps store addresses, too.
     # Where largest scores of blocks are stored, one register does not fit.
     "sm90_dense_kernel": Known(always, by_arch({90: 8})),
     "sparse_decode_kernel": Known(may_spill=by_arch({120: 8})),  # One register is stored before the loops.

@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from openmsa import E4M3, NVFP4, PagedKV, Sequences
+from openmsa import E4M3, PagedKV, Sequences
 from openmsa.runtime.devices import COMPILE_TARGETS
-from openmsa.sparse_attention import STAGE, gluon_sm90_outer, gluon_sm90_outer_codes, reference, triton_prefill
+from openmsa.sparse_attention import STAGE, gluon_sm90_outer, reference, triton_prefill
 from openmsa.sparse_attention.gluon_sm90_outer import GROUPS, OPTIONS
 from openmsa.sparse_attention.triton_config import Keys
 from openmsa.sparse_attention.triton_lists import Chunk
@@ -20,17 +20,16 @@ from openmsa.types import layout
 from tests import oracle
 from tests.hopper.marks import DEVICE, HOPPER, in_turn, on_a_hopper_gpu, on_hopper
 from tests.sparse_attention.test_gluon_sm90_union import long_call as stored_long_call
-from tests.sparse_attention.test_triton import check, run, stored_case
+from tests.sparse_attention.test_triton import check, run
 
 BLOCK = 128
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """A list that has an element for each launch of the kernel, or of the one for codes."""
+    """A list that has an element for each launch of the kernel."""
     done, launch = [], gluon_sm90_outer.launch_sm90_outer
-    for module in (gluon_sm90_outer, gluon_sm90_outer_codes):
-        monkeypatch.setattr(module, "launch_sm90_outer", lambda *given: (done.append(given), launch(*given)))
+    monkeypatch.setattr(gluon_sm90_outer, "launch_sm90_outer", lambda *given: (done.append(given), launch(*given)))
     return done
 
 
@@ -46,8 +45,7 @@ def served(q, k, v, arch=90, **changes):
         "chunk": Chunk(1, 64, 8),
         "cuts": 1,
     }
-    tuned = gluon_sm90_outer_codes if keys.stored else gluon_sm90_outer
-    return tuned.outer_launch(COMPILE_TARGETS[arch], q, keys, SimpleNamespace(**{**plan, **changes})) is not None
+    return gluon_sm90_outer.outer_launch(COMPILE_TARGETS[arch], q, keys, SimpleNamespace(**{**plan, **changes})) is not None
 
 
 def numbers(*shape, dtype=torch.bfloat16):
@@ -72,24 +70,6 @@ def test_what_it_serves():
     assert not served(q, k, v, chunk=Chunk(1, 1 << 20, (1 << 19) + 1))  # Numbers of items do not fit with flags in a word.
     assert served(q, k, v, chunk=Chunk(1, (1 << 23) - 1, 8))
     assert not served(q, k, v, chunk=Chunk(1, 1 << 23, 8))  # Their numbers do not fit with a key in a word.
-
-
-def test_which_codes_it_serves(monkeypatch):
-    q, k, v = numbers(8, 32, 128), numbers(256, 2, 128), numbers(256, 2, 128)
-    assert not served(q, E4M3.quantize(k), E4M3.quantize(v))  # No GPU has run it.
-    monkeypatch.setattr(gluon_sm90_outer_codes, "SERVES", True)
-    for per in ("tensor", "head"):
-        assert served(q, E4M3.quantize(k, per=per), E4M3.quantize(v, per=per))
-        assert served(q.half(), E4M3.quantize(k, per=per), E4M3.quantize(v, per=per))
-    assert not served(q, NVFP4.quantize(k), NVFP4.quantize(v))
-    whole = E4M3.quantize(numbers(257, 2, 264))
-    odd = [E4M3(whole.data[:256, :, first : first + 128], whole.scale) for first in (0, 8)]
-    assert not served(q, *odd)  # Rows are not 16 bytes apart.
-    table, lens = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([256], dtype=torch.int32)
-    pool = numbers(4, 2, 128, 128)
-    for per, expected in (("head", True), ("page", False)):
-        k, v = E4M3.quantize(pool, per=per), E4M3.quantize(pool, per=per)
-        assert served(q, PagedKV(k, v, table, lens), None) is expected
 
 
 def test_which_layouts_it_serves():
@@ -149,35 +129,6 @@ def test_against_the_truth(name, dtype, launches):
     assert len(launches) == 1
     check(result, expected)
     repeated = ({}, {"workspace_bytes": 1}) if HOPPER or name == "ragged" else ()  # The latter makes a chunk of each tile.
-    for again in (run(checked, path="outer", **options) for options in repeated):
-        assert_equal("out", again[0], result[0].cpu())
-        assert_equal("lse", again[1], result[1].cpu())
-
-
-# name: query lengths, key lengths, kv heads, group, page size or 0, factors, topk, offsets, scale
-STORED = {
-    "one key": ((1, 5), (1, 129), 2, 16, 0, "e4m3 tensor", 2, None, 0.2),
-    "ragged": ((11, 0, 3, 1, 26), (900, 0, 128, 1, 1300), 2, 16, 0, "e4m3 head", 6, None, 0.2),
-    "before and behind": ((30, 9), (300, 500), 2, 16, 0, "e4m3 head", 3, (-10, 600), 0.2),
-    "pages": ((19, 0, 40), (700, 0, 900), 2, 16, 128, "e4m3 head", 5, None, 0.2),
-    "wide pages": ((19, 8), (700, 900), 2, 8, 256, "e4m3 tensor", 5, None, -0.2),
-    "no scale": ((40,), (700,), 1, 64, 128, "e4m3 head", 4, None, 0.0),
-    "several steps": ((200, 7) if HOPPER else (90, 7), (1000, 300), 2, 16, 0, "e4m3 head", 5, None, 3.0),
-}
-
-
-@on_hopper
-@pytest.mark.parametrize(("name", "dtype"), in_turn(STORED, [torch.bfloat16, torch.float16]))
-def test_codes_against_the_truth(name, dtype, launches, monkeypatch):
-    monkeypatch.setattr(gluon_sm90_outer_codes, "SERVES", True)
-    q_lens, k_lens, heads, group, page_size, factors, topk, offsets, scale = STORED[name]
-    p = problem(q_lens, k_lens, kv_heads=heads, group=group, head_dim=128, dtype=dtype, offsets=offsets, shared_prefix=BLOCK)
-    blocks = random_blocks(p, topk, BLOCK, heads)
-    checked, expected = stored_case(p, blocks, BLOCK, factors, dtype, page_size, dtype, scale)
-    result = run(checked, path="outer")
-    assert len(launches) == 1
-    check(result, expected)
-    repeated = ({}, {"workspace_bytes": 1}) if HOPPER or name == "ragged" else ()
     for again in (run(checked, path="outer", **options) for options in repeated):
         assert_equal("out", again[0], result[0].cpu())
         assert_equal("lse", again[1], result[1].cpu())
