@@ -50,7 +50,8 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 compile-check: $(INSTALLED)
-	$(BIN)/python scripts/compile_check.py
+	@# LLVM and ptxas allocate small things all the time: with more of them kept for the next, compiling takes a twentieth less time.
+	GLIBC_TUNABLES=glibc.malloc.tcache_count=2000 $(BIN)/python scripts/compile_check.py
 
 bench: $(INSTALLED)
 	$(BIN)/openmsa bench

@@ -177,7 +177,7 @@ def give(ids: Tensor) -> None:
 
 
 class Figures(NamedTuple):
-    """Holds the median of the timed steps in seconds, and what each missed and fetched."""
+    """Holds the median of the timed steps in seconds, and how many blocks a step missed and how many bytes it fetched."""
 
     seconds: float
     misses: float = 0.0

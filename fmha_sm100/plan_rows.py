@@ -191,7 +191,8 @@ def table_of_sequences(kv_indices: Tensor, cu_page_offsets: Tensor, cu_k: Tensor
 
 
 def rows_of(qo: Tensor, kv: Tensor, offset: Tensor, page_size: int, causal: bool, by_token: bool) -> dict[str, Tensor]:
-    """Makes the plan's tensors on the CPU, with the request of each row and its place in that where rows are query tokens."""
+    """Makes the tensors of a plan on the CPU. Where a row is one query token, they also say to which request each row belongs
+    and which of its tokens it is."""
     first_page = _starts((kv + page_size - 1) // page_size) if page_size > 0 else None  # [batch + 1]
     tensors = {}
     if by_token and bool((qo != 1).any()):

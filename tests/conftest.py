@@ -116,9 +116,70 @@ def _quicken() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
+def _remember_types() -> None:
+    """Makes the interpreter's types once each. It would make the type of every tensor anew, spell the name of every tuple's
+    type, and write down the numpy dtypes of all types whenever it looks one up."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    dtype_of, make, made = functools.cache(interpreter._get_np_dtype), tl.block_type.__init__, {}
+
+    def numpy_dtype(kind: tl.dtype) -> np.dtype:
+        return np.dtype(np.uint64) if isinstance(kind.scalar, tl.pointer_type) else dtype_of(kind.scalar)
+
+    def remembered(self: tl.block_type, element_ty: tl.dtype, shape: list[int]) -> None:
+        if isinstance(element_ty, tl.pointer_type):  # It cannot be hashed.
+            make(self, element_ty, shape)
+            return
+        key = (element_ty, *(getattr(size, "value", size) for size in shape))
+        if key not in made:
+            make(self, element_ty, shape)
+            made[key] = dict(vars(self))
+        vars(self).update(made[key])
+
+    def unnamed(self: tl.tuple_type, types: list[tl.dtype], fields: list[str] | None = None) -> None:
+        self.types, self.fields = types, fields or [""] * len(types)
+
+    interpreter._get_np_dtype = numpy_dtype
+    tl.block_type.__init__, tl.tuple_type.__init__ = remembered, unnamed
+    tl.tuple_type.name = property(lambda self: "[" + ",".join(map("{}:{}".format, self.fields, self.types)) + "]")
+
+
+def _reduce_by_slice() -> None:
+    """Makes the interpreter reduce by functions that it does not know, the exchanges of `tl.sort` among them, a slice at a time
+    along the axis. It would do so element by element, in the same order."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import ReduceOps
+
+    by_element = ReduceOps.generic_reduce
+
+    def by_slice(self: ReduceOps, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
+        if self.axis is None:
+            return by_element(self, inputs)
+
+        def tensors(values: tuple[np.ndarray, ...]) -> list[tl.tensor]:
+            return [self.to_tensor(value, x.dtype) for value, x in zip(values, inputs, strict=True)]
+
+        def combine(one: list[tl.tensor], other: list[tl.tensor]) -> tuple[tl.tensor, ...]:
+            found = self.combine_fn.fn(*one, *other)
+            return found if isinstance(found, tuple) else (found,)
+
+        arrays = [x.handle.data for x in inputs]
+        shape = list(arrays[0].shape)
+        shape[self.axis : self.axis + 1] = [1] * bool(self.keep_dims)
+        found = functools.reduce(combine, map(tensors, zip(*(np.moveaxis(x, self.axis, 0) for x in arrays), strict=True)))
+        return tensors(tuple(x.handle.data.reshape(shape) for x in found))
+
+    ReduceOps.generic_reduce = by_slice
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     _widen_bfloat16()
     _quicken()
+    _remember_types()
+    _reduce_by_slice()
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def _dense_attention(c: Context, paged: bool = False) -> partial[Any]:
 
 
 def _stored(c: Context, stage: str, form: str, paged: bool = False, selection: str = "random") -> Callable[[], Any]:
-    """Makes a call of a stage, or of "msa_attention", on operands of a form."""
+    """Makes a call of a stage, or of "msa_attention", whose keys and values are stored in the format that `form` names."""
     x, seqs, topk = c.x.stored(form, paged), c.x.seqs, c.x.workload.topk
     choose = partial(select_blocks, x.index_q, x.index_k, topk, seqs, certified=form == "certified", **_options(c))
     attend = partial(sparse_attention, c.x.q, x.k, x.v, seqs=seqs, **_options(c))

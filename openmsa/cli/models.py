@@ -152,7 +152,7 @@ def load_tokenizer(source: Source) -> Any:
 
 
 def _told(error: Exception) -> str:
-    """Returns an error of another library as words: its own, behind its type where they say little without."""
+    """Returns what an error of another library says; the type comes first where the message alone says little."""
     return str(error) if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: {error}"
 
 

@@ -41,8 +41,8 @@ def attend_packed(
     q: Any, k: Any, v: Any, index_q: Any, index_k: Any, seqs: Any, counts: Counts, scale: Any
 ) -> tuple[Tensor, Tensor] | None:
     """Does what `msa_attention` does for one query, the last position of one packed sequence: returns out ``[1, num_q_heads,
-    head_dim]`` and lse ``[1, num_q_heads]``. The arguments are not checked yet; None: they are wrong, too
-    long, or not the plain tensors of such a call."""
+    head_dim]`` and lse ``[1, num_q_heads]``. The arguments need not be checked: returns None where they are wrong, too long, or
+    not the plain tensors of such a call."""
     tensors = (q, k, v, index_q, index_k)
     if not all(type(x) is Tensor and x.dim() == 3 and x.device.type == "cpu" and x.dtype in DTYPES for x in tensors):
         return None

@@ -174,8 +174,8 @@ def pages_ahead(i, index, index_capacity, scoring, splits, tiles, SCORING: tl.co
 
 @triton.jit
 def fetch_share(i, pages, keys, index_pages, splits, tiles, SCORING: tl.constexpr):
-    """Brings the index keys of a scoring program closer while the kernel in front still runs. It uses no value that may yet
-    change: a page table that does costs a useless fetch inside the pool."""
+    """Brings the index keys of a scoring program closer while the kernel in front still runs. No result depends
+    on what it reads, which may yet change: a fetch by a page that changes is useless, but stays inside the pool."""
     TILE: tl.constexpr = SCORING.tile
     AHEAD: tl.constexpr = SCORING.ahead
     LINES: tl.constexpr = (SCORING.dim * keys.data.dtype.element_ty.primitive_bitwidth // 8 + 127) // 128

@@ -97,8 +97,8 @@ def alike(name: str, value: Any, other_name: str, other: Any, dtype: bool = True
 
 
 def heads_first(q_name: str, q: Any, k_name: str, k: Any, calls: int) -> None:
-    """Warns where `k` has more heads than tokens and than models have. calls: from here to that of the public
-    function, in front of which `dispatch.operator` stands."""
+    """Warns where `k` has more heads than tokens and than models have. calls: how many calls lie between this one and the
+    public function, so that the warning points at the line that called that."""
     if k.shape[1] > max(k.shape[0], MANY_HEADS):
         warnings.warn(
             f"{q_name} {tuple(q.shape)} and {k_name} {tuple(k.shape)} are read as [tokens, heads, dim], which makes "

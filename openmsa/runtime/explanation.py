@@ -61,7 +61,8 @@ def of_table(stage: str, table: tuple[Implementation[Any], ...], impl: str, call
 
 
 def of_names(impl: Any, names: Mapping[str, list[str]]) -> str:
-    """Says which names `impl` may have where these stages, with the names of their implementations, run."""
+    """Returns the sentence that refuses `impl`: which names it may have. names: those of the implementations of each stage
+    that the call runs."""
     first, *others = names.values()
     shared = [name for name in first if all(name in other for other in others)]
     stages = " and ".join(names)

@@ -99,7 +99,7 @@ class Keys(NamedTuple):
 
     @property
     def factors_by_page(self) -> bool:
-        """Tells whether a page has a factor of its own, of keys or of values."""
+        """Tells whether the keys, or the values, of each page are multiplied by a factor of that page."""
         return PAGE_FACTOR in (self.k.form.factor, self.v.form.factor)
 
     @property

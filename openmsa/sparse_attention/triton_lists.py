@@ -266,8 +266,8 @@ def joins_offsets(plan: Plan) -> bool:
 
 
 def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: PrefillConfig, flag: bool) -> Lists:
-    """Builds the lists of a call with one launch; those of KV-outer lack what `triton_outer.fill` writes. keys: those that the
-    union kernel reads. flag: whether `has_union` is needed."""
+    """Builds the lists of a call with one launch. The lists of KV-outer are counted only; `triton_outer.fill` fills them. keys:
+    the keys and values that the union kernel reads. flag: whether `has_union` is needed."""
     tile_heads, segments, total_q = plan.num_tiles * keys.heads, plan.num_chunks * keys.heads, plan.total_q
     room = tile_heads * plan.limits.capacity
     union_sizes = (plan.num_tiles * TILE_FIELDS.value, tile_heads * SIZE_FIELDS.value, room, room, room)

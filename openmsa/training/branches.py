@@ -56,8 +56,8 @@ def sparse(inputs: LayerInputs, blocks: Tensor, block_size: int) -> tuple[Tensor
 
 
 class LayerLosses:
-    """Is the attention of a model's layers in training: it differentiates each layer's index loss as soon as the layer runs,
-    so that one layer's graph exists at a time.
+    """Computes the attention of a model's layers in training, and differentiates each layer's index loss as soon as the layer
+    runs, so that one layer's graph exists at a time.
 
     branches: index branch by layer; a layer without one is dense. warmup: whether attention is dense and the loss is over all
     visible keys; otherwise both are over the selected blocks. share: multiplies the losses. losses: those of the layers so
