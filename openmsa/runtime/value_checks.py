@@ -40,6 +40,14 @@ def starts(name: str, value: Tensor, total: int | None, what: str) -> None:
         raise ValueError(f"{name} must end at {what} ({total}), got {values[-1]}")
 
 
+def none(name: str, bad: Tensor, values: Tensor, rule: str) -> None:
+    """Raises ValueError for the first element of `values` that the mask `bad` marks. Reads the tensors."""
+    if bool(bad.any()):
+        where = tuple(bad.nonzero()[0].tolist())
+        index = ", ".join(map(str, where))
+        raise ValueError(f"{name}[{index}] must be {rule}, got {int(values[where])}")
+
+
 def held(name: str, lens: Tensor, cached_lens: Tensor) -> None:
     """No sequence may have more keys, `lens`, than its cache holds. Reads the tensors."""
     short = (lens > cached_lens).nonzero().flatten()

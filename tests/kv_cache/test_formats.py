@@ -488,7 +488,7 @@ def test_values_that_do_not_fit_are_refused_before_anything_is_written(name):
             stored.write((0,), values)
     with pytest.raises(TypeError, match="index must be a tuple of indices, got int"):
         stored.write(0, torch.zeros(2, 5, 64))
-    with pytest.raises(TypeError, match="dtype must be .*int8"):
+    with pytest.raises(TypeError, match=r"dtype must be .*int8"):
         stored.rows(0, dtype=torch.int8)
     assert_equal("unchanged", stored.dequantize(), before)
 
@@ -496,9 +496,9 @@ def test_values_that_do_not_fit_are_refused_before_anything_is_written(name):
 def test_rows_that_share_memory_are_not_written():
     keys = Int8.quantize(torch.randn(6, 2, 64))
     shared = Int8(keys.data, keys.scale[:1].expand(6, 2), keys.error)
-    with pytest.raises(ValueError, match="Int8.scale must not be expanded"):
+    with pytest.raises(ValueError, match=r"Int8\.scale must not be expanded"):
         shared.write((0,), torch.zeros(2, 64))
-    with pytest.raises(ValueError, match="CertifiedKeys.coarse.scale must not be expanded"):
+    with pytest.raises(ValueError, match=r"CertifiedKeys\.coarse\.scale must not be expanded"):
         CertifiedKeys(shared, torch.randn(6, 2, 64)).fill(torch.zeros(6, 2, 64))
 
 
