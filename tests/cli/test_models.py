@@ -179,7 +179,7 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
             "--index-format mxfp4 must fit the vectors of MODEL: shape[-1] must be a multiple of 32, at least 32, got 16",
         ),
         (["generate", "TINY", "--file", "BINARY"], "--file must be UTF-8 text, got"),
-        (["generate", "TINY", "--file", "/dev/zero"], "--file must be a text, got '/dev/zero', a device, which may never end"),
+        (["generate", "TINY", "--file", "/dev/zero"], "--file must be a file, got '/dev/zero', a device, which may never end"),
     ],
 )
 def test_refusals(arguments, message, tiny, converted, tmp_path):
