@@ -139,11 +139,15 @@ class Stored:
 
 
 def part(name: str, value: Any, of: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None) -> Tensor:
-    """Checks a tensor that belongs to the codes `of`: a dtype of `dtypes`, their device and, unless None, this shape."""
+    """Checks the codes `of` themselves or a tensor that belongs to them: dense, a dtype of `dtypes`, their device and, unless
+    None, this shape."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {value.dtype}")
+    checks.dense(name, value)
+    if value is of and not value.dim():
+        raise ValueError(f"{name} must have at least one dimension, got shape ()")
     if value.device != of.device:
         raise ValueError(f"{name} must be on the device of the codes ({of.device}), got {value.device}")
     if shape is not None and tuple(value.shape) != tuple(shape):

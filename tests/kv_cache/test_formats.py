@@ -502,6 +502,26 @@ def test_rows_that_share_memory_are_not_written():
         CertifiedKeys(shared, torch.randn(6, 2, 64)).fill(torch.zeros(6, 2, 64))
 
 
+@pytest.mark.parametrize("format", [E4M3, Int8, NVFP4, MXFP4, CertifiedKeys], ids=lambda x: x.__name__)
+def test_only_dense_rows_are_quantised(format):
+    x = torch.randn(4, 64)
+    for wrong, rule in ((x.to_sparse(), "torch.sparse_coo"), (torch.nested.nested_tensor([x, x[1:]]), "nested")):
+        with pytest.raises(TypeError, match=f"values must be a dense tensor .*got {rule}"):
+            format.quantize(wrong)
+
+
+def test_codes_have_a_dimension():
+    byte, scale = torch.zeros((), dtype=torch.uint8), torch.zeros((), dtype=torch.bfloat16)
+    for name, make in (
+        ("E4M3", lambda: E4M3(byte)),
+        ("NVFP4", lambda: NVFP4(byte, byte)),
+        ("MXFP4", lambda: MXFP4(byte, byte)),
+        ("Int8", lambda: Int8(byte.view(torch.int8), scale, scale)),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}\.data must have at least one dimension, got shape \(\)"):
+            make()
+
+
 def test_queries_in_e4m3_are_cut_by_slices():
     with pytest.raises(TypeError, match=r"rows of E4M3\[rows\] must be a slice, got int"):
         E4M3.quantize(torch.randn(6, 2, 64))[0]
