@@ -54,8 +54,9 @@ class Model:
 
     @classmethod
     def from_config(cls, path: Path) -> Model:
-        """Reads the config.json of a MiniMax-M3 checkpoint, of one with its names, or of a model that `openmsa convert` wrote.
-        Raises ValueError for what it lacks."""
+        """Reads the config.json, or the folder that holds it, of a MiniMax-M3 checkpoint, of one with its names, or of a model
+        that `openmsa convert` wrote. Raises ValueError for what it lacks."""
+        path = path / "config.json" if path.is_dir() else path
         check_ends("model", path)
         try:
             config = json.loads(path.read_text(encoding="utf-8"))

@@ -145,9 +145,10 @@ def part(name: str, value: Any, of: Tensor, dtypes: tuple[torch.dtype, ...], sha
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {value.dtype}")
-    checks.dense(name, value)
+    if value.is_nested or value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor (torch.strided), got {'nested' if value.is_nested else value.layout}")
     if value is of and not value.dim():
-        raise ValueError(f"{name} must have at least one dimension, got shape ()")
+        raise ValueError(f"{name} must have shape [..., dim], got ()")
     if value.device != of.device:
         raise ValueError(f"{name} must be on the device of the codes ({of.device}), got {value.device}")
     if shape is not None and tuple(value.shape) != tuple(shape):

@@ -44,18 +44,13 @@ def tensor(name: str, value: Any, shape: str, dtypes: tuple[torch.dtype, ...] = 
     """`value` must be a tensor with the rank that `shape` shows, such as ``"[total_q, heads, dim]"``, and one of `dtypes`."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape {shape}, got {type(value).__name__}")
-    dense(name, value)
+    if value.is_nested or value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor (torch.strided), got {'nested' if value.is_nested else value.layout}")
     rank = shape.count(",") + 1
     if value.dim() != rank:
         raise wrong_rank(name, value, shape)
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {value.dtype}")
-
-
-def dense(name: str, value: Tensor) -> None:
-    """`value` must be neither sparse nor nested."""
-    if value.is_nested or value.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor (torch.strided), got {'nested' if value.is_nested else value.layout}")
 
 
 def wrong_rank(name: str, value: Any, shape: str) -> ValueError:

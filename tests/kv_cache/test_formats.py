@@ -518,7 +518,7 @@ def test_codes_have_a_dimension():
         ("MXFP4", lambda: MXFP4(byte, byte)),
         ("Int8", lambda: Int8(byte.view(torch.int8), scale, scale)),
     ):
-        with pytest.raises(ValueError, match=rf"{name}\.data must have at least one dimension, got shape \(\)"):
+        with pytest.raises(ValueError, match=rf"{name}\.data must have shape \[..., dim\], got \(\)"):
             make()
 
 
