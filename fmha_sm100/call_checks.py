@@ -171,7 +171,9 @@ def check_values(call: Call) -> None:
         _check_block_ids(call.blocks.cpu(), lens, queries, size)
     if call.max_score is not None:
         most = call.max_score.shape[2] * plan["block_size"]
-        _none("kv_segment_lens", lens > most, lens, f"at most max_k_tiles * block_size ({most}) where max scores are asked for")
+        value_checks.none(
+            "kv_segment_lens", lens > most, lens, f"at most max_k_tiles * block_size ({most}) where max scores are asked for"
+        )
 
 
 def check_key_values(call: Call) -> None:
@@ -185,20 +187,12 @@ def check_key_values(call: Call) -> None:
         _check_pages(call, lens)
 
 
-def _none(name: str, bad: Tensor, values: Tensor, rule: str) -> None:
-    """Raises ValueError for the first element of `values` that the mask `bad` marks."""
-    if bool(bad.any()):
-        where = tuple(bad.nonzero()[0].tolist())
-        index = ", ".join(map(str, where))
-        raise ValueError(f"{name}[{index}] must be {rule}, got {int(values[where])}")
-
-
 def _check_packed(starts: Tensor, lens: Tensor, total: int) -> None:
     """Checks that the keys of each request end before those of the next one and before the end of k."""
     ends = starts[:-1].long() + lens
     limits = torch.cat((starts[1:].long(), torch.tensor([total])))[: lens.numel()]
     limits[-1:] = total
-    _none("kv_segment_offsets", starts[:-1] < 0, starts, "at least 0")
+    value_checks.none("kv_segment_offsets", starts[:-1] < 0, starts, "at least 0")
     if bool((ends > limits).any()):
         b = int((ends > limits).nonzero()[0])
         raise ValueError(f"kv_segment_lens[{b}] must end before the next request ({int(limits[b])}), got {int(ends[b])}")
@@ -216,10 +210,10 @@ def _check_pages(call: Call, lens: Tensor) -> None:
         else:
             line = torch.arange(lens.numel())
         first = line * table.shape[1]
-        _none("kv_segment_lens", counts > table.shape[1], lens, f"at most what {table.shape[1]} pages hold")
+        value_checks.none("kv_segment_lens", counts > table.shape[1], lens, f"at most what {table.shape[1]} pages hold")
     else:
         first = first_pages(call.plan).cpu().long()
-        _none("kv_page_indptr", (first < 0) & (counts > 0), first, "at least 0")
+        value_checks.none("kv_page_indptr", (first < 0) & (counts > 0), first, "at least 0")
     flat = table.reshape(-1)
     past = first + counts > flat.numel()
     if bool((past & (counts > 0)).any()):
@@ -230,14 +224,14 @@ def _check_pages(call: Call, lens: Tensor) -> None:
     used = torch.zeros(flat.numel(), dtype=torch.bool)
     for start, count in zip(first.tolist(), counts.tolist(), strict=True):
         used[start : start + count] = True
-    _none("kv_indices", used & ((flat < 0) | (flat >= num_pages)), flat, f"a page from 0 to {num_pages - 1}")
+    value_checks.none("kv_indices", used & ((flat < 0) | (flat >= num_pages)), flat, f"a page from 0 to {num_pages - 1}")
 
 
 def _check_block_ids(blocks: Tensor, lens: Tensor, queries: Tensor, size: int) -> None:
     """Checks that each query selects distinct blocks, of `size` keys, of its own request, or -1."""
     row = torch.searchsorted(queries[1:].contiguous(), torch.arange(blocks.shape[0], dtype=torch.int32), right=True)
     count = ((lens.long() + size - 1) // size)[row][:, None, None]  # [total_q, 1, 1]
-    _none("kv_block_indexes", (blocks < -1) | (blocks >= count), blocks, "-1 or a block of the query's request")
+    value_checks.none("kv_block_indexes", (blocks < -1) | (blocks >= count), blocks, "-1 or a block of the query's request")
     ordered = blocks.sort(dim=-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if bool(twice.any()):

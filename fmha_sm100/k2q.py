@@ -15,7 +15,7 @@ from torch import Tensor
 from fmha_sm100.csr_attention import SparseAttentionSchedule
 from fmha_sm100.k2q_rows import NOTHING, Rows, by_heads, remember, sort_heads
 from fmha_sm100.operands import checked_starts, flags, longest
-from openmsa.runtime import checks, dispatch
+from openmsa.runtime import checks, dispatch, value_checks
 
 MAX_PACKED_QUERY = 1 << 24
 """The field `qsplit_indices` of a schedule has 24 bits for the number of a query."""
@@ -204,6 +204,11 @@ def k2q_to_q2k(k2q_indices: Tensor, k2q_counts: Tensor, Sq: int, topK: int) -> T
     checks.tensor("k2q_counts", k2q_counts, "[batch, num_kv_heads, num_kv_blocks]", (torch.int32, torch.int64))
     checks.integer("Sq", Sq, 0)
     checks.integer("topK", topK, 1)
+    checks.alike("k2q_counts", k2q_counts, "k2q_indices", k2q_indices, dtype=False)
+    for d in range(3):
+        checks.size("k2q_counts", k2q_counts, d, k2q_indices.shape[d], "that of k2q_indices")
+    if k2q_counts.device.type == "cpu":
+        value_checks.in_range("k2q_counts", k2q_counts, 0, k2q_indices.shape[3] + 1)
     queries = k2q_indices.long()
     place = torch.arange(queries.shape[3], device=queries.device)
     held = (queries >= 0) & (queries < Sq) & (place < k2q_counts[..., None])

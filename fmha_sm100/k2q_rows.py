@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openmsa.runtime import checks, devices
+from openmsa.runtime import checks, devices, value_checks
 
 NOTHING = 2**31 - 1
 """This number stands for a row or a block that does not exist; attention skips every block id past the visible ones."""
@@ -146,7 +146,33 @@ def selection(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows:
         if not written and known.capturing == devices.capturing(row_ptr.device):
             return known.blocks
     with torch.no_grad():
-        return rebuilt(row_ptr, q_indices, topk, total_q, rows())
+        numbering = rows()
+        if row_ptr.device.type == "cpu":
+            _check_csr(row_ptr, q_indices, topk, total_q, numbering)
+        return rebuilt(row_ptr, q_indices, topk, total_q, numbering)
+
+
+def _check_csr(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows: Rows) -> None:
+    """Reads CSR tensors and raises ValueError where they are none of this batch."""
+    last, entries = int(rows.blocks.sum()), q_indices.shape[1]  # the number of rows that name blocks
+    if row_ptr.shape[1] <= last:
+        raise ValueError(f"k2q_row_ptr.shape[1] must be at least {last + 1}, the blocks and 1, got {row_ptr.shape[1]}")
+    value_checks.none("k2q_row_ptr", row_ptr[:, :1] != 0, row_ptr, "0, as the first row starts there")
+    value_checks.none("k2q_row_ptr", torch.nn.functional.pad(row_ptr.diff() < 0, (1, 0)), row_ptr, "at least that before it")
+    value_checks.none("k2q_row_ptr", row_ptr > entries, row_ptr, f"at most the entries of k2q_q_indices ({entries})")
+    behind = row_ptr > row_ptr[:, last : last + 1]
+    value_checks.none("k2q_row_ptr", behind, row_ptr, f"that at {last}, as rows behind it name no block")
+    if not last:
+        return
+    entry = torch.arange(entries, dtype=torch.int32).expand(q_indices.shape)
+    row = torch.searchsorted(row_ptr[:, 1:].contiguous(), entry.contiguous(), right=True).clamp_(max=last - 1)
+    sequence, used = rows.of_rows(last)[0][row], entry < row_ptr[:, -1:]
+    outside = (q_indices < 0) | (q_indices >= rows.cu_seqlens_q.diff()[sequence])
+    value_checks.none("k2q_q_indices", used & outside, q_indices, "a query of the sequence that its row belongs to")
+    token = torch.where(used, rows.cu_seqlens_q[sequence] + q_indices, total_q).long()
+    read = token.new_zeros(token.shape[0], total_q + 1).scatter_add_(1, token, torch.ones_like(token))
+    if (most := int(read[:, :-1].amax()) if read[:, :-1].numel() else 0) > topk:
+        raise ValueError(f"topK must be at least the blocks that one query reads ({most}), got {topk}")
 
 
 def rebuilt(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows: Rows) -> Tensor:

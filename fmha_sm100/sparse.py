@@ -108,7 +108,9 @@ def sparse_atten_func(
     q:               ``[total_q, num_q_heads, head_dim]``, bfloat16, float16, float32, float64 or float8_e4m3fn; any strides.
     k, v:            ``[total_k, num_kv_heads, head_dim]`` (total_k may exceed the keys in use) or, with `page_table`, pools
                      ``[num_pages, num_kv_heads, page_size, head_dim]``; q's dtype or float8_e4m3fn; any strides.
-    k2q_row_ptr, k2q_q_indices, topK:  from `build_k2q_csr` with the same lengths and block size.
+    k2q_row_ptr, k2q_q_indices, topK:  from `build_k2q_csr` with the same lengths and block size. Values that cannot come from
+                     there raise ValueError on a CPU; on a GPU they are not read on the host, and a row's entries that name no
+                     query of its sequence are skipped.
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k:  the lengths that `build_k2q_csr` was given.
     causal:          query i of a sequence sees the keys up to ``k_len - q_len + i``; False: all keys of its blocks.
     page_table:      int32 ``[batch, max_pages]``. seqused_k: ``[batch]``, the keys of each sequence, with pages only; None:

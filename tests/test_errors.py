@@ -414,11 +414,11 @@ def test_flags_are_true_or_false(function, value):
 BAD_CACHES = {
     "page past the pool": (
         lambda c: c.page_table[1].fill_(99),
-        "page_table must name pages from 0 to | got 99 at sequence 1, logical page 0",
+        "page_table[1, 0] must be a page from 0 to | got 99",
     ),
     "page not assigned": (
         lambda c: c.page_table[0, 2:].fill_(-1),
-        "page_table must name pages from 0 to | got -1 at sequence 0, logical page 2",
+        "page_table[0, 2] must be a page from 0 to | got -1",
     ),
     "too long": (lambda c: c.seq_lens.fill_(500), "seq_lens must lie from 0 to | got 500"),
     "negative length": (lambda c: c.seq_lens.fill_(-1), "seq_lens must lie from 0 to | got -1"),

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from openmsa.runtime.files import check_ends
+
 Record = dict[str, Any]
 
 
@@ -112,6 +114,7 @@ def _line(values: Record) -> str:
 def rows(path: Path) -> list[Record]:
     """Returns the rows of a JSONL file, each with what it shares with others. Raises ValueError, which says what is wrong, for
     lines that are no JSON objects."""
+    check_ends("FILE", path)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -12,7 +12,7 @@ from openmsa.block_scores import cpu_int8
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.kv_cache.rows import rows_of
 from openmsa.kv_cache.sequence_rows import Rows
-from openmsa.runtime.matmul import FEW_ROWS_STEP, matmul_nt, pad_few, products_few, room_for
+from openmsa.runtime.matmul import FEW_ROWS_STEP, converted, matmul_nt, pad_few, products_few
 from openmsa.types import Layout, wide_dtype
 
 TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
@@ -107,14 +107,9 @@ def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
     most = (FEW_ROWS_ELEMENTS if keys.rows.dtype == q.dtype else CONVERTED_ELEMENTS) // (heads * dim * unit)
     tiles = max(1, round(end / (max(1, most) * unit)))
     tile = -(-end // (tiles * unit)) * unit
-    # Narrow keys are converted into the same memory tile by tile: new memory would come in pages that must be cleared first.
-    held: Tensor | None = None
     parts = []
     for first in range(0, end, tile):
         k = keys.heads(first, min(first + tile, end))  # [heads, keys, dim]
-        if k.dtype != q.dtype:
-            held = room_for(k, k.shape[1], q.dtype) if held is None else held
-            k = held[:, : k.shape[1]].copy_(k)
         parts.append(block_max(products_few(q, k, block_size), block_size))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 2))[:, :rows]
 
@@ -142,12 +137,11 @@ def _score_pool(q: Tensor, keys: Rows, pages: list[int], end: int, block_size: i
     size, first, last = pool.shape[2], min(pages), max(pages) + 1
     tile = max(1, (FEW_ROWS_ELEMENTS if pool.dtype == q.dtype else CONVERTED_ELEMENTS) // (heads * size * dim))
     tile = min(tile, last - first)
-    held = None if pool.dtype == q.dtype else torch.empty(tile * heads, size, dim, dtype=q.dtype)
     each = q.expand(tile, heads, rows, dim).reshape(-1, rows, dim)  # [pages * heads, rows, dim]
     parts = []
     for page in range(first, last, tile):
         k = pool[page : min(page + tile, last)].flatten(0, 1)  # [pages * heads, size, dim]
-        k = k if held is None else held[: k.shape[0]].copy_(k)
+        k = k if k.dtype == q.dtype else converted(k, q.dtype)
         products = torch.bmm(each[: k.shape[0]], k.transpose(1, 2))
         if end % size and page <= pages[-1] < page + tile:
             products.view(-1, heads, rows, size)[pages[-1] - page, ..., end % size :] = -torch.inf

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from openmsa.runtime import checks
+from openmsa.runtime.files import check_ends
 from openmsa.types import INT32_MAX
 
 KV_TENSORS = {"bf16": (2.0,), "e4m3": (1.0,), "nvfp4": (1 / 2, 1 / 16)}
@@ -53,8 +54,10 @@ class Model:
 
     @classmethod
     def from_config(cls, path: Path) -> Model:
-        """Reads the config.json of a MiniMax-M3 checkpoint, of one with its names, or of a model that `openmsa convert` wrote.
-        Raises ValueError for what it lacks."""
+        """Reads the config.json, or the folder that holds it, of a MiniMax-M3 checkpoint, of one with its names, or of a model
+        that `openmsa convert` wrote. Raises ValueError for what it lacks."""
+        path = path / "config.json" if path.is_dir() else path
+        check_ends("model", path)
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -100,6 +100,7 @@ def bench(
         refuse(str(error))
     if output is not None:
         check_writable("--output", output)
+        _check_records(output)
     torch.set_num_threads(threads or torch.get_num_threads())
     options: dict[str, Any] = {"impl": impl, "peers": peers, "commit": commit}
     settings = runner.Settings.for_device(torch.device(device), repeat or (1 if quick else None), **options)
@@ -118,6 +119,17 @@ def bench(
         _tell_what_full_adds(device, work, whole.rounds, share * runner.expected_seconds(workloads.chosen(device), whole))
     if all(r["error"] for r in records):
         raise typer.Exit(1)
+
+
+def _check_records(output: Path) -> None:
+    """Refuses a file that holds something else than records, behind which records would be lost."""
+    from openmsa.bench import record
+
+    try:
+        if output.exists():
+            record.rows(output)
+    except ValueError as error:
+        refuse(f"--output must be a new file or one of records, as {error}")
 
 
 def _measure(work: Work, settings: Settings, output: Path | None, as_json: bool) -> tuple[list[Record], bool]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -29,6 +30,8 @@ def tell_left_out(files: Sequence[Path]) -> None:
 def check_writable(option: str, file: Path) -> None:
     """Sees whether the file can be written, in a folder that may not be there yet. What the file holds stays, and what is made
     for the trial goes. Refuses, naming the option, where it cannot be written."""
+    if os.path.lexists(file) and not os.path.isfile(file):
+        refuse(f"{option} must be a place that can be written, got {str(file)!r}, which is no regular file")
     absent = [folder for folder in file.parents if not folder.exists()]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,7 @@ def convert(
     Then: openmsa generate smollm2-msa --file LONG.txt --prompt "What is this about?"
     """
     source = find_model(model)
-    if out.exists() and any(out.iterdir()):
+    if out.is_dir() and any(out.iterdir()):
         refuse(f"OUT must be a new or empty folder, got {str(out)!r}, which holds files")
     layers = layer_numbers("--dense-layers", dense_layers)
     if initialise not in ("group-mean", "random"):  # A model may take minutes to load, so what needs none is checked before.

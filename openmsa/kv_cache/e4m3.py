@@ -75,6 +75,7 @@ class E4M3(Stored):
     data: Tensor
     scale: Tensor | None = None
     format: ClassVar[str] = "e4m3"
+    own: ClassVar[tuple[str, ...]] = ("data",)
 
     if TYPE_CHECKING:
 
@@ -136,6 +137,8 @@ class E4M3(Stored):
 
     def __getitem__(self, rows: slice) -> E4M3:
         """Returns a slice of the first dimension (tokens or pages), a view."""
+        if not isinstance(rows, slice):
+            raise TypeError(f"rows of E4M3[rows] must be a slice, got {type(rows).__name__}; rows() gives numbers")
         paged = self.scale is not None and self.scale.dim() == 2
         return E4M3(self.data[rows], self.scale[rows] if paged and self.scale is not None else self.scale)
 
@@ -148,14 +151,14 @@ class E4M3(Stored):
         spread = heads.reshape(tuple(heads.shape) + (1,) * (len(lead) - 2)).expand(lead)  # a view
         return spread[index][..., None]
 
-    def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _numbers(self, index: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         numbers = decode(self.data.view(torch.uint8)[index], wide)
         scale = self._scales(index)
         return (numbers if scale is None else numbers.mul_(scale)).to(dtype)
 
-    def write(self, index: tuple[Any, ...], values: Tensor) -> None:
-        values = values.detach().float()
+    def _write(self, index: tuple[Any, ...], values: Tensor) -> None:
+        values = values.float()
         scale = self._scales(index)
         scaled = values if scale is None else values / scale
         if scale is not None:  # 0 / 0 and inf / inf become 0

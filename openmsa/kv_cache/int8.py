@@ -74,6 +74,7 @@ class Int8(Stored):
     scale: Tensor
     error: Tensor
     format: ClassVar[str] = "int8"
+    own: ClassVar[tuple[str, ...]] = ("data", "scale", "error")
 
     def __post_init__(self) -> None:
         part("Int8.data", self.data, self.data, (torch.int8,))
@@ -115,12 +116,12 @@ class Int8(Stored):
             return None
         return scale.as_strided((*scale.shape, 2), (*scale.stride(), 1)).view(torch.int32).squeeze(-1)
 
-    def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _numbers(self, index: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return self.data[index].to(wide).mul_(self.scale[index][..., None]).to(dtype)
 
-    def write(self, index: tuple[Any, ...], values: Tensor) -> None:
-        for own, new in zip((self.data, self.scale, self.error), encode(values.detach().float()), strict=True):
+    def _write(self, index: tuple[Any, ...], values: Tensor) -> None:
+        for own, new in zip((self.data, self.scale, self.error), encode(values.float()), strict=True):
             own[index] = new
 
 

@@ -43,6 +43,7 @@ class MXFP4(Stored):
     data: Tensor
     scale: Tensor
     format: ClassVar[str] = "mxfp4"
+    own: ClassVar[tuple[str, ...]] = ("data", "scale")
 
     def __post_init__(self) -> None:
         data = part("MXFP4.data", self.data, self.data, BYTES).view(torch.uint8)
@@ -72,13 +73,13 @@ class MXFP4(Stored):
         stored.fill(values)
         return stored
 
-    def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _numbers(self, index: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         scale = power_of_two(self.scale[index], wide)[..., None]
         return decode_pairs(self.data[index], wide).unflatten(-1, (-1, GROUP)).mul_(scale).flatten(-2).to(dtype)
 
-    def write(self, index: tuple[Any, ...], values: Tensor) -> None:
-        groups = values.detach().float().unflatten(-1, (-1, GROUP))
+    def _write(self, index: tuple[Any, ...], values: Tensor) -> None:
+        groups = values.float().unflatten(-1, (-1, GROUP))
         has_nan = groups.isnan().any(-1)
         amax = torch.where(has_nan, 0.0, groups.abs().amax(-1))
         exponent = (amax.view(torch.int32) >> 23).clamp_(max=254)  # biased; 0 of zeros and subnormals

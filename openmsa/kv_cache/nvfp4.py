@@ -90,6 +90,7 @@ class NVFP4(Stored):
     global_scale: Tensor | None = None
     layout: str = "linear"
     format: ClassVar[str] = "nvfp4"
+    own: ClassVar[tuple[str, ...]] = ("data", "scale")
 
     if TYPE_CHECKING:
 
@@ -183,7 +184,7 @@ class NVFP4(Stored):
         else:
             scale.view(-1)[self._at(index)] = codes
 
-    def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _numbers(self, index: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         scale = e4m3.decode(self._scales(index), wide)[..., None]
         numbers = decode_pairs(self.data[index], wide).unflatten(-1, (-1, GROUP)).mul_(scale)  # exact
@@ -191,8 +192,8 @@ class NVFP4(Stored):
             numbers = numbers.mul_(self.global_scale)
         return numbers.flatten(-2).to(dtype)
 
-    def write(self, index: tuple[Any, ...], values: Tensor) -> None:
-        groups = values.detach().float().unflatten(-1, (-1, GROUP))
+    def _write(self, index: tuple[Any, ...], values: Tensor) -> None:
+        groups = values.float().unflatten(-1, (-1, GROUP))
         has_nan = groups.isnan().any(-1)
         amax = torch.where(has_nan, 0.0, groups.abs().amax(-1))
         whole = amax.new_ones(()) if self.global_scale is None else self.global_scale

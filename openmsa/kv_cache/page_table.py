@@ -133,18 +133,18 @@ class Paged:
         return resolved
 
     def check_pages(self, lens: Tensor) -> None:
-        """Raises unless every page exists that holds one of the first `lens` keys."""
+        """Raises unless every page exists that holds one of the first `lens` keys, int32 or int64 ``[batch]``."""
+        checks.tensor("lens", lens, "[batch]", (torch.int32, torch.int64))
+        checks.size("lens", lens, 0, self.batch, "the batch of page_table")
         logical = torch.arange(self.page_table.shape[1], device=self.device)
         used = logical * self.page_size < lens[:, None]  # [batch, max_pages]
         bad = used & ((self.page_table < 0) | (self.page_table >= self.num_pages))
-        if bool(bad.any()):
-            b, page = bad.nonzero()[0].tolist()
-            raise ValueError(
-                f"page_table must name pages from 0 to {self.num_pages - 1} where a sequence has keys, "
-                f"got {int(self.page_table[b, page])} at sequence {b}, logical page {page}"
-            )
+        value_checks.none("page_table", bad, self.page_table, f"a page from 0 to {self.num_pages - 1} where keys lie")
 
     def slots(self, sequence: Tensor, position: Tensor) -> Tensor:
-        """Gives the row, int64, of the token at `position` of `sequence` in a pool seen as ``[num_pages * page_size]`` rows."""
+        """Gives the row, int64, of the token at `position` of `sequence` in a pool seen as ``[num_pages * page_size]`` rows.
+        Both are int32 or int64 tensors; on a CPU they must lie inside the page table."""
+        value_checks.indices("sequence", sequence, self.batch)
+        value_checks.indices("position", position, self.capacity)
         page = self.page_table[sequence, position // self.page_size].long()
         return page * self.page_size + position % self.page_size

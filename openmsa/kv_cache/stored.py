@@ -26,9 +26,11 @@ class Stored:
 
     format:  the name that ``refuse`` functions, errors and ``allocate(format=...)`` use.
     data:    the codes, ``[..., dim]`` or, with two codes a byte, ``[..., dim // 2]``; any strides.
+    own:     the names of the tensors that `write` fills.
     """
 
     format: ClassVar[str]
+    own: ClassVar[tuple[str, ...]]
     data: Tensor
 
     @property
@@ -73,13 +75,37 @@ class Stored:
         raise TypeError(f"{type(self).__name__} offers no slices; rows() gives numbers")
 
     def rows(self, *index: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Gives ``self[index]`` as numbers; `index` runs over the leading dimensions as torch indexing does. Products with
-        scales are taken in float64 for float64 and in float32 otherwise, then rounded to `dtype`."""
-        raise NotImplementedError
+        """Gives ``self[index]`` as numbers; `index` runs over the leading dimensions as torch indexing does: negative numbers
+        count from the end, and slices end where the rows do. Products with scales are taken in float64 for float64 and in
+        float32 otherwise, then rounded to `dtype`."""
+        check_dtype(dtype)
+        check_index(self.shape[:-1], index, self.device)
+        return self._numbers(index, dtype)
 
     def write(self, index: tuple[Any, ...], values: Tensor) -> None:
         """Quantises `values`, of the shape of ``self[index]``, into place. Scales that belong to the whole tensor, a head or a
         page stay; those of a row or a group are computed from the values."""
+        if not isinstance(index, tuple):
+            raise TypeError(f"index must be a tuple of indices, got {type(index).__name__}")
+        self._check_new(values, check_index(self.shape[:-1], index, self.device))
+        self._write(index, values.detach())
+
+    def _check_new(self, values: Any, lead: torch.Size) -> None:
+        """`values` must fit rows of these leading dimensions, and each element must have a place of its own."""
+        part("values", values, self.data, checks.FLOATS, (*lead, self.shape[-1]))
+        self.check_written(type(self).__name__)
+
+    def check_written(self, name: str) -> None:
+        """Raises unless each element of the tensors that `write` fills has a place of its own."""
+        for own in self.own:
+            checks.written(f"{name}.{own}", getattr(self, own))
+
+    def _numbers(self, index: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
+        """Does what `rows` does with checked arguments."""
+        raise NotImplementedError
+
+    def _write(self, index: tuple[Any, ...], values: Tensor) -> None:
+        """Does what `write` does with checked arguments."""
         raise NotImplementedError
 
     @operator("openmsa::dequantize")
@@ -90,17 +116,18 @@ class Stored:
             from openmsa.kv_cache import triton_store
 
             return triton_store.dequantize(self, dtype)
-        return self.rows(dtype=dtype)
+        return self._numbers((), dtype)
 
     @operator("openmsa::fill")
     def fill(self, values: Tensor) -> None:
         """Does what ``write((), values)`` does; on a GPU by one kernel."""
+        self._check_new(values, self.shape[:-1])
         if self._in_triton():
             from openmsa.kv_cache import triton_store
 
             triton_store.quantize_into(self, values)
         else:
-            self.write((), values)
+            self._write((), values.detach())
 
     def _in_triton(self) -> bool:
         return self.device.type == "cuda" and self.dim() in (3, 4) and has_triton()
@@ -112,11 +139,16 @@ class Stored:
 
 
 def part(name: str, value: Any, of: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None) -> Tensor:
-    """Checks a tensor that belongs to the codes `of`: a dtype of `dtypes`, their device and, unless None, this shape."""
+    """Checks the codes `of` themselves or a tensor that belongs to them: dense, a dtype of `dtypes`, their device and, unless
+    None, this shape."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {value.dtype}")
+    if value.is_nested or value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor (torch.strided), got {'nested' if value.is_nested else value.layout}")
+    if value is of and not value.dim():
+        raise ValueError(f"{name} must have shape [..., dim], got ()")
     if value.device != of.device:
         raise ValueError(f"{name} must be on the device of the codes ({of.device}), got {value.device}")
     if shape is not None and tuple(value.shape) != tuple(shape):
@@ -151,6 +183,20 @@ def check_quantizable(values: Any, group: int = 1) -> None:
     if values.dim() == 0 or values.shape[-1] % group or not values.shape[-1]:
         multiple = f", dim a multiple of {group}" if group > 1 else ", dim at least 1"
         raise ValueError(f"values must have shape [..., dim]{multiple}, got {tuple(values.shape)}")
+
+
+def check_index(shape: torch.Size, index: tuple[Any, ...], device: torch.device) -> torch.Size:
+    """Returns the shape of ``x[index]`` for an x of this shape, whose dimensions `index` must stay within. Values of indices on
+    a GPU are not read."""
+    if not index:
+        return shape
+    for i, value in enumerate(index):
+        if not isinstance(value, (int, slice, list, Tensor)) and value is not None:
+            raise TypeError(f"index[{i}] must be an int, a slice or a tensor of ints or bools, got {type(value).__name__}")
+    try:
+        return torch.zeros((), dtype=torch.bool, device=device).expand(shape)[index].shape
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"index must stay within the leading dimensions {tuple(shape)} of the rows: {error}") from error
 
 
 def in_items(codes: Tensor, dtype: torch.dtype, fits: bool) -> Tensor:

@@ -157,6 +157,6 @@ def check_caches(kv: PagedKV, index_keys: PagedIndexKeys, shards: TokenShards, c
         if cache.device.type == "cpu":
             if (got := cache.seq_lens.tolist()) != expected:
                 raise ValueError(f"{name}.seq_lens must be the rank's share of cached {list(cached)}, {expected}, got {got}")
-            cache.check_pages(torch.tensor(after))
+            cache.check_pages(torch.tensor(after, dtype=torch.int64))
     if kv.page_size != index_keys.page_size:
         raise ValueError(f"index_keys.page_size must be that of kv ({kv.page_size}), got {index_keys.page_size}")

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from functools import cache
+import threading
 
 import torch
 from torch import Tensor
 
+ONEDNN_ROWS = 8  # From so many rows on oneDNN takes less time than MKL on AMD cores.
 FEW_ROWS_STEP = 32  # MKL's products of few rows with so many keys, and multiples, do not depend on where a key stands
-CONVERTED_ELEMENTS = 3 << 16  # Narrow keys are converted so many elements at a time: narrow and wide ones share 2 MB of L2.
+ONE_HEAD_STEP = 128  # oneDNN compiles a kernel for each number of keys that it multiplies, so this is a multiple of so many
+CONVERTED_ELEMENTS = 3 << 18  # Narrow keys are converted so many elements at a time.
 
 
-@cache
+@functools.cache
 def has_onednn_linear() -> bool:
     """Says whether this build exposes oneDNN's inner product, which is faster than MKL's sgemm on AVX-512 AMD cores."""
     if not torch.backends.mkldnn.is_available():
@@ -50,62 +53,99 @@ def products_few(q: Tensor, k: Tensor, block_size: int = 1, ties: bool = True) -
     """Computes dot products ``[heads, rows, n]`` of few rows q ``[heads, rows, dim]`` with keys ``[heads, n, dim]`` of q's type
     or a narrower one on a CPU, and -inf behind them for the keys that the last block lacks. With `ties`, those of equal keys
     are equal, which may take a second product."""
+    if k.dtype != q.dtype:
+        return _products_converted(q, k, block_size)
     n = k.shape[1]
-    if k.dtype != q.dtype and k.numel() >= 2 * CONVERTED_ELEMENTS:
-        return _products_converted(q, k, n + -n % block_size)
-    k = k.to(q.dtype)
-    whole = n // FEW_ROWS_STEP * FEW_ROWS_STEP if ties else n
-    parts = [torch.bmm(q, k[:, :whole].transpose(1, 2))] if whole else []
+    alone = _alone(q, k)
+    step = ONE_HEAD_STEP if alone else FEW_ROWS_STEP
+    whole = n // step * step if ties or alone else n
+    parts = [_dot_products(q, k[:, :whole])] if whole else []
     if left := n - whole:
         # The last product has as many keys as a step, too: some that were multiplied before come again.
-        last = k[:, -FEW_ROWS_STEP:] if whole else torch.nn.functional.pad(k, (0, 0, FEW_ROWS_STEP - left, 0))
-        parts.append(torch.bmm(q, last.transpose(1, 2))[..., -left:])
+        last = k[:, -step:] if whole else torch.nn.functional.pad(k, (0, 0, step - left, 0))
+        parts.append(_dot_products(q, last)[..., -left:])
     if lacking := -n % block_size:
         parts.append(q.new_full((*q.shape[:2], lacking), -torch.inf))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def room_for(k: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
-    """Returns memory ``[heads, keys, dim]`` into which so many of the keys k ``[heads, n, dim]`` are converted at a time. Its
-    elements have the order of theirs, as conversion in another order takes several times as long."""
-    heads, _, dim = k.shape
-    if k.transpose(0, 1).is_contiguous():
-        return torch.empty(keys, heads, dim, dtype=dtype).transpose(0, 1)
-    return torch.empty(heads, keys, dim, dtype=dtype)
+def _alone(a: Tensor, b: Tensor) -> bool:
+    """Says whether oneDNN multiplies rows a and b, both ``[heads, ..., dim]``, in less time than MKL: those of one head."""
+    heads, rows, _ = a.shape
+    return heads == 1 and rows >= ONEDNN_ROWS and a.dtype == torch.float32 and b.is_contiguous() and has_onednn_linear()
 
 
-def _products_converted(q: Tensor, k: Tensor, columns: int) -> Tensor:
-    """Does what `products_few` does, with -inf up to so many columns. Keys are converted a tile at a time into memory that
-    stays in cache."""
-    (heads, rows, dim), n = q.shape, k.shape[1]
-    tile = max(1, CONVERTED_ELEMENTS // (heads * dim * FEW_ROWS_STEP)) * FEW_ROWS_STEP
-    whole = -(-n // FEW_ROWS_STEP) * FEW_ROWS_STEP
-    held = room_for(k, min(tile, whole), q.dtype)
-    products = torch.empty(heads, rows, max(columns, whole), dtype=q.dtype)
-    for first in range(0, n, tile):
-        part, stop = k[:, first : first + tile], min(first + tile, whole)
-        held[:, : part.shape[1]].copy_(part)
-        held[:, part.shape[1] : stop - first] = 0
-        products[..., first:stop] = torch.bmm(q, held[:, : stop - first].transpose(1, 2))
+def _dot_products(a: Tensor, b: Tensor) -> Tensor:
+    """Computes ``a [heads, m, dim] @ b [heads, n, dim].T -> [heads, m, n]``."""
+    return matmul_nt(a[0], b[0])[None] if _alone(a, b) else torch.bmm(a, b.transpose(1, 2))
+
+
+class _Room(threading.local):
+    """Each thread converts into memory of its own, again and again: new memory comes in pages that the system clears first,
+    which takes longer than the conversion."""
+
+    held: Tensor | None = None
+
+
+_room = _Room()
+
+
+def converted(x: Tensor, dtype: torch.dtype, n: int | None = None) -> Tensor:
+    """Converts rows ``[heads, keys, dim]`` and adds rows of zeros up to `n` keys. Up to `CONVERTED_ELEMENTS` float32 elements
+    come in memory that the thread's next call writes again. Their order is that of x, as conversion in another order takes
+    several times as long."""
+    heads, keys, dim = x.shape
+    n = keys if n is None else n
+    elements = heads * n * dim
+    if dtype != torch.float32 or elements > CONVERTED_ELEMENTS:
+        room = torch.empty(elements, dtype=dtype)
+    else:
+        if _room.held is None:
+            with torch.inference_mode(False):  # Memory that was made in inference mode could not be written outside of it.
+                _room.held = torch.empty(CONVERTED_ELEMENTS)
+        room = _room.held[:elements]
+    tokens_first = x.transpose(0, 1).is_contiguous()
+    wide = room.view(n, heads, dim).transpose(0, 1) if tokens_first else room.view(heads, n, dim)
+    wide[:, :keys].copy_(x.detach())
+    if n > keys:
+        wide[:, keys:] = 0
+    return wide
+
+
+def _products_converted(q: Tensor, k: Tensor, block_size: int) -> Tensor:
+    """Does what `products_few` does for keys of a narrower type than q's, which are converted a tile at a time."""
+    (heads, n, dim), unit = k.shape, math.lcm(block_size, FEW_ROWS_STEP)
+    tile = max(1, CONVERTED_ELEMENTS // (heads * dim * unit)) * unit
+    if n > tile:
+        parts = [_products_converted(q, k[:, first : first + tile], block_size) for first in range(0, n, tile)]
+        return torch.cat(parts, 2)
+    columns = n + -n % block_size
+    step = ONE_HEAD_STEP if heads == 1 else FEW_ROWS_STEP
+    products = _dot_products(q, converted(k, q.dtype, columns + -columns % step))
     products[..., n:] = -torch.inf
     return products[..., :columns]
 
 
 def sums_few(weights: Tensor, values: Tensor) -> Tensor:
     """Computes ``weights [heads, rows, n] @ values [heads, n, dim] -> [heads, rows, dim]`` on a CPU for few rows and for values
-    of the weights' type or a narrower one."""
+    of the weights' type or a narrower one, n at least 1."""
     if values.dtype == weights.dtype:
-        return torch.bmm(weights, values)
-    if values.numel() < 2 * CONVERTED_ELEMENTS:
-        return torch.bmm(weights, values.to(weights.dtype))
+        return _sums(weights, values)
     heads, n, dim = values.shape
     tile = max(1, CONVERTED_ELEMENTS // (heads * dim))
-    held = room_for(values, min(tile, n), weights.dtype)
-    sums = torch.zeros(heads, weights.shape[1], dim, dtype=weights.dtype)
-    for first in range(0, n, tile):
-        wide = held[:, : min(tile, n - first)].copy_(values[:, first : first + tile])
-        sums.baddbmm_(weights[..., first : first + tile], wide)
-    return sums
+    if n <= tile:
+        return _sums(weights, converted(values, weights.dtype))
+    parts = (slice(first, first + tile) for first in range(0, n, tile))
+    return functools.reduce(torch.add, (sums_few(weights[..., part], values[:, part]) for part in parts))
+
+
+def _sums(weights: Tensor, values: Tensor) -> Tensor:
+    """Computes ``weights [heads, rows, n] @ values [heads, n, dim]``, both of one type."""
+    whole = values.shape[1] // ONE_HEAD_STEP * ONE_HEAD_STEP
+    if not whole or not _alone(weights, values):
+        return torch.bmm(weights, values)
+    sums = matmul_nt(weights[0, :, :whole], values[0, :whole].t())[None]
+    return sums if whole == values.shape[1] else sums.baddbmm_(weights[..., whole:], values[:, whole:])
 
 
 def softmax_few(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,23 @@ def starts(name: str, value: Tensor, total: int | None, what: str) -> None:
         raise ValueError(f"{name} must end at {what} ({total}), got {values[-1]}")
 
 
+def indices(name: str, value: Any, size: int) -> None:
+    """`value` must be a tensor of ints, each of which lies in [0, size); the tensor is read on a CPU alone."""
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be a tensor of torch.int32 or torch.int64, got {got}")
+    if value.device.type == "cpu":
+        in_range(name, value, 0, size)
+
+
+def none(name: str, bad: Tensor, values: Tensor, rule: str) -> None:
+    """Raises ValueError for the first element of `values` that the mask `bad` marks. Reads the tensors."""
+    if bool(bad.any()):
+        where = tuple(bad.nonzero()[0].tolist())
+        index = ", ".join(map(str, where))
+        raise ValueError(f"{name}[{index}] must be {rule}, got {int(values[where])}")
+
+
 def held(name: str, lens: Tensor, cached_lens: Tensor) -> None:
     """No sequence may have more keys, `lens`, than its cache holds. Reads the tensors."""
     short = (lens > cached_lens).nonzero().flatten()

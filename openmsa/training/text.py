@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from openmsa.runtime.files import check_ends
 
 SUFFIXES = (".c", ".cpp", ".h", ".js", ".json", ".md", ".py", ".rs", ".rst", ".tex", ".toml", ".ts", ".txt")
 """Files with these suffixes are taken from a folder."""
@@ -20,17 +23,19 @@ def text_files(paths: Sequence[Path]) -> list[Path]:
     """Returns the files that `paths` name, each once, also where it comes under several names: a file as it is, of a folder all
     files with one of `SUFFIXES`, in it and below it, ordered by path.
 
-    Raises ValueError for a path that is not there and for a folder without such files.
+    Devices, pipes, sockets and links to nothing are no files of a folder. Raises ValueError for a path that is not there or
+    may never end, and for a folder without files to take.
     """
     found: dict[Path, Path] = {}
     for path in paths:
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+        if os.path.isdir(path):  # Path.is_dir raises where a folder on the way cannot be searched.
+            inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and os.path.isfile(p))
             if not inside:
                 raise ValueError(f"--text must name folders with text files ({', '.join(SUFFIXES)}), got {str(path)!r}")
             for file in inside:
                 found.setdefault(file.resolve(), file)
-        elif path.is_file():
+        elif os.path.exists(path):
+            check_ends("--text", path)
             found.setdefault(path.resolve(), path)
         else:
             raise ValueError(f"--text must name files or folders that exist, got {str(path)!r}")

@@ -123,6 +123,7 @@ def test_a_config_gives_the_model(tmp_path):
     file.write_text(json.dumps(llama))  # openmsa convert writes such a config
     found = Model.from_config(file)
     assert (found.sparse_layers, found.dense_layers, found.head_dim, found.index_key_heads, found.topk) == (3, 2, 64, 3, 4)
+    assert Model.from_config(tmp_path) == found, "a folder stands for the config.json in it"
     for content, sentence in (
         (config, "must say which layers are sparse"),
         ({"msa": branches}, "must have num_hidden_layers"),

@@ -244,6 +244,7 @@ def test_bench_plots(tiny, tmp_path):
         (("--device", "cpu", "show", __file__), "openmsa bench show takes no --device"),
         (("--json", "show", __file__), "openmsa bench show takes no --json"),
         (("plot", str(CPU_RECORD), "-o", "speed"), "--output must end as an image does (.png, .svg, .pdf), got 'speed'"),
+        (("--device", "cpu", "--output", __file__), "--output must be a new file or one of records, as"),
         (("show", __file__), "test_cli.py must hold one JSON record a line"),
         (("plot", __file__, "-o", "no.png"), "test_cli.py must hold one JSON record a line"),
     ],

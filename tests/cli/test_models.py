@@ -151,6 +151,7 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
         (["convert", "TINY", "OUT", "--dense-layers", "5-3"], "--dense-layers must be numbers and ranges such as 0-2,5, got"),
         (["convert", "TINY", "OUT", "--dense-layers", "0-99999999"], "--dense-layers must be numbers and ranges"),
         (["convert", "~nobody-of-this-name/a", "OUT"], "MODEL must be a place that exists, got '~nobody-of-this-name/a'"),
+        (["convert", "TINY", "/dev/null"], "OUT must be a place that can be written, got '/dev/null/config.json'"),
         (["convert", "TINY", "OUT", "--dense-layers", "7"], "--dense-layers must name layers from 0 to 2, got 7"),
         (["convert", "TINY", "OUT", "--dtype", "int4"], "--dtype must be auto, float32, bfloat16 or float16, got 'int4'"),
         (
@@ -179,7 +180,7 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
             "--index-format mxfp4 must fit the vectors of MODEL: shape[-1] must be a multiple of 32, at least 32, got 16",
         ),
         (["generate", "TINY", "--file", "BINARY"], "--file must be UTF-8 text, got"),
-        (["generate", "TINY", "--file", "/dev/zero"], "--file must be a text, got '/dev/zero', a device, which may never end"),
+        (["generate", "TINY", "--file", "/dev/zero"], "--file must be a file, got '/dev/zero', a device, which may never end"),
     ],
 )
 def test_refusals(arguments, message, tiny, converted, tmp_path):

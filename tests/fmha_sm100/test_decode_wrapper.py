@@ -242,7 +242,7 @@ def test_the_wrapper_before_its_plan():
         ({"max_seqlen_k": 299}, ValueError, "max_seqlen_k must be at least the longest sequence"),
         ({"blk_kv": 8}, ValueError, "blk_kv must be from 16 to 256, got 8"),
         ({"page_table": torch.zeros(3, 2)}, TypeError, "page_table must have dtype torch.int32"),
-        ({"page_table": torch.full((3, 4), 99, dtype=torch.int32)}, ValueError, "page_table must name pages"),
+        ({"page_table": torch.full((3, 4), 99, dtype=torch.int32)}, ValueError, r"page_table\[0, 0\] must be a page from 0 to"),
         ({"seqused_k": torch.zeros(2, dtype=torch.int32)}, ValueError, r"seqused_k.shape\[0\] must be 3"),
         ({"q2k_indices": torch.zeros(5, 6, 2, dtype=torch.int32)}, ValueError, r"q2k_indices must have shape \[num_kv_heads"),
         ({"q2k_indices": torch.zeros(2, 6, 2)}, TypeError, "q2k_indices must have dtype torch.int32"),

@@ -309,3 +309,16 @@ def test_sorting_whole_heads(device, heads, most):
     expected = value.clamp(max=most).sort(dim=1, stable=True)
     assert_equal("ordered", ordered.int(), expected.values)
     assert_equal("entry", entry, expected.indices)
+
+
+def test_counts_must_fit_the_lists():
+    k2q, counts = torch.zeros(1, 2, 3, 5, dtype=torch.int32), torch.ones(1, 2, 3, dtype=torch.int32)
+    for wrong, rule in (
+        (counts[:, :1], r"k2q_counts\.shape\[1\] must be 2"),
+        (counts[..., :1], r"k2q_counts\.shape\[2\] must be 3"),
+        (counts.to("meta"), "k2q_counts must be on the device of k2q_indices"),
+        (counts + 5, "k2q_counts must lie from 0 to 5, got 6"),
+        (counts - 2, "k2q_counts must lie from 0 to 5, got -1"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            k2q_to_q2k(k2q, wrong, 5, 3)

@@ -466,3 +466,35 @@ def test_lengths_and_tables_with_gaps(device):
     found = attend(p, blocks, device, k, v, page_table=gaps(table), seqused_k=gaps(lens))
     assert not gaps(lens).is_contiguous()
     assert_equal("out", *(x[0] if isinstance(x, tuple) else x for x in (found, expected)))
+
+
+@pytest.mark.parametrize("change", ["first", "falls", "past", "short", "behind", "query", "negative", "other sequence", "topK"])
+def test_a_corrupt_csr_is_refused_on_a_cpu(change):
+    """Each change is made in a copy of what `build_k2q_csr` returned, which is read again."""
+    p, blocks = case((3, 2), (300, 140), topk=3, kv_heads=2, head_dim=16)
+    row_ptr, q_idx = (x.clone() for x in csr(p, blocks, 128, total_rows=6))
+    arguments = {"topK": 3, "blk_kv": 128, **lengths(p, "cpu")}
+    sparse_atten_func(p.q, p.k, p.v, row_ptr, q_idx, **arguments)
+    end, rule = int(row_ptr[1, -1]), ""
+    if change == "first":
+        row_ptr[1, 0], rule = -1, r"k2q_row_ptr\[1, 0\] must be 0.*got -1"
+    elif change == "falls":
+        row_ptr[1, 2], rule = end + 5, r"k2q_row_ptr\[1, 3\] must be at least that before it, got"
+    elif change == "past":
+        row_ptr[1, 4:], rule = 99, r"k2q_row_ptr\[1, 4\] must be at most the entries of k2q_q_indices \(15\), got 99"
+    elif change == "short":
+        row_ptr, rule = row_ptr[:, :4], r"k2q_row_ptr.shape\[1\] must be at least 6, the blocks and 1, got 4"
+    elif change == "behind":
+        row_ptr[1, 6], rule = end + 1, r"k2q_row_ptr\[1, 6\] must be that at 5.*got"
+    elif change == "query":
+        q_idx[1, 0], rule = 2**31 - 1, r"k2q_q_indices\[1, 0\] must be a query of the sequence.*got 2147483647"
+    elif change == "negative":
+        q_idx[1, 0], rule = -1, r"k2q_q_indices\[1, 0\] must be .*got -1"
+    elif change == "other sequence":
+        row_ptr[1], q_idx[1, :2] = torch.tensor([0, 0, 1, 1, 1, 1, 1]), 2
+        rule = r"k2q_q_indices\[1, 0\] must be .*got 2"
+    else:
+        row_ptr[1], q_idx[1, :2] = torch.tensor([0, 1, 1, 2, 2, 2, 2]), 0
+        arguments["topK"], rule = 1, "topK must be at least the blocks that one query reads"
+    with pytest.raises(ValueError, match=rule):
+        sparse_atten_func(p.q, p.k, p.v, row_ptr, q_idx, **arguments)

@@ -446,6 +446,87 @@ def test_the_common_face(name):
         assert_equal("stable", again.dequantize(), whole)
 
 
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("index", "error", "rule"),
+    [
+        ((6,), ValueError, "index must stay within the leading dimensions.*index 6 is out of bounds"),
+        ((-7,), ValueError, "index must stay within.*index -7"),
+        ((5, 3), ValueError, "index must stay within.*index 3 is out of bounds for dimension 1"),
+        ((torch.tensor([0, 6]),), ValueError, "index must stay within.*index 6"),
+        ((0, 0, 0, 0), ValueError, "index must stay within.*too many indices"),
+        ((slice(None, None, -1),), ValueError, "index must stay within.*step must be greater than zero"),
+        ((..., 0), TypeError, r"index\[0\] must be an int, a slice or a tensor"),
+        ((0, "a"), TypeError, r"index\[1\] must be .*got str"),
+    ],
+)
+def test_an_index_that_leaves_the_rows_is_refused(name, index, error, rule):
+    stored = MAKERS[name](mixed(6, 2, 5, 64))
+    before = stored.dequantize()
+    with pytest.raises(error, match=rule):
+        stored.rows(*index)
+    with pytest.raises(error, match=rule):
+        stored.write(index, torch.zeros(2, 5, 64))
+    assert_equal("unchanged", stored.dequantize(), before)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_values_that_do_not_fit_are_refused_before_anything_is_written(name):
+    stored = MAKERS[name](mixed(6, 2, 5, 64))
+    before = stored.dequantize()
+    for shape in ((64,), (5, 64), (1, 5, 64), (2, 5, 32), (2, 5, 63), (3, 5, 64), ()):
+        with pytest.raises(ValueError, match=r"values must have shape \(2, 5, 64\), got \("):
+            stored.write((0,), torch.zeros(shape))
+        with pytest.raises(ValueError, match=r"values must have shape \(6, 2, 5, 64\), got \("):
+            stored.fill(torch.zeros(shape))
+    for values, error, rule in (
+        (torch.zeros(2, 5, 64, dtype=torch.int32), TypeError, "values must have dtype .*int32"),
+        (torch.zeros(2, 5, 64, device="meta"), ValueError, "values must be on the device of the codes"),
+        ([0.0], TypeError, "values must be a torch.Tensor, got list"),
+    ):
+        with pytest.raises(error, match=rule):
+            stored.write((0,), values)
+    with pytest.raises(TypeError, match="index must be a tuple of indices, got int"):
+        stored.write(0, torch.zeros(2, 5, 64))
+    with pytest.raises(TypeError, match=r"dtype must be .*int8"):
+        stored.rows(0, dtype=torch.int8)
+    assert_equal("unchanged", stored.dequantize(), before)
+
+
+def test_rows_that_share_memory_are_not_written():
+    keys = Int8.quantize(torch.randn(6, 2, 64))
+    shared = Int8(keys.data, keys.scale[:1].expand(6, 2), keys.error)
+    with pytest.raises(ValueError, match=r"Int8\.scale must not be expanded"):
+        shared.write((0,), torch.zeros(2, 64))
+    with pytest.raises(ValueError, match=r"CertifiedKeys\.coarse\.scale must not be expanded"):
+        CertifiedKeys(shared, torch.randn(6, 2, 64)).fill(torch.zeros(6, 2, 64))
+
+
+@pytest.mark.parametrize("format", [E4M3, Int8, NVFP4, MXFP4, CertifiedKeys], ids=lambda x: x.__name__)
+def test_only_dense_rows_are_quantised(format):
+    x = torch.randn(4, 64)
+    for wrong, rule in ((x.to_sparse(), "torch.sparse_coo"), (torch.nested.nested_tensor([x, x[1:]]), "nested")):
+        with pytest.raises(TypeError, match=f"values must be a dense tensor .*got {rule}"):
+            format.quantize(wrong)
+
+
+def test_codes_have_a_dimension():
+    byte, scale = torch.zeros((), dtype=torch.uint8), torch.zeros((), dtype=torch.bfloat16)
+    for name, make in (
+        ("E4M3", lambda: E4M3(byte)),
+        ("NVFP4", lambda: NVFP4(byte, byte)),
+        ("MXFP4", lambda: MXFP4(byte, byte)),
+        ("Int8", lambda: Int8(byte.view(torch.int8), scale, scale)),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}\.data must have shape \[..., dim\], got \(\)"):
+            make()
+
+
+def test_queries_in_e4m3_are_cut_by_slices():
+    with pytest.raises(TypeError, match=r"rows of E4M3\[rows\] must be a slice, got int"):
+        E4M3.quantize(torch.randn(6, 2, 64))[0]
+
+
 @pytest.mark.parametrize("format", [E4M3, Int8], ids=lambda x: x.__name__)
 def test_sizes_may_be_symbolic(format):
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -217,7 +217,7 @@ def test_append_needs_pages(device, page):
     cache = full_cache(device)
     cache.page_table[0, 1] = page
     before = cache.k.clone()
-    with pytest.raises(ValueError, match=rf"page_table must .*from 0 to 5.*got {page} at sequence 0, logical page 1"):
+    with pytest.raises(ValueError, match=rf"page_table\[0, 1\] must be a page from 0 to 5.*got {page}"):
         cache.append(rows(1, device=device), rows(1, device=device), starts(device, 1, 0), check=True)
     assert_equal("k", cache.k, before)
     assert cache.seq_lens.tolist() == [5, 8]
@@ -325,3 +325,24 @@ def test_a_page_with_keys_of_another_sequence_is_not_written():
         assert_equal("cache", now, old)
     cache.append(new, new, torch.tensor([0, 0, 1]))  # behind every key of that page
     assert cache.seq_lens.tolist() == [5, 8]
+
+
+def test_slots_and_pages_outside_the_table_are_refused():
+    cache = PagedKV.allocate(table("cpu", [3, 1, 0], [2, 4, 5]), 6, 2, 32, 64)
+    assert cache.slots(lens("cpu", 0, 1), lens("cpu", 33, 95)).tolist() == [33, 5 * 32 + 31]
+    for sequence, position, rule in (
+        (2, 0, "sequence must lie from 0 to 1, got 2"),
+        (-1, 0, "sequence must lie from 0 to 1, got -1"),
+        (0, 96, "position must lie from 0 to 95, got 96"),
+        (0, -1, "position must lie from 0 to 95, got -1"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            cache.slots(lens("cpu", sequence), lens("cpu", position))
+    with pytest.raises(TypeError, match=r"position must be a tensor of torch\.int32 or torch\.int64, got torch\.float32"):
+        cache.slots(lens("cpu", 0), torch.zeros(1))
+    with pytest.raises(TypeError, match=r"sequence must be a tensor .*got int"):
+        cache.slots(0, lens("cpu", 0))
+    with pytest.raises(TypeError, match=r"lens must be a torch\.Tensor of shape \[batch\], got list"):
+        cache.check_pages([1, 2])
+    with pytest.raises(ValueError, match=r"lens\.shape\[0\] must be 2 \(the batch of page_table\), got 1"):
+        cache.check_pages(lens("cpu", 1))

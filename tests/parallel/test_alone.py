@@ -102,7 +102,7 @@ def test_pages_that_are_missing_are_named_before_anything_changes():
     kv, index = cases.empty_caches((20,), 0, 1, 16, p)
     kv.page_table[0, 1] = -1
     shards, caches = TokenShards((20,), 1), {"kv": kv, "index_keys": index, "cached": (0,)}
-    with pytest.raises(ValueError, match=r"page_table must name pages .* got -1 at sequence 0, logical page 1"):
+    with pytest.raises(ValueError, match=r"page_table\[0, 1\] must be a page from 0 to .* got -1"):
         context_attention(p.q, p.k, p.v, p.index_q, p.index_k, shards, **caches, **OPTIONS)
     assert kv.seq_lens.tolist() == index.seq_lens.tolist() == [0]
 

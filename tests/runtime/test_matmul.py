@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Products of few rows on a CPU are compared with float64 for each type and order in memory of keys."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from openmsa.runtime.matmul import CONVERTED_ELEMENTS, products_few, room_for, sums_few
+from openmsa.runtime.matmul import CONVERTED_ELEMENTS, converted, products_few, sums_few
 from openmsa.testing.compare import assert_close
 
 HEADS, DIM = 3, 64
@@ -37,10 +39,39 @@ def test_products_and_sums(n, block_size, order, dtype):
     assert_close("sums", sums_few(weights, k), weights @ k.float(), weights.double() @ k.double())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n", [5, 128, 300, CONVERTED_ELEMENTS // 128 + 200])
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_many_rows_of_one_head(n, gaps, ties, dtype):
+    k, q = torch.randn(1, n, 256 if gaps else 128)[..., :128].to(dtype), torch.randn(1, 16, 128)
+    k[:, -1] = k[:, 0]
+    found = products_few(q, k, 48, ties=ties)
+    assert found.shape == (1, 16, -(-n // 48) * 48)
+    assert bool((found[..., n:] == -torch.inf).all())
+    honest, exact = (a @ b.transpose(1, 2) for a, b in ((q, k.float()), (q.double(), k.double())))
+    assert_close("products", found[..., :n], honest, exact)
+    assert not ties or torch.equal(found[..., 0], found[..., n - 1])
+    weights = torch.softmax(torch.randn(1, 16, n), 2)
+    assert_close("sums", sums_few(weights, k), weights @ k.float(), weights.double() @ k.double())
+
+
 @pytest.mark.parametrize("order", ["tokens first", "heads first"])
 def test_converted_keys_keep_their_order(order):
     k = keys(order, 40, torch.bfloat16)
-    room = room_for(k, 40, torch.float32)
-    assert room.shape == k.shape
-    assert room.dtype == torch.float32
-    assert room.stride() == k.stride()
+    wide = converted(k, torch.float32)
+    assert wide.dtype == torch.float32
+    assert wide.stride() == k.stride()
+    assert torch.equal(wide, k.float())
+    padded = converted(k, torch.float32, 64)
+    assert torch.equal(padded, torch.nn.functional.pad(k.float(), (0, 0, 0, 24)))
+
+
+def test_conversion_takes_the_same_memory_again_but_not_that_of_another_thread():
+    k = torch.randn(HEADS, 40, DIM).bfloat16()
+    with torch.inference_mode():
+        first = converted(k, torch.float32).data_ptr()
+    assert converted(k, torch.float32).data_ptr() == first
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(converted, k, torch.float32).result().data_ptr() != first
+    assert converted(torch.randn(1, CONVERTED_ELEMENTS + 1, 1).bfloat16(), torch.float32).data_ptr() != first

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Text becomes the same windows in every run, and what is no text is refused in a sentence."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,21 @@ def test_a_place_without_text_is_refused(tmp_path, name):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=f"--text must name .*{name}"):
         text_files([tmp_path / name])
+
+
+def test_only_files_that_end_are_read(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "nowhere.txt").symlink_to(tmp_path / "absent")
+    (tmp_path / "itself.txt").symlink_to(tmp_path / "itself.txt")
+    (tmp_path / "device.txt").symlink_to("/dev/zero")
+    assert text_files([tmp_path]) == [tmp_path / "a.txt"]
+    for name, rule in (("pipe.txt", "a pipe"), ("device.txt", "a device")):
+        with pytest.raises(ValueError, match=f"--text must be a file, got .*{name}', {rule}, which may never end"):
+            text_files([tmp_path / name])
+    for name in ("nowhere.txt", "itself.txt", "x" * 300):
+        with pytest.raises(ValueError, match=f"--text must name files or folders that exist, got .*{name}"):
+            text_files([tmp_path / name])
 
 
 def test_what_is_no_text_is_refused(tmp_path):
