@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-# ruff: noqa: RUF005 (kernels know no unpacking)
 """This is the dense kernel: a program holds one tile of (query token, head of the group) rows and walks keys, all or a share.
 
 Keys and values are loaded as they are stored and become numbers in registers; every conversion is exact. A stored operand
@@ -18,6 +17,7 @@ import triton.language as tl
 
 from openmsa.dense_attention import triton_config
 from openmsa.kv_cache.triton_numbers import E4M3, NVFP4, PLAIN, e4m3, swizzled_byte, swizzled_word
+from openmsa.primitives.merging import leave_partial, merge
 from openmsa.primitives.softmax import LN_2
 
 GROUP_UNIT = tl.constexpr(256.0)
@@ -317,50 +317,6 @@ def walk(
 
 
 @triton.jit
-def load_partial(partials, i_p, i_s, n_s, splits, o_d, CUT: tl.constexpr, OUT: tl.constexpr):
-    """Loads one partial [rows, dim_pad] and its lse [rows], which are zeros and -inf past the last one."""
-    BM: tl.constexpr = CUT.rows
-    o_s = (i_p * splits + i_s) * BM + tl.arange(0, BM)
-    m_s = tl.full([BM], 1, tl.int1) & (i_s < n_s)
-    b_lse = tl.load(partials.lse + o_s, mask=m_s, other=-float("inf"), cache_modifier=".cg")
-    b_part = b_lse
-    if OUT:
-        p_part = partials.rows + o_s[:, None].to(tl.int64) * CUT.dim + o_d[None, :]
-        b_part = tl.load(p_part, mask=(o_d < CUT.dim)[None, :] & (i_s < n_s), other=0.0, cache_modifier=".cg")
-    return b_lse, b_part
-
-
-@triton.jit
-def merge(partials, i_p, n_s, splits, o_d, CUT: tl.constexpr, OUT: tl.constexpr):
-    """Returns the weighted sum [rows, dim_pad] of the first n_s partials, their greatest lse and the sum of weights [rows]. As
-    many as registers hold are read at once."""
-    BM: tl.constexpr = CUT.rows
-    BD: tl.constexpr = CUT.dim_pad
-    b_m = tl.full([BM], -float("inf"), tl.float32)
-    b_z = tl.zeros([BM], tl.float32)
-    b_acc = tl.zeros([BM, BD], tl.float32)
-    AHEAD: tl.constexpr = min(8, max(1, 16384 // (BM * BD)))
-    for i_s in tl.range(0, n_s, AHEAD, num_stages=1):
-        b_new = b_m
-        lses, parts = (), ()
-        for j in tl.static_range(AHEAD):
-            b_lse, b_part = load_partial(partials, i_p, i_s + j, n_s, splits, o_d, CUT, OUT)
-            lses, parts = lses + (b_lse,), parts + (b_part,)
-            b_new = tl.maximum(b_new, b_lse)
-        b_safe = tl.where(b_new == -float("inf"), 0.0, b_new)
-        b_old = tl.exp2(b_m - b_safe)
-        b_z *= b_old
-        b_acc *= b_old[:, None]
-        for j in tl.static_range(AHEAD):
-            b_w = tl.exp2(lses[j] - b_safe)
-            b_z += b_w
-            if OUT:
-                b_acc += b_w[:, None] * parts[j].to(tl.float32)
-        b_m = b_new
-    return b_acc, b_m, b_z
-
-
-@triton.jit
 def store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT: tl.constexpr):
     """Stores the rows of an `Output`, acc / z, and the natural-log lse; 0 and -inf where nothing was read."""
     if out.rows is not None:
@@ -503,15 +459,9 @@ def dense_kernel(
         o_lse = o_token * out.s_lse_token + o_h * out.s_lse_head
         if SPLIT:
             i_p = tl.program_id(0) * tl.num_programs(1) + i_h
-            o_p = (i_p * splits + i_s) * BM + tl.arange(0, BM)
-            if OUT:
-                b_part = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
-                p_part = partials.rows + o_p[:, None].to(tl.int64) * CUT.dim + o_d[None, :]
-                tl.store(p_part, b_part.to(partials.rows.dtype.element_ty), mask=o_d[None, :] < CUT.dim)
-            tl.store(partials.lse + o_p, b_m + tl.log2(b_z))
-            tl.debug_barrier()  # Every thread's partial is written before one thread publishes it.
-            if tl.atomic_add(partials.arrived + i_p, 1, sem="acq_rel") == n_active - 1:
-                b_acc, b_m, b_z = merge(partials, i_p, n_active, splits, o_d, CUT, OUT)
+            before = leave_partial(partials, i_p, i_s, splits, b_acc, b_m, b_z, o_d, BM, CUT.dim, OUT)
+            if before == n_active - 1:
+                b_acc, b_m, b_z = merge(partials, i_p, n_active, splits, o_d, BM, CUT.dim, BD, OUT)
                 store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT)
                 tl.store(partials.arrived + i_p, 0)
         else:

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.kv_cache import PagedKV, Stored
+from openmsa.primitives.merging import leave_partial, merge
 from openmsa.primitives.operands import Bounds, PageTable, Selection
 from openmsa.primitives.rows import fetch_pages, key_rows, output_rows, query_rows
 from openmsa.primitives.softmax import UNSPLIT, Partials
@@ -30,7 +31,6 @@ from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention.triton_decode import Served
-from openmsa.sparse_attention.triton_decode_finish import merge
 from openmsa.sparse_attention.triton_decode_walk import Shape, pick
 
 MAX_ROWS = 128
@@ -202,15 +202,10 @@ def sparse_decode_shared_kernel(
     # 5. Outputs are stored, or a partial, which the last program of the row tile merges with the others.
     done = True
     if CUT.splits > 1:
-        o_s = (i_p * CUT.splits + i_s) * BM + o_r
-        b_part = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
-        p_part = partials.rows + o_s[:, None].to(tl.int64) * D + o_d[None, :]
-        tl.store(p_part, b_part.to(partials.rows.dtype.element_ty), mask=o_d[None, :] < D)
-        tl.store(partials.lse + o_s, b_m + tl.log2(b_z))
-        tl.debug_barrier()  # Every thread's partial is written before one thread publishes it.
-        done = tl.atomic_add(partials.arrived + i_p, 1, sem="acq_rel") == CUT.splits - 1
+        done = leave_partial(partials, i_p, i_s, CUT.splits, b_acc, b_m, b_z, o_d, BM, D, True) == CUT.splits - 1
         if done:
-            b_acc, b_m, b_z = merge(partials, i_p, tl.num_programs(2), o_d, SHAPE, CUT)
+            n_s = tl.num_programs(2)
+            b_acc, b_m, b_z = merge(partials, i_p, n_s, n_s, o_d, BM, D, DIM_PAD, True)
             tl.store(partials.arrived + i_p, 0)
     if done:
         b_out = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
