@@ -98,11 +98,11 @@ def converted(x: Tensor, dtype: torch.dtype, n: int | None = None) -> Tensor:
     n = keys if n is None else n
     elements = heads * n * dim
     if dtype != torch.float32 or elements > CONVERTED_ELEMENTS:
-        room = torch.empty(elements, dtype=dtype)
+        room = torch.empty(elements, dtype=dtype, device=x.device)
     else:
         if _room.held is None:
             with torch.inference_mode(False):  # Memory that was made in inference mode could not be written outside of it.
-                _room.held = torch.empty(CONVERTED_ELEMENTS)
+                _room.held = torch.empty(CONVERTED_ELEMENTS, dtype=torch.float32, device="cpu")  # whatever the defaults
         room = _room.held[:elements]
     tokens_first = x.transpose(0, 1).is_contiguous()
     wide = room.view(n, heads, dim).transpose(0, 1) if tokens_first else room.view(heads, n, dim)

@@ -75,3 +75,20 @@ def test_conversion_takes_the_same_memory_again_but_not_that_of_another_thread()
     with ThreadPoolExecutor(1) as other:
         assert other.submit(converted, k, torch.float32).result().data_ptr() != first
     assert converted(torch.randn(1, CONVERTED_ELEMENTS + 1, 1).bfloat16(), torch.float32).data_ptr() != first
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_conversion_does_not_depend_on_the_default_dtype(default):
+    def of_a_new_thread():
+        try:
+            torch.set_default_dtype(default)
+            first = converted(k, torch.float32).clone()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return first, converted(k, torch.float32).clone()
+
+    k = torch.randn(HEADS, 40, DIM).bfloat16()
+    with ThreadPoolExecutor(1) as other:
+        for found in other.submit(of_a_new_thread).result():
+            assert found.dtype == torch.float32
+            assert torch.equal(found, k.float())
