@@ -56,6 +56,16 @@ def test_many_rows_of_one_head(n, gaps, ties, dtype):
     assert_close("sums", sums_few(weights, k), weights @ k.float(), weights.double() @ k.double())
 
 
+@pytest.mark.parametrize("rows", [4, 8, 16])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_products_do_not_depend_on_the_number_of_keys_or_their_gaps(gaps, rows):
+    k, q = torch.randn(1, 300, 512 if gaps else 256)[..., :256], torch.randn(1, rows, 256)
+    found = products_few(q, k)
+    for n in (5, 40, 128, 200):
+        assert torch.equal(products_few(q, k[:, :n]), found[..., :n])
+        assert torch.equal(products_few(q, k[:, :n].contiguous()), found[..., :n])
+
+
 @pytest.mark.parametrize("order", ["tokens first", "heads first"])
 def test_converted_keys_keep_their_order(order):
     k = keys(order, 40, torch.bfloat16)
