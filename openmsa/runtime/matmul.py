@@ -53,7 +53,7 @@ def products_few(q: Tensor, k: Tensor, block_size: int = 1, ties: bool = True) -
     """Computes dot products ``[heads, rows, n]`` of few rows q ``[heads, rows, dim]`` with keys ``[heads, n, dim]`` of q's type
     or a narrower one on a CPU, and -inf behind them for the keys that the last block lacks. With `ties`, those of equal keys
     are equal, which may take a second product."""
-    alone = _alone(q)
+    alone = is_alone(q)
     if k.dtype != q.dtype or (alone and not k.is_contiguous()):  # Whether keys have gaps must not change a bit of a product.
         return _products_converted(q, k, block_size)
     n = k.shape[1]
@@ -69,7 +69,7 @@ def products_few(q: Tensor, k: Tensor, block_size: int = 1, ties: bool = True) -
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def _alone(a: Tensor) -> bool:
+def is_alone(a: Tensor) -> bool:
     """Says whether oneDNN multiplies the rows a ``[heads, rows, dim]`` in less time than MKL: those of one head."""
     heads, rows, _ = a.shape
     return heads == 1 and rows >= ONEDNN_ROWS and a.dtype == torch.float32 and has_onednn_linear()
@@ -77,7 +77,7 @@ def _alone(a: Tensor) -> bool:
 
 def _dot_products(a: Tensor, b: Tensor) -> Tensor:
     """Computes ``a [heads, m, dim] @ b [heads, n, dim].T -> [heads, m, n]``."""
-    return matmul_nt(a[0], b[0])[None] if _alone(a) else torch.bmm(a, b.transpose(1, 2))
+    return matmul_nt(a[0], b[0])[None] if is_alone(a) else torch.bmm(a, b.transpose(1, 2))
 
 
 class _Room(threading.local):
@@ -142,7 +142,7 @@ def sums_few(weights: Tensor, values: Tensor) -> Tensor:
 def _sums(weights: Tensor, values: Tensor) -> Tensor:
     """Computes ``weights [heads, rows, n] @ values [heads, n, dim]``, both of one type."""
     whole = values.shape[1] // ONE_HEAD_STEP * ONE_HEAD_STEP
-    if not whole or not _alone(weights) or not values.is_contiguous():
+    if not whole or not is_alone(weights) or not values.is_contiguous():
         return torch.bmm(weights, values)
     sums = matmul_nt(weights[0, :, :whole], values[0, :whole].t())[None]
     return sums if whole == values.shape[1] else sums.baddbmm_(weights[..., whole:], values[:, whole:])
