@@ -12,7 +12,7 @@ from openmsa.block_scores import cpu_int8
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.kv_cache.rows import rows_of
 from openmsa.kv_cache.sequence_rows import Rows
-from openmsa.runtime.matmul import FEW_ROWS_STEP, converted, matmul_nt, pad_few, products_few
+from openmsa.runtime.matmul import FEW_ROWS_STEP, converted, is_alone, matmul_nt, pad_few, products_few
 from openmsa.types import Layout, wide_dtype
 
 TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
@@ -135,17 +135,20 @@ def _score_pool(q: Tensor, keys: Rows, pages: list[int], end: int, block_size: i
     (heads, rows, dim), pool = q.shape, keys.rows
     assert isinstance(pool, Tensor)
     size, first, last = pool.shape[2], min(pages), max(pages) + 1
-    tile = max(1, (FEW_ROWS_ELEMENTS if pool.dtype == q.dtype else CONVERTED_ELEMENTS) // (heads * size * dim))
+    tile = max(1, (FEW_ROWS_ELEMENTS if pool.dtype == q.dtype or is_alone(q) else CONVERTED_ELEMENTS) // (heads * size * dim))
     tile = min(tile, last - first)
     each = q.expand(tile, heads, rows, dim).reshape(-1, rows, dim)  # [pages * heads, rows, dim]
     parts = []
     for page in range(first, last, tile):
         k = pool[page : min(page + tile, last)].flatten(0, 1)  # [pages * heads, size, dim]
-        k = k if k.dtype == q.dtype else converted(k, q.dtype)
-        products = torch.bmm(each[: k.shape[0]], k.transpose(1, 2))
+        if is_alone(q):  # As where pages are copied: where they lie must not change a bit of a score.
+            products = products_few(q, k.flatten(0, 1)[None]).view(rows, -1, 1, size).permute(1, 2, 0, 3)
+        else:
+            k = k if k.dtype == q.dtype else converted(k, q.dtype)
+            products = torch.bmm(each[: k.shape[0]], k.transpose(1, 2)).view(-1, heads, rows, size)
         if end % size and page <= pages[-1] < page + tile:
-            products.view(-1, heads, rows, size)[pages[-1] - page, ..., end % size :] = -torch.inf
-        parts.append(products.view(-1, heads, rows, size // block_size, block_size).amax(4))
+            products[pages[-1] - page, ..., end % size :] = -torch.inf
+        parts.append(products.unflatten(3, (-1, block_size)).amax(4))
     found = parts[0] if len(parts) == 1 else torch.cat(parts)
     found = found.index_select(0, torch.tensor(pages) - first)  # [pages, heads, rows, blocks of a page]
     return found.permute(1, 2, 0, 3).flatten(2)[..., : -(-end // block_size)]

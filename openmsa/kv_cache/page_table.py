@@ -143,7 +143,7 @@ class Paged:
 
     def slots(self, sequence: Tensor, position: Tensor) -> Tensor:
         """Gives the row, int64, of the token at `position` of `sequence` in a pool seen as ``[num_pages * page_size]`` rows.
-        Both are int32 or int64 tensors; on a CPU they must lie inside the page table."""
+        Both are int32 or int64 tensors; on a CPU they must lie inside the page table, which a traced graph does not check."""
         value_checks.indices("sequence", sequence, self.batch)
         value_checks.indices("position", position, self.capacity)
         page = self.page_table[sequence, position // self.page_size].long()

@@ -53,10 +53,10 @@ def products_few(q: Tensor, k: Tensor, block_size: int = 1, ties: bool = True) -
     """Computes dot products ``[heads, rows, n]`` of few rows q ``[heads, rows, dim]`` with keys ``[heads, n, dim]`` of q's type
     or a narrower one on a CPU, and -inf behind them for the keys that the last block lacks. With `ties`, those of equal keys
     are equal, which may take a second product."""
-    if k.dtype != q.dtype:
+    alone = is_alone(q)
+    if k.dtype != q.dtype or (alone and not k.is_contiguous()):  # Whether keys have gaps must not change a bit of a product.
         return _products_converted(q, k, block_size)
     n = k.shape[1]
-    alone = _alone(q, k)
     step = ONE_HEAD_STEP if alone else FEW_ROWS_STEP
     whole = n // step * step if ties or alone else n
     parts = [_dot_products(q, k[:, :whole])] if whole else []
@@ -69,15 +69,15 @@ def products_few(q: Tensor, k: Tensor, block_size: int = 1, ties: bool = True) -
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def _alone(a: Tensor, b: Tensor) -> bool:
-    """Says whether oneDNN multiplies rows a and b, both ``[heads, ..., dim]``, in less time than MKL: those of one head."""
+def is_alone(a: Tensor) -> bool:
+    """Says whether oneDNN multiplies the rows a ``[heads, rows, dim]`` in less time than MKL: those of one head."""
     heads, rows, _ = a.shape
-    return heads == 1 and rows >= ONEDNN_ROWS and a.dtype == torch.float32 and b.is_contiguous() and has_onednn_linear()
+    return heads == 1 and rows >= ONEDNN_ROWS and a.dtype == torch.float32 and has_onednn_linear()
 
 
 def _dot_products(a: Tensor, b: Tensor) -> Tensor:
     """Computes ``a [heads, m, dim] @ b [heads, n, dim].T -> [heads, m, n]``."""
-    return matmul_nt(a[0], b[0])[None] if _alone(a, b) else torch.bmm(a, b.transpose(1, 2))
+    return matmul_nt(a[0], b[0])[None] if is_alone(a) else torch.bmm(a, b.transpose(1, 2))
 
 
 class _Room(threading.local):
@@ -98,11 +98,11 @@ def converted(x: Tensor, dtype: torch.dtype, n: int | None = None) -> Tensor:
     n = keys if n is None else n
     elements = heads * n * dim
     if dtype != torch.float32 or elements > CONVERTED_ELEMENTS:
-        room = torch.empty(elements, dtype=dtype)
+        room = torch.empty(elements, dtype=dtype, device=x.device)
     else:
         if _room.held is None:
             with torch.inference_mode(False):  # Memory that was made in inference mode could not be written outside of it.
-                _room.held = torch.empty(CONVERTED_ELEMENTS)
+                _room.held = torch.empty(CONVERTED_ELEMENTS, dtype=torch.float32, device="cpu")  # whatever the defaults
         room = _room.held[:elements]
     tokens_first = x.transpose(0, 1).is_contiguous()
     wide = room.view(n, heads, dim).transpose(0, 1) if tokens_first else room.view(heads, n, dim)
@@ -113,7 +113,7 @@ def converted(x: Tensor, dtype: torch.dtype, n: int | None = None) -> Tensor:
 
 
 def _products_converted(q: Tensor, k: Tensor, block_size: int) -> Tensor:
-    """Does what `products_few` does for keys of a narrower type than q's, which are converted a tile at a time."""
+    """Does what `products_few` does for keys of a narrower type than q's or with gaps, which are converted a tile at a time."""
     (heads, n, dim), unit = k.shape, math.lcm(block_size, FEW_ROWS_STEP)
     tile = max(1, CONVERTED_ELEMENTS // (heads * dim * unit)) * unit
     if n > tile:
@@ -142,7 +142,7 @@ def sums_few(weights: Tensor, values: Tensor) -> Tensor:
 def _sums(weights: Tensor, values: Tensor) -> Tensor:
     """Computes ``weights [heads, rows, n] @ values [heads, n, dim]``, both of one type."""
     whole = values.shape[1] // ONE_HEAD_STEP * ONE_HEAD_STEP
-    if not whole or not _alone(weights, values):
+    if not whole or not is_alone(weights) or not values.is_contiguous():
         return torch.bmm(weights, values)
     sums = matmul_nt(weights[0, :, :whole], values[0, :whole].t())[None]
     return sums if whole == values.shape[1] else sums.baddbmm_(weights[..., whole:], values[:, whole:])

@@ -41,11 +41,12 @@ def starts(name: str, value: Tensor, total: int | None, what: str) -> None:
 
 
 def indices(name: str, value: Any, size: int) -> None:
-    """`value` must be a tensor of ints, each of which lies in [0, size); the tensor is read on a CPU alone."""
+    """`value` must be a tensor of ints, each of which lies in [0, size); the tensor is read on a CPU alone, and not in a traced
+    graph."""
     if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name} must be a tensor of torch.int32 or torch.int64, got {got}")
-    if value.device.type == "cpu":
+    if value.device.type == "cpu" and not torch.compiler.is_compiling():
         in_range(name, value, 0, size)
 
 

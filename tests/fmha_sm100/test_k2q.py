@@ -322,3 +322,9 @@ def test_counts_must_fit_the_lists():
     ):
         with pytest.raises(ValueError, match=rule):
             k2q_to_q2k(k2q, wrong, 5, 3)
+
+
+def test_lists_of_queries_in_a_traced_graph():
+    k2q, counts = torch.tensor([[[[0, 2], [1, 2]]]], dtype=torch.int32), torch.tensor([[[2, 1]]], dtype=torch.int32)
+    traced = torch.compile(k2q_to_q2k, fullgraph=True, backend="eager")
+    assert_equal("blocks", traced(k2q, counts, 3, 2), k2q_to_q2k(k2q, counts, 3, 2))

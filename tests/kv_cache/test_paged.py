@@ -327,6 +327,12 @@ def test_a_page_with_keys_of_another_sequence_is_not_written():
     assert cache.seq_lens.tolist() == [5, 8]
 
 
+def test_slots_in_a_traced_graph():
+    cache = PagedKV.allocate(table("cpu", [3, 1, 0], [2, 4, 5]), 6, 2, 32, 64)
+    traced = torch.compile(lambda sequence, position: cache.slots(sequence, position), fullgraph=True, backend="eager")
+    assert traced(lens("cpu", 0, 1), lens("cpu", 33, 95)).tolist() == [33, 5 * 32 + 31]
+
+
 def test_slots_and_pages_outside_the_table_are_refused():
     cache = PagedKV.allocate(table("cpu", [3, 1, 0], [2, 4, 5]), 6, 2, 32, 64)
     assert cache.slots(lens("cpu", 0, 1), lens("cpu", 33, 95)).tolist() == [33, 5 * 32 + 31]

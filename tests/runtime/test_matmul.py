@@ -56,6 +56,16 @@ def test_many_rows_of_one_head(n, gaps, ties, dtype):
     assert_close("sums", sums_few(weights, k), weights @ k.float(), weights.double() @ k.double())
 
 
+@pytest.mark.parametrize("rows", [4, 8, 16])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_products_do_not_depend_on_the_number_of_keys_or_their_gaps(gaps, rows):
+    k, q = torch.randn(1, 300, 512 if gaps else 256)[..., :256], torch.randn(1, rows, 256)
+    found = products_few(q, k)
+    for n in (5, 40, 128, 200):
+        assert torch.equal(products_few(q, k[:, :n]), found[..., :n])
+        assert torch.equal(products_few(q, k[:, :n].contiguous()), found[..., :n])
+
+
 @pytest.mark.parametrize("order", ["tokens first", "heads first"])
 def test_converted_keys_keep_their_order(order):
     k = keys(order, 40, torch.bfloat16)
@@ -75,3 +85,20 @@ def test_conversion_takes_the_same_memory_again_but_not_that_of_another_thread()
     with ThreadPoolExecutor(1) as other:
         assert other.submit(converted, k, torch.float32).result().data_ptr() != first
     assert converted(torch.randn(1, CONVERTED_ELEMENTS + 1, 1).bfloat16(), torch.float32).data_ptr() != first
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_conversion_does_not_depend_on_the_default_dtype(default):
+    def of_a_new_thread():
+        try:
+            torch.set_default_dtype(default)
+            first = converted(k, torch.float32).clone()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return first, converted(k, torch.float32).clone()
+
+    k = torch.randn(HEADS, 40, DIM).bfloat16()
+    with ThreadPoolExecutor(1) as other:
+        for found in other.submit(of_a_new_thread).result():
+            assert found.dtype == torch.float32
+            assert torch.equal(found, k.float())
