@@ -75,7 +75,7 @@ class CertifiedKeys(Stored):
     def _numbers(self, index: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
         return self.exact[index].to(dtype)
 
-    def _write(self, index: tuple[Any, ...], values: Tensor) -> None:
+    def write_checked(self, index: tuple[Any, ...], values: Tensor) -> None:
         rounded = values.to(self.exact.dtype)
         self.exact[index] = rounded
-        self.coarse._write(index, rounded)
+        self.coarse.write_checked(index, rounded)

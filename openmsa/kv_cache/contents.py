@@ -63,7 +63,7 @@ def gather(cache: Paged, lens: Tensor | None, dtype: torch.dtype) -> tuple[list[
     cu = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
     sequence = torch.repeat_interleave(torch.arange(lens.numel(), device=lens.device), lens, output_size=int(cu[-1]))
     position = torch.arange(sequence.numel(), device=lens.device) - cu[sequence]
-    slot = cache.slots(sequence, position)
+    slot = owners.slots(cache, sequence, position)
     index = (slot // cache.page_size, slice(None), slot % cache.page_size)
     return [rows_of(pool, *index, dtype=dtype) for pool in cache.pools().values()], cu  # [total, heads, dim]
 
@@ -110,11 +110,11 @@ def append(
 
         triton_store.append(cache.pools(), new, cache.page_table, cache.seq_lens, cu_seqlens)
         return
-    slot = cache.slots(sequence, position)
+    slot = owners.slots(cache, sequence, position)
     for name, rows in new.items():
         pool, index = cache.pools()[name], (slot // cache.page_size, slice(None), slot % cache.page_size)
         if isinstance(pool, Stored):
-            pool.write(index, rows)
+            pool.write_checked(index, rows.detach())
         else:
             pool[index] = rows.detach().to(pool.dtype)
     cache.seq_lens.copy_(lens)

@@ -157,7 +157,7 @@ class E4M3(Stored):
         scale = self._scales(index)
         return (numbers if scale is None else numbers.mul_(scale)).to(dtype)
 
-    def _write(self, index: tuple[Any, ...], values: Tensor) -> None:
+    def write_checked(self, index: tuple[Any, ...], values: Tensor) -> None:
         values = values.float()
         scale = self._scales(index)
         scaled = values if scale is None else values / scale

@@ -120,7 +120,7 @@ class Int8(Stored):
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return self.data[index].to(wide).mul_(self.scale[index][..., None]).to(dtype)
 
-    def _write(self, index: tuple[Any, ...], values: Tensor) -> None:
+    def write_checked(self, index: tuple[Any, ...], values: Tensor) -> None:
         for own, new in zip((self.data, self.scale, self.error), encode(values.float()), strict=True):
             own[index] = new
 

@@ -78,7 +78,7 @@ class MXFP4(Stored):
         scale = power_of_two(self.scale[index], wide)[..., None]
         return decode_pairs(self.data[index], wide).unflatten(-1, (-1, GROUP)).mul_(scale).flatten(-2).to(dtype)
 
-    def _write(self, index: tuple[Any, ...], values: Tensor) -> None:
+    def write_checked(self, index: tuple[Any, ...], values: Tensor) -> None:
         groups = values.float().unflatten(-1, (-1, GROUP))
         has_nan = groups.isnan().any(-1)
         amax = torch.where(has_nan, 0.0, groups.abs().amax(-1))

@@ -192,7 +192,7 @@ class NVFP4(Stored):
             numbers = numbers.mul_(self.global_scale)
         return numbers.flatten(-2).to(dtype)
 
-    def _write(self, index: tuple[Any, ...], values: Tensor) -> None:
+    def write_checked(self, index: tuple[Any, ...], values: Tensor) -> None:
         groups = values.float().unflatten(-1, (-1, GROUP))
         has_nan = groups.isnan().any(-1)
         amax = torch.where(has_nan, 0.0, groups.abs().amax(-1))

@@ -22,6 +22,12 @@ APPENDED: WeakValueDictionary[int, Paged] = WeakValueDictionary()
 """The cache, as long as it lives, that appended last with its `seq_lens` at an address."""
 
 
+def slots(cache: Paged, sequence: Tensor, position: Tensor) -> Tensor:
+    """Does what `Paged.slots` does for places that are known to lie inside the page table."""
+    page = cache.page_table[sequence, position // cache.page_size].long()
+    return page * cache.page_size + position % cache.page_size
+
+
 def claim_lengths(cache: Paged) -> None:
     """Raises ValueError where appends to other pools advance the same `seq_lens`, so that each would count the other's tokens.
     It reads addresses on the host only."""
@@ -67,7 +73,7 @@ def places(cache: Paged, total: int, cu_seqlens: Tensor | None) -> tuple[Tensor,
 def _check_private(cache: Paged, sequence: Tensor, position: Tensor) -> None:
     """Raises ValueError when a new token (its `sequence` and `position`, int64 ``[total_new]``) would land on another new
     token or on a key that some sequence already has there: pages are shared for reading only. This reads tensors."""
-    slot = cache.slots(sequence, position)
+    slot = slots(cache, sequence, position)
     if slot.unique().numel() != slot.numel():
         raise ValueError(
             "page_table must give appended tokens places of their own, got two sequences that would write the same place"

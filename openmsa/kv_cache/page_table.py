@@ -146,5 +146,4 @@ class Paged:
         Both are int32 or int64 tensors; on a CPU they must lie inside the page table, which a traced graph does not check."""
         value_checks.indices("sequence", sequence, self.batch)
         value_checks.indices("position", position, self.capacity)
-        page = self.page_table[sequence, position // self.page_size].long()
-        return page * self.page_size + position % self.page_size
+        return owners.slots(self, sequence, position)

@@ -88,7 +88,7 @@ class Stored:
         if not isinstance(index, tuple):
             raise TypeError(f"index must be a tuple of indices, got {type(index).__name__}")
         self._check_new(values, check_index(self.shape[:-1], index, self.device))
-        self._write(index, values.detach())
+        self.write_checked(index, values.detach())
 
     def _check_new(self, values: Any, lead: torch.Size) -> None:
         """`values` must fit rows of these leading dimensions, and each element must have a place of its own."""
@@ -104,7 +104,7 @@ class Stored:
         """Does what `rows` does with checked arguments."""
         raise NotImplementedError
 
-    def _write(self, index: tuple[Any, ...], values: Tensor) -> None:
+    def write_checked(self, index: tuple[Any, ...], values: Tensor) -> None:
         """Does what `write` does with checked arguments."""
         raise NotImplementedError
 
@@ -127,7 +127,7 @@ class Stored:
 
             triton_store.quantize_into(self, values)
         else:
-            self._write((), values.detach())
+            self.write_checked((), values.detach())
 
     def _in_triton(self) -> bool:
         return self.device.type == "cuda" and self.dim() in (3, 4) and has_triton()
