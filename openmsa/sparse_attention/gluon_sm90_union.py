@@ -25,8 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from openmsa.primitives import query_parts
 from openmsa.primitives.gluon_sm90_attention import BLOCK, ROWS, kept, no_rows, online_step, row_maxima, row_results, seen
-from openmsa.primitives.gluon_sm90_codes import DIM, TO_FP16, code_layout, code_rows, load_codes, write_numbers
-from openmsa.primitives.operands import QueryRows
+from openmsa.primitives.operands import KeyRows, QueryRows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import ceil_div, launch_kernel
 from openmsa.sparse_attention import triton_lists
@@ -37,8 +36,21 @@ from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
 OPTIONS = {"STAGES": 3, "ATTEND_REGISTERS": 208, "CONVERT_REGISTERS": 96, "num_warps": 4}
 """The ring has STAGES tiles. The registers are those of a thread that attends with second tiles, and of one that converts; a
 thread of first tiles has what is left of 504. With fewer than 208 the values of a thread that attends do not fit."""
+DIM = gl.constexpr(128)
+"""A head has so many elements."""
 HALF = gl.constexpr(64)
 """So many keys of a block are converted at a time."""
+LONGEST_ROW = 1 << 24
+"""A key is at most so many elements from the next, because offsets within a block have 32 bits."""
+TO_FP16 = gl.constexpr(
+    """{
+        .reg .b16 low, high;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }"""
+)
+"""Converts four codes to two words of two float16 numbers."""
 NOTHING = gl.constexpr(1 << 30)
 """It stands in the place of a block behind the end of a list."""
 
@@ -54,6 +66,36 @@ class Ring(NamedTuple):
     v: Any
     full: Any
     free: Any
+
+
+@gluon.constexpr_function
+def code_layout():
+    """Returns the layout of the codes of HALF keys in words of four, [HALF, 32]: a thread has 16 neighbouring codes of a key.
+    Eight lanes that write together take the even chunks of one row and the odd ones of the next, which the swizzle puts in
+    other banks."""
+    lanes = [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [16, 0], [32, 0]], lanes, [[4, 0], [8, 0]], [], [64, 32])
+
+
+@gluon.jit
+def load_codes(x, place, limit, s_row, FIRST: gl.constexpr):
+    """Loads the codes of HALF keys, from key FIRST on, of the block that lies `place` elements behind x. They are 0 behind the
+    block's key `limit`, which may lie behind the block; with limit -1 nothing is read."""
+    LAYOUT: gl.constexpr = code_layout()
+    o_n = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
+    o_d = gl.arange(0, DIM // 4, gl.SliceLayout(0, LAYOUT))
+    x = (x + place + FIRST * s_row).to(gl.pointer_type(gl.int32), bitcast=True)
+    p_x = x + o_n[:, None] * (s_row // 4) + o_d[None, :]
+    return gl.load(p_x, mask=(o_n <= limit - FIRST)[:, None], other=0, cache_modifier=".cg")
+
+
+@gluon.jit
+def write_numbers(words, tile, FIRST: gl.constexpr):
+    """Writes the codes of HALF keys as float16 to a tile [BLOCK, DIM], from row FIRST on."""
+    low, high = gl.inline_asm_elementwise(TO_FP16, "=r,=r,r", [words], (gl.int32, gl.int32), True, 1)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM // 2], gl.int32)
+    pairs = tile._reinterpret(gl.int32, [BLOCK, DIM // 2], TILE)
+    pairs.slice(FIRST, HALF).store(gl.join(low, high).reshape([HALF, DIM // 2]))
 
 
 @gluon.jit
@@ -100,7 +142,6 @@ def convert(
     PARTS: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does the converter's share of a program. Half a tile of codes is on its way while another half is written."""
-    CODES: gl.constexpr = code_layout(HALF, 4)
     t = 0
     for i_pair in range(gl.program_id(0), num_pairs, gl.num_programs(0)):
         i_h = i_pair // PARTS % num_kv_heads
@@ -115,23 +156,23 @@ def convert(
         a, a_row = entry(ids_a, 0, size_a), entry(rows_a, 0, size_a)
         b, b_row = entry(ids_b, 0, size_b), entry(rows_b, 0, size_b)
         take_a, take_b, left, place, limit = next_block(a, a_row, last_a, b, b_row, last_b, same, keys, PAGE_SIZE)
-        k_upper = load_codes(x_k, place, limit, keys.s_row, 0, CODES)
-        k_lower = load_codes(x_k, place, limit, keys.s_row, HALF, CODES)
+        k_upper = load_codes(x_k, place, limit, keys.s_row, 0)
+        k_lower = load_codes(x_k, place, limit, keys.s_row, HALF)
         while left:
             i_a += take_a.to(gl.int32)
             i_b += take_b.to(gl.int32)
             a, a_row = entry(ids_a, i_a, size_a), entry(rows_a, i_a, size_a)
             b, b_row = entry(ids_b, i_b, size_b), entry(rows_b, i_b, size_b)
-            v_upper = load_codes(x_v, place, limit, keys.s_row, 0, CODES)
+            v_upper = load_codes(x_v, place, limit, keys.s_row, 0)
             mbarrier.wait(ring.free.index(t % STAGES), t // STAGES & 1 ^ 1)
-            write_numbers(k_upper, ring.k.index(t % STAGES), 0, TO_FP16)
-            v_lower = load_codes(x_v, place, limit, keys.s_row, HALF, CODES)
-            write_numbers(k_lower, ring.k.index(t % STAGES), HALF, TO_FP16)
+            write_numbers(k_upper, ring.k.index(t % STAGES), 0)
+            v_lower = load_codes(x_v, place, limit, keys.s_row, HALF)
+            write_numbers(k_lower, ring.k.index(t % STAGES), HALF)
             take_a, take_b, left, place, limit = next_block(a, a_row, last_a, b, b_row, last_b, same, keys, PAGE_SIZE)
-            k_upper = load_codes(x_k, place, limit, keys.s_row, 0, CODES)
-            write_numbers(v_upper, ring.v.index(t % STAGES), 0, TO_FP16)
-            k_lower = load_codes(x_k, place, limit, keys.s_row, HALF, CODES)
-            write_numbers(v_lower, ring.v.index(t % STAGES), HALF, TO_FP16)
+            k_upper = load_codes(x_k, place, limit, keys.s_row, 0)
+            write_numbers(v_upper, ring.v.index(t % STAGES), 0)
+            k_lower = load_codes(x_k, place, limit, keys.s_row, HALF)
+            write_numbers(v_lower, ring.v.index(t % STAGES), HALF)
             fence_async_shared()
             gl.thread_barrier()  # Every thread has written before one says so.
             mbarrier.arrive(ring.full.index(t % STAGES), count=1)
@@ -276,6 +317,17 @@ def sm90_union_kernel(
         [4, 4],
         [ATTEND_REGISTERS, CONVERT_REGISTERS],
     )  # fmt: skip
+
+
+def code_rows(rows: KeyRows) -> KeyRows | None:
+    """Returns rows of codes that can be read 16 at a time; None where they cannot. Where there is only one page, head or row,
+    the stride becomes 16, as it is never used."""
+    pages, heads, keys, _ = rows.data.shape
+    s_page, s_head = 16 if pages == 1 else rows.s_page, 16 if heads == 1 else rows.s_head
+    s_row = 16 if keys == 1 else rows.s_row
+    if (rows.data.data_ptr() | s_page | s_head | s_row) % 16 or rows.s_dim != 1 or s_row >= LONGEST_ROW:
+        return None
+    return rows._replace(s_page=s_page, s_head=s_head, s_row=s_row)
 
 
 def serves(device: Device, queries: QueryRows, keys: Keys, config: PrefillConfig, block_size: int) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper.mbarrier import MBarrierLayout
 
-from openmsa.primitives.gluon_sm90_codes import TO_BF16, TO_FP16
+from openmsa.sparse_attention.gluon_sm90_union import TO_FP16
 from tests.hopper import memory, units
 from tests.hopper.machine import current
 from tests.hopper.values import Value, promoted, stored, value_of
@@ -44,15 +44,12 @@ def _halves(low, high, dtype):
     return Value((bits[0] | bits[1] << 16).view(np.int32), gl.int32)
 
 
-def _numbers_of_codes(dtype):
-    def compute(words):
-        """Converts words of four e4m3 codes to two words of two 16-bit numbers."""
-        codes = np.ascontiguousarray(words.data).view(np.uint8).reshape(*words.shape, 2, 2)
-        bits = memory.bits_of(stored(memory.from_bits(codes, gl.float8e4nv), dtype), dtype)
-        pairs = np.ascontiguousarray(bits).view(np.int32)[..., 0]
-        return Value(pairs[..., 0], gl.int32), Value(pairs[..., 1], gl.int32)
-
-    return compute
+def _numbers_of_codes(words):
+    """Converts words of four e4m3 codes to two words of two float16 numbers."""
+    codes = np.ascontiguousarray(words.data).view(np.uint8).reshape(*words.shape, 2, 2)
+    bits = memory.bits_of(stored(memory.from_bits(codes, gl.float8e4nv), gl.float16), gl.float16)
+    pairs = np.ascontiguousarray(bits).view(np.int32)[..., 0]
+    return Value(pairs[..., 0], gl.int32), Value(pairs[..., 1], gl.int32)
 
 
 def _float_function(function):
@@ -69,8 +66,7 @@ ASSEMBLY = {
     "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p bra done; nanosleep.u32 1; done: mov.b32 $0, $1; }": lambda x: x,
     "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda low, high: _halves(low, high, gl.bfloat16),
     "cvt.rn.f16x2.f32 $0, $2, $1;": lambda low, high: _halves(low, high, gl.float16),
-    " ".join(TO_FP16.value.split()): _numbers_of_codes(gl.float16),
-    " ".join(TO_BF16.value.split()): _numbers_of_codes(gl.bfloat16),
+    " ".join(TO_FP16.value.split()): _numbers_of_codes,
     "rcp.approx.ftz.f32 $0, $1;": _float_function(lambda x: 1 / x),
     "lg2.approx.ftz.f32 $0, $1;": _float_function(np.log2),
 }
