@@ -219,16 +219,19 @@ def exchanged(pairs, first, second):
 
 
 @gluon.jit
-def rounded(x, NUMBER: gl.constexpr):
-    """Rounds a product [ROWS, dim] to 16 bits. Returns words of two numbers, [ROWS, dim // 2], four neighbouring ones a thread.
-    They are exchanged in two steps, since Triton would do it at once through shared memory, which has no room."""
+def rounded(x, NUMBER: gl.constexpr, IN_QUADS: gl.constexpr = False):
+    """Rounds a product [ROWS, dim] to 16 bits. Returns words of two numbers, [ROWS, dim // 2], four neighbouring ones a thread:
+    its own (IN_QUADS; `in_order` of `softmax.py`), or neighbours in the product. These are exchanged in two steps, since Triton
+    would do it at once through shared memory, which has no room."""
     PAIRS: gl.constexpr = x.shape[1] // 2
     low, high = x.reshape([ROWS, PAIRS, 2]).split()
     CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == NUMBER else "cvt.rn.f16x2.f32 $0, $2, $1;"
     words = gl.inline_asm_elementwise(CONVERT, "=r,f,f", [low, high], gl.int32, True, 1)
-    words = gl.convert_layout(words, exchanged(PAIRS, False, False), assert_trivial=True)
-    words = gl.convert_layout(words, exchanged(PAIRS, True, False))
-    return gl.convert_layout(words, exchanged(PAIRS, True, True))
+    if IN_QUADS:
+        words = words.reshape([ROWS, PAIRS // 16, 4, 4]).permute((0, 1, 3, 2)).reshape([ROWS, PAIRS])
+    else:
+        words = gl.convert_layout(words, exchanged(PAIRS, True, False))
+    return gl.convert_layout(words, exchanged(PAIRS, True, True), assert_trivial=IN_QUADS)
 
 
 def descriptor(pool: torch.Tensor, box: list[int]) -> TensorDescriptor | None:

@@ -105,13 +105,12 @@ class Ring(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Holds the keys and values of two items in shared memory. Barriers of each place say that its keys and that its values
-    have arrived, and that all groups have read them."""
+    """Holds the keys and values of two items in shared memory. Barriers of each place say that both have arrived, and that all
+    groups have read them."""
 
     k: Any
     v: Any
-    k_full: Any
-    v_full: Any
+    full: Any
     free: Any
 
 
@@ -208,8 +207,8 @@ def load(
         entries = outer.entries + (i_segment + head).to(gl.int64) * chunk_entries
         entry = gl.load(entries + gl.minimum(begin + o_r // CUT.group, end - 1))
         mbarrier.wait(held.free.index(n & 1), n >> 1 & 1 ^ 1)
-        bring(tma_k, page, head, at, held.k, held.k_full, n & 1)
-        bring(tma_v, page, head, at, held.v, held.v_full, n & 1)
+        bring(tma_k, page, head, at, held.k, held.full, n & 1)
+        bring(tma_v, page, head, at, held.v, held.full, n & 1)
         i = take(taken)
         i_h, start, count = seek(i, i_h, start, count, p_counts, num_kv_heads)
         there = i_h < num_kv_heads
@@ -269,14 +268,17 @@ def approximately(FUNCTION: gl.constexpr, x):
 
 @gluon.jit
 def leave(partials, b_o, b_lse, b_reads, GROUP: gl.constexpr, NUMBER: gl.constexpr):
-    """Writes the results of a step to their partials, past the caches."""
-    words = rounded(b_o, NUMBER)
+    """Writes the results of a step to their partials, past the caches. A tile of 8 rows lies together, and in it 32 numbers of
+    each row, in quads, then the next 32 of each: so threads exchange nothing, and a warp writes 512 neighbouring bytes at a
+    time."""
+    words = rounded(b_o, NUMBER, True)
     row_of = gl.convert_layout(b_reads, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
     o_r = gl.arange(0, ROWS, row_of.type.layout)
     o_w = gl.arange(0, DIM // 2, gl.SliceLayout(0, words.type.layout))
     o_row = (row_of // BLOCK) * GROUP + o_r % GROUP
     m_row = row_of >= 0
-    p_o = partials.rows.to(gl.pointer_type(gl.int32), bitcast=True) + o_row.to(gl.int64)[:, None] * (DIM // 2) + o_w[None, :]
+    o_first = (o_row - o_r % 8).to(gl.int64) * (DIM // 2) + o_r % 8 * 16
+    p_o = partials.rows.to(gl.pointer_type(gl.int32), bitcast=True) + o_first[:, None] + (o_w // 16 * 128 + o_w % 16)[None, :]
     gl.store(p_o, words, mask=m_row[:, None], cache_modifier=".cs")
     gl.store(partials.lse + o_row, gl.convert_layout(b_lse, row_of.type.layout, assert_trivial=True), mask=m_row)
 
@@ -302,7 +304,7 @@ def attend(ring, held, partials, scale, SIDE: gl.constexpr, CUT: gl.constexpr, S
     control = control_of(ring, SIDE)
     if control >= 0:
         n = control >> 11
-        mbarrier.wait(held.k_full.index(n & 1), n >> 1 & 1)
+        mbarrier.wait(held.full.index(n & 1), n >> 1 & 1)
         b_k = held.k.index(n & 1).reshape((BLOCK, DIM))
         b_s = warpgroup_mma(q_rows.index(SIDE), b_k.permute((1, 0)), no_logits, use_acc=False, is_async=True)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
@@ -323,7 +325,6 @@ def attend(ring, held, partials, scale, SIDE: gl.constexpr, CUT: gl.constexpr, S
 
             # 3. The weights are multiplied with the values, and the next queries with their keys.
             b_v = held.v.index(n & 1).reshape((BLOCK, DIM))
-            mbarrier.wait(held.v_full.index(n & 1), n >> 1 & 1)
             if control & 4 != 0:
                 clear_behind(b_v, (control >> 3) & 255)
             b_o = warpgroup_mma(weights, b_v, no_outputs, use_acc=False, is_async=True)
@@ -336,8 +337,8 @@ def attend(ring, held, partials, scale, SIDE: gl.constexpr, CUT: gl.constexpr, S
             mbarrier.wait(ring.full.index(s), t // STAGES & 1)
             following = control_of(ring, s)
             n_k = gl.where(following >= 0, following >> 11, 0)
-            if following >= 0:
-                mbarrier.wait(held.k_full.index(n_k & 1), n_k >> 1 & 1)
+            if n_k > n:
+                mbarrier.wait(held.full.index(n_k & 1), n_k >> 1 & 1)
             b_k = held.k.index(n_k & 1).reshape((BLOCK, DIM))
             b_s = warpgroup_mma(q_rows.index(s), b_k.permute((1, 0)), no_logits, use_acc=False, is_async=True)
 
@@ -367,17 +368,15 @@ def memory_of(tma_q, CUT: gl.constexpr, STAGES: gl.constexpr):
     control = gl.allocate_shared_memory(gl.int32, [STAGES, 1], LINE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     kv_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(kv_full.index(i), count=2)
         mbarrier.init(kv_free.index(i), count=GROUPS)
-    return Ring(q, reads, control, full, free), Held(k, v, k_full, v_full, kv_free)
+    return Ring(q, reads, control, full, free), Held(k, v, kv_full, kv_free)
 
 
 @gluon.jit(do_not_specialize=["i_chunk", "chunk_tiles", "chunk_entries", "item_bound", "num_pages"])

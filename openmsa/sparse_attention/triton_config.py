@@ -21,6 +21,7 @@ from openmsa.types import Layout
 SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10, 12: 99 << 10}  # a program's shared memory, by major capability
 MAX_HEADS = 64  # A program takes at most so many heads of one group; wider groups are split.
 HOPPER_UNION_GAIN = 1.15  # the `union_gain` of Hopper's kernel for plain keys
+SHORT_ITEM_ROUNDS = 20  # With fewer items a multiprocessor, Hopper's own KV-outer takes items of half as many queries.
 MAX_UNION_TOKENS = 32  # A tile has at most so many queries: membership is a bit of an int32.
 
 
@@ -176,22 +177,19 @@ def prefill_config(
     )
 
 
-def plain_hopper_config(config: PrefillConfig) -> PrefillConfig:
-    """Returns the config of a call whose union tiles go to Hopper's kernel for plain keys, which has tiles of 128 rows and
-    takes less time a step."""
-    return replace(config, union_tokens=128 // config.heads, union_gain=HOPPER_UNION_GAIN)
+def plain_hopper_config(config: PrefillConfig, lists: int, readers: float, num_sms: int) -> PrefillConfig:
+    """Returns the config of a call whose union tiles go to Hopper's kernel for plain keys: they have 128 rows, and a step takes
+    less time. Where KV-outer has few items, they are halved, so that none is waited for. lists: blocks times key heads."""
+    is_short = lists * math.ceil(readers / config.outer_item) < SHORT_ITEM_ROUNDS * num_sms
+    item = config.outer_item // 2 if is_short else config.outer_item
+    return replace(config, union_tokens=128 // config.heads, union_gain=HOPPER_UNION_GAIN, outer_item=item)
 
 
-FEW_LIST_BYTES = 64 << 20
-"""The lists of the KV-outer form for few queries take at most so many bytes."""
-FEW_READERS = 12
-"""A block is read by at most so many queries on average where that form is the faster one;"""
-FEW_ROWS = ((1024, 64), (2048, 24))
-"""by at most the second number where queries times key heads are at most the first."""
-OUTER_PROGRAMS = 2
-"""So many programs of KV-outer share a multiprocessor."""
-LONE_TILES = 1.4
-"""With fewer union tiles a multiprocessor, a program that walks a union is waited for by all others."""
+FEW_LIST_BYTES = 64 << 20  # The lists of the KV-outer form for few queries take at most so many bytes.
+FEW_READERS = 12  # A block is read by at most so many queries on average where that form is the faster one;
+FEW_ROWS = ((1024, 64), (2048, 24))  # by at most the second number where queries times key heads are at most the first.
+OUTER_PROGRAMS = 2  # So many programs of KV-outer share a multiprocessor.
+LONE_TILES = 1.4  # With fewer union tiles a multiprocessor, a program that walks a union is waited for by all others.
 
 
 def few_queries(total_q: int, head_dim: int, topk: int, num_kv_heads: int, num_buckets: int) -> bool:
@@ -210,10 +208,8 @@ def few_union_limit(config: PrefillConfig, topk: int, queries_per_block: float, 
 
 
 def union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> int:
-    """Returns up to how many blocks the queries of a tile select together for the tile to go to the union kernel.
-
-    queries_per_block: how many queries read a block on average; to read it costs a KV-outer program as much as 8 queries.
-    """
+    """Returns up to how many blocks the queries of a tile select together for the tile to go to the union kernel. To read a
+    block costs a KV-outer program as much as 8 of the queries that read it."""
     gathered_steps = topk * config.union_tokens / config.outer_tokens
     return max(1, int(config.union_gain * gathered_steps * (1 + 8 / max(queries_per_block, 1e-3))))
 

@@ -275,6 +275,7 @@ def combine_outer(
     TILE_TOKENS: tl.constexpr,
     TOPK: tl.constexpr,
     CUTS: tl.constexpr,
+    IN_TILES: tl.constexpr,  # whether partials lie as `leave` of `gluon_sm90_outer.py` writes them
 ):
     """Merges the partials of each query. The grid is ((tile, KV head) of the chunk, part of the group, programs that share a
     tile's queries). Slots are added in order, so that the sum is always the same."""
@@ -303,6 +304,8 @@ def combine_outer(
         filled = tl.load(slots + token.to(tl.int64) * num_kv_heads + i_h, mask=m_row, other=0)
         local = (token - first_of_chunk).to(tl.int64)
         o_p = (local * num_kv_heads + i_h) * PARTIALS * GROUP + head  # the partial of slot 0
+        if IN_TILES:
+            o_tile = ((o_p - head % 8) * DIM + head % 8 * 32)[:, None] + (o_d // 32 * 256 + o_d % 32)[None, :]
 
         m_i = tl.full([ROWS], -float("inf"), tl.float32)
         for i_0 in range(0, PARTIALS, UNROLL):
@@ -318,13 +321,16 @@ def combine_outer(
                 i_s = i_0 + i_u
                 m_slot = (((filled >> (i_s // CUTS)) & 1) != 0) & (i_s < PARTIALS)
                 w = tl.exp2(tl.load(partials.lse + o_p + i_s * GROUP, mask=m_slot, other=-float("inf")) - highest)
-                p_o = partials.rows + (o_p + i_s * GROUP)[:, None] * DIM + o_d[None, :]
+                if IN_TILES:
+                    p_o = partials.rows + i_s * GROUP * DIM + o_tile
+                else:
+                    p_o = partials.rows + (o_p + i_s * GROUP)[:, None] * DIM + o_d[None, :]
                 b_o = tl.load(p_o, mask=m_slot[:, None] & m_o, other=0.0)
                 l_i += w
                 acc += w[:, None] * b_o.to(tl.float32)
         inverse = inverse_sums(l_i)
         o_row = token.to(tl.int64) * num_kv_heads * GROUP + i_h * GROUP + head
-        store_result(result, o_row, acc, inverse, highest, l_i, 1.0, m_row, DIM)
+        store_result(result, o_row, acc, inverse, highest, l_i, 1.0, m_row, DIM, IN_TILES)
 
 
 def partials_of(call: PrefillCall, tokens: int) -> Partials:
@@ -336,9 +342,11 @@ def partials_of(call: PrefillCall, tokens: int) -> Partials:
 
 
 def combine(
-    call: PrefillCall, partials: Partials, slots: Tensor, first_tile: int, num_tiles: int, shares: int, num_warps: int
-) -> None:
-    """Launches the merge of the partials of so many tiles. shares: programs that share the queries of a tile."""
+    call: PrefillCall, partials: Partials, slots: Tensor, first_tile: int, num_tiles: int, shares: int, num_warps: int,
+    in_tiles: bool = False,
+) -> None:  # fmt: skip
+    """Launches the merge of the partials of so many tiles. shares: programs that share the queries of a tile. in_tiles: whether
+    Hopper's own kernel has written them."""
     config, plan, heads = call.config, call.plan, call.keys.heads
     launch_kernel(
         combine_outer,
@@ -353,6 +361,7 @@ def combine(
         TILE_TOKENS=config.union_tokens,
         TOPK=plan.topk,
         CUTS=plan.cuts,
+        IN_TILES=in_tiles,
         num_warps=num_warps,
     )
 
@@ -392,7 +401,7 @@ def launch_outer(call: PrefillCall, outer: OuterLists) -> None:
         attend(call, outer, partials, i_chunk)
         first_tile = i_chunk * plan.chunk.tiles
         num_tiles = min(plan.chunk.tiles, plan.num_tiles - first_tile)
-        combine(call, partials, outer.slots, first_tile, num_tiles, 1, config.combine_warps)
+        combine(call, partials, outer.slots, first_tile, num_tiles, 1, config.combine_warps, attend is not launch_attend)
 
 
 def launch_attend(call: PrefillCall, outer: OuterLists, partials: Partials, i_chunk: int) -> None:

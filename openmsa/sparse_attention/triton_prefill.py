@@ -97,7 +97,7 @@ def sparse_attention(
         four_bits = converted and keys.k.form.format == NVFP4
         config = prefill_config(*tile, 2 if keys.stored else keys.dtype.itemsize, converted, four_bits)
     if tuned is not None and not keys.stored:
-        config = plain_hopper_config(config)
+        config = plain_hopper_config(config, keys.heads * keys.num_buckets(seqs, block_size), readers, device.num_sms)
 
     # 2. The work is listed, tile by tile.
     scale = max(abs(softmax_scale) * math.log2(math.e), SMALLEST_SCALE.value)

@@ -132,11 +132,12 @@ def test_what_it_is_given(monkeypatch):
 def test_a_short_prefill_leaves_nothing_to_kv_outer(monkeypatch):
     monkeypatch.setattr(triton_lists, "all_together", all_together)
     monkeypatch.setattr(triton_lists, "facts", lambda _: COMPILE_TARGETS[90])
-    config = plain_hopper_config(prefill_config(128, 16, BLOCK, 9))
     for length, rest in ((8192, triton_lists.NO_REST), (16384, triton_lists.KV_OUTER)):
         q, k = numbers(length, 16, 128), numbers(length, 1, 128)
         seqs = layout(None, length, length, q.device)
-        keys, given = Keys.of(k, k, seqs, BLOCK, True), (config, "auto", True, q.dtype, triton_prefill.WORKSPACE_BYTES)
+        keys = Keys.of(k, k, seqs, BLOCK, True)
+        config = plain_hopper_config(prefill_config(128, 16, BLOCK, 9), length // BLOCK, 16 * BLOCK, 132)
+        given = config, "auto", True, q.dtype, triton_prefill.WORKSPACE_BYTES
         for tuned, expected in ((True, rest), (False, triton_lists.KV_OUTER)):
             plan = triton_lists.Plan.of(query_rows(q, True), keys, 16, BLOCK, seqs, *given, tuned=tuned)
             assert plan.rest == expected.value

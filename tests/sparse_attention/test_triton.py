@@ -382,13 +382,12 @@ def test_configuration(head_dim, group, major):
 
 def test_when_all_tiles_stay_together():
     """Sizes are those timed on an H200: 64 query heads for 4 key heads, 16 for 1."""
-    config = plain_hopper_config(prefill_config(128, 16, 128, 9))
 
-    def of(queries, keys, heads, item=config.outer_item):
+    def of(queries, keys, heads, **changes):
         blocks = keys // 128
-        return all_together(
-            dataclasses.replace(config, outer_item=item), 16, queries * heads, blocks * heads, blocks - queries / 256, 132
-        )
+        config = plain_hopper_config(prefill_config(128, 16, 128, 9), blocks * heads, 16 * queries / blocks, 132)
+        config = dataclasses.replace(config, **changes)
+        return all_together(config, 16, queries * heads, blocks * heads, blocks - queries / 256, 132)
 
     assert of(4096, 4096, 4)
     assert of(8192, 8192, 4), "1.57 ms against 1.62, random selections"
@@ -398,9 +397,19 @@ def test_when_all_tiles_stay_together():
     for heads in (4, 1):
         assert not of(16384, 49152, heads)
         assert not of(16384, 131072, heads)
-    assert of(12288, 12288, 1, item=512), "one and a half rounds of items take two"
-    assert not of(12288, 12288, 1), "nearly three rounds of smaller items take three"
+    assert of(12288, 12288, 1, outer_item=512), "one and a half rounds of items take two"
+    assert not of(12288, 12288, 1), "nearly six rounds of smaller items take six"
     assert not of(12288, 12288, 4), "nearly six rounds take six"
+
+
+def test_items_of_hoppers_own_kernel():
+    """Items of 128 queries were the faster ones on an H200 where a multiprocessor has 9 or 15 items of 256, not with 31."""
+
+    def item(queries, keys, heads):
+        return plain_hopper_config(prefill_config(128, 16, 128, 9), keys // 128 * heads, 2048 * queries / keys, 132).outer_item
+
+    assert item(16384, 49152, 1) == item(8192, 8192, 4) == 128
+    assert item(16384, 131072, 4) == 256
 
 
 def test_few_queries():
