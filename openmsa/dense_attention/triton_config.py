@@ -7,17 +7,14 @@ import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from openmsa.kv_cache.triton_numbers import FORMAT_IDS, LEAST_SUM
+from openmsa.kv_cache.triton_numbers import LEAST_SUM
+from openmsa.primitives.operands import NVFP4
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import next_power_of_two
 
 MAX_SPLITS = 64
 MIN_SHARE = 4  # A program has at least so many spans of keys.
 LONGEST_WALK = 1 << 16  # Splits keep a program's walk to so many keys where a batch holds sequences of very different lengths.
-
-NO_FACTOR, HEAD_FACTOR, PAGE_FACTOR, GROUPS, SWIZZLED, GROUP_WORDS, SWIZZLED_WORDS = range(7)
-"""These forms say what multiplies stored keys or values: nothing, a factor of each head, a factor of each page, or scales of
-groups of elements, linear or in the 128x4 layout, read a byte at a time or, in the last two forms, in words of four groups."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,8 @@ def configure(
 
 
 def padded_dim(head_dim: int, key_format: int) -> int:
-    """Returns the elements of a row of a tile: a power of two, at least what a product sums. key_format: of `FORMAT_IDS`."""
-    return max(next_power_of_two(head_dim), LEAST_SUM if key_format == FORMAT_IDS["nvfp4"] else 16)
+    """Returns the elements of a row of a tile: a power of two, at least what a product sums. key_format: see `Form`."""
+    return max(next_power_of_two(head_dim), LEAST_SUM if key_format == NVFP4 else 16)
 
 
 class Cut(NamedTuple):
@@ -88,6 +85,7 @@ class Cut(NamedTuple):
     blocks:     blocks in a tile that holds several.
     page_size:  keys in a page; 0 where keys are packed.
     dim:        elements of a row, which are padded to `dim_pad`.
+    qk8:        whether E4M3 queries and keys are multiplied as they are.
     """
 
     group: int
@@ -98,27 +96,14 @@ class Cut(NamedTuple):
     page_size: int
     dim: int
     dim_pad: int
+    qk8: bool
 
     @classmethod
     @functools.lru_cache(256)
     def of(cls, config: Config, group: int, dim: int, page_size: int, key_format: int, block_size: int | None) -> Cut:
-        """Computes the cut of a call. key_format: one of `FORMAT_IDS`. block_size: None without max scores."""
+        """Computes the cut of a call. key_format: see `Form`. block_size: None without max scores."""
         span, blocks = spans(config.keys, block_size)
-        return cls(group, config.rows, config.keys, span, blocks, page_size, dim, padded_dim(dim, key_format))
-
-
-class Forms(NamedTuple):
-    """Says how keys and values are stored and multiplied; the kernel is compiled for it.
-
-    format:       the format of both, one of `FORMAT_IDS`.
-    keys, values: the form of what multiplies them, one of the constants above.
-    qk8:          whether E4M3 queries and keys are multiplied as they are.
-    """
-
-    format: int
-    keys: int
-    values: int
-    qk8: bool
+        return cls(group, config.rows, config.keys, span, blocks, page_size, dim, padded_dim(dim, key_format), config.qk8)
 
 
 def spans(keys: int, block_size: int | None) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from openmsa.dense_attention import triton_config
 from openmsa.kv_cache.triton_numbers import E4M3, NVFP4, PLAIN, e4m3, swizzled_byte, swizzled_word
+from openmsa.primitives import operands
 from openmsa.primitives.merging import leave_partial, merge
 from openmsa.primitives.softmax import LN_2
 
@@ -26,11 +27,8 @@ WHOLE = tl.constexpr(32768.0)
 """Weights, at most 1, are kept so many times larger in float16, so that small ones stay normal numbers."""
 WHOLE_LOG2 = tl.constexpr(15.0)
 MIN_SHARE = tl.constexpr(triton_config.MIN_SHARE)
-HEAD_FACTOR = tl.constexpr(triton_config.HEAD_FACTOR)
-PAGE_FACTOR = tl.constexpr(triton_config.PAGE_FACTOR)
-SWIZZLED = tl.constexpr(triton_config.SWIZZLED)
-GROUP_WORDS = tl.constexpr(triton_config.GROUP_WORDS)
-SWIZZLED_WORDS = tl.constexpr(triton_config.SWIZZLED_WORDS)
+WHOLE_FACTOR = tl.constexpr(operands.WHOLE_FACTOR)
+PAGE_FACTOR = tl.constexpr(operands.PAGE_FACTOR)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 UNPACK = tl.constexpr("""{
 .reg .b32 a, b, e, s;
@@ -102,30 +100,30 @@ def load_groups(
     ahead like keys; bytes cannot be."""
     BN: tl.constexpr = CUT.keys
     BD: tl.constexpr = CUT.dim_pad
-    WORDS: tl.constexpr = FORM >= GROUP_WORDS
+    WORDS: tl.constexpr = rows.scales.dtype.element_ty == tl.int32
     PER: tl.constexpr = 64 if WORDS else 16  # elements that one load serves
     COUNT: tl.constexpr = (CUT.dim + PER - 1) // PER
     o_g = tl.arange(0, BD // PER)
     o_r = key_offsets(i_page, i_row, o_n, rows.s_scales_page, rows.s_scales_row, ONE) + i_h.to(tl.int64) * rows.s_scales_head
-    if FORM == SWIZZLED:
-        o_s = swizzled_byte(o_r[:, None], o_g[None, :], COUNT)
-    elif FORM == SWIZZLED_WORDS:
+    if FORM.swizzled and WORDS:
         o_s = swizzled_word(o_r[:, None], o_g[None, :], COUNT)
+    elif FORM.swizzled:
+        o_s = swizzled_byte(o_r[:, None], o_g[None, :], COUNT)
     else:
         o_s = o_r[:, None] + o_g[None, :] * rows.s_scales_group
     p = rows.scales + o_s
-    if WORDS:
-        p = rows.scales.to(tl.pointer_type(tl.int32), bitcast=True) + o_s
     if MASKED:
-        codes = tl.load(p, mask=m_n[:, None] & (o_g < COUNT)[None, :], other=0 if WORDS else 0.0)
+        codes = tl.load(p, mask=m_n[:, None] & (o_g < COUNT)[None, :], other=0)
     elif COUNT * PER == BD:
         codes = tl.load(p)
     else:
-        codes = tl.load(p, mask=(o_g < COUNT)[None, :], other=0 if WORDS else 0.0)
+        codes = tl.load(p, mask=(o_g < COUNT)[None, :], other=0)
     if WORDS:
         each = codes[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]
         return e4m3(each.to(tl.uint8).reshape(BN, BD // 16)) * 64.0
     else:
+        if FORM.native:
+            codes = codes.to(tl.float8e4nv, bitcast=True)
         return e4m3_half(codes) * 64.0
 
 
@@ -214,8 +212,8 @@ def half_rows(b_q):
 @triton.jit
 def walk(
     tile, sums, keys, values, p_table, s_table, i_lo, i_hi, i_k0, i_h, n_k, num_pages, num_blocks,
-    CUT: tl.constexpr, FORMS: tl.constexpr, SOFTMAX: tl.constexpr, OUT: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
-    POSITIVE: tl.constexpr, STAGES: tl.constexpr,
+    CUT: tl.constexpr, K_FORM: tl.constexpr, V_FORM: tl.constexpr, SOFTMAX: tl.constexpr, OUT: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr, POSITIVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Returns the `Sums` of a `TileRows` after tiles [i_lo, i_hi) of the keys, and stores maximum scores on the way. p_table:
     where the sequence's row of the page table starts."""
@@ -224,7 +222,7 @@ def walk(
     BM: tl.constexpr = CUT.rows
     BN: tl.constexpr = CUT.keys
     NB: tl.constexpr = CUT.blocks
-    FORMAT: tl.constexpr = FORMS.format
+    FORMAT: tl.constexpr = K_FORM.format
     C: tl.constexpr = (SPAN + BN - 1) // BN
     ONE: tl.constexpr = PAGE == 0 or (PAGE % BN == 0 and SPAN % BN == 0)  # a tile lies in one page, looked up one tile ahead
     SHIFT: tl.constexpr = WHOLE_LOG2 if FORMAT != PLAIN else 0.0
@@ -256,11 +254,11 @@ def walk(
             i_page = i_k0 * 0
             i_row = i_k0 + i_first
         # 2. They are multiplied with the rows.
-        b_k = load_tile(keys, i_page, i_row, o_n, m_n, i_h, CUT, FORMAT, FORMS.keys, ONE, TMA, MASKED)
-        if FORMAT == E4M3 and not FORMS.qk8:
+        b_k = load_tile(keys, i_page, i_row, o_n, m_n, i_h, CUT, FORMAT, K_FORM, ONE, TMA, MASKED)
+        if FORMAT == E4M3 and not CUT.qk8:
             b_k = e4m3_half(b_k)
         b_s = tl.dot(b_q, tl.trans(b_k))  # [rows, keys]
-        if FORMS.keys == PAGE_FACTOR:
+        if K_FORM.factor == PAGE_FACTOR:
             b_factor = page_factors(keys.rows, i_page, i_h, m_n, i_first < n_k, ONE)
             b_s *= b_factor if ONE else b_factor[None, :]
         if MASKED:
@@ -300,7 +298,7 @@ def walk(
             b_m = b_m_new
             # 5. Weighted values are added. Factors of pages are divided by the largest so far: weights stay at most WHOLE.
             if OUT:
-                if FORMS.values == PAGE_FACTOR:
+                if V_FORM.factor == PAGE_FACTOR:
                     b_factor = page_factors(values.rows, i_page, i_h, m_n, i_first < n_k, ONE)
                     b_top = tl.maximum(b_unit, b_factor if ONE else tl.max(b_factor, 0))
                     b_nonzero = tl.where(b_top == 0, 1.0, b_top)
@@ -309,7 +307,7 @@ def walk(
                     b_old *= b_unit / b_nonzero
                     b_unit = b_top
                 b_acc = b_acc * b_old[:, None]
-                b_v = load_tile(values, i_page, i_row, o_n, m_n, i_h, CUT, FORMAT, FORMS.values, ONE, TMA, MASKED)
+                b_v = load_tile(values, i_page, i_row, o_n, m_n, i_h, CUT, FORMAT, V_FORM, ONE, TMA, MASKED)
                 if FORMAT == E4M3:
                     b_v = e4m3_half(b_v)
                 b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc)
@@ -331,8 +329,8 @@ def store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT: tl.constexpr):
 def dense_kernel(
     queries, keys, values, key_box, value_box, table, bounds, out, scores, staged, partials,
     scale, tiles, splits, num_pages, num_blocks, capacity,
-    CUT: tl.constexpr, FORMS: tl.constexpr, CAUSAL: tl.constexpr, POSITIVE: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    CUT: tl.constexpr, K_FORM: tl.constexpr, V_FORM: tl.constexpr, CAUSAL: tl.constexpr,
+    POSITIVE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Computes attention of a tile of rows. The grid is (sequences * tiles of rows, KV heads, splits).
 
@@ -341,7 +339,8 @@ def dense_kernel(
     key_box, value_box: TMA descriptors of the same keys and values, or None.
     staged:     memory for a row of 16 bits a query and head, through which converted queries pass; or None.
     scale:      the softmax scale times log2(e). POSITIVE: whether it is more than 0.
-    CUT, FORMS: `Cut` and `Forms` of `openmsa.dense_attention.triton_config`.
+    CUT:        `Cut` of `openmsa.dense_attention.triton_config`.
+    K_FORM, V_FORM: `Form` of keys and values, which have one format.
     """
     BM: tl.constexpr = CUT.rows
     BN: tl.constexpr = CUT.keys
@@ -395,11 +394,11 @@ def dense_kernel(
     p_q = queries.data + o_token[:, None] * queries.s_token + o_h[:, None] * queries.s_head + o_d[None, :] * queries.s_dim
     b_q = tl.load(p_q, mask=m_r[:, None] & (o_d[None, :] < CUT.dim), other=0.0)  # [BM, BD]
     b_raw, b_logit, b_value = None, scale, 1.0
-    if FORMS.format != PLAIN or queries.data.dtype.element_ty != keys.data.dtype.element_ty:
+    if K_FORM.format != PLAIN or queries.data.dtype.element_ty != keys.data.dtype.element_ty:
         b_raw = tl.full([BM], 1.0, tl.float32)
-        if FORMS.format == PLAIN:
+        if K_FORM.format == PLAIN:
             b_q = e4m3_half(b_q).to(keys.data.dtype.element_ty)
-        elif not FORMS.qk8:
+        elif not CUT.qk8:
             b_q, b_raw = half_rows(b_q)
         # Only what is loaded goes to the matrix unit through shared memory; computed rows fill registers.
         if staged is not None:
@@ -411,16 +410,16 @@ def dense_kernel(
             b_q = tl.load(p_stage.to(tl.pointer_type(b_q.dtype), bitcast=True), mask=m_stage, other=0.0)
         if queries.factor is not None:
             b_raw *= tl.load(queries.factor + o_h * queries.s_factor_head)
-        if FORMS.keys == HEAD_FACTOR:
+        if K_FORM.format == E4M3 and K_FORM.factor == WHOLE_FACTOR:
             b_raw *= tl.load(keys.factor + i_h * keys.s_factor_head)
-        elif FORMS.keys > PAGE_FACTOR:
+        elif K_FORM.format == NVFP4:
             b_raw *= GROUP_UNIT if keys.factor is None else GROUP_UNIT * tl.load(keys.factor)
         b_logit = b_raw * scale
-        if FORMS.format != PLAIN:
+        if K_FORM.format != PLAIN:
             b_value = 1.0 / WHOLE
-        if FORMS.values == HEAD_FACTOR:
+        if K_FORM.format == E4M3 and V_FORM.factor == WHOLE_FACTOR:
             b_value *= tl.load(values.factor + i_h * values.s_factor_head)
-        elif FORMS.values > PAGE_FACTOR:
+        elif K_FORM.format == NVFP4:
             b_value *= GROUP_UNIT if values.factor is None else GROUP_UNIT * tl.load(values.factor)
 
     # 4. It walks the keys.
@@ -443,18 +442,18 @@ def dense_kernel(
     if SPAN % BN == 0:
         sums = walk(
             tile, sums, keys, values, p_table, table.s_page, i_lo, i_full, i_k0, i_h, n_k, num_pages, num_blocks,
-            CUT, FORMS, SOFTMAX, OUT, False, TMA, POSITIVE, STAGES,
+            CUT, K_FORM, V_FORM, SOFTMAX, OUT, False, TMA, POSITIVE, STAGES,
         )  # fmt: skip
     b_m, b_z, b_acc, b_unit = walk(
         tile, sums, keys, values, p_table, table.s_page, i_full, i_hi, i_k0, i_h, n_k, num_pages, num_blocks,
-        CUT, FORMS, SOFTMAX, OUT, True, False, POSITIVE, STAGES,
+        CUT, K_FORM, V_FORM, SOFTMAX, OUT, True, False, POSITIVE, STAGES,
     )  # fmt: skip
 
     # 5. It stores results or a partial; the last program of a tile to arrive merges the partials.
     if SOFTMAX:
-        if FORMS.format != PLAIN:
+        if K_FORM.format != PLAIN:
             b_z *= 1.0 / WHOLE
-            b_acc *= b_value * b_unit if FORMS.values == PAGE_FACTOR else b_value
+            b_acc *= b_value * b_unit if V_FORM.factor == PAGE_FACTOR else b_value
         o_out = o_token * out.s_token + o_h * out.s_head
         o_lse = o_token * out.s_lse_token + o_h * out.s_lse_head
         if SPLIT:

@@ -37,7 +37,9 @@ class Scales(NamedTuple):
             linear = keys.layout == "linear"
             scale = in_items(octets, torch.int64, words >= 8 and linear and keys.groups in (8, 16))
             if scale is octets:
-                scale = in_items(octets, torch.int32, keys.groups in {1: (), 4: (4, 8, 12, 16)}.get(words, (4, 8, 16)))
+                fits = keys.groups in {1: (), 4: (4, 8, 12, 16)}.get(words, (4, 8, 16))
+                padded = words == 4 and not linear and keys.groups > 2  # A row there has room for whole words.
+                scale = in_items(octets, torch.int32, fits or padded)
             strides = _group_strides(scale) if linear else _row_numbers(keys.shape)
             form = NO_FACTOR if keys.global_scale is None else WHOLE_FACTOR
             return cls((scale, *strides, keys.global_scale, 0, 0), form, not linear)
