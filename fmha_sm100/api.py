@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmha_sm100 import call_checks
 from fmha_sm100.call import Call, checked_half, halves
-from fmha_sm100.operands import FP8, QUERIES, Scale, check_out, flags, place, valid_tiles
+from fmha_sm100.operands import FP8, QUERIES, Scale, check_out, check_results, flags, place, valid_tiles
 from fmha_sm100.plan import _fmha_sm100_plan, fmha_sm100_plan
 from fmha_sm100.plan_rows import Plan, offsets, on_device
 from fmha_sm100.sparse_fmha_adapter import sparse_fmha, sparse_fmha_plan
@@ -101,11 +101,8 @@ def fmha_sm100(
     asked = wanted["output_maxscore"], output_o
     scores = call_checks.score_buffer(q, whole, kv_block_indexes, max_score, *asked)  # type: ignore[arg-type]
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
-    if out is not None:
-        check_out("out", out, tuple(q.shape), dtype, q.device)
-    if lse is not None:
-        check_out("lse", lse, tuple(q.shape[:2]), wide_dtype(q), q.device)
-    elif wanted["return_lse"]:
+    check_results(q, dtype, out, lse, max_score)
+    if lse is None and wanted["return_lse"]:
         lse = torch.empty(q.shape[:2], dtype=wide_dtype(q), device=q.device)
     target = out  # The second half reads its operands when the first half's results are written.
     if output_o and place(out, q, k, v, kv_block_indexes) is None:
@@ -154,10 +151,7 @@ def checked(
     call_checks.check_plan(q, k, plan, kv_indices, kv_block_indexes, q_offset_override)
     scores = call_checks.score_buffer(q, plan, kv_block_indexes, max_score, output_maxscore, output_o)
     out_dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
-    if out is not None:
-        check_out("out", out, tuple(q.shape), out_dtype, q.device)
-    if lse is not None:
-        check_out("lse", lse, tuple(q.shape[:2]), wide_dtype(q), q.device)
+    check_results(q, out_dtype, out, lse, max_score)
     if scores is not None and any(isinstance(x, E4M3) and x.scale is not None for x in (rows.q, rows.k)):
         raise ValueError("q_scale and k_scale must be numbers where max scores are asked for (those are raw), got a tensor")
     scale = q.shape[2] ** -0.5 if sm_scale is None else checks.scale("sm_scale", sm_scale)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from fmha_sm100.k2q_rows import token_major
-from fmha_sm100.operands import QUERIES, Lengths, Operands, Scale, check_operands, check_out, flags, place, write_out
+from fmha_sm100.operands import QUERIES, Lengths, Operands, Scale, check_operands, check_results, flags, place, write_out
 from fmha_sm100.schedules import UNPLANNED, DecodeAttentionSchedule, DecodeShape, SplitRules, decode_schedule
 from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import check_dense
 from openmsa.runtime import checks, dispatch
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention.call import check_sparse
-from openmsa.types import out_dtype, wide_dtype
+from openmsa.types import out_dtype
 
 
 @dispatch.operator("fmha_sm100::sparse_decode_atten_func")
@@ -74,10 +74,7 @@ def sparse_decode_atten_func(
     batch = page_table.shape[0]
     checks.size("q", q, 0, batch * seqlen_q, f"batch {batch} of page_table times seqlen_q {seqlen_q}")
     rows = Operands.of(q, k, v, q_scale, k_scale, v_scale).scaled()
-    if out is not None:
-        check_out("out", out, tuple(q.shape), out_dtype(rows.q), q.device)
-    if lse is not None:
-        check_out("lse", lse, tuple(q.shape[:2]), wide_dtype(rows.q), q.device)
+    check_results(q, out_dtype(rows.q), out, lse)
     scale = rows.logit_factor * (q.shape[2] ** -0.5 if softmax_scale is None else checks.scale("softmax_scale", softmax_scale))
     cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
     cache, seqs = Lengths(cu_q, seqlen_q, max_seqlen_k, causal).over_pages(rows.k, rows.v, page_table, seqused_k)

@@ -14,7 +14,7 @@ from openmsa import E4M3, NVFP4, PagedKV, Sequences
 from openmsa.kv_cache.results import apart
 from openmsa.runtime import checks, value_checks
 from openmsa.runtime.kinds import tensors_in
-from openmsa.types import starts
+from openmsa.types import starts, wide_dtype
 
 FP8 = torch.float8_e4m3fn
 QUERIES = (*checks.FLOATS, FP8)
@@ -212,6 +212,17 @@ def check_out(name: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, d
     if out.device != device:
         raise ValueError(f"{name} must be on the device of q ({device}), got {out.device}")
     checks.written(name, out)
+
+
+def check_results(q: Tensor, dtype: torch.dtype, out: Any, lse: Any, max_score: Any = None) -> None:
+    """Checks the caller's buffers for out, in this dtype, and lse (None: there is none), and that buffers are apart."""
+    given = [("max_score", max_score)] if isinstance(max_score, Tensor) else []
+    for name, x, shape, wanted in (("out", out, q.shape, dtype), ("lse", lse, q.shape[:2], wide_dtype(q))):
+        if x is not None:
+            check_out(name, x, tuple(shape), wanted, q.device)
+            if clash := [other for other, y in given if not apart(x, [y])]:
+                raise ValueError(f"{name} must share no memory with {clash[0]}, got two buffers that overlap")
+            given.append((name, x))
 
 
 def flags(**given: Any) -> None:

@@ -228,6 +228,7 @@ def _offsets(qo_offset: int | Tensor | None, qo: Tensor, kv: Tensor, causal: boo
         checks.tensor("qo_offset", qo_offset, "[batch]", (torch.int32, torch.int64))
         checks.size("qo_offset", qo_offset, 0, qo.numel(), "the batch of qo_segment_lens")
         offset = qo_offset.detach().to("cpu", torch.int64)
+        value_checks.in_range("qo_offset", offset, -(2**31), 2**31)
     elif qo_offset is not None:
         checks.integer("qo_offset", qo_offset, -(2**31), 2**31 - 1)
         offset = torch.full_like(qo, qo_offset)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from openmsa.runtime.derivatives import first_derivative
 from openmsa.runtime.dispatch import Implementation
 
 
@@ -40,7 +40,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         call = ctx.call._replace(**dict(zip(ctx.names, ctx.saved_tensors, strict=True)))
         grad_out = torch.zeros_like(call.out) if grad_out is None else grad_out

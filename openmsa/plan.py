@@ -16,7 +16,7 @@ from openmsa.block_topk import STAGE as SELECTION
 from openmsa.inputs import SelectionCall, check_counts, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.results import made_out
-from openmsa.runtime import checks, dispatch, tracing
+from openmsa.runtime import checks, dispatch, tracing, value_checks
 from openmsa.runtime.kinds import Call, Kinds, Steps, rounded, tensors_in
 from openmsa.runtime.memory import Memory
 from openmsa.sparse_attention import STAGE as ATTENTION
@@ -146,7 +146,7 @@ class AttentionPlan:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """Attends to selected blocks.
+        """Attends to selected blocks, and returns `out`.
 
         q:         ``[total_q, num_q_heads, head_dim]``, any strides, as in `sparse_attention`.
         k, v:      the layer's keys and values: packed ``[total_k, num_kv_heads, head_dim]``, or pools ``[num_pages,
@@ -154,8 +154,6 @@ class AttentionPlan:
         blocks:    int32 ``[total_q, num_kv_heads or 1, topk]``, as `select` returns them.
         out, lse:  where to write, contiguous, ``[total_q, num_q_heads, head_dim]`` in q's dtype (bfloat16 for `E4M3`) and
                    float32 ``[total_q, num_q_heads]``; None: out is made, lse is dropped.
-
-        Returns `out`.
         """
         out = made_out(q) if out is None else out
         if (call := self._unknown("attend", blocks, q, k, v, out, lse)) is not None:
@@ -202,6 +200,7 @@ class AttentionPlan:
     def _selection(self, index_q: Tensor | Stored, index_k: Any, blocks: Tensor | None) -> Steps:
         """Checks what `select` is given, and returns its steps."""
         checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
+        value_checks.reaches("index_k", index_k, self.cu_seqlens_k)
         if self.page_table is not None:
             checks.rows("index_k", index_k, "[num_pages, heads, page_size, dim]", PagedIndexKeys.formats)
             checks.size("index_k", index_k, 3, index_q.shape[-1], "index_dim of index_q")
@@ -213,6 +212,7 @@ class AttentionPlan:
     def _attention(self, q: Tensor | Stored, k: Any, v: Any, blocks: Tensor, out: Tensor | None, lse: Tensor | None) -> Steps:
         """Checks what `attend` is given, and returns its steps."""
         checks.size("q", q, 0, self.total_q, "total_q of the plan")
+        value_checks.reaches("k", k, self.cu_seqlens_k)
         k, v = (k, v) if self.page_table is None else (self._paged(PagedKV, k, v), None)
         call = check_sparse(q, k, v, blocks, self._layout, self.block_size, self.softmax_scale, True, False).writing(out, lse)
         return [partial(self._attend, call, i) for i in range(len(self._rows))]

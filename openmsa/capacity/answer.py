@@ -10,6 +10,7 @@ from math import ceil
 from openmsa.capacity.model import KV_TENSORS, Model, Request
 from openmsa.capacity.rates import GIB, Machine
 from openmsa.host_kv.cache import least_blocks
+from openmsa.types import INT32_MAX
 
 NUMBERS = 20
 """A slot of a `HostKV` has so many bytes of numbers, and each block of its pools 4."""
@@ -120,8 +121,10 @@ def bounds(model: Model, request: Request, machine: Machine, host: bool) -> tupl
         return room_for(model, replace(request, context=blocks * model.block_size), machine, host)
 
     low, high = 0, 1
-    while fits(high) and high < 1 << 40:
+    most = INT32_MAX // model.block_size  # A context has at most so many blocks.
+    while high <= most and fits(high):
         low, high = high, 2 * high
+    high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

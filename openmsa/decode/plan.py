@@ -12,9 +12,10 @@ from torch import Tensor
 from openmsa.decode.cpu import run_stages
 from openmsa.decode.sizes import Sizes, check_sizes
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
+from openmsa.kv_cache.results import check_apart
 from openmsa.kv_cache.rows import QUERY_FORMATS
 from openmsa.runtime import checks, named_devices, tracing
-from openmsa.runtime.kinds import Kinds
+from openmsa.runtime.kinds import Kinds, tensors_in
 from openmsa.runtime.memory import Memory
 
 
@@ -137,13 +138,12 @@ class DecodePlan:
             given = {"self": self, "q": q, "kv": kv, "index_q": index_q, "index_keys": index_keys, "out": out}
             return tracing.TRACED["openmsa::run_decode_plan"](given)
         call = self._kinds.look(q, kv, index_q, index_keys, out)
+        if call.replays is None:
+            self._check_call(q, kv, index_q, index_keys, out)
+        self._tokens, to = q.shape[0], self._out[: q.shape[0]] if out is None else out
         if call.replays is not None:
-            self._tokens = q.shape[0]
             self._kinds.again(call, self._memory)
-            return self._out[: q.shape[0]] if out is None else out
-        self._check_call(q, kv, index_q, index_keys, out)
-        self._tokens = q.shape[0]
-        to = self._out[: q.shape[0]] if out is None else out
+            return to
         if q.shape[0] == 0:
             return to
         with torch.no_grad():
@@ -167,7 +167,7 @@ class DecodePlan:
         self._check_rows("index_q", index_q, kv.batch, self._index_heads, self.index_dim, QUERY_FORMATS)
         if out is not None:
             self._check_rows("out", out, kv.batch, self.num_q_heads, self.head_dim)
-            checks.written("out", out)
+            check_apart("out", out, list(tensors_in(kv, index_q, index_keys)), in_place=q)
         self._check_cache("kv", kv, kv.batch, self.num_kv_heads, self.head_dim)
         self._check_cache("index_keys", index_keys, kv.batch, self.index_key_heads, self.index_dim)
         if not self.certified_keys and index_keys.format == "certified":

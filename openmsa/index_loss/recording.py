@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from openmsa.index_loss import LossCall, share
+from openmsa.runtime.derivatives import first_derivative
 from openmsa.runtime.dispatch import Implementation
 
 
@@ -33,7 +33,7 @@ class _Loss(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         factor = grad * ctx.share
         wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache.stored import Stored
+from openmsa.runtime import value_checks
 
 if TYPE_CHECKING:
     from openmsa.kv_cache.page_table import Paged
@@ -54,6 +55,7 @@ def places(cache: Paged, total: int, cu_seqlens: Tensor | None) -> tuple[Tensor,
     has a place of its own. This reads tensors."""
     if cu_seqlens is None:
         cu_seqlens = torch.arange(cache.batch + 1, device=cache.device, dtype=torch.int32) * (total // cache.batch)
+    value_checks.in_range("seq_lens", cache.seq_lens, 0, cache.capacity + 1)
     lens = cache.seq_lens + cu_seqlens.diff()
     token = torch.arange(total, device=cache.device)
     sequence = torch.searchsorted(cu_seqlens[1:], token.int(), right=True)

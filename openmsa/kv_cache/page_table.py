@@ -136,6 +136,7 @@ class Paged:
         """Raises unless every page exists that holds one of the first `lens` keys, int32 or int64 ``[batch]``."""
         checks.tensor("lens", lens, "[batch]", (torch.int32, torch.int64))
         checks.size("lens", lens, 0, self.batch, "the batch of page_table")
+        value_checks.none("lens", lens > self.capacity, lens, f"at most {self.capacity}, the keys that page_table has room for")
         logical = torch.arange(self.page_table.shape[1], device=self.device)
         used = logical * self.page_size < lens[:, None]  # [batch, max_pages]
         bad = used & ((self.page_table < 0) | (self.page_table >= self.num_pages))

@@ -110,6 +110,11 @@ class MSACache:
             raise ValueError(f"new_tokens must have one entry a sequence ({len(self.lengths)}), got {len(new_tokens)}")
         for b, number in enumerate(new_tokens):
             checks.integer(f"new_tokens[{b}]", number, 0)
+        if self.lengths != self._starts and any(waiting := [layer.begun for layer in self.layers]):
+            raise ValueError(
+                f"new_tokens must not be given before every layer has appended the step before, got one that has not: layer "
+                f"{waiting.index(True)}; a cache whose forward has failed is not used again"
+            )
         lengths = [held + number for held, number in zip(self.lengths, new_tokens, strict=True)]
         self._assign(lengths)
         self._starts, self.lengths = self.lengths, lengths

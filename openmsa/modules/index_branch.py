@@ -93,7 +93,8 @@ class IndexBranch(nn.Module):
         if self.stage == "dense" or index_q is None or index_k is None:
             return dense_attention(q, k, v, seqs, softmax_scale=softmax_scale, impl=impl)
         if isinstance(k, Tensor) and isinstance(index_k, Tensor) and self.loss_coefficient and needs_grad(index_q, index_k):
-            assert v is not None
+            if v is None:
+                raise TypeError("v must be given beside a tensor k, got None")
             out, loss = self._attend_and_learn(q, k, v, index_q, index_k, seqs, softmax_scale, impl)
             self.index_loss = loss.detach()
             if self._losses is None:

@@ -36,8 +36,17 @@ def starts(name: str, value: Tensor, total: int | None, what: str) -> None:
     for b, (start, stop) in enumerate(pairwise(values)):
         if stop < start:
             raise ValueError(f"{name} must not decrease, got {start} then {stop} at index {b + 1}")
+    integer(f"{name}[{len(values) - 1}]", values[-1], 0, 2**31 - 1)  # Starts are kept as int32.
     if total is not None and values[-1] != total:
         raise ValueError(f"{name} must end at {what} ({total}), got {values[-1]}")
+
+
+def reaches(name: str, value: Any, cu_seqlens_k: Tensor | None) -> None:
+    """Packed keys must reach to the last start (None: keys are paged). The starts are read on a CPU alone."""
+    if cu_seqlens_k is None or cu_seqlens_k.device.type != "cpu" or len(getattr(value, "shape", ())) != 3:
+        return
+    if value.shape[0] < (end := int(cu_seqlens_k[-1])):
+        raise ValueError(f"{name}.shape[0] must be at least the end of cu_seqlens_k ({end}), got {value.shape[0]}")
 
 
 def indices(name: str, value: Any, size: int) -> None:

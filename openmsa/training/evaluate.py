@@ -44,8 +44,22 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
+def check_logits(model: Any, ids: Tensor) -> None:
+    """The logits of `model` for ids ``[length]`` must be its head's products with the last hidden states, as `logits_of` takes
+    them: some models scale them, or cap them."""
+    few = ids[None, :4].to(model.device)
+    with torch.no_grad():
+        found = model(input_ids=few, use_cache=False).logits[0].float()
+        own = logits_of(model, model.base_model(input_ids=few, use_cache=False)[0][0])
+    if not torch.allclose(found, own, rtol=0, atol=0.05 * float(own.abs().max())):
+        raise NotImplementedError(
+            f"{type(model).__name__} must make its logits by its head alone, which does more with them here"
+        )
+
+
 def loss_by_position(model: Any, windows: Sequence[Tensor], attend: Attend) -> Tensor:
     """Returns the mean over windows ``[length]`` of each position's loss, float64 ``[length - 1]``."""
+    check_logits(model, windows[0])
     losses = [token_losses(model, hidden_states(model, ids[None], attend)[0], ids) for ids in windows]
     return torch.stack(losses).mean(0)
 

@@ -78,6 +78,10 @@ def attention_by(model: Any, attend: Attend) -> Iterator[None]:
     try:
         model.set_attn_implementation(NAME)
         yield
+        if seen:
+            raise NotImplementedError(
+                f"{type(model).__name__} must read its attention from transformers' AttentionInterface, but some layer does not"
+            )
     finally:
         for hook in hooks:
             hook.remove()

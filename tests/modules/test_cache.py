@@ -66,6 +66,10 @@ def test_a_longer_sequence_takes_pages_that_others_leave():
 def test_positions_and_lengths_of_a_step():
     cache = MSACache(1, 3, 1, 16, CONFIG, page_size=16)
     cache.extend([4, 0, 2])
+    with pytest.raises(ValueError, match="every layer has appended"):
+        cache.extend([2, 1, 0])
+    kv, index = torch.zeros(6, 1, 16), torch.zeros(6, CONFIG.index_n_key_heads, CONFIG.index_head_dim)
+    cache.layers[0].append(kv, kv, index)
     seqs = cache.extend([2, 1, 0])
     assert cache.positions.tolist() == [4, 5, 0]
     assert seqs.cu_seqlens_q.tolist() == [0, 2, 3, 3]

@@ -276,3 +276,16 @@ def test_a_comparison_measures_every_variant():
         if row.topk == 5:
             assert row.change == pytest.approx(0, abs=1e-5)
         assert len(row.needles) == 1
+
+
+def test_models_whose_losses_it_would_not_tell_are_refused():
+    sizes = {"vocab_size": 64, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6}
+    granite = {"intermediate_size": 64, "num_key_value_heads": 2, "initializer_range": 0.3, "logits_scaling": 8.0}
+    models = {
+        "its head alone": transformers.GraniteForCausalLM(transformers.GraniteConfig(**sizes, **granite)),
+        "AttentionInterface": transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, alibi=False)),
+    }
+    ids = torch.arange(48) + 3
+    for reason, model in models.items():
+        with pytest.raises(NotImplementedError, match=reason):
+            loss_by_position(model.eval(), [ids], VariantAttention(Variant("dense")))

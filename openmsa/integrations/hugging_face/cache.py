@@ -183,6 +183,7 @@ class _PagedLayer(CacheLayerMixin):
         """Appends new keys and values ``[batch, num_kv_heads, length, head_dim]``, and returns them: attention reads pages."""
         held = self.cache.take(self.number)
         held.kv.append(self.cache.packed(key_states), self.cache.packed(value_states), held.seqs.cu_seqlens_q)
+        held.begun = False
         return key_states, value_states
 
     def attend(self, branch: IndexBranch | None, query: Tensor, index_q: Tensor | None, softmax_scale: float) -> Tensor:

@@ -16,10 +16,16 @@ from openmsa.runtime import checks
 @torch.no_grad()
 def prefill(model: Any, ids: Tensor, cache: PagedCache, chunk: int = 4096) -> Iterator[Tensor]:
     """Reads `ids`, int64 ``[batch, length]``, into the cache of a converted model, `chunk` tokens at a time, which bounds
-    memory; yields the logits ``[batch, vocabulary]`` after each chunk. The chunk changes results by rounding alone."""
+    memory; yields the logits ``[batch, vocabulary]`` after each chunk. The chunk changes results by rounding alone: where the
+    length of the whole prompt changes how positions are encoded (rope types "dynamic" and "longrope"), it is read at once."""
     checks.integer("chunk", chunk, 1)
+    if not isinstance(cache, PagedCache):
+        raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
     if ids.dim() != 2 or ids.shape[1] == 0:
         raise ValueError(f"ids must have shape [batch, length] with a token at least, got {tuple(ids.shape)}")
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if {rope.get("rope_type"), rope.get("type")} & {"dynamic", "longrope"}:
+        chunk = max(chunk, ids.shape[1])
     for start in range(0, ids.shape[1], chunk):
         piece = ids[:, start : start + chunk]
         yield model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
