@@ -160,6 +160,10 @@ class IndexBranch(nn.Module):
             lse=lse.detach(),
             impl=impl,
         )
+        starts = (None, None) if seqs is None else (seqs.cu_seqlens_q, seqs.cu_seqlens_k)
+        if starts[0] is not None and starts[1] is not None:  # Padding, queries of sequences without keys, does not count.
+            real = (starts[0].diff() * (starts[1].diff() > 0)).sum().clamp(min=1)
+            loss = loss * (q.shape[0] / real)
         return out, loss
 
     def extra_repr(self) -> str:

@@ -11,7 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache  # noqa: E402
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache  # noqa: E402
 
 from openmsa.integrations.hugging_face import ATTENTION, PagedCache, convert, load, prefill, stream  # noqa: E402
 from openmsa.integrations.transformers import register  # noqa: E402
@@ -426,3 +426,19 @@ def test_other_refusals(tmp_path):
         list(prefill(model, ids[:, :0], cache))
     with pytest.raises(ValueError, match=r"logits must have shape \[1, vocabulary\], of one sequence, got \(2, 64\)"):
         list(stream(model, torch.zeros(2, 64), cache, max_new_tokens=1))
+
+
+def test_padding_changes_no_index_loss():
+    sizes = {"vocab_size": 64, "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.2}
+    model = convert(LlamaForCausalLM(LlamaConfig(**sizes, **heads)), index_topk_blocks=2, index_block_size=16)
+    branch, ids, found = index_branches(model)[0], torch.randint(3, 64, (1, 50)), []
+    for padding in (0, 50, 450):
+        nothing = torch.zeros(1, padding, dtype=torch.long)
+        model.zero_grad()
+        mask = torch.cat((nothing, torch.ones_like(ids)), 1)
+        model(torch.cat((nothing, ids), 1), attention_mask=mask, logits_to_keep=1).logits.sum().backward()
+        found.append((branch.index_loss, branch.q_proj.weight.grad.clone()))
+    for loss, grad in found[1:]:
+        torch.testing.assert_close(loss, found[0][0], rtol=1e-4, atol=0)
+        torch.testing.assert_close(grad, found[0][1], rtol=1e-3, atol=1e-5)
