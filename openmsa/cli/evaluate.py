@@ -49,7 +49,9 @@ def evaluate(
     needles: Annotated[int, typer.Option(min=0, help="Needles to hide at each distance; 0: none.")] = 4,
     out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for evaluation.json and evaluation.png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of tables.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Seed by which windows, random blocks and needles are drawn.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**62, help="Seed by which windows, random blocks and needles are drawn.")
+    ] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:

@@ -219,6 +219,7 @@ def test_stream_continues_what_prefill_read():
         for s in (0, 0, 1)
     ]
     assert draws[0] == draws[1] != draws[2]
+    assert list(stream(model, *_start(model, ids), max_new_tokens=12, temperature=1e-45)) == wanted
 
 
 def _start(model, ids):

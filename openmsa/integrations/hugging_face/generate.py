@@ -54,7 +54,8 @@ def stream(
         raise ValueError(f"temperature must be at least 0, got {temperature}")
     for number in range(max_new_tokens):
         if temperature:
-            weights = (logits.float() / temperature).softmax(-1)
+            below = logits.float() - logits.float().amax(-1, keepdim=True)  # A small temperature makes no infinite numbers.
+            weights = (below / temperature).softmax(-1)
             token = int(torch.multinomial(weights, 1, generator=generator))
         else:
             token = int(logits.argmax(-1))
