@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from openmsa.modules import IndexBranch
 
+BESIDE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 SAMPLED = 16  # So many numbers of each of a model's tensors are read.
 
 
@@ -43,6 +45,13 @@ def backbone_fingerprint(model: nn.Module, without: Collection[nn.Parameter] = (
     return found.hexdigest()[:16]
 
 
+def config_fingerprint(config: Any) -> str:
+    """Returns a fingerprint of what a model's configuration says of its computation, such as norms and the encoding of
+    positions; where it lies and what wrote it are left out."""
+    said = {name: value for name, value in config.to_dict().items() if name not in BESIDE}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises ValueError, which names what differs between the run of a checkpoint and the run that would go on."""
     for name in ("settings", "config"):
@@ -56,6 +65,9 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         raise ValueError(
             f"the model must be that of the checkpoint to go on (index branches {saved['model']}), got one with {now['model']}"
         )
+    for name, what in (("held_out", "the held-out text"), ("computation", "the model's config.json")):
+        if saved.get(name, now[name]) != now[name]:  # Checkpoints from before 24 November 2026 have neither.
+            raise ValueError(f"{what} must be that of the checkpoint to go on ({saved[name]}), got {now[name]}")
     if saved.get("backbone", now["backbone"]) != now["backbone"]:  # Checkpoints from before 23 November 2026 have none.
         raise ValueError(
             f"the model must be that of the checkpoint to go on (weights {saved['backbone']}), got one with {now['backbone']}"

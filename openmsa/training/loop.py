@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from openmsa.modules import IndexBranch, MSAConfig
 from openmsa.training import checkpoint
 from openmsa.training.branches import LayerLosses
-from openmsa.training.fingerprint import backbone_fingerprint, check_same, fingerprint
+from openmsa.training.fingerprint import backbone_fingerprint, check_same, config_fingerprint, fingerprint
 from openmsa.training.layers import attention_by, attention_layers, backbone
 from openmsa.training.log import Log
 from openmsa.training.measure import measure
@@ -97,7 +97,8 @@ class Trainer:
         settings, config = self.settings.to_dict(), asdict(self.config)
         dtype = str(self.model.dtype).removeprefix("torch.")
         numbers = {"text": self.windows.digest(), "model": self.began, "backbone": self.weights, "dtype": dtype}
-        return {"settings": settings, "config": config, **numbers}
+        numbers["held_out"] = "none" if self.held_out is None else self.held_out.digest()
+        return {"settings": settings, "config": config, **numbers, "computation": config_fingerprint(self.model.config)}
 
     def resume(self) -> int:
         """Takes the checkpoint of the folder, if there is one, and returns how many steps it has done. Raises ValueError where

@@ -151,6 +151,14 @@ def test_a_run_does_not_go_on_with_other_settings_or_text(tmp_path):
         others[1].q_proj.weight[0, 0] += 1
     with pytest.raises(ValueError, match="the model must be that of the checkpoint to go on"):
         trainer(tmp_path, settings=settings, branches=others).resume()
+    other = trainer(tmp_path, settings=settings)
+    other.held_out = windows(3)
+    with pytest.raises(ValueError, match="the held-out text must be that of the checkpoint to go on"):
+        other.resume()
+    other = trainer(tmp_path, settings=settings)
+    other.model.config.rms_norm_eps *= 2
+    with pytest.raises(ValueError, match="the model's config.json must be that of the checkpoint to go on"):
+        other.resume()
     (tmp_path / checkpoint.FILE).write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match="must be a checkpoint"):
         trainer(tmp_path, settings=settings).resume()
