@@ -28,7 +28,7 @@ LAYERS = Kinds()
 
 
 @dataclass(kw_only=True, eq=False)
-class AttentionPlan:
+class AttentionPlan(tracing.Numbered):
     """Scores index keys, selects blocks and attends for the queries of one step: prefill, chunks of prefill, decode, several
     new tokens, and mixed batches in any order. It is made once a step and serves all layers.
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Results that would overlap, lengths that no cache has, and derivatives that nobody computes are refused."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -81,3 +84,23 @@ def test_second_derivatives_are_refused(stage):
     with pytest.raises(NotImplementedError, match="second derivatives are not computed"):
         torch.autograd.grad(found, q, create_graph=True)
     torch.autograd.grad(found, q)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))], ids=["copied", "read"])
+def test_a_copy_of_a_plan_is_a_plan_of_its_own(copied):
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    sizes = {"total_q": 2, "max_seqlen_q": 1, "max_seqlen_k": 64, "page_size": 16, "topk": 2, "block_size": 16}
+    plan = AttentionPlan(cu_seqlens_q=ints(0, 1, 2), page_table=table, seq_lens=ints(40, 40), **sizes)
+    other = copied(plan)
+    other.seq_lens.fill_(10)
+    other.refresh()
+    q, index_q = torch.randn(2, 4, 32), torch.randn(2, 2, 32)
+    pools = [torch.randn(8, heads, 16, 32) for heads in (2, 2, 1)]
+    run = lambda plan: plan.run(q, *pools[:2], index_q, pools[2])  # noqa: E731
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda: run(other), backend="eager")()
+    torch.testing.assert_close(compiled, run(other))
+    assert not torch.equal(compiled, run(plan))
+    plan, kv, index_q, index_keys = decode_step()
+    q = torch.randn(2, 4, 32)
+    torch.testing.assert_close(copied(plan).run(q, kv, index_q, index_keys), plan.run(q, kv, index_q, index_keys))

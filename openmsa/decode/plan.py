@@ -20,7 +20,7 @@ from openmsa.runtime.memory import Memory
 
 
 @dataclass(kw_only=True, eq=False)
-class DecodePlan:
+class DecodePlan(tracing.Numbered):
     """Scores index keys, selects blocks and attends for the newest tokens of each sequence, one layer a `run`.
 
     max_batch:        sequences of the largest step; a run may have fewer.

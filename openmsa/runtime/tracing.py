@@ -35,6 +35,18 @@ def numbered(owner: Any) -> int:
     return number
 
 
+class Numbered:
+    """A dataclass whose objects graphs know by a number. A copy, or an object that was read from a file, is made anew from its
+    fields, so that it has a number, and what launches know of its memory, of its own."""
+
+    def __post_init__(self) -> None:
+        """Makes the object from its fields."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
+
+
 def by_number(kind: str, number: int) -> Any:
     """Returns the object of a number that `numbered` gave in this process; `kind` names what it is in the error."""
     owner = _numbered.get(number)

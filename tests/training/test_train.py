@@ -157,7 +157,7 @@ def test_a_run_does_not_go_on_with_other_settings_or_text(tmp_path):
         other.resume()
     other = trainer(tmp_path, settings=settings)
     other.model.config.rms_norm_eps *= 2
-    with pytest.raises(ValueError, match="the model's config.json must be that of the checkpoint to go on"):
+    with pytest.raises(ValueError, match=r"the model's config\.json must be that of the checkpoint to go on"):
         other.resume()
     (tmp_path / checkpoint.FILE).write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match="must be a checkpoint"):
