@@ -29,6 +29,14 @@ def slots(cache: Paged, sequence: Tensor, position: Tensor) -> Tensor:
     return page * cache.page_size + position % cache.page_size
 
 
+def check_pages(cache: Paged, lens: Tensor) -> None:
+    """Does what `Paged.check_pages` does for lengths that are known to fit into the page table."""
+    logical = torch.arange(cache.page_table.shape[1], device=cache.device)
+    used = logical * cache.page_size < lens[:, None]  # [batch, max_pages]
+    bad = used & ((cache.page_table < 0) | (cache.page_table >= cache.num_pages))
+    value_checks.none("page_table", bad, cache.page_table, f"a page from 0 to {cache.num_pages - 1} where keys lie")
+
+
 def claim_lengths(cache: Paged) -> None:
     """Raises ValueError where appends to other pools advance the same `seq_lens`, so that each would count the other's tokens.
     It reads addresses on the host only."""
@@ -67,7 +75,7 @@ def places(cache: Paged, total: int, cu_seqlens: Tensor | None) -> tuple[Tensor,
             f"page_table must have the capacity for the new keys ({cache.capacity} keys a sequence), "
             f"got {int(lens[b])} for sequence {b}"
         )
-    cache.check_pages(lens)
+    check_pages(cache, lens)
     _check_private(cache, sequence, position)
     return sequence, position, lens
 

@@ -129,7 +129,7 @@ class Paged:
             value_checks.in_range("seq_lens", self.seq_lens, 0, self.capacity + 1)
         resolved = layout(seqs, total_q, None, device, self.seq_lens, self.capacity, check)
         if check or device.type == "cpu":
-            self.check_pages(resolved.k_lens())
+            owners.check_pages(self, resolved.k_lens())
         return resolved
 
     def check_pages(self, lens: Tensor) -> None:
@@ -137,10 +137,7 @@ class Paged:
         checks.tensor("lens", lens, "[batch]", (torch.int32, torch.int64))
         checks.size("lens", lens, 0, self.batch, "the batch of page_table")
         value_checks.none("lens", lens > self.capacity, lens, f"at most {self.capacity}, the keys that page_table has room for")
-        logical = torch.arange(self.page_table.shape[1], device=self.device)
-        used = logical * self.page_size < lens[:, None]  # [batch, max_pages]
-        bad = used & ((self.page_table < 0) | (self.page_table >= self.num_pages))
-        value_checks.none("page_table", bad, self.page_table, f"a page from 0 to {self.num_pages - 1} where keys lie")
+        owners.check_pages(self, lens)
 
     def slots(self, sequence: Tensor, position: Tensor) -> Tensor:
         """Gives the row, int64, of the token at `position` of `sequence` in a pool seen as ``[num_pages * page_size]`` rows.
