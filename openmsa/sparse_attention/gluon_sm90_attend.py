@@ -50,11 +50,12 @@ from openmsa.primitives.gluon_sm90_attention import (
     seen,
     stay,
 )
-from openmsa.primitives.operands import PLAIN, QueryRows
+from openmsa.primitives.operands import QueryRows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention import triton_lists
 from openmsa.sparse_attention.triton_config import MAX_UNION_TOKENS, Keys, PrefillConfig, padded_dim
+from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
 
 load_tile = gluon.jit(triton_lists.load_tile.fn)  # Gluon compiles the source of the Triton function.
@@ -143,7 +144,7 @@ def load(
 
 @gluon.jit
 def attend(
-    ring, rows, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
+    ring, rows, factors, result, bounds, union, scale, num_items, num_kv_heads, capacity,
     SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does a group's share of a program: the first (SIDE 0) or the second half of each tile's rows."""
@@ -168,6 +169,9 @@ def attend(
         if size >= 0:
             acc = gl.zeros([ROWS, DIM_PAD], gl.float32, OUTPUTS)
             m_i, l_i = no_rows(LOGITS)
+            x_scale = scale
+            if factors.k is not None:
+                x_scale = gl.maximum(scale * gl.load(factors.k + i_h * factors.s_k_head), SMALLEST_SCALE)
             if size > 0:
                 mbarrier.wait(rows.full.index(SIDE), n & 1)
                 n += 1
@@ -183,10 +187,10 @@ def attend(
                     b_s = warpgroup_mma(q, b_k.permute((1, 0)), zero, use_acc=False, is_async=True)
                     p_ids, p_bits = union.ids + i_list.to(gl.int64) * capacity, union.bits + i_list.to(gl.int64) * capacity
                     bits, block = gl.load(p_bits), gl.load(p_ids)
-                    k_len = gl.load(cu_k + i_b + 1) - gl.load(cu_k + i_b)
+                    k_len = gl.load(bounds.cu_k + i_b + 1) - gl.load(bounds.cu_k + i_b)
                     last_key = gl.minimum(position + token, k_len - 1)
                     # Keys behind the last query of the sequence may hold anything.
-                    end_key = gl.minimum(position + gl.load(cu_q + i_b + 1) - first, k_len)
+                    end_key = gl.minimum(position + gl.load(bounds.cu_q + i_b + 1) - first, k_len)
                     b_s = warpgroup_mma_wait(0, deps=(b_s,))
                     gl.thread_barrier()
                     if CUT.negative:
@@ -195,7 +199,7 @@ def attend(
                     m_member = bits >> token & 1 != 0
                     bits = gl.load(p_bits + gl.minimum(1, size - 1))
                     weights, m_i, l_i, alpha = online_step(
-                        b_s, row_maxima(b_s), m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER
+                        b_s, row_maxima(b_s), m_i, l_i, x_scale, m_member, WEIGHTS, OUT_ROW, NUMBER
                     )
                     q = kept(q)
 
@@ -218,7 +222,7 @@ def attend(
                         if i >= whole:
                             b_s = seen(b_s, gl.load(p_ids + i), last_key)
                         p, m_i, l_i, alpha = online_step(
-                            b_s, row_maxima(b_s), m_i, l_i, scale, m_member, WEIGHTS, OUT_ROW, NUMBER
+                            b_s, row_maxima(b_s), m_i, l_i, x_scale, m_member, WEIGHTS, OUT_ROW, NUMBER
                         )
                         q = kept(q)
                         stay(i_list)
@@ -240,7 +244,9 @@ def attend(
             # 4. The results are written.
             o_r = gl.arange(0, ROWS, gl.SliceLayout(1, MEMORY))
             o_w = gl.arange(0, DIM_PAD // 2, gl.SliceLayout(0, MEMORY))
-            inverse, b_lse = row_results(m_i, l_i, scale)
+            inverse, b_lse = row_results(m_i, l_i, x_scale)
+            if factors.v is not None:
+                inverse *= gl.load(factors.v + i_h * factors.s_v_head)
             words = rounded(acc * gl.convert_layout(inverse, OUT_ROW, assert_trivial=True)[:, None], NUMBER)
             here, head = SIDE * TOKENS + o_r // CUT.heads, i_part * CUT.heads + o_r % CUT.heads
             m_row = (here < tokens) & (head < CUT.group)
@@ -258,9 +264,9 @@ def sm90_attend_kernel(
     tma_q,  # boxes [1, tokens, heads, dim_pad] of the queries
     tma_k,  # boxes [1, 1, BLOCK, dim_pad]
     tma_v,
+    factors,  # Factors
     result,  # Result
-    cu_q,
-    cu_k,
+    bounds,  # Bounds
     union,  # UnionLists; where has_union is 0, no tile stays together, not even an empty one
     scale,  # the softmax scale times log2(e), not negative
     num_tiles,
@@ -279,37 +285,29 @@ def sm90_attend_kernel(
     gl.warp_specialize(
         [
             (attend, (
-                ring, rows, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
-                SIDE_0, CUT, STAGES,
+                ring, rows, factors, result, bounds, union, scale, num_items, num_kv_heads, capacity, SIDE_0, CUT, STAGES,
             )),
             (attend, (
-                ring, rows, result, cu_q, cu_k, union, scale, num_items, num_kv_heads, capacity,
-                SIDE_1, CUT, STAGES,
+                ring, rows, factors, result, bounds, union, scale, num_items, num_kv_heads, capacity, SIDE_1, CUT, STAGES,
             )),
-            (load, (
-                ring, rows, tma_q, tma_k, tma_v, union, num_items, num_kv_heads, capacity, CUT, STAGES,
-            )),
+            (load, (ring, rows, tma_q, tma_k, tma_v, union, num_items, num_kv_heads, capacity, CUT, STAGES)),
         ],
         [4, 1],
         [ATTEND_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
 
 
-def union_tokens(config: PrefillConfig) -> int:
-    """Returns the queries of a tile."""
-    return 2 * ROWS.value // config.heads
-
-
 def attend_launch(
     device: Device, queries: QueryRows, keys: Keys, out: torch.Tensor, config: PrefillConfig, block_size: int
 ) -> Callable[[PrefillCall], None] | None:
     """Returns the launch of attention of the tiles that stay together, whose lists must have `has_union`; None where the kernel
-    does not serve. It serves queries, keys and values of one 16-bit type, which the copy engine can read, of dims 40, 48, ...
-    128 in groups of at least three heads; blocks of 128 keys, packed or whole in pages; outputs at multiples of four bytes."""
+    does not serve. It serves queries, keys and values of one 16-bit type, also with factors, which the copy engine can read, of
+    dims 40, 48, ... 128 in groups of at least three heads; blocks of 128 keys, packed or whole in pages; outputs at multiples
+    of four bytes."""
     q = queries.data
-    if device.arch != 90 or block_size != BLOCK.value or union_tokens(config) > MAX_UNION_TOKENS or not keys.by_row:
+    if device.arch != 90 or block_size != BLOCK.value or 2 * ROWS.value > MAX_UNION_TOKENS * config.heads or not keys.by_row:
         return None
-    if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or keys.k.form.format != PLAIN:
+    if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or keys.stored:
         return None
     dim_pad = padded_dim(q.shape[2], q.dtype)
     if q.shape[2] % 8 != 0 or dim_pad not in (64, 128) or out.data_ptr() % 4 != 0:
@@ -330,9 +328,9 @@ def launch_sm90_attend(tma: tuple[TensorDescriptor, ...], call: PrefillCall) -> 
         sm90_attend_kernel,
         (min(plan.num_tiles * keys.heads * plan.parts, facts(call.result.lse.device).num_sms),),
         *tma,
+        keys.factors,
         call.result,
-        call.bounds.cu_q,
-        call.bounds.cu_k,
+        call.bounds,
         call.lists.union,
         call.scale,
         plan.num_tiles,

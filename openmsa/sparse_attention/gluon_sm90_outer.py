@@ -51,7 +51,8 @@ from openmsa.primitives.softmax import Partials
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel, zeros
 from openmsa.sparse_attention import triton_lists
-from openmsa.sparse_attention.triton_config import Keys
+from openmsa.sparse_attention.triton_config import Factors, Keys
+from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE
 from openmsa.sparse_attention.triton_lists import ITEM_FIELDS, TILE_FIELDS, OuterLists, Plan, PrefillCall
 
 position_of_token_zero = gluon.jit(triton_lists.position_of_token_zero.fn)  # Gluon compiles the source of the Triton function.
@@ -78,13 +79,13 @@ class Cut(NamedTuple):
     group:      query heads of a key head.
     topk:       slots of a query.
     page_size:  keys of a page, 0 where keys are packed.
-    negative:   whether the softmax scale is negative.
+    scaled:     whether keys have a factor.
     """
 
     group: int
     topk: int
     page_size: int
-    negative: bool
+    scaled: bool
 
 
 class Ring(NamedTuple):
@@ -95,11 +96,13 @@ class Ring(NamedTuple):
     reads:    int32, for each row the number of its (query, KV head, slot) in the chunk times BLOCK, plus the last key of the
               block that it sees; -1 behind the last row.
     control:  int32, what is to be done (`word_of`); -1 at the end of all work.
+    scale:    float32, the scale of the logits; not used where keys have no factor.
     """
 
     q: Any
     reads: Any
     control: Any
+    scale: Any
     full: Any
     free: Any
 
@@ -180,8 +183,8 @@ def item_at(outer, bounds, table, i_list, i_item, there, num_pages, CUT: gl.cons
 
 @gluon.jit
 def load(
-    ring, held, tma_q, tma_k, tma_v, bounds, table, tiles, outer, taken, i_chunk, chunk_tiles, chunk_entries, item_bound,
-    num_kv_heads, num_pages, CUT: gl.constexpr, STAGES: gl.constexpr,
+    ring, held, tma_q, tma_k, tma_v, factors, bounds, table, tiles, outer, taken, scale, i_chunk, chunk_tiles, chunk_entries,
+    item_bound, num_kv_heads, num_pages, CUT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does the loading warp's share of a program."""
     # 1. It finds its first item. The newest blocks come first: their lists are longest.
@@ -206,6 +209,8 @@ def load(
         head = i_h
         entries = outer.entries + (i_segment + head).to(gl.int64) * chunk_entries
         entry = gl.load(entries + gl.minimum(begin + o_r // CUT.group, end - 1))
+        if CUT.scaled:
+            x_scale = gl.maximum(scale * gl.load(factors.k + head * factors.s_k_head), SMALLEST_SCALE)
         mbarrier.wait(held.free.index(n & 1), n >> 1 & 1 ^ 1)
         bring(tma_k, page, head, at, held.k, held.full, n & 1)
         bring(tma_v, page, head, at, held.v, held.full, n & 1)
@@ -229,6 +234,8 @@ def load(
             mbarrier.wait(ring.free.index(s), t // STAGES & 1 ^ 1)
             ring.reads.index(s).store(b_reads)
             ring.control.index(s).store(gl.full([1], 0, gl.int32, ONE) + word)
+            if CUT.scaled:
+                ring.scale.index(s).store(gl.full([1], 0.0, gl.float32, ONE) + x_scale)
             gl.thread_barrier()  # All lanes have written before one says so.
             mbarrier.expect(ring.full.index(s), BYTES)
             for i_t in gl.static_range(TOKENS):
@@ -254,9 +261,9 @@ def load(
 
 
 @gluon.jit
-def control_of(ring, s):
-    """Loads what is to be done at a place of the ring."""
-    return gl.max(ring.control.index(s).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def number_at(line, s):
+    """Loads the only number at a place of the ring."""
+    return gl.max(line.index(s).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -301,7 +308,7 @@ def attend(ring, held, partials, scale, SIDE: gl.constexpr, CUT: gl.constexpr, S
     # 1. The first queries are multiplied with their keys.
     t = gl.to_tensor(SIDE)
     mbarrier.wait(ring.full.index(SIDE), 0)
-    control = control_of(ring, SIDE)
+    control = number_at(ring.control, SIDE)
     if control >= 0:
         n = control >> 11
         mbarrier.wait(held.full.index(n & 1), n >> 1 & 1)
@@ -309,12 +316,12 @@ def attend(ring, held, partials, scale, SIDE: gl.constexpr, CUT: gl.constexpr, S
         b_s = warpgroup_mma(q_rows.index(SIDE), b_k.permute((1, 0)), no_logits, use_acc=False, is_async=True)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         b_reads = ring.reads.index(SIDE).load(ROW)
+        if CUT.scaled:
+            scale = number_at(ring.scale, SIDE)
         give_back(ring.free, SIDE)
         while control >= 0:
             # 2. It takes the softmax over the block.
             n = control >> 11
-            if CUT.negative:
-                b_s = -b_s
             if control & 1 != 0:
                 b_s = gl.where(o_key[None, :] <= (b_reads & (BLOCK - 1))[:, None], b_s, -float("inf"))
             offset = row_maxima(b_s) * scale
@@ -335,7 +342,7 @@ def attend(ring, held, partials, scale, SIDE: gl.constexpr, CUT: gl.constexpr, S
             t += GROUPS
             s = t % STAGES
             mbarrier.wait(ring.full.index(s), t // STAGES & 1)
-            following = control_of(ring, s)
+            following = number_at(ring.control, s)
             n_k = gl.where(following >= 0, following >> 11, 0)
             if n_k > n:
                 mbarrier.wait(held.full.index(n_k & 1), n_k >> 1 & 1)
@@ -350,6 +357,8 @@ def attend(ring, held, partials, scale, SIDE: gl.constexpr, CUT: gl.constexpr, S
             stay(n)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             b_reads = ring.reads.index(s).load(ROW)
+            if CUT.scaled:
+                scale = number_at(ring.scale, s)
             give_back(ring.free, s)
             control = following
 
@@ -366,6 +375,7 @@ def memory_of(tma_q, CUT: gl.constexpr, STAGES: gl.constexpr):
     v = gl.allocate_shared_memory(NUMBER, [2, 1, 1, BLOCK, DIM], BOX)
     reads = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], LINE)
     control = gl.allocate_shared_memory(gl.int32, [STAGES, 1], LINE)
+    scale = gl.allocate_shared_memory(gl.float32, [STAGES, 1], LINE) if CUT.scaled else control
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -376,7 +386,7 @@ def memory_of(tma_q, CUT: gl.constexpr, STAGES: gl.constexpr):
     for i in gl.static_range(2):
         mbarrier.init(kv_full.index(i), count=2)
         mbarrier.init(kv_free.index(i), count=GROUPS)
-    return Ring(q, reads, control, full, free), Held(k, v, kv_full, kv_free)
+    return Ring(q, reads, control, scale, full, free), Held(k, v, kv_full, kv_free)
 
 
 @gluon.jit(do_not_specialize=["i_chunk", "chunk_tiles", "chunk_entries", "item_bound", "num_pages"])
@@ -384,6 +394,7 @@ def sm90_outer_kernel(
     tma_q,  # boxes [1, 1, group, HALF] of the queries
     tma_k,  # boxes [1, 1, BLOCK, DIM]
     tma_v,
+    factors,  # Factors
     partials,  # Partials, rows [chunk tokens, kv_heads, topk, group, DIM]
     bounds,  # Bounds
     table,  # PageTable
@@ -415,8 +426,8 @@ def sm90_outer_kernel(
             (attend, (ring, held, partials, scale, SIDE_1, CUT, STAGES)),
             (attend, (ring, held, partials, scale, SIDE_2, CUT, STAGES)),
             (load, (
-                ring, held, tma_q, tma_k, tma_v, bounds, table, tiles, outer, taken, i_chunk, chunk_tiles, chunk_entries,
-                item_bound, num_kv_heads, num_pages, CUT, STAGES,
+                ring, held, tma_q, tma_k, tma_v, factors, bounds, table, tiles, outer, taken, scale, i_chunk, chunk_tiles,
+                chunk_entries, item_bound, num_kv_heads, num_pages, CUT, STAGES,
             )),
         ],
         [4, 4, 1],
@@ -428,8 +439,8 @@ def outer_launch(
     device: Device, q: torch.Tensor, keys: Keys, plan: Plan
 ) -> Callable[[PrefillCall, OuterLists, Partials, int], None] | None:
     """Returns the launch of a chunk; None where the kernel does not serve the call. It serves queries, keys and values of a
-    16-bit type, which the copy engine can read, and partials of that type, of dim 128 in groups of `SERVED` heads; blocks of
-    128 keys, packed or whole in pages."""
+    16-bit type, also with factors, which the copy engine can read, and partials of that type, of dim 128 in groups of `SERVED`
+    heads; blocks of 128 keys, packed or whole in pages."""
     if device.arch != 90 or plan.block_size != BLOCK.value or q.shape[2] != DIM.value or not keys.by_row:
         return None
     if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or keys.stored:
@@ -443,18 +454,18 @@ def outer_launch(
     tma_k, tma_v = (descriptor(x.rows.data, [1, 1, BLOCK.value, DIM.value]) for x in (keys.k, keys.v))
     if tma_q is None or tma_k is None or tma_v is None:
         return None
-    return functools.partial(launch_sm90_outer, (tma_q, tma_k, tma_v))
+    return functools.partial(launch_sm90_outer, (tma_q, tma_k, tma_v, keys.factors))
 
 
 def launch_sm90_outer(
-    boxes: tuple[TensorDescriptor, ...], call: PrefillCall, outer: OuterLists, partials: Partials, i_chunk: int
+    read: tuple[TensorDescriptor | Factors, ...], call: PrefillCall, outer: OuterLists, partials: Partials, i_chunk: int
 ) -> None:
-    """Launches it with descriptors of queries, keys and values."""
+    """Launches it with descriptors of queries, keys and values, and the factors of the latter two."""
     keys, plan, device = call.keys, call.plan, call.result.lse.device
     launch_kernel(
         sm90_outer_kernel,
         (min(plan.chunk.items * keys.heads, facts(device).num_sms),),
-        *boxes,
+        *read,
         partials,
         call.bounds,
         keys.k.table,
@@ -466,6 +477,6 @@ def launch_sm90_outer(
         *plan.chunk,
         keys.heads,
         keys.k.num_pages,
-        CUT=Cut(plan.group, plan.topk, keys.page_size, call.negative),
+        CUT=Cut(plan.group, plan.topk, keys.page_size, keys.factors.k is not None),
         **OPTIONS,
     )

@@ -62,6 +62,16 @@ class PrefillConfig:
     combine_warps: int
 
 
+class Factors(NamedTuple):
+    """Holds float32 factors of the keys and of the values of each head, None where there are none; heads share one if its
+    stride is 0."""
+
+    k: Tensor | None
+    s_k_head: int
+    v: Tensor | None
+    s_v_head: int
+
+
 class Keys(NamedTuple):
     """Holds K and V, laid out alike, as the kernels take them."""
 
@@ -116,6 +126,12 @@ class Keys(NamedTuple):
     def steps_by_row(self, config: PrefillConfig, block_size: int) -> bool:
         """Tells whether a step of the union kernel reads neighbouring rows."""
         return self.by_row and block_size % config.union_keys == 0
+
+    @property
+    def factors(self) -> Factors:
+        """Returns the factors of heads, or of all keys and all values."""
+        k, v = self.k.rows, self.v.rows
+        return Factors(k.factor, k.s_factor_head, v.factor, v.s_factor_head)
 
 
 def padded_dim(head_dim: int, keys: torch.dtype) -> int:

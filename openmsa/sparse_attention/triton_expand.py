@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""This kernel converts stored keys and values to 16-bit numbers, for calls whose queries read every block many times.
+"""This kernel copies stored keys and values as 16-bit numbers, for calls whose queries read every block many times.
 
-KV-outer converts a block once for hundreds of queries, a union tile for a handful: there the conversion costs more than the
-bytes that it saves. So where many queries read each block and some tile stays together, all keys are converted once for the
-union kernel, at a small part of the call's cost. KV-outer reads the codes, and so does Hopper's own union kernel, which takes
-E4M3 keys (gluon_sm90_union.py). Codes times group scales are exact in 16 bits; the float32 factors stay outside, as in the
-kernels that read codes.
+A call reads such keys once to copy them, at a small part of its cost, and then is a call on plain keys: its kernels convert
+nothing, and each has a faster form for numbers than for codes. Codes times group scales are exact in 16 bits; the float32
+factors of tensors and heads stay outside, as in the kernels that read codes.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from openmsa.primitives.operands import PLAIN
 from openmsa.primitives.rows import NO_TABLE, TYPES, KeyView
@@ -27,22 +22,13 @@ from openmsa.types import Layout
 
 MIN_READERS = 64  # Where so many queries read a block on average, copies cost less than a tenth of the call.
 ROWS = 64  # A tile has so many keys.
-PROGRAMS = 512  # A head has so many programs: enough to fill a GPU, few enough to end at once where no copies are needed.
-
-
-class Copies(NamedTuple):
-    """Holds where numbers are written, ``[key heads, total, dim]`` each, contiguous, and `wanted`, int32 [1], which is 0 where
-    none are needed."""
-
-    k: Tensor
-    v: Tensor
-    wanted: Tensor
+PROGRAMS = 512  # A head has so many programs, enough to fill a GPU.
 
 
 def expands(keys: Keys, query_dtype: torch.dtype, readers: float, workspace_bytes: int) -> bool:
-    """Tells whether all keys are converted first: where queries have 16 bits, many read a block, and copies fit the workspace.
-    Copies have no place for factors of pages."""
-    if not keys.stored or query_dtype not in (torch.float16, torch.bfloat16) or readers < MIN_READERS:
+    """Tells whether stored keys are copied: where queries have 16 bits, many read a block, and copies fit the workspace. Copies
+    have no place for factors of pages."""
+    if query_dtype not in (torch.float16, torch.bfloat16) or readers <= MIN_READERS:
         return False
     return not keys.factors_by_page and 2 * query_dtype.itemsize * keys.total * keys.heads * keys.k.dim <= workspace_bytes
 
@@ -52,7 +38,8 @@ def expand_rows(
     keys,  # KeyRows
     values,
     table,  # PageTable
-    copies,  # Copies
+    k_out,  # numbers [key heads, total, dim], written
+    v_out,
     cu_k,
     batch,
     row_tiles,
@@ -69,14 +56,12 @@ def expand_rows(
 ):
     """Writes keys and values as numbers. In the grid (programs, heads) programs share the tiles of a head: ROWS neighbouring
     keys of a sequence each, `row_tiles` in a sequence."""
-    if tl.load(copies.wanted) == 0:
-        return
     i_h = tl.program_id(1).to(tl.int64)
     p_k, p_ks = head_start(keys, i_h, K_FORM)
     p_v, p_vs = head_start(values, i_h, V_FORM)
     k_head, v_head = HeadRows(keys, p_k, p_ks), HeadRows(values, p_v, p_vs)
-    k_out = copies.k + i_h * total * DIM
-    v_out = copies.v + i_h * total * DIM
+    k_out += i_h * total * DIM
+    v_out += i_h * total * DIM
     for i_tile in range(tl.program_id(0), batch * row_tiles, tl.num_programs(0)):
         i_b, first = i_tile // row_tiles, i_tile % row_tiles * ROWS
         k_begin = tl.load(cu_k + i_b)
@@ -97,12 +82,6 @@ def expand_rows(
             tl.store(v_out + o_out, numbers(b_v, b_gv, V_FORM, TYPE), mask=m_out)
 
 
-def copies_of(keys: Keys, dtype: torch.dtype) -> Keys:
-    """Allocates room for the same keys, packed, as numbers of a 16-bit dtype; sizes follow from bounds. A head's keys lie
-    together, and factors stay what they are."""
-    return Keys(_room(keys, keys.k, dtype), _room(keys, keys.v, dtype), keys.heads, dtype, keys.total, True)
-
-
 def _room(keys: Keys, view: KeyView, dtype: torch.dtype) -> KeyView:
     """Allocates room for the numbers of these keys or values."""
     pool = torch.empty((1, keys.heads, keys.total, view.dim), dtype=dtype, device=view.rows.data.device)
@@ -112,15 +91,17 @@ def _room(keys: Keys, view: KeyView, dtype: torch.dtype) -> KeyView:
     return view._replace(rows=rows, form=form, table=NO_TABLE, num_pages=1, page_size=0, capacity=keys.total)
 
 
-def expand(keys: Keys, copies: Keys, seqs: Layout, wanted: Tensor) -> None:
-    """Fills the copies unless `wanted` (int32 [1], on the device) is 0, in one launch and without host sync."""
-    k, v = copies.k.rows.data, copies.v.rows.data
+def expand(keys: Keys, dtype: torch.dtype, seqs: Layout) -> Keys:
+    """Copies keys and values, packed, as numbers of a 16-bit dtype, in one launch and without host sync; sizes follow from
+    bounds. A head's keys lie together, and factors stay what they are."""
+    copies = Keys(_room(keys, keys.k, dtype), _room(keys, keys.v, dtype), keys.heads, dtype, keys.total, True)
     row_tiles = ceil_div(min(seqs.max_seqlen_k, keys.total), ROWS)
     launch_kernel(
         expand_rows,
         (min(seqs.batch * row_tiles, PROGRAMS), keys.heads),
         *keys.operands,
-        Copies(k, v, wanted),
+        copies.k.rows.data,
+        copies.v.rows.data,
         seqs.cu_seqlens_k,
         seqs.batch,
         row_tiles,
@@ -132,6 +113,7 @@ def expand(keys: Keys, copies: Keys, seqs: Layout, wanted: Tensor) -> None:
         DIM_PAD=next_power_of_two(keys.k.dim),
         PAGE_SIZE=keys.page_size,
         **keys.forms,
-        TYPE=TYPES[k.dtype],
+        TYPE=TYPES[dtype],
         num_warps=4,
     )
+    return copies

@@ -52,8 +52,8 @@ COUNT_FIELDS = tl.constexpr(2)
 """The units of a head are counted twice: those from the front, those from the back."""
 SCAN_STEP = 2048
 """A program adds up so many buckets at a time."""
-JOINED_BUCKETS, JOINED_STEP = 0, 256
-"""Of up to so many buckets a segment, `tile_lists` makes the offsets itself, so many at a time."""
+OFFSETS_STEP = 256
+"""The last program of a segment makes the offsets of so many buckets at a time."""
 ALIGNED = 4
 """Lists begin at multiples of so many elements, so that their addresses are always of one alignment."""
 
@@ -90,7 +90,7 @@ class OuterLists(NamedTuple):
     item_offsets:   the same shape: where its items start.
     items:          [segments, chunk.items, ITEM_FIELDS].
     num_items:      [segments].
-    done:           [segments], programs that have counted; None where `bucket_offsets` is launched.
+    done:           [segments], programs that have counted.
     """
 
     counts: Tensor
@@ -102,7 +102,7 @@ class OuterLists(NamedTuple):
     item_offsets: Tensor
     items: Tensor
     num_items: Tensor
-    done: Tensor | None
+    done: Tensor
 
 
 class FewLists(NamedTuple):
@@ -240,7 +240,7 @@ class PrefillCall(NamedTuple):
 
     queries: QueryRows
     keys: Keys
-    tma: Descriptors  # those of the keys that the union kernel reads
+    tma: Descriptors  # those of the keys
     bounds: Bounds
     plan: Plan
     config: PrefillConfig
@@ -260,14 +260,9 @@ class PrefillCall(NamedTuple):
         return RowTile(plan.group, self.config.heads, plan.parts, tokens, dim, padded_dim(dim, self.keys.dtype))
 
 
-def joins_offsets(plan: Plan) -> bool:
-    """Says whether `tile_lists` makes the offsets of lists for KV-outer, which saves the launch of `bucket_offsets`."""
-    return plan.num_buckets <= JOINED_BUCKETS
-
-
 def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: PrefillConfig, flag: bool) -> Lists:
-    """Builds the lists of a call with one launch. The lists of KV-outer are counted only; `triton_outer.fill` fills them. keys:
-    the keys and values that the union kernel reads. flag: whether `has_union` is needed."""
+    """Builds the lists of a call with one launch. The lists of KV-outer are counted only; `triton_outer.fill` fills them. flag:
+    whether `has_union` is needed."""
     tile_heads, segments, total_q = plan.num_tiles * keys.heads, plan.num_chunks * keys.heads, plan.total_q
     room = tile_heads * plan.limits.capacity
     union_sizes = (plan.num_tiles * TILE_FIELDS.value, tile_heads * SIZE_FIELDS.value, room, room, room)
@@ -281,23 +276,16 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
     outer: OuterLists | None = None
     few: FewLists | None = None
     if plan.rest == FEW.value:
-        n = keys.heads * plan.num_units
-        few_sizes = (
-            num_counts * plan.limits.room,
-            n * UNIT_FIELDS.value,
-            n * config.union_tokens,
-            keys.heads * COUNT_FIELDS.value,
-        )
-        parts = _split(blocks, *union_sizes, num_slots, *few_sizes)
+        n, room, fields = keys.heads * plan.num_units, num_counts * plan.limits.room, keys.heads * COUNT_FIELDS.value
+        parts = _split(blocks, *union_sizes, num_slots, room, n * UNIT_FIELDS.value, n * config.union_tokens, fields)
         slots, entries, units, unit_entries, num_units = parts[len(union_sizes) :]
         few = FewLists(counts, partly, slots.view(torch.int64), entries, units, unit_entries, num_units)
     elif plan.rest == KV_OUTER.value:
         sizes = (num_slots, total_q * keys.heads * plan.topk, segments * plan.chunk.entries, num_counts, num_counts)
         parts = _split(blocks, *union_sizes, *sizes, segments * plan.chunk.items * ITEM_FIELDS.value, segments)
         slots, ranks, entries, entry_offsets, item_offsets, items, num_items = parts[len(union_sizes) :]
-        slots = slots.view(torch.int64)
-        done = counts[2 * room + 1 :] if joins_offsets(plan) else None
-        outer = OuterLists(counts, partly, slots, ranks, entries, entry_offsets, item_offsets, items, num_items, done)
+        offsets, done = (entry_offsets, item_offsets), counts[2 * room + 1 :]
+        outer = OuterLists(counts, partly, slots.view(torch.int64), ranks, entries, *offsets, items, num_items, done)
     else:
         parts = _split(blocks, *union_sizes)
     tiles, list_sizes, ids, rows, bits = parts[: len(union_sizes)]
@@ -342,7 +330,7 @@ def _fill(lists: Lists, blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, 
         PAGE_SIZE=keys.page_size if keys.by_row else 0,
         REST=plan.rest,
         ITEM=config.outer_item,
-        STEP=JOINED_STEP,
+        STEP=OFFSETS_STEP,
     )
 
 
@@ -397,8 +385,8 @@ def tile_lists(
     bounds,  # Bounds
     table,  # PageTable
     union,  # UnionLists, written; has_union must be 0 before
-    rest,  # OuterLists: counts, partly and done must be 0 before and are written, as are ranks and, with `done`, all that
-    # `bucket_offsets` writes; or FewLists: entries and slots are written, too; or None: every tile stays together
+    rest,  # OuterLists: counts, partly and done must be 0 before and are written, as are ranks, offsets and num_items; or
+    # FewLists: entries and slots are written, too; or None: every tile stays together
     num_kv_heads,
     batch,
     search_steps,
@@ -497,24 +485,24 @@ def tile_lists(
         tl.store(rest.slots + row * num_kv_heads + i_h, filled, mask=o_t < tokens)
 
     # 5. The last program of a segment to come here knows that all have counted, and makes the offsets.
-    if REST == KV_OUTER:  # noqa: SIM102 (the fields of None are not read)
-        if rest.done is not None:
-            i_chunk, num_tiles = i_tile // chunk_tiles, tl.num_programs(0) // num_kv_heads
-            i_segment, programs = i_chunk * num_kv_heads + i_h, tl.minimum(chunk_tiles, num_tiles - i_chunk * chunk_tiles)
-            tl.debug_barrier()  # Every thread has counted before one thread says so.
-            if tl.atomic_add(rest.done + i_segment, 1, sem="acq_rel") == programs - 1:
-                segment_offsets(rest, i_segment, num_buckets, ITEM, STEP, ".cg")
+    if REST == KV_OUTER:
+        i_chunk, num_tiles = i_tile // chunk_tiles, tl.num_programs(0) // num_kv_heads
+        i_segment, programs = i_chunk * num_kv_heads + i_h, tl.minimum(chunk_tiles, num_tiles - i_chunk * chunk_tiles)
+        tl.debug_barrier()  # Every thread has counted before one thread says so.
+        if tl.atomic_add(rest.done + i_segment, 1, sem="acq_rel") == programs - 1:
+            segment_offsets(rest, i_segment, num_buckets, ITEM, STEP)
 
 
 @triton.jit
-def segment_offsets(outer, i_segment, num_buckets, ITEM: tl.constexpr, STEP: tl.constexpr, CACHE: tl.constexpr):
-    """Computes prefix sums over the blocks of a segment: where their entries and items start. CACHE: how counts are read."""
+def segment_offsets(outer, i_segment, num_buckets, ITEM: tl.constexpr, STEP: tl.constexpr):
+    """Computes prefix sums over the blocks of a segment, which other programs have counted: where their entries and items
+    start."""
     entries, items = 0, 0
     for start in range(0, num_buckets, STEP):
         o_b = start + tl.arange(0, STEP)
         m_b = o_b < num_buckets
         o_b = i_segment.to(tl.int64) * num_buckets + o_b
-        b_count = tl.load(outer.counts + o_b, mask=m_b, other=0, cache_modifier=CACHE)
+        b_count = tl.load(outer.counts + o_b, mask=m_b, other=0, cache_modifier=".cg")
         b_items = (b_count + ITEM - 1) // ITEM
         tl.store(outer.entry_offsets + o_b, entries + tl.cumsum(b_count, 0) - b_count, mask=m_b)
         tl.store(outer.item_offsets + o_b, items + tl.cumsum(b_items, 0) - b_items, mask=m_b)

@@ -35,7 +35,6 @@ from openmsa.sparse_attention.triton_keys import (
 )
 from openmsa.sparse_attention.triton_lists import (
     ITEM_FIELDS,
-    SCAN_STEP,
     SIZE_FIELDS,
     TILE_FIELDS,
     Lists,
@@ -44,18 +43,11 @@ from openmsa.sparse_attention.triton_lists import (
     PrefillCall,
     load_tile,
     position_of_token_zero,
-    segment_offsets,
     selected_at,
     selection_of,
 )
 
 _SIZES = ["num_buckets", "chunk_tiles", "chunk_entries", "item_bound"]
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def bucket_offsets(outer, num_buckets, ITEM: tl.constexpr, STEP: tl.constexpr):
-    """Writes both offsets and num_items of `OuterLists`, a segment a program."""
-    segment_offsets(outer, tl.program_id(0), num_buckets, ITEM, STEP, "")
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -269,6 +261,7 @@ def combine_outer(
     slots,  # int64 [total_q, kv_heads], where bit i says that slot i has a partial
     union,  # UnionLists
     result,  # Result
+    factors,  # Factors, None where partials are multiplied by those of the values
     first_tile,
     num_kv_heads,
     TILE: tl.constexpr,  # RowTile of a step
@@ -329,6 +322,9 @@ def combine_outer(
                 l_i += w
                 acc += w[:, None] * b_o.to(tl.float32)
         inverse = inverse_sums(l_i)
+        if IN_TILES:  # noqa: SIM102 (the fields of None are not read)
+            if factors.v is not None:
+                inverse *= tl.load(factors.v + i_h * factors.s_v_head)
         o_row = token.to(tl.int64) * num_kv_heads * GROUP + i_h * GROUP + head
         store_result(result, o_row, acc, inverse, highest, l_i, 1.0, m_row, DIM, IN_TILES)
 
@@ -355,6 +351,7 @@ def combine(
         slots,
         call.lists.union,
         call.result,
+        call.keys.factors if in_tiles else None,
         first_tile,
         heads,
         TILE=call.row_tile(config.combine_tokens),
@@ -367,12 +364,9 @@ def combine(
 
 
 def fill(lists: Lists, blocks: Tensor, cu_k: Tensor | None, heads: int, plan: Plan, config: PrefillConfig) -> None:
-    """Writes the lists of KV-outer that need the counts of all tiles: offsets, entries and items."""
+    """Writes the lists of KV-outer that need the counts of all tiles: entries and items."""
     outer, (selection, shape) = lists.outer, selection_of(blocks, plan, config)
     assert outer is not None
-    if outer.done is None:
-        segments = (plan.num_chunks * heads,)
-        launch_kernel(bucket_offsets, segments, outer, plan.num_buckets, ITEM=config.outer_item, STEP=SCAN_STEP, num_warps=8)
     launch_kernel(
         fill_lists,
         (plan.num_tiles * heads,),
@@ -393,7 +387,7 @@ def launch_outer(call: PrefillCall, outer: OuterLists) -> None:
     plan, config, q = call.plan, call.config, call.queries.data
     partials = partials_of(call, plan.chunk.tiles * config.union_tokens)
     attend: Callable[[PrefillCall, OuterLists, Partials, int], None] = launch_attend
-    if runs_hopper_kernels(q.device):
+    if runs_hopper_kernels(q.device) and not call.negative:
         from openmsa.sparse_attention.gluon_sm90_outer import outer_launch
 
         attend = outer_launch(facts(q.device), q, call.keys, plan) or launch_attend

@@ -22,7 +22,7 @@ from openmsa.runtime.kinds import computes
 from openmsa.runtime.launch import runs_hopper_kernels
 from openmsa.sparse_attention import triton_outer
 from openmsa.sparse_attention.triton_config import Keys, PrefillConfig, few_queries, plain_hopper_config, prefill_config
-from openmsa.sparse_attention.triton_expand import copies_of, expand, expands
+from openmsa.sparse_attention.triton_expand import expand, expands
 from openmsa.sparse_attention.triton_few import launch_few
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Descriptors, descriptors
 from openmsa.sparse_attention.triton_lists import Plan, PrefillCall, build_lists
@@ -60,7 +60,7 @@ def sparse_attention(
                       tensors only); "auto": each where it is faster.
     partial_dtype:    dtype of KV-outer's partial outputs; None: the output's.
     workspace_bytes:  bound on the partial outputs held at a time (lists and lse add a few percent), at least one tile's; and on
-                      the copies of stored keys as 16-bit numbers ("auto", many queries; E4M3 keys on Hopper need none).
+                      the copies of stored keys as 16-bit numbers ("auto", many queries).
     config:           tile shapes; None: those of `prefill_config`.
 
     A key that a query does not read gets weight 0 but may be multiplied by it: of a block that some query of a sequence reads,
@@ -70,8 +70,7 @@ def sparse_attention(
         raise ValueError(f"path must be one of {PATHS}, got {path!r}")
     device = facts(q.device)
     keys, queries = Keys.of(k, v, seqs, block_size, device.arch >= 90), query_rows(q, device.arch >= 90)
-    plain = isinstance(q, Tensor) and not keys.stored
-    if path == "few" and not plain:
+    if path == "few" and not (isinstance(q, Tensor) and not keys.stored):
         raise ValueError("path must be 'auto', 'union' or 'outer' for stored queries or keys, got 'few'")
     out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
@@ -80,17 +79,17 @@ def sparse_attention(
         out.zero_(), lse.fill_(-torch.inf)
         return (out, lse) if return_lse else out
 
-    # 1. The kernel for tiles that stay together is chosen, and what it reads.
+    # 1. Stored keys that many queries read are copied as numbers, and the kernel for tiles that stay together is chosen.
     readers = q.shape[0] * blocks.shape[2] / keys.num_buckets(seqs, block_size)
+    if path == "auto" and keys.stored and expands(keys, queries.data.dtype, readers, workspace_bytes):
+        keys = expand(keys, queries.data.dtype, seqs)
+    plain = isinstance(q, Tensor) and not keys.stored
     tile = (q.shape[2], q.shape[1] // keys.heads, block_size, device.arch // 10)
     tuned = None
     if config is None and path in ("auto", "union"):
         few = few_queries(q.shape[0], q.shape[2], blocks.shape[2], keys.heads, keys.num_buckets(seqs, block_size))
         tuned = _tuned(queries, keys, out, prefill_config(*tile), block_size, few and path == "auto")
-    copies = None  # Triton's union kernel reads stored keys as copies; Hopper's own and KV-outer read them as they are.
-    if path == "auto" and tuned is None and keys.stored and expands(keys, queries.data.dtype, readers, workspace_bytes):
-        copies = copies_of(keys, queries.data.dtype)
-    converted = keys.stored and tuned is None and copies is None
+    converted = keys.stored and tuned is None
     if path == "auto" and converted and not keys.dtype == queries.data.dtype == torch.float8_e4m3fn:
         path = "outer"  # KV-outer converts a block once; the union kernel loses more by converting than it gains.
     if config is None:
@@ -106,22 +105,19 @@ def sparse_attention(
         queries, keys, blocks.shape[2], block_size, seqs, config, path, plain, partial_dtype or out.dtype, workspace_bytes,
         tuned is not None,
     )  # fmt: skip
-    flag = tuned is not None or copies is not None
-    lists = build_lists(blocks, bounds, copies or keys, plan, config, flag)
+    lists = build_lists(blocks, bounds, keys, plan, config, tuned is not None)
     if lists.outer is not None:
         triton_outer.fill(lists, blocks, seqs.cu_seqlens_k, keys.heads, plan, config)
-    if copies is not None and lists.union.has_union is not None:
-        expand(keys, copies, seqs, lists.union.has_union)
 
     # 3. The kernels attend.
     tma: Descriptors = (None, None)
     if (plan.limits.union_limit >= 0 and tuned is None) or lists.few is not None:
-        tma = descriptors(copies or keys, config, block_size)  # Few queries never have copies.
+        tma = descriptors(keys, config, block_size)
     call = PrefillCall(queries, keys, tma, bounds, plan, config, lists, Result(out, lse), scale, softmax_scale < 0)
     if plan.limits.union_limit >= 0 and tuned is not None:
         tuned(call)
     elif plan.limits.union_limit >= 0:
-        launch_union(call if copies is None else call._replace(keys=copies))
+        launch_union(call)
     if lists.few is not None:
         launch_few(call, lists.few)
     elif lists.outer is not None:

@@ -84,7 +84,7 @@ CALLS: tuple[Any, ...] = (
     *(Sparse(q, q, 4096, dim=dim, heads=HEADS[g], block=block, page=page) for q, dim, g, block, page in PREFILL),
     *(Sparse(q, q, **FEW, dim=dim, heads=HEADS[g], block=block, page=page) for q, dim, g, block, page in PREFILL),
     *(Sparse("bf16", "e4m3 tensor", queries, page=page) for queries in (4096, 512) for page in (0, 128)),
-    Sparse("fp16", "e4m3", 4096, scale=-0.1),
+    *(Sparse("fp16", "e4m3", queries, scale=-0.1) for queries in (4096, 512)),
     Sparse("fp16", "e4m3 tensor", 512),
     Sparse("bf16", "e4m3 tensor", 512, dim=64, heads=HEADS[3], block=64, page=16),
     Sparse("bf16", "e4m3 tensor", 512, dim=256),

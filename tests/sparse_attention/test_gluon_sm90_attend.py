@@ -12,7 +12,7 @@ from openmsa import E4M3, PagedKV, Sequences, sparse_attention
 from openmsa.primitives.rows import query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.sparse_attention import STAGE, gluon_sm90_attend, reference, triton_lists, triton_prefill
-from openmsa.sparse_attention.gluon_sm90_attend import OPTIONS, attend_launch, union_tokens
+from openmsa.sparse_attention.gluon_sm90_attend import OPTIONS, attend_launch
 from openmsa.sparse_attention.triton_config import Keys, all_together, plain_hopper_config, prefill_config
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks
@@ -86,7 +86,8 @@ def test_it_fits():
 
 
 def test_its_tiles():
-    assert [union_tokens(prefill_config(128, group, BLOCK, 9)) for group in (4, 8, 16, 64, 100)] == [32, 16, 8, 2, 2]
+    configs = [plain_hopper_config(prefill_config(128, group, BLOCK, 9), 1, 1.0, 132) for group in (4, 8, 16, 64, 100)]
+    assert [config.union_tokens for config in configs] == [32, 16, 8, 2, 2]
 
 
 def case(name, dtype):

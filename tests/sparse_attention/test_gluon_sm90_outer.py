@@ -98,7 +98,7 @@ CASES = {
     "ragged": ((11, 0, 3, 1, 26), (900, 0, 128, 1, 1300), 2, 16, 0, 6, None, 0.2),
     "before and behind": ((30, 9), (300, 500), 2, 16, 0, 3, (-10, 600), 0.2),
     "pages": ((19, 0, 40), (700, 0, 900), 2, 16, 128, 5, None, 0.2),
-    "wide pages": ((19, 8), (700, 900), 2, 8, 256, 5, None, -0.2),
+    "wide pages": ((19, 8), (700, 900), 2, 8, 256, 5, None, 0.2),
     "group of 32": ((60,), (700,), 2, 32, 0, 4, None, 30.0),
     "group of 64": ((40,), (700,), 2, 64, 128, 4, None, 0.0),
     "several steps": ((200, 7) if HOPPER else (90, 7), (1000, 300), 2, 16, 0, 5, None, 0.2),
@@ -175,6 +175,16 @@ def test_a_block_whose_logits_are_all_minus_infinity_has_no_weight():
     alone, alone_lse = triton_prefill.sparse_attention(*checked_call(p, blocks[:, :, 1:].contiguous()), path="outer")
     assert_equal("out", out[1, 0], alone[1, 0].cpu())
     torch.testing.assert_close(lse[1, 0], alone_lse[1, 0])
+
+
+@on_hopper
+def test_a_negative_scale_is_left_to_triton(launches):
+    p = problem((9,), (300,), kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16)
+    blocks = random_blocks(p, 2, BLOCK, 1)
+    reads = oracle.reads_of_blocks(blocks, BLOCK)
+    expected = oracle.attention(p, reads, -0.2), oracle.honest_attention(p, reads, -0.2)
+    check(run(checked_call(p, blocks, scale=-0.2), path="outer"), expected)
+    assert not launches
 
 
 @on_hopper

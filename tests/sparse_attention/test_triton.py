@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.runtime.launch import next_power_of_two
-from openmsa.sparse_attention import STAGE, triton_expand, triton_lists, triton_outer, triton_prefill
+from openmsa.sparse_attention import STAGE, triton_expand, triton_lists, triton_prefill
 from openmsa.sparse_attention.triton_config import (
     all_together,
     few_queries,
@@ -186,36 +186,8 @@ def test_many_readers(case, monkeypatch):
     monkeypatch.setattr(triton_prefill, "expand", lambda *x: calls.append(x) or triton_expand.expand(*x))
     check(run(checked), expected)
     assert bool(calls) == EXPANDED[case]
-    assert all(wanted.item() for *_, wanted in calls)
     check(run(checked, workspace_bytes=1 << 12), expected)
     assert len(calls) == EXPANDED[case]  # the copies would not fit
-
-
-def test_copies_that_no_tile_reads(monkeypatch):
-    """They are not made where KV-outer takes every tile."""
-    p = problem((67, 0, 40), (70, 0, 75), kv_heads=2, group=3, head_dim=48, dtype=DTYPE, offsets=(3, 0, 30))
-    checked, expected = stored_case(p, random_blocks(p, 12, 16, 2), 16, "e4m3 head", DTYPE, 0, DTYPE)
-    calls = []
-    monkeypatch.setattr(triton_prefill, "expand", lambda *x: calls.append(x) or triton_expand.expand(*x))
-    monkeypatch.setattr(triton_lists, "union_limit", lambda *_: 0)
-    with PoisonedOutputs():
-        untouched = torch.empty_like(p.k.to(DEVICE))
-        result = triton_prefill.sparse_attention(*checked)
-    check(result, expected)
-    ((_, copies, _, wanted),) = calls
-    assert wanted.item() == 0
-    assert_equal("copies", copies.k.rows.data[0].transpose(0, 1)[: len(untouched)], untouched)
-
-
-class Heard:
-    """Stands for a kernel, and writes down its launches."""
-
-    def __init__(self, kernel, launched):
-        self.kernel, self.launched, self.__name__ = kernel, launched, kernel.__name__
-
-    def __getitem__(self, grid):
-        self.launched.append(self.__name__)
-        return self.kernel[grid]
 
 
 @pytest.fixture(scope="module")
@@ -242,21 +214,15 @@ def test_laws(many, path):
 
 
 @pytest.mark.parametrize("budget", [2 << 30, 1 << 19])
-def test_offsets_of_lists_without_a_launch(many, budget, monkeypatch):
-    """The last program of a segment makes the offsets that a launch makes otherwise."""
+def test_offsets_of_lists_step_by_step(many, budget, monkeypatch):
+    """The last program of a segment makes the offsets, so many at a time; how many changes nothing."""
     p, blocks = many
-    launched = []
-    for module, name in ((triton_lists, "tile_lists"), (triton_outer, "bucket_offsets")):
-        monkeypatch.setattr(module, name, Heard(getattr(module, name), launched))
     outs = []
-    for most, step in ((0, 512), (1 << 20, 4), (1 << 20, 512)):
-        monkeypatch.setattr(triton_lists, "JOINED_BUCKETS", most)
-        monkeypatch.setattr(triton_lists, "JOINED_STEP", step)
+    for step in (4, 512):
+        monkeypatch.setattr(triton_lists, "OFFSETS_STEP", step)
         outs.append(run(arguments(p, blocks, 64), path="outer", workspace_bytes=budget))
-    assert launched == ["tile_lists", "bucket_offsets", "tile_lists", "tile_lists"]
-    for other in outs[1:]:
-        for name, mine, theirs in zip(("out", "lse"), outs[0], other, strict=True):
-            assert_equal(name, mine, theirs)
+    for name, mine, theirs in zip(("out", "lse"), *outs, strict=True):
+        assert_equal(name, mine, theirs)
 
 
 @pytest.mark.parametrize("path", PATHS)
