@@ -17,7 +17,7 @@ from openmsa.primitives.rows import Tile
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div, next_power_of_two
-from openmsa.sparse_attention import triton_decode, triton_decode_call, triton_decode_finish, triton_decode_shared
+from openmsa.sparse_attention import triton_decode, triton_decode_call, triton_decode_shared, triton_decode_walk
 
 FORMATS = ("plain", "e4m3", "nvfp4")
 """The kernels read keys and values in these formats."""
@@ -93,7 +93,7 @@ class PlanMemory:
     def _partials(self, max_batch: int, dtype: torch.dtype, device: torch.device) -> Partials:
         """Allocates what attention needs for steps of up to `max_batch` sequences."""
         sizes = self.sizes
-        rows, parts = triton_decode_finish.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)
+        rows, parts = triton_decode_walk.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)
         heads = sizes.num_kv_heads * parts
         plain = self.attend["plain"][:max_batch]  # Stored rows are split as plain ones.
         splits = [(i + 1) * sizes.new_tokens * c.splits for i, c in enumerate(plain) if c.splits > 1]
@@ -176,7 +176,7 @@ def attend_config(batch: int, sizes: Sizes, device: devices.Device) -> tuple[tri
     tokens, group = batch * sizes.new_tokens, sizes.num_q_heads // sizes.num_kv_heads
     shape = (sizes.num_kv_heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
     config = triton_decode_call.configure(tokens, *shape, device)
-    walks = tokens * sizes.num_kv_heads * triton_decode_finish.row_tiles(group, sizes.head_dim)[1]
+    walks = tokens * sizes.num_kv_heads * triton_decode_walk.row_tiles(group, sizes.head_dim)[1]
     finest = ceil_div(sizes.topk * sizes.block_size, 64)
     if config.keys >= 64 and finest <= MOST_SPLITS and walks * finest <= (2 if tokens <= 2 else 1) * device.num_sms:
         config = config._replace(keys=64, tiles=1, splits=finest)

@@ -25,12 +25,12 @@ from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_layer import Step
 from openmsa.kv_cache import PagedIndexKeys
 from openmsa.primitives.operands import PageTable
+from openmsa.primitives.results import finish
 from openmsa.primitives.rows import fetch_pages, key_rows, output_rows, query_rows
 from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention import triton_decode
-from openmsa.sparse_attention.triton_decode_finish import finish, padded_dim, row_tiles
-from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, walk
+from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, padded_dim, row_tiles, walk
 
 NEAR = 256
 """Each warp of a program holds so many scores of a row, those of 32K keys in blocks of 128."""
@@ -162,7 +162,8 @@ def select_and_attend_kernel(
     if (i_s == 0) & (i_h < CHOICE.index_heads) & (tl.program_id(1) % ROW_TILES == 0):
         tl.store(p_ids + o_k, b_ids, mask=o_k < TOPK)
     i_p = i_t * tl.num_programs(1) + tl.program_id(1)
-    finish(out, partials, b_acc, b_m, b_z, i_t, i_h, i_p, i_s, o_r, o_d, m_r, SHAPE, CUT)
+    token, head, n_s = i_t.to(tl.int64), i_h * G + o_r, tl.num_programs(2)
+    finish(out, partials, token, head, b_acc, b_m, b_z, i_p, i_s, n_s, CUT.splits, m_r, D, CUT.splits > 1)
 
 
 def serves(config: triton_decode.Config, sizes: Sizes, step: Step) -> bool:

@@ -28,6 +28,7 @@ from openmsa.block_topk.triton_topk import best_of, write_forced, write_ids
 from openmsa.decode.sizes import Sizes
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.primitives.operands import KeyRows, PageTable, QueryRows
+from openmsa.primitives.results import finish
 from openmsa.primitives.rows import (
     Tile,
     block_maxima,
@@ -43,7 +44,6 @@ from openmsa.primitives.waiting import absent, any_of, arrived, draw, look, put,
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention import triton_decode
-from openmsa.sparse_attention.triton_decode_finish import store_rows
 from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, walk
 
 EVERY, SCORE, ATTEND, MERGE = (tl.constexpr(i) for i in range(4))  # These are the kinds of programs in a launch.
@@ -359,9 +359,7 @@ def attend_share(
 
     # 5. It stores the output, or puts the words of a partial.
     if CUT.splits == 1:
-        p_out = out.rows + (i_t.to(tl.int64) * out.s_token + i_h * G * out.s_head)
-        p_lse = out.lse + (i_t.to(tl.int64) * out.s_lse_token + i_h * G * out.s_lse_head)
-        store_rows(out, p_out, p_lse, b_acc, b_m, b_z, o_r, o_d, m_r, D)
+        finish(out, None, i_t.to(tl.int64), i_h * G + o_r, b_acc, b_m, b_z, 0, 0, 1, 1, m_r, D, False)
     else:
         o_p = ((i_t * HEADS + i_h) * G + o_r) * CUT.splits + i_s
         b_part = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
@@ -406,10 +404,9 @@ def merge_share(i, words, tag, out, ATTENDING: tl.constexpr, WAIT: tl.constexpr)
         while any_of(absent(b_words, tag, m_sd)):
             b_words = tl.load(p_part, mask=m_sd, other=0, volatile=True)
     b_part = tl.where(m_sd, b_words.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
-    b_out = tl.sum(b_part * b_w[:, None], 0) / tl.where(b_z == 0, 1.0, b_z)
+    b_out = (tl.sum(b_part * b_w[:, None], 0) / tl.where(b_z == 0, 1.0, b_z)).to(out.rows.dtype.element_ty)
     i_t, i_h = (i // HEADS).to(tl.int64), i % HEADS
-    p_out = out.rows + i_t * out.s_token + i_h * out.s_head + o_d * out.s_dim
-    tl.store(p_out, b_out.to(out.rows.dtype.element_ty), mask=o_d < D)
+    tl.store(out.rows + i_t * out.s_token + i_h * out.s_head + o_d * out.s_dim, b_out, mask=o_d < D)
     p_lse = out.lse + i_t * out.s_lse_token + i_h * out.s_lse_head
     tl.store(p_lse, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=i_part == 0)
 

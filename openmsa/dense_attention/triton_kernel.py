@@ -18,8 +18,7 @@ import triton.language as tl
 from openmsa.dense_attention import triton_config
 from openmsa.kv_cache.triton_numbers import E4M3, NVFP4, PLAIN, e4m3, swizzled_byte, swizzled_word
 from openmsa.primitives import operands
-from openmsa.primitives.merging import leave_partial, merge
-from openmsa.primitives.softmax import LN_2
+from openmsa.primitives.results import finish
 
 GROUP_UNIT = tl.constexpr(256.0)
 """Elements of rows with groups are kept so many times smaller, and products with them multiplied by it in the end."""
@@ -314,17 +313,6 @@ def walk(
     return Sums(b_m, b_z, b_acc, b_unit)
 
 
-@triton.jit
-def store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT: tl.constexpr):
-    """Stores the rows of an `Output`, acc / z, and the natural-log lse; 0 and -inf where nothing was read."""
-    if out.rows is not None:
-        b_out = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
-        p_out = out.rows + o_out[:, None] + o_d[None, :]
-        tl.store(p_out, b_out.to(out.rows.dtype.element_ty), mask=m_r[:, None] & (o_d[None, :] < CUT.dim))
-    if out.lse is not None:
-        tl.store(out.lse + o_lse, (b_m + tl.log2(b_z)) * LN_2, mask=m_r)
-
-
 @triton.jit(do_not_specialize=["tiles", "num_pages", "num_blocks", "capacity", "splits"])
 def dense_kernel(
     queries, keys, values, key_box, value_box, table, bounds, out, scores, staged, partials,
@@ -454,14 +442,5 @@ def dense_kernel(
         if K_FORM.format != PLAIN:
             b_z *= 1.0 / WHOLE
             b_acc *= b_value * b_unit if V_FORM.factor == PAGE_FACTOR else b_value
-        o_out = o_token * out.s_token + o_h * out.s_head
-        o_lse = o_token * out.s_lse_token + o_h * out.s_lse_head
-        if SPLIT:
-            i_p = tl.program_id(0) * tl.num_programs(1) + i_h
-            before = leave_partial(partials, i_p, i_s, splits, b_acc, b_m, b_z, o_d, BM, CUT.dim, OUT)
-            if before == n_active - 1:
-                b_acc, b_m, b_z = merge(partials, i_p, n_active, splits, o_d, BM, CUT.dim, BD, OUT)
-                store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT)
-                tl.store(partials.arrived + i_p, 0)
-        else:
-            store_rows(out, b_acc, b_m, b_z, o_out, o_lse, o_d, m_r, CUT)
+        i_p = tl.program_id(0) * tl.num_programs(1) + i_h
+        finish(out, partials, o_token, o_h, b_acc, b_m, b_z, i_p, i_s, n_active, splits, m_r, CUT.dim, SPLIT)

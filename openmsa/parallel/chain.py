@@ -24,7 +24,7 @@ from openmsa.primitives.rows import KeyTiles, Tile
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div
-from openmsa.sparse_attention import triton_decode, triton_decode_call, triton_decode_finish
+from openmsa.sparse_attention import triton_decode, triton_decode_call, triton_decode_walk
 from openmsa.sparse_attention.triton_decode_walk import refuse
 
 CHAINED: bool | None = None
@@ -123,7 +123,7 @@ class Chain:
             group, device = num_q_heads // kv.num_heads, self._lens.device
             sizes = (kv.num_heads, group, dim, topk, self._block_size, kv.page_size)
             config = triton_decode_call.configure(tokens, *sizes, devices.facts(device), form)
-            rows, parts = triton_decode_finish.row_tiles(group, dim)
+            rows, parts = triton_decode_walk.row_tiles(group, dim)
             programs = tokens * kv.num_heads * parts
             held = programs * config.splits if config.splits > 1 else 0
             self._cuts[key] = config, Partials.allocate(programs, held, rows, dim, dtype, device)

@@ -221,7 +221,7 @@ def exchanged(pairs, first, second):
 @gluon.jit
 def rounded(x, NUMBER: gl.constexpr, IN_QUADS: gl.constexpr = False):
     """Rounds a product [ROWS, dim] to 16 bits. Returns words of two numbers, [ROWS, dim // 2], four neighbouring ones a thread:
-    its own (IN_QUADS; `in_order` of `softmax.py`), or neighbours in the product. These are exchanged in two steps, since Triton
+    its own (IN_QUADS; `in_order` of `results.py`), or neighbours in the product. These are exchanged in two steps, since Triton
     would do it at once through shared memory, which has no room."""
     PAIRS: gl.constexpr = x.shape[1] // 2
     low, high = x.reshape([ROWS, PAIRS, 2]).split()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""Softmax over keys that come a tile at a time has its parts here: the online step, what a program leaves that has read a part
-of the keys, and how a finished row is written.
+"""Softmax over keys that come a tile at a time has its parts here: the online step, and what a program leaves that has read a
+part of the keys.
 
 Logits are multiplied by a scale that contains log2(e) and is not negative, so that weights are powers of two. A row's state is
 the sum of its weighted values, the greatest logit so far (before the scale) and the sum of weights relative to it.
@@ -79,34 +79,3 @@ def online_step(s, m_i, l_i, scale, s_scale, m_member):
         p = tl.exp2(s * s_scale - offset[:, None])
     shrink = tl.exp2((m_i - m_new) * scale)
     return p, m_new, l_i * shrink + tl.sum(p, 1), shrink
-
-
-@triton.jit
-def inverse_sums(l_i):
-    """Gives what makes results of sums of weighted values: 1 over the sums of weights, 0 where nothing was read."""
-    m_any = l_i > 0
-    return tl.where(m_any, 1.0 / tl.where(m_any, l_i, 1.0), 0.0)
-
-
-@triton.jit
-def in_order(rows):
-    """Brings rows into order that are in quads: of 32 numbers, those at 8 * i + 2 * j and behind it belong to 8 * j + 2 * i."""
-    quads = tl.reshape(rows, [rows.shape[0], rows.shape[1] // 32, 4, 4, 2])
-    return tl.reshape(tl.permute(quads, (0, 1, 3, 2, 4)), rows.shape)
-
-
-@triton.jit
-def store_result(result, o_row, acc, inverse, m_i, l_i, scale, m_row, DIM: tl.constexpr, IN_QUADS: tl.constexpr = False):
-    """Writes finished rows to a `Result`: 0 and -inf where nothing was read; the lse of a row with NaN is NaN.
-
-    o_row: numbers of rows, token * heads + head. acc, m_i, l_i: their state. inverse: `inverse_sums`, times the factor of the
-    values. scale: of logits, as of `online_step`. IN_QUADS: whether the numbers of acc are in quads (`in_order`).
-    """
-    o_d = tl.arange(0, acc.shape[1])
-    b_out = (acc * inverse[:, None]).to(result.rows.dtype.element_ty)
-    if IN_QUADS:
-        b_out = in_order(b_out)
-    tl.store(result.rows + o_row[:, None] * DIM + o_d[None, :], b_out, mask=m_row[:, None] & (o_d < DIM)[None, :])
-    m_any = l_i > 0
-    b_lse = (m_i * scale + tl.log2(tl.where(m_any, l_i, 1.0))) * LN_2
-    tl.store(result.lse + o_row, tl.where(m_any, b_lse, l_i - float("inf")), mask=m_row)

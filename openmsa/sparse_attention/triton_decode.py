@@ -26,14 +26,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, PageTable, Selection
+from openmsa.primitives.results import finish
 from openmsa.primitives.rows import Form, fetch_pages, key_rows, output_rows, query_rows
 from openmsa.primitives.scales import UNSCALED, Scales
 from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime import devices
 from openmsa.runtime.launch import launch_kernel
-from openmsa.sparse_attention.triton_decode_finish import finish, padded_dim, row_tiles
 from openmsa.sparse_attention.triton_decode_stored import factors, load_parts, query_parts, walk_stored
-from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, walk
+from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, padded_dim, row_tiles, walk
 from openmsa.types import Layout
 
 
@@ -177,7 +177,8 @@ def sparse_decode_kernel(
 
     # 4. The output is stored, or a partial, which the last program of the token and head merges with the others.
     i_p = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    finish(out, partials, b_acc, b_m, b_z, i_t, i_h, i_p, i_s, o_r, o_d, m_r, SHAPE, CUT)
+    token, head, n_s = i_t.to(tl.int64), i_h * G + o_r, tl.num_programs(2)
+    finish(out, partials, token, head, b_acc, b_m, b_z, i_p, i_s, n_s, CUT.splits, m_r, D, CUT.splits > 1)
 
 
 def format_id(rows: Tensor | Stored) -> int:

@@ -15,8 +15,8 @@ from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, next_power_of_two
 from openmsa.sparse_attention.triton_decode import Config, format_id, launch
-from openmsa.sparse_attention.triton_decode_finish import row_tiles
 from openmsa.sparse_attention.triton_decode_stored import for_stored
+from openmsa.sparse_attention.triton_decode_walk import row_tiles
 from openmsa.types import Layout, out_dtype
 
 MIN_KEYS = 256

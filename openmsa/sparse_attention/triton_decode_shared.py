@@ -23,8 +23,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.primitives.merging import leave_partial, merge
 from openmsa.primitives.operands import Bounds, PageTable, Selection
+from openmsa.primitives.results import finish
 from openmsa.primitives.rows import fetch_pages, key_rows, output_rows, query_rows
 from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime import devices
@@ -200,20 +200,8 @@ def sparse_decode_shared_kernel(
         b_m = b_m_new
 
     # 5. Outputs are stored, or a partial, which the last program of the row tile merges with the others.
-    done = True
-    if CUT.splits > 1:
-        done = leave_partial(partials, i_p, i_s, CUT.splits, b_acc, b_m, b_z, o_d, BM, D, True) == CUT.splits - 1
-        if done:
-            n_s = tl.num_programs(2)
-            b_acc, b_m, b_z = merge(partials, i_p, n_s, n_s, o_d, BM, D, DIM_PAD, True)
-            tl.store(partials.arrived + i_p, 0)
-    if done:
-        b_out = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
-        p_out = out.rows + i_row * out.s_token + (i_h * G + o_r % G) * out.s_head
-        m_out = m_r[:, None] & (o_d[None, :] < D)
-        tl.store(p_out[:, None] + o_d[None, :] * out.s_dim, b_out.to(out.rows.dtype.element_ty), mask=m_out)
-        p_lse = out.lse + i_row * out.s_lse_token + (i_h * G + o_r % G) * out.s_lse_head
-        tl.store(p_lse, (b_m + tl.log2(b_z)) * 0.6931471805599453, mask=m_r)
+    head, n_s = i_h * G + o_r % G, tl.num_programs(2)
+    finish(out, partials, i_row, head, b_acc, b_m, b_z, i_p, i_s, n_s, CUT.splits, m_r, D, CUT.splits > 1)
 
 
 class Shared(NamedTuple):

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
 """A program of decode attention walks its share of the selected keys here, where they are plain; and here stands which keys
-the walks can read.
+the walks can read, and how rows are padded.
 
 The selected blocks of a token are one list of topk * block keys, cut into tiles. Where tiles lie inside one block and one page,
-a program looks up the ids of all its tiles at once and a tile is a run of neighbouring rows; otherwise every key looks up its
-own block and page. The kernel of `openmsa.sparse_attention.triton_decode` walks so, and the one that runs a whole decode layer.
+a program looks up the ids of all its tiles at once and a tile is a run of neighbouring rows; otherwise each key has its own.
 
 The constexprs SHAPE and CUT are a `Shape` and a `Config` of `openmsa.sparse_attention.triton_decode`. BM and BN are rows and
 keys of a tile.
@@ -21,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openmsa.kv_cache import PagedKV, Stored
+from openmsa.runtime.launch import ceil_div, next_power_of_two
 
 
 class Shape(NamedTuple):
@@ -48,16 +48,22 @@ def refuse(q: Tensor | Stored, k: Tensor | Stored | PagedKV, v: Tensor | Stored 
     if run & -run < 32:
         return f"it reads stored keys 32 in a row or more, got blocks of {block_size} and runs of {run & -run}"
     for rows in pools:
-        if isinstance(rows, Stored) and not _in_words(rows):
+        *outer, innermost = rows.data.stride()
+        even = innermost == 1 and all(stride % 2 == 0 for stride in outer) and rows.data.storage_offset() % 2 == 0
+        if isinstance(rows, Stored) and not (even and rows.shape[-1] % 4 == 0):
             return f"it reads {rows.format} rows of contiguous bytes at even addresses, got strides {rows.data.stride()}"
     return None
 
 
-def _in_words(rows: Stored) -> bool:
-    """Tells whether rows can be read as 16-bit words."""
-    *outer, innermost = rows.data.stride()
-    even = innermost == 1 and all(stride % 2 == 0 for stride in outer) and rows.data.storage_offset() % 2 == 0
-    return even and rows.shape[-1] % 4 == 0
+def row_tiles(group: int, head_dim: int) -> tuple[int, int]:
+    """Returns the rows of a program, heads of one group padded for the matrix unit, and the programs of a group."""
+    rows = min(max(16, next_power_of_two(group)), 64 if head_dim <= 128 else 32)
+    return rows, ceil_div(group, rows)
+
+
+def padded_dim(head_dim: int, form: int) -> int:
+    """Returns the padded elements of a row, the field `dim_pad` of `Shape`: a matrix instruction takes 16 words or more."""
+    return max(next_power_of_two(head_dim), {0: 16, 1: 32, 3: 64}[form])
 
 
 @triton.jit

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openmsa.primitives.softmax import Partials, inverse_sums, store_result
+from openmsa.primitives.results import inverse_sums, store_result
+from openmsa.primitives.softmax import Partials
 from openmsa.runtime.devices import facts
 from openmsa.runtime.launch import ceil_div, launch_kernel, runs_hopper_kernels
 from openmsa.sparse_attention.triton_config import PrefillConfig

@@ -13,7 +13,8 @@ import triton.language as tl
 
 from openmsa.kv_cache.triton_numbers import NVFP4
 from openmsa.primitives.query_parts import in_range
-from openmsa.primitives.softmax import inverse_sums, nothing_read, online_step, store_result
+from openmsa.primitives.results import inverse_sums, store_result
+from openmsa.primitives.softmax import nothing_read, online_step
 from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention.triton_keys import (
     SMALLEST_SCALE,

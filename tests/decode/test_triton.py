@@ -16,7 +16,7 @@ from openmsa.decode.sizes import Sizes  # noqa: E402
 from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Step, Words  # noqa: E402
 from openmsa.runtime import devices  # noqa: E402
 from openmsa.runtime.devices import COMPILE_TARGETS  # noqa: E402
-from openmsa.sparse_attention import triton_decode_finish  # noqa: E402
+from openmsa.sparse_attention import triton_decode_walk  # noqa: E402
 from openmsa.testing.compare import assert_close, assert_equal  # noqa: E402
 from openmsa.testing.inputs import paged, problem  # noqa: E402
 from tests import oracle  # noqa: E402
@@ -129,7 +129,7 @@ def _config(sizes, batch, keys, tiles, share):
     base = configure(1, sizes._replace(page_size=256), COMPILE_TARGETS[90])
     tokens, total = batch * sizes.new_tokens, triton_layer.Tile.of(sizes.block_size).count(sizes.num_blocks)
     splits = -(-sizes.topk * sizes.block_size // (keys * tiles))
-    row_tiles = triton_decode_finish.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)[1]
+    row_tiles = triton_decode_walk.row_tiles(sizes.num_q_heads // sizes.num_kv_heads, sizes.head_dim)[1]
     attend = base.attend._replace(keys=keys, tiles=triton.next_power_of_2(tiles), splits=splits, num_stages=2)
     return base._replace(
         attend=attend,

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from openmsa import E4M3, PagedKV, Sequences, explain, sparse_attention
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime.devices import COMPILE_TARGETS
-from openmsa.sparse_attention import STAGE, triton_decode, triton_decode_call, triton_decode_finish
+from openmsa.sparse_attention import STAGE, triton_decode, triton_decode_call, triton_decode_walk
 from openmsa.sparse_attention.triton_decode import Config
 from openmsa.sparse_attention.triton_decode_call import configure
 from openmsa.sparse_attention.triton_decode_walk import refuse
@@ -74,7 +74,7 @@ def test_against_the_truth(head_dim, group, kv_heads, block, page, topk, dtype, 
     keys = 64 if block % 64 == 0 and page % 64 == 0 else 32
     lookup = bool(block % keys or (page and page % keys))
     splits = -(-topk * block // (keys * tiles))
-    config = Config(triton_decode_finish.row_tiles(group, head_dim)[0], keys, tiles, splits, lookup, 4, 3)
+    config = Config(triton_decode_walk.row_tiles(group, head_dim)[0], keys, tiles, splits, lookup, 4, 3)
     if page:
         kv, _ = paged(p, page, interleaved=page != 64)
         check(p, blocks, block, run(p, wild, block, kv, config=config))
@@ -110,7 +110,7 @@ def test_formats_against_the_truth(name, queries, storage, page, head_dim, group
     options = {"block_size": block, "softmax_scale": SCALE, "return_lse": True}
     checked = STAGE.check(moved.q, *moved.kv, blocks.to(DEVICE), moved.seqs, **options)
     splits, warps = -(-3 * block // 32 // tiles), 2 if apart else 4
-    config = Config(triton_decode_finish.row_tiles(group, head_dim)[0], 32, tiles, splits, False, warps, 3, apart, together)
+    config = Config(triton_decode_walk.row_tiles(group, head_dim)[0], 32, tiles, splits, False, warps, 3, apart, together)
     with PoisonedOutputs():
         out, lse = triton_decode_call.sparse_attention(*checked, config=config)
     reads = oracle.reads_of_blocks(blocks, block)
