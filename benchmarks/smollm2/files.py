@@ -167,7 +167,7 @@ def pack_tokens(folder: Path, train: int, held_out: int) -> None:
         for file in [f for start in range(every) for f in files[start::every]]:
             if sum(p.numel() for p in parts) >= most:
                 break
-            own = tokens_of(tokenizer, read_files([file])[0])  # none of a file in another encoding
+            own = tokens_of(tokenizer, read_files([file])[0].values())  # none of a file in another encoding
             if name == "held_out":
                 own = own[: min(WINDOWS_A_FILE, own.numel() // LENGTH) * LENGTH]
             if own.numel():

@@ -67,7 +67,7 @@ def evaluate(
         texts, left_out = read_files(text_files(text), text)
         tell_left_out(left_out)
         tokenizer = load_tokenizer(source)
-        data = Windows(tokens_of(tokenizer, texts), length, seed)
+        data = Windows(tokens_of(tokenizer, texts.values()), length, seed)
         hidden = _needles(tokenizer, data, needles)
         loaded = load_model(source, place, wanted)
         _note_length(loaded, length)

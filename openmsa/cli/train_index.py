@@ -86,14 +86,14 @@ def train_index(
     from openmsa.training.parallel import join
 
     try:
-        train, held = _files(text, held_out)
+        train, held = _texts(text, held_out, first)
         world = join(place)
         _check_machine(settings, world.size, wanted)  # A model may take minutes to load.
         tokenizer, loaded = load_tokenizer(source), load_model(source, world.device, wanted)
         _check_length(loaded, length)
-        windows, measured = _windows(tokenizer, train, text, length, seed, first), None
+        windows, measured = _windows(tokenizer, train, length, seed), None
         if not _nothing_to_measure(loaded, held, held_out, length, first):
-            measured = _windows(tokenizer, held, text, length, seed, first, "held-out text")
+            measured = _windows(tokenizer, held, length, seed, "held-out text")
         done = _run(loaded, windows, measured, settings, out, world, save_every, measure_every)
     except (ValueError, NotImplementedError) as error:
         refuse(str(error))
@@ -150,24 +150,24 @@ def _check_machine(settings: TrainSettings, processes: int, dtype: torch.dtype) 
         refuse(f"--{error}")
 
 
-def _files(text: list[Path], held_out: float) -> tuple[list[Path], list[Path]]:
-    from openmsa.training.text import split_files, text_files
+def _texts(text: list[Path], held_out: float, tells: bool) -> tuple[list[str], list[str]]:
+    """Returns the texts to train on and those held out, of the files that hold text."""
+    from openmsa.training.text import read_files, split_files, text_files
 
-    return split_files(text_files(text), held_out)
-
-
-def _windows(
-    tokenizer: Any, files: list[Path], named: list[Path], length: int, seed: int, tells: bool, what: str = "text"
-) -> Windows:
-    from openmsa.training.text import Windows, read_files, tokens_of
-
-    texts, left_out = read_files(files, named)
+    texts, left_out = read_files(text_files(text), text)
     if tells:
         tell_left_out(left_out)
+    train, held = split_files(list(texts), held_out)
+    return [texts[file] for file in train], [texts[file] for file in held]
+
+
+def _windows(tokenizer: Any, texts: list[str], length: int, seed: int, what: str = "text") -> Windows:
+    from openmsa.training.text import Windows, tokens_of
+
     return Windows(tokens_of(tokenizer, texts), length, seed, what)
 
 
-def _nothing_to_measure(model: Any, held: list[Path], held_out: float, length: int, tells: bool) -> bool:
+def _nothing_to_measure(model: Any, held: list[str], held_out: float, length: int, tells: bool) -> bool:
     """Says whether recall is not measured, and on stderr why, where it was asked for."""
     from openmsa.training.layers import branches_of
 
@@ -176,7 +176,7 @@ def _nothing_to_measure(model: Any, held: list[Path], held_out: float, length: i
     if length <= reads:
         reason = f"a query reads {reads} tokens, and a window has {length} (--length): there is nothing to select"
     elif held_out and not held:
-        reason = "a single file cannot be held out"
+        reason = "a single file with text cannot be held out"
     if reason and tells:
         typer.echo(f"Note: recall is not measured, as {reason}.", err=True)
     return bool(reason) or not held

@@ -56,12 +56,12 @@ def split_files(files: Sequence[Path], share: float) -> tuple[list[Path], list[P
     return [f for f in files if f not in held], [f for f in files if f in held]
 
 
-def read_files(files: Iterable[Path], named: Collection[Path] = ()) -> tuple[list[str], list[Path]]:
-    """Returns the text of each file that holds some, and the files that are left out, as they are not UTF-8 text.
+def read_files(files: Iterable[Path], named: Collection[Path] = ()) -> tuple[dict[Path, str], list[Path]]:
+    """Returns the text of each file that holds some, by file, and the files that are left out, as they are not UTF-8 text.
 
     Raises ValueError for a file that cannot be read, and for one of `named` that is not UTF-8 text.
     """
-    texts, left_out = [], []
+    texts, left_out = dict[Path, str](), list[Path]()
     for file in files:
         try:
             text = read_file(file)
@@ -71,7 +71,7 @@ def read_files(files: Iterable[Path], named: Collection[Path] = ()) -> tuple[lis
             left_out.append(file)
             continue
         if text.strip():
-            texts.append(text)
+            texts[file] = text
     return texts, left_out
 
 
@@ -88,7 +88,7 @@ def read_file(file: Path) -> str:
     return text
 
 
-def tokens_of(tokenizer: Any, texts: Sequence[str]) -> Tensor:
+def tokens_of(tokenizer: Any, texts: Iterable[str]) -> Tensor:
     """Returns the tokens of all texts in a row, int64, each text ended by the tokenizer's end of text if it has one."""
     end = getattr(tokenizer, "eos_token_id", None)
     ids: list[int] = []

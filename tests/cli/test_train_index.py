@@ -204,7 +204,10 @@ def test_places_that_hold_something_are_refused(place, tmp_path):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--text", "text/0.txt", "--length", 64), "Note: recall is not measured, as a single file cannot be held out."),
+        (
+            ("--text", "text/0.txt", "--length", 64),
+            "Note: recall is not measured, as a single file with text cannot be held out.",
+        ),
         (("--text", "text", "--length", 32), "as a query reads 32 tokens, and a window has 32 (--length): there is nothing to"),
     ],
 )
@@ -215,6 +218,18 @@ def test_a_run_without_recall_says_why(place, tmp_path, monkeypatch, more, said)
     assert done.exit_code == 0, done.output
     assert said in done.stderr
     assert not any("measured" in record for record in read_log(tmp_path / "training" / "log.jsonl"))
+
+
+def test_files_without_text_are_neither_trained_on_nor_held_out(place, tmp_path):
+    """The only file that holds text is trained on, however many others there are."""
+    for number in range(8):
+        (tmp_path / f"{number}.txt").write_bytes(b"" if number % 2 else b"\xff\xfe\0")
+    (tmp_path / "text.txt").write_bytes((place / "text/0.txt").read_bytes())
+    arguments = ("--out", tmp_path / "out", "--length", 64, "--steps", 1, "--warmup-steps", 1, "--batch", 1, "--device", "cpu")
+    done = invoke("train-index", place / "converted", "--text", tmp_path, "--held-out", 0.6, *arguments)
+    assert done.exit_code == 0, done.output
+    assert "as a single file with text cannot be held out" in done.stderr
+    assert "Left out, as no UTF-8 text: 4 files" in done.stderr
 
 
 def test_a_text_longer_than_the_models_positions_is_noted(place):

@@ -58,7 +58,7 @@ def test_what_is_no_text_is_refused(tmp_path):
             read_files([tmp_path / name], [tmp_path / name])
     (tmp_path / "good").write_text("good")
     files = [tmp_path / name for name in ("latin", "good", "zeros")]
-    assert read_files(files, [tmp_path]) == (["good"], [files[0], files[2]])
+    assert read_files(files, [tmp_path]) == ({files[1]: "good"}, [files[0], files[2]])
     with pytest.raises(ValueError, match="--text must name files that can be read"):
         read_files([tmp_path / "nothing"])
 
