@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from openmsa.cli.checks import INTERRUPTED, check_writable, refuse, tell_left_out
+from openmsa.cli.checks import INTERRUPTED, check_writable, refuse
 from openmsa.cli.models import (
     Device,
     Dtype,
@@ -22,6 +22,7 @@ from openmsa.cli.models import (
     load_tokenizer,
     quiet,
 )
+from openmsa.cli.training_text import cut_windows, nothing_to_measure, read_texts
 
 if TYPE_CHECKING:
     import torch
@@ -86,14 +87,14 @@ def train_index(
     from openmsa.training.parallel import join
 
     try:
-        train, held = _texts(text, held_out, first)
+        train, held = read_texts(text, held_out, first)
         world = join(place)
         _check_machine(settings, world.size, wanted)  # A model may take minutes to load.
         tokenizer, loaded = load_tokenizer(source), load_model(source, world.device, wanted)
         _check_length(loaded, length)
-        windows, measured = _windows(tokenizer, train, length, seed), None
-        if not _nothing_to_measure(loaded, held, held_out, length, first):
-            measured = _windows(tokenizer, held, length, seed, "held-out text")
+        windows, measured = cut_windows(tokenizer, train, length, seed, "text to train on"), None
+        if not nothing_to_measure(loaded, held, held_out, length, first):
+            measured = cut_windows(tokenizer, held, length, seed, "text held out (--held-out)")
         done = _run(loaded, windows, measured, settings, out, world, save_every, measure_every)
     except (ValueError, NotImplementedError) as error:
         refuse(str(error))
@@ -126,7 +127,8 @@ def _check_out(out: Path, resume: bool) -> None:
         refuse(f"--out must be a new folder, got {str(out)!r}, which holds a run: {RESTART}")
     if (out / "config.json").exists() and not checkpoint.exists():
         refuse(f"--out must be a new folder, got {str(out)!r}, which holds a model")
-    check_writable("--out", checkpoint)
+    for file in (checkpoint, checkpoint.with_name("log.jsonl")):
+        check_writable("--out", file)
 
 
 def _check_converted(model: str, source: Source) -> None:
@@ -148,38 +150,6 @@ def _check_machine(settings: TrainSettings, processes: int, dtype: torch.dtype) 
         settings.check_machine(processes, dtype)
     except ValueError as error:
         refuse(f"--{error}")
-
-
-def _texts(text: list[Path], held_out: float, tells: bool) -> tuple[list[str], list[str]]:
-    """Returns the texts to train on and those held out, of the files that hold text."""
-    from openmsa.training.text import read_files, split_files, text_files
-
-    texts, left_out = read_files(text_files(text), text)
-    if tells:
-        tell_left_out(left_out)
-    train, held = split_files(list(texts), held_out)
-    return [texts[file] for file in train], [texts[file] for file in held]
-
-
-def _windows(tokenizer: Any, texts: list[str], length: int, seed: int, what: str = "text") -> Windows:
-    from openmsa.training.text import Windows, tokens_of
-
-    return Windows(tokens_of(tokenizer, texts), length, seed, what)
-
-
-def _nothing_to_measure(model: Any, held: list[str], held_out: float, length: int, tells: bool) -> bool:
-    """Says whether recall is not measured, and on stderr why, where it was asked for."""
-    from openmsa.training.layers import branches_of
-
-    config, reason = branches_of(model)[1], ""
-    reads = config.index_topk_blocks * config.index_block_size
-    if length <= reads:
-        reason = f"a query reads {reads} tokens, and a window has {length} (--length): there is nothing to select"
-    elif held_out and not held:
-        reason = "a single file with text cannot be held out"
-    if reason and tells:
-        typer.echo(f"Note: recall is not measured, as {reason}.", err=True)
-    return bool(reason) or not held
 
 
 def _check_length(model: Any, length: int) -> None:

@@ -34,6 +34,27 @@ class Log:
 
 
 def read_log(file: Path) -> list[dict[str, Any]]:
-    """Returns the records of a log; a last line that was cut off is left out."""
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Returns the records of a log, none where there is no file; a last line that was cut off is left out. Raises ValueError
+    for what is no log."""
+    if not file.exists():
+        return []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise _no_log(file, f"bytes that are no text at {error.start}") from error
+    return [_record(file, line) for line in lines if line.endswith("\n")]
+
+
+def _record(file: Path, line: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(line)
+        needed = {"step"} | ({"stage", "by_layer"} if "loss" in found else set())
+        if needed <= found.keys() and isinstance(found["step"], int):
+            return found
+    except (json.JSONDecodeError, AttributeError, TypeError, RecursionError):
+        pass
+    raise _no_log(file, repr(line.rstrip()[:40]))
+
+
+def _no_log(file: Path, got: str) -> ValueError:
+    return ValueError(f"{file} must hold a JSON object of a step a line, got {got}; without the file a run goes on as well")

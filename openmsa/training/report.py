@@ -11,9 +11,11 @@ SHOWN = 200  # A curve is drawn with so many points: neighbouring steps are aver
 
 
 def loss_plot(records: Sequence[dict[str, Any]], file: Path) -> None:
-    """Writes a PNG of the index loss against the step: each layer, coloured by its depth, and the mean. Raises ImportError
-    without matplotlib."""
+    """Writes a PNG of the index loss against the step: each layer, coloured by its depth, and the mean; none where no
+    step was logged. Raises ImportError without matplotlib."""
     steps = [r for r in records if "loss" in r]
+    if not steps:
+        return
     layers = [int(layer) for layer in steps[0]["by_layer"]]
     every = max(1, len(steps) // SHOWN)
     parts = [steps[i : i + every] for i in range(0, len(steps), every)]
@@ -85,4 +87,4 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
             f"held-out text: block recall {first['block_recall']:.3f} to {last['block_recall']:.3f}, "
             f"score recall {first['score_recall']:.3f} to {last['score_recall']:.3f}"
         )
-    return "\n".join(lines)
+    return "\n".join(lines or ["The log holds no step."])

@@ -4,6 +4,8 @@ do."""
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,6 +88,58 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(place, tmp_path):
     resumed = invoke(*arguments, *short)
     assert resumed.exit_code == 0, resumed.output
     assert [r["step"] for r in read_log(log)] == list(range(60))
+
+
+@pytest.fixture(scope="module")
+def finished(place, tmp_path_factory):
+    """Returns the folder of a run that has come to its end."""
+    out = tmp_path_factory.mktemp("runs") / "out"
+    assert train(place, out).exit_code == 0
+    return out
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_run_goes_on_without_its_log(place, finished, tmp_path, content):
+    out = shutil.copytree(finished, tmp_path / "out")
+    log = out / "training" / "log.jsonl"
+    log.unlink()
+    if content is not None:
+        log.write_text(content)
+    resumed = train(place, out, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert "The log holds no step." in resumed.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (b"\xff{}\n", "bytes that are no text at 0"),
+        (b'{"step": 0}\nnonsense\n', "'nonsense'"),
+        (b"[1]\n", re.escape("'[1]'")),
+        (b"[" * 100_000 + b"\n", re.escape("'[[[[")),
+        (b"null\n", "'null'"),
+        (b'{"a": 1}\n', "'{\"a\": 1}'"),
+        (b'{"step": "0"}\n', '\'{"step": "0"}\''),
+        (b'{"step": 0, "loss": 1}\n', '\'{"step": 0, "loss": 1}\''),
+    ],
+)
+def test_a_broken_log_is_refused(place, finished, tmp_path, content, got):
+    out = shutil.copytree(finished, tmp_path / "out")
+    (out / "training" / "log.jsonl").write_bytes(content)
+    resumed = train(place, out, "--resume")
+    assert resumed.exit_code == 2, resumed.output
+    assert re.search(f"log.jsonl must hold a JSON object of a step a line, got {got}", resumed.stderr), resumed.stderr
+    assert "without the file a run goes on as well" in resumed.stderr
+    assert (out / "training" / "log.jsonl").read_bytes() == content
+
+
+def test_a_log_that_cannot_be_written_is_refused(place, finished, tmp_path):
+    out = shutil.copytree(finished, tmp_path / "out")
+    (out / "training" / "log.jsonl").unlink()
+    (out / "training" / "log.jsonl").mkdir()
+    resumed = train(place, out, "--resume")
+    assert resumed.exit_code == 2, resumed.output
+    assert "log.jsonl', which is no regular file" in resumed.stderr
 
 
 def test_numbers_that_are_not_finite_end_a_run_and_leave_its_checkpoint(place, tmp_path, monkeypatch):
