@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,8 @@ class Model:
 
     def __post_init__(self) -> None:
         for name in ("sparse_layers", "num_q_heads", "num_kv_heads", "index_key_heads"):
-            checks.integer(name, getattr(self, name), 1)
-        checks.integer("dense_layers", self.dense_layers, 0)
+            checks.integer(name, getattr(self, name), 1, INT32_MAX)
+        checks.integer("dense_layers", self.dense_layers, 0, INT32_MAX)
         checks.divides("num_kv_heads", self.num_kv_heads, "num_q_heads", self.num_q_heads)
         for name, low, high in (("head_dim", 16, 256), ("index_dim", 16, 256), ("block_size", 16, 256), ("topk", 1, 64)):
             checks.integer(name, getattr(self, name), low, high)
@@ -55,42 +56,53 @@ class Model:
     @classmethod
     def from_config(cls, path: Path) -> Model:
         """Reads the config.json, or the folder that holds it, of a MiniMax-M3 checkpoint, of one with its names, or of a model
-        that `openmsa convert` wrote. Raises ValueError for what it lacks."""
-        path = path / "config.json" if path.is_dir() else path
+        that `openmsa convert` wrote. Raises ValueError for what it lacks, and TypeError for what is no whole number."""
+        path = path / "config.json" if os.path.isdir(path) else path  # Path.is_dir raises where a name is too long.
         check_ends("model", path)
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"model must be a preset or a JSON config file, got {str(path)!r}: {error}") from None
         config = _part(path, {"config": config}, "config")
         config = _part(path, config, "text_config") or config
         sparse, converted = _part(path, config, "sparse_attention_config"), _part(path, config, "msa")
         config = {**config, **converted}
 
-        def value(name: str, other: str = "") -> Any:
-            found = config.get(name, sparse.get(other))
+        def size(name: str, other: str = "") -> int:
+            found, known = config.get(name), name
+            if found is None and other:
+                found, known = sparse.get(other), f"{name} or sparse_attention_config.{other}"
             if found is None:
-                raise ValueError(f"{path} must have {name}{f' or sparse_attention_config.{other}' if other else ''}")
-            return found
+                raise ValueError(f"{path} must have {known}")
+            return checks.integer(f"{known} of {path}", found, 1, INT32_MAX)
 
-        kinds = config.get("layer_types") or sparse.get("sparse_attention_freq")
         if converted:
-            layers = checks.integer("num_hidden_layers", value("num_hidden_layers"), 1)
-            kinds = [int(number not in value("dense_layers")) for number in range(layers)]
-        if not isinstance(kinds, list) or not kinds:
-            raise ValueError(f"{path} must say which layers are sparse: layer_types or sparse_attention_freq")
-        count = sum(kind not in (0, "full_attention") for kind in kinds)
+            if config.get("dense_layers") is None:
+                raise ValueError(f"{path} must have dense_layers")
+            layers, dense = size("num_hidden_layers"), _list(path, config, "dense_layers")
+            for number in dense:
+                checks.integer(f"dense_layers of {path}", number, 0, layers - 1)
+            count = layers - len(set(dense))
+        else:
+            kinds = _list(path, config, "layer_types") or _list(path, sparse, "sparse_attention_freq")
+            layers, count = len(kinds), sum(kind not in (0, "full_attention") for kind in kinds)
+        if not count:
+            raise ValueError(
+                f"{path} must say which layers are sparse, by layer_types or sparse_attention_freq, or be of a model that "
+                "openmsa convert wrote"
+            )
+        heads = size("num_attention_heads")
         return cls(
             name=str(config.get("model_type", path.name)),
             sparse_layers=count,
-            dense_layers=len(kinds) - count,
-            num_q_heads=value("num_attention_heads"),
-            num_kv_heads=value("num_key_value_heads"),
-            head_dim=config.get("head_dim") or value("hidden_size") // value("num_attention_heads"),
-            index_dim=value("index_head_dim", "sparse_index_dim"),
-            block_size=value("index_block_size", "sparse_block_size"),
-            topk=value("index_topk_blocks", "sparse_topk_blocks"),
-            index_key_heads=config.get("index_n_key_heads", 1),
+            dense_layers=layers - count,
+            num_q_heads=heads,
+            num_kv_heads=size("num_key_value_heads"),
+            head_dim=size("hidden_size") // heads if config.get("head_dim") is None else size("head_dim"),
+            index_dim=size("index_head_dim", "sparse_index_dim"),
+            block_size=size("index_block_size", "sparse_block_size"),
+            topk=size("index_topk_blocks", "sparse_topk_blocks"),
+            index_key_heads=1 if config.get("index_n_key_heads") is None else size("index_n_key_heads"),
         )
 
 
@@ -100,6 +112,14 @@ def _part(path: Path, config: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(part, dict):
         raise ValueError(f"{name} of {path} must be an object of names and values, got {type(part).__name__}")
     return part
+
+
+def _list(path: Path, config: dict[str, Any], name: str) -> list[Any]:
+    """Returns a list of a config, empty where it is missing."""
+    found = config.get(name) or []
+    if not isinstance(found, list) or not all(isinstance(x, int | str) for x in found):
+        raise ValueError(f"{name} of {path} must be a list of numbers or names, got {str(found)[:40]}")
+    return found
 
 
 PRESETS = {

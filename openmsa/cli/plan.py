@@ -81,9 +81,10 @@ def plan(
 
 
 def _in_options(sentence: str) -> str:
-    """Says in the command's options what begins with the name of an argument."""
+    """Says in the command's options what begins with the name of an argument, and not with a name of a config file."""
     name, rest = sentence.partition(" ")[::2]
-    return f"--{name.replace('_', '-')} {rest}" if name in inspect.signature(plan).parameters else sentence
+    is_option = name in inspect.signature(plan).parameters and not rest.startswith("of ")
+    return f"--{name.replace('_', '-')} {rest}" if is_option else sentence
 
 
 def _model(name: str, own: dict[str, Any]) -> Model:

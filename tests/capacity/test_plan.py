@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,18 +132,45 @@ def test_a_config_gives_the_model(tmp_path):
         ([], "must say which layers"),
         ([1], "config of .*config.json must be an object of names and values, got list"),
         ({"text_config": "x"}, "text_config of .*config.json must be an object of names and values, got str"),
-        ({"text_config": None, "layer_types": 5}, "must say which layers are sparse"),
+        ({"text_config": None, "layer_types": 5}, "layer_types of .*config.json must be a list of numbers or names, got 5"),
+        (flat | {"layer_types": ["full_attention"] * 3}, "must say which layers are sparse"),
+        (flat | {"num_attention_heads": 0}, "num_attention_heads of .*config.json must be at least 1, got 0"),
+        (flat | {"num_attention_heads": -64}, "num_attention_heads of .*config.json must be at least 1, got -64"),
+        (flat | {"head_dim": None, "hidden_size": "a"}, "hidden_size of .*config.json must be an int, got str"),
+        (flat | {"head_dim": 0}, "head_dim of .*config.json must be at least 1, got 0"),
+        (flat | {"index_n_key_heads": "3"}, "index_n_key_heads of .*config.json must be an int, got str"),
+        (flat | {"num_key_value_heads": 10**30}, "num_key_value_heads of .*config.json must be from 1 to 2147483647"),
+        (llama | {"num_hidden_layers": 10**12}, "num_hidden_layers of .*config.json must be from 1 to 2147483647"),
+        (llama | {"msa": branches | {"dense_layers": None}}, "config.json must have dense_layers"),
+        (
+            llama | {"msa": branches | {"dense_layers": "02"}},
+            "dense_layers of .*config.json must be a list of numbers or names, got 02",
+        ),
+        (llama | {"msa": branches | {"dense_layers": [5]}}, "dense_layers of .*config.json must be from 0 to 4, got 5"),
+        (llama | {"msa": branches | {"dense_layers": ["0"]}}, "dense_layers of .*config.json must be an int, got str"),
+        (flat | {"layer_types": [[1], {}]}, "layer_types of .*config.json must be a list of numbers or names, got "),
     ):
         file.write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises((ValueError, TypeError), match=sentence):
             Model.from_config(file)
-    file.write_text("{")
-    with pytest.raises(ValueError, match=r"model must be a preset or a JSON config file, got .*config.json"):
-        Model.from_config(file)
+    for text in ("{", "[" * 100_000, '{"num_attention_heads": ' + "1" * 5000 + "}"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"model must be a preset or a JSON config file, got .*config.json"):
+            Model.from_config(file)
+    for name in ("x" * 300, "a\0b"):
+        with pytest.raises(ValueError, match="model must be a preset or a JSON config file, got"):
+            Model.from_config(Path(name))
 
 
 def invoke(*arguments):
     return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_a_size_of_a_config_is_not_called_an_option(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"layer_types": ["sparse"], "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": "x"})
+    )
+    assert invoke("--model", str(tmp_path)).output.startswith("head_dim of ")
 
 
 def test_the_command_prints_a_table_of_80_columns_and_json():
