@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -126,7 +127,7 @@ def _check_records(output: Path) -> None:
     from openmsa.bench import record
 
     try:
-        if output.exists():
+        if os.path.exists(output):
             record.rows(output)
     except ValueError as error:
         refuse(f"--output must be a new file or one of records, as {error}")

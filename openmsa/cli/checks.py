@@ -32,7 +32,7 @@ def check_writable(option: str, file: Path) -> None:
     for the trial goes. Refuses, naming the option, where it cannot be written."""
     if os.path.lexists(file) and not os.path.isfile(file):
         refuse(f"{option} must be a place that can be written, got {str(file)!r}, which is no regular file")
-    absent = [folder for folder in file.parents if not folder.exists()]
+    absent = [folder for folder in file.parents if not os.path.exists(folder)]  # Path.exists raises where a name is too long
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         new = not file.exists()

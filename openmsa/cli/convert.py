@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,7 +58,7 @@ def convert(
     Then: openmsa generate smollm2-msa --file LONG.txt --prompt "What is this about?"
     """
     source = find_model(model)
-    if out.is_dir() and any(out.iterdir()):
+    if os.path.isdir(out) and os.listdir(out):
         refuse(f"OUT must be a new or empty folder, got {str(out)!r}, which holds files")
     layers = layer_numbers("--dense-layers", dense_layers)
     if initialise not in ("group-mean", "random"):  # A model may take minutes to load, so what needs none is checked before.

@@ -18,7 +18,7 @@ from openmsa.cli.caches import check_formats, make_cache
 from openmsa.cli.checks import INTERRUPTED, refuse
 from openmsa.cli.convert import to_msa
 from openmsa.cli.models import Device, Dtype, Model, find_device, find_model, hugging_face, load_model, load_tokenizer
-from openmsa.runtime.files import check_ends
+from openmsa.cli.prompt import read_prompt, token_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,9 +105,7 @@ def generate(
         typer.echo("Note: dense attention reads all keys, whatever --topk and --block-size say.", err=True)
     if not temperature <= 3.4e38:
         refuse(f"--temperature must be finite in float32, got {temperature}")
-    text = "" if file is None else _read(file)
-    if not text and not prompt:
-        refuse("--file or --prompt must be given, as there is nothing to answer otherwise")
+    words = read_prompt(file, prompt)
 
     from rich.console import Console
     from rich.markup import escape
@@ -115,7 +113,7 @@ def generate(
     console = Console(stderr=True)
     with console.status(escape(f"loading {model}")):
         tokenizer = load_tokenizer(source)
-        ids = _token_ids(tokenizer, text, prompt, raw)
+        ids = token_ids(tokenizer, words, raw)
         if ids.shape[1] == 0:
             refuse("--file and --prompt must hold a token of the model at least, got none")
         loaded = _prepared(load_model(source, where, wanted), attention, topk, block_size)
@@ -143,33 +141,6 @@ def generate(
         console.print(report.sentence(), soft_wrap=True, highlight=False)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
-
-
-def _read(file: Path) -> str:
-    try:
-        check_ends("--file", file)
-        text = file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        refuse(f"--file must be UTF-8 text, got {str(file)!r}, which is none at byte {error.start}")
-    except OSError as error:
-        refuse(f"--file must be a file that can be read, got {str(file)!r}: {error.strerror}")
-    except ValueError as error:
-        refuse(str(error))
-    if "\0" in text:
-        refuse(f"--file must be UTF-8 text, got {str(file)!r}, which holds zero bytes, as binary files do")
-    return text
-
-
-def _token_ids(tokenizer: Any, text: str, prompt: str, raw: bool) -> Tensor:
-    """Returns what the model reads, int64 ``[1, tokens]``: in its chat format where it has one, unless `raw`."""
-    whole = "\n\n".join(part for part in (text, prompt) if part)
-    if raw or not tokenizer.chat_template:
-        found: Tensor = tokenizer(whole, return_tensors="pt").input_ids
-        return found
-    messages = [{"role": "user", "content": whole}]
-    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-    chat: Tensor = tokenizer.apply_chat_template(messages, **options)["input_ids"]
-    return chat
 
 
 def _prepared(model: Any, attention: Attention, topk: int | None, block_size: int | None) -> Any:

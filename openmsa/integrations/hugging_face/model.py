@@ -19,6 +19,7 @@ from openmsa.integrations.hugging_face.cache import PagedCache, branch_settings,
 from openmsa.integrations.padding import refuse_packed
 from openmsa.integrations.transformers import packed_forward, refuse_unsupported, register_forward
 from openmsa.modules import IndexBranch
+from openmsa.runtime import checks
 from openmsa.types import Sequences
 
 ATTENTION = "openmsa-index-branch"
@@ -70,6 +71,8 @@ def add_branches(model: Any) -> None:
     (config, dense), rank = branch_settings(model.config), 0
     if config is None:
         raise ValueError("config.msa must hold the settings of the index branches, got none")
+    for number in dense:
+        checks.integer("dense_layers of config.msa", number, 0, model.config.num_hidden_layers - 1)
     for layer in attention_layers(model, model.config.msa["attention"]):
         if layer.layer_idx not in dense:
             hidden = getattr(getattr(layer, "q_proj", None), "in_features", model.config.hidden_size)
@@ -77,6 +80,9 @@ def add_branches(model: Any) -> None:
             layer.index_branch = IndexBranch(hidden, config, device=like.device, dtype=like.dtype)
             layer.index_rank, rank = rank, rank + 1  # among the layers with a branch
         layer.register_forward_pre_hook(_hand_over, with_kwargs=True)
+    if not rank:
+        name = model.config.msa["attention"]
+        raise ValueError(f"config.msa must leave a layer {name!r} with an index branch, got none with dense_layers {dense}")
 
 
 def remove_branches(model: nn.Module, name: str) -> None:
