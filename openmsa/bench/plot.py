@@ -20,7 +20,8 @@ def series(records: list[Record]) -> dict[str, list[tuple[int, float]]]:
     with most points. Of several records of the same point the last counts."""
     found: dict[tuple[str, int], dict[tuple[int, int], dict[int, float]]] = {}
     for r in records:
-        if r["row"] in WHOLE and r["error"] is None and PEER in r["times_faster_than"]:
+        drawn = r["row"] in WHOLE and r["kind"] in KINDS and r["mode"] in MODES
+        if drawn and r["error"] is None and PEER in r["times_faster_than"]:
             rank = WHOLE.index(r["row"]), MODES.index(r["mode"])
             points = found.setdefault(_line(r), {}).setdefault(rank, {})
             points[r["shape"]["context"]] = r["times_faster_than"][PEER]

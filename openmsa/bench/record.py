@@ -125,7 +125,7 @@ def rows(path: Path) -> list[Record]:
         if line.strip():
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 record = None
             if not isinstance(record, dict) or not isinstance(record.get("shared", {}), dict):
                 raise ValueError(f"{path} must hold one JSON record a line, got {line[:40]!r} in line {number}")
@@ -136,10 +136,20 @@ def rows(path: Path) -> list[Record]:
     return found
 
 
-FIELDS = {"workload", "date", "row", "mode", "kind", "shape", "dtype", "device_name", "threads", "ceilings", "form", "error"}
-FIGURES = {"samples", "median_s", "lower_quartile_s", "upper_quartile_s", "bound", "percent_of_limit", "times_faster_than"}
-RATES = {"flops_per_s", "bytes_per_s", "peak_extra_bytes"}
-"""What tables and plots read of a record; figures and rates, of one without an error."""
+Types = tuple[type, ...]
+TEXT: Types = (str,)
+COUNT: Types = (int,)
+NUMBER: Types = (int, float)
+TABLE: Types = (dict,)
+NOTHING: Types = (type(None),)
+FIELDS = dict.fromkeys(("workload", "date", "row", "mode", "kind", "dtype", "device_name"), TEXT)
+FIELDS |= {"shape": TABLE, "threads": COUNT, "ceilings": TABLE, "form": TEXT + NOTHING, "error": TEXT + NOTHING}
+SHAPE = dict.fromkeys(("batch", "q_len", "context", "num_q_heads", "num_kv_heads"), COUNT)
+CEILINGS = dict.fromkeys(("gemm", "copy", "read", "launch"), NUMBER)
+FIGURES = {"samples": (list,), "bound": TEXT, "times_faster_than": TABLE, "peak_extra_bytes": NUMBER + NOTHING}
+FIGURES |= dict.fromkeys(("median_s", "lower_quartile_s", "upper_quartile_s", "percent_of_limit"), NUMBER)
+FIGURES |= dict.fromkeys(("flops_per_s", "bytes_per_s"), NUMBER)
+"""What tables and plots read of a record, of which types; figures, of one without an error."""
 
 
 def load(path: Path) -> list[Record]:
@@ -147,9 +157,23 @@ def load(path: Path) -> list[Record]:
     other file."""
     records = rows(path)
     for number, record in enumerate(records, 1):
-        needed = FIELDS if record.get("error") else FIELDS | FIGURES | RATES
-        if missing := sorted(needed - set(record)):
-            raise ValueError(f"{path} must hold records of `openmsa bench`; row {number} lacks {', '.join(missing)}")
+        rule = f"{path} must hold records of `openmsa bench`; row {number}"
+        _check(rule, record, FIELDS if record.get("error") else FIELDS | FIGURES)
+        _check(f"{rule}, its shape", record["shape"], SHAPE)
+        _check(f"{rule}, its ceilings", record["ceilings"], CEILINGS)
+        if not record["error"]:
+            factors = record["times_faster_than"]
+            _check(f"{rule}, its times_faster_than", factors, dict.fromkeys(factors, NUMBER))
+            if not record["median_s"] > 0:
+                raise ValueError(f"{rule} has a median_s of {record['median_s']}, which must be positive")
     if not records:
         raise ValueError(f"{path} must hold at least one record, got an empty file")
     return records
+
+
+def _check(rule: str, record: Record, fields: dict[str, Types]) -> None:
+    if missing := sorted(set(fields) - set(record)):
+        raise ValueError(f"{rule} lacks {', '.join(missing)}")
+    for name, types in fields.items():
+        if not isinstance(record[name], types) or isinstance(record[name], bool):
+            raise ValueError(f"{rule} has {str(record[name])[:40]!r} as {name}")

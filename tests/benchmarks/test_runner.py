@@ -329,6 +329,7 @@ def test_rates_have_no_exponents():
         (b"\n\n", "must hold at least one record"),
         (b"\x89PNG", "got bytes that are no text at 0"),
         (b"[1]\n", r"got '\[1\]' in line 1"),
+        (b"[" * 100_000, r"got '\[{40}' in line 1"),
         (b'{"row": "sdpa"}\n', "must hold records of `openmsa bench`; row 1 lacks bound, bytes_per_s"),
     ],
 )
@@ -336,6 +337,31 @@ def test_other_files_are_refused(tmp_path, content, said):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(ValueError, match=said):
         record.load(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"shape": None}, "row 1 has 'None' as shape"),
+        ({"shape": {}}, "row 1, its shape lacks batch, context, num_kv_heads, num_q_heads, q_len"),
+        ({"ceilings": {"gemm": "x", "copy": 1, "read": 1, "launch": 1}}, "row 1, its ceilings has 'x' as gemm"),
+        ({"median_s": "fast"}, "row 1 has 'fast' as median_s"),
+        ({"median_s": 0.0}, "row 1 has a median_s of 0.0, which must be positive"),
+        ({"times_faster_than": {"sdpa": None}}, "row 1, its times_faster_than has 'None' as sdpa"),
+        ({"error": True}, "row 1 has 'True' as error"),
+    ],
+)
+def test_records_with_other_values_are_refused(tmp_path, change, said):
+    lines = list(runner.run([(tiny(32, 32), ("msa_attention",))], SETTINGS))
+    (tmp_path / "file").write_text(json.dumps(lines[0] | change))
+    with pytest.raises(ValueError, match=said):
+        record.load(tmp_path / "file")
+
+
+def test_kinds_and_modes_that_are_not_known_are_not_drawn():
+    lines = list(runner.run([(tiny(32, 32), ("msa_attention",))], SETTINGS))
+    assert plot.series(lines)
+    assert not plot.series([line | {"kind": "other"} for line in lines] + [line | {"mode": "other"} for line in lines])
 
 
 def test_records_travel(tmp_path):
