@@ -28,9 +28,9 @@ class Needle:
 def make_needles(tokenizer: Any, filler: Tensor, length: int, distances: Sequence[int], trials: int, seed: int) -> list[Needle]:
     """Makes `trials` needles for each distance, of `length` tokens each, from a filler of at least that many.
 
-    A distance that leaves no room before the needle is made the largest that does.
+    Distances that some trial has no room for are made the largest that all trials have room for.
     """
-    generator, found = random.Random(seed), []
+    generator, drawn = random.Random(seed), []
     for distance in distances:
         for _ in range(trials):
             question = f"\nThe secret number of the {generator.choice(COLOURS)} {generator.choice(THINGS)} is"
@@ -44,12 +44,15 @@ def make_needles(tokenizer: Any, filler: Tensor, length: int, distances: Sequenc
             if room < 1:
                 rule = f"--length must leave room for the needle and the question ({added + 1})"
                 raise ValueError(f"{rule}, got {length}: --needles 0 hides none")
-            behind = min(distance, room)
             start = generator.randrange(max(1, filler.numel() - room + 1))
-            text = filler[start : start + room]
-            ids = torch.cat((text[: room - behind], needle, text[room - behind :], asked, answer))
-            found.append(Needle(ids, len(answer), behind))
-    return found
+            drawn.append((distance, filler[start : start + room], needle, asked, answer))
+    most = min((len(text) for _, text, *_ in drawn), default=0)
+    return [_hidden(min(distance, most), *parts) for distance, *parts in drawn]
+
+
+def _hidden(distance: int, text: Tensor, needle: Tensor, asked: Tensor, answer: Tensor) -> Needle:
+    ids = torch.cat((text[: len(text) - distance], needle, text[len(text) - distance :], asked, answer))
+    return Needle(ids, len(answer), distance)
 
 
 def needle_distances(length: int) -> list[int]:

@@ -247,6 +247,23 @@ def test_needles_lie_where_they_should():
         make_needles(words, filler, 10, (1,), 1, seed=0)
 
 
+def test_needles_of_a_distance_have_that_distance_in_all_trials():
+    """Numbers and questions take more or fewer tokens, and leave more or less room for the text."""
+
+    def letters(text, add_special_tokens):
+        return SimpleNamespace(input_ids=[ord(c) for c in text])
+
+    needles = make_needles(letters, torch.zeros(1000, dtype=torch.int64), 200, (10, 90, 500), 6, seed=0)
+    rooms = [200 - int((needle.ids != 0).sum()) for needle in needles]
+    assert len(set(rooms)) > 1
+    assert [needle.distance for needle in needles] == [d for d in (10, min(90, *rooms), min(rooms)) for _ in range(6)]
+    for needle, room in zip(needles, rooms, strict=True):
+        end = needle.ids.tolist().index(ord("."))
+        assert needle.ids[end + 2 : end + 2 + needle.distance].eq(0).all()
+        assert needle.ids[: room - needle.distance].eq(0).all()
+        assert len(needle.ids) == 200
+
+
 def test_needles_are_found_by_the_likeliest_tokens():
     model = tiny_llama()
     ids = windows()[0].clone()
