@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from openmsa.training.branches import dense
 from openmsa.training.layers import Attend, LayerInputs, attention_by, backbone
@@ -37,24 +39,45 @@ def token_losses(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
-    """Returns the logits ``[rows, vocabulary]`` of hidden states ``[rows, hidden_size]``, computed in float32."""
+    """Returns the logits ``[rows, vocabulary]`` of hidden states ``[rows, hidden_size]``, computed in float32, as the model's
+    own forward makes them of what its head gives: some models scale them, or cap them."""
     head = model.get_output_embeddings()
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+
+    def states(*arguments: Any, **options: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=hidden[None])
+
+    def product(rows: Tensor) -> Tensor:
         bias = None if head.bias is None else head.bias.float()
-        return nn.functional.linear(hidden.float(), head.weight.float(), bias)
+        return nn.functional.linear(rows.float(), head.weight.float(), bias)
+
+    ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+    plain = torch.autocast(hidden.device.type, enabled=False)
+    with torch.no_grad(), plain, _forward_by(backbone(model), states), _forward_by(head, product):
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+    return logits
+
+
+@contextmanager
+def _forward_by(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Gives a module another forward for a while."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
 
 
 def check_logits(model: Any, ids: Tensor) -> None:
-    """The logits of `model` for ids ``[length]`` must be its head's products with the last hidden states, as `logits_of` takes
-    them: some models scale them, or cap them."""
+    """The logits of `model` for ids ``[length]`` must follow from the last hidden states, as `logits_of` takes them."""
     few = ids[None, :4].to(model.device)
     with torch.no_grad():
         found = model(input_ids=few, use_cache=False).logits[0].float()
         own = logits_of(model, model.base_model(input_ids=few, use_cache=False)[0][0])
     if not torch.allclose(found, own, rtol=0, atol=0.05 * float(own.abs().max())):
-        raise NotImplementedError(
-            f"{type(model).__name__} must make its logits by its head alone, which does more with them here"
-        )
+        raise NotImplementedError(f"{type(model).__name__} must make its logits of its last hidden states alone")
 
 
 def loss_by_position(model: Any, windows: Sequence[Tensor], attend: Attend) -> Tensor:

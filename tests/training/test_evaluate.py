@@ -295,12 +295,50 @@ def test_a_comparison_measures_every_variant():
         assert len(row.needles) == 1
 
 
+SIZES = {"vocab_size": 64, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6}
+FEW = {"intermediate_size": 64, "num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0}
+LOGITS = {
+    "Granite": {"logits_scaling": 8.0},
+    "Gemma2": {"final_logit_softcapping": 0.5, "attn_logit_softcapping": None, "head_dim": 16},
+    "Cohere": {"logit_scale": 0.25},
+    "Mixtral": {"num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("family", LOGITS)
+def test_logits_are_scaled_and_capped_as_the_model_does(family):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **FEW, **LOGITS[family])
+    model, ids = getattr(transformers, f"{family}ForCausalLM")(config).eval(), torch.arange(48) + 3
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0]
+        hidden = model.model(ids[None]).last_hidden_state[0]
+    expected = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none").double()
+    torch.testing.assert_close(token_losses(model, hidden, ids), expected, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(model(ids[None]).logits[0], logits), "the model is as it was"
+
+
+def test_granite_is_evaluated():
+    torch.manual_seed(0)
+    model = transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, **FEW, **LOGITS["Granite"])).eval()
+    ids = torch.arange(48) + 3
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0]
+    expected = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none").double()
+    torch.testing.assert_close(loss_by_position(model, [ids], DENSE), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_models_whose_losses_it_would_not_tell_are_refused():
-    sizes = {"vocab_size": 64, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6}
-    granite = {"intermediate_size": 64, "num_key_value_heads": 2, "initializer_range": 0.3, "logits_scaling": 8.0}
+    class Shifted(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, use_cache):
+            found = super().forward(input_ids, use_cache=use_cache)
+            found.logits = found.logits + input_ids[..., None]
+            return found
+
     models = {
-        "its head alone": transformers.GraniteForCausalLM(transformers.GraniteConfig(**sizes, **granite)),
-        "AttentionInterface": transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, alibi=False)),
+        "of its last hidden states alone": Shifted(transformers.LlamaConfig(**SIZES, **FEW)),
+        "AttentionInterface": transformers.FalconForCausalLM(transformers.FalconConfig(**SIZES, alibi=False)),
     }
     ids = torch.arange(48) + 3
     for reason, model in models.items():
