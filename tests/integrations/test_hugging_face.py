@@ -88,7 +88,7 @@ def test_dense_layers_stay_dense():
         assert (some - other).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("family", [*NAMED, "Granite"])
+@pytest.mark.parametrize("family", [*NAMED, "Granite", "Mixtral", "Qwen3Moe"])
 def test_files_keep_the_branches(family, tmp_path):
     model, ids = convert(plain(family), dense_layers=[1], initialise="random", **SPARSE), tokens()
     model.save_pretrained(tmp_path)

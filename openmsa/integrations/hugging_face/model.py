@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
@@ -55,6 +56,10 @@ def family(base: str) -> Any:
     globals().update({made.__name__: made for made in (config_class, model_class)})  # where pickle looks for them
     AutoConfig.register(PREFIX + base, config_class)
     AutoModelForCausalLM.register(config_class, model_class)
+    for known, own in ((base, PREFIX + base), (model.__name__, model_class.__name__)):
+        renamed = get_checkpoint_conversion_mapping(known)  # Files hold experts under other names than the modules of a model.
+        if renamed is not None:
+            register_checkpoint_conversion_mapping(own, renamed, overwrite=True)
     if plain in TOKENIZER_MAPPING:
         TOKENIZER_MAPPING.register(config_class, TOKENIZER_MAPPING[plain], exist_ok=True)
     return model_class
