@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from openmsa.training.branches import dense
 from openmsa.training.layers import Attend, LayerInputs, attention_by, backbone
@@ -43,18 +42,33 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
     own forward makes them of what its head gives: some models scale them, or cap them."""
     head = model.get_output_embeddings()
 
-    def states(*arguments: Any, **options: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=hidden[None])
-
     def product(rows: Tensor) -> Tensor:
         bias = None if head.bias is None else head.bias.float()
         return nn.functional.linear(rows.float(), head.weight.float(), bias)
 
     ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
     plain = torch.autocast(hidden.device.type, enabled=False)
-    with torch.no_grad(), plain, _forward_by(backbone(model), states), _forward_by(head, product):
+    with (
+        torch.no_grad(),
+        plain,
+        _forward_by(backbone(model), lambda *_, **__: _States(hidden[None])),
+        _forward_by(head, product),
+    ):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return logits
+
+
+class _States:
+    """Stands for what a backbone returns: last hidden states, and nothing by any other name."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, number: Any) -> Any:
+        return (self.last_hidden_state,)[number]
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 @contextmanager
@@ -74,7 +88,10 @@ def check_logits(model: Any, ids: Tensor) -> None:
     """The logits of `model` for ids ``[length]`` must follow from the last hidden states, as `logits_of` takes them."""
     few = ids[None, :4].to(model.device)
     with torch.no_grad():
-        found = model(input_ids=few, use_cache=False).logits[0].float()
+        try:
+            found = model(input_ids=few, use_cache=False).logits[0].float()
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(f"{type(model).__name__} could not be run: {type(error).__name__}: {error}") from error
         own = logits_of(model, model.base_model(input_ids=few, use_cache=False)[0][0])
     if not torch.allclose(found, own, rtol=0, atol=0.05 * float(own.abs().max())):
         raise NotImplementedError(f"{type(model).__name__} must make its logits of its last hidden states alone")

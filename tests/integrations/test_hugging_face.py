@@ -332,6 +332,14 @@ def test_static_decode_compiles():
     torch.testing.assert_close(found[:, 0], wanted[:, -1], atol=1e-5, rtol=0)
 
 
+def test_a_model_that_cannot_be_run_is_refused():
+    model = plain()
+    model.model.layers[1].mlp.down_proj = torch.nn.Linear(3, 4)
+    with pytest.raises(NotImplementedError, match="LlamaForCausalLM could not be run to find its attention: RuntimeError: "):
+        convert(model, **SPARSE)
+    assert type(model) is transformers.LlamaForCausalLM
+
+
 @pytest.mark.parametrize(
     ("family", "options", "error", "message"),
     [

@@ -338,9 +338,19 @@ def test_models_whose_losses_it_would_not_tell_are_refused():
 
     models = {
         "of its last hidden states alone": Shifted(transformers.LlamaConfig(**SIZES, **FEW)),
+        "GPT2Attention must be given position_embeddings": transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64)
+        ),
         "AttentionInterface": transformers.FalconForCausalLM(transformers.FalconConfig(**SIZES, alibi=False)),
     }
     ids = torch.arange(48) + 3
     for reason, model in models.items():
         with pytest.raises(NotImplementedError, match=reason):
             loss_by_position(model.eval(), [ids], VariantAttention(Variant("dense")))
+
+
+def test_a_model_that_cannot_be_run_is_refused():
+    model = tiny_llama()
+    model.model.layers[1].mlp.down_proj = torch.nn.Linear(3, 4)
+    with pytest.raises(ValueError, match="LlamaForCausalLM could not be run: RuntimeError: "):
+        loss_by_position(model, [windows()[0]], DENSE)

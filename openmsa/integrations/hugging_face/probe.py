@@ -87,7 +87,7 @@ def probe(model: Any, cache: Given | None = None) -> list[Seen]:
             model(input_ids=ids, use_cache=cache is not None, **({} if cache is None else {"past_key_values": cache}))
     except NotImplementedError as error:
         raise NotImplementedError(f"{error}; all layers share one attention, so none can be left out") from error
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise NotImplementedError(
             f"{type(model).__name__} could not be run to find its attention: {type(error).__name__}: {error}"
         ) from error
