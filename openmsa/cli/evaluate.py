@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from openmsa.cli.checks import INTERRUPTED, check_writable, refuse, tell_left_out
-from openmsa.cli.models import SMOLLM2, Device, Dtype, Model, find_device, find_model, load_model, load_tokenizer
+from openmsa.cli.models import SMOLLM2, Device, Dtype, Model, check_tokens, find_device, find_model, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from openmsa.training.compare import Row
@@ -70,6 +70,7 @@ def evaluate(
         data = Windows(tokens_of(tokenizer, texts.values()), length, seed)
         hidden = _needles(tokenizer, data, needles)
         loaded = load_model(source, place, wanted)
+        check_tokens(loaded, data.tokens, *(needle.ids for needle in hidden))
         _note_length(loaded, length)
         record, rows = _run(loaded, data, hidden, windows, budget, block_size)
     except (ValueError, NotImplementedError) as error:

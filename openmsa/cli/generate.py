@@ -17,7 +17,17 @@ import typer
 from openmsa.cli.caches import check_formats, make_cache
 from openmsa.cli.checks import INTERRUPTED, refuse
 from openmsa.cli.convert import to_msa
-from openmsa.cli.models import Device, Dtype, Model, find_device, find_model, hugging_face, load_model, load_tokenizer
+from openmsa.cli.models import (
+    Device,
+    Dtype,
+    Model,
+    check_tokens,
+    find_device,
+    find_model,
+    hugging_face,
+    load_model,
+    load_tokenizer,
+)
 from openmsa.cli.prompt import read_prompt, token_ids
 
 if TYPE_CHECKING:
@@ -116,8 +126,9 @@ def generate(
         ids = token_ids(tokenizer, words, raw)
         if ids.shape[1] == 0:
             refuse("--file and --prompt must hold a token of the model at least, got none")
-        loaded = _prepared(load_model(source, where, wanted), attention, topk, block_size)
-        ids = ids.to(where)
+        loaded = load_model(source, where, wanted)
+        check_tokens(loaded, ids)
+        loaded, ids = _prepared(loaded, attention, topk, block_size), ids.to(where)
     longest = getattr(loaded.config, "max_position_embeddings", None)
     room = ids.shape[1] + max_new_tokens
     if longest is not None and room > longest:

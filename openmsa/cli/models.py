@@ -18,6 +18,7 @@ from openmsa.cli.checks import refuse
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 LIBRARIES = ("transformers", "safetensors", "accelerate")
 TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")  # Files of tokenizers begin with these.
@@ -155,6 +156,13 @@ def load_tokenizer(source: Source) -> Any:
         if source.file is None and not any(name.startswith(TOKENIZERS) for name in names):
             refuse(f"MODEL must come with a tokenizer, got {source.folder!r}, which holds none, such as tokenizer.json")
         refuse(f"MODEL must come with a tokenizer: {said}")
+
+
+def check_tokens(model: Any, *ids: Tensor) -> None:
+    """Refuses a model that has no embedding for some of these tokens of its tokenizer."""
+    known, most = model.get_input_embeddings().weight.shape[0], max(int(x.max()) for x in ids)
+    if most >= known:
+        refuse(f"MODEL must know the tokens of its tokenizer, got a model of {known} tokens and a text with number {most}")
 
 
 def error_text(error: Exception) -> str:

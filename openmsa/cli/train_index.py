@@ -15,6 +15,7 @@ from openmsa.cli.models import (
     Device,
     Dtype,
     Source,
+    check_tokens,
     find_device,
     find_model,
     is_converted,
@@ -95,6 +96,7 @@ def train_index(
         windows, measured = cut_windows(tokenizer, train, length, seed, "text to train on"), None
         if not nothing_to_measure(loaded, held, held_out, length, first):
             measured = cut_windows(tokenizer, held, length, seed, "text held out (--held-out)")
+        check_tokens(loaded, windows.tokens, *([] if measured is None else [measured.tokens]))
         done = _run(loaded, windows, measured, settings, out, world, save_every, measure_every)
     except (ValueError, NotImplementedError) as error:
         refuse(str(error))

@@ -274,6 +274,21 @@ def test_a_run_without_recall_says_why(place, tmp_path, monkeypatch, more, said)
     assert not any("measured" in record for record in read_log(tmp_path / "training" / "log.jsonl"))
 
 
+def test_tokens_that_the_model_does_not_know_are_refused(place, tmp_path):
+    save_llama(tmp_path / "model", vocab_size=40)
+    done = invoke("convert", tmp_path / "model", tmp_path / "converted", "--block-size", 16, "--topk", 2)
+    assert done.exit_code == 0, done.output
+    text = ("--text", place / "text", "--length", 64)
+    for command in (
+        ("generate", tmp_path / "model", "--prompt", "abc"),
+        ("evaluate", tmp_path / "model", *text, "--needles", 0),
+        ("train-index", tmp_path / "converted", *text, "--out", tmp_path / "out"),
+    ):
+        done = invoke(*command)
+        assert done.exit_code == 2, done.output
+        assert "MODEL must know the tokens of its tokenizer, got a model of 40 tokens and a text with number " in done.stderr
+
+
 def test_files_without_text_are_neither_trained_on_nor_held_out(place, tmp_path):
     """The only file that holds text is trained on, however many others there are."""
     for number in range(8):
