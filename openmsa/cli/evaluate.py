@@ -59,7 +59,8 @@ def evaluate(
     source = find_model(model)
     place, wanted = find_device(device, dtype)
     if out is not None:
-        check_writable("--out", out / "evaluation.json")
+        for name in ("evaluation.json", "evaluation.png"):
+            check_writable("--out", out / name)
 
     from openmsa.training.text import Windows, read_files, text_files, tokens_of
 

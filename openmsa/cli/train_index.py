@@ -129,8 +129,9 @@ def _check_out(out: Path, resume: bool) -> None:
         refuse(f"--out must be a new folder, got {str(out)!r}, which holds a run: {RESTART}")
     if os.path.exists(out / "config.json") and not os.path.exists(checkpoint):
         refuse(f"--out must be a new folder, got {str(out)!r}, which holds a model")
-    for file in (checkpoint, checkpoint.with_name("log.jsonl")):
-        check_writable("--out", file)
+    for name in ("checkpoint.safetensors", "log.jsonl", "loss.png", "recall.png"):
+        check_writable("--out", out / "training" / name)
+    check_writable("--out", out / "config.json")
 
 
 def _check_converted(model: str, source: Source) -> None:

@@ -133,13 +133,22 @@ def test_a_broken_log_is_refused(place, finished, tmp_path, content, got):
     assert (out / "training" / "log.jsonl").read_bytes() == content
 
 
-def test_a_log_that_cannot_be_written_is_refused(place, finished, tmp_path):
+@pytest.mark.parametrize("name", ["training/log.jsonl", "training/loss.png", "training/recall.png", "config.json"])
+def test_a_file_that_cannot_be_written_is_refused(place, finished, tmp_path, name):
     out = shutil.copytree(finished, tmp_path / "out")
-    (out / "training" / "log.jsonl").unlink()
-    (out / "training" / "log.jsonl").mkdir()
+    (out / name).unlink()
+    (out / name).mkdir()
     resumed = train(place, out, "--resume")
     assert resumed.exit_code == 2, resumed.output
-    assert "log.jsonl', which is no regular file" in resumed.stderr
+    assert f"{name}', which is no regular file" in resumed.stderr
+
+
+@pytest.mark.parametrize("name", ["evaluation.json", "evaluation.png"])
+def test_an_evaluation_that_cannot_be_written_is_refused(place, tmp_path, name):
+    (tmp_path / name).mkdir()
+    done = invoke("evaluate", place / "plain", "--text", place / "text", "--length", 96, "--needles", 0, "--out", tmp_path)
+    assert done.exit_code == 2, done.output
+    assert f"{name}', which is no regular file" in done.stderr
 
 
 def test_numbers_that_are_not_finite_end_a_run_and_leave_its_checkpoint(place, tmp_path, monkeypatch):
