@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,3 +46,16 @@ def check_writable(option: str, file: Path) -> None:
         for folder in absent:
             with contextlib.suppress(OSError):  # It is not there, or another process has put something there meanwhile.
                 folder.rmdir()
+
+
+@contextlib.contextmanager
+def writing(option: str, place: Path, then: str) -> Iterator[None]:
+    """Ends the command with a sentence where a place cannot be written to its end, as on a full disk. then: what stands there,
+    and what to do."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
+            raise
+        typer.echo(f"{option} cannot be written to its end, {str(place)!r}: {error}. {then}", err=True)
+        raise typer.Exit(1) from error

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from openmsa.cli.checks import check_writable, refuse
+from openmsa.cli.checks import INTERRUPTED, check_writable, refuse, writing
 from openmsa.cli.models import Dtype, Model, find_device, find_model, hugging_face, load_model, load_tokenizer, quiet
 
+PART = "What OUT holds is no whole model: remove it before the next try."
 # What is an argument of `openmsa.integrations.hugging_face.convert`, and an option of the command.
 OPTIONS = {
     "use initialise='random' and": "use openmsa convert --initialise random and",
@@ -87,9 +88,13 @@ def convert(
         status.update("converting")
         converted = to_msa(loaded, initialise, layers, settings)
         status.update(escape(f"writing {out}"))
-        with quiet():
-            converted.save_pretrained(out)
-            tokenizer.save_pretrained(out)
+        try:
+            with writing("OUT", out, PART), quiet():
+                converted.save_pretrained(out)
+                tokenizer.save_pretrained(out)
+        except KeyboardInterrupt:
+            typer.echo(f"Interrupted. {PART}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
     console.print(_summary(converted, out), soft_wrap=True, markup=False)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from openmsa.cli.checks import INTERRUPTED, check_writable, refuse, tell_left_out
+from openmsa.cli.checks import INTERRUPTED, check_writable, refuse, tell_left_out, writing
 from openmsa.cli.models import SMOLLM2, Device, Dtype, Model, check_tokens, find_device, find_model, load_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -79,14 +79,15 @@ def evaluate(
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     record = {"model": model, "text": [str(path) for path in text], **record}
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        _plot(record, rows, out / "evaluation.png")
     if as_json:
         typer.echo(json.dumps(record, indent=2))
     else:
         _print(record, rows)
+    if out is not None:
+        with writing("--out", out, "What was measured stands above."):
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            _plot(record, rows, out / "evaluation.png")
 
 
 evaluate.__doc__ = HELP

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from openmsa.cli.checks import INTERRUPTED, check_writable, refuse
+from openmsa.cli.checks import INTERRUPTED, check_writable, refuse, writing
 from openmsa.cli.models import (
     Device,
     Dtype,
@@ -50,6 +50,7 @@ is installed, and a checkpoint, written every so many steps and on Ctrl-C. A run
 with most attention are selected.
 
 {CALLS}"""
+AGAIN = "The same command with --resume goes on from the last checkpoint."
 RESTART = "--resume goes on with it, another --out begins a new one"
 
 
@@ -97,7 +98,8 @@ def train_index(
         if not nothing_to_measure(loaded, held, held_out, length, first):
             measured = cut_windows(tokenizer, held, length, seed, "text held out (--held-out)")
         check_tokens(loaded, windows.tokens, *([] if measured is None else [measured.tokens]))
-        done = _run(loaded, windows, measured, settings, out, world, save_every, measure_every)
+        with writing("--out", out / "training", AGAIN):
+            done = _run(loaded, windows, measured, settings, out, world, save_every, measure_every)
     except (ValueError, NotImplementedError) as error:
         refuse(str(error))
     except FloatingPointError as error:
@@ -112,7 +114,7 @@ def train_index(
     if world.first:
         if world.size > 1:  # The model is cut among the processes, but for its index branches.
             loaded = _with_branches(load_model(source, torch.device("cpu"), wanted), loaded)
-        with quiet():
+        with writing("--out", out, AGAIN), quiet():
             loaded.save_pretrained(out)
             tokenizer.save_pretrained(out)
         _report(out)

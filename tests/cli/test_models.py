@@ -312,6 +312,17 @@ def test_a_chat_format_that_fails_is_refused(template, tiny, tmp_path):
     assert invoke("generate", folder, "--prompt", "a", "--max-new-tokens", 1, "--raw").exit_code == 0
 
 
+@pytest.mark.parametrize(("error", "status"), [(OSError(28, "No space left on device"), 1), (KeyboardInterrupt(), 130)])
+def test_a_conversion_that_is_not_written_to_its_end_says_so(error, status, tiny, tmp_path, monkeypatch):
+    def ends(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", ends)
+    done = invoke("convert", tiny, tmp_path / "out")
+    assert done.exit_code == status
+    assert "What OUT holds is no whole model: remove it before the next try." in done.stderr
+
+
 def test_a_folder_may_be_called_anything(tiny, tmp_path):
     out = tmp_path / "a[b]" / "[/c]"
     done = invoke("convert", tiny, out)

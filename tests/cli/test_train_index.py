@@ -151,6 +151,37 @@ def test_an_evaluation_that_cannot_be_written_is_refused(place, tmp_path, name):
     assert f"{name}', which is no regular file" in done.stderr
 
 
+@pytest.mark.parametrize("place_of_error", ["checkpoint", "model"])
+def test_a_full_disk_ends_a_run_in_a_sentence(place, tmp_path, monkeypatch, place_of_error):
+    """The same command with --resume goes on."""
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as changed:
+        if place_of_error == "checkpoint":
+            changed.setattr("openmsa.training.checkpoint.save", full)
+        else:
+            changed.setattr("transformers.PreTrainedModel.save_pretrained", full)
+        stopped = train(place, tmp_path / "out")
+    assert stopped.exit_code == 1, stopped.output
+    assert "--out cannot be written to its end" in stopped.stderr
+    assert "No space left on device. The same command with --resume goes on from the last checkpoint." in stopped.stderr
+    assert train(place, tmp_path / "out", "--resume").exit_code == 0
+
+
+def test_an_evaluation_on_a_full_disk_is_printed(place, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys.modules["openmsa.cli.evaluate"], "_plot", full)
+    arguments = ("--text", place / "text", "--length", 96, "--windows", 1, "--needles", 0, "--budget", 34, "--json")
+    done = invoke("evaluate", place / "converted", *arguments, "--out", tmp_path / "out")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["rows"]
+    assert "No space left on device. What was measured stands above." in done.stderr
+
+
 def test_numbers_that_are_not_finite_end_a_run_and_leave_its_checkpoint(place, tmp_path, monkeypatch):
     squares = Trainer._gradient_squares
     steps = []
