@@ -340,6 +340,15 @@ def test_a_model_that_cannot_be_run_is_refused():
     assert type(model) is transformers.LlamaForCausalLM
 
 
+def test_a_model_whose_weights_are_not_finite_is_refused():
+    model = plain()
+    model.model.layers[0].self_attn.q_proj.weight.data[3] = float("nan")
+    with pytest.raises(
+        ValueError, match=r"layer 0 \(LlamaAttention\) must compute finite queries, keys and values, got others"
+    ):
+        convert(model, **SPARSE)
+
+
 @pytest.mark.parametrize(
     ("family", "options", "error", "message"),
     [

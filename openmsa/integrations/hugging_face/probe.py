@@ -61,7 +61,7 @@ def probe(model: Any, cache: Given | None = None) -> list[Seen]:
     cache: what the layers are to use, if anything, and which checks what they attend to.
 
     Raises NotImplementedError where its attention cannot be served, does not come from transformers' AttentionInterface, is
-    missing in a layer, or knows its cache by another name than past_key_values.
+    missing in a layer, or knows its cache by another name than past_key_values, and ValueError where it is not finite.
     """
     seen: dict[int, Seen] = {}
     rotations: dict[int, Any] = {}
@@ -70,6 +70,9 @@ def probe(model: Any, cache: Given | None = None) -> list[Seen]:
         rotations[id(layer)] = kwargs.get("position_embeddings")
 
     def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float, *index: Tensor) -> Tensor:
+        if not all(x.isfinite().all() for x in (q, k, v)):
+            where = f"layer {layer.layer_idx} ({type(layer).__name__})"
+            raise ValueError(f"{where} must compute finite queries, keys and values, got others: look at the model's weights")
         if cache is not None:
             cache.check(layer, k, v)
         seen[int(layer.layer_idx)] = Seen(layer, q, k, index, rotations.get(id(layer)))
