@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openmsa.runtime import checks
+
 COLOURS = ("amber", "blue", "copper", "green", "orange", "purple", "silver", "white")
 THINGS = ("bridge", "door", "engine", "garden", "island", "library", "station", "tower")
 
@@ -30,6 +32,10 @@ def make_needles(tokenizer: Any, filler: Tensor, length: int, distances: Sequenc
 
     Distances that some trial has no room for are made the largest that all trials have room for.
     """
+    for distance in distances:
+        checks.integer("distances", distance, 0)
+    if filler.numel() < length:
+        raise ValueError(f"filler must have length ({length}) tokens at least, got {filler.numel()}")
     generator, drawn = random.Random(seed), []
     for distance in distances:
         for _ in range(trials):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openmsa.runtime import checks
 from openmsa.runtime.files import check_ends
 
 SUFFIXES = (".c", ".cpp", ".h", ".js", ".json", ".md", ".py", ".rs", ".rst", ".tex", ".toml", ".ts", ".txt")
@@ -113,6 +114,7 @@ class Windows:
     what: str = "text"  # its name in an error
 
     def __post_init__(self) -> None:
+        checks.integer("length", self.length, 1)
         if len(self) == 0:
             raise ValueError(f"the {self.what} must hold at least {self.length} tokens (--length), got {self.tokens.numel()}")
 

@@ -245,6 +245,10 @@ def test_needles_lie_where_they_should():
     assert sorted({n.distance for n in needles}) == sorted(min(d, 200 - 9 - 7 - 1) for d in distances)
     with pytest.raises(ValueError, match=r"--length must leave room for the needle and the question \(\d+\), got 10"):
         make_needles(words, filler, 10, (1,), 1, seed=0)
+    with pytest.raises(ValueError, match="distances must be at least 0, got -5"):
+        make_needles(words, filler, 200, (1, -5), 1, seed=0)
+    with pytest.raises(ValueError, match=r"filler must have length \(200\) tokens at least, got 50"):
+        make_needles(words, filler[:50], 200, (1,), 1, seed=0)
 
 
 def test_needles_of_a_distance_have_that_distance_in_all_trials():

@@ -94,6 +94,12 @@ def test_every_window_is_drawn_once_an_epoch_and_epochs_differ():
     assert len({windows.digest(), Windows(windows.tokens, 4, 4).digest(), Windows(windows.tokens + 1, 4, 3).digest()}) == 3
 
 
+@pytest.mark.parametrize("length", [0, -4])
+def test_a_window_has_a_token_at_least(length):
+    with pytest.raises(ValueError, match=f"length must be at least 1, got {length}"):
+        Windows(torch.arange(7), length)
+
+
 def test_a_text_shorter_than_a_window_is_refused():
     with pytest.raises(ValueError, match=r"at least 8 tokens .*got 7"):
         Windows(torch.arange(7), 8)
