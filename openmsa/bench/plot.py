@@ -81,7 +81,7 @@ def plot(records: list[Record], output: Path) -> None:
     axes.set_xlabel("context (tokens)")
     axes.set_ylabel("times faster than dense attention, same run")
     names = sorted({r["device_name"] for r in records})
-    axes.set_title(", ".join(names), fontsize=10)
+    axes.set_title(", ".join(names), fontsize=10, parse_math=False)
     figure.legend(fontsize=8, loc="outside lower center", ncols=2)
     axes.grid(alpha=0.3)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -75,11 +75,11 @@ def _table(records: list[Record], box: Box) -> RenderableType:
     table = _empty(box, padding=0)
     table.add_column("row", no_wrap=True)
     for column in columns:
-        table.add_column(column.replace("\n", " ") if box is MARKDOWN else column, justify="right", no_wrap=True)
+        table.add_column(Text(column.replace("\n", " ") if box is MARKDOWN else column), justify="right", no_wrap=True)
     notes = []
     for r in records:
         name = r["row"] if r["mode"] == "eager" else f"{r['row']} ({r['mode']})"
-        shown = name if box is MARKDOWN else _in_lines(name)
+        shown = Text(name if box is MARKDOWN else _in_lines(name))
         if r["error"] is not None:
             table.add_row(shown, "-")
             notes.append(f"{name}: {r['error'].strip()}")

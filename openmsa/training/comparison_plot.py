@@ -48,5 +48,5 @@ def plot(rows: Sequence[Row], bins: Sequence[tuple[int, int]], shown: float, tit
     axes[0][1].legend(fontsize=8)
     for axis in axes.ravel():
         axis.grid(alpha=0.3)
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)  # A path may hold dollar signs.
     figure.savefig(file, dpi=130)

@@ -358,6 +358,21 @@ def test_records_with_other_values_are_refused(tmp_path, change, said):
         record.load(tmp_path / "file")
 
 
+@pytest.mark.parametrize("markdown", [False, True])
+def test_rows_are_printed_as_they_are_called(markdown):
+    lines = list(runner.run([(tiny(32, 32), ("msa_attention",))], SETTINGS))
+    text = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    text.print(report.summary([line | {"row": "[red]a[/b]", "error": None} for line in lines], markdown))
+    assert "[red]a[/b]" in text.export_text().replace("\n", "").replace(" ", "")
+
+
+def test_devices_are_written_as_they_are_called(tmp_path):
+    pytest.importorskip("matplotlib")
+    lines = list(runner.run([(tiny(32, 32), ("msa_attention",))], SETTINGS))
+    plot.plot([line | {"device_name": r"a $\frac$"} for line in lines], tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").stat().st_size > 1000
+
+
 def test_kinds_and_modes_that_are_not_known_are_not_drawn():
     lines = list(runner.run([(tiny(32, 32), ("msa_attention",))], SETTINGS))
     assert plot.series(lines)

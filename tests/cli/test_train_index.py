@@ -233,6 +233,14 @@ def test_an_evaluation_is_printed_recorded_and_drawn(place, tmp_path):
     assert (tmp_path / "evaluation.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_a_model_may_be_called_anything_in_a_plot(place, tmp_path):
+    folder = shutil.copytree(place / "converted", tmp_path / r"m$\frac$")
+    arguments = ("--text", place / "text", "--length", 96, "--windows", 1, "--needles", 0, "--budget", 34)
+    result = invoke("evaluate", folder, *arguments, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "evaluation.png").exists()
+
+
 def test_a_model_without_branches_is_evaluated_by_its_own_keys(place):
     """A model without branches is evaluated as what conversion without training makes of it."""
     arguments = ("--text", place / "text", "--length", 192, "--windows", 1, "--needles", 1, "--json", "--device", "cpu")
