@@ -92,7 +92,7 @@ class Stored:
 
     def _check_new(self, values: Any, lead: torch.Size) -> None:
         """`values` must fit rows of these leading dimensions, and each element must have a place of its own."""
-        part("values", values, self.data, checks.FLOATS, (*lead, self.shape[-1]))
+        part("values", values, self.data, checks.FLOATS, (*lead, self.shape[-1]), detached=True)
         self.check_written(type(self).__name__)
 
     def check_written(self, name: str) -> None:
@@ -138,9 +138,16 @@ class Stored:
         raise NotImplementedError
 
 
-def part(name: str, value: Any, of: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None) -> Tensor:
+def part(
+    name: str,
+    value: Any,
+    of: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int, ...] | None = None,
+    detached: bool = False,
+) -> Tensor:
     """Checks the codes `of` themselves or a tensor that belongs to them: dense, a dtype of `dtypes`, their device and, unless
-    None, this shape."""
+    None, this shape. detached: whether it may require a gradient, as it is only quantised."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
@@ -153,6 +160,8 @@ def part(name: str, value: Any, of: Tensor, dtypes: tuple[torch.dtype, ...], sha
         raise ValueError(f"{name} must be on the device of the codes ({of.device}), got {value.device}")
     if shape is not None and tuple(value.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+    if value.requires_grad and not detached:
+        checks.no_gradient(name, value, "none flows to what a format stores")
     return value
 
 
@@ -179,7 +188,7 @@ def check_dtype(value: Any) -> None:
 
 def check_quantizable(values: Any, group: int = 1) -> None:
     """`values` must be a float tensor ``[..., dim]`` of whole groups."""
-    part("values", values, values, checks.FLOATS)
+    part("values", values, values, checks.FLOATS, detached=True)
     if values.dim() == 0 or values.shape[-1] % group or not values.shape[-1]:
         multiple = f", dim a multiple of {group}" if group > 1 else ", dim at least 1"
         raise ValueError(f"values must have shape [..., dim]{multiple}, got {tuple(values.shape)}")

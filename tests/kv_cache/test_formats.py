@@ -3,6 +3,7 @@
 
 import itertools
 import math
+import re
 from fractions import Fraction as F
 
 import numpy as np
@@ -534,3 +535,22 @@ def test_sizes_may_be_symbolic(format):
     traced = make_fx(lambda x: format.quantize(x).data.view(torch.uint8), tracing_mode="symbolic")(torch.randn(6, 2, 32))
     x = torch.randn(9, 2, 32)
     assert_equal("codes", traced(x), format.quantize(x).data.view(torch.uint8))
+
+
+def test_what_a_format_stores_requires_no_gradient():
+    """None would reach it, as numbers of formats are read without autograd; values that are quantised are detached."""
+    values, one = torch.randn(4, 2, 32, requires_grad=True), torch.ones((), requires_grad=True)
+    stored = E4M3.quantize(values)
+    makers = {
+        "E4M3.scale": lambda: E4M3(stored.data, one),
+        "NVFP4.global_scale": lambda: NVFP4.quantize(values, one),
+        "Int8.scale": lambda: Int8(torch.zeros(4, 2, 32, dtype=torch.int8), *torch.ones(2, 4, 2).bfloat16().requires_grad_()),
+        "CertifiedKeys.exact": lambda: CertifiedKeys(Int8.quantize(values), values),
+    }
+    for name, make in makers.items():
+        with pytest.raises(ValueError, match=rf"{re.escape(name)} must not require a gradient, as none flows to what a format"):
+            make()
+        with torch.no_grad():
+            assert not make().requires_grad
+    with pytest.raises(ValueError, match=r"E4M3\.scale must not require a gradient"):
+        E4M3.quantize(values, torch.ones(2, requires_grad=True))
