@@ -12,7 +12,7 @@ from typing import TypedDict, cast
 import torch
 from torch import Tensor
 
-from openmsa.runtime import checks, devices, value_checks
+from openmsa.runtime import checks, devices, named_devices, value_checks
 from openmsa.types import Sequences
 
 
@@ -229,10 +229,9 @@ def placed(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor
 def device_of(device: torch.device | str | int | None, *lengths: Tensor) -> torch.device:
     """Returns the device of a plan for the argument `device` and the lengths."""
     if device is not None:
-        try:
-            return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        except (RuntimeError, TypeError):
-            raise ValueError(f"device must be a torch.device, its name, the number of a GPU or None, got {device!r}") from None
+        if isinstance(device, bool):
+            raise TypeError("device must be a torch.device, its name, the number of a GPU or None, got a bool")
+        return named_devices.usable("device", f"cuda:{device}" if isinstance(device, int) else device)
     for lens in lengths:
         if lens.device.type != "cpu":
             return lens.device

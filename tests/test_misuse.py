@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+from fmha_sm100 import fmha_sm100_plan
 from openmsa import (
     E4M3,
     MXFP4,
@@ -26,6 +27,9 @@ from openmsa import (
     select_blocks_from_scores,
     sparse_attention,
 )
+from openmsa.modules import MSAConfig, MSAttention
+from openmsa.parallel import TokenShards
+from openmsa.runtime import checks
 from openmsa.testing.inputs import paged, problem, random_blocks
 from tests.contract import DEVICES
 
@@ -364,6 +368,12 @@ def test_a_device_that_is_not_there(device):
         refused(words, kind.quantize(torch.randn(4, 2, 32)).to, device)
     sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "page_size": 16, "max_pages": 4}
     refused(words, DecodePlan, max_batch=1, **sizes, device=device)
+    refused(words, TokenShards((4,), 2).rows, 0, device)
+    refused(words, TokenShards((4,), 2).pieces, 0, device=device)
+    refused(words, MSAttention, 32, 2, 2, 16, MSAConfig(2), device=device)
+    one = torch.ones(1, dtype=torch.int32)
+    refused(words, fmha_sm100_plan, one, one, 1, device=device)
+    refused("device must be 'cpu' where PyTorch finds no CUDA device, got cuda:0", fmha_sm100_plan, one, one, 1, device=0)
 
 
 @pytest.mark.parametrize("device", ["xpu:9", "mps", "hpu"])
@@ -406,6 +416,17 @@ def test_a_device_past_the_last():
 def test_what_is_no_device(device):
     refused("device must be a CUDA device or a CPU, got", Sequences.from_lengths, [1], [1], device=device)
     refused("device must be a CUDA device or a CPU, got", E4M3.quantize(torch.randn(4, 2, 32)).to, device)
+    refused("device must be a CUDA device or a CPU, got", MSAttention, 32, 2, 2, 16, MSAConfig(2), device=device)
+    one = torch.ones(1, dtype=torch.int32)
+    refused("device must be a CUDA device or a CPU, got", fmha_sm100_plan, one, one, 1, device=device)
+    refused("device must be a CUDA device or a CPU, got", fmha_sm100_plan, one, one, 1, device=-1)
+    refused("device must be a torch.device, its name,", fmha_sm100_plan, one, one, 1, device=True, error=TypeError)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, "float32"], ids=str)
+def test_weights_are_floats(dtype):
+    words = f"dtype must be None or torch.float64 | got {dtype!r}"
+    refused(words, MSAttention, 32, 2, 2, 16, MSAConfig(2), dtype=dtype, error=TypeError)
 
 
 # Explaining

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from openmsa.runtime import checks
+import torch
+
+from openmsa.runtime import checks, named_devices
 
 
 @dataclass(frozen=True)
@@ -83,3 +85,10 @@ def check_rotary_dim(name: str, value: int, head_dim: int) -> None:
     checks.integer(name, value, 2, head_dim)
     if value % 2:
         raise ValueError(f"{name} must be even, got {value}")
+
+
+def made_with(device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Checks where and of what dtype a layer's parameters are made, and returns both as `torch.nn` takes them."""
+    if dtype is not None and dtype not in checks.FLOATS:
+        raise TypeError(f"dtype must be None or {' or '.join(map(str, checks.FLOATS))}, got {dtype!r}")
+    return {"device": None if device is None else named_devices.usable("device", device), "dtype": dtype}

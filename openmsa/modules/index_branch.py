@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from openmsa.dense_attention import dense_attention
 from openmsa.index_loss import index_loss
 from openmsa.kv_cache import PagedIndexKeys, PagedKV
 from openmsa.modules.attached_loss import attach
-from openmsa.modules.config import MSAConfig
+from openmsa.modules.config import MSAConfig, made_with
 from openmsa.modules.rotary import rotate
 from openmsa.runtime import checks
 from openmsa.runtime.checks import needs_grad
@@ -60,7 +59,7 @@ class IndexBranch(nn.Module):
         self.stage, self.loss_coefficient = check_stage(stage), check_coefficient(loss_coefficient)
         self._losses: list[Tensor] | None = None
         dim = config.index_head_dim
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        made = made_with(device, dtype)
         self.q_proj = nn.Linear(hidden_size, config.index_n_heads * dim, bias=config.index_bias, **made)
         self.k_proj = nn.Linear(hidden_size, config.index_n_key_heads * dim, bias=config.index_bias, **made)
         self.q_norm: nn.Module = nn.RMSNorm(dim, config.index_norm_eps, **made) if config.index_norm else nn.Identity()

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 import torch
 from torch import Tensor
 
-from openmsa.runtime import checks, value_checks
+from openmsa.runtime import checks, named_devices, value_checks
 from openmsa.types import INT32_MAX, Layout, Sequences
 
 ORDERS = ("zigzag", "contiguous")
@@ -67,6 +67,7 @@ class TokenShards:
 
     def rows(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """Returns where the rank's tokens stand in the packed tensor of all tokens, int64 ``[tokens]``."""
+        device = named_devices.usable("device", device)
         first = list(accumulate(self.lengths, initial=0))
         spans = [torch.arange(0)]
         for piece in self.spans(rank):
@@ -97,7 +98,7 @@ class TokenShards:
         these queries over the keys of all ranks. cached: keys that each sequence had before this step; None: 0."""
         return [
             (rows, Sequences(x.cu_seqlens_q, x.cu_seqlens_k, x.max_seqlen_q, x.max_seqlen_k, x.q_offset))
-            for rows, x in self.layouts(rank, self.known(cached), torch.device(device))
+            for rows, x in self.layouts(rank, self.known(cached), named_devices.usable("device", device))
         ]
 
     def known(self, cached: Sequence[int] | None) -> tuple[int, ...]:
