@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from openmsa.modules.cache import LayerCache
-from openmsa.modules.config import MSAConfig, check_rotary_dim
+from openmsa.modules.config import MSAConfig, check_rotary_dim, made_with
 from openmsa.modules.index_branch import IndexBranch, check_coefficient, check_stage, normed
-from openmsa.modules.rotary import rotate
+from openmsa.modules.rotary import check_angles, rotate
 from openmsa.runtime import checks
 from openmsa.types import Sequences
 
@@ -61,7 +59,7 @@ class MSAttention(nn.Module):
             check_rotary_dim("rotary_dim", rotary_dim, head_dim)
         if checks.scale("norm_eps", norm_eps) < 0:
             raise ValueError(f"norm_eps must be at least 0, got {norm_eps}")
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        made = made_with(device, dtype)
         self.index_branch = IndexBranch(hidden_size, config, stage=stage, loss_coefficient=loss_coefficient, **made)
         if config.index_n_heads not in (1, num_kv_heads):
             raise ValueError(f"index_n_heads must be num_kv_heads ({num_kv_heads}) or 1, got {config.index_n_heads}")
@@ -91,7 +89,8 @@ class MSAttention(nn.Module):
         """
         lead, total = hidden.shape[:-1], hidden.shape[:-1].numel()
         seqs = self._lengths(hidden, seqs, cache)
-        cos, sin = _spread("cos", cos, lead), _spread("sin", sin, lead)
+        check_angles(cos, sin, "hidden", lead)
+        cos, sin = (x.expand(*lead, x.shape[-1]).reshape(total, x.shape[-1]) for x in (cos, sin))
         tokens = hidden.reshape(total, hidden.shape[-1])
         q, k, v = (proj(tokens).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q = rotate(normed(q, self.q_norm), cos, sin, self.rotary_dim)
@@ -142,13 +141,3 @@ class MSAttention(nn.Module):
     def index_loss(self) -> Tensor | None:
         """Returns the index loss of the last forward, as `IndexBranch` does."""
         return self.index_branch.index_loss
-
-
-def _spread(name: str, x: Tensor, lead: torch.Size) -> Tensor:
-    """Spreads cosines or sines over tokens of the shape `lead`. Returns ``[tokens, width]``."""
-    own = x.shape[:-1]
-    if len(own) > len(lead) or any(
-        mine not in (1, wanted) for mine, wanted in zip(reversed(own), reversed(lead), strict=False)
-    ):
-        raise ValueError(f"{name} must spread over hidden's tokens {tuple(lead)}, got shape {tuple(x.shape)}")
-    return x.expand(*lead, x.shape[-1]).reshape(lead.numel(), x.shape[-1])

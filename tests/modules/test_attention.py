@@ -3,6 +3,7 @@
 handed over and whatever recomputes or compiles it."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from openmsa import Sequences
-from openmsa.modules import STAGES, IndexBranch, MSACache, MSAConfig, MSAttention, Rotary, collected_losses, set_stage
+from openmsa.modules import STAGES, IndexBranch, MSACache, MSAConfig, MSAttention, Rotary, collected_losses, rotate, set_stage
 from tests.modules import truth
 
 ROOT = Path(__file__).parents[2]
@@ -278,6 +279,38 @@ def test_refused_forwards():
     with pytest.raises(ValueError, match="cache must be None where gradients are recorded"):
         layer(hidden.detach(), cos, sin, cache=cache.layers[0])  # its weights record them
     assert cache.layers[0].kv.seq_lens.tolist() == [0]
+
+
+def test_angles_that_fit_no_token_are_refused():
+    """Each token has its own angles: those of one token would turn all by the same position."""
+    x, (cos, sin) = torch.randn(2, 5, 3, 16), Rotary(8)(torch.arange(5))
+    wanted = rotate(x, cos, sin)
+    for lead in ((1, 5), (2, 5)):
+        assert torch.equal(wanted, rotate(x, *(angle.expand(*lead, 8) for angle in (cos, sin))))
+    wrong = [
+        ((cos[:1], sin[:1]), "cos must spread over x's tokens (2, 5), got shape (1, 8)"),
+        ((cos.expand(3, 5, 8), sin), "cos must spread over x's tokens (2, 5), got shape (3, 5, 8)"),
+        ((cos[:, :7], sin[:, :7]), "cos.shape[1] must be even and at least 2, got 7"),
+        ((cos, sin[:, :1]), "sin must have the shape of cos (5, 8), got (5, 1)"),
+        ((cos.int(), sin), "cos must be a float tensor [..., tokens, width], got torch.int32"),
+        ((cos, sin, 0), "rotary_dim must be at least 2, got 0"),
+        (
+            (cos[:, :6], sin[:, :6], 3),
+            "rotary_dim must divide the last dimension of cos (6) and be even and at most head_dim (16)",
+        ),
+    ]
+    for angles, sentence in wrong:
+        with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
+            rotate(x, *angles)
+    with pytest.raises(
+        TypeError, match=r"x must be a float tensor \[..., tokens, heads, head_dim\], got torch.int32 \(2, 5, 3, 16\)"
+    ):
+        rotate(x.int(), cos, sin)
+    with pytest.raises(TypeError, match=r"positions must be a tensor of torch.int32 or torch.int64, got torch.float32"):
+        Rotary(8)(torch.zeros(5))
+    layer = made()
+    with pytest.raises(ValueError, match=r"cos must spread over hidden's tokens \(20,\), got shape \(1, 24\)"):
+        layer(tokens(20), *embedded(torch.arange(1)))
 
 
 @pytest.mark.parametrize("stage", STAGES)
