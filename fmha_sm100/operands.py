@@ -12,7 +12,7 @@ from torch import Tensor
 from fmha_sm100 import operators as _operators  # noqa: F401 (registers them)
 from openmsa import E4M3, NVFP4, PagedKV, Sequences
 from openmsa.kv_cache.results import apart
-from openmsa.runtime import checks, value_checks
+from openmsa.runtime import checks, overlap, value_checks
 from openmsa.runtime.kinds import tensors_in
 from openmsa.types import starts, wide_dtype
 
@@ -211,7 +211,7 @@ def check_out(name: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, d
         raise TypeError(f"{name} must have dtype {dtype}, got {out.dtype}")
     if out.device != device:
         raise ValueError(f"{name} must be on the device of q ({device}), got {out.device}")
-    checks.written(name, out)
+    overlap.check_written(name, out)
 
 
 def check_results(q: Tensor, dtype: torch.dtype, out: Any, lse: Any, max_score: Any = None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from openmsa.kv_cache import CertifiedKeys, PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.results import check_scores_place
 from openmsa.kv_cache.rows import INDEX_FORMATS, KEY_FORMATS, QUERY_FORMATS, check_values
-from openmsa.runtime import checks
+from openmsa.runtime import checks, overlap
 from openmsa.runtime.kinds import tensors_in
 from openmsa.types import Layout, Sequences, layout
 
@@ -126,7 +126,7 @@ def _check_certified(call: SelectionCall, index_k: Tensor | Stored | PagedIndexK
         raise ValueError(f"index_k must be CertifiedKeys (or pages of them) for certified=True, got {type(keys).__name__}")
     if rescored is not None:
         checks.tensor("rescored", rescored, "[total_q, index_heads]", (torch.int32,))
-        checks.written("rescored", rescored)
+        overlap.check_written("rescored", rescored)
         checks.alike("rescored", rescored, "index_q", call.index_q, dtype=False)
         for dimension, what in enumerate(("total_q", "index_heads")):
             checks.size("rescored", rescored, dimension, call.index_q.shape[dimension], f"{what} of index_q")

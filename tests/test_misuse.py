@@ -2,6 +2,7 @@
 """What a newcomer does by mistake is answered with a sentence where it would else give a wrong result, or none, in silence."""
 
 import contextlib
+import itertools
 import math
 import warnings
 
@@ -29,7 +30,7 @@ from openmsa import (
 )
 from openmsa.modules import MSAConfig, MSAttention
 from openmsa.parallel import TokenShards
-from openmsa.runtime import checks
+from openmsa.runtime import overlap
 from openmsa.testing.inputs import paged, problem, random_blocks
 from tests.contract import DEVICES
 
@@ -395,14 +396,54 @@ def test_a_cache_of_another_number_of_sequences(device, k_lens):
 def test_places_that_share_memory():
     p = problem((5,), (40,))
     keys, counts = CertifiedKeys.quantize(p.index_k), torch.zeros(1, p.index_q.shape[1], dtype=torch.int32).expand(5, -1)
-    words = "rescored must not be expanded, as it is written to"
+    words = "rescored must not be expanded or overlap itself, as it is written to"
     refused(words, select_blocks, p.index_q, keys, 2, block_size=16, certified=True, rescored=counts)
     pool, table = torch.zeros(1, 2, 16, 32).expand(3, -1, -1, -1), torch.arange(3, dtype=torch.int32)[None]
     cache = PagedKV(torch.zeros(3, 2, 16, 32), pool, table, torch.zeros(1, dtype=torch.int32))
     new = torch.ones(4, 2, 32)
-    refused("v must not be expanded, as it is written to", cache.append, new, new)
+    refused("v must not be expanded or overlap itself, as it is written to", cache.append, new, new)
     assert not cache.seq_lens.any()
     assert not cache.k.any()
+
+
+@pytest.mark.parametrize(("shape", "strides"), [((4, 3), (2, 1)), ((2, 5, 4), (10, 1, 1)), ((3, 2), (1, 1)), ((2, 2), (0, 1))])
+def test_windows_that_overlap_are_not_written(shape, strides):
+    window = torch.zeros(64).as_strided(shape, strides)
+    refused(
+        f"out must not be expanded or overlap itself, as it is written to, got strides {strides}",
+        overlap.check_written,
+        "out",
+        window,
+    )
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_permuted_slices_are_written(order):
+    overlap.check_written("out", torch.zeros(4, 6, 5)[1:, ::3, 2:4].permute(order))
+    overlap.check_written("out", torch.zeros(4, 1, 5)[:, :, :1].expand(4, 1, 1).permute(order))
+
+
+@pytest.mark.parametrize("format", ["plain", "e4m3", "nvfp4"])
+def test_keys_and_values_in_one_place_are_not_appended_to(format):
+    table, new = torch.arange(3, dtype=torch.int32)[None], torch.ones(4, 2, 32)
+    made = PagedKV.allocate(table, 3, 2, 16, 32, format=format)
+    cache = PagedKV(made.k, made.k, table, made.seq_lens)
+    refused("v must share no memory with k, as an append writes both", cache.append, new, 2 * new)
+    assert not cache.seq_lens.any()
+
+
+@pytest.mark.parametrize("dimension", range(5))
+def test_keys_and_values_side_by_side_are_appended_to(dimension):
+    """Engines keep both in one tensor, with a dimension of two anywhere."""
+    table, new = torch.arange(3, dtype=torch.int32)[None], torch.ones(4, 2, 32)
+    sizes = [3, 2, 16, 32]
+    k, v = torch.zeros([*sizes[:dimension], 2, *sizes[dimension:]]).unbind(dimension)
+    cache = PagedKV(k, v, table, torch.zeros(1, dtype=torch.int32))
+    cache.append(new, 2 * new)
+    assert [int(x.unique()) for x in cache.gather()[:2]] == [1, 2]
+    pages = torch.zeros(4, *sizes[1:])
+    cache = PagedKV(pages[:3], pages[1:], table, torch.zeros(1, dtype=torch.int32))
+    refused("v must share no memory with k, as an append writes both", cache.append, new, new)
 
 
 @pytest.mark.gpu

@@ -83,11 +83,7 @@ def append(
     checks.flag("check", check)
     value_checks.has_values("the cache", cache)
     total = check_new(cache, new, check)
-    for name, pool in cache.pools().items():
-        if isinstance(pool, Stored):
-            pool.check_written(name)
-        else:
-            checks.written(name, pool)
+    owners.check_pools(cache)
     on_gpu = cache.device.type == "cuda" and has_triton()
     if cu_seqlens is None:
         if cache.batch == 0 or total % cache.batch:

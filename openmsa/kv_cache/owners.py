@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""An append writes only what its cache owns: places that no other key has, and lengths that no other cache advances."""
+"""An append writes only what its cache owns: places that no other element has, and lengths that no other cache advances."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache.stored import Stored
-from openmsa.runtime import value_checks
+from openmsa.runtime import overlap, value_checks
 
 if TYPE_CHECKING:
     from openmsa.kv_cache.page_table import Paged
@@ -35,6 +35,24 @@ def check_pages(cache: Paged, lens: Tensor) -> None:
     used = logical * cache.page_size < lens[:, None]  # [batch, max_pages]
     bad = used & ((cache.page_table < 0) | (cache.page_table >= cache.num_pages))
     value_checks.none("page_table", bad, cache.page_table, f"a page from 0 to {cache.num_pages - 1} where keys lie")
+
+
+def check_pools(cache: Paged) -> None:
+    """Raises ValueError unless each element that an append writes has a place of its own, in its pool and among the pools."""
+    written: list[list[Tensor]] = []
+    for name, pool in cache.pools().items():
+        if isinstance(pool, Stored):
+            pool.check_written(name)
+            written.append([getattr(pool, own) for own in pool.own])
+        else:
+            overlap.check_written(name, pool)
+            written.append([pool])
+    if not all(overlap.interleaved(first, *others) for first, *others in zip(*written, strict=True) if others):
+        first_name, name = cache.names
+        raise ValueError(
+            f"{name} must share no memory with {first_name}, as an append writes both, got pools that overlap at "
+            f"{written[1][0].data_ptr():#x}"
+        )
 
 
 def claim_lengths(cache: Paged) -> None:

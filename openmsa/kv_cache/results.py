@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openmsa.kv_cache.rows import QUERY_FORMATS
 from openmsa.kv_cache.stored import Stored
-from openmsa.runtime import checks
+from openmsa.runtime import checks, overlap
 from openmsa.runtime.kinds import span, tensors_in
 from openmsa.types import out_dtype, wide_dtype
 
@@ -37,7 +37,7 @@ def check_place(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtyp
 def check_apart(name: str, value: Tensor, read: list[Tensor], in_place: Any = None) -> None:
     """Each element of `value` has a place of its own, which is none of the tensors `read`. in_place: what `value` may be, and
     else must not overlap."""
-    checks.written(name, value)
+    overlap.check_written(name, value)
     if not isinstance(in_place, Tensor) or (value.data_ptr(), value.stride()) != (in_place.data_ptr(), in_place.stride()):
         read = [*read, *tensors_in(in_place)]
     if not apart(value, read):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from openmsa.runtime import checks, named_devices
+from openmsa.runtime import checks, named_devices, overlap
 from openmsa.runtime.dispatch import has_triton, operator
 from openmsa.types import INT32_MAX
 
@@ -98,7 +98,7 @@ class Stored:
     def check_written(self, name: str) -> None:
         """Raises unless each element of the tensors that `write` fills has a place of its own."""
         for own in self.own:
-            checks.written(f"{name}.{own}", getattr(self, own))
+            overlap.check_written(f"{name}.{own}", getattr(self, own))
 
     def _numbers(self, index: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
         """Does what `rows` does with checked arguments."""

@@ -124,12 +124,6 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
-def written(name: str, value: Tensor) -> None:
-    """Each element of `value` must have a place of its own."""
-    if any(length > 1 and stride == 0 for length, stride in zip(value.shape, value.stride(), strict=True)):
-        raise ValueError(f"{name} must not be expanded, as it is written to, got strides {value.stride()}")
-
-
 def scale(name: str, value: Any) -> float:
     """`value` must be a finite number, and one of float32, in which most of what it is multiplied with is computed."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -30,7 +30,11 @@ SPARSE = {"kv_block_num": 3, "split_prefill_decode": False}
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"out": torch.zeros(1, 4, 32).expand(TOTAL, -1, -1)}, ValueError, "out must not be expanded, as it is written to"),
+        (
+            {"out": torch.zeros(1, 4, 32).expand(TOTAL, -1, -1)},
+            ValueError,
+            "out must not be expanded or overlap itself, as it is written to",
+        ),
         ({"q": torch.zeros(TOTAL - 1, 4, 32)}, ValueError, r"q.shape\[0\] must be 47 \(the queries of the plan\)"),
         ({"q": torch.zeros(TOTAL, 8, 32)}, ValueError, r"q.shape\[1\] must be 4 \(num_qo_heads of the plan\)"),
         ({"q": torch.zeros(TOTAL, 4, 64)}, ValueError, r"k.shape\[-1\] must be 64"),
