@@ -40,14 +40,22 @@ def compare(tested: Tensor, honest: Tensor, truth: Tensor, factor: float = 2.0) 
     tested, honest:  results of the same dtype; honest is what plain PyTorch gives in the precision of the inputs.
     truth:           float64, from the same (already rounded) inputs.
 
-    Where the truth is not finite both must match it exactly, else the error is infinite. A floor is added to the bound: half a
-    unit in the last place of the largest value for the rounding of the result, and eight roundings of the accumulator.
+    Where the truth is not finite tested must match it exactly, else the error is infinite. A floor is added to the bound: half
+    a unit in the last place of the largest value for the rounding of the result, and eight roundings of the accumulator. Raises
+    ValueError for tensors of different shapes, and where honest leaves errors without a bound.
     """
+    if not tested.shape == honest.shape == truth.shape:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (tested, honest, truth))
+        raise ValueError(f"tested, honest and truth must have one shape, got {shapes}")
     tested64, honest64 = tested.detach().double().cpu(), honest.detach().double().cpu()
     truth = truth.detach().double().cpu()
     if truth.numel() == 0:
         return Comparison(0.0, 0.0, 0.0, 0.0, (), 0.0, 0.0)
     errors, honest_errors = _errors(tested64, truth), _errors(honest64, truth)
+    if not bool(honest_errors.isfinite().all()):
+        where = tuple(honest_errors.isinf().nonzero()[0].tolist())
+        got = f"got {honest64[where]:.6g} at {where} where the truth is {truth[where]:.6g}"
+        raise ValueError(f"honest must be finite where the truth is and match it elsewhere, {got}")
     scale = float(truth.where(truth.isfinite(), 0).abs().max())
     unit = torch.finfo(tested.dtype).eps
     floor = unit / 2 * scale + 8 * min(unit, torch.finfo(torch.float32).eps) * max(scale, 1.0)

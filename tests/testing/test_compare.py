@@ -50,6 +50,26 @@ def test_values_that_are_not_finite_must_match():
         assert not compare(tested, truth.float(), truth).ok
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_honest_results_set_a_bound(wrong):
+    """An infinite bound would pass any result."""
+    honest = HONEST.clone()
+    honest[0, 7] = wrong
+    with pytest.raises(
+        ValueError, match=rf"honest must be finite where the truth is .*, got {wrong} at \(0, 7\) where the truth"
+    ):
+        compare(HONEST, honest, TRUTH)
+
+
+@pytest.mark.parametrize("cut", [slice(0, 0), slice(0, 1), slice(1)], ids=str)
+def test_shapes_are_not_spread(cut):
+    rows = HONEST.expand(4, -1)
+    assert compare(rows, rows, TRUTH.expand(4, -1)).ok
+    for given in ((rows[cut], rows, rows), (rows, rows[cut], rows), (rows, rows, rows[cut])):
+        with pytest.raises(ValueError, match=r"tested, honest and truth must have one shape, got "):
+            compare(*given)
+
+
 def test_shape_and_dtype_count():
     with pytest.raises(AssertionError, match=r"float32 \(1, 101\) where torch.bfloat16 \(1, 101\) is expected"):
         assert_close("out", HONEST.float(), HONEST, TRUTH)
