@@ -15,22 +15,23 @@ from fmha_sm100.plan_rows import Plan, first_pages
 from openmsa.kv_cache.rows import check_values as check_finite
 from openmsa.runtime import checks, value_checks
 
-PLAN_KEYS = (
-    "qo_segment_offsets",
-    "kv_segment_lens",
-    "kv_segment_offsets",
-    "qo_offset",
-    "max_k_tiles",
-    "max_qo_len",
-    "row_index",
-)
+PLAN_KEYS = frozenset(Plan.__annotations__)
 """A dict with these entries counts as a plan."""
+
+NUMBERS = (
+    *("max_k_tiles", "max_qo_len", "total_q", "batch_size", "orig_num_qo_heads", "num_kv_heads", "page_size", "kv_block_num"),
+    "block_size",
+)
+"""These entries are ints."""
 
 
 def check_plan_info(plan: Any, source: str = "_fmha_sm100_plan") -> None:
     """Checks that a plan is a dict with the entries that a launch reads."""
-    if not isinstance(plan, dict) or any(key not in plan for key in PLAN_KEYS):
+    if not isinstance(plan, dict):
         raise TypeError(f"plan_info must be what {source} returned, got {type(plan).__name__}")
+    if not plan.keys() >= PLAN_KEYS:
+        missing = ", ".join(sorted(PLAN_KEYS - plan.keys()))
+        raise ValueError(f"plan_info must be what {source} returned, got a dict without {missing}")
 
 
 def operands(q: Tensor, k: Tensor, v: Tensor, q_scale: Scale, k_scale: Scale, v_scale: Scale) -> Operands:
@@ -91,12 +92,15 @@ def check_plan(
 
 
 def _check_entries(plan: Plan) -> None:
-    """Checks the plan's own tensors, in whose place callers may have put buffers of their own."""
+    """Checks the plan's own entries: callers may have put buffers of their own in place of its tensors."""
+    entries: dict[str, Any] = plan  # type: ignore[assignment]
+    if set(map(type, map(entries.__getitem__, NUMBERS))) != {int}:
+        for name in NUMBERS:
+            checks.integer(f"plan_info[{name!r}]", entries[name], -(2**31))
     rows = plan["batch_size"] if plan["row_index"] is None else plan["total_q"]
-    tensors: dict[str, Any] = plan  # type: ignore[assignment]
     names = ("qo_offset", "kv_segment_lens", "qo_segment_offsets", "kv_segment_offsets", "kv_page_indptr")
     for name in names if plan["page_size"] > 0 else names[:-1]:
-        ends, x = name not in names[:2], tensors[name]
+        ends, x = name not in names[:2], entries[name]
         plain = type(x) is Tensor and x.dtype == torch.int32 and x.layout == torch.strided
         if plain and x.shape == (rows + ends,) and x.is_contiguous():
             continue  # Names are written out only for what is wrong, as this runs at every call.
@@ -104,7 +108,6 @@ def _check_entries(plan: Plan) -> None:
         checks.size(f"plan_info[{name!r}]", x, 0, rows + ends, f"{rows} rows of the plan")
         if not x.is_contiguous():
             raise ValueError(f"plan_info[{name!r}] must be contiguous, got strides {x.stride()}")
-    checks.integer("plan_info['max_k_tiles']", plan["max_k_tiles"], -(2**31))
 
 
 def _check_blocks(q: Tensor, k: Tensor, plan: Plan, blocks: Tensor | None) -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from fmha_sm100.api import fmha_sm100, fmha_sm100_plan
+from fmha_sm100.plan_rows import Plan
 from tests.contract import DEVICES
 from tests.fmha_sm100.batch import batch, lengths, pages, selection
 
@@ -43,8 +44,9 @@ SPARSE = {"kv_block_num": 3, "split_prefill_decode": False}
         ({"v": None}, TypeError, "v must be a torch.Tensor"),
         ({"v": torch.zeros(3, 2, 32, 32)}, ValueError, "v must have the shape of k"),
         ({"plan_info": {}}, TypeError, "plan_info must be what fmha_sm100_plan returned, got dict"),
-        ({"plan_info": (True, 1, 2, {}, {})}, TypeError, "plan_info must be what fmha_sm100_plan returned"),
-        ({"plan_info": (False, 0, 2, {}, None)}, TypeError, "plan_info must be what _fmha_sm100_plan returned"),
+        ({"plan_info": (True, 1, 2, {}, None)}, ValueError, "returned, got a dict without batch_size, block_size, "),
+        ({"plan_info": (True, 1, 2, {}, {})}, ValueError, "plan_info must be what fmha_sm100_plan returned"),
+        ({"plan_info": (False, 0, 2, {}, None)}, ValueError, "plan_info must be what _fmha_sm100_plan returned"),
         ({"kv_indices": None}, ValueError, "kv_indices must be given with paged k and v"),
         ({"kv_indices": torch.zeros(9)}, TypeError, "kv_indices must be an int32 tensor, got torch.float32"),
         ({"kv_indices": torch.zeros(5, 9, dtype=torch.int32)}, ValueError, r"kv_indices must be flat or \[6, pages\]"),
@@ -144,11 +146,19 @@ def test_pages_outside_the_pool(plan):
         ("qo_segment_offsets", torch.zeros(6, dtype=torch.int32), ValueError, r"shape\[0\] must be 7 \(6 rows of the plan\)"),
         ("kv_page_indptr", None, TypeError, r"plan_info\['kv_page_indptr'\] must be a torch.Tensor"),
         ("max_k_tiles", 1.5, TypeError, r"plan_info\['max_k_tiles'\] must be an int, got float"),
+        ("page_size", "x", TypeError, r"plan_info\['page_size'\] must be an int, got str"),
+        ("batch_size", True, TypeError, r"plan_info\['batch_size'\] must be an int, got bool"),
     ],
 )
 def test_entries_of_the_plan(name, value, error, words):
     with pytest.raises(error, match=words):
         call(change=lambda arguments: arguments["plan_info"][3].update({name: value}))
+
+
+@pytest.mark.parametrize("name", sorted(Plan.__annotations__))
+def test_entries_that_a_plan_lacks(name):
+    with pytest.raises(ValueError, match=f"plan_info must be what _fmha_sm100_plan returned, got a dict without {name}"):
+        call(change=lambda arguments: arguments["plan_info"][3].pop(name))
 
 
 def test_dtypes_of_scores_alone():
