@@ -16,7 +16,7 @@ from openmsa.host_kv.block_cache import BlockCache, Statistics, TooFewBlocks, pl
 from openmsa.kv_cache import E4M3, NVFP4, PagedKV, Stored, contents
 from openmsa.kv_cache.page_table import Paged
 from openmsa.kv_cache.rows import KEY_FORMATS, PLAIN_DTYPES
-from openmsa.runtime import checks, named_devices
+from openmsa.runtime import checks, named_devices, value_checks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,8 +52,14 @@ class HostKV(Paged):
     formats: ClassVar[tuple[str, ...]] = KEY_FORMATS
 
     def __post_init__(self) -> None:
-        PagedKV(self.k, self.v, self.page_table.cpu(), self.seq_lens.cpu())  # checks them
-        checks.alike("seq_lens", self.seq_lens, "page_table", self.page_table)
+        for name, shape in (("page_table", "[batch, max_pages]"), ("seq_lens", "[batch]")):
+            checks.tensor(name, value := getattr(self, name), shape, (torch.int32,))
+            checks.alike(name, value, "page_table", self.page_table)
+            value_checks.has_values(name, value)
+        for name, pool in self.pools().items():
+            if isinstance(pool, (Tensor, Stored)) and pool.device.type != "cpu":
+                raise ValueError(f"{name} must be on the CPU, got {pool.device}")
+        PagedKV(self.k, self.v, self.page_table.cpu(), self.seq_lens.cpu())  # checks the rest of them
         for name, low, high in (("block_size", 16, 256), ("topk", 1, 64), ("new_tokens", 1, 16)):
             checks.integer(name, getattr(self, name), low, high)
         if self.page_size % self.block_size:
@@ -95,6 +101,7 @@ class HostKV(Paged):
         cache is. options: block_size, topk, new_tokens."""
         if not isinstance(kv, PagedKV):
             raise TypeError(f"kv must be an openmsa.PagedKV, got {type(kv).__name__}")
+        value_checks.has_values("kv", kv)
         device = kv.device if device is None else named_devices.resolved("device", device)
         k, v = (_copied(pool, pinned=device.type == "cuda") for pool in (kv.k, kv.v))
         return cls(k, v, kv.page_table.to(device), kv.seq_lens.to(device, copy=True), cache_blocks, **options)
@@ -195,8 +202,6 @@ def _check_pool(name: str, pool: Tensor | Stored, pinned: bool) -> None:
     if isinstance(pool, NVFP4) and pool.layout != "linear":
         raise NotImplementedError(f"{name} must have linear NVFP4 scales, got layout {pool.layout!r}")
     for tensor in [pool] if isinstance(pool, Tensor) else [x for x in vars(pool).values() if isinstance(x, Tensor)]:
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{name} must be on the CPU, got {tensor.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
         if pinned and tensor.numel() and not tensor.is_pinned():

@@ -262,6 +262,23 @@ def test_misuse_names_the_argument_the_rule_and_the_value():
         HostKV(pool, pool[:4], table, lens, 64)
     with pytest.raises(ValueError, match=r"k must be contiguous, got strides"):
         HostKV(pool.transpose(1, 2).contiguous().transpose(1, 2), pool, table, lens, 64, block_size=32)
+    meta = {name: value.to("meta") for name, value in (("table", table), ("lens", lens), ("pool", pool))}
+    for arguments, error, words in (
+        (
+            (pool, pool, table.tolist(), lens),
+            TypeError,
+            r"page_table must be a torch.Tensor of shape \[batch, max_pages\], got list",
+        ),
+        ((pool, pool, table, [0, 0]), TypeError, r"seq_lens must be a torch.Tensor of shape \[batch\], got list"),
+        ((pool, [pool], table, lens), TypeError, r"v must be a torch.Tensor of shape .*, got list"),
+        ((pool, pool, table, meta["lens"]), ValueError, r"seq_lens must be on the device of page_table \(cpu\), got meta"),
+        ((pool, pool, meta["table"], meta["lens"]), NotImplementedError, r"page_table must hold values"),
+        ((pool, meta["pool"], table, lens), ValueError, r"v must be on the CPU, got meta"),
+    ):
+        with pytest.raises(error, match=words):
+            HostKV(*arguments, 64, block_size=32)
+    with pytest.raises(NotImplementedError, match=r"kv must hold values"):
+        HostKV.of(PagedKV(meta["pool"], meta["pool"], meta["table"], meta["lens"]), "cpu", cache_blocks=64)
     scaled = E4M3.quantize(pool, per="head")
     with pytest.raises(NotImplementedError, match=r"k must have one scale for the tensor, got E4M3 scales \(2,\)"):
         HostKV(scaled, scaled, table, lens, 64, block_size=32)
