@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, contents
 from openmsa.modules.config import MSAConfig
-from openmsa.runtime import checks, named_devices
+from openmsa.runtime import checks, named_devices, value_checks
 from openmsa.runtime.kinds import tensors_in
-from openmsa.types import Sequences
+from openmsa.types import INT32_MAX, Sequences
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class MSACache:
         head_dim: int,
         config: MSAConfig | None = None,
         *,
-        dense_layers: Sequence[int] = (),
+        dense_layers: Collection[int] = (),
         page_size: int = 128,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -87,6 +87,10 @@ class MSACache:
         checks.integer("num_layers", num_layers, 1)
         checks.integer("batch", batch, 0)
         checks.integer("page_size", page_size, 1)
+        if config is not None and not isinstance(config, MSAConfig):
+            raise TypeError(f"config must be an openmsa.modules.MSAConfig or None, got {type(config).__name__}")
+        if not isinstance(dense_layers, Collection):
+            raise TypeError(f"dense_layers must be a list of ints, got {type(dense_layers).__name__}")
         for layer in dense_layers:
             checks.integer("dense_layers", layer, 0, num_layers - 1)
         device = named_devices.usable("device", device)
@@ -106,10 +110,9 @@ class MSACache:
     def extend(self, new_tokens: Sequence[int]) -> Sequences:
         """Begins a step: makes room for so many new tokens of each sequence, and returns the step's lengths. Each layer then
         appends once. Sequences may have no new token."""
+        value_checks.lengths("new_tokens", new_tokens, INT32_MAX - sum(self.lengths))
         if len(new_tokens) != len(self.lengths):
             raise ValueError(f"new_tokens must have one entry a sequence ({len(self.lengths)}), got {len(new_tokens)}")
-        for b, number in enumerate(new_tokens):
-            checks.integer(f"new_tokens[{b}]", number, 0)
         if self.lengths != self._starts and any(waiting := [layer.begun for layer in self.layers]):
             raise ValueError(
                 f"new_tokens must not be given before every layer has appended the step before, got one that has not: layer "

@@ -113,6 +113,20 @@ def test_refusals():
     with pytest.raises(ValueError, match="a layer must append once in each step"):
         cache.layers[0].append(k, k, index_k)
     assert cache.layers[0].kv.seq_lens.tolist() == cache.layers[0].index.seq_lens.tolist() == [1, 0]
+    for wrong, got in (
+        ({0: 1, 1: 1}, "dict"),
+        (1, "int"),
+        (torch.ones(2, dtype=torch.int32), "Tensor; pass new_tokens.tolist"),
+    ):
+        with pytest.raises(TypeError, match=f"new_tokens must be a list of ints, one a sequence, got {got}"):
+            cache.extend(wrong)
+    with pytest.raises(ValueError, match=r"sum\(new_tokens\) must be from 0 to 2147483646, got 2147483647"):
+        cache.extend([2**31 - 1, 0])
+    assert cache.lengths == [1, 0]
+    with pytest.raises(TypeError, match=r"config must be an openmsa\.modules\.MSAConfig or None, got dict"):
+        MSACache(1, 2, 1, 16, {})
+    with pytest.raises(TypeError, match="dense_layers must be a list of ints, got int"):
+        MSACache(1, 2, 1, 16, CONFIG, dense_layers=0)
     with pytest.raises(ValueError, match="dense_layers must be from 0 to 0, got 1"):
         MSACache(1, 2, 1, 16, dense_layers=[1])
     with pytest.raises(ValueError, match="format must be 'plain' or one of"):
