@@ -63,11 +63,16 @@ def check_dense(
     """Checks the arguments of `dense_attention`."""
     checks.integer("block_size", block_size, 16, 256)
     checks.flag("causal", causal)
+    check_wanted(return_out, return_lse, return_max_score)
+    inputs = check_qkv(q, k, v, seqs, softmax_scale, check, causal)
+    return DenseCall(*inputs[:4], causal, inputs.softmax_scale, block_size, return_out, return_lse, return_max_score)
+
+
+def check_wanted(return_out: bool, return_lse: bool, return_max_score: bool) -> None:
+    """Raises unless at least one result is asked for."""
     wanted = {"return_out": return_out, "return_lse": return_lse, "return_max_score": return_max_score}
     if not any([checks.flag(name, value) for name, value in wanted.items()]):
         raise ValueError("return_out, return_lse or return_max_score must be True, got False for all three")
-    inputs = check_qkv(q, k, v, seqs, softmax_scale, check, causal)
-    return DenseCall(*inputs[:4], causal, inputs.softmax_scale, block_size, return_out, return_lse, return_max_score)
 
 
 def chosen_results(out: Tensor | None, lse: Tensor | None, max_score: Tensor | None) -> Tensor | tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from openmsa.dense_attention.call import check_wanted
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import INDEX_FORMATS, KEY_FORMATS, QUERY_FORMATS
 from openmsa.runtime import checks
@@ -88,6 +89,7 @@ def dense_attention(
     **settings: Any,
 ) -> tuple[Tensor, ...]:
     """Returns what is asked for of out, lse and max scores ``[num_q_heads, total_q, num_blocks]``."""
+    check_wanted(return_out, return_lse, return_max_score)
     found = _attention(q, k, v, return_lse)[0 if return_out else 1 :]
     if return_max_score:
         shape = q.shape[1], q.shape[0], num_blocks(k, seqs, block_size)

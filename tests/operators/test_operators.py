@@ -353,6 +353,8 @@ def test_wrong_arguments_stop_the_trace():
         compiled(lambda q: dense_attention(q, k, v))(q[None])
     with pytest.raises(Exception, match="seqs must be a tensor, a number or an object of openmsa"):
         compiled(lambda q: dense_attention(q, k, v, {1, 2}))(q)
+    with pytest.raises(Exception, match="return_out, return_lse or return_max_score must be True, got False for all three"):
+        torch.compile(lambda q: dense_attention(q, q, q, return_out=False), fullgraph=True)(torch.randn(4, 2, 16))
 
 
 def test_packing_round_trip():
