@@ -23,15 +23,17 @@ def made_out(q: Tensor | Stored) -> Tensor:
     return torch.empty(q.shape, dtype=out_dtype(q), device=q.device)
 
 
-def check_place(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, read: list[Tensor]) -> None:
+def check_place(
+    name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, read: list[Tensor], in_place: Any = None
+) -> None:
     """Results are written to `value`, a dense tensor of this shape and dtype that shares no memory with the tensors `read`, on
-    whose device it lies."""
+    whose device it lies. in_place: as in `check_apart`."""
     dimensions = ", ".join(map(str, shape))
     checks.tensor(name, value, f"[{dimensions}]", (dtype,))
     if tuple(value.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
     checks.alike(name, value, "the inputs", read[0], dtype=False)
-    check_apart(name, value, read)
+    check_apart(name, value, read, in_place)
 
 
 def check_apart(name: str, value: Tensor, read: list[Tensor], in_place: Any = None) -> None:
@@ -52,13 +54,13 @@ def apart(value: Tensor, others: list[Tensor]) -> bool:
     return first == stop or all(stop <= start or end <= first or start == end for start, end in map(span, others))
 
 
-def check_places(q: Any, read: list[Tensor], out: Tensor | None, lse: Tensor | None) -> None:
+def check_places(q: Any, read: list[Tensor], out: Tensor | None, lse: Tensor | None, in_place: Any = None) -> None:
     """Checks where attention writes its results for the queries `q`: contiguous tensors of the results' shapes and dtypes,
-    apart from those `read` and from each other."""
+    apart from those `read` and from each other. in_place: as in `check_apart`."""
     for name, place, shape, dtype in (("out", out, q.shape, out_dtype(q)), ("lse", lse, q.shape[:2], wide_dtype(q))):
         if place is None:
             continue
-        check_place(name, place, tuple(shape), dtype, read)
+        check_place(name, place, tuple(shape), dtype, read, in_place)
         if not place.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {place.stride()}")
         read = [*read, place]

@@ -16,6 +16,7 @@ from openmsa.block_topk import SCORES_STAGE
 from openmsa.block_topk.given_scores import TopkCall
 from openmsa.inputs import check_counts, check_scoring
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
+from openmsa.kv_cache.results import check_places
 from openmsa.kv_cache.rows import QUERY_FORMATS
 from openmsa.parallel.exchange import Choice, Collectives
 from openmsa.parallel.ranks import Ranks
@@ -23,6 +24,7 @@ from openmsa.parallel.shards import PageStripes
 from openmsa.parallel.symmetric import Symmetric, refuse
 from openmsa.plan import AttentionPlan
 from openmsa.runtime import checks
+from openmsa.runtime.kinds import tensors_in
 from openmsa.sparse_attention import check_sparse
 from openmsa.types import Layout, out_dtype, wide_dtype
 
@@ -205,14 +207,10 @@ class ContextDecodePlan:
         checks.rows("q", q, "[batch * new_tokens, num_q_heads, head_dim]", QUERY_FORMATS)
         part = torch.empty(q.shape, dtype=out_dtype(q), device=self._device)
         part_lse = torch.empty(q.shape[:2], dtype=wide_dtype(q), device=self._device)
-        out, lse = (torch.empty_like(x) if y is None else y for x, y in ((part, out), (part_lse, lse)))
-        for name, given, like in (("out", out, part), ("lse", lse, part_lse)):
-            if not isinstance(given, Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+        for name, given in (("out", out), ("lse", lse)):
             checks.no_gradient(name, given, "it is written to")
-            if given.shape != like.shape or given.dtype != like.dtype or not given.is_contiguous():
-                expected, got = (f"{x.dtype} {tuple(x.shape)}" for x in (like, given))
-                raise ValueError(f"{name} must be contiguous, {expected}, got {got} with strides {given.stride()}")
+        check_places(q, [*tensors_in(k, v), self._table, self._token_lens, self._mine], out, lse, in_place=q)
+        out, lse = (torch.empty_like(x) if y is None else y for x, y in ((part, out), (part_lse, lse)))
         kv = PagedKV(k, v, self._table, self._token_lens)
         if self._chain is not None and self._chain.attends(q, kv):
             scale = check_sparse(

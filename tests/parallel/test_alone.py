@@ -61,13 +61,25 @@ def test_a_layer_names_what_is_wrong():
         plan.select(torch.zeros(2, 2, 32, requires_grad=True), pool[:, :1])
     with pytest.raises(ValueError, match=r"index_q.shape\[0\] must be 2"):
         plan.select(torch.zeros(3, 2, 32), pool[:, :1])
-    plan.select(torch.zeros(2, 2, 32), pool[:, :1])
-    with pytest.raises(ValueError, match=r"out must be contiguous, torch.float32 \(2, 4, 32\), got torch.float64"):
+    index_q = torch.zeros(2, 2, 32)
+    plan.select(index_q, pool[:, :1])
+    with pytest.raises(TypeError, match=r"out must have dtype torch.float32, got torch.float64"):
         plan.attend(q, pool, pool, out=torch.zeros(2, 4, 32, dtype=torch.float64))
-    with pytest.raises(TypeError, match=r"lse must be a torch.Tensor, got list"):
+    with pytest.raises(TypeError, match=r"lse must be a torch.Tensor of shape .*, got list"):
         plan.attend(q, pool, pool, lse=[0.0])
     with pytest.raises(ValueError, match=r"out must not require a gradient, as it is written to"):
         plan.attend(q, pool, pool, out=torch.zeros(2, 4, 32, requires_grad=True))
+    with pytest.raises(ValueError, match=r"out must be contiguous, got strides"):
+        plan.attend(q, pool, pool, out=torch.zeros(4, 2, 32).transpose(0, 1))
+    values, memory = torch.zeros_like(pool), torch.zeros(264)
+    for inside in (pool, values):
+        with pytest.raises(ValueError, match=r"out must share no memory with the inputs"):
+            plan.run(q, pool, values, index_q, pool[:, :1], out=inside.flatten()[:256].view(2, 4, 32))
+    with pytest.raises(ValueError, match=r"lse must share no memory with the inputs"):
+        plan.attend(q, pool, values, out=memory[:256].view(2, 4, 32), lse=memory[255:263].view(2, 4))
+    with pytest.raises(ValueError, match=r"out must share no memory with the inputs"):
+        plan.attend(memory[:256].view(2, 4, 32), pool, values, out=memory[8:].view(2, 4, 32))
+    assert plan.attend(q, pool, values, out=q) is q
     with pytest.raises(TypeError, match=r"q must be a torch.Tensor of shape .*, got list"):
         plan.attend([q], pool, pool)
 
