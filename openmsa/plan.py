@@ -78,15 +78,14 @@ class AttentionPlan(tracing.Numbered):
         checks.integer("total_q", self.total_q, 0)
         check_counts(self.topk, self.block_size, self.init_blocks, self.local_blocks)
         checks.scale("softmax_scale", 1.0 if self.softmax_scale is None else self.softmax_scale)
-        chunk = QUERY_CHUNK if self.query_chunk is None else checks.integer("query_chunk", self.query_chunk, 1)
+        self._chunk = QUERY_CHUNK if self.query_chunk is None else checks.integer("query_chunk", self.query_chunk, 1)
         checks.tensor("cu_seqlens_q", self.cu_seqlens_q, "[batch + 1]", (torch.int32, torch.int64))
         self._device = self.cu_seqlens_q.device
         self._layout = self._made_layout()
-        self._rows = [slice(start, min(start + chunk, self.total_q)) for start in range(0, self.total_q, chunk)]
         self._parts = self._made_parts(self._layout)
         self._own = (*dict.fromkeys((self._layout, *self._parts)), self.page_table, self.seq_lens)  # Launches read these too.
         counts = (self.total_q, self.topk, self.block_size, self.init_blocks, self.local_blocks)
-        kind, self._addresses, _ = LAYERS.look(*counts, self.softmax_scale, self.certified, chunk, self.impl, *self._own)
+        kind, self._addresses, _ = LAYERS.look(*counts, self.softmax_scale, self.certified, self._chunk, self.impl, *self._own)
         self._kind, self.number = LAYERS.number(kind), tracing.numbered(self)
 
     def _made_layout(self) -> Layout:
@@ -94,7 +93,7 @@ class AttentionPlan(tracing.Numbered):
         if self.page_table is None:
             if self.cu_seqlens_k is None or self.seq_lens is not None:
                 raise ValueError("cu_seqlens_k alone must be given where page_table is None, or page_table with seq_lens")
-            return layout(seqs, self.total_q, None, self._device, of="")
+            return layout(seqs, None, None, self._device, of="")
         if self.seq_lens is None or self.cu_seqlens_k is not None:
             raise ValueError("seq_lens must be given beside page_table, and cu_seqlens_k must be None")
         shapes = (("page_table", self.page_table, "[batch, max_pages]"), ("seq_lens", self.seq_lens, "[batch]"))
@@ -103,11 +102,14 @@ class AttentionPlan(tracing.Numbered):
             checks.alike(name, value, "cu_seqlens_q", self.cu_seqlens_q, dtype=False)
             checks.size(name, value, 0, self.cu_seqlens_q.numel() - 1, "the sequences of cu_seqlens_q")
         capacity = self.page_table.shape[1] * checks.integer("page_size", self.page_size, 1)
-        made = layout(seqs, self.total_q, None, self._device, self.seq_lens, capacity, of="")
+        made = layout(seqs, None, None, self._device, self.seq_lens, capacity, of="")
         return replace(made, max_seqlen_k=max(made.max_seqlen_k, min(rounded(made.max_seqlen_k), capacity)))
 
     def _made_parts(self, whole: Layout) -> list[Layout]:
-        """Returns the lengths of each chunk of queries."""
+        """Cuts the queries into chunks, on a CPU without padding, and returns the lengths of each."""
+        end = int(whole.cu_seqlens_q[-1]) if self._device.type == "cpu" else self.total_q
+        checks.integer("total_q", self.total_q, end)
+        self._rows = [slice(i, max(i, min(i + self._chunk, end))) for i in range(0, self.total_q, self._chunk)]
         return [whole.query_chunk(x.start, x.stop) for x in self._rows] if len(self._rows) > 1 else [whole] * len(self._rows)
 
     def refresh(self) -> None:
@@ -194,7 +196,7 @@ class AttentionPlan(tracing.Numbered):
         heads = index_q.shape[1] if isinstance(index_q, (Tensor, Stored)) and index_q.dim() == 3 else 0
         if heads not in self._blocks:
             self._selection(index_q, index_k, None)
-            self._blocks[heads] = torch.empty((self.total_q, heads, self.topk), dtype=torch.int32, device=self._device)
+            self._blocks[heads] = torch.full((self.total_q, heads, self.topk), -1, dtype=torch.int32, device=self._device)
         return self._blocks[heads]
 
     def _selection(self, index_q: Tensor | Stored, index_k: Any, blocks: Tensor | None) -> Steps:
@@ -207,7 +209,7 @@ class AttentionPlan(tracing.Numbered):
             index_k = self._paged(PagedIndexKeys, index_k)
         counts = (self.block_size, self.init_blocks, self.local_blocks)
         call = check_selection(index_q, index_k, self.topk, self._layout, *counts, self.certified, None, False)
-        return [partial(self._select, call._replace(blocks=blocks), i) for i in range(len(self._rows))]
+        return [partial(self._select, call._replace(blocks=blocks), *x) for x in zip(self._rows, self._parts, strict=True)]
 
     def _attention(self, q: Tensor | Stored, k: Any, v: Any, blocks: Tensor, out: Tensor | None, lse: Tensor | None) -> Steps:
         """Checks what `attend` is given, and returns its steps."""
@@ -215,17 +217,15 @@ class AttentionPlan(tracing.Numbered):
         value_checks.reaches("k", k, self.cu_seqlens_k)
         k, v = (k, v) if self.page_table is None else (self._paged(PagedKV, k, v), None)
         call = check_sparse(q, k, v, blocks, self._layout, self.block_size, self.softmax_scale, True, False).writing(out, lse)
-        return [partial(self._attend, call, i) for i in range(len(self._rows))]
+        return [partial(self._attend, call, *x) for x in zip(self._rows, self._parts, strict=True)]
 
-    def _select(self, call: SelectionCall, part: int) -> None:
-        rows = self._rows[part]
+    def _select(self, call: SelectionCall, rows: slice, seqs: Layout) -> None:
         assert call.blocks is not None
-        chunk = call._replace(index_q=call.index_q[rows], seqs=self._parts[part], blocks=call.blocks[rows])
+        chunk = call._replace(index_q=call.index_q[rows], seqs=seqs, blocks=call.blocks[rows])
         (CERTIFIED if self.certified else SELECTION).run(self.impl, chunk)
 
-    def _attend(self, call: SparseCall, part: int) -> None:
-        rows = self._rows[part]
-        chunk = call._replace(q=call.q[rows], blocks=call.blocks[rows], seqs=self._parts[part])
+    def _attend(self, call: SparseCall, rows: slice, seqs: Layout) -> None:
+        chunk = call._replace(q=call.q[rows], blocks=call.blocks[rows], seqs=seqs)
         out, lse = (None if x is None else x[rows] for x in (call.out, call.lse))
         ATTENTION.run(self.impl, chunk._replace(out=out, lse=lse))
 

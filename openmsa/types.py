@@ -136,7 +136,7 @@ class Layout:
 
 def layout(
     seqs: Sequences | Layout | None,
-    total_q: int,
+    total_q: int | None,
     total_k: int | None,
     device: torch.device,
     cached_lens: Tensor | None = None,
@@ -146,6 +146,7 @@ def layout(
 ) -> Layout:
     """Checks `seqs` and fills in what it leaves None. A `Layout` is returned as it is.
 
+    total_q: packed queries, or None where the starts of queries, which are then given, may end at any number.
     total_k: packed keys, or None with a paged cache, for which `cached_lens` (int32 [batch]) and `cache_capacity` (keys a
     sequence) are given. Values on a GPU are read only when `check` is True or a maximum is missing. of: what
     stands in front of the names of lengths in errors.
@@ -162,6 +163,7 @@ def layout(
 
     cu_q, max_q = seqs.cu_seqlens_q, seqs.max_seqlen_q
     if cu_q is None:
+        assert total_q is not None
         cu_q, max_q = _one_sequence(total_q, device), total_q if max_q is None else max_q
     else:
         cu_q = starts(f"{of}cu_seqlens_q", cu_q, device, total_q, "the number of queries" if readable else "")
