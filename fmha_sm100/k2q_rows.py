@@ -6,8 +6,9 @@ of the batch, then block 1 of every sequence that has one, and so on.
 
 Attention wants the blocks of a query, and callers hand over the queries of a block. `build_k2q_csr` therefore leaves the
 selection with the ``k2q_q_indices`` that it returns, in an attribute that lives and dies with that tensor, and no sort is
-needed. The attribute counts only while neither CSR tensor was written to (their version counters say so) and building and
-attending are both or neither captured in a CUDA graph. For everything else (copies, views, CSR tensors from elsewhere,
+needed. The attribute counts only while neither CSR tensor was written to (their version counters say so, and on a CPU, where
+NumPy may write to the memory of a tensor, their values too) and building and attending are both or neither captured in a CUDA
+graph. For everything else (copies, views, CSR tensors from elsewhere,
 overwritten buffers) one more stable sort on the device rebuilds the selection. Both give the same ids in the same order:
 ascending.
 """
@@ -122,6 +123,7 @@ class _Remembered:
     blocks: Tensor  # int32 [total_q, num_kv_heads, topk]
     row_ptr: weakref.ref[Tensor]  # the other CSR tensor
     versions: tuple[int, int]  # the version counters of both CSR tensors
+    values: tuple[Tensor, ...]  # copies of both on a CPU, elsewhere none
     capturing: bool  # whether a CUDA graph captured the building
     block_size: int
 
@@ -129,7 +131,8 @@ class _Remembered:
 def remember(row_ptr: Tensor, q_indices: Tensor, blocks: Tensor, block_size: int) -> None:
     """Leaves a selection with its CSR tensors: int32 ``[num_kv_heads, total_q, topk]``, ascending, NOTHING at the end."""
     versions, capturing = (row_ptr._version, q_indices._version), devices.capturing(row_ptr.device)
-    known = _Remembered(blocks.transpose(0, 1), weakref.ref(row_ptr), versions, capturing, block_size)
+    values = (row_ptr.clone(), q_indices.clone()) if row_ptr.device.type == "cpu" else ()
+    known = _Remembered(blocks.transpose(0, 1), weakref.ref(row_ptr), versions, values, capturing, block_size)
     setattr(q_indices, ATTRIBUTE, known)
 
 
@@ -143,6 +146,7 @@ def selection(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows:
                 f"blk_kv must be the block size that the CSR was built with ({known.block_size}), got {block_size}"
             )
         written = row_ptr.is_inference() or q_indices.is_inference() or known.versions != (row_ptr._version, q_indices._version)
+        written = written or not all(map(torch.equal, known.values, (row_ptr, q_indices)))
         if not written and known.capturing == devices.capturing(row_ptr.device):
             return known.blocks
     with torch.no_grad():

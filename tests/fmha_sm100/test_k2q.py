@@ -136,8 +136,10 @@ def not_needed():
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_written_csr_is_read_again(inference):
-    """A CSR that was written to is read again, also under inference_mode, where most tensors do not count their versions."""
+@pytest.mark.parametrize("numpy", [False, True])
+def test_a_written_csr_is_read_again(inference, numpy):
+    """A CSR that was written to is read again, also under inference_mode, where most tensors do not count their versions, and
+    where NumPy wrote to the memory of a tensor."""
     p, first = case((4, 3), (70, 40), topk=3, block_size=BLOCK, kv_heads=2, head_dim=16)
     second = first.flip(0).roll(1, 0)
     with torch.inference_mode(inference):
@@ -145,8 +147,11 @@ def test_a_written_csr_is_read_again(inference):
         other_ptr, other_queries = csr(p, second, BLOCK)
         rows = Rows.of(p.seqs.cu_seqlens_q, p.seqs.cu_seqlens_k, BLOCK, 5)
         expected = selection(other_ptr, other_queries, 3, 7, lambda: rows, BLOCK)
-        row_ptr.copy_(other_ptr)
-        queries.copy_(other_queries)
+        for mine, other in ((row_ptr, other_ptr), (queries, other_queries)):
+            if numpy:
+                mine.numpy()[:] = other.numpy()
+            else:
+                mine.copy_(other)
         assert_equal("selection", selection(row_ptr, queries, 3, 7, lambda: rows, BLOCK), expected)
 
 
