@@ -34,7 +34,8 @@ def register_minimax_m3(name: str = "openmsa-m3", *, impl: str = "auto") -> None
     PyTorch's attention. They serve prefill and decode with any of transformers' caches and every 2D ``attention_mask``, as the
     model's eager path does: blocks are counted from the first slot of a row, padding included, and a query that sees no key,
     as in left padding, gives the mean of all values. That matters, because the indexer also scores the keys of padding. Only
-    the outputs at padding between real tokens differ from the eager path, in full layers: they are that mean, too.
+    the outputs at padding behind real tokens, and in full layers between them, differ from the eager path. Through that mean
+    they reach real tokens where a row is padded on both sides.
 
     Whatever else a model needs raises NotImplementedError, as with `openmsa.integrations.transformers.register`.
     """
