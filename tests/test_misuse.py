@@ -23,6 +23,7 @@ from openmsa import (
     block_scores,
     dense_attention,
     explain,
+    index_loss,
     msa_attention,
     select_blocks,
     select_blocks_from_scores,
@@ -70,6 +71,18 @@ def test_a_selection_has_no_gradient(device, name):
         with torch.no_grad():
             msa_attention(**whole)
         msa_attention(**whole | {name: asked.detach()})
+
+
+def test_tangents_are_not_lost():
+    """Forward-mode derivatives of what has none raise; a loss without its tangent would pass for a constant."""
+    p = problem((5,), (40,))
+    loss = {name: getattr(p, name) for name in ("q", "k", "index_q", "index_k")} | {"block_size": 16}
+    whole = path(p)
+    with torch.autograd.forward_ad.dual_level():
+        for function, arguments, name in ((index_loss, loss, "index_q"), (msa_attention, whole, "v")):
+            dual = torch.autograd.forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
+            refused("jvp", function, **arguments | {name: dual}, error=NotImplementedError)
+            function(**arguments)
 
 
 def test_the_gradients_of_the_main_branch_stay():

@@ -140,5 +140,8 @@ def no_gradient(name: str, value: Any, because: str) -> None:
 
 
 def needs_grad(*tensors: Any) -> bool:
-    """Says whether autograd would have to record an operation on these values, tensors or caches of them."""
+    """Says whether autograd would have to record an operation on these values, tensors or caches, or to carry a tangent."""
+    duals = torch.autograd.forward_ad  # Its level is -1 where there are no tangents.
+    if duals._current_level >= 0 and any(isinstance(t, Tensor) and duals.unpack_dual(t).tangent is not None for t in tensors):
+        return True
     return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
