@@ -21,7 +21,7 @@ from openmsa.runtime.kinds import Call, Kinds, Steps, rounded, tensors_in
 from openmsa.runtime.memory import Memory
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention.call import SparseCall, check_sparse
-from openmsa.types import Layout, Sequences, layout
+from openmsa.types import INT32_MAX, Layout, Sequences, layout
 
 LAYERS = Kinds()
 """Launches of layers of all plans: plans of like steps need not record again."""
@@ -75,7 +75,7 @@ class AttentionPlan(tracing.Numbered):
 
     def __post_init__(self) -> None:
         dispatch.check_name(self.impl, CERTIFIED if checks.flag("certified", self.certified) else SELECTION, ATTENTION)
-        checks.integer("total_q", self.total_q, 0)
+        checks.integer("total_q", self.total_q, 0, INT32_MAX)
         check_counts(self.topk, self.block_size, self.init_blocks, self.local_blocks)
         checks.scale("softmax_scale", 1.0 if self.softmax_scale is None else self.softmax_scale)
         self._chunk = QUERY_CHUNK if self.query_chunk is None else checks.integer("query_chunk", self.query_chunk, 1)
@@ -96,12 +96,11 @@ class AttentionPlan(tracing.Numbered):
             return layout(seqs, None, None, self._device, of="")
         if self.seq_lens is None or self.cu_seqlens_k is not None:
             raise ValueError("seq_lens must be given beside page_table, and cu_seqlens_k must be None")
-        shapes = (("page_table", self.page_table, "[batch, max_pages]"), ("seq_lens", self.seq_lens, "[batch]"))
-        for name, value, shape in shapes:
-            checks.tensor(name, value, shape, (torch.int32,))
+        for name, value in (("page_table", self.page_table), ("seq_lens", self.seq_lens)):
+            checks.tensor(name, value, "[batch, max_pages]" if name == "page_table" else "[batch]", (torch.int32,))
             checks.alike(name, value, "cu_seqlens_q", self.cu_seqlens_q, dtype=False)
             checks.size(name, value, 0, self.cu_seqlens_q.numel() - 1, "the sequences of cu_seqlens_q")
-        capacity = self.page_table.shape[1] * checks.integer("page_size", self.page_size, 1)
+        capacity = self.page_table.shape[1] * checks.integer("page_size", self.page_size, 1, INT32_MAX)
         made = layout(seqs, None, None, self._device, self.seq_lens, capacity, of="")
         return replace(made, max_seqlen_k=max(made.max_seqlen_k, min(rounded(made.max_seqlen_k), capacity)))
 
@@ -188,8 +187,10 @@ class AttentionPlan(tracing.Numbered):
         """Says why layers of some kinds run the host's whole code each time, a sentence each; empty where none do."""
         return tuple(self._reasons)
 
-    def _paged(self, kind: type[Any], *pools: Any) -> Any:
-        return kind(*pools, self.page_table, self.seq_lens)
+    def _paged(self, name: str, kind: type[Any], *pools: Any) -> Any:
+        cache = kind(*pools, self.page_table, self.seq_lens)
+        checks.size(name, pools[0], 2, self.page_size or 0, "page_size of the plan")
+        return cache
 
     def _room(self, index_q: Tensor | Stored, index_k: Tensor | Stored) -> Tensor:
         """Returns the memory of a selection for these queries, which are checked before it is made."""
@@ -205,8 +206,7 @@ class AttentionPlan(tracing.Numbered):
         value_checks.reaches("index_k", index_k, self.cu_seqlens_k)
         if self.page_table is not None:
             checks.rows("index_k", index_k, "[num_pages, heads, page_size, dim]", PagedIndexKeys.formats)
-            checks.size("index_k", index_k, 3, index_q.shape[-1], "index_dim of index_q")
-            index_k = self._paged(PagedIndexKeys, index_k)
+            index_k = self._paged("index_k", PagedIndexKeys, index_k)
         counts = (self.block_size, self.init_blocks, self.local_blocks)
         call = check_selection(index_q, index_k, self.topk, self._layout, *counts, self.certified, None, False)
         return [partial(self._select, call._replace(blocks=blocks), *x) for x in zip(self._rows, self._parts, strict=True)]
@@ -215,7 +215,7 @@ class AttentionPlan(tracing.Numbered):
         """Checks what `attend` is given, and returns its steps."""
         checks.size("q", q, 0, self.total_q, "total_q of the plan")
         value_checks.reaches("k", k, self.cu_seqlens_k)
-        k, v = (k, v) if self.page_table is None else (self._paged(PagedKV, k, v), None)
+        k, v = (k, v) if self.page_table is None else (self._paged("k", PagedKV, k, v), None)
         call = check_sparse(q, k, v, blocks, self._layout, self.block_size, self.softmax_scale, True, False).writing(out, lse)
         return [partial(self._attend, call, *x) for x in zip(self._rows, self._parts, strict=True)]
 

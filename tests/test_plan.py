@@ -181,6 +181,8 @@ def test_bad_input_is_named():
     plan = step.plan()
     for change, error, message in (
         ({"total_q": -1}, ValueError, "total_q must be at least 0, got -1"),
+        ({"total_q": 2**31}, ValueError, "total_q must be from 0 to 2147483647, got 2147483648"),
+        ({"page_size": 2**31}, ValueError, "page_size must be from 1 to 2147483647, got 2147483648"),
         ({"topk": 0}, ValueError, "^topk must be from 1 to 64, got 0"),
         ({"block_size": 7}, ValueError, "^block_size must be from 16 to 256, got 7"),
         ({"local_blocks": 65}, ValueError, "init_blocks \\+ local_blocks must be at most topk"),
@@ -202,9 +204,15 @@ def test_bad_input_is_named():
         with pytest.raises(error, match=message):
             step.plan(**change)
     for call, message in (
+        (lambda: plan.run(q[0, 0, 0], k, v, index_q, index), r"q must have more than 0 dimensions, got shape \(\)"),
+        (
+            lambda: plan.run(q, k, v, index_q, index[:, :, :16]),
+            r"index_k.shape\[2\] must be 32 \(page_size of the plan\), got 16",
+        ),
+        (lambda: plan.run(q, k[:, :, :16], v[:, :, :16], index_q, index), r"k.shape\[2\] must be 32 \(page_size of the plan\)"),
         (lambda: plan.run(q[:9], k, v, index_q, index), r"q.shape\[0\] must be 190 \(total_q of the plan\), got 9"),
         (lambda: plan.select(index_q[:9], index), r"index_q.shape\[0\] must be 190"),
-        (lambda: plan.select(index_q[..., :16], index), r"^index_k.shape\[3\] must be 16 \(index_dim of index_q\), got 32"),
+        (lambda: plan.select(index_q[..., :16], index), r"^index_k.keys.shape\[3\] must be 16 \(index_dim of index_q\), got 32"),
         (lambda: plan.run(q, k, v, index_q, index, out=q), "out must share no memory with the inputs"),
         (lambda: plan.run(q, k, v, index_q, index, out=torch.empty(190, 8, 32)), r"out must have shape \(190, 8, 64\)"),
         (lambda: plan.run(q, k[:, :, :7], v, index_q, index), r"v must have the shape of k"),

@@ -26,7 +26,7 @@ from openmsa.plan import AttentionPlan
 from openmsa.runtime import checks
 from openmsa.runtime.kinds import tensors_in
 from openmsa.sparse_attention import check_sparse
-from openmsa.types import Layout, out_dtype, wide_dtype
+from openmsa.types import INT32_MAX, Layout, out_dtype, wide_dtype
 
 if TYPE_CHECKING:
     from openmsa.parallel.chain import Chain
@@ -131,7 +131,7 @@ class ContextDecodePlan:
         checks.integer("page_table.shape[1]", self.page_table.shape[1], 1)
         checks.integer("new_tokens", self.new_tokens, 1, MAX_NEW_TOKENS)
         check_counts(self.topk, self.block_size, self.init_blocks, self.local_blocks)
-        checks.divides("block_size", self.block_size, "page_size", checks.integer("page_size", self.page_size, 1))
+        checks.divides("block_size", self.block_size, "page_size", checks.integer("page_size", self.page_size, 1, INT32_MAX))
         if self.new_tokens > 1 and self.local_blocks < 1:
             raise NotImplementedError(f"local_blocks must be at least 1 with several new_tokens, got {self.local_blocks}")
         if self.exchange not in EXCHANGES:
@@ -170,6 +170,7 @@ class ContextDecodePlan:
         keys = PagedIndexKeys(index_k, self.page_table, self._lens)
         call = check_scoring(index_q, keys, self._layout, self.block_size, False)
         checks.size("index_q", index_q, 0, self.total_q, "batch * new_tokens of the plan")
+        checks.size("index_k", index_k, 2, self.page_size, "page_size of the plan")
         with torch.no_grad():
             if self._chain is not None and self._chain.selects(keys, call):
                 bounds = self._chain.bounds(keys, call, self._choice)
@@ -212,6 +213,7 @@ class ContextDecodePlan:
         check_places(q, [*tensors_in(k, v), self._table, self._token_lens, self._mine], out, lse, in_place=q)
         out, lse = (torch.empty_like(x) if y is None else y for x, y in ((part, out), (part_lse, lse)))
         kv = PagedKV(k, v, self._table, self._token_lens)
+        checks.size("k", k, 2, self.page_size, "page_size of the plan")
         if self._chain is not None and self._chain.attends(q, kv):
             scale = check_sparse(
                 q, kv, None, self._mine, self._attention._layout, self.block_size, self.softmax_scale, True, False

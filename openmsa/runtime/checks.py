@@ -67,6 +67,8 @@ def size(name: str, value: Any, dimension: int, expected: int, because: str) -> 
     """`value.shape[dimension]` must be `expected`."""
     if not hasattr(value, "shape"):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if len(value.shape) <= dimension:
+        raise ValueError(f"{name} must have more than {dimension} dimensions, got shape {tuple(value.shape)}")
     if value.shape[dimension] != expected:
         raise ValueError(
             f"{name}.shape[{dimension}] must be {expected} ({because}), "

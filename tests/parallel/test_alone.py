@@ -80,6 +80,10 @@ def test_a_layer_names_what_is_wrong():
     with pytest.raises(ValueError, match=r"out must share no memory with the inputs"):
         plan.attend(memory[:256].view(2, 4, 32), pool, values, out=memory[8:].view(2, 4, 32))
     assert plan.attend(q, pool, values, out=q) is q
+    with pytest.raises(ValueError, match=r"index_k.shape\[2\] must be 128 \(page_size of the plan\), got 64"):
+        plan.select(index_q, pool[:, :1, :64])
+    with pytest.raises(ValueError, match=r"k.shape\[2\] must be 128 \(page_size of the plan\), got 64"):
+        plan.attend(q, pool[:, :, :64], pool[:, :, :64])
     with pytest.raises(TypeError, match=r"q must be a torch.Tensor of shape .*, got list"):
         plan.attend([q], pool, pool)
 
