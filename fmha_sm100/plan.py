@@ -64,7 +64,8 @@ def fmha_sm100_plan(
     tracing.refuse_to_trace("fmha_sm100_plan")
     flags(split_prefill_decode=split_prefill_decode)
     qo = _lengths("qo_segment_lens", qo_segment_lens, None)
-    longer = (qo > (DECODE_QUERIES if options.get("kv_block_num", -1) != -1 else SHORT_QUERIES)).nonzero()
+    sparse = checks.integer("kv_block_num", options.get("kv_block_num", -1), -1) != -1
+    longer = (qo > (DECODE_QUERIES if sparse else SHORT_QUERIES)).nonzero()
     split = int(longer[0]) if split_prefill_decode and longer.numel() else 0
     if not split:
         plan = _fmha_sm100_plan(qo_segment_lens, kv_segment_lens, num_qo_heads, num_kv_heads, qo_offset, **options)
@@ -210,6 +211,8 @@ def _check_numbers(
 ) -> None:
     """Checks the heads and sizes that a plan is made for."""
     checks.integer("num_qo_heads", num_qo_heads, 1)
+    for name, value in (("num_kv_heads", num_kv_heads), ("page_size", page_size), ("kv_block_num", kv_block_num)):
+        checks.integer(name, value, -1)
     if num_kv_heads != -1:
         checks.integer("num_kv_heads", num_kv_heads, 1)
         checks.divides("num_kv_heads", num_kv_heads, "num_qo_heads", num_qo_heads)

@@ -175,6 +175,9 @@ def test_plans_made_in_inference_mode_can_be_changed_outside():
         ({"use_fp8_kvcache": torch.float8_e4m3fn}, TypeError, "use_fp8_kvcache must be a bool, got dtype"),
         ({"num_kv_splits": -2}, ValueError, "num_kv_splits must be at least -1, got -2"),
         ({"usable_SM_count": 1.5}, TypeError, "usable_SM_count must be an int"),
+        ({"num_kv_heads": torch.ones(2)}, TypeError, "num_kv_heads must be an int, got Tensor"),
+        ({"page_size": torch.ones(2)}, TypeError, "page_size must be an int, got Tensor"),
+        ({"kv_block_num": torch.ones(2)}, TypeError, "kv_block_num must be an int, got Tensor"),
     ],
 )
 def test_misuse(changes, error, words):
