@@ -212,7 +212,7 @@ def test_bad_input_is_named():
         (lambda: plan.run(q, k[:, :, :16], v[:, :, :16], index_q, index), r"k.shape\[2\] must be 32 \(page_size of the plan\)"),
         (lambda: plan.run(q[:9], k, v, index_q, index), r"q.shape\[0\] must be 190 \(total_q of the plan\), got 9"),
         (lambda: plan.select(index_q[:9], index), r"index_q.shape\[0\] must be 190"),
-        (lambda: plan.select(index_q[..., :16], index), r"^index_k.keys.shape\[3\] must be 16 \(index_dim of index_q\), got 32"),
+        (lambda: plan.select(index_q[..., :16], index), r"^index_k.keys.shape\[3\] must be 16 \(index_dim of index_q\)"),
         (lambda: plan.run(q, k, v, index_q, index, out=q), "out must share no memory with the inputs"),
         (lambda: plan.run(q, k, v, index_q, index, out=torch.empty(190, 8, 32)), r"out must have shape \(190, 8, 64\)"),
         (lambda: plan.run(q, k[:, :, :7], v, index_q, index), r"v must have the shape of k"),
