@@ -13,14 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from openmsa.primitives.operands import PLAIN
+from openmsa.primitives.operands import E4M3, NVFP4, PLAIN
 from openmsa.primitives.rows import NO_TABLE, TYPES, KeyView
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention.triton_config import Keys
 from openmsa.sparse_attention.triton_keys import HeadRows, head_start, key_place, load_codes, numbers
 from openmsa.types import Layout
 
-MIN_READERS = 64  # Where so many queries read a block on average, copies cost less than a tenth of the call.
+MIN_READERS = {E4M3: 40, NVFP4: 24}
+"""Where more queries read a block on average, copies cost less than they save."""
 ROWS = 64  # A tile has so many keys.
 PROGRAMS = 512  # A head has so many programs, enough to fill a GPU.
 
@@ -28,7 +29,7 @@ PROGRAMS = 512  # A head has so many programs, enough to fill a GPU.
 def expands(keys: Keys, query_dtype: torch.dtype, readers: float, workspace_bytes: int) -> bool:
     """Tells whether stored keys are copied: where queries have 16 bits, many read a block, and copies fit the workspace. Copies
     have no place for factors of pages."""
-    if query_dtype not in (torch.float16, torch.bfloat16) or readers <= MIN_READERS:
+    if query_dtype not in (torch.float16, torch.bfloat16) or readers <= MIN_READERS[keys.k.form.format]:
         return False
     return not keys.factors_by_page and 2 * query_dtype.itemsize * keys.total * keys.heads * keys.k.dim <= workspace_bytes
 

@@ -81,13 +81,13 @@ def sparse_attention(
 
     # 1. Stored keys that many queries read are copied as numbers, and the kernel for tiles that stay together is chosen.
     readers = q.shape[0] * blocks.shape[2] / keys.num_buckets(seqs, block_size)
-    if path == "auto" and keys.stored and expands(keys, queries.data.dtype, readers, workspace_bytes):
+    few = few_queries(q.shape[0], q.shape[2], blocks.shape[2], keys.heads, keys.num_buckets(seqs, block_size))
+    if path == "auto" and keys.stored and not few and expands(keys, queries.data.dtype, readers, workspace_bytes):
         keys = expand(keys, queries.data.dtype, seqs)
     plain = isinstance(q, Tensor) and not keys.stored
     tile = (q.shape[2], q.shape[1] // keys.heads, block_size, device.arch // 10)
     tuned = None
     if config is None and path in ("auto", "union"):
-        few = few_queries(q.shape[0], q.shape[2], blocks.shape[2], keys.heads, keys.num_buckets(seqs, block_size))
         tuned = _tuned(queries, keys, out, prefill_config(*tile), block_size, few and path == "auto")
     converted = keys.stored and tuned is None
     if path == "auto" and converted and not keys.dtype == queries.data.dtype == torch.float8_e4m3fn:

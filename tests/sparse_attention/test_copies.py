@@ -42,7 +42,7 @@ def test_kernels_of_plain_keys(store, page_size, dtype, scale, monkeypatch):
     for module, name in ((gluon_sm90_attend, "launch_sm90_attend"), (gluon_sm90_outer, "launch_sm90_outer")):
         launch = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, launch=launch, name=name: (launched.append(name), launch(*given)))
-    monkeypatch.setattr(triton_expand, "MIN_READERS", 0)
+    monkeypatch.setattr(triton_expand, "MIN_READERS", dict.fromkeys(triton_expand.MIN_READERS, 0))
     monkeypatch.setattr(triton_prefill, "FEWEST_TILES", 0)
     for module in (triton_lists, triton_prefill):
         monkeypatch.setattr(module, "few_queries", lambda *sizes: False)
