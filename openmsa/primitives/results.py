@@ -12,14 +12,11 @@ from openmsa.primitives.softmax import LN_2
 
 
 @triton.jit
-def store_rows(p_rows, p_lse, b_out, b_lse, s_dim, m_row, DIM: tl.constexpr):
-    """Stores results [ROWS, DIM_PAD] and their lse [ROWS] at these places of rows, each None where it is not wanted."""
-    if p_rows is not None:
-        o_d = tl.arange(0, b_out.shape[1])
-        p_out = p_rows[:, None] + o_d[None, :] * s_dim
-        tl.store(p_out, b_out.to(p_rows.dtype.element_ty), mask=m_row[:, None] & (o_d < DIM)[None, :])
-    if p_lse is not None:
-        tl.store(p_lse, b_lse, mask=m_row)
+def store_rows(p_rows, b_out, s_dim, m_row, DIM: tl.constexpr):
+    """Stores results [ROWS, DIM_PAD] at these places of rows."""
+    o_d = tl.arange(0, b_out.shape[1])
+    b_out = b_out.to(p_rows.dtype.element_ty)
+    tl.store(p_rows[:, None] + o_d[None, :] * s_dim, b_out, mask=m_row[:, None] & (o_d < DIM)[None, :])
 
 
 @triton.jit
@@ -40,10 +37,12 @@ def finish(
             b_acc, b_m, b_z = merge(partials, i_p, n_s, splits, o_d, ROWS, DIM, DIM_PAD, OUT)
             tl.store(partials.arrived + i_p, 0)
     if last:
-        p_rows = out.rows + (token * out.s_token + head * out.s_head) if OUT else None
-        p_lse = None if out.lse is None else out.lse + (token * out.s_lse_token + head * out.s_lse_head)
-        b_out = b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None]
-        store_rows(p_rows, p_lse, b_out, (b_m + tl.log2(b_z)) * LN_2, out.s_dim, m_row, DIM)
+        if OUT:
+            p_rows = out.rows + (token * out.s_token + head * out.s_head)
+            store_rows(p_rows, b_acc / tl.where(b_z == 0, 1.0, b_z)[:, None], out.s_dim, m_row, DIM)
+        if out.lse is not None:
+            p_lse = out.lse + (token * out.s_lse_token + head * out.s_lse_head)
+            tl.store(p_lse, (b_m + tl.log2(b_z)) * LN_2, mask=m_row)
 
 
 @triton.jit
@@ -70,7 +69,7 @@ def store_result(result, o_row, acc, inverse, m_i, l_i, scale, m_row, DIM: tl.co
     b_out = (acc * inverse[:, None]).to(result.rows.dtype.element_ty)
     if IN_QUADS:
         b_out = in_order(b_out)
+    store_rows(result.rows + o_row * DIM, b_out, 1, m_row, DIM)
     m_any = l_i > 0
     b_lse = (m_i * scale + tl.log2(tl.where(m_any, l_i, 1.0))) * LN_2
-    b_lse = tl.where(m_any, b_lse, l_i - float("inf"))
-    store_rows(result.rows + o_row * DIM, result.lse + o_row, b_out, b_lse, 1, m_row, DIM)
+    tl.store(result.lse + o_row, tl.where(m_any, b_lse, l_i - float("inf")), mask=m_row)

@@ -52,7 +52,7 @@ COUNT_FIELDS = tl.constexpr(2)
 """The units of a head are counted twice: those from the front, those from the back."""
 SCAN_STEP = 2048
 """A program adds up so many buckets at a time."""
-OFFSETS_STEP = 256
+OFFSETS_STEP = 128
 """The last program of a segment makes the offsets of so many buckets at a time."""
 ALIGNED = 4
 """Lists begin at multiples of so many elements, so that their addresses are always of one alignment."""
