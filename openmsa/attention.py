@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -15,14 +16,14 @@ from openmsa.inputs import AttentionInputs, SelectionCall, check_agreement, chec
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.runtime import checks, dispatch
 from openmsa.runtime.dispatch import Stage, check_name, has_triton
-from openmsa.runtime.kinds import Call, Kinds, tensors_in
+from openmsa.runtime.kinds import Call, Kinds, Steps, tensors_in
 from openmsa.runtime.memory import Memory
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention.call import SparseCall
-from openmsa.types import Sequences, layout, out_dtype, wide_dtype
+from openmsa.types import Layout, Sequences, layout, out_dtype, wide_dtype
 
 QUERY_CHUNK = 16384  # queries whose selection (and, on a GPU, partial results) are held at a time
-CALLS = Kinds()  # launches of earlier calls on a GPU, one chunk of queries each
+CALLS = Kinds()  # launches of earlier calls on a GPU
 
 
 @overload
@@ -95,42 +96,32 @@ def msa_attention(
         numbers = (topk, block_size, init_blocks, local_blocks, softmax_scale, query_chunk, certified, return_lse, impl)
         launches = CALLS.look(q, k, v, index_q, index_k, seqs, *numbers)
         if launches.replays is not None:
-            return _again(launches, q, k, seqs, return_lse)
+            return _again(launches, q, k, seqs, QUERY_CHUNK if query_chunk is None else query_chunk, return_lse)
     selection, inputs, chunk = check_path(
-        *(q, k, v, index_q, index_k, topk, seqs),
-        block_size=block_size,
-        init_blocks=init_blocks,
-        local_blocks=local_blocks,
-        softmax_scale=softmax_scale,
-        query_chunk=query_chunk,
-        certified=certified,
-        return_lse=return_lse,
-        check=check,
-    )
+        q, k, v, index_q, index_k, topk, seqs, block_size=block_size, init_blocks=init_blocks, local_blocks=local_blocks,
+        softmax_scale=softmax_scale, query_chunk=query_chunk, certified=certified, return_lse=return_lse, check=check,
+    )  # fmt: skip
     stage = CERTIFIED if certified else SELECTION
     check_name(impl, stage, ATTENTION)  # before a stage runs
-    if q.shape[0] > chunk:
-        out, lse = _results(q)
-        parts = []  # of results whose gradients are wanted: autograd does not see what is written to a given tensor
-        for start in range(0, q.shape[0], chunk):
-            rows = slice(start, min(start + chunk, q.shape[0]))
-            seqs_of_rows = inputs.seqs.query_chunk(rows.start, rows.stop)
-            blocks = selected(stage, impl, selection._replace(index_q=index_q[rows], seqs=seqs_of_rows))
-            part = attention_call(inputs._replace(q=q[rows], seqs=seqs_of_rows), blocks, block_size)
-            parts.append(ATTENTION.run(impl, part if recorded else part._replace(out=out[rows], lse=lse[rows])))
-        if recorded:
-            out, lse = (torch.cat(results) for results in zip(*parts, strict=True))
-    elif launches is not None:
-        out, lse = _results(q)
+    if q.shape[0] <= chunk and launches is None:
+        found = ATTENTION.run(impl, attention_call(inputs, selected(stage, impl, selection), block_size))
+        return found if return_lse else found[0]
+    out, lse = _results(q)
+    chunks = _chunks(inputs.seqs, q.shape[0], chunk)
 
-        def run() -> None:
-            call = attention_call(inputs, selected(stage, impl, selection), block_size)
-            ATTENTION.run(impl, call._replace(out=out, lse=lse))
+    def attend(rows: slice, seqs: Layout) -> Any:
+        blocks = selected(stage, impl, selection._replace(index_q=index_q[rows], seqs=seqs))
+        call = attention_call(inputs._replace(q=q[rows], seqs=seqs), blocks, block_size)
+        return ATTENTION.run(impl, call if recorded else call._replace(out=out[rows], lse=lse[rows]))
 
-        CALLS.first(launches, [run], (q, k, v, index_q, index_k, seqs, inputs.seqs, out, lse))
+    rows = [slice(i, min(i + chunk, q.shape[0])) for i in range(0, max(q.shape[0], 1), chunk)]
+    steps: Steps = [partial(attend, *x) for x in zip(rows, chunks or [inputs.seqs], strict=True)]
+    if launches is not None:
+        CALLS.first(launches, steps, (q, k, v, index_q, index_k, seqs, inputs.seqs, *chunks, out, lse))
     else:
-        blocks = selected(stage, impl, selection)
-        out, lse = ATTENTION.run(impl, attention_call(inputs, blocks, block_size))
+        parts: Any = [step() for step in steps]
+        if recorded:  # Autograd does not see what is written to a given tensor.
+            out, lse = map(torch.cat, zip(*parts, strict=True))
     return (out, lse) if return_lse else out
 
 
@@ -140,14 +131,20 @@ def _results(q: Tensor | Stored) -> tuple[Tensor, Tensor]:
     return out, torch.empty(q.shape[:2], dtype=wide_dtype(q), device=q.device)
 
 
+def _chunks(seqs: Layout, total_q: int, chunk: int) -> list[Layout]:
+    """Returns the lengths of each chunk of queries, none where all are one chunk."""
+    return [seqs.query_chunk(i, min(i + chunk, total_q)) for i in range(0, total_q, chunk)] if total_q > chunk else []
+
+
 def _again(
-    launches: Call, q: Tensor | Stored, k: Tensor | Stored | PagedKV, seqs: Sequences | None, return_lse: bool
+    launches: Call, q: Tensor | Stored, k: Tensor | Stored | PagedKV, seqs: Sequences | None, chunk: int, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Makes the launches of a call whose kind is known. Only its lengths are computed by the host's code."""
     total, device = q.shape[0], q.device
     lengths = k.layout(seqs, total, device) if isinstance(k, PagedKV) else layout(seqs, total, k.shape[0], device)
+    chunks = _chunks(lengths, total, chunk)
     out, lse = _results(q)
-    launches.addresses.extend(x.data_ptr() for x in tensors_in(lengths, out, lse))
+    launches.addresses.extend(x.data_ptr() for x in tensors_in(lengths, *chunks, out, lse))
     CALLS.again(launches, Memory())
     return (out, lse) if return_lse else out
 

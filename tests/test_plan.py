@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from openmsa import E4M3, NVFP4, AttentionPlan, CertifiedKeys, PagedIndexKeys, PagedKV, Sequences, msa_attention
+from openmsa.attention import CALLS
 from tests.contract import DEVICES
 
 LENGTHS = {
@@ -292,3 +293,19 @@ def test_calls_on_several_streams_share_no_memory():
                 outs.append((i, step.expected(*layer)[0]))
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected[i]) for i, out in outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+@pytest.mark.parametrize("packed", [False, True])
+def test_known_calls_in_chunks(packed):
+    """`msa_attention` makes the launches of all its chunks again, and computes their lengths anew."""
+    known = len(CALLS._replays)
+    first, other = (Layers(lengths, "cuda", packed) for lengths in ([(700, 3000), (50, 900)], [(690, 2990), (60, 910)]))
+    for step in (first, first, other):
+        step.new, layer = first.new, step.layer()  # Bounds are those of the first, so that the kind is the same.
+        step.keys = first.keys
+        result = step.expected(*layer, query_chunk=200)
+        host = step.expected(*layer, query_chunk=200, check=True)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(result, host, strict=True))
+    assert len(CALLS._replays) == known + 1

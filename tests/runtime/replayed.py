@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openmsa import AttentionPlan, DecodePlan, PagedIndexKeys, PagedKV
+from openmsa import AttentionPlan, DecodePlan, PagedIndexKeys, PagedKV, Sequences, msa_attention
 from openmsa.decode.kernels import Kernels
 from openmsa.kv_cache import E4M3, NVFP4
 from openmsa.runtime import kinds
@@ -149,6 +149,19 @@ def decode(batch: int, keys: int, heads: tuple[int, int]) -> Any:
     return run
 
 
+def call(new: int, keys: int, heads: tuple[int, int], query_chunk: int | None = None) -> Any:
+    """Returns the same for a call without a plan."""
+
+    def run() -> None:
+        q, index_q = (torch.zeros(new, n, 128, dtype=torch.bfloat16, device="cuda") for n in heads)
+        k, v, index_k = (torch.zeros(keys, n, 128, dtype=torch.bfloat16, device="cuda") for n in (heads[1], heads[1], 1))
+        cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (new, keys))
+        seqs = Sequences(cu_q, cu_k, new, keys)
+        msa_attention(q, k, v, index_q, index_k, 16, seqs, query_chunk=query_chunk)
+
+    return run
+
+
 CASES: dict[str, tuple[Callable[[], Any], int]] = {
     "few queries": (lambda: step([(20, 3000)], (16, 1)), 1),
     "a prefill": (lambda: step([(4096, 4096)], (64, 4)), 1),
@@ -159,6 +172,8 @@ CASES: dict[str, tuple[Callable[[], Any], int]] = {
     "decode rows": (lambda: step([(1, 3000), (4, 4000)], (16, 1)), 1),
     "e4m3": (lambda: step([(300, 2000)], (16, 1), E4M3), 1),
     "nvfp4": (lambda: step([(300, 2000)], (16, 1), NVFP4), 1),
+    "call": (lambda: call(300, 2000, (16, 1)), 1),
+    "call in chunks": (lambda: call(900, 9000, (16, 1), 256), 4),
     "decode of one sequence": (lambda: decode(1, 9000, (64, 4)), 1),
     "decode of many": (lambda: decode(32, 4000, (64, 4)), 1),
 }
@@ -173,7 +188,7 @@ def launches_fit_other_tensors(name: str) -> None:
         first = len(found)
         run()
     assert len(found) == 2 * first, "both layers are recorded"
-    assert first == (1 if "decode of" in name else 2 * chunks), first
+    assert first == (chunks if "decode of" in name or "call" in name else 2 * chunks), first
     for (mine, _), (theirs, addresses) in zip(found[:first], found[first:], strict=True):
         assert mine.calls
         assert resolved(mine, addresses) == resolved(theirs, addresses)
