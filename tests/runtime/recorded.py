@@ -79,8 +79,8 @@ def calls_return_what_they_return_on_a_gpu(arch: int) -> None:
     with recording(arch) as launches:
         assert devices.facts(GPU) == devices.COMPILE_TARGETS[arch]
         q = torch.empty(300, 32, 128, dtype=torch.bfloat16, device="cuda")
-        k, v = (E4M3(torch.empty(1000, 2, 128, dtype=torch.uint8, device=GPU)) for _ in range(2))
-        index_q, index_k = q[:, :2], torch.empty(1000, 1, 128, dtype=torch.bfloat16, device="cuda")
+        k, v = (E4M3(torch.empty(4000, 2, 128, dtype=torch.uint8, device=GPU)) for _ in range(2))
+        index_q, index_k = q[:, :2], torch.empty(4000, 1, 128, dtype=torch.bfloat16, device="cuda")
         blocks = select_blocks(index_q, index_k, 4)
         out, lse = sparse_attention(q, k, v, blocks, return_lse=True)
         for x, shape in ((blocks, (300, 2, 4)), (out, q.shape), (lse, (300, 32))):
