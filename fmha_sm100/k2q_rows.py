@@ -8,9 +8,8 @@ Attention wants the blocks of a query, and callers hand over the queries of a bl
 selection with the ``k2q_q_indices`` that it returns, in an attribute that lives and dies with that tensor, and no sort is
 needed. The attribute counts only while neither CSR tensor was written to (their version counters say so, and on a CPU, where
 NumPy may write to the memory of a tensor, their values too) and building and attending are both or neither captured in a CUDA
-graph. For everything else (copies, views, CSR tensors from elsewhere,
-overwritten buffers) one more stable sort on the device rebuilds the selection. Both give the same ids in the same order:
-ascending.
+graph. For everything else (copies, views, CSR tensors from elsewhere, overwritten buffers) one more stable sort on the device
+rebuilds the selection. Both give the same ids in the same order: ascending.
 """
 
 from __future__ import annotations

@@ -477,6 +477,6 @@ def launch_sm90_outer(
         *plan.chunk,
         keys.heads,
         keys.k.num_pages,
-        CUT=Cut(plan.group, plan.topk, keys.page_size, keys.factors.k is not None),
+        CUT=Cut(plan.group, plan.topk, keys.page_size, keys.k.rows.factor is not None),
         **OPTIONS,
     )

@@ -70,7 +70,7 @@ def sparse_attention(
         raise ValueError(f"path must be one of {PATHS}, got {path!r}")
     device = facts(q.device)
     keys, queries = Keys.of(k, v, seqs, block_size, device.arch >= 90), query_rows(q, device.arch >= 90)
-    if path == "few" and not (isinstance(q, Tensor) and not keys.stored):
+    if path == "few" and (isinstance(q, Stored) or keys.stored):
         raise ValueError("path must be 'auto', 'union' or 'outer' for stored queries or keys, got 'few'")
     out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
