@@ -23,6 +23,8 @@ class Candidate:
     start: "random": random weights, one index key head, norms. "own keys": the layer's own keys and its groups' mean queries,
            an index key head a KV head, no norms. "one key": the one index key head that holds most of the layer's keys
            (`benchmarks/smollm2/one_key.py`), no norms. "one key, norms": the same with norms, as in MiniMax-M3.
+    coefficient: multiplies the index loss (lambda in the paper). clip: the largest norm of all the candidate's gradients
+           together, longer ones are shortened to it; None: they stay as they are.
     """
 
     name: str
@@ -30,6 +32,8 @@ class Candidate:
     lr: float
     seed: int = 0
     start: str = "random"
+    coefficient: float = 1.0
+    clip: float | None = None
 
     @property
     def own(self) -> bool:
@@ -53,6 +57,12 @@ CANDIDATES = (
     Candidate("64, seed 1", 64, 3e-3, seed=1),
 )
 MORE = (  # candidates that run only where --candidates names them
+    Candidate("64, lambda 1e-3", 64, 3e-3, coefficient=1e-3),
+    Candidate("64, lambda 0.1", 64, 3e-3, coefficient=0.1),
+    Candidate("64, lambda 10", 64, 3e-3, coefficient=10.0),
+    Candidate("64, lambda 1e3", 64, 3e-3, coefficient=1e3),
+    Candidate("64, clipped", 64, 3e-3, clip=1.0),
+    Candidate("64, lambda 1e3, clipped", 64, 3e-3, coefficient=1e3, clip=1.0),
     Candidate("128, lr 1e-2", 128, 1e-2),
     Candidate("one key", 64, 1e-3, start="one key"),
     Candidate("one key, lr 3e-3", 64, 3e-3, start="one key"),
@@ -66,6 +76,7 @@ TOY = (
     Candidate("16", 16, 1e-2),
     Candidate("one key", 32, 1e-3, start="one key"),
     Candidate("one key 64 and norms", 64, 1e-3, start="one key, norms"),
+    Candidate("32, lambda 10, clipped", 32, 1e-2, coefficient=10.0, clip=1.0),
 )
 
 

@@ -20,22 +20,26 @@ from openmsa.training.settings import TrainSettings
 
 
 class Together:
-    """Is dense attention in which several candidates learn at once from the same teacher."""
+    """Is dense attention in which several candidates learn at once from the same teacher. Losses are kept without their
+    coefficients."""
 
-    def __init__(self, branches: list[dict[int, IndexBranch]]) -> None:
-        self.branches = branches
+    def __init__(self, branches: list[dict[int, IndexBranch]], coefficients: list[float]) -> None:
+        self.branches, self.coefficients = branches, coefficients
         self.losses: list[list[Tensor]] = [[] for _ in branches]
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
         out, lse = dense(inputs)
-        for own, losses in zip(self.branches, self.losses, strict=True):
+        for own, coefficient, losses in zip(self.branches, self.coefficients, self.losses, strict=True):
             with torch.enable_grad():
                 vectors = index_vectors(own[inputs.number], inputs)
                 loss = index_loss(
-                    *(inputs.q, inputs.k, *vectors, None, inputs.seqs), softmax_scale=inputs.softmax_scale, lse=lse
+                    *(inputs.q, inputs.k, *vectors, None, inputs.seqs),
+                    softmax_scale=inputs.softmax_scale,
+                    coefficient=coefficient,
+                    lse=lse,
                 )
                 loss.backward()
-            losses.append(loss.detach())
+            losses.append(loss.detach() / coefficient)
         return out
 
 
@@ -56,11 +60,13 @@ def train_together(study: Study, steps: int, until: float) -> tuple[list[dict[in
             each = (study.used - began) / 7
             steps = max(step + 1, min(steps, step + int((until - study.used) / each)))
             study.tell(f"{each:.2f} s a warm-up step, {steps} of {planned} planned steps")
-        attend = Together(made)
+        attend = Together(made, [c.coefficient for c in study.candidates])
         with study.precision():
             hidden_states(study.model, study.train[step % len(study.train)][None].to(study.device), attend)
         for group, candidate in zip(optimizer.param_groups, study.candidates, strict=True):
             group["lr"] = TrainSettings(steps=steps, warmup_steps=0, lr=candidate.lr).learning_rate(step)
+            if candidate.clip is not None:
+                torch.nn.utils.clip_grad_norm_(group["params"], candidate.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step >= steps - max(1, steps // 10):
