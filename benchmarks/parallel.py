@@ -268,7 +268,8 @@ def decode(case: Case, rank: int, ranks: int) -> dict[str, Any]:
             worst = float((outs[exchange] - result).abs().max())
             assert worst < 0.02, f"outputs by {exchange} differ by {worst}"
     for exchange in EXCHANGES:
-        assert torch.equal(outs[exchange], torch.cat(_gathered(outs[exchange]))[: len(q)]), "ranks have different outputs"
+        everyone = torch.cat(_gathered(outs[exchange]))[: len(q)]
+        assert torch.equal(outs[exchange], everyone), f"ranks have different outputs by {exchange}"
     chosen = []
     for _, index_q in queries:
         plans["collective"].select(index_q, mine_keys)

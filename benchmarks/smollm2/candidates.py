@@ -63,6 +63,7 @@ MORE = (  # candidates that run only where --candidates names them
     Candidate("64, lambda 1e3", 64, 3e-3, coefficient=1e3),
     Candidate("64, clipped", 64, 3e-3, clip=1.0),
     Candidate("64, lambda 1e3, clipped", 64, 3e-3, coefficient=1e3, clip=1.0),
+    Candidate("own keys, clipped", 64, 1e-3, start="own keys", clip=1.0),
     Candidate("128, lr 1e-2", 128, 1e-2),
     Candidate("one key", 64, 1e-3, start="one key"),
     Candidate("one key, lr 3e-3", 64, 3e-3, start="one key"),

@@ -251,6 +251,13 @@ def _joined(low, high, dtype: tl.constexpr):
 
 
 @triton.jit
+def _added(total, keep, x, weight):
+    """Returns ``total * keep + x * weight`` of rows. Which of the products is rounded is said here: the compiler would choose for
+    each rank's kernel anew, and ranks would hold different bits."""
+    return tl.fma(x, tl.broadcast_to(weight[:, None], x.shape), total * keep[:, None])
+
+
+@triton.jit
 def merge_kernel(
     part, part_lse, out, lse, mail, rows, room, limit,
     DTYPE: tl.constexpr, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
@@ -292,8 +299,7 @@ def merge_kernel(
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
             keep, weight = tl.exp(m_i - safe), tl.exp(b_l - safe)
             x_low, x_high = _halves(b_x, DTYPE)
-            low = low * keep[:, None] + x_low * weight[:, None]
-            high = high * keep[:, None] + x_high * weight[:, None]
+            low, high = _added(low, keep, x_low, weight), _added(high, keep, x_high, weight)
             l_i, m_i = l_i * keep + weight, m_new
         total = tl.where(l_i > 0, l_i, 1.0)
         p_out = out + o_first[:, None] * PAIRS + o_d[None, :]
@@ -385,12 +391,12 @@ def blend_kernel(
                 b_l = bits.to(tl.float32, bitcast=True)
             m_new = tl.maximum(m_i, b_l)
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            keep, weight = tl.exp(m_i - safe)[:, None], tl.exp(b_l - safe)
+            keep, weight = tl.exp(m_i - safe), tl.exp(b_l - safe)
             x_0, x_1 = _halves(x_low, DTYPE)
             x_2, x_3 = _halves(x_high, DTYPE)
-            b_0, b_1 = b_0 * keep + x_0 * weight[:, None], b_1 * keep + x_1 * weight[:, None]
-            b_2, b_3 = b_2 * keep + x_2 * weight[:, None], b_3 * keep + x_3 * weight[:, None]
-            l_i, m_i = l_i * tl.exp(m_i - safe) + weight, m_new
+            b_0, b_1 = _added(b_0, keep, x_0, weight), _added(b_1, keep, x_1, weight)
+            b_2, b_3 = _added(b_2, keep, x_2, weight), _added(b_3, keep, x_3, weight)
+            l_i, m_i = l_i * keep + weight, m_new
         total = tl.where(l_i > 0, l_i, 1.0)
         whole = total[:, None]
         word = _word_of(_joined(b_0 / whole, b_1 / whole, DTYPE), _joined(b_2 / whole, b_3 / whole, DTYPE))

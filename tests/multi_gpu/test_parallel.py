@@ -31,7 +31,7 @@ def test_prefill(world, size, order):
     world.run(size, cases.prefill, size, (700, 65), order, torch.bfloat16, "cuda", cases.WIDE, FORCED, True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_backward(world, dtype):
     """The second sequence has fewer tokens than there are ranks, and the third none."""
     world.run(2, cases.rounded_backward, 2, (1500, 1, 0, 333), dtype, "cuda", cases.WIDE, OPTIONS | {"topk": 4})
@@ -62,6 +62,13 @@ def test_chained_decode(world, size, new):
     for options, formats in ((OPTIONS, plain), (FORCED, plain), (OPTIONS, ("e4m3", "e4m3"))):
         arguments = (lens, new, torch.bfloat16, "cuda", cases.WIDE, options, 128, formats, "symmetric")
         world.run(size, graphs.chained, size, cases.decode, *arguments)
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_many_sequences_give_all_ranks_the_same_bits(world, chain):
+    """So many results are merged that one rounded otherwise would be met."""
+    arguments = ((3000,) * 32, 1, torch.bfloat16, "cuda", cases.WIDE, OPTIONS, 128, ("plain", "plain"), "symmetric")
+    world.run(2, *((graphs.chained, 2, cases.decode) if chain else (cases.decode, 2)), *arguments)
 
 
 def test_formats(world):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 
 from openmsa import PagedIndexKeys, PagedKV, index_loss, msa_attention, select_blocks, sparse_attention
 from openmsa.parallel import ContextDecodePlan, PageStripes, TokenShards, context_attention, gather_tokens, shard_heads
@@ -204,6 +205,10 @@ def decode(group, rank, size, k_lens, new, dtype, device, sizes, options, page, 
         on_host = type(p.seqs)(starts.cpu(), cu)
         truth = sparse_attention(p.q.double().cpu(), k.double(), v.double(), wanted.cpu(), on_host, **size_of)
         check_results((out, lse), honest, truth)
+        for name, mine in (("out", out), ("lse", lse)) if size > 1 else ():
+            parts = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(parts, mine.contiguous(), group)
+            assert_equal(f"{name} of all ranks", torch.stack(parts), mine.expand(size, *mine.shape))
     return plan.exchange
 
 

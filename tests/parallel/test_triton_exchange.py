@@ -2,12 +2,16 @@
 """The kernels of the symmetric exchange do what the collectives do: in the interpreter every rank puts its words, then each
 gets them."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 from openmsa.block_topk.triton_certified import Selection
 from openmsa.parallel import ContextDecodePlan, chain, exchange, symmetric, triton_exchange
@@ -222,3 +226,13 @@ def test_a_chain_of_launches_gives_what_stages_give(monkeypatch, new, index):
     chained = plan.attend(p.q, kv.k, kv.v, lse=chained_lse)
     torch.testing.assert_close(chained, out, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(chained_lse, lse, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="launches are recorded with triton 3.6")
+def test_all_ranks_round_sums_alike():
+    """See `tests.parallel.compiled`, in a process whose kernels are not interpreted."""
+    space = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.parallel.compiled"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=space | {"PYTHONPATH": str(root)})
+    assert done.returncode == 0, done.stdout + done.stderr
