@@ -20,7 +20,7 @@ from openmsa.types import Layout
 
 SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10, 12: 99 << 10}  # a program's shared memory, by major capability
 MAX_HEADS = 64  # A program takes at most so many heads of one group; wider groups are split.
-HOPPER_UNION_GAIN = 1.15  # the `union_gain` of Hopper's kernel for plain keys
+HOPPER_UNION_GAIN = 1.0  # the `union_gain` of Hopper's kernel for plain keys
 SHORT_ITEM_ROUNDS = 20  # With fewer items a multiprocessor, Hopper's own KV-outer takes items of half as many queries.
 MAX_UNION_TOKENS = 32  # A tile has at most so many queries: membership is a bit of an int32.
 
