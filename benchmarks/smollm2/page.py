@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Writes a page and its plots, docs/results/smollm2.md or one of another name, from the records that study.py left.
 
-python -m benchmarks.smollm2.page RECORDS.jsonl [--out docs/results] [--name smollm2]
+python -m benchmarks.smollm2.page RECORDS.jsonl [--coefficients RECORDS.jsonl] [--out docs/results] [--name smollm2]
 """
 
 from __future__ import annotations
@@ -209,8 +209,33 @@ def plots(records: Records, out: Path, name: str) -> None:
     figure.savefig(out / f"{name}-training.png", dpi=110)
 
 
-def page(records: Records, name: str) -> str:
-    """Returns the page, whose plots begin with `name`."""
+def coefficients(records: Records) -> str:
+    """Returns the section on what multiplies the loss, of a run whose candidates differ in it."""
+    done, facts, found = records.all("warmup done")[0], records.all("environment")[0], records.variants("recall")
+    told = {c["name"]: c for c in facts["candidates"]}
+    rows = []
+    for name, reached in done["reached"].items():
+        both = (found[f"trained {name}, {percent} % of 128"] for percent in ("12.5", "25"))
+        recall = (f"{r['block_recall']:.3f} / {r['score_recall']:.3f}" for r in both)
+        start, coefficient, clip = (told[name][key] for key in ("start", "coefficient", "clip"))
+        rows.append([start, f"{coefficient:g}", "-" if clip is None else f"{clip:g}", f"{reached:.4f}", *recall])
+    head = ["starts from", "coefficient", "clipped at", "index loss", "recall, 12.5 %", "recall, 25 %"]
+    return f"""
+## The coefficient of the loss
+
+A run of its own (`{records.file}`: {facts["device_name"]}, commit {facts["commit"]}, {facts["date"][:10]}),
+{done["steps"]} warm-up steps of one window, {done["tokens"]:,} tokens; index loss without its coefficient, otherwise as above.
+Where a number says so, gradients, those of all layers together, are clipped: shortened to that norm.
+
+{table(head, rows)}
+What multiplies the loss changes nothing over six decades: the backbone is frozen, and AdamW divides gradients by their own
+size. At 1e-3 its epsilon begins to count. Clipping helps, whatever the coefficient: no window outweighs the others.
+`openmsa train-index` clips at 1 since this run.
+"""
+
+
+def page(records: Records, name: str, swept: Records | None = None) -> str:
+    """Returns the page, whose plots begin with `name`. swept: records of a run whose candidates differ in the coefficient."""
     facts, done = records.all("environment")[0], records.all("warmup done")[0]
     sparse = "; ".join(f"{r['candidate']}: {r['steps']} steps at {r['lr']:g}" for r in records.all("sparse done"))
     where = (
@@ -252,8 +277,7 @@ What is compared:
   trained over the selected blocks, a quarter of those of 128 keys ({sparse}).
 - **window**: the first block and the last ones. **random**: the query's own block and random ones.
 
-All candidates learn in one pass over the dense model, from the same tokens. A coefficient of the loss is not swept: with a
-frozen backbone AdamW makes the same steps whatever multiplies the loss; learning rate and index dim are.
+All candidates learn in one pass over the dense model, from the same tokens.
 
 ## Held-out loss above dense attention, %
 
@@ -292,21 +316,24 @@ Recall (block / score) and loss in % above dense, blocks of 128.
 A number of five digits is hidden in Python source and asked for at the end, six times at each distance; found is the share
 whose digits are all the model's likeliest tokens.
 
-{needles(records)}"""
+{needles(records)}{coefficients(swept) if swept else ""}"""
 
 
 def main() -> None:
     """Runs what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path)
+    parser.add_argument("--coefficients", type=Path, help="records of a run whose candidates differ in it")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--name", default="smollm2", help="of the page, and what its plots begin with")
     options = parser.parse_args()
-    if not options.records.is_file():
-        parser.error(f"RECORDS must be a file that exists, got {str(options.records)!r}")
+    for file in filter(None, (options.records, options.coefficients)):
+        if not file.is_file():
+            parser.error(f"RECORDS must be a file that exists, got {str(file)!r}")
     options.out.mkdir(parents=True, exist_ok=True)
     records = Records(options.records)
-    (options.out / f"{options.name}.md").write_text(page(records, options.name))
+    swept = options.coefficients and Records(options.coefficients)
+    (options.out / f"{options.name}.md").write_text(page(records, options.name, swept))
     plots(records, options.out, options.name)
 
 

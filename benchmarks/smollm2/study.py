@@ -11,7 +11,7 @@ of the blocks: the first one or its rival of another learning rate, and each kin
 recall of blocks in the dense model, held-out loss and needles of every index, budget and block size, and of stored index keys.
 Records are appended to OUT/smollm2.jsonl as they come; the two branches go to OUT/branches-*.safetensors; a table ends the
 output.
-A coefficient of the loss is not swept: with a frozen backbone AdamW makes the same steps whatever multiplies the loss.
+The coefficient of the loss is swept where --candidates names candidates that differ in it.
 """
 
 from __future__ import annotations

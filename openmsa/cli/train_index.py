@@ -66,6 +66,7 @@ def train_index(
     micro_batch: Annotated[int, typer.Option(help="Windows that go through the model at a time, on each GPU.")] = 1,
     lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-3,
     schedule: Annotated[str, typer.Option(help="cosine (falls to a tenth) or constant.")] = "cosine",
+    clip: Annotated[float, typer.Option(min=0, help="Largest norm of a step's gradients together; 0: as they are.")] = 1.0,
     held_out: Annotated[float, typer.Option(help="Share of the files on which recall is measured; 0: none.")] = 0.05,
     save_every: Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")] = 50,
     measure_every: Annotated[int, typer.Option(min=1, help="Steps from measurement to measurement.")] = 50,
@@ -75,8 +76,9 @@ def train_index(
 ) -> None:
     """Train the index branches (`HELP` is what --help prints)."""
     settings = _settings(
-        steps=steps, warmup_steps=warmup_steps, batch=batch, micro_batch=micro_batch, lr=lr, schedule=schedule, seed=seed
-    )
+        steps=steps, warmup_steps=warmup_steps, batch=batch, micro_batch=micro_batch, lr=lr, schedule=schedule,
+        clip=clip or None, seed=seed,
+    )  # fmt: skip
     source = find_model(model)
     _check_converted(model, source)
     place, wanted = find_device(device, dtype)

@@ -29,9 +29,9 @@ from openmsa.sparse_attention.triton_decode_walk import refuse
 
 CHAINED: bool | None = None
 """Which steps run as a chain. None: those of `Chain.measured`; True: all that can; False: none."""
-MOST_ROWS, BLOCKS, RANKS = 32, range(2049, 4097), 2
-"""The chain was right and faster on H200 with so many rows of scores (tokens times index heads), so many blocks a rank, for
-which one compiled kernel serves, and so many ranks (`docs/log/parallel.md`)."""
+MEASURED, RANKS = ((32, range(2049, 4097)), (128, range(257, 513))), 2
+"""The chain was right and faster on Hopper with at most so many rows of scores (tokens times index heads) of so many blocks a
+rank, for which one compiled kernel serves, and so many ranks (`docs/log/parallel.md`)."""
 
 
 class Chain:
@@ -53,10 +53,11 @@ class Chain:
 
     def measured(self, keys: PagedIndexKeys, call: ScoringCall) -> bool:
         """Tells whether chains of such steps were right and faster on GPUs: one new token a sequence, bfloat16 queries, plain
-        keys, and sizes within `MOST_ROWS`, `BLOCKS` and `RANKS`."""
+        keys, and sizes of `MEASURED` and `RANKS`."""
         plain = isinstance(call.index_q, Tensor) and keys.format == "plain"
         rows, blocks = call.index_q.shape[0] * call.index_q.shape[1], call.seqs.num_blocks(call.block_size)
-        sizes = rows <= MOST_ROWS and blocks in BLOCKS and call.seqs.max_seqlen_q == 1 and self._exchange.ranks == RANKS
+        sizes = any(rows <= most and blocks in known for most, known in MEASURED)
+        sizes = sizes and call.seqs.max_seqlen_q == 1 and self._exchange.ranks == RANKS
         return plain and sizes and call.index_q.dtype == torch.bfloat16 and devices.facts(self._lens.device).arch == 90
 
     def select(self, call: ScoringCall, held: Tensor, visible: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:

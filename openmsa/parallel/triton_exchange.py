@@ -252,7 +252,7 @@ def _joined(low, high, dtype: tl.constexpr):
 
 @triton.jit
 def _added(total, keep, x, weight):
-    """Returns ``total * keep + x * weight`` of rows. Which of the products is rounded is said here: the compiler would choose for
+    """Returns ``total * keep + x * weight`` of rows. It says which of the products is rounded: the compiler would choose for
     each rank's kernel anew, and ranks would hold different bits."""
     return tl.fma(x, tl.broadcast_to(weight[:, None], x.shape), total * keep[:, None])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -162,11 +163,17 @@ class Trainer:
                 if not math.isfinite(value):
                     told = f"the index {what} of layer {layer} is {'not finite' if what == 'gradient' else value}"
                     raise FloatingPointError(f"{told} at step {number}; lower the learning rate")
+        norm = math.sqrt(sum(squares) * self.world.size)
+        if settings.clip is not None and norm > settings.clip:
+            for p in itertools.chain(*self.learning.values()):
+                if p.grad is not None:
+                    p.grad.mul_(settings.clip / norm)
         self.optimizer.step()
         return {
             "step": number,
             "stage": settings.stage(number),
             "lr": settings.learning_rate(number),
+            "gradient_norm": norm,
             "loss": sum(losses) / len(losses),
             "by_layer": {str(n): loss for n, loss in zip(self.by_layer, losses, strict=True)},
             "seconds": time.perf_counter() - began,

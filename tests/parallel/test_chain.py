@@ -29,14 +29,14 @@ def served(monkeypatch, batch=8, pages=4096, new=1, ranks=2, arch=90, dtype=torc
     return selects, layers.attends(torch.zeros(batch * new, 8, 128, dtype=dtype), PagedKV(pool, pool, table, lens))
 
 
-@pytest.mark.parametrize("sizes", [{"batch": 1}, {"batch": 8}, {"pages": 2049}])
+@pytest.mark.parametrize("sizes", [{"batch": 1}, {"batch": 8}, {"pages": 2049}, {"batch": 32, "pages": 512}])
 def test_measured_steps_are_chains(monkeypatch, sizes):
     assert served(monkeypatch, **sizes) == (True, True)
 
 
 @pytest.mark.parametrize(
     "other",
-    [{"batch": 9}, {"pages": 2048}, {"pages": 4097}, {"new": 2}, {"ranks": 3}, {"arch": 100}, {"dtype": torch.float16},
+    [{"batch": 9}, {"batch": 33, "pages": 512}, {"pages": 256}, {"pages": 2048}, {"pages": 4097}, {"new": 2}, {"ranks": 3}, {"arch": 100}, {"dtype": torch.float16},
      {"certified": True}],
 )  # fmt: skip
 def test_other_steps_are_not(monkeypatch, other):

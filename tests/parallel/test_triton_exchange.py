@@ -5,13 +5,14 @@ gets them."""
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 from openmsa.block_topk.triton_certified import Selection
 from openmsa.parallel import ContextDecodePlan, chain, exchange, symmetric, triton_exchange
@@ -228,7 +229,7 @@ def test_a_chain_of_launches_gives_what_stages_give(monkeypatch, new, index):
     torch.testing.assert_close(chained_lse, lse, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="launches are recorded with triton 3.6")
+@pytest.mark.skipif(not version("triton").startswith("3.6."), reason="launches are recorded with triton 3.6")
 def test_all_ranks_round_sums_alike():
     """See `tests.parallel.compiled`, in a process whose kernels are not interpreted."""
     space = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

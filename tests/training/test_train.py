@@ -213,6 +213,7 @@ def test_a_log_forgets_what_came_after_the_checkpoint(tmp_path):
         ({"lr": float("nan")}, "lr must be finite, got nan"),
         ({"beta2": 1.0}, "beta2 must be less than 1, got 1.0"),
         ({"weight_decay": -1.0}, "weight_decay must be at least 0, got -1.0"),
+        ({"clip": 0.0}, "clip must be positive or None, got 0.0"),
         ({"schedule": "linear"}, "schedule must be cosine or constant, got 'linear'"),
     ],
 )
@@ -228,6 +229,19 @@ def test_the_learning_rate_grows_and_falls():
     assert rates[9:] == sorted(rates[9:], reverse=True)
     assert rates[-1] == pytest.approx(0.1)
     assert TrainSettings(steps=100, warmup_steps=0, lr=1.0, schedule="constant").learning_rate(99) == 1.0
+
+
+def test_long_gradients_are_shortened_together(tmp_path):
+    """The norm that the log holds is that of all layers before they were shortened."""
+    lengths = {}
+    for clip in (None, 1e-3, 1e6):
+        run = trainer(tmp_path / str(clip), settings=TrainSettings(steps=1, warmup_steps=1, batch=1, clip=clip))
+        found = run.step(0)["gradient_norm"]
+        parts = [p.grad.norm() for p in run.branches.parameters()]
+        lengths[clip] = found, torch.stack(parts).norm().item()
+    assert lengths[None][0] > 2e-3
+    assert lengths[None] == lengths[1e6] == pytest.approx((lengths[None][0],) * 2, rel=1e-5)
+    assert lengths[1e-3] == pytest.approx((lengths[None][0], 1e-3), rel=1e-5)
 
 
 def test_a_batch_that_processes_cannot_share_is_refused(tmp_path):
