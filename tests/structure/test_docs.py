@@ -88,6 +88,16 @@ def test_readme_says_from_where_on_it_pays(line, workload, found):
         assert cell.strip() == expected, context
 
 
+def test_the_bars_of_the_readme_are_those_of_its_table():
+    """They are text, so that they show wherever the README is read: half a unit a character."""
+    text = (ROOT / "README.md").read_text()
+    table = [[cell.strip() for cell in row.strip("| ").split("|")] for row in text.splitlines() if row.startswith("| ")]
+    contexts, found = (next(row[1:] for row in table if row[0] == name) for name in ("context", "H200, prefill"))
+    bars = re.findall(r"^ +(\d+[KM]) (█+) (\S+)$", text, re.MULTILINE)
+    assert [(context, number) for context, _, number in bars] == list(zip(contexts, found, strict=True))
+    assert all(len(bar) == round(2 * float(number)) for _, bar, number in bars)
+
+
 @pytest.mark.parametrize("document", ["README.md", "docs/parallel.md", "docs/log/parallel.md"])
 def test_two_gpus_are_as_fast_as_recorded(document):
     records = rows(ROOT / "benchmarks/results/2026-11-23-h200-parallel.jsonl")
