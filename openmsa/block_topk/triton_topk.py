@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.block_topk.triton_ids import bit_of, free_range, next_id, ordered, popcount
-from openmsa.primitives.codes import ASM
+from openmsa.primitives.codes import ASM, padded
 from openmsa.runtime.launch import launch_kernel, next_power_of_two
 
 MAX_BLOCKS = 16384
@@ -103,7 +103,7 @@ def bisect(x, low, high, count, words, REPS: tl.constexpr, COLS: tl.constexpr, G
 def goal_reached(x, REPS: tl.constexpr, COLS: tl.constexpr, GOAL: tl.constexpr):
     """Finds a threshold that at least GOAL of x [REPS, COLS] reach, how many do, and, unless they are more than GOAL, which, as
     words. They are more only when the GOAL-th largest has equals, and fewer when fewer are above -inf. NaN counts as -inf."""
-    GROUPS: tl.constexpr = min(COLS, triton.next_power_of_2(GOAL + 1))
+    GROUPS: tl.constexpr = min(COLS, padded(GOAL + 1))
     CHAINS: tl.constexpr = min(REPS, 4)
     best = tl.max(tl.max(x.reshape(CHAINS, REPS // CHAINS, COLS), 1), 0)
     best = tl.max(best.reshape(GROUPS, COLS // GROUPS), 1, keep_dims=True)

@@ -16,6 +16,10 @@ import triton.language as tl
 
 from openmsa.kv_cache.triton_numbers import swizzled_byte, swizzled_word
 from openmsa.primitives.rows import exists, page_number, place
+from openmsa.runtime.launch import next_power_of_two
+
+padded = triton.constexpr_function(next_power_of_two) if hasattr(triton, "constexpr_function") else triton.next_power_of_2
+"""`next_power_of_two` of a constant. Kernels cannot call what a program puts in place of Triton's own, as SGLang does."""
 
 ASM = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 """This says whether instructions are written out; the interpreter knows only the plain ones."""
@@ -200,7 +204,7 @@ def load_group_scales(
         p_w = scales + swizzled_word(o_s, o_w, WORDS) if SWIZZLED else scales + o_s + o_w * keys.s_scales_group
         return tl.load(p_w, mask=m_k[:, None] & (o_w < WORDS), other=0)
     else:
-        GROUPS_PAD: tl.constexpr = triton.next_power_of_2(GROUPS)
+        GROUPS_PAD: tl.constexpr = padded(GROUPS)
         o_g = tl.arange(0, GROUPS_PAD)[None, :]
         p_s = scales + swizzled_byte(o_s, o_g, GROUPS) if SWIZZLED else scales + o_s + o_g * keys.s_scales_group
         return tl.load(p_s, mask=m_k[:, None] & (o_g < GROUPS), other=0)

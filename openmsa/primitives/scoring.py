@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import E4M3, Stored
 from openmsa.primitives import operands
-from openmsa.primitives.codes import e4m3_numbers, load_group_scales, load_scales
+from openmsa.primitives.codes import e4m3_numbers, load_group_scales, load_scales, padded
 from openmsa.primitives.query_parts import grouped_parts, query_parts, spread_rows, unspread
 from openmsa.primitives.rows import FLAT, TYPES, KeyTiles, KeyView, Tile, block_maxima, load_keys, load_rows, times
 from openmsa.primitives.stored_products import stored_products
@@ -119,7 +119,7 @@ def query_factors(
     )  # fmt: skip
     b_q = query_numbers(b_q, PRODUCT.dtype)
     if PRODUCT.grouped:
-        GROUPS: tl.constexpr = triton.next_power_of_2(PRODUCT.dim // (16 if FORM.format == 3 else 32))
+        GROUPS: tl.constexpr = padded(PRODUCT.dim // (16 if FORM.format == 3 else 32))
         return grouped_parts(b_q, GROUPS, FORM.split)
     else:
         if PRODUCT.swap and PRODUCT.rows < 16:

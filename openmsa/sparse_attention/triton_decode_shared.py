@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.kv_cache import PagedKV, Stored
+from openmsa.primitives.codes import padded
 from openmsa.primitives.operands import Bounds, PageTable, Selection
 from openmsa.primitives.results import finish
 from openmsa.primitives.rows import fetch_pages, key_rows, output_rows, query_rows
@@ -131,7 +132,7 @@ def sparse_decode_shared_kernel(
     BLOCK: tl.constexpr = SHAPE.block
     PAGE: tl.constexpr = SHAPE.page
     PER: tl.constexpr = BLOCK // BN  # tiles of a block
-    SLOTS: tl.constexpr = triton.next_power_of_2(SHAPE.topk)
+    SLOTS: tl.constexpr = padded(SHAPE.topk)
     # 1. The program finds its sequence, tokens and head, and how many keys each token sees.
     parts = (queries + T - 1) // T
     i_b, i_t0 = tl.program_id(0) // parts, (tl.program_id(0) % parts) * T

@@ -35,7 +35,9 @@ MAY_LACK = (
     ),
     *("flash_attn", "nvidia_mathdx", "torch_memory_saver", "torchcodec", "torchvision", "decord", "decord2", "outlines"),
     *("xgrammar", "soundfile", "datasets", "modelscope", "mistral_common", "cuda", "IPython", "anthropic", "smg_grpc_servicer"),
-    *("zstandard", "av", "blobfile", "timm", "orjson", "pybase64", "setproctitle", "uvloop", "loguru", "dill", "openai"),
+    *("zstandard", "av", "blobfile", "timm", "orjson", "pybase64", "setproctitle", "uvloop", "loguru", "openai"),
+    *("aiohttp", "requests", "uvicorn", "multipart", "starlette", "zmq", "sentencepiece", "partial_json_parser"),
+    *("einops", "compressed_tensors", "llguidance", "interegular", "gguf", "psutil", "watchfiles", "prometheus_client"),
 )
 """Packages that SGLang imports beside the classes that are used here, and that these do not need."""
 PARTS = ("sglang.srt.function_call.function_call_parser", "sglang.srt.entrypoints.openai.protocol")

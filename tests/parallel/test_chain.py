@@ -36,8 +36,8 @@ def test_measured_steps_are_chains(monkeypatch, sizes):
 
 @pytest.mark.parametrize(
     "other",
-    [{"batch": 9}, {"batch": 33, "pages": 512}, {"pages": 256}, {"pages": 2048}, {"pages": 4097}, {"new": 2}, {"ranks": 3}, {"arch": 100}, {"dtype": torch.float16},
-     {"certified": True}],
+    [{"batch": 9}, {"batch": 33, "pages": 512}, {"pages": 256}, {"pages": 2048}, {"pages": 4097}, {"new": 2}, {"ranks": 3},
+     {"arch": 100}, {"dtype": torch.float16}, {"certified": True}],
 )  # fmt: skip
 def test_other_steps_are_not(monkeypatch, other):
     assert served(monkeypatch, **other) == (False, False)

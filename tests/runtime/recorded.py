@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import openmsa
 from openmsa import DecodePlan, PagedIndexKeys, PagedKV, explain, select_blocks, sparse_attention
 from openmsa.kv_cache import E4M3
 from openmsa.runtime import devices
@@ -99,6 +103,20 @@ def calls_return_what_they_return_on_a_gpu(arch: int) -> None:
     assert not torch.cuda.is_available() or torch.cuda.memory_allocated() == 0
 
 
+def kernels_call_nothing_that_programs_replace() -> None:
+    """SGLang puts a plain function in place of Triton's `next_power_of_2`, which a kernel that names it then cannot call. A
+    kernel's key is made of all that it names; none may have been made before."""
+    kernels = []
+    with mock.patch.object(triton, "next_power_of_2", lambda n: n), mock.patch.object(triton, "cdiv", lambda n, m: n):
+        for found in pkgutil.walk_packages(openmsa.__path__, "openmsa."):
+            if found.name.rpartition(".")[2].startswith(("triton_", "gluon_")) or found.name.startswith("openmsa.primitives."):
+                module = importlib.import_module(found.name)
+                kernels += [x for x in vars(module).values() if isinstance(x, JITFunction)]
+        assert len(kernels) > 200, len(kernels)
+        for kernel in kernels:
+            assert kernel.cache_key, kernel
+
+
 def nothing_is_left_behind() -> None:
     """Everything is restored, also where a call raises."""
     before = JITFunction.run, JITFunction._do_compile, driver._active, devices._read, torch.cuda.current_device
@@ -122,6 +140,7 @@ def a_recorded_launch_compiles() -> None:
 
 
 def main() -> None:
+    kernels_call_nothing_that_programs_replace()
     for arch in ARCHS:
         launches_are_those_of_triton(arch)
         calls_return_what_they_return_on_a_gpu(arch)
