@@ -4,8 +4,8 @@
 
     python -m benchmarks.sglang_layers -o record.jsonl     # where SGLang is installed; needs a GPU
 
-SGLang's wheel unpacked into a folder of PYTHONPATH will do, with dill, msgspec and pydantic beside it: what else it imports at its
-top gets a stand-in (`tests/integrations/sglang_itself.py`).
+SGLang's wheel unpacked into a folder of PYTHONPATH will do, with dill, msgspec and pydantic beside it: the other packages that
+it imports get stand-ins (`tests/integrations/sglang_itself.py`).
 Both backends get the same queries, caches and metadata calls, as SGLang's model runner makes them, but no model runs. A prompt
 is timed with its metadata and six layers, eagerly; a decode step as a CUDA graph of six layers. Writing the new keys is part of
 both. `--jit` leaves SGLang the kernels that it compiles with nvcc when it first calls them; else it takes its Triton ones.
