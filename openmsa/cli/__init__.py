@@ -11,6 +11,7 @@ import typer
 
 from openmsa.cli import bench
 from openmsa.cli.byte_demo import demo_bytes
+from openmsa.cli.commands import Group
 from openmsa.cli.convert import convert
 from openmsa.cli.demo import demo
 from openmsa.cli.doctor import doctor
@@ -22,6 +23,7 @@ from openmsa.cli.words import paragraphs
 
 app = typer.Typer(
     name="openmsa",
+    cls=Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from openmsa.cli.checks import INTERRUPTED, check_writable, refuse
+from openmsa.cli.commands import Group
 from openmsa.cli.words import paragraphs
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Without --match and --full a quick choice is measured, in less than two minutes 
 what it has by then.""")
 
 
-class Commands(TyperGroup):
+class Commands(Group):
     """Tells who names a workload where a command stands which option takes it."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
