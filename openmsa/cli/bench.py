@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from openmsa.cli.checks import INTERRUPTED, check_writable, refuse
+from openmsa.cli.checks import INTERRUPTED, check_writable, refuse, writing
 from openmsa.cli.commands import Group
 from openmsa.cli.words import paragraphs
 
@@ -106,11 +106,14 @@ def bench(
     options: dict[str, Any] = {"impl": impl, "peers": peers, "commit": commit}
     settings = runner.Settings.for_device(torch.device(device), repeat or (1 if quick else None), **options)
     start = time.perf_counter()
-    records, interrupted = _measure(work, settings, output, as_json)
-    if not as_json and records:
-        from openmsa.bench import report
+    records: list[Record] = []
+    try:
+        interrupted = _measure(records, work, settings, output, as_json)
+    finally:
+        if not as_json and records:
+            from openmsa.bench import report
 
-        report.print_summary(records)
+            report.print_summary(records)
     if interrupted:
         typer.echo(f"Interrupted: {len(records)} rows have samples{_and_recorded(records, output)}.", err=True)
         raise typer.Exit(INTERRUPTED)
@@ -133,11 +136,10 @@ def _check_records(output: Path) -> None:
         refuse(f"--output must be a new file or one of records, as {error}")
 
 
-def _measure(work: Work, settings: Settings, output: Path | None, as_json: bool) -> tuple[list[Record], bool]:
-    """Returns the records, and whether Ctrl-C ended the run; each is written as soon as it is complete."""
+def _measure(records: list[Record], work: Work, settings: Settings, output: Path | None, as_json: bool) -> bool:
+    """Appends the records, and returns whether Ctrl-C ended the run; each is written as soon as it is complete."""
     from openmsa.bench import record, runner
 
-    records: list[Record] = []
     with _progress() as progress:
         task = progress.add_task("", total=runner.expected_seconds(work, settings))
         before = 0.0
@@ -152,12 +154,13 @@ def _measure(work: Work, settings: Settings, output: Path | None, as_json: bool)
             for line in runner.run(work, settings, step):
                 records.append(line)
                 if output is not None:
-                    record.append([line], output)
+                    with writing("--output", output, "Its last line may be cut off: remove it."):
+                        record.append([line], output)
                 if as_json:
                     typer.echo(json.dumps(line))
         except KeyboardInterrupt:
-            return records, True
-    return records, False
+            return True
+    return False
 
 
 def _and_recorded(records: list[Record], output: Path | None) -> str:
@@ -194,7 +197,8 @@ def plot(
     try:
         lines = [line for path in records for line in record.load(path)]
         check_writable("--output", output)
-        draw(lines, output)
+        with writing("--output", output, "What may stand there is no whole image."):
+            draw(lines, output)
     except ImportError:
         refuse("plots need matplotlib: pip install 'openmsa[demo]'")
     except ValueError as error:

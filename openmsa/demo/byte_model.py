@@ -101,7 +101,6 @@ def run(data: bytes, output: Path, *, stage: Callable[[str], None] = lambda titl
         kept = Kept(model, len(ids))
         reading, hidden = read(model, ids, f"MSA, {topk} blocks", kept)
         readings.append(reading)
-        output.mkdir(parents=True, exist_ok=True)
         size = model.config.msa.index_block_size
         num_blocks = -(-len(ids) // size)
         title = f"Byte model: blocks read ({topk} of {num_blocks} a query and KV head)"

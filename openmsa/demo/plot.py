@@ -30,7 +30,8 @@ def _share(blocks: Tensor, num_blocks: int) -> Tensor:
 def heat_map(
     blocks: dict[int, Tensor], num_blocks: int, block_size: int, title: str, file: Path, layers: tuple[int, ...] = LAYERS
 ) -> None:
-    """Writes a PNG with one panel for each of `layers` in `blocks` (layer to selection) and one for the mean of all."""
+    """Writes a PNG with one panel for each of `layers` in `blocks` (layer to selection) and one for the mean of all. Raises
+    ValueError where it cannot be written."""
     from matplotlib.figure import Figure  # The demo extra has it.
 
     shares = {layer: read_share(selection, num_blocks) for layer, selection in blocks.items()}
@@ -62,4 +63,8 @@ def heat_map(
     figure.supxlabel(f"key block ({block_size} keys each)")
     figure.supylabel("query position")
     figure.colorbar(image, ax=figure.axes, label="share of queries and KV heads that read the block", shrink=0.8)
-    figure.savefig(file, dpi=130)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=130)
+    except OSError as error:
+        raise ValueError(f"--output must be a place that can be written, got {str(file)!r}: {error}") from error

@@ -98,7 +98,6 @@ def run(
     with torch.inference_mode():
         record = Record(config, shown.topk, tokens, new_tokens)
         rows = sweep(model, ids, rows_to_run, shown, record, progress)
-        output.mkdir(parents=True, exist_ok=True)
         file = output / smollm.HEAT_MAP
         num_blocks = -(-tokens // BLOCK_SIZE)
         title = f"{shown.title}: blocks read ({shown.topk} of {num_blocks} a query and KV head)"

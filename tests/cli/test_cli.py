@@ -195,6 +195,26 @@ def test_bench_checks_its_output_before_any_work(tiny, tmp_path, monkeypatch, ar
     assert (tmp_path / "file").read_text() == "no folder"
 
 
+def full(*arguments, **options):
+    raise OSError(28, "No space left on device")
+
+
+def test_bench_on_a_full_disk_prints_what_it_has(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "append", full)
+    path = tmp_path / "record.jsonl"
+    result = invoke("bench", "--device", "cpu", "--impl", "reference", "--output", str(path))
+    assert result.exit_code == 1
+    assert f"--output cannot be written to its end, '{path}': [Errno 28] No space left on device. Its last" in result.stderr
+    assert " msa_attention " in result.stdout
+
+
+def test_bench_plot_on_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("matplotlib.figure").Figure, "savefig", full)
+    result = invoke("bench", "plot", str(CPU_RECORD), "-o", str(tmp_path / "speed.png"))
+    assert result.exit_code == 1
+    assert "speed.png': [Errno 28] No space left on device. What may stand there is no whole image." in result.stderr
+
+
 def test_a_check_leaves_files_as_they_are(tmp_path):
     (tmp_path / "old").write_text("kept")
     check_writable("--output", tmp_path / "old")

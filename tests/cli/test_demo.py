@@ -93,6 +93,17 @@ def test_disagreement_fails(tiny, tmp_path, monkeypatch):
     assert "decode and prefill disagree" in result.output
 
 
+def test_a_full_disk_ends_the_demo_in_a_sentence(tiny, tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    result = invoke("--tokens", 1024, "--output", tmp_path)
+    assert result.exit_code == 2
+    assert "--output must be a place that can be written, got" in result.stderr
+    assert "blocks_read.png': [Errno 28] No space left on device" in result.stderr
+
+
 @pytest.fixture
 def no_work(monkeypatch):
     """Fails a test in which anything is loaded."""
