@@ -11,7 +11,7 @@ import typer
 
 from openmsa.cli import bench
 from openmsa.cli.byte_demo import demo_bytes
-from openmsa.cli.commands import Group
+from openmsa.cli.commands import Command, Group
 from openmsa.cli.convert import convert
 from openmsa.cli.demo import demo
 from openmsa.cli.doctor import doctor
@@ -30,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (doctor, demo, demo_bytes, convert, generate, train_index, evaluate, plan):
-    app.command(help=paragraphs(command.__doc__ or ""))(command)
+    app.command(cls=Command, help=paragraphs(command.__doc__ or ""))(command)
 app.add_typer(bench.app, name="bench")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from openmsa.cli.checks import INTERRUPTED, check_writable, refuse, writing
-from openmsa.cli.commands import Group
+from openmsa.cli.commands import Command, Group
 from openmsa.cli.words import paragraphs
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _tell_what_full_adds(device: str, work: Work, rounds: int, seconds: float) -
     )
 
 
-@app.command()
+@app.command(cls=Command)
 def plot(
     records: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, readable=True, help="JSONL files.")],
     output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="The image to write, such as speed.png.")],
@@ -206,7 +206,7 @@ def plot(
     typer.echo(f"wrote {output}")
 
 
-@app.command()
+@app.command(cls=Command)
 def show(
     records: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, readable=True, help="JSONL files.")],
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables as Markdown.")] = False,

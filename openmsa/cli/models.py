@@ -65,7 +65,7 @@ def find_model(model: str) -> Source:
         if importlib.util.find_spec("gguf") is None:
             refuse("A .gguf file needs the gguf library: pip install 'openmsa[models]'")
         return Source(str(path.parent), path.name)
-    if os.path.isdir(path):
+    if model and os.path.isdir(path):  # An empty name would be the current folder.
         if not os.path.isfile(path / "config.json"):
             refuse(f"MODEL must be a folder that save_pretrained wrote, got {model!r}, which holds no config.json")
         return Source(str(path))

@@ -93,6 +93,8 @@ def _model(name: str, own: dict[str, Any]) -> Model:
 
     from openmsa.capacity import PRESETS, Model
 
+    if not name:  # It would be the current folder.
+        refuse("--model must be a preset or a JSON config file, got ''")
     base = PRESETS.get(name.lower()) or Model.from_config(Path(name))
     return replace(base, name=f"{base.name}, changed", **own) if own else base
 
