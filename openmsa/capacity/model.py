@@ -92,18 +92,19 @@ class Model:
                 "openmsa convert wrote"
             )
         heads = size("num_attention_heads")
-        return cls(
-            name=str(config.get("model_type", path.name)),
-            sparse_layers=count,
-            dense_layers=layers - count,
-            num_q_heads=heads,
-            num_kv_heads=size("num_key_value_heads"),
-            head_dim=size("hidden_size") // heads if config.get("head_dim") is None else size("head_dim"),
-            index_dim=size("index_head_dim", "sparse_index_dim"),
-            block_size=size("index_block_size", "sparse_block_size"),
-            topk=size("index_topk_blocks", "sparse_topk_blocks"),
-            index_key_heads=1 if config.get("index_n_key_heads") is None else size("index_n_key_heads"),
-        )
+        sizes = {
+            "num_q_heads": heads,
+            "num_kv_heads": size("num_key_value_heads"),
+            "head_dim": size("hidden_size") // heads if config.get("head_dim") is None else size("head_dim"),
+            "index_dim": size("index_head_dim", "sparse_index_dim"),
+            "block_size": size("index_block_size", "sparse_block_size"),
+            "topk": size("index_topk_blocks", "sparse_topk_blocks"),
+            "index_key_heads": 1 if config.get("index_n_key_heads") is None else size("index_n_key_heads"),
+        }
+        try:
+            return cls(name=str(config.get("model_type", path.name)), sparse_layers=count, dense_layers=layers - count, **sizes)
+        except ValueError as error:
+            raise ValueError(f"{path} must hold sizes that MSA takes: {error}") from None
 
 
 def _part(path: Path, config: dict[str, Any], name: str) -> dict[str, Any]:

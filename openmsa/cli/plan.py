@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from openmsa.capacity import Model, Plan
 
 SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20}
+# What one option gives together is an argument each of `openmsa.capacity.Model`.
+PAIRS = {
+    "num_q_heads": "query heads of --heads",
+    "num_kv_heads": "KV heads of --heads",
+    "sparse_layers": "sparse layers of --layers",
+    "dense_layers": "dense layers of --layers",
+}
 
 
 def plan(
@@ -83,8 +90,11 @@ def plan(
 def _in_options(sentence: str) -> str:
     """Says in the command's options what begins with the name of an argument, and not with a name of a config file."""
     name, rest = sentence.partition(" ")[::2]
-    is_option = name in inspect.signature(plan).parameters and not rest.startswith("of ")
-    return f"--{name.replace('_', '-')} {rest}" if is_option else sentence
+    if rest.startswith("of "):
+        return sentence
+    if name in PAIRS:
+        return f"{PAIRS[name]} {rest}".replace("num_q_heads", "query heads")
+    return f"--{name.replace('_', '-')} {rest}" if name in inspect.signature(plan).parameters else sentence
 
 
 def _model(name: str, own: dict[str, Any]) -> Model:

@@ -171,6 +171,10 @@ def test_a_size_of_a_config_is_not_called_an_option(tmp_path):
         json.dumps({"layer_types": ["sparse"], "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": "x"})
     )
     assert invoke("--model", str(tmp_path)).output.startswith("head_dim of ")
+    sizes = {"head_dim": 100, "index_head_dim": 64, "index_block_size": 64, "index_topk_blocks": 4, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"layer_types": ["sparse"], "num_attention_heads": 4, **sizes}))
+    words = "config.json must hold sizes that MSA takes: head_dim must be a multiple of 16 from 16 to 256, got 100\n"
+    assert invoke("--model", str(tmp_path)).output.endswith(words)
 
 
 def test_the_command_prints_a_table_of_80_columns_and_json():
@@ -191,7 +195,9 @@ def test_the_command_prints_a_table_of_80_columns_and_json():
         (("--gpu", "a100"), "--gpu must be one of h200, whose rates were measured, got 'a100'"),
         (("--model", "nowhere.json"), "--model must be a preset or a JSON config file, got 'nowhere.json'"),
         (("--heads", "64"), "--heads must be two numbers, such as 64/4, got '64'"),
-        (("--heads", "6/4"), "num_kv_heads must divide num_q_heads (6), got 4"),
+        (("--heads", "6/4"), "KV heads of --heads must divide query heads (6), got 4"),
+        (("--heads", "0/4"), "query heads of --heads must be at least 1, got 0"),
+        (("--layers", "0/4"), "sparse layers of --layers must be at least 1, got 0"),
         (("--index", "fp5"), "--index must be one of bf16, e4m3, int8, nvfp4, mxfp4, certified, got 'fp5'"),
         (("--cache", "1.5"), "--cache must lie from 0 to 1, got 1.5"),
         (("--gpus", "0"), "--gpus must be at least 1, got 0"),
