@@ -74,6 +74,19 @@ def test_rows_without_time_are_named(measured):
     assert all(line.endswith("no time") for line in left)
 
 
+def test_where_no_engine_gets_ready_all_rows_are_left_out(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(engine_rows, "engine_command", lambda *rest: [sys.executable, "-c", "raise RuntimeError('no memory')"])
+    monkeypatch.setattr(sys, "argv", ["engine_rows", "--groups", "drafts", "-o", str(tmp_path / "rows.jsonl")])
+    with pytest.raises(SystemExit) as ended:
+        engine_rows.main()
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert "not ready: drafts own: the engine ended; RuntimeError: no memory" in said
+    assert (
+        said.count("left out: drafts") == said.count(": no engine\n") == 2 * sum(row[0] == "drafts" for row in engine_rows.ROWS)
+    )
+
+
 def test_an_engine_serves_orders_until_the_pipe_closes(monkeypatch):
     calls = []
     for name in ("prefill", "decode", "prefix"):
