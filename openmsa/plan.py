@@ -15,7 +15,7 @@ from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
 from openmsa.inputs import SelectionCall, check_counts, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
-from openmsa.kv_cache.results import made_out
+from openmsa.kv_cache.results import check_places, made_out
 from openmsa.runtime import checks, dispatch, tracing, value_checks
 from openmsa.runtime.kinds import Call, Kinds, Steps, rounded, tensors_in
 from openmsa.runtime.memory import Memory
@@ -40,8 +40,7 @@ class AttentionPlan(tracing.Numbered):
                     sequence, new ones included) and the keys of a page. None: keys are packed.
     cu_seqlens_k:   of packed keys: int32 ``[batch + 1]``, where each sequence's keys start.
     q_offset:       as in `Sequences`; None: queries are the last positions of their keys.
-    topk, block_size, init_blocks, local_blocks, softmax_scale, certified, query_chunk:  as in `msa_attention`.
-    impl:           passed to each stage.
+    topk, block_size, init_blocks, local_blocks, softmax_scale, certified, query_chunk, impl:  as in `msa_attention`.
 
     Tensors lie on one device. On a GPU nothing is read from them on the host; they are read when `refresh` and the layers run.
     A plan owns its memory: use one plan a stream, and let its layers follow each other. The first layer of a kind (of its
@@ -173,12 +172,13 @@ class AttentionPlan(tracing.Numbered):
         lse: Tensor | None = None,
     ) -> Tensor:
         """Does what `select` and `attend` do, one after the other, for one layer; see there. Returns `out`."""
-        if self._device.type != "cuda" or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self.attend(q, k, v, self.select(index_q, index_k), out=out, lse=lse)
         blocks = self._room(index_q, index_k)
         out = made_out(q) if out is None else out
         if (call := self._unknown("run", blocks, index_q, index_k, q, k, v, out, lse)) is not None:
             steps = [*self._selection(index_q, index_k, blocks), *self._attention(q, k, v, blocks, out, lse)]
+            check_places(q, list(tensors_in(index_q, index_k)), out, lse)
             self._first(call, steps, blocks, index_q, index_k, q, k, v, out, lse)
         return out
 

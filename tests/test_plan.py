@@ -179,6 +179,8 @@ def test_no_queries(device):
 def test_bad_input_is_named():
     step = Layers(LENGTHS["chunked"], "cpu")
     q, k, v, index_q, index = step.layer()
+    memory = torch.zeros_like(q)
+    inside = memory.view(-1)[: index.numel()].view_as(index)
     plan = step.plan()
     for change, error, message in (
         ({"total_q": -1}, ValueError, "total_q must be at least 0, got -1"),
@@ -215,6 +217,8 @@ def test_bad_input_is_named():
         (lambda: plan.select(index_q[:9], index), r"index_q.shape\[0\] must be 190"),
         (lambda: plan.select(index_q[..., :16], index), r"^index_k.keys.shape\[3\] must be 16 \(index_dim of index_q\)"),
         (lambda: plan.run(q, k, v, index_q, index, out=q), "out must share no memory with the inputs"),
+        (lambda: plan.run(q, k, v, index_q, inside, out=memory), "out must share no memory with the inputs"),
+        (lambda: plan.run(q, k, v, index_q, inside, lse=memory.view(-1)[: 190 * 8].view(190, 8)), "lse must share no memory"),
         (lambda: plan.run(q, k, v, index_q, index, out=torch.empty(190, 8, 32)), r"out must have shape \(190, 8, 64\)"),
         (lambda: plan.run(q, k[:, :, :7], v, index_q, index), r"v must have the shape of k"),
     ):
