@@ -76,6 +76,9 @@ def evaluate(
         record, rows = _run(loaded, data, hidden, windows, budget, block_size)
     except (ValueError, NotImplementedError) as error:
         refuse(str(error))
+    except FloatingPointError as error:
+        typer.echo(f"MODEL cannot be evaluated: {error}", err=True)
+        raise typer.Exit(1) from error
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     record = {"model": model, "text": [str(path) for path in text], **record}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 
 import rich.progress
 from rich.console import Console
@@ -30,7 +31,8 @@ class Bar(Watcher):
 
     def row(self, row: Row) -> None:
         name = row.kind if row.kind == "dense" else f"{row.kind}, {row.percent:g} %"
-        self.bar.console.print(f"{name}: loss {row.loss:.4f}", style="dim")
+        beyond = "" if isfinite(row.loss) else ", which is not finite"
+        self.bar.console.print(f"{name}: loss {row.loss:.4f}{beyond}", style="dim")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -92,6 +93,8 @@ def compare(
     """Measures recall in the dense model, then loss by position and needles of each variant, the first of which is dense.
 
     windows: int64 ``[length]`` each, on the model's device.
+
+    Raises FloatingPointError where the loss of dense attention is not finite, as nothing can be compared with it.
     """
     watcher = watcher or Watcher()
     layers, forwards = model.config.num_hidden_layers, len(windows) + len(needles)
@@ -108,6 +111,8 @@ def compare(
         row = Row(variant.kind, variant.percent, variant.block_size, variant.topk)
         losses = loss_by_position(model, windows, attention)
         row.loss = losses.mean().item()
+        if variant.kind == "dense" and not math.isfinite(row.loss):
+            raise FloatingPointError(f"its loss with dense attention must be finite, got {row.loss}")
         row.change = row.loss - (rows[0].loss if rows else row.loss)
         row.by_position = [losses[max(0, first - 1) : last - 1].mean().item() for first, last in bins]
         if str(number) in sparse:

@@ -93,7 +93,7 @@ def check_logits(model: Any, ids: Tensor) -> None:
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"{type(model).__name__} could not be run: {type(error).__name__}: {error}") from error
         own = logits_of(model, model.base_model(input_ids=few, use_cache=False)[0][0])
-    if not torch.allclose(found, own, rtol=0, atol=0.05 * float(own.abs().max())):
+    if own.isfinite().all() and not torch.allclose(found, own, rtol=0, atol=0.05 * float(own.abs().max())):
         raise NotImplementedError(f"{type(model).__name__} must make its logits of its last hidden states alone")
 
 

@@ -13,6 +13,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
@@ -180,6 +181,28 @@ def test_an_evaluation_on_a_full_disk_is_printed(place, tmp_path, monkeypatch):
     assert done.exit_code == 1
     assert json.loads(done.stdout)["rows"]
     assert "No space left on device. What was measured stands above." in done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.v_proj.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"]
+)
+def test_a_model_whose_loss_is_not_finite_is_not_evaluated(place, tmp_path, name):
+    shutil.copytree(place / "plain", tmp_path / "model")
+    weights = load_file(tmp_path / "model/model.safetensors")
+    weights[name].fill_(float("nan"))
+    save_file(weights, tmp_path / "model/model.safetensors", {"format": "pt"})
+    done = invoke("evaluate", tmp_path / "model", "--text", place / "text", "--length", 128, "--windows", 1)
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert done.stderr.strip() == "MODEL cannot be evaluated: its loss with dense attention must be finite, got nan"
+
+
+def test_a_loss_of_a_variant_that_is_not_finite_is_said(place, monkeypatch):
+    monkeypatch.setattr("openmsa.training.variants.sparse", lambda inputs, *_: (torch.full_like(inputs.q, torch.nan), None))
+    arguments = ("--text", place / "text", "--length", 96, "--windows", 1, "--budget", 34, "--needles", 0)
+    done = invoke("evaluate", place / "plain", *arguments)
+    assert done.exit_code == 0, done.output
+    assert "random, 50 %: loss nan, which is not finite" in done.stderr
 
 
 def test_numbers_that_are_not_finite_end_a_run_and_leave_its_checkpoint(place, tmp_path, monkeypatch):
