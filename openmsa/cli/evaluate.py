@@ -82,15 +82,17 @@ def evaluate(
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     record = {"model": model, "text": [str(path) for path in text], **record}
-    if as_json:
-        typer.echo(json.dumps(record, indent=2))
-    else:
-        _print(record, rows)
-    if out is not None:
-        with writing("--out", out, "What was measured stands above."):
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-            _plot(record, rows, out / "evaluation.png")
+    try:
+        if as_json:
+            typer.echo(json.dumps(record, indent=2))
+        else:
+            _print(record, rows)
+    finally:  # Standard output may be full.
+        if out is not None:
+            with writing("--out", out, "What was measured stands above."):
+                out.mkdir(parents=True, exist_ok=True)
+                (out / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+                _plot(record, rows, out / "evaluation.png")
 
 
 evaluate.__doc__ = HELP

@@ -183,6 +183,16 @@ def test_an_evaluation_on_a_full_disk_is_printed(place, tmp_path, monkeypatch):
     assert "No space left on device. What was measured stands above." in done.stderr
 
 
+def test_an_evaluation_that_cannot_be_printed_is_written(place, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys.modules["openmsa.cli.evaluate"], "_print", full)
+    arguments = ("--text", place / "text", "--length", 96, "--windows", 1, "--needles", 0, "--budget", 34)
+    assert invoke("evaluate", place / "converted", *arguments, "--out", tmp_path).exit_code == 1
+    assert json.loads((tmp_path / "evaluation.json").read_text())["rows"]
+
+
 @pytest.mark.parametrize(
     "name", ["model.layers.0.self_attn.v_proj.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"]
 )
