@@ -16,7 +16,7 @@ from openmsa.block_topk import SCORES_STAGE
 from openmsa.block_topk.given_scores import TopkCall
 from openmsa.inputs import check_counts, check_scoring
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
-from openmsa.kv_cache.results import check_places
+from openmsa.kv_cache.results import check_apart, check_places
 from openmsa.kv_cache.rows import QUERY_FORMATS
 from openmsa.parallel.exchange import Choice, Collectives
 from openmsa.parallel.ranks import Ranks
@@ -237,4 +237,7 @@ class ContextDecodePlan:
     ) -> Tensor:
         """Does what `select` and `attend` do, one after the other, for one layer; see there. Returns `out`."""
         self.select(index_q, index_k)
+        for name, place in (("out", out), ("lse", lse)):
+            if isinstance(place, Tensor):
+                check_apart(name, place, list(tensors_in(index_k)))
         return self.attend(q, k, v, out=out, lse=lse)

@@ -71,10 +71,10 @@ def test_a_layer_names_what_is_wrong():
         plan.attend(q, pool, pool, out=torch.zeros(2, 4, 32, requires_grad=True))
     with pytest.raises(ValueError, match=r"out must be contiguous, got strides"):
         plan.attend(q, pool, pool, out=torch.zeros(4, 2, 32).transpose(0, 1))
-    values, memory = torch.zeros_like(pool), torch.zeros(264)
-    for inside in (pool, values):
+    values, memory, keys = torch.zeros_like(pool), torch.zeros(264), pool[:, :1].clone()
+    for inside in (pool, values, keys):
         with pytest.raises(ValueError, match=r"out must share no memory with the inputs"):
-            plan.run(q, pool, values, index_q, pool[:, :1], out=inside.flatten()[:256].view(2, 4, 32))
+            plan.run(q, pool, values, index_q, keys, out=inside.flatten()[:256].view(2, 4, 32))
     with pytest.raises(ValueError, match=r"lse must share no memory with the inputs"):
         plan.attend(q, pool, values, out=memory[:256].view(2, 4, 32), lse=memory[255:263].view(2, 4))
     with pytest.raises(ValueError, match=r"out must share no memory with the inputs"):
