@@ -38,7 +38,7 @@ def jobs_of(study: Study) -> dict[str, Attend]:
     indexes: dict[str, Index] = {"training-free": group_mean}
     for candidate in study.candidates:
         branches = study.branches(candidate)
-        jobs[f"warm-up of {candidate.name}"] = Together([branches])
+        jobs[f"warm-up of {candidate.name}"] = Together([branches], [candidate.coefficient])
         if candidate.start != "random" or candidate is study.candidates[0]:
             jobs[f"sparse stage of {candidate.name}"] = LayerLosses(branches, study.config(candidate), warmup=False)
             indexes[f"trained {candidate.kind} + sparse"] = index_of(branches)

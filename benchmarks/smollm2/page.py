@@ -212,10 +212,10 @@ def plots(records: Records, out: Path, name: str) -> None:
 def coefficients(records: Records) -> str:
     """Returns the section on what multiplies the loss, of a run whose candidates differ in it."""
     done, facts, found = records.all("warmup done")[0], records.all("environment")[0], records.variants("recall")
-    told = {c["name"]: c for c in facts["candidates"]}
+    told, size = {c["name"]: c for c in facts["candidates"]}, sizes_of(found)[0]
     rows = []
     for name, reached in done["reached"].items():
-        both = (found[f"trained {name}, {percent} % of 128"] for percent in ("12.5", "25"))
+        both = (found[f"trained {name}, {percent} % of {size}"] for percent in ("12.5", "25"))
         recall = (f"{r['block_recall']:.3f} / {r['score_recall']:.3f}" for r in both)
         start, coefficient, clip = (told[name][key] for key in ("start", "coefficient", "clip"))
         rows.append([start, f"{coefficient:g}", "-" if clip is None else f"{clip:g}", f"{reached:.4f}", *recall])

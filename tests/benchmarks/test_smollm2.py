@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib")
 
 from benchmarks.smollm2 import candidates, measuring, page, selections, study
 from benchmarks.smollm2.candidates import TOY, named, own_weights
+from benchmarks.smollm2.compiling import failures, jobs_of
 from benchmarks.smollm2.files import numbers
 from benchmarks.smollm2.one_key import Moments, one_key
 from benchmarks.smollm2.setting import random_study
@@ -46,13 +47,22 @@ def test_a_whole_study_and_its_page(tiny, tmp_path, monkeypatch):
     written = {file.name for file in tmp_path.glob("*.safetensors")}
     assert written == {"branches-one-key.safetensors", "branches-own-keys.safetensors"}
     arguments = [str(tmp_path / "smollm2.jsonl"), "--out", str(tmp_path / "docs"), "--name", "tiny"]
-    monkeypatch.setattr("sys.argv", ["page", *arguments])
+    facts = {"device_name": "a GPU", "commit": "c0ffee", "date": "2026-11-24"}
+    facts["candidates"] = [dataclasses.asdict(candidate) for candidate in tiny.candidates]
+    swept = [line | facts if line["what"] == "environment" else line for line in records.lines]
+    (tmp_path / "swept.jsonl").write_text("\n".join(json.dumps(line) for line in swept))
+    monkeypatch.setattr("sys.argv", ["page", *arguments, "--coefficients", str(tmp_path / "swept.jsonl")])
     page.main()
     written = (tmp_path / "docs/tiny.md").read_text()
     assert "trained one key 64 and norms + sparse" in written
     assert "| untrained one key |  |" in written
+    assert "| random | 10 | 1 |" in written
     for name in ("tiny-loss.png", "tiny-training.png"):
         assert (tmp_path / "docs" / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_kernels_can_be_compiled_beforehand(tiny):
+    assert failures(tiny, jobs_of(tiny)) == {}
 
 
 def test_selections_and_stored_keys(tmp_path, monkeypatch):
