@@ -77,6 +77,8 @@ def test_two_processes_learn_what_one_learns(whole, tmp_path):
     for mine, theirs in zip(one, two, strict=True):
         if "loss" in mine:
             assert theirs["by_layer"] == pytest.approx(mine["by_layer"], rel=1e-5)
+            assert theirs["gradient_norm"] == pytest.approx(mine["gradient_norm"], rel=1e-5)
+    assert {r["gradient_norm"] > SETTINGS.clip for r in one if "loss" in r} == {False, True}
     expected, found = weights(whole), weights(tmp_path / "two")  # A checkpoint holds whole tensors whatever wrote it.
     assert expected.keys() == found.keys()
     for name, value in expected.items():
