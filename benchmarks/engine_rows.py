@@ -303,6 +303,8 @@ def main() -> None:
     p.add_argument("more", nargs="*", help="further arguments of every engine, behind --")
     a = p.parse_args()
     left: list[str] = []
+    if a.compare and not a.compare.is_file():
+        p.error(f"--compare must name a record, got {str(a.compare)!r}")
     if not a.compare:
         a.out.parent.mkdir(parents=True, exist_ok=True)
         left = measure(a)

@@ -74,6 +74,8 @@ def bench(
             named = given[0].replace("as_json", "json").replace("list_only", "list")
             refuse(f"openmsa bench {context.invoked_subcommand} takes no --{named}; options that it takes stand behind it")
         return
+    if "" in (match or ()):
+        refuse("--match must name a workload, or a part of its name, got ''; --full measures everything")
     if match and full:
         refuse("--full measures everything: leave it out, or --match")
     if device not in (None, *DEVICES):

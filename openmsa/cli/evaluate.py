@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,20 +83,30 @@ def evaluate(
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     record = {"model": model, "text": [str(path) for path in text], **record}
+    written = json.dumps(_finite(record), indent=2)
     try:
         if as_json:
-            typer.echo(json.dumps(record, indent=2))
+            typer.echo(written)
         else:
             _print(record, rows)
     finally:  # Standard output may be full.
         if out is not None:
             with writing("--out", out, "What was measured stands above."):
                 out.mkdir(parents=True, exist_ok=True)
-                (out / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+                (out / "evaluation.json").write_text(written + "\n", encoding="utf-8")
                 _plot(record, rows, out / "evaluation.png")
 
 
 evaluate.__doc__ = HELP
+
+
+def _finite(value: Any) -> Any:
+    """Returns a record with null in place of numbers that JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _finite(inside) for key, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inside) for inside in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _note_length(model: Any, length: int) -> None:

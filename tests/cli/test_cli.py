@@ -259,6 +259,7 @@ def test_bench_plots(tiny, tmp_path):
         (("--list", "--device", "tpu"), "device must be cpu or cuda, got 'tpu'"),
         (("--list", "--match", "nothing"), "match must name a workload or one of its rows, got 'nothing'"),
         (("--threads", "100000"), "--threads must be at most 1024, got 100000"),
+        (("--match", ""), "--match must name a workload, or a part of its name, got ''"),
         (("--full", "--match", "decode"), "--full measures everything: leave it out, or --match"),
         (("decode-128k",), "to measure a workload: openmsa bench --match decode-128k"),
         (("--device", "cpu", "show", __file__), "openmsa bench show takes no --device"),

@@ -213,6 +213,10 @@ def test_a_loss_of_a_variant_that_is_not_finite_is_said(place, monkeypatch):
     done = invoke("evaluate", place / "plain", *arguments)
     assert done.exit_code == 0, done.output
     assert "random, 50 %: loss nan, which is not finite" in done.stderr
+    strict = {"parse_constant": lambda name: pytest.fail(f"JSON knows no {name}")}
+    assert json.loads(invoke("evaluate", place / "plain", *arguments, "--json").stdout, **strict)["model"] == str(
+        place / "plain"
+    )
 
 
 def test_numbers_that_are_not_finite_end_a_run_and_leave_its_checkpoint(place, tmp_path, monkeypatch):
