@@ -21,9 +21,8 @@ from openmsa.training.text import Windows
 
 LAYERS, LENGTH = (1, 2), 80  # layer 0 stays dense
 CONFIG = MSAConfig(index_n_heads=2, index_head_dim=16, index_block_size=16, index_topk_blocks=2)
-SETTINGS = TrainSettings(
-    steps=8, warmup_steps=4, batch=4, micro_batch=1, lr=1e-2, lr_steps=2, clip=0.6
-)  # clips half of the steps
+# The gradients of half of the steps are clipped.
+SETTINGS = TrainSettings(steps=8, warmup_steps=4, batch=4, micro_batch=1, lr=1e-2, lr_steps=2, clip=0.6)
 
 
 def tiny_llama(**changes):
