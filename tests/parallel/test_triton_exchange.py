@@ -2,11 +2,7 @@
 """The kernels of the symmetric exchange do what the collectives do: in the interpreter every rank puts its words, then each
 gets them."""
 
-import os
-import subprocess
-import sys
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +19,7 @@ from openmsa.parallel.triton_exchange import FIRST_LAUNCH, Mailbox, Reach
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import problem
 from tests.parallel import cases
+from tests.runtime.uninterpreted import passes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -232,8 +229,4 @@ def test_a_chain_of_launches_gives_what_stages_give(monkeypatch, new, index):
 @pytest.mark.skipif(not version("triton").startswith("3.6."), reason="launches are recorded with triton 3.6")
 def test_all_ranks_round_sums_alike():
     """See `tests.parallel.compiled`, in a process whose kernels are not interpreted."""
-    space = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.parallel.compiled"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=space | {"PYTHONPATH": str(root)})
-    assert done.returncode == 0, done.stdout + done.stderr
+    passes("tests.parallel.compiled")

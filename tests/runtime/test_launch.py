@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: MIT
 """What `launch_kernel` launches is what Triton would launch."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two, why_not_remembered  # noqa: E402
-
-ROOT = Path(__file__).parents[2]
+from tests.runtime.uninterpreted import passes  # noqa: E402
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="variants are remembered with triton 3.6")
@@ -21,10 +15,7 @@ ROOT = Path(__file__).parents[2]
 def test_random_arguments_get_the_variant_that_triton_chooses(seed):
     """Arguments have addresses beside multiples of 16, strides of 1 and 16, numbers past 32 bits, descriptors, tuples, options,
     two devices, and kernels of Triton and of Gluon."""
-    space = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.runtime.launches", str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=space | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stdout + done.stderr
+    passes("tests.runtime.launches", str(seed))
 
 
 class Kernel:

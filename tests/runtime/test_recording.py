@@ -1,27 +1,18 @@
 # SPDX-License-Identifier: MIT
 """What `recording` records is what Triton's binder says, and a recorded machine behaves as one with a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 triton = pytest.importorskip("triton")
 
 from openmsa.runtime.recording import recording  # noqa: E402
-
-ROOT = Path(__file__).parents[2]
+from tests.runtime.uninterpreted import passes  # noqa: E402
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="launches are recorded with triton 3.6")
 def test_launches_are_recorded_without_a_gpu():
     """See `tests.runtime.recorded`, in a process whose kernels are not interpreted."""
-    space = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.runtime.recorded"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=space | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stdout + done.stderr
+    passes("tests.runtime.recorded")
 
 
 def test_the_interpreter_has_no_launches_to_record(monkeypatch):

@@ -2,12 +2,8 @@
 """Recorded launches are made again on other tensors; the driver is given what they take."""
 
 import ctypes
-import os
 import struct
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,17 +17,13 @@ from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall  # noqa: E4
 from openmsa.runtime.memory import Memory  # noqa: E402
 from openmsa.runtime.parameters import Given, rank_of  # noqa: E402
 from openmsa.runtime.variants import Variant  # noqa: E402
-
-ROOT = Path(__file__).parents[2]
+from tests.runtime.uninterpreted import passes  # noqa: E402
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="launches are recorded with triton 3.6")
 def test_launches_fit_other_tensors():
     """See `tests.runtime.replayed`, in a process whose kernels are not interpreted."""
-    space = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.runtime.replayed"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=space | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stdout + done.stderr
+    passes("tests.runtime.replayed")
 
 
 class Driver:
