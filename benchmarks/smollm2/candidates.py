@@ -45,6 +45,11 @@ class Candidate:
         """Returns the name without learning rate and seed."""
         return self.name.partition(", lr")[0].partition(", seed")[0]
 
+    def shorten(self, parameters: list[Tensor]) -> None:
+        """Clips the gradients of the candidate's parameters."""
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, self.clip)
+
 
 CANDIDATES = (
     Candidate("64", 64, 3e-3),

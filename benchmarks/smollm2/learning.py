@@ -65,8 +65,7 @@ def train_together(study: Study, steps: int, until: float) -> tuple[list[dict[in
             hidden_states(study.model, study.train[step % len(study.train)][None].to(study.device), attend)
         for group, candidate in zip(optimizer.param_groups, study.candidates, strict=True):
             group["lr"] = TrainSettings(steps=steps, warmup_steps=0, lr=candidate.lr).learning_rate(step)
-            if candidate.clip is not None:
-                torch.nn.utils.clip_grad_norm_(group["params"], candidate.clip)
+            candidate.shorten(group["params"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step >= steps - max(1, steps // 10):
@@ -99,15 +98,16 @@ def train_sparse(study: Study, candidate: Candidate, branches: dict[int, IndexBr
             each = (study.used - began) / 5
             steps = max(step + 1, min(steps, step + int((until - study.used) / each)))
             study.tell(f"{candidate.name}: {each:.2f} s a sparse step, {steps} of {planned} planned steps")
-        attend = LayerLosses(branches, study.config(candidate), warmup=False)
+        attend = LayerLosses(branches, study.config(candidate), warmup=False, share=candidate.coefficient)
         with study.precision():
             hidden_states(study.model, study.train[-1 - step % len(study.train)][None].to(study.device), attend)
         settings = TrainSettings(steps=steps, warmup_steps=0, lr=candidate.lr * 0.3)
         optimizer.param_groups[0]["lr"] = settings.learning_rate(step)
+        candidate.shorten(optimizer.param_groups[0]["params"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 10 == 0 or step == steps - 1:
-            loss = torch.stack(list(attend.losses.values())).mean().item()
+            loss = torch.stack(list(attend.losses.values())).mean().item() / candidate.coefficient
             study.record("sparse", candidate=candidate.name, step=step, loss=loss)
         step += 1
     study.record("sparse done", candidate=candidate.name, steps=steps, planned=planned, lr=candidate.lr * 0.3)

@@ -54,6 +54,11 @@ def sizes_of(found: dict[str, Record]) -> list[int]:
     return sorted({r["block_size"] for r in found.values() if r["kind"] != "dense"}, reverse=True)
 
 
+def both_recalls(record: Record) -> str:
+    """Returns block recall and score recall as the tables show them."""
+    return f"{record['block_recall']:.3f} / {record['score_recall']:.3f}"
+
+
 def by_budget(found: dict[str, Record], size: int, cell: Callable[[Record], str]) -> str:
     """Returns a table of kinds by budget."""
     percents = percents_of(found)
@@ -83,9 +88,7 @@ def losses(records: Records) -> str:
 def recalls(records: Records) -> str:
     """Returns the tables of block recall and score recall."""
     found = records.variants("recall")
-    return "\n".join(
-        by_budget(found, size, lambda r: f"{r['block_recall']:.3f} / {r['score_recall']:.3f}") for size in sizes_of(found)
-    )
+    return "\n".join(by_budget(found, size, both_recalls) for size in sizes_of(found))
 
 
 def candidates(records: Records) -> str:
@@ -100,7 +103,7 @@ def candidates(records: Records) -> str:
         for percent in (12.5, 25.0):
             variant = f"{name if value is None else f'trained {name}'}, {percent:g} % of {size}"
             r = found.get(variant)
-            row.append("" if r is None else f"{r['block_recall']:.3f} / {r['score_recall']:.3f}")
+            row.append("" if r is None else both_recalls(r))
             row.append(f"{100 * loss[variant]['change'] / dense:+.2f}" if variant in loss else "")
         rows.append(row)
     return table(["after the warm-up", "index loss", "recall, 12.5 %", "loss, %", "recall, 25 %", "loss, %"], rows)
@@ -118,7 +121,7 @@ def formats(records: Records) -> str:
             for percent in (12.5, 25.0):
                 variant = f"{index}{form}, {percent:g} % of {size}"
                 r = found.get(variant)
-                row.append("" if r is None else f"{r['block_recall']:.3f} / {r['score_recall']:.3f}")
+                row.append("" if r is None else both_recalls(r))
                 row.append(f"{100 * loss[variant]['change'] / dense:+.2f}" if variant in loss else "")
             rows.append(row)
     return table(["index keys", "recall, 12.5 %", "loss, %", "recall, 25 %", "loss, %"], rows)
@@ -216,7 +219,7 @@ def coefficients(records: Records) -> str:
     rows = []
     for name, reached in done["reached"].items():
         both = (found[f"trained {name}, {percent} % of {size}"] for percent in ("12.5", "25"))
-        recall = (f"{r['block_recall']:.3f} / {r['score_recall']:.3f}" for r in both)
+        recall = map(both_recalls, both)
         start, coefficient, clip = (told[name][key] for key in ("start", "coefficient", "clip"))
         rows.append([start, f"{coefficient:g}", "-" if clip is None else f"{clip:g}", f"{reached:.4f}", *recall])
     head = ["starts from", "coefficient", "clipped at", "index loss", "recall, 12.5 %", "recall, 25 %"]
