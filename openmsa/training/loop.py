@@ -164,10 +164,9 @@ class Trainer:
                     told = f"the index {what} of layer {layer} is {'not finite' if what == 'gradient' else value}"
                     raise FloatingPointError(f"{told} at step {number}; lower the learning rate")
         norm = math.sqrt(sum(squares) * self.world.size)
-        if settings.clip is not None and norm > settings.clip:
-            for p in itertools.chain(*self.learning.values()):
-                if p.grad is not None:
-                    p.grad.mul_(settings.clip / norm)
+        if settings.clip is not None:
+            learning = itertools.chain(*self.learning.values())
+            nn.utils.clip_grads_with_norm_(learning, settings.clip, torch.tensor(norm), foreach=False)
         self.optimizer.step()
         return {
             "step": number,
