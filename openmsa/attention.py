@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from openmsa import known_calls
 from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
 from openmsa.decode.cpu_token import Counts, attend_packed
@@ -20,7 +21,7 @@ from openmsa.runtime.kinds import Call, Kinds, Steps, tensors_in
 from openmsa.runtime.memory import Memory
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention.call import SparseCall
-from openmsa.types import Layout, Sequences, layout, out_dtype, wide_dtype
+from openmsa.types import Layout, Sequences, out_dtype, wide_dtype
 
 QUERY_CHUNK = 16384  # queries whose selection (and, on a GPU, partial results) are held at a time
 CALLS = Kinds()  # launches of earlier calls on a GPU
@@ -94,6 +95,7 @@ def msa_attention(
     recorded = checks.needs_grad(q, k, v, index_q, index_k)
     if getattr(q, "is_cuda", False) and not check and not recorded and has_triton():
         numbers = (topk, block_size, init_blocks, local_blocks, softmax_scale, query_chunk, certified, return_lse, impl)
+        seqs = seqs if seqs is None else known_calls.bounded(seqs, q.device)
         launches = CALLS.look(q, k, v, index_q, index_k, seqs, *numbers)
         if launches.replays is not None:
             return _again(launches, q, k, seqs, QUERY_CHUNK if query_chunk is None else query_chunk, return_lse)
@@ -140,9 +142,8 @@ def _again(
     launches: Call, q: Tensor | Stored, k: Tensor | Stored | PagedKV, seqs: Sequences | None, chunk: int, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Makes the launches of a call whose kind is known. Only its lengths are computed by the host's code."""
-    total, device = q.shape[0], q.device
-    lengths = k.layout(seqs, total, device) if isinstance(k, PagedKV) else layout(seqs, total, k.shape[0], device)
-    chunks = _chunks(lengths, total, chunk)
+    lengths = known_calls.lengths_again(q, k, seqs)
+    chunks = _chunks(lengths, q.shape[0], chunk)
     out, lse = _results(q)
     launches.addresses.extend(x.data_ptr() for x in tensors_in(lengths, *chunks, out, lse))
     CALLS.again(launches, Memory())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from openmsa.block_topk.call import select
 from openmsa.block_topk.given_scores import SCORES_STAGE, select_blocks_from_scores
 from openmsa.inputs import SelectionCall, check_selection
 from openmsa.kv_cache import PagedIndexKeys, Stored
@@ -50,9 +51,10 @@ def select_blocks(
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, section 3.2.
     """
-    call = check_selection(index_q, index_k, topk, seqs, block_size, init_blocks, local_blocks, certified, rescored, check)
-    if not certified:
-        return STAGE.run(impl, call)
+    numbers = (block_size, init_blocks, local_blocks)
+    if certified is False and rescored is None:
+        return select(STAGE, impl, index_q, index_k, topk, seqs, numbers, check)
+    call = check_selection(index_q, index_k, topk, seqs, *numbers, certified, rescored, check)
     blocks, count = CERTIFIED_STAGE.run(impl, call)
     if rescored is not None:
         rescored.copy_(count)

@@ -23,6 +23,12 @@ def made_out(q: Tensor | Stored) -> Tensor:
     return torch.empty(q.shape, dtype=out_dtype(q), device=q.device)
 
 
+def made_results(q: Tensor | Stored, with_lse: bool) -> dict[str, Tensor]:
+    """Makes memory for out and, with `with_lse`, lse of the queries q."""
+    made = {"out": made_out(q)}
+    return made | {"lse": torch.empty(q.shape[:2], dtype=wide_dtype(q), device=q.device)} if with_lse else made
+
+
 def check_place(
     name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, read: list[Tensor], in_place: Any = None
 ) -> None:

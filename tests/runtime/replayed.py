@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openmsa import AttentionPlan, DecodePlan, PagedIndexKeys, PagedKV, Sequences, msa_attention
+from openmsa import (
+    AttentionPlan,
+    DecodePlan,
+    PagedIndexKeys,
+    PagedKV,
+    Sequences,
+    msa_attention,
+    select_blocks,
+    sparse_attention,
+)
 from openmsa.decode.kernels import Kernels
 from openmsa.kv_cache import E4M3, NVFP4
 from openmsa.runtime import kinds
@@ -162,6 +171,26 @@ def call(new: int, keys: int, heads: tuple[int, int], query_chunk: int | None = 
     return run
 
 
+def stage(name: str, new: int, keys: int, heads: tuple[int, int], paged: bool = False) -> Any:
+    """Returns the same for a call of one stage."""
+
+    def run() -> None:
+        q, index_q = (torch.zeros(new, n, 128, dtype=torch.bfloat16, device="cuda") for n in heads)
+        shape = (-(-keys // 128), heads[1], 128, 128) if paged else (keys, heads[1], 128)
+        k, v = (torch.zeros(*shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        table = torch.zeros(1, -(-keys // 128), dtype=torch.int32, device="cuda")
+        lens = torch.zeros(1, dtype=torch.int32, device="cuda")
+        seqs = Sequences(max_seqlen_k=keys) if paged else None
+        if name == "selection":
+            select_blocks(index_q, PagedIndexKeys(k, table, lens) if paged else k, 16, seqs)
+        else:
+            blocks = torch.zeros(new, heads[1], 16, dtype=torch.int32, device="cuda")
+            both = (PagedKV(k, v, table, lens), None) if paged else (k, v)
+            sparse_attention(q, *both, blocks, seqs, return_lse=name == "attention and lse")
+
+    return run
+
+
 CASES: dict[str, tuple[Callable[[], Any], int]] = {
     "few queries": (lambda: step([(20, 3000)], (16, 1)), 1),
     "a prefill": (lambda: step([(4096, 4096)], (64, 4)), 1),
@@ -174,6 +203,10 @@ CASES: dict[str, tuple[Callable[[], Any], int]] = {
     "nvfp4": (lambda: step([(300, 2000)], (16, 1), NVFP4), 1),
     "call": (lambda: call(300, 2000, (16, 1)), 1),
     "call in chunks": (lambda: call(900, 9000, (16, 1), 256), 4),
+    "call of selection": (lambda: stage("selection", 4096, 9000, (64, 4)), 1),
+    "call of selection in pages": (lambda: stage("selection", 30, 3000, (16, 1), True), 1),
+    "call of attention": (lambda: stage("attention", 4096, 9000, (64, 4)), 1),
+    "call of attention in pages": (lambda: stage("attention and lse", 30, 3000, (16, 1), True), 1),
     "decode of one sequence": (lambda: decode(1, 9000, (64, 4)), 1),
     "decode of many": (lambda: decode(32, 4000, (64, 4)), 1),
 }
@@ -239,6 +272,38 @@ def known_kinds_are_not_recorded_again() -> None:
         assert (len(found), len(replays)) == (6, 7), "memory of a decode plan is its own"
 
 
+def longest_lengths_belong_to_a_kind() -> None:
+    """Calls that leave the longest lengths to be read are of one kind only where these are equal."""
+    replays: list[list[int]] = []
+
+    class Replayed:
+        workspace, device = 4096, 0
+
+        def run(self, addresses: list[int], workspace: int) -> None:
+            replays.append(addresses)
+
+    calls = (
+        lambda q, k, seqs: msa_attention(q, k, k, q[:, :1], k, seqs=seqs),
+        lambda q, k, seqs: select_blocks(q[:, :1], k, seqs=seqs),
+        lambda q, k, seqs: sparse_attention(q, k, k, q.new_zeros(400, 1, 16, dtype=torch.int32), seqs),
+    )
+    for call in calls:
+        replays.clear()
+        with prepared(Replayed()) as found:
+            for new, keys, known in (
+                (100, 2000, 0),
+                (10, 2000, 0),
+                (300, 2000, 1),
+                (100, 500, 1),
+                (390, 3500, 1),
+                (10, 500, 2),
+            ):
+                q, k = (torch.zeros(n, heads, 128, dtype=torch.bfloat16, device="cuda") for n, heads in ((400, 16), (4000, 1)))
+                starts = (torch.tensor([0, x, n], dtype=torch.int32, device="cuda") for x, n in ((new, 400), (keys, 4000)))
+                call(q, k, Sequences(*starts))
+                assert len(replays) == known, (new, keys, len(found))
+
+
 def computations_are_on_the_tape() -> None:
     """The tape says so where a stage computes with PyTorch, in each of the calls that are compiled."""
     silent: set[str] = set()
@@ -297,6 +362,7 @@ def main() -> int:
         memory_is_found(name)
         print(f"{name}: ok", flush=True)
     known_kinds_are_not_recorded_again()
+    longest_lengths_belong_to_a_kind()
     what_cannot_be_recorded_is_said()
     computations_are_on_the_tape()
     kinds_tell_tensors_apart()

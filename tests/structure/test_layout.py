@@ -17,7 +17,7 @@ ROOMS = (
     "runtime",
     "types",
     "kv_cache",
-    "gradients inputs primitives",
+    "gradients inputs known_calls primitives",
     "block_scores",
     "block_topk dense_attention",
     "sparse_attention",
