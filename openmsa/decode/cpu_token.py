@@ -100,13 +100,15 @@ def attend(
     if few and keys.pages is None and rows.shape[1] == 1 and _same(keys.rows, index_keys.rows):  # An index without training.
         both = torch.cat((queries * scale, rows), 1)  # The keys are read once for both.
         products = products_few(both, keys.heads(0, length), counts.block_size)  # [kv_heads, group + 1, keys of whole blocks]
-        ids = _chosen(block_max(products[:, group:], counts.block_size), counts)
+        ids = _chosen(block_max(products[:, group:], counts.block_size), visible, counts)
         if ids is not None and reads_all(ids, visible):
             found, lse = attend_all(products[:, :group], ids, values.heads(0, length), counts.block_size)
             if found is not None:
                 return found.flatten(0, 1), lse.flatten(0, 1), ids
     else:
-        ids = _chosen(score_few(rows, index_keys, length, counts.block_size), counts)
+        scored = max(0, visible - counts.local_blocks)  # The others are forced, whatever their scores.
+        scores = score_few(rows, index_keys, scored * counts.block_size, counts.block_size) if scored else rows[..., :0]
+        ids = _chosen(scores, visible, counts)
     if ids is None:
         return None
     out, lse = attend_token(queries * scale, ids, length - 1, keys, values, counts.block_size)
@@ -119,11 +121,11 @@ def _same(rows: Any, others: Any) -> bool:
     return plain and (rows.dtype, rows.shape, rows.stride()) == (others.dtype, others.shape, others.stride())
 
 
-def _chosen(scores: Tensor, counts: Counts) -> list[list[int]] | None:
-    """Returns the blocks that the scores ``[heads, rows, blocks]`` of a token select, or None where one is NaN."""
+def _chosen(scores: Tensor, visible: int, counts: Counts) -> list[list[int]] | None:
+    """Returns which of the first `visible` blocks the scores ``[heads, rows, blocks]`` of a token select, or None where one is
+    NaN. Blocks that are forced because they are the last need no score."""
     of_heads = scores.flatten(0, 1).tolist()
     if any(math.isnan(sum(of_head)) for of_head in of_heads):
         return None
-    visible = len(of_heads[0])
     local = max(0, visible - counts.local_blocks)
     return [choose(of_head, visible, counts.topk, counts.init_blocks, local) for of_head in of_heads]
