@@ -106,8 +106,9 @@ def attend(
             if found is not None:
                 return found.flatten(0, 1), lse.flatten(0, 1), ids
     else:
-        scored = max(0, visible - counts.local_blocks)  # The others are forced, whatever their scores.
-        scores = score_few(rows, index_keys, scored * counts.block_size, counts.block_size) if scored else rows[..., :0]
+        # The last blocks are forced, whatever their scores.
+        end = min(length, max(0, visible - counts.local_blocks) * counts.block_size)
+        scores = score_few(rows, index_keys, end, counts.block_size) if end else rows[..., :0]
         ids = _chosen(scores, visible, counts)
     if ids is None:
         return None

@@ -42,7 +42,7 @@ def reference(*given, **options):
 def test_a_token_of_a_packed_sequence(length, index_heads, dtype, served):
     given = tensors(length, index_heads=index_heads[0], key_heads=index_heads[1], dtype=dtype)
     seqs = Sequences.from_lengths([1], [length])
-    for lengths in ({}, {"seqs": seqs}, {"init_blocks": 1, "local_blocks": 2}, {"softmax_scale": -0.3}):
+    for lengths in ({}, {"seqs": seqs}, {"init_blocks": 1, "local_blocks": 2}, {"local_blocks": 0}, {"softmax_scale": -0.3}):
         found = msa_attention(*given, **OPTIONS | lengths, return_lse=True)
         assert served.pop() is not None
         close(found, reference(*given, **lengths), dtype)
@@ -152,21 +152,22 @@ def caches(lengths, page, pages, given, dtype=torch.float32):
     return PagedKV(*pools[:2], table, lens), PagedIndexKeys(pools[2], table, lens.clone())
 
 
+@pytest.mark.parametrize("local_blocks", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("page", "pages"), [(32, 24), (64, 12), (64, 90), (48, 18), (16, 48)])
 @pytest.mark.parametrize("lengths", [(1,), (100, 131), (350,), (33, 64, 250)])
-def test_a_plan_over_pages(lengths, page, pages, dtype, monkeypatch):
-    total = sum(lengths)
+def test_a_plan_over_pages(lengths, page, pages, dtype, local_blocks, monkeypatch):
+    total, options = sum(lengths), OPTIONS | {"local_blocks": local_blocks}
     _, k, v, _, index_k = tensors(total, dtype=dtype)
     q, index_q = torch.randn(len(lengths), 6, 32).to(dtype), torch.randn(len(lengths), 2, 48).to(dtype)
     kv, index_keys = caches(lengths, page, pages, (k, v, index_k), dtype)
     sizes = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32, "index_dim": 48, "dtype": dtype, "device": "cpu"}
-    plan = DecodePlan(max_batch=4, page_size=page, max_pages=kv.page_table.shape[1], **sizes, **OPTIONS)
+    plan = DecodePlan(max_batch=4, page_size=page, max_pages=kv.page_table.shape[1], **sizes, **options)
     monkeypatch.setattr(decode_cpu, "sparse_attention", None)  # The stages are not asked.
     out = plan.run(q, kv, index_q, index_keys)
     seqs = Sequences.from_lengths([1] * len(lengths), lengths)
-    close((out, plan.lse), reference(q, k, v, index_q, index_k, seqs=seqs), dtype)
-    assert plan.blocks.equal(select_blocks(index_q, index_k, seqs=seqs, impl="reference", **OPTIONS))
+    close((out, plan.lse), reference(q, k, v, index_q, index_k, seqs=seqs, local_blocks=local_blocks), dtype)
+    assert plan.blocks.equal(select_blocks(index_q, index_k, seqs=seqs, impl="reference", **options))
 
 
 def test_pools_are_scored_where_they_lie_unless_they_hold_much_else(monkeypatch):
