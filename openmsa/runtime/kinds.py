@@ -182,7 +182,7 @@ class Kinds:
                 where = value.get_device(), value.requires_grad, address & 15
                 kinds.append((value.dtype, value.shape, value.stride(), *where))
             else:
-                kinds.append(value if type(value) in PLAIN else described(value, addresses))
+                kinds.append((type(value), value) if type(value) in PLAIN else described(value, addresses))  # True is not 1.
         if len(set(addresses)) < len(addresses):  # Tensors of one address are of one kind with others that share theirs.
             kinds.extend(map(addresses.index, addresses))
         kind = tuple(kinds)

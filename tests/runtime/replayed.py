@@ -350,7 +350,8 @@ def kinds_tell_tensors_apart() -> None:
     others = (x[:32], x.t(), x.float(), x.view(8, 64), torch.zeros(65 * 8, dtype=torch.float16)[8 - 4 : 516].view(64, 8))
     for other in others:
         assert look(other, None, 3).kind != same
-    assert look(x, None, 4).kind != same
+    assert len({same, *(look(x, None, value).kind for value in (4, 3.0, "3", None))}) == 5
+    assert look(x, True).kind != look(x, 1).kind
     assert look(x, x, 3).kind != look(x, x.clone(), 3).kind
     assert look(E4M3.quantize(x[None])).kind != look(E4M3.quantize(x[None], per="tensor")).kind
 
