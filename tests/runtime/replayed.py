@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -341,6 +346,48 @@ def what_cannot_be_recorded_is_said() -> None:
         places.word(x[2:, 3:])
 
 
+def known_calls_refuse_what_first_calls_refuse() -> None:
+    """A call whose arguments equal those of a known one, but are of other types, is checked."""
+    replayed = SimpleNamespace(workspace=4096, device=0, run=lambda addresses, workspace: None)
+    with prepared(replayed) as found:
+        shapes = ((300, 16), (2000, 1), (300, 1))
+        q, k, index_q = (torch.zeros(n, heads, 128, dtype=torch.bfloat16, device="cuda") for n, heads in shapes)
+        blocks = torch.zeros(300, 1, 1, dtype=torch.int32, device="cuda")
+        calls: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = (
+            (partial(sparse_attention, q, k, k, blocks), {"return_lse": 0}),
+            (partial(select_blocks, index_q, k, topk=1), {"topk": True}),
+            (partial(msa_attention, q, k, k, index_q, k, topk=1), {"topk": True, "return_lse": 0}),
+        )
+        for call, wrong in calls:
+            call()
+            before = len(found)
+            call()
+            assert len(found) == before, "the call is known"
+            for argument, value in {**wrong, "check": 0, "block_size": 128.0}.items():
+                with pytest.raises(TypeError, match=argument):
+                    call(**{argument: value})
+
+
+def references_are_not_recorded() -> None:
+    """A reference computes with PyTorch, with whatever lengths: every call runs it."""
+    with recording(90):
+        q, k = (torch.ones(n, heads, 128, dtype=torch.bfloat16, device="cuda") for n, heads in ((40, 16), (200, 1)))
+        blocks = torch.zeros(40, 1, 2, dtype=torch.int32, device="cuda")
+        for seqs in (None, Sequences(q_offset=torch.zeros(1, dtype=torch.int32, device="cuda"))):
+            calls = (
+                lambda seqs=seqs: select_blocks(q[:, :1], k, 2, seqs, impl="reference"),
+                lambda seqs=seqs: sparse_attention(q, k, k, blocks, seqs, impl="reference"),
+            )
+            for call in calls:
+                first, second = call(), call()
+                assert first.data_ptr() != second.data_ptr()
+                assert first.tolist() == second.tolist()
+                tape: list[Any] = []
+                with taping(tape), mock.patch.object(kinds, "taping", contextlib.nullcontext):
+                    call()
+                assert any(isinstance(event, Computed) for event in tape)
+
+
 def kinds_tell_tensors_apart() -> None:
     """What a kernel is compiled for, and which tensors share memory, belong to the kind; addresses do not."""
     look = kinds.Kinds().look
@@ -351,6 +398,12 @@ def kinds_tell_tensors_apart() -> None:
     for other in others:
         assert look(other, None, 3).kind != same
     assert look(x, None, 4).kind != same
+    one = enum.IntEnum("One", {"first": 1, "second": 2})
+    numbers = (1, True, 1.0, 2, np.float64(1), np.float64(2), one.first, one.second, "a", None)
+    assert len({look(number).kind for number in numbers}) == len(numbers)
+    assert len({look(Sequences(max_seqlen_k=number)).kind for number in numbers}) == len(numbers)
+    for refused in (x.to_sparse(), torch.nested.nested_tensor([x, x[:1]])):
+        assert look(refused).replays is None, "checks refuse it"
     assert look(x, x, 3).kind != look(x, x.clone(), 3).kind
     assert look(E4M3.quantize(x[None])).kind != look(E4M3.quantize(x[None], per="tensor")).kind
 
@@ -366,6 +419,8 @@ def main() -> int:
     what_cannot_be_recorded_is_said()
     computations_are_on_the_tape()
     kinds_tell_tensors_apart()
+    known_calls_refuse_what_first_calls_refuse()
+    references_are_not_recorded()
     return 0
 
 
