@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from openmsa import PagedIndexKeys, PagedKV, Sequences, msa_attention, select_blocks, sparse_attention
+from openmsa import PagedIndexKeys, PagedKV, Sequences, dense_attention, msa_attention, select_blocks, sparse_attention
 from openmsa.testing.allocations import peak_memory
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import WILD_IDS, paged, problem
@@ -216,6 +216,8 @@ def test_known_calls_follow_lengths_that_are_read(in_pages):
             "whole path": functools.partial(msa_attention, p.q, k, v, p.index_q, index_k, 4, seqs),
             "out": functools.partial(sparse_attention, p.q, k, v, blocks, seqs),
             "lse": functools.partial(sparse_attention, p.q, k, v, blocks, seqs, return_lse=True),
+            "dense": functools.partial(dense_attention, p.q, k, v, seqs),
+            "dense and lse": functools.partial(dense_attention, p.q, k, v, seqs, return_lse=True),
         }
         for name, call in calls.items():
             expected, *known = (call(block_size=16, check=check) for check in (True, False, False))
@@ -231,6 +233,7 @@ def calls_on_a_gpu():
     attention = (
         functools.partial(msa_attention, p.q, p.k, p.v, p.index_q, p.index_k, 4),
         functools.partial(sparse_attention, p.q, p.k, p.v, blocks),
+        functools.partial(dense_attention, p.q, p.k, p.v),
     )
     return p, attention, functools.partial(select_blocks, p.index_q, p.index_k)
 
@@ -255,6 +258,8 @@ def test_known_calls_are_of_one_number():
             with pytest.raises(TypeError, match=argument):
                 call(**{"block_size": 16, argument: value})
     for q in (p.q.to_sparse(), torch.nested.nested_tensor(list(p.q))):
+        with pytest.raises(TypeError, match="q must be a dense tensor"):
+            dense_attention(q, p.k, p.v)
         with pytest.raises(TypeError, match="q must be a dense tensor"):
             msa_attention(q, p.k, p.v, p.index_q, p.index_k)
 

@@ -27,6 +27,7 @@ from openmsa import (
     PagedIndexKeys,
     PagedKV,
     Sequences,
+    dense_attention,
     msa_attention,
     select_blocks,
     sparse_attention,
@@ -191,7 +192,10 @@ def stage(name: str, new: int, keys: int, heads: tuple[int, int], paged: bool = 
         else:
             blocks = torch.zeros(new, heads[1], 16, dtype=torch.int32, device="cuda")
             both = (PagedKV(k, v, table, lens), None) if paged else (k, v)
-            sparse_attention(q, *both, blocks, seqs, return_lse=name == "attention and lse")
+            if name == "dense attention":
+                dense_attention(q, *both, seqs, return_lse=True)
+            else:
+                sparse_attention(q, *both, blocks, seqs, return_lse=name == "attention and lse")
 
     return run
 
@@ -212,6 +216,8 @@ CASES: dict[str, tuple[Callable[[], Any], int]] = {
     "call of selection in pages": (lambda: stage("selection", 30, 3000, (16, 1), True), 1),
     "call of attention": (lambda: stage("attention", 4096, 9000, (64, 4)), 1),
     "call of attention in pages": (lambda: stage("attention and lse", 30, 3000, (16, 1), True), 1),
+    "call of dense attention": (lambda: stage("dense attention", 4096, 9000, (64, 4)), 1),
+    "call of dense attention in pages": (lambda: stage("dense attention", 30, 3000, (16, 1), True), 1),
     "decode of one sequence": (lambda: decode(1, 9000, (64, 4)), 1),
     "decode of many": (lambda: decode(32, 4000, (64, 4)), 1),
 }
@@ -239,11 +245,12 @@ def launches_fit_other_tensors(name: str) -> None:
 
 
 def memory_is_found(name: str) -> None:
-    """A plan's layers need a workspace; a decode plan's use memory of the plan alone."""
+    """A plan's layers need a workspace; a decode plan's use memory of the plan alone; unsplit dense attention needs none."""
     with prepared() as found:
         CASES[name][0]()()
     kinds_of_words = {kind for made, _ in found for kind, _, _ in made.words}
-    assert kinds_of_words == ({"input", "kept"} if "decode of" in name else {"input", "own"}), kinds_of_words
+    beside = set() if name == "call of dense attention" else {"kept" if "decode of" in name else "own"}
+    assert kinds_of_words == {"input"} | beside, kinds_of_words
     assert all(made.workspace % ALIGNED == 0 for made, _ in found)
 
 
@@ -291,6 +298,7 @@ def longest_lengths_belong_to_a_kind() -> None:
         lambda q, k, seqs: msa_attention(q, k, k, q[:, :1], k, seqs=seqs),
         lambda q, k, seqs: select_blocks(q[:, :1], k, seqs=seqs),
         lambda q, k, seqs: sparse_attention(q, k, k, q.new_zeros(400, 1, 16, dtype=torch.int32), seqs),
+        lambda q, k, seqs: dense_attention(q, k, k, seqs),
     )
     for call in calls:
         replays.clear()
@@ -355,6 +363,7 @@ def known_calls_refuse_what_first_calls_refuse() -> None:
         blocks = torch.zeros(300, 1, 1, dtype=torch.int32, device="cuda")
         calls: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = (
             (partial(sparse_attention, q, k, k, blocks), {"return_lse": 0}),
+            (partial(dense_attention, q, k, k), {"return_out": 1, "return_lse": 0, "return_max_score": 0, "causal": 1}),
             (partial(select_blocks, index_q, k, topk=1), {"topk": True}),
             (partial(msa_attention, q, k, k, index_q, k, topk=1), {"topk": True, "return_lse": 0}),
         )
@@ -377,6 +386,7 @@ def references_are_not_recorded() -> None:
             calls = (
                 lambda seqs=seqs: select_blocks(q[:, :1], k, 2, seqs, impl="reference"),
                 lambda seqs=seqs: sparse_attention(q, k, k, blocks, seqs, impl="reference"),
+                lambda seqs=seqs: dense_attention(q, k, k, seqs, impl="reference"),
             )
             for call in calls:
                 first, second = call(), call()
