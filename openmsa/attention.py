@@ -93,7 +93,7 @@ def msa_attention(
             return found if return_lse else found[0]
     launches = None
     recorded = checks.needs_grad(q, k, v, index_q, index_k)
-    if getattr(q, "is_cuda", False) and not check and not recorded and has_triton():
+    if getattr(q, "is_cuda", False) and check is False and not recorded and has_triton():
         numbers = (topk, block_size, init_blocks, local_blocks, softmax_scale, query_chunk, certified, return_lse, impl)
         seqs = seqs if seqs is None else known_calls.bounded(seqs, q.device)
         launches = CALLS.look(q, k, v, index_q, index_k, seqs, *numbers)

@@ -59,7 +59,7 @@ def check_scoring(
         checks.size("index_k", index_k, 2, index_q.shape[2], "index_dim of index_q")
         packed = layout(seqs, index_q.shape[0], index_k.shape[0], index_q.device, check=check)
         check_last("index_q.shape[0]", index_q.shape[0], index_k.shape[0], seqs)
-        checks.heads_first("index_q", index_q, "index_k", index_k, calls=3)
+        checks.heads_first("index_q", index_q, "index_k", index_k)
     checks.divides("index_key_heads", key_heads, "index_heads", index_q.shape[1])
     if check:
         check_values("index_q", index_q)
@@ -209,7 +209,7 @@ def _check_packed(q: Tensor | Stored, k: Tensor | Stored, v: Tensor | Stored | N
     checks.alike("v", v, "k", k)
     checks.size("v", v, 0, k.shape[0], "total_k of k")
     checks.size("v", v, 1, k.shape[1], "num_kv_heads of k")
-    checks.heads_first("q", q, "k", k, calls=4)
+    checks.heads_first("q", q, "k", k)
 
 
 def check_agreement(

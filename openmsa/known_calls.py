@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""On a GPU a call makes the launches of an earlier call of its kind again (`openmsa/runtime/kinds.py`). The host's code
-computes its lengths alone."""
+"""A stage runs the calls of its public function here. On a GPU a call makes the launches of an earlier call of its kind again
+(`openmsa/runtime/kinds.py`), and the host's code computes its lengths alone."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from openmsa.runtime.kinds import Kinds, tensors_in
 from openmsa.runtime.memory import Memory
 from openmsa.types import Layout, Sequences, layout, starts
 
-
-def repeats(check: bool, *values: Any) -> bool:
-    """Says whether a call of these values, of which the first are queries, may make known launches again."""
-    return getattr(values[0], "is_cuda", False) and not check and not checks.needs_grad(*values) and has_triton()
+CALLS = Kinds()
 
 
 def bounded(seqs: Any, device: Any) -> Any:
@@ -42,26 +39,32 @@ def lengths_again(q: Any, keys: Any, seqs: Sequences | None) -> Layout:
     return layout(seqs, q.shape[0], keys.shape[0], q.device)
 
 
-class KnownCalls(Kinds):
-    """Runs the calls of one stage."""
+def run(
+    stage: Stage[Any],
+    impl: str,
+    operands: tuple[Any, ...],
+    seqs: Sequences | None,
+    numbers: tuple[Any, ...],
+    check: bool,
+    places: Callable[[], dict[str, Tensor]],
+) -> Any:
+    """Checks and runs a call of a stage.
 
-    def run(
-        self, stage: Stage[Any], impl: str, values: tuple[Any, ...], seqs: Sequences | None, numbers: tuple[Any, ...],
-        checked: Callable[[], Any], places: Callable[[], dict[str, Tensor]],
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """Returns the results by their names in the stage's call, which are written to new memory.
-
-        values:   queries, keys, and what else holds tensors of the call. seqs: as `bounded` returns them.
-        numbers:  whatever else the call depends on.
-        checked:  checks the arguments and returns the stage's call. places: makes the memory of the results.
-        """
-        known = self.look(*values, seqs, impl, *numbers)
-        if known.replays is None:
-            call, made = checked(), places()
-            step = partial(stage.run, impl, call._replace(**made))
-            self.first(known, [step], (*values, seqs, call.seqs, *made.values()))
-        else:
-            lengths, made = lengths_again(values[0], values[1], seqs), places()
-            known.addresses.extend(x.data_ptr() for x in tensors_in(lengths, *made.values()))
-            self.again(known, Memory())
-        return made
+    operands:  the arguments that the stage's checks take in front of `seqs`: queries, keys and others.
+    numbers:   the arguments that they take between `seqs` and `check`.
+    places:    makes new memory for the results, by their names in the stage's call, in the order of the results.
+    """
+    on_gpu = getattr(operands[0], "is_cuda", False) and has_triton()
+    if not on_gpu or check is not False or checks.needs_grad(*operands):
+        return stage.run(impl, stage.check_call(*operands, seqs, *numbers, check))
+    seqs = bounded(seqs, operands[0].device)
+    known = CALLS.look(stage.name, impl, *operands, seqs, *numbers)
+    if known.replays is None:
+        call, made = stage.check_call(*operands, seqs, *numbers, check), places()
+        CALLS.first(known, [partial(stage.run, impl, call._replace(**made))], (*operands, seqs, call.seqs, *made.values()))
+    else:
+        lengths, made = lengths_again(operands[0], operands[1], seqs), places()
+        known.addresses.extend(x.data_ptr() for x in tensors_in(lengths, *made.values()))
+        CALLS.again(known, Memory())
+    results = tuple(made.values())
+    return results[0] if len(results) == 1 else results

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: MIT
 """`msa_attention`, the whole path, agrees with the truth, in chunks too, while decoding, and in bounded memory."""
 
+import enum
 import functools
 
+import numpy as np
 import pytest
 import torch
 
-from openmsa import PagedIndexKeys, PagedKV, Sequences, msa_attention, select_blocks, sparse_attention
+from openmsa import PagedIndexKeys, PagedKV, Sequences, dense_attention, msa_attention, select_blocks, sparse_attention
 from openmsa.testing.allocations import peak_memory
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import WILD_IDS, paged, problem
@@ -214,9 +216,85 @@ def test_known_calls_follow_lengths_that_are_read(in_pages):
             "whole path": functools.partial(msa_attention, p.q, k, v, p.index_q, index_k, 4, seqs),
             "out": functools.partial(sparse_attention, p.q, k, v, blocks, seqs),
             "lse": functools.partial(sparse_attention, p.q, k, v, blocks, seqs, return_lse=True),
+            "dense": functools.partial(dense_attention, p.q, k, v, seqs),
+            "dense and lse": functools.partial(dense_attention, p.q, k, v, seqs, return_lse=True),
         }
         for name, call in calls.items():
             expected, *known = (call(block_size=16, check=check) for check in (True, False, False))
             for result in known:
                 for mine, host in zip(*((x,) if torch.is_tensor(x) else x for x in (result, expected)), strict=True):
                     assert_equal(name, mine, host)
+
+
+def calls_on_a_gpu():
+    """Returns a problem on a GPU, calls of both attentions and of the whole path on it, and a selection without its count."""
+    p = problem((40,), (500,), kv_heads=2, group=4, index_heads=2, dtype=torch.bfloat16).to("cuda")
+    blocks = select_blocks(p.index_q, p.index_k, 4, block_size=16)
+    attention = (
+        functools.partial(msa_attention, p.q, p.k, p.v, p.index_q, p.index_k, 4),
+        functools.partial(sparse_attention, p.q, p.k, p.v, blocks),
+        functools.partial(dense_attention, p.q, p.k, p.v),
+    )
+    return p, attention, functools.partial(select_blocks, p.index_q, p.index_k)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_known_calls_are_of_one_number():
+    """Numbers of subclasses belong to the kind of a call, and those of other types are refused, known or not."""
+    count = enum.IntEnum("Count", {"few": 2, "more": 4})
+    p, attention, selection = calls_on_a_gpu()
+    for call in attention:
+        for scale in (np.float64(0.1), np.float64(0.4), 0.1, 0.4):
+            expected = call(block_size=16, softmax_scale=float(scale), check=True)
+            for _ in range(2):
+                assert_equal("out", call(block_size=16, softmax_scale=scale), expected)
+    for topk in (count.few, count.more, 2, 4, 1):
+        expected = selection(int(topk), block_size=16, check=True)
+        for _ in range(2):
+            assert_equal("blocks", selection(topk, block_size=16), expected)
+    for call, wrong in ((selection, {"topk": True}), *((x, {"return_lse": 0}) for x in attention)):
+        for argument, value in {**wrong, "check": 0, "block_size": 16.0}.items():
+            with pytest.raises(TypeError, match=argument):
+                call(**{"block_size": 16, argument: value})
+    for q in (p.q.to_sparse(), torch.nested.nested_tensor(list(p.q))):
+        with pytest.raises(TypeError, match="q must be a dense tensor"):
+            dense_attention(q, p.k, p.v)
+        with pytest.raises(TypeError, match="q must be a dense tensor"):
+            msa_attention(q, p.k, p.v, p.index_q, p.index_k)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("offset", [None, 100])
+def test_references_compute_every_time(offset):
+    _, attention, selection = calls_on_a_gpu()
+    seqs = Sequences(q_offset=None if offset is None else torch.tensor([offset], dtype=torch.int32, device="cuda"))
+    for call in (*attention, functools.partial(selection, 4)):
+        expected, *others = (call(seqs=seqs, block_size=16, impl="reference", check=check) for check in (True, False, False))
+        for other in others:
+            assert_equal("result", other, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_known_calls_of_stages_on_streams_and_in_graphs():
+    """Known calls run on the current stream, write to new memory, and are captured."""
+    _, attention, selection = calls_on_a_gpu()
+    for stage in (*attention, functools.partial(selection, 4)):
+        call = functools.partial(stage, block_size=16)
+        expected = call(check=True)
+        first, second = call(), call()
+        assert len({x.data_ptr() for x in (expected, first, second)}) == 3, "results are new memory"
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            third = call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call()
+        captured.fill_(0)
+        graph.replay()
+        for result in (first, second, third, captured):
+            assert_equal("result", result, expected)

@@ -319,7 +319,9 @@ def test_heads_first(q_heads, kv_heads, q_len):
     """What is read as 70 heads of a few tokens gets a warning that names q first, whether the call can go on or not."""
     q, k = torch.randn(q_heads, q_len, 32), torch.randn(kv_heads, 70, 32)
     index = torch.randn(kv_heads, q_len, 32), torch.randn(1, 70, 32)
-    for function, arguments in ((dense_attention, (q, k, k)), (msa_attention, (q, k, k, *index))):
+    blocks = torch.zeros(q_heads, 1, 1, dtype=torch.int32)
+    calls = ((dense_attention, (q, k, k)), (sparse_attention, (q, k, k, blocks)), (msa_attention, (q, k, k, *index)))
+    for function, arguments in calls:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             with contextlib.suppress(ValueError):
@@ -327,6 +329,13 @@ def test_heads_first(q_heads, kv_heads, q_len):
         assert str(told[0].message).startswith(f"q {tuple(q.shape)} and k {tuple(k.shape)} are read as [tokens, heads, dim]")
         assert "70 heads" in str(told[0].message)
         assert told[0].filename == __file__, "the warning points at the call"
+
+
+@pytest.mark.parametrize("function", [block_scores, select_blocks])
+def test_heads_first_of_index_keys(function):
+    with pytest.warns(UserWarning, match="index_q .* are read as") as told:
+        function(torch.randn(4, 70, 32), torch.randn(8, 70, 32))
+    assert told[0].filename == __file__, "the warning points at the call"
 
 
 @pytest.mark.parametrize(("tokens", "heads"), [(5, 40), (5, 64), (200, 128), (0, 8)])

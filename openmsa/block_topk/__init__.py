@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from openmsa.block_topk.call import select
+from openmsa import known_calls
 from openmsa.block_topk.given_scores import SCORES_STAGE, select_blocks_from_scores
 from openmsa.inputs import SelectionCall, check_selection
 from openmsa.kv_cache import PagedIndexKeys, Stored
+from openmsa.kv_cache.results import made_blocks
 from openmsa.runtime import dispatch
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Sequences
@@ -51,10 +52,10 @@ def select_blocks(
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, section 3.2.
     """
-    numbers = (block_size, init_blocks, local_blocks)
-    if certified is False and rescored is None:
-        return select(STAGE, impl, index_q, index_k, topk, seqs, numbers, check)
-    call = check_selection(index_q, index_k, topk, seqs, *numbers, certified, rescored, check)
+    if not certified:
+        operands, numbers = (index_q, index_k, topk), (block_size, init_blocks, local_blocks, certified, rescored)
+        return known_calls.run(STAGE, impl, operands, seqs, numbers, check, lambda: made_blocks(index_q, topk))
+    call = check_selection(index_q, index_k, topk, seqs, block_size, init_blocks, local_blocks, certified, rescored, check)
     blocks, count = CERTIFIED_STAGE.run(impl, call)
     if rescored is not None:
         rescored.copy_(count)

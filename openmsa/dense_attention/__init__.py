@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
+from openmsa import known_calls
 from openmsa.dense_attention.call import DenseCall, check_dense
 from openmsa.kv_cache import PagedKV, Stored
+from openmsa.kv_cache.results import made_results
 from openmsa.runtime import checks, dispatch
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Sequences
@@ -174,7 +176,10 @@ def dense_attention(
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     """
     wanted = (return_out, return_lse, return_max_score)
-    return STAGE.run(impl, check_dense(q, k, v, seqs, causal, softmax_scale, block_size, *wanted, check))
+    if return_out is False or return_max_score is not False:
+        return STAGE.run(impl, check_dense(q, k, v, seqs, causal, softmax_scale, block_size, *wanted, check))
+    numbers = (causal, softmax_scale, block_size, *wanted)
+    return known_calls.run(STAGE, impl, (q, k, v), seqs, numbers, check, lambda: made_results(q, return_lse))
 
 
 TRITON_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "nvfp4")}

@@ -10,6 +10,7 @@ from openmsa.dense_attention.call import chosen_results
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.results import delivered
 from openmsa.kv_cache.rows import dequantized
+from openmsa.runtime.kinds import computes
 from openmsa.runtime.matmul import weighted_sum
 from openmsa.types import Layout, out_dtype, wide_dtype
 
@@ -30,6 +31,7 @@ def dense_attention(
     max_score: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Does what `openmsa.dense_attention.dense_attention` says, holding one sequence's full logit matrix."""
+    computes("attention")
     dtype, result, cu_k = wide_dtype(q), out_dtype(q), seqs.cu_seqlens_k
     if isinstance(k, PagedKV):
         k, v, cu_k = k.gather(seqs.k_lens(), dtype)

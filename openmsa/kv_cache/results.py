@@ -29,6 +29,11 @@ def made_results(q: Tensor | Stored, with_lse: bool) -> dict[str, Tensor]:
     return made | {"lse": torch.empty(q.shape[:2], dtype=wide_dtype(q), device=q.device)} if with_lse else made
 
 
+def made_blocks(index_q: Tensor | Stored, topk: int) -> dict[str, Tensor]:
+    """Makes memory for `topk` blocks of each of the queries index_q and each of their heads."""
+    return {"blocks": torch.empty((*index_q.shape[:2], topk), dtype=torch.int32, device=index_q.device)}
+
+
 def check_place(
     name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, read: list[Tensor], in_place: Any = None
 ) -> None:

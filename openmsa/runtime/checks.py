@@ -7,6 +7,7 @@ Rows are a tensor, or an object of a class that names the format in which it sto
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 MANY_HEADS = 64  # more key heads than that, and than keys, are rather tokens
 FLOAT32_MAX = torch.finfo(torch.float32).max
+PACKAGE = __name__.removesuffix("runtime.checks")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -98,14 +100,16 @@ def alike(name: str, value: Any, other_name: str, other: Any, dtype: bool = True
         raise TypeError(f"{name} must have the dtype of {other_name} ({other.dtype}), got {value.dtype}")
 
 
-def heads_first(q_name: str, q: Any, k_name: str, k: Any, calls: int) -> None:
-    """Warns where `k` has more heads than tokens and than models have. calls: how many calls lie between this one and the
-    public function, so that the warning points at the line that called that."""
+def heads_first(q_name: str, q: Any, k_name: str, k: Any) -> None:
+    """Warns where `k` has more heads than tokens and than models have. It points at the line that called the package."""
     if k.shape[1] > max(k.shape[0], MANY_HEADS):
+        level = 1
+        while sys._getframe(level).f_globals.get("__name__", "").startswith(PACKAGE):
+            level += 1
         warnings.warn(
             f"{q_name} {tuple(q.shape)} and {k_name} {tuple(k.shape)} are read as [tokens, heads, dim], which makes "
             f"{k.shape[1]} heads of {k.shape[0]} keys: where heads stand first, pass {q_name}.transpose(0, 1) and so on",
-            stacklevel=calls + 3,
+            stacklevel=level + 1,
         )
 
 

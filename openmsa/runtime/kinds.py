@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 MOST_KINDS = 1024
 """So many kinds are kept at a time; past that all are forgotten, and recorded again."""
-PLAIN = frozenset((type(None), bool, int, float, str))
-"""Values of these types are kinds themselves."""
+PLAIN = (type(None), bool, int, float, str)
+"""Values of these types, and of their subclasses, belong to a kind with their type, as 1, 1.0 and True are equal."""
 
 Steps = list[Callable[[], None]]
 """What a call runs, one function after the other; each may use the same memory."""
@@ -94,7 +94,7 @@ def described(value: Any, addresses: list[int]) -> Any:
         return value.dtype, value.shape, value.stride(), value.get_device(), value.requires_grad, address & 15
     if hasattr(type(value), "__dataclass_fields__"):
         return type(value), *[described(x, addresses) for x in vars(value).values()]
-    return value if type(value) in PLAIN else type(value)
+    return (type(value), value) if isinstance(value, PLAIN) else type(value)
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
@@ -175,18 +175,18 @@ class Kinds:
         """Looks up the kind of a call on these values."""
         addresses: list[int] = []
         kinds: list[Any] = [torch.is_grad_enabled()]
-        for value in values:  # This runs for every layer, so what `described` does is written out for tensors and None.
-            if isinstance(value, Tensor):
-                address = value.data_ptr()
-                addresses.append(address)
-                where = value.get_device(), value.requires_grad, address & 15
-                kinds.append((value.dtype, value.shape, value.stride(), *where))
-            else:
-                kinds.append((type(value), value) if type(value) in PLAIN else described(value, addresses))  # True is not 1.
+        try:
+            for x in values:  # This runs for every layer, so what `described` does is written out for tensors and plain values.
+                if isinstance(x, Tensor):
+                    addresses.append(address := x.data_ptr())
+                    kinds.append((x.dtype, x.shape, x.stride(), x.get_device(), x.requires_grad, address & 15))
+                else:
+                    kinds.append((type(x), x) if isinstance(x, PLAIN) else described(x, addresses))
+        except RuntimeError:  # Sparse and nested tensors have no address or no strides. Checks refuse them.
+            return Call(object(), addresses, None)
         if len(set(addresses)) < len(addresses):  # Tensors of one address are of one kind with others that share theirs.
             kinds.extend(map(addresses.index, addresses))
-        kind = tuple(kinds)
-        return Call(kind, addresses, self._replays.get(kind))
+        return Call(kind := tuple(kinds), addresses, self._replays.get(kind))
 
     def again(self, call: Call, memory: Memory) -> None:
         """Launches a call of a known kind."""
@@ -199,19 +199,13 @@ class Kinds:
         not be recorded, or None.
 
         values:  what holds the tensors of the call, in the order of its addresses.
-        own:     whether memory that is not of `values` belongs to the call, so that it may be anywhere the next time; otherwise
-                 it is kept.
+        own:     as in `record`.
         """
         tensors = list(tensors_in(*values))
-        replays = []
-        reason = None
-        for recorded in [record(step, tensors, own) for step in steps]:
-            if isinstance(recorded, str):
-                reason = reason or recorded
-            else:
-                replays.append(recorded)
-        if reason is None:
+        recorded = [record(step, tensors, own) for step in steps]
+        replays = [x for x in recorded if not isinstance(x, str)]
+        if len(replays) == len(recorded):
             if len(self._replays) >= MOST_KINDS:
                 self._replays.clear()
             self._replays[call.kind] = replays
-        return reason
+        return next((x for x in recorded if isinstance(x, str)), None)

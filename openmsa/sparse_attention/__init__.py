@@ -7,10 +7,12 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from openmsa import known_calls
 from openmsa.kv_cache import PagedKV, Stored
+from openmsa.kv_cache.results import made_results
 from openmsa.runtime import dispatch
 from openmsa.runtime.dispatch import Implementation, Stage
-from openmsa.sparse_attention.call import SparseCall, attend, check_sparse
+from openmsa.sparse_attention.call import SparseCall, check_sparse
 from openmsa.types import Sequences
 
 
@@ -76,7 +78,8 @@ def sparse_attention(
     Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     Source: paper arXiv 2606.13392, equation 8.
     """
-    return attend(STAGE, impl, q, k, v, blocks, seqs, (block_size, softmax_scale, return_lse), check)
+    numbers = (block_size, softmax_scale, return_lse)
+    return known_calls.run(STAGE, impl, (q, k, v, blocks), seqs, numbers, check, lambda: made_results(q, return_lse))
 
 
 DECODE_QUERIES = 16  # the decode kernel is preferred up to so many queries a sequence

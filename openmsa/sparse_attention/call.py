@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""This file holds the checked call of `sparse_attention`, its checks, and what runs it."""
+"""This file holds the checked call of `sparse_attention`, and its checks."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from openmsa.inputs import check_qkv
-from openmsa.known_calls import KnownCalls, bounded, repeats
 from openmsa.kv_cache import PagedKV, Stored
-from openmsa.kv_cache.results import check_places, made_results
+from openmsa.kv_cache.results import check_places
 from openmsa.runtime import checks, value_checks
-from openmsa.runtime.dispatch import Stage
 from openmsa.runtime.kinds import tensors_in
 from openmsa.types import Layout, Sequences
-
-CALLS = KnownCalls()
 
 
 class SparseCall(NamedTuple):
@@ -70,26 +65,6 @@ def check_sparse(
             value_checks.in_range("blocks", blocks, -1, num_blocks)
         _check_distinct(blocks, num_blocks)
     return SparseCall(*inputs[:3], blocks, inputs.seqs, block_size, inputs.softmax_scale, return_lse)
-
-
-def attend(
-    stage: Stage[SparseCall],
-    impl: str,
-    q: Tensor | Stored,
-    k: Tensor | Stored | PagedKV,
-    v: Tensor | Stored | None,
-    blocks: Tensor,
-    seqs: Sequences | None,
-    numbers: tuple[int, float | None, bool],
-    check: bool,
-) -> Any:
-    """Checks and runs a call of `sparse_attention`. numbers: block_size, softmax_scale, return_lse."""
-    if not repeats(check, q, k, v):
-        return stage.run(impl, check_sparse(q, k, v, blocks, seqs, *numbers, check))
-    seqs, with_lse = bounded(seqs, q.device), numbers[2]
-    checked = partial(check_sparse, q, k, v, blocks, seqs, *numbers, False)
-    made = CALLS.run(stage, impl, (q, k, v, blocks), seqs, numbers, checked, partial(made_results, q, with_lse))
-    return (made["out"], made["lse"]) if with_lse else made["out"]
 
 
 def _check_distinct(blocks: Tensor, num_blocks: int) -> None:

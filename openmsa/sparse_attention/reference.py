@@ -9,6 +9,7 @@ from torch import Tensor
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.results import delivered
 from openmsa.kv_cache.rows import dequantized
+from openmsa.runtime.kinds import computes
 from openmsa.runtime.matmul import weighted_sum
 from openmsa.types import Layout, out_dtype, wide_dtype
 
@@ -26,6 +27,7 @@ def sparse_attention(
     lse: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Does what `openmsa.sparse_attention.sparse_attention` says, holding one sequence's full logit matrix."""
+    computes("attention")
     dtype, result, cu_k = wide_dtype(q), out_dtype(q), seqs.cu_seqlens_k
     if isinstance(k, PagedKV):
         k, v, cu_k = k.gather(seqs.k_lens(), dtype)

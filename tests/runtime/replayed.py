@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +27,7 @@ from openmsa import (
     PagedIndexKeys,
     PagedKV,
     Sequences,
+    dense_attention,
     msa_attention,
     select_blocks,
     sparse_attention,
@@ -186,7 +192,10 @@ def stage(name: str, new: int, keys: int, heads: tuple[int, int], paged: bool = 
         else:
             blocks = torch.zeros(new, heads[1], 16, dtype=torch.int32, device="cuda")
             both = (PagedKV(k, v, table, lens), None) if paged else (k, v)
-            sparse_attention(q, *both, blocks, seqs, return_lse=name == "attention and lse")
+            if name == "dense attention":
+                dense_attention(q, *both, seqs, return_lse=True)
+            else:
+                sparse_attention(q, *both, blocks, seqs, return_lse=name == "attention and lse")
 
     return run
 
@@ -207,6 +216,8 @@ CASES: dict[str, tuple[Callable[[], Any], int]] = {
     "call of selection in pages": (lambda: stage("selection", 30, 3000, (16, 1), True), 1),
     "call of attention": (lambda: stage("attention", 4096, 9000, (64, 4)), 1),
     "call of attention in pages": (lambda: stage("attention and lse", 30, 3000, (16, 1), True), 1),
+    "call of dense attention": (lambda: stage("dense attention", 4096, 9000, (64, 4)), 1),
+    "call of dense attention in pages": (lambda: stage("dense attention", 30, 3000, (16, 1), True), 1),
     "decode of one sequence": (lambda: decode(1, 9000, (64, 4)), 1),
     "decode of many": (lambda: decode(32, 4000, (64, 4)), 1),
 }
@@ -234,11 +245,12 @@ def launches_fit_other_tensors(name: str) -> None:
 
 
 def memory_is_found(name: str) -> None:
-    """A plan's layers need a workspace; a decode plan's use memory of the plan alone."""
+    """A plan's layers need a workspace; a decode plan's use memory of the plan alone; unsplit dense attention needs none."""
     with prepared() as found:
         CASES[name][0]()()
     kinds_of_words = {kind for made, _ in found for kind, _, _ in made.words}
-    assert kinds_of_words == ({"input", "kept"} if "decode of" in name else {"input", "own"}), kinds_of_words
+    beside = set() if name == "call of dense attention" else {"kept" if "decode of" in name else "own"}
+    assert kinds_of_words == {"input"} | beside, kinds_of_words
     assert all(made.workspace % ALIGNED == 0 for made, _ in found)
 
 
@@ -286,6 +298,7 @@ def longest_lengths_belong_to_a_kind() -> None:
         lambda q, k, seqs: msa_attention(q, k, k, q[:, :1], k, seqs=seqs),
         lambda q, k, seqs: select_blocks(q[:, :1], k, seqs=seqs),
         lambda q, k, seqs: sparse_attention(q, k, k, q.new_zeros(400, 1, 16, dtype=torch.int32), seqs),
+        lambda q, k, seqs: dense_attention(q, k, k, seqs),
     )
     for call in calls:
         replays.clear()
@@ -341,6 +354,50 @@ def what_cannot_be_recorded_is_said() -> None:
         places.word(x[2:, 3:])
 
 
+def known_calls_refuse_what_first_calls_refuse() -> None:
+    """A call whose arguments equal those of a known one, but are of other types, is checked."""
+    replayed = SimpleNamespace(workspace=4096, device=0, run=lambda addresses, workspace: None)
+    with prepared(replayed) as found:
+        shapes = ((300, 16), (2000, 1), (300, 1))
+        q, k, index_q = (torch.zeros(n, heads, 128, dtype=torch.bfloat16, device="cuda") for n, heads in shapes)
+        blocks = torch.zeros(300, 1, 1, dtype=torch.int32, device="cuda")
+        calls: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = (
+            (partial(sparse_attention, q, k, k, blocks), {"return_lse": 0}),
+            (partial(dense_attention, q, k, k), {"return_out": 1, "return_lse": 0, "return_max_score": 0, "causal": 1}),
+            (partial(select_blocks, index_q, k, topk=1), {"topk": True}),
+            (partial(msa_attention, q, k, k, index_q, k, topk=1), {"topk": True, "return_lse": 0}),
+        )
+        for call, wrong in calls:
+            call()
+            before = len(found)
+            call()
+            assert len(found) == before, "the call is known"
+            for argument, value in {**wrong, "check": 0, "block_size": 128.0}.items():
+                with pytest.raises(TypeError, match=argument):
+                    call(**{argument: value})
+
+
+def references_are_not_recorded() -> None:
+    """A reference computes with PyTorch, with whatever lengths: every call runs it."""
+    with recording(90):
+        q, k = (torch.ones(n, heads, 128, dtype=torch.bfloat16, device="cuda") for n, heads in ((40, 16), (200, 1)))
+        blocks = torch.zeros(40, 1, 2, dtype=torch.int32, device="cuda")
+        for seqs in (None, Sequences(q_offset=torch.zeros(1, dtype=torch.int32, device="cuda"))):
+            calls = (
+                lambda seqs=seqs: select_blocks(q[:, :1], k, 2, seqs, impl="reference"),
+                lambda seqs=seqs: sparse_attention(q, k, k, blocks, seqs, impl="reference"),
+                lambda seqs=seqs: dense_attention(q, k, k, seqs, impl="reference"),
+            )
+            for call in calls:
+                first, second = call(), call()
+                assert first.data_ptr() != second.data_ptr()
+                assert first.tolist() == second.tolist()
+                tape: list[Any] = []
+                with taping(tape), mock.patch.object(kinds, "taping", contextlib.nullcontext):
+                    call()
+                assert any(isinstance(event, Computed) for event in tape)
+
+
 def kinds_tell_tensors_apart() -> None:
     """What a kernel is compiled for, and which tensors share memory, belong to the kind; addresses do not."""
     look = kinds.Kinds().look
@@ -350,8 +407,13 @@ def kinds_tell_tensors_apart() -> None:
     others = (x[:32], x.t(), x.float(), x.view(8, 64), torch.zeros(65 * 8, dtype=torch.float16)[8 - 4 : 516].view(64, 8))
     for other in others:
         assert look(other, None, 3).kind != same
-    assert len({same, *(look(x, None, value).kind for value in (4, 3.0, "3", None))}) == 5
-    assert look(x, True).kind != look(x, 1).kind
+    assert look(x, None, 4).kind != same
+    one = enum.IntEnum("One", {"first": 1, "second": 2})
+    numbers = (1, True, 1.0, 2, np.float64(1), np.float64(2), one.first, one.second, "a", None)
+    assert len({look(number).kind for number in numbers}) == len(numbers)
+    assert len({look(Sequences(max_seqlen_k=number)).kind for number in numbers}) == len(numbers)
+    for refused in (x.to_sparse(), torch.nested.nested_tensor([x, x[:1]])):
+        assert look(refused).replays is None, "checks refuse it"
     assert look(x, x, 3).kind != look(x, x.clone(), 3).kind
     assert look(E4M3.quantize(x[None])).kind != look(E4M3.quantize(x[None], per="tensor")).kind
 
@@ -367,6 +429,8 @@ def main() -> int:
     what_cannot_be_recorded_is_said()
     computations_are_on_the_tape()
     kinds_tell_tensors_apart()
+    known_calls_refuse_what_first_calls_refuse()
+    references_are_not_recorded()
     return 0
 
 
