@@ -91,6 +91,12 @@ def prepared(outcome: Any = "nothing is launched") -> Iterator[list[tuple[Prepar
         yield found
 
 
+def counted() -> tuple[Any, list[list[int]]]:
+    """Returns a stand-in for a `Replay`, and the list to which each of its runs appends its addresses."""
+    replays: list[list[int]] = []
+    return SimpleNamespace(workspace=4096, device=0, run=lambda addresses, workspace: replays.append(addresses)), replays
+
+
 def variant(event: Launched, launch: Any) -> Variant:
     """Returns the variant that a launch would have, as far as its parameters go."""
     places = [i for i, x in enumerate(event.arguments) if type(x).__name__ == "TensorDescriptor"]
@@ -256,15 +262,8 @@ def memory_is_found(name: str) -> None:
 
 def known_kinds_are_not_recorded_again() -> None:
     """A plan's second layer, and a plan of a like step, find what was recorded; a layer of another kind does not."""
-    replays: list[list[int]] = []
-
-    class Replayed:
-        workspace, device = 4096, 0
-
-        def run(self, addresses: list[int], workspace: int) -> None:
-            replays.append(addresses)
-
-    with prepared(Replayed()) as found:
+    replayed, replays = counted()
+    with prepared(replayed) as found:
         first, second = (step([(300, 2000)], (16, 1)) for _ in range(2))
         first()
         assert (len(found), len(replays)) == (2, 0)
@@ -286,14 +285,7 @@ def known_kinds_are_not_recorded_again() -> None:
 
 def longest_lengths_belong_to_a_kind() -> None:
     """Calls that leave the longest lengths to be read are of one kind only where these are equal."""
-    replays: list[list[int]] = []
-
-    class Replayed:
-        workspace, device = 4096, 0
-
-        def run(self, addresses: list[int], workspace: int) -> None:
-            replays.append(addresses)
-
+    replayed, replays = counted()
     calls = (
         lambda q, k, seqs: msa_attention(q, k, k, q[:, :1], k, seqs=seqs),
         lambda q, k, seqs: select_blocks(q[:, :1], k, seqs=seqs),
@@ -302,7 +294,7 @@ def longest_lengths_belong_to_a_kind() -> None:
     )
     for call in calls:
         replays.clear()
-        with prepared(Replayed()) as found:
+        with prepared(replayed) as found:
             for new, keys, known in (
                 (100, 2000, 0),
                 (10, 2000, 0),
@@ -356,8 +348,7 @@ def what_cannot_be_recorded_is_said() -> None:
 
 def known_calls_refuse_what_first_calls_refuse() -> None:
     """A call whose arguments equal those of a known one, but are of other types, is checked."""
-    replayed = SimpleNamespace(workspace=4096, device=0, run=lambda addresses, workspace: None)
-    with prepared(replayed) as found:
+    with prepared(counted()[0]) as found:
         shapes = ((300, 16), (2000, 1), (300, 1))
         q, k, index_q = (torch.zeros(n, heads, 128, dtype=torch.bfloat16, device="cuda") for n, heads in shapes)
         blocks = torch.zeros(300, 1, 1, dtype=torch.int32, device="cuda")
