@@ -110,7 +110,7 @@ def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
     parts = []
     for first in range(0, end, tile):
         k = keys.heads(first, min(first + tile, end))  # [heads, keys, dim]
-        parts.append(block_max(products_few(q, k, block_size), block_size))
+        parts.append(block_max(products_few(q, k), block_size))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 2))[:, :rows]
 
 

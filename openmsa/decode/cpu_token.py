@@ -14,7 +14,7 @@ from openmsa.block_scores.cpu import MIN_ROWS, block_max, score_few
 from openmsa.block_topk.cpu import FEW_SCORES, choose
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime import checks
-from openmsa.runtime.matmul import products_few
+from openmsa.runtime.matmul import pad_few, products_few
 from openmsa.sparse_attention.cpu_token import READ_ANYWAY, attend_all, attend_token, reads_all
 from openmsa.types import Sequences
 
@@ -93,26 +93,27 @@ def attend(
     """Attends with the newest token of a sequence of `length` keys, at least 1: q ``[num_q_heads, head_dim]``, index_q
     ``[index_heads, index_dim]``. Returns out and lse, both float32, and the blocks of each index head, ascending. None: a score
     is NaN, so the stages must serve the call."""
-    rows = index_q.float().unflatten(0, (index_keys.rows.shape[1], -1))
-    queries = q.float().unflatten(0, (keys.rows.shape[1], -1))
+    rows = index_q.float().reshape(index_keys.rows.shape[1], -1, index_q.shape[1])
+    queries = (q.float() * scale).reshape(keys.rows.shape[1], -1, q.shape[1])
     group, visible = queries.shape[1], -(-length // counts.block_size)
+    scored = min(length, max(0, visible - counts.local_blocks) * counts.block_size)  # The last blocks are forced.
     few = visible <= READ_ANYWAY * counts.topk  # Otherwise attention would read copies of some keys.
     if few and keys.pages is None and rows.shape[1] == 1 and _same(keys.rows, index_keys.rows):  # An index without training.
-        both = torch.cat((queries * scale, rows), 1)  # The keys are read once for both.
-        products = products_few(both, keys.heads(0, length), counts.block_size)  # [kv_heads, group + 1, keys of whole blocks]
-        ids = _chosen(block_max(products[:, group:], counts.block_size), visible, counts)
+        both = torch.cat((queries, rows), 1)  # The keys are read once for both.
+        both = pad_few(both) if group < 4 else both
+        products = products_few(both, keys.heads(0, length), ties=scored)  # [kv_heads, rows, length]
+        ids = _chosen(block_max(products[:, group : group + 1, :scored], counts.block_size), visible, counts)
         if ids is not None and reads_all(ids, visible):
-            found, lse = attend_all(products[:, :group], ids, values.heads(0, length), counts.block_size)
+            logits = products if products.shape[1] % 4 == 0 else products[:, :group].contiguous()
+            found = attend_all(logits, ids, values.heads(0, length), counts.block_size)
             if found is not None:
-                return found.flatten(0, 1), lse.flatten(0, 1), ids
+                out, lse = found
+                return out[:, :group].flatten(0, 1), lse[:, :group].flatten(0, 1), ids
     else:
-        # The last blocks are forced, whatever their scores.
-        end = min(length, max(0, visible - counts.local_blocks) * counts.block_size)
-        scores = score_few(rows, index_keys, end, counts.block_size) if end else rows[..., :0]
-        ids = _chosen(scores, visible, counts)
+        ids = _chosen(score_few(rows, index_keys, scored, counts.block_size) if scored else rows[..., :0], visible, counts)
     if ids is None:
         return None
-    out, lse = attend_token(queries * scale, ids, length - 1, keys, values, counts.block_size)
+    out, lse = attend_token(queries, ids, length - 1, keys, values, counts.block_size)
     return out.flatten(0, 1), lse.flatten(0, 1), ids
 
 

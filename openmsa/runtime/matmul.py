@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 ONEDNN_ROWS = 8  # From so many rows on oneDNN takes less time than MKL on AMD cores.
-FEW_ROWS_STEP = 32  # MKL's products of few rows with so many keys, and multiples, do not depend on where a key stands
+FEW_ROWS_STEP = 32  # MKL's products of few rows with the first such multiple of keys do not depend on where a key stands.
 ONE_HEAD_STEP = 128  # oneDNN compiles a kernel for each number of keys that it multiplies, so this is a multiple of so many
 CONVERTED_ELEMENTS = 3 << 18  # Narrow keys are converted so many elements at a time.
 
@@ -49,24 +49,22 @@ def pad_few(q: Tensor) -> Tensor:
     return torch.nn.functional.pad(q, (0, 0, 0, -rows % 4)) if rows > 1 and rows % 4 else q
 
 
-def products_few(q: Tensor, k: Tensor, block_size: int = 1, ties: bool = True) -> Tensor:
+def products_few(q: Tensor, k: Tensor, ties: int | None = None) -> Tensor:
     """Computes dot products ``[heads, rows, n]`` of few rows q ``[heads, rows, dim]`` with keys ``[heads, n, dim]`` of q's type
-    or a narrower one on a CPU, and -inf behind them for the keys that the last block lacks. With `ties`, those of equal keys
-    are equal, which may take a second product."""
+    or a narrower one on a CPU. Those of equal keys are equal among the first `ties` keys (None: all), which may take a second
+    product."""
     alone = is_alone(q)
     if k.dtype != q.dtype or (alone and not k.is_contiguous()):  # Whether keys have gaps must not change a bit of a product.
-        return _products_converted(q, k, block_size)
+        return _products_converted(q, k)
     n = k.shape[1]
     step = ONE_HEAD_STEP if alone else FEW_ROWS_STEP
-    whole = n // step * step if ties or alone else n
-    parts = [_dot_products(q, k[:, :whole])] if whole else []
-    if left := n - whole:
-        # The last product has as many keys as a step, too: some that were multiplied before come again.
-        last = k[:, -step:] if whole else torch.nn.functional.pad(k, (0, 0, step - left, 0))
-        parts.append(_dot_products(q, last)[..., -left:])
-    if lacking := -n % block_size:
-        parts.append(q.new_full((*q.shape[:2], lacking), -torch.inf))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    whole = n // step * step
+    if whole == n or (not alone and ties is not None and ties <= whole):
+        return _dot_products(q, k)
+    # The last product has as many keys as a step, too: some that were multiplied before come again.
+    last = k[:, -step:] if whole else torch.nn.functional.pad(k, (0, 0, step - n, 0))
+    left = _dot_products(q, last)[..., whole - n :]
+    return torch.cat((_dot_products(q, k[:, :whole]), left), 2) if whole else left
 
 
 def is_alone(a: Tensor) -> bool:
@@ -112,18 +110,14 @@ def converted(x: Tensor, dtype: torch.dtype, n: int | None = None) -> Tensor:
     return wide
 
 
-def _products_converted(q: Tensor, k: Tensor, block_size: int) -> Tensor:
+def _products_converted(q: Tensor, k: Tensor) -> Tensor:
     """Does what `products_few` does for keys of a narrower type than q's or with gaps, which are converted a tile at a time."""
-    (heads, n, dim), unit = k.shape, math.lcm(block_size, FEW_ROWS_STEP)
-    tile = max(1, CONVERTED_ELEMENTS // (heads * dim * unit)) * unit
+    heads, n, dim = k.shape
+    tile = max(1, CONVERTED_ELEMENTS // (heads * dim * ONE_HEAD_STEP)) * ONE_HEAD_STEP
     if n > tile:
-        parts = [_products_converted(q, k[:, first : first + tile], block_size) for first in range(0, n, tile)]
-        return torch.cat(parts, 2)
-    columns = n + -n % block_size
+        return torch.cat([_products_converted(q, k[:, first : first + tile]) for first in range(0, n, tile)], 2)
     step = ONE_HEAD_STEP if heads == 1 else FEW_ROWS_STEP
-    products = _dot_products(q, converted(k, q.dtype, columns + -columns % step))
-    products[..., n:] = -torch.inf
-    return products[..., :columns]
+    return _dot_products(q, converted(k, q.dtype, n + -n % step))[..., :n]
 
 
 def sums_few(weights: Tensor, values: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 
 import torch
 from torch import Tensor
@@ -24,9 +25,9 @@ def attend_token(
     chosen = [sorted({i for i in of_head if 0 <= i < visible}) for of_head in ids]
     chosen = chosen * q.shape[0] if len(chosen) == 1 else chosen
     if keys.pages is None and isinstance(keys.rows, Tensor) and reads_all(chosen, visible):
-        logits = products_few(pad_few(q), keys.heads(0, last_key + 1), block_size, ties=False)
-        out, lse = attend_all(logits, chosen, values.heads(0, last_key + 1), block_size)
-        if out is not None:
+        logits = products_few(pad_few(q), keys.heads(0, last_key + 1), ties=0)
+        if (found := attend_all(logits, chosen, values.heads(0, last_key + 1), block_size)) is not None:
+            out, lse = found
             return out[:, : q.shape[1]], lse[:, : q.shape[1]]
     return _gather_keys(q, chosen, last_key, keys, values, block_size)
 
@@ -37,18 +38,24 @@ def reads_all(chosen: list[list[int]], visible: int) -> bool:
     return bool(fewest) and visible <= READ_ANYWAY * fewest
 
 
-def attend_all(logits: Tensor, chosen: list[list[int]], values: Tensor, block_size: int) -> tuple[Tensor | None, Tensor]:
-    """Returns out ``[kv_heads, rows, dim]`` and lse of the rows whose products with all visible keys, in whole blocks, are
-    `logits` ``[kv_heads, rows, visible * block_size]``, which are overwritten. Those of blocks that a KV head has not chosen
-    get weights of 0, which let in NaN and inf of their values: out is None where it holds one."""
-    visible = logits.shape[2] // block_size
-    whole = all(len(of) == visible for of in chosen)
-    if not whole:
-        of_block = [[0.0 if i in of else -math.inf for i in range(visible)] for of in map(set, chosen)]
-        logits.unflatten(2, (visible, block_size)).add_(torch.tensor(of_block, dtype=logits.dtype)[:, None, :, None])
-    weights, lse = softmax_few(logits)
-    out = sums_few(weights[..., : values.shape[1]], values)
-    return (out if whole or math.isfinite(out.sum().item()) else None), lse
+def attend_all(logits: Tensor, chosen: list[list[int]], values: Tensor, block_size: int) -> tuple[Tensor, Tensor] | None:
+    """Returns out ``[kv_heads, rows, dim]`` and lse ``[kv_heads, rows]`` of the rows whose products with all visible keys are
+    `logits` ``[kv_heads, rows, keys]``, which are overwritten. Those of blocks that a KV head has not chosen get weights of 0,
+    which let in NaN and inf of their values. Returns None where a result is not finite."""
+    full, left = divmod(logits.shape[2], block_size)
+    visible = full + bool(left)
+    if any(len(of) < visible for of in chosen):
+        hidden = array("f", (0.0 if i in of else -math.inf for of in map(set, chosen) for i in range(visible)))
+        of_block = torch.frombuffer(hidden, dtype=torch.float32).view(-1, 1, visible)
+        logits[..., : full * block_size].unflatten(2, (full, block_size)).add_(of_block[..., :full, None])
+        if left:
+            logits[..., full * block_size :].add_(of_block[..., full:])
+    largest = logits.amax(2)
+    weights = torch.softmax(logits, 2)
+    out = sums_few(weights, values)
+    if not math.isfinite(out.sum().item()):
+        return None
+    return out, largest.sub_(weights.amax(2).log_())  # The greatest weight is 1 / denominator.
 
 
 def _gather_keys(

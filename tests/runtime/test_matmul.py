@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from openmsa.runtime.matmul import CONVERTED_ELEMENTS, converted, products_few, sums_few
 from openmsa.testing.compare import assert_close
@@ -25,15 +27,13 @@ def keys(order: str, n: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("n", [5, 96, MANY])
-@pytest.mark.parametrize("block_size", [1, 100, 128])
-def test_products_and_sums(n, block_size, order, dtype):
+def test_products_and_sums(n, order, dtype):
     k, q = keys(order, n, dtype), torch.randn(HEADS, 4, DIM)
     k[:, -1] = k[:, 0]
-    found = products_few(q, k, block_size)
+    found = products_few(q, k)
     honest, exact = (a @ b.transpose(1, 2) for a, b in ((q, k.float()), (q.double(), k.double())))
-    assert found.shape == (HEADS, 4, -(-n // block_size) * block_size)
-    assert bool((found[..., n:] == -torch.inf).all())
-    assert_close("products", found[..., :n], honest, exact)
+    assert found.shape == (HEADS, 4, n)
+    assert_close("products", found, honest, exact)
     assert torch.equal(found[..., 0], found[..., n - 1])  # Equal keys are ties.
     weights = torch.softmax(torch.randn(HEADS, 4, n), 2)
     assert_close("sums", sums_few(weights, k), weights @ k.float(), weights.double() @ k.double())
@@ -41,19 +41,34 @@ def test_products_and_sums(n, block_size, order, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n", [5, 128, 300, CONVERTED_ELEMENTS // 128 + 200])
-@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("ties", [None, 0])
 @pytest.mark.parametrize("gaps", [False, True])
 def test_many_rows_of_one_head(n, gaps, ties, dtype):
     k, q = torch.randn(1, n, 256 if gaps else 128)[..., :128].to(dtype), torch.randn(1, 16, 128)
     k[:, -1] = k[:, 0]
-    found = products_few(q, k, 48, ties=ties)
-    assert found.shape == (1, 16, -(-n // 48) * 48)
-    assert bool((found[..., n:] == -torch.inf).all())
+    found = products_few(q, k, ties=ties)
+    assert found.shape == (1, 16, n)
     honest, exact = (a @ b.transpose(1, 2) for a, b in ((q, k.float()), (q.double(), k.double())))
-    assert_close("products", found[..., :n], honest, exact)
-    assert not ties or torch.equal(found[..., 0], found[..., n - 1])
+    assert_close("products", found, honest, exact)
+    assert ties == 0 or torch.equal(found[..., 0], found[..., n - 1])
     weights = torch.softmax(torch.randn(1, 16, n), 2)
     assert_close("sums", sums_few(weights, k), weights @ k.float(), weights.double() @ k.double())
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.integers(1, 1500),
+    st.floats(0, 1),
+    st.sampled_from([16, 64, 80, 128, 256]),
+    st.booleans(),
+)
+def test_equal_keys_are_ties_among_the_first(heads, rows, n, part, dim, tokens_first):
+    ties = round(part * n)
+    k = torch.randn(heads, 1, dim).expand(-1, n, -1).contiguous()
+    k = k.transpose(0, 1).contiguous().transpose(0, 1) if tokens_first else k
+    found = products_few(torch.randn(heads, rows, dim), k, ties=ties)[..., :ties]
+    assert torch.equal(found, found[..., :1].expand_as(found))
 
 
 @pytest.mark.parametrize("rows", [4, 8, 16])
