@@ -74,17 +74,20 @@ def test_help_of_commands_below(command):
 
 
 def test_help_is_quick():
-    """Printing help takes less than half a second of the processor beyond `import torch`."""
+    """Printing help takes the processor at most 0.4 of the time of `import torch`, which is 1.2 s of a usual core."""
     code = """
-import io, contextlib, time, torch
+import contextlib, io, time
 start = time.process_time()
+import torch
+imported = time.process_time()
 from openmsa.cli import app
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     app(["--help"], prog_name="openmsa")
-print(time.process_time() - start)
+print(imported - start, time.process_time() - imported)
 """
     done = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(2)]
-    assert min(float(run.stdout) for run in done) < 0.5
+    imports, helps = zip(*(map(float, run.stdout.split()) for run in done), strict=True)
+    assert min(helps) < 0.4 * min(imports)
 
 
 def test_version():
