@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from openmsa.cli import no_garbage  # isort: skip # noqa: F401
+
 import signal
 from importlib.metadata import version
 from typing import Annotated
