@@ -4,8 +4,6 @@ kernels and are slow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,61 +68,58 @@ def _is_triton_3_6() -> bool:
 def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> None:
     """Does what ``kernel[grid](*arguments, **constants)`` does, in less time of the host.
 
-    arguments:  the parameters of the kernel that are no constexprs, all of them, in order. Tensors lie on the current device.
-                A NamedTuple is one parameter, whose fields the kernel reads by name: tensors, numbers, bools, None or
-                NamedTuples of these. Triton takes TMA descriptors as parameters of their own alone, and specialises every
-                integer of a NamedTuple.
+    arguments:  the parameters of the kernel that are no constexprs, all of them, in order. Tensors lie on one device, which
+                need not be current. A NamedTuple is one parameter, whose fields the kernel reads by name: tensors, numbers,
+                bools, None or NamedTuples of these. Triton takes TMA descriptors as parameters of their own alone, and
+                specialises every integer of a NamedTuple.
     constants:  constexprs and options, such as num_warps. A constexpr may be a NamedTuple of numbers.
 
     Where launches are observed (hooks of a profiler, debug mode), they go through Triton.
     """
-    tape = listening.tape
-    if not isinstance(kernel, JITFunction) or _observed(kernel):
-        with _without_compile_hooks():
-            kernel[grid](*arguments, **constants)
-        if tape is not None:
-            tape.append(Launched(kernel, grid, arguments, None))
-        return
-    types = tuple(map(type, arguments))
-    chosen_by, values = variants.reader(types)(*arguments)
-    device = driver.active.get_current_device()
-    key = (id(kernel), device, types, chosen_by, *constants, *constants.values())
-    variant = _variants.get(key)
-    if variant is None:
-        _launch_first(key, kernel, grid, arguments, constants)
-        if tape is not None:
-            tape.append(Launched(kernel, grid, arguments, _variants.get(key)))
-        return
-    if tape is not None:
-        tape.append(Launched(kernel, grid, arguments, variant))
-    for place, _ in variant.descriptors:
-        values = (*values[:place], *variants.encoded(variant, place, values[place]), *values[place + 1 :])
-    variant.launch(
-        *(*grid, 1, 1)[:3],
-        driver.active.get_current_stream(device),
-        variant.function,
-        variant.cooperative,
-        variant.pdl,
-        None,  # there is no scratch memory
-        None,
-        variant.metadata,
-        None,  # there are no hooks
-        None,
-        None,
-        *values,
-        *variant.constexprs,
-    )
+    variant, compiles = None, isinstance(kernel, JITFunction)
+    if compiles:
+        types = tuple(map(type, arguments))
+        chosen_by, values, lies_on = variants.reader(types)(*arguments)
+        device = driver.active.get_current_device()
+        if lies_on not in (device, -1):
+            with torch.cuda.device(lies_on):
+                launch_kernel(kernel, grid, *arguments, **constants)
+            return
+        key = (id(kernel), device, types, chosen_by, *constants, *constants.values())
+    if not compiles or _observed(kernel):
+        _launch_by_triton(kernel, grid, arguments, constants)
+    elif (variant := _variants.get(key)) is None:
+        variant = _launch_first(key, kernel, grid, arguments, constants)
+    else:
+        for place, _ in variant.descriptors:
+            values = (*values[:place], *variants.encoded(variant, place, values[place]), *values[place + 1 :])
+        variant.launch(
+            *(*grid, 1, 1)[:3],
+            driver.active.get_current_stream(device),
+            variant.function,
+            variant.cooperative,
+            variant.pdl,
+            None,  # there is no scratch memory
+            None,
+            variant.metadata,
+            None,  # there are no hooks
+            None,
+            None,
+            *values,
+            *variant.constexprs,
+        )
+    if listening.tape is not None:
+        listening.tape.append(Launched(kernel, grid, arguments, variant))
 
 
-@contextmanager
-def _without_compile_hooks() -> Iterator[None]:
-    """Within this context, Triton tells nobody what it compiles: it would write the constants as JSON, which knows no dtypes in
-    tuples. Engines such as vLLM set hooks that count compilations."""
+def _launch_by_triton(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """Returns what Triton compiled. It tells nobody that it compiles: it would write the constants as JSON, which knows no
+    dtypes in tuples. Engines such as vLLM set hooks that count compilations."""
     runtime = knobs.runtime
     hooks = runtime.jit_cache_hook, runtime.jit_post_compile_hook
     runtime.jit_cache_hook = runtime.jit_post_compile_hook = None
     try:
-        yield
+        return kernel[grid](*arguments, **constants)
     finally:
         runtime.jit_cache_hook, runtime.jit_post_compile_hook = hooks
 
@@ -136,18 +131,19 @@ def _observed(kernel: JITFunction[Any]) -> bool:
     return bool(hooks or runtime.debug)
 
 
-def _launch_first(key: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Launches through Triton and, where it can, remembers the variant."""
+def _launch_first(
+    key: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> Variant | None:
+    """Launches through Triton and, where it can, remembers the variant, which it returns."""
     late, early = kernel.params[len(arguments) :], kernel.params[: len(arguments)]
     if not all(parameter.is_constexpr for parameter in late) or any(parameter.is_constexpr for parameter in early):
         raise TypeError(f"{kernel.__name__} must be given every run-time argument by position and every constexpr by name")
-    with _without_compile_hooks():
-        compiled = kernel[grid](*arguments, **constants)
+    compiled = _launch_by_triton(kernel, grid, arguments, constants)
     if why_not_remembered(kernel) is not None or not isinstance(compiled, CompiledKernel):
-        return
+        return None
     variant = variants.variant_of(kernel, compiled, arguments, len(late))
-    if variant is None:
-        return
-    if len(_variants) >= MOST_VARIANTS:
-        _variants.clear()
-    _variants[key] = variant
+    if variant is not None:
+        if len(_variants) >= MOST_VARIANTS:
+            _variants.clear()
+        _variants[key] = variant
+    return variant

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 
+import torch
 from torch import Tensor
 from triton.runtime import driver
 
@@ -54,7 +55,12 @@ class Replay:
         self._at = self._stream = -1
 
     def run(self, addresses: list[int], workspace: int = 0) -> None:
-        """Launches on the current stream. addresses: of the inputs, in their order. workspace: where it begins."""
+        """Launches on the current stream of the device, which need not be current itself. addresses: of the inputs, in their
+        order. workspace: where it begins."""
+        if self.device not in (driver.active.get_current_device(), -1):
+            with torch.cuda.device(self.device):
+                self.run(addresses, workspace)
+            return
         stream = driver.active.get_current_stream(self.device)
         with self._lock:
             values = self._words.values

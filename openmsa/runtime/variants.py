@@ -67,16 +67,18 @@ def variant_of(kernel: Any, compiled: Any, arguments: tuple[Any, ...], num_const
 
 
 @functools.cache
-def reader(types: tuple[type, ...], inside: bool = False) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """Makes a function of arguments of these types that returns what the choice of a variant depends on, and what is launched
-    with: addresses in the place of tensors. Its text is generated for these types, because it runs at every launch. inside: the
-    arguments are fields of a tuple."""
+def reader(types: tuple[type, ...], inside: bool = False) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], int]]:
+    """Makes a function of arguments of these types that returns what the choice of a variant depends on, what is launched with,
+    addresses in the place of tensors, and the number of the GPU on which a tensor of them lies, -1 where none does. Its text is
+    generated for these types, because it runs at every launch. inside: the arguments are fields of a tuple."""
     names = [f"a{i}" for i in range(len(types))]
     lines, chosen_by, values = [], [], list(names)
+    devices, others = [], ["-1"]  # Texts that give the device of a tensor here, and in a tuple.
     for i, (name, kind) in enumerate(zip(names, types, strict=True)):
         if issubclass(kind, Tensor):
             values[i] = f"p{i}"
             lines.append(f"    p{i} = {name}.data_ptr()")
+            devices.append(f"{name}.get_device()")
             chosen_by += [f"{name}.dtype", f"p{i} & 15 == 0"]
         elif kind is int:
             chosen_by.append(f"{name} if {name} < 2 else ({name} & 15 == 0, {name} >> 31)")
@@ -85,19 +87,22 @@ def reader(types: tuple[type, ...], inside: bool = False) -> Callable[..., tuple
             elements = [f"{name}_{j}" for j in range(len(fields))]
             lines.append(f"    {', '.join([*elements, ''])} = {name}")
             lines.append(f"    t{i} = ({', '.join([*(f'type({element})' for element in elements), ''])})")
-            lines.append(f"    c{i}, p{i} = reader(t{i}, True)({', '.join(elements)})")
+            lines.append(f"    c{i}, p{i}, d{i} = reader(t{i}, True)({', '.join(elements)})")
+            others.append(f"d{i}")
             chosen_by += [f"t{i}", f"c{i}"]
         elif kind.__name__ == "TensorDescriptor" and not inside:
             compiled_in = f"{name}.base.dtype, tuple({name}.block_shape), {name}.padding"
             chosen_by += [compiled_in, f"getattr({name}, 'layout', None)"]  # Gluon's descriptors have a layout.
+            devices.append(f"{name}.base.get_device()")
         elif kind not in (float, bool, type(None)):  # whose types say all
             numbers = "an int, a float, a bool, None or a NamedTuple"
             known = f"a tensor, {numbers}" if inside else f"a tensor, a TMA descriptor, {numbers}"
             raise TypeError(f"{'element' if inside else 'argument'} {i}{' of a tuple' * inside} must be {known}, got {kind}")
-    lines += [f"    return ({', '.join([*chosen_by, ''])}), ({', '.join([*values, ''])})"]
+    device = devices[0] if devices else f"max({', '.join([*others, '-1'])})"
+    lines += [f"    return ({', '.join([*chosen_by, ''])}), ({', '.join([*values, ''])}), {device}"]
     space: dict[str, Any] = {"reader": reader}
     exec("\n".join([f"def read({', '.join(names)}):", *lines]), space)
-    read: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]] = space["read"]
+    read: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], int]] = space["read"]
     return read
 
 

@@ -427,6 +427,11 @@ def test_other_refusals(tmp_path):
     with pytest.raises(NotImplementedError, match="PagedCache must be given to a converted model that runs its own attention"):
         logits(model, ids, past_key_values=PagedCache(model), use_cache=True)
     model.set_attn_implementation(ATTENTION)
+    logits(model, ids, past_key_values=(cache := PagedCache(model)), use_cache=True)
+    with pytest.raises(
+        NotImplementedError, match="must be given to a model on one device, got layer 1 on meta and layer 0 on cpu"
+    ):
+        cache.step(1, torch.empty(2, 1, 64, device="meta"), None)
     with pytest.raises(NotImplementedError, match="cannot reorder sequences"):
         model.generate(ids, num_beams=2, max_new_tokens=4, past_key_values=PagedCache(model))
     with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):

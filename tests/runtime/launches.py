@@ -7,6 +7,7 @@ Each variant that Triton would compile gets a number of its own, and the launche
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import sys
@@ -246,6 +247,7 @@ def main() -> None:
     compiled_for = {d: sum(len(kernel.device_caches[d][0]) for kernel in KERNELS) for d in (0, 1)}
     print(f"direct {direct} of 12000, variants {compiled_for}")
     assert direct > 2000
+    the_device_of_tensors_is_current()
     launch.MOST_VARIANTS = variants.MOST_DESCRIPTORS = 3
     compare(500)
     assert len(launch._variants) <= 3
@@ -265,6 +267,45 @@ def main() -> None:
         "element 0 of a tuple must be a tensor, an int, a float, a bool, None or a NamedTuple, got .*str",
     )
     refuses((Pages(descriptor(), 1),) * 9, "element 0 of a tuple must be a tensor, an int, .*, got .*TensorDescriptor")
+
+
+class Elsewhere(torch.Tensor):
+    """This is a tensor that says that it lies on GPU 1."""
+
+    def get_device(self) -> int:
+        return 1
+
+
+@contextlib.contextmanager
+def device(number: int) -> Iterator[None]:
+    """Stands in the place of `torch.cuda.device`."""
+    before, Driver.current = Driver.current, number
+    yield
+    Driver.current = before
+
+
+def the_device_of_tensors_is_current() -> None:
+    """Kernels are launched on the stream of the GPU where their tensors lie, whichever is current."""
+    torch.cuda.device = device
+    there = torch.zeros(16, dtype=torch.float16).as_subclass(Elsewhere)
+    described_there = TensorDescriptor(
+        torch.zeros(64, 64, dtype=torch.float16).as_subclass(Elsewhere), [16, 64], [64, 1], [8, 64]
+    )
+    given = [
+        (plain, (None, there, None, 1, 1, 1, 1, 1.0, True), {"A": 1, "B": 0}),
+        (described, (None, described_there, 1, descriptor(), 1), {"A": 1}),
+        (bundled_gluon, (Rows(None, None, Pages(there, 1), 1, True, 1.0), Keys(None, 1), 1), {"A": 1, "B": 0}),
+    ]
+    for hook in (None, [].append):
+        if hook is not None:
+            triton.knobs.runtime.launch_enter_hook.add(hook)
+        for Driver.current in (0, 1):
+            for kernel, arguments, options in given * 2:
+                current = Driver.current
+                launch_kernel(kernel, (1,), *arguments, **options)
+                assert CALLS.pop()[3] == 78
+                assert Driver.current == current
+    triton.knobs.runtime.launch_enter_hook.remove(hook)
 
 
 def refuses(arguments: tuple[Any, ...], why: str) -> None:

@@ -4,6 +4,7 @@
 import ctypes
 import struct
 import weakref
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -131,10 +132,10 @@ def test_no_programs_are_no_launch(driver):
     assert KernelCall(plain, (0, 4), Given((), (), ()), [], Words(0)).empty
 
 
-def replayed(monkeypatch, streams=(3,)):
+def replayed(monkeypatch, streams=(3,), current=lambda: 0):
     """Returns a replay of one launch of ``("*fp16", "i32")`` on its only input, and of memory that is set to 0 first."""
     stream = iter(streams)
-    active = SimpleNamespace(get_current_stream=lambda device: next(stream))
+    active = SimpleNamespace(get_current_stream=lambda device: next(stream), get_current_device=current)
     monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))
     kernel = SimpleNamespace(__name__="kernel")
     taking = Variant(kernel, print, 77, False, False, (4, 1, 0), (), (), {}, ("*fp16", "i32"))
@@ -149,6 +150,27 @@ def test_a_replay_launches_on_the_current_stream(driver, monkeypatch):
         again.run([start], workspace)
     assert [(x[4], x[6][0]) for x in driver.launches] == [(3, 4128), (3, 8224), (4, 8224)]
     assert driver.zeroed == [((1 << 20) + 512, 0, 64, 3)] * 2 + [((1 << 21) + 512, 0, 64, 4)]
+
+
+def test_a_replay_makes_its_device_current(driver, monkeypatch):
+    current = [1]
+
+    @contextmanager
+    def device(number):
+        before, current[0] = current[0], number
+        yield
+        current[0] = before
+
+    def zeroed(*arguments):
+        seen.append(current[0])
+        return 0
+
+    seen = []
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(driver, "cuMemsetD8Async", zeroed)
+    driver.formats = ("Q", "i", "Q", "Q")
+    replayed(monkeypatch, current=lambda: current[0]).run([4096], 1 << 20)
+    assert (len(driver.launches), seen, current) == (1, [0], [1])
 
 
 @pytest.mark.parametrize(
