@@ -12,12 +12,11 @@ from openmsa.block_scores import cpu_int8
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.kv_cache.rows import rows_of
 from openmsa.kv_cache.sequence_rows import Rows
-from openmsa.runtime.matmul import FEW_ROWS_STEP, converted, is_alone, matmul_nt, pad_few, products_few
+from openmsa.runtime.matmul import CONVERTED_ELEMENTS, FEW_ROWS_STEP, converted, is_alone, matmul_nt, pad_few, products_few
 from openmsa.types import Layout, wide_dtype
 
 TILE_ROWS, TILE_KEYS = 512, 1024  # products of a tile: 2 MB in float32, about two cores' L2
-FEW_ROWS_ELEMENTS = 1 << 19  # few rows: elements of the keys of all heads that are multiplied at a time, about an L2
-CONVERTED_ELEMENTS = 1 << 18  # the same where keys are converted first, since narrow and wide ones share an L2
+FEW_ROWS_ELEMENTS = 1 << 19  # few rows: elements of the keys of all heads that a thread multiplies at a time, about an L2
 POOL_PAGES = 2  # A pool is scored where it lies if it has at most so many pages for each one that is wanted.
 MIN_ROWS = 16  # below about 12 rows a product takes another kernel, which rounds differently (see `matmul_nt`)
 
@@ -104,7 +103,7 @@ def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
     if (pages := _whole_pool(keys, end, block_size)) is not None:
         return _score_pool(q, keys, pages, end, block_size)[:, :rows]
     unit = math.lcm(block_size, FEW_ROWS_STEP)
-    most = (FEW_ROWS_ELEMENTS if keys.rows.dtype == q.dtype else CONVERTED_ELEMENTS) // (heads * dim * unit)
+    most = _at_a_time(keys.rows.dtype == q.dtype) // (heads * dim * unit)
     tiles = max(1, round(end / (max(1, most) * unit)))
     tile = -(-end // (tiles * unit)) * unit
     parts = []
@@ -112,6 +111,11 @@ def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
         k = keys.heads(first, min(first + tile, end))  # [heads, keys, dim]
         parts.append(block_max(products_few(q, k), block_size))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 2))[:, :rows]
+
+
+def _at_a_time(wide: bool) -> int:
+    """Returns how many elements of keys are multiplied at a time, as they are stored or converted."""
+    return FEW_ROWS_ELEMENTS * torch.get_num_threads() if wide else CONVERTED_ELEMENTS
 
 
 def _whole_pool(keys: Rows, end: int, block_size: int) -> list[int] | None:
@@ -135,7 +139,7 @@ def _score_pool(q: Tensor, keys: Rows, pages: list[int], end: int, block_size: i
     (heads, rows, dim), pool = q.shape, keys.rows
     assert isinstance(pool, Tensor)
     size, first, last = pool.shape[2], min(pages), max(pages) + 1
-    tile = max(1, (FEW_ROWS_ELEMENTS if pool.dtype == q.dtype or is_alone(q) else CONVERTED_ELEMENTS) // (heads * size * dim))
+    tile = max(1, _at_a_time(pool.dtype == q.dtype or is_alone(q)) // (heads * size * dim))
     tile = min(tile, last - first)
     each = q.expand(tile, heads, rows, dim).reshape(-1, rows, dim)  # [pages * heads, rows, dim]
     parts = []

@@ -76,40 +76,44 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
 
     Where launches are observed (hooks of a profiler, debug mode), they go through Triton.
     """
-    variant, compiles = None, isinstance(kernel, JITFunction)
-    if compiles:
-        types = tuple(map(type, arguments))
-        chosen_by, values, lies_on = variants.reader(types)(*arguments)
-        device = driver.active.get_current_device()
-        if lies_on not in (device, -1):
-            with torch.cuda.device(lies_on):
-                launch_kernel(kernel, grid, *arguments, **constants)
-            return
-        key = (id(kernel), device, types, chosen_by, *constants, *constants.values())
-    if not compiles or _observed(kernel):
+    types, variant = tuple(map(type, arguments)), None
+    chosen_by, values, lies_on = variants.reader(types)(*arguments)
+    if lies_on >= 0 and lies_on != driver.active.get_current_device():
+        with torch.cuda.device(lies_on):
+            launch_kernel(kernel, grid, *arguments, **constants)
+        return
+    if not isinstance(kernel, JITFunction) or _observed(kernel):
         _launch_by_triton(kernel, grid, arguments, constants)
-    elif (variant := _variants.get(key)) is None:
-        variant = _launch_first(key, kernel, grid, arguments, constants)
     else:
-        for place, _ in variant.descriptors:
-            values = (*values[:place], *variants.encoded(variant, place, values[place]), *values[place + 1 :])
-        variant.launch(
-            *(*grid, 1, 1)[:3],
-            driver.active.get_current_stream(device),
-            variant.function,
-            variant.cooperative,
-            variant.pdl,
-            None,  # there is no scratch memory
-            None,
-            variant.metadata,
-            None,  # there are no hooks
-            None,
-            None,
-            *values,
-            *variant.constexprs,
-        )
+        device = driver.active.get_current_device()
+        key = (id(kernel), device, types, chosen_by, *constants, *constants.values())
+        variant = _variants.get(key)
+        if variant is None:
+            variant = _launch_first(key, kernel, grid, arguments, constants)
+        else:
+            _launch_variant(variant, grid, driver.active.get_current_stream(device), values)
     if listening.tape is not None:
         listening.tape.append(Launched(kernel, grid, arguments, variant))
+
+
+def _launch_variant(variant: Variant, grid: tuple[int, ...], stream: int, values: tuple[Any, ...]) -> None:
+    for place, _ in variant.descriptors:
+        values = (*values[:place], *variants.encoded(variant, place, values[place]), *values[place + 1 :])
+    variant.launch(
+        *(*grid, 1, 1)[:3],
+        stream,
+        variant.function,
+        variant.cooperative,
+        variant.pdl,
+        None,  # there is no scratch memory
+        None,
+        variant.metadata,
+        None,  # there are no hooks
+        None,
+        None,
+        *values,
+        *variant.constexprs,
+    )
 
 
 def _launch_by_triton(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 ONEDNN_ROWS = 8  # From so many rows on oneDNN takes less time than MKL on AMD cores.
 FEW_ROWS_STEP = 32  # MKL's products of few rows with the first such multiple of keys do not depend on where a key stands.
 ONE_HEAD_STEP = 128  # oneDNN compiles a kernel for each number of keys that it multiplies, so this is a multiple of so many
+PART_ELEMENTS = 1 << 17  # Fewer elements of a head's keys are multiplied on one thread in less time than on several.
 CONVERTED_ELEMENTS = 3 << 18  # Narrow keys are converted so many elements at a time.
 
 
@@ -75,7 +76,21 @@ def is_alone(a: Tensor) -> bool:
 
 def _dot_products(a: Tensor, b: Tensor) -> Tensor:
     """Computes ``a [heads, m, dim] @ b [heads, n, dim].T -> [heads, m, n]``."""
-    return matmul_nt(a[0], b[0])[None] if is_alone(a) else torch.bmm(a, b.transpose(1, 2))
+    if is_alone(a):
+        return matmul_nt(a[0], b[0])[None]
+    (heads, n, dim), threads = b.shape, torch.get_num_threads()
+    if heads >= threads or n * dim < 2 * PART_ELEMENTS:
+        return torch.bmm(a, b.transpose(1, 2))
+    # MKL multiplies few rows with the keys of a head on one thread. Parts of these keys are heads to it.
+    most = min(threads, n * dim // PART_ELEMENTS)
+    parts = next((x for x in range(most, heads, -1) if n % (x * FEW_ROWS_STEP) == 0), 1)
+    if parts == 1:
+        return torch.bmm(a, b.transpose(1, 2))
+    found = [
+        torch.bmm(rows.expand(parts, -1, -1), keys.unflatten(0, (parts, -1)).transpose(1, 2)).transpose(0, 1).flatten(1)
+        for rows, keys in zip(a, b, strict=True)
+    ]
+    return found[0][None] if heads == 1 else torch.stack(found)
 
 
 class _Room(threading.local):

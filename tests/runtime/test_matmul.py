@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openmsa.runtime import matmul
 from openmsa.runtime.matmul import CONVERTED_ELEMENTS, converted, products_few, sums_few
 from openmsa.testing.compare import assert_close
 
@@ -55,20 +56,41 @@ def test_many_rows_of_one_head(n, gaps, ties, dtype):
     assert_close("sums", sums_few(weights, k), weights @ k.float(), weights.double() @ k.double())
 
 
-@given(
-    st.integers(1, 4),
-    st.integers(1, 20),
-    st.integers(1, 1500),
-    st.floats(0, 1),
-    st.sampled_from([16, 64, 80, 128, 256]),
-    st.booleans(),
-)
+@pytest.fixture
+def threads():
+    """Returns a function that sets how many threads PyTorch uses."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+PADDED = st.sampled_from([1, 4, 8, 12, 16, 20])
+"""Rows as `pad_few` leaves them: MKL's products of 5 rows depend on the number of keys."""
+
+
+@given(st.integers(1, 4), PADDED, st.integers(1, 1500), st.floats(0, 1), st.sampled_from([16, 64, 80, 128, 256]), st.booleans())
 def test_equal_keys_are_ties_among_the_first(heads, rows, n, part, dim, tokens_first):
     ties = round(part * n)
     k = torch.randn(heads, 1, dim).expand(-1, n, -1).contiguous()
     k = k.transpose(0, 1).contiguous().transpose(0, 1) if tokens_first else k
     found = products_few(torch.randn(heads, rows, dim), k, ties=ties)[..., :ties]
     assert torch.equal(found, found[..., :1].expand_as(found))
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize(("heads", "n", "parts"), [(1, 4096, 2), (1, 96 * 40 + 20, 3), (2, 4096 * 3, 3), (3, 4096, 3)])
+def test_parts_of_a_head_change_no_bit(heads, n, parts, rows, gaps, threads, monkeypatch):
+    k, q = torch.randn(n, heads, 256 if gaps else 128)[..., :128].transpose(0, 1), torch.randn(heads, rows, 128)
+    threads(1)
+    monkeypatch.setattr(matmul, "has_onednn_linear", lambda: False)  # which multiplies 8 rows of one head
+    wanted = products_few(q, k)
+    threads(3)
+    shapes = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: shapes.append(a.shape[0]) or bmm(a, b))
+    assert torch.equal(products_few(q, k), wanted)
+    assert parts in shapes
 
 
 @pytest.mark.parametrize("rows", [4, 8, 16])
