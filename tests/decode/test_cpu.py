@@ -50,15 +50,17 @@ def test_a_token_of_a_packed_sequence(length, index_heads, dtype, served):
         assert msa_attention(*given, **OPTIONS | lengths).equal(found[0])
 
 
-@pytest.mark.parametrize("length", [60, 129, 230])
+@pytest.mark.parametrize("length", [1, 32, 60, 129, 230])
+@pytest.mark.parametrize("local_blocks", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_index_whose_keys_are_the_keys_reads_them_once(length, dtype, served, monkeypatch):
+def test_an_index_whose_keys_are_the_keys_reads_them_once(length, local_blocks, dtype, served, monkeypatch):
     q, k, v, *_ = tensors(length, dtype=dtype)
     index_q = q.unflatten(1, (2, -1)).mean(2)
     monkeypatch.setattr(cpu_token, "score_few", None)
-    found = msa_attention(q, k, v, index_q, k.detach(), **OPTIONS, return_lse=True)
+    options = OPTIONS | {"local_blocks": local_blocks}
+    found = msa_attention(q, k, v, index_q, k.detach(), **options, return_lse=True)
     assert served.pop() is not None
-    close(found, reference(q, k, v, index_q, k), dtype)
+    close(found, reference(q, k, v, index_q, k, local_blocks=local_blocks), dtype)
 
 
 def test_an_index_of_the_keys_in_a_long_context(served):

@@ -4,6 +4,7 @@ the branches, every cache gives what one prefill gives, the index loss trains th
 it was."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -149,6 +150,28 @@ def test_cached_steps_equal_one_prefill(kind, padded):
         assert cache.held.lengths == [90, 90 - padded]
         pages = 6 + -(-(90 - padded) // 16)
         assert cache.memory() >= pages * 16 * 16 * 2 * 4 * (3 * 2 + 2)
+
+
+def test_a_layer_may_call_its_cache_cache():
+    """transformers 5.24 renamed past_key_values to cache."""
+    model, ids = plain(), tokens()
+    for layer in model.model.layers:
+        layer = layer.self_attn
+        if "past_key_values" in inspect.signature(layer.forward).parameters:
+
+            def forward(hidden_states, cache=None, own=layer.forward, **kwargs):
+                return own(hidden_states, past_key_values=cache, **kwargs)
+
+            def rename(layer, args, kwargs):
+                return args, {{"past_key_values": "cache"}.get(name, name): x for name, x in kwargs.items()}
+
+            layer.forward = forward
+            layer.register_forward_pre_hook(rename, with_kwargs=True)
+    convert(model, **SPARSE)
+    whole = logits(model, ids)
+    for cache in (DynamicCache(), StaticCache(config=model.config, max_cache_len=100), PagedCache(model)):
+        steps = [logits(model, x, past_key_values=cache, use_cache=True) for x in ids.split((70, 1, 19), 1)]
+        torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "paged"])
@@ -373,7 +396,7 @@ def test_a_model_whose_weights_are_not_finite_is_refused():
             "GPTNeoX",
             {"initialise": "random"},
             NotImplementedError,
-            "must take its cache as past_key_values, as index keys",
+            "must take its cache as past_key_values or cache, as index keys",
         ),
         ("Lfm2", {"initialise": "random"}, NotImplementedError, "attention in each of its 3 layers, got it in 1, 2 alone"),
         (

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from openmsa.integrations.hugging_face.cache import PagedCache
+from openmsa.integrations.hugging_face.model import cache_argument
 from openmsa.runtime import checks
 
 
@@ -28,7 +29,7 @@ def prefill(model: Any, ids: Tensor, cache: PagedCache, chunk: int = 4096) -> It
         chunk = max(chunk, ids.shape[1])
     for start in range(0, ids.shape[1], chunk):
         piece = ids[:, start : start + chunk]
-        yield model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        yield model(input_ids=piece, **cache_argument(model, cache), use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 @torch.no_grad()
@@ -64,4 +65,4 @@ def stream(
         yield token
         if number + 1 < max_new_tokens:
             ids = torch.tensor([[token]], device=logits.device)
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            logits = model(input_ids=ids, **cache_argument(model, cache), use_cache=True, logits_to_keep=1).logits[:, -1]

@@ -5,11 +5,12 @@ becomes an ``msa_llama``, so that nothing loads it as a Llama without its branch
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -26,6 +27,8 @@ from openmsa.types import Sequences
 ATTENTION = "openmsa-index-branch"
 """The attention implementation of converted models; with any other, "sdpa" for example, they are what they were before."""
 PREFIX = "msa_"
+CACHE_NAMES = ("past_key_values", "cache")
+"""What models and their attention layers call their cache: the first name before transformers 5.24, the second since."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """The transformers Auto classes know these families once this module is imported; `load` and `convert` make others known."""
 
@@ -101,17 +104,23 @@ def remove_branches(model: nn.Module, name: str) -> None:
             del layer.index_branch, layer.index_rank
 
 
+def cache_argument(module: Any, cache: Any) -> dict[str, Any]:
+    """Returns the keyword argument by which the forward of a model takes its cache."""
+    known = inspect.signature(module.forward).parameters
+    return {next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0]): cache}
+
+
 def _hand_over(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Runs before an attention layer: computes its index queries and keys, which then reach the attention function among the
     keyword arguments that transformers passes on."""
     if not layer.config._attn_implementation.startswith(ATTENTION):
         return args, kwargs
     hidden = args[0] if args else kwargs["hidden_states"]
-    past: Any = kwargs.get("past_key_values")
+    past: Any = next((x for x in map(kwargs.get, CACHE_NAMES) if isinstance(x, Cache)), None)
     mask = kwargs.get("attention_mask")
     paged = isinstance(past, PagedCache)
     if past is not None and not (paged and layer.layer_idx):  # before a cache changes; layer 0 checks for a paged one
-        refuse_unsupported(ATTENTION, layer, mask, None, kwargs)
+        refuse_unsupported(ATTENTION, layer, mask, None, {name: x for name, x in kwargs.items() if x is not past})
         held = past.get_seq_length(layer.layer_idx) if mask is None else 0
         refuse_packed(ATTENTION, layer.layer_idx, kwargs.get("position_ids"), hidden.shape[1], held, mask)
     if paged:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from openmsa.dense_attention import dense_attention
-from openmsa.integrations.hugging_face.model import ATTENTION
+from openmsa.integrations.hugging_face.model import ATTENTION, CACHE_NAMES, cache_argument
 from openmsa.integrations.transformers import packed_forward, padding_mask
 from openmsa.types import Sequences
 
@@ -61,7 +61,7 @@ def probe(model: Any, cache: Given | None = None) -> list[Seen]:
     cache: what the layers are to use, if anything, and which checks what they attend to.
 
     Raises NotImplementedError where its attention cannot be served, does not come from transformers' AttentionInterface, is
-    missing in a layer, or knows its cache by another name than past_key_values, and ValueError where it is not finite.
+    missing in a layer, or knows its cache by another name than those of CACHE_NAMES, and ValueError where it is not finite.
     """
     seen: dict[int, Seen] = {}
     rotations: dict[int, Any] = {}
@@ -87,7 +87,7 @@ def probe(model: Any, cache: Given | None = None) -> list[Seen]:
         model.eval()
         model.set_attn_implementation(PROBE)
         with torch.no_grad():
-            model(input_ids=ids, use_cache=cache is not None, **({} if cache is None else {"past_key_values": cache}))
+            model(input_ids=ids, use_cache=cache is not None, **({} if cache is None else cache_argument(model, cache)))
     except NotImplementedError as error:
         raise NotImplementedError(f"{error}; all layers share one attention, so none can be left out") from error
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
@@ -108,9 +108,9 @@ def probe(model: Any, cache: Given | None = None) -> list[Seen]:
         rule = f"model must have attention in each of its {model.config.num_hidden_layers} layers"
         raise NotImplementedError(f"{rule}, got it in {', '.join(map(str, sorted(seen)))} alone")
     for layer in layers:
-        if "past_key_values" not in inspect.signature(layer.forward).parameters:
+        if inspect.signature(layer.forward).parameters.keys().isdisjoint(CACHE_NAMES):
             where = f"layer {layer.layer_idx} ({type(layer).__name__})"
             raise NotImplementedError(
-                f"{where} must take its cache as past_key_values, as index keys go there, got a forward without"
+                f"{where} must take its cache as past_key_values or cache, as index keys go there, got a forward without"
             )
     return [seen[number] for number in sorted(seen)]
