@@ -197,6 +197,8 @@ def check_path(
 def _same_lengths(q: Any, k: Any, index_q: Any, index_k: Any, seqs: Sequences | None) -> bool:
     """Says whether both branches, whose tensors are not checked yet, surely have the same lengths, so that one layout serves
     both. On a CPU it says no for caches: lengths are compared instead."""
+    if any(getattr(x, "is_nested", False) for x in (index_q, index_k)):  # These have no shape.
+        return False
     if any(getattr(x, "device", 0) != q.device for x in (index_q, index_k)) or q.shape[:1] != getattr(index_q, "shape", "")[:1]:
         return False
     if q.device.type == "cpu" and (isinstance(k, PagedKV) or isinstance(index_k, PagedIndexKeys)):

@@ -46,6 +46,8 @@ def attend_packed(
     tensors = (q, k, v, index_q, index_k)
     if not all(type(x) is Tensor and x.dim() == 3 and x.device.type == "cpu" and x.dtype in DTYPES for x in tensors):
         return None
+    if any(x.is_nested or x.layout != torch.strided for x in tensors):
+        return None
     (queries, heads, dim), (keys, kv_heads, _), (_, key_heads, index_dim) = q.shape, k.shape, index_k.shape
     index_heads = index_q.shape[1]
     if queries != 1 or not keys or not counts.valid() or keys * index_heads > FEW_SCORES * counts.block_size:
@@ -54,7 +56,9 @@ def attend_packed(
         return None
     if not (q.dtype == k.dtype == v.dtype and index_q.dtype == index_k.dtype) or kv_heads > checks.MANY_HEADS:
         return None
-    if not (kv_heads and key_heads) or heads % kv_heads or index_heads not in (1, kv_heads) or index_heads % key_heads:
+    if not (heads and kv_heads and key_heads):
+        return None
+    if heads % kv_heads or index_heads not in (1, kv_heads) or index_heads % key_heads:
         return None
     if any(x % 16 or not 16 <= x <= 256 for x in (dim, index_dim)) or index_heads // key_heads >= MIN_ROWS:
         return None
@@ -80,9 +84,9 @@ def _is_last(seqs: Any, keys: int) -> bool:
             return False
         if starts is None:
             continue
-        if type(starts) is not Tensor or starts.dtype not in (torch.int32, torch.int64) or starts.tolist() != [0, total]:
+        if type(starts) is not Tensor or starts.device.type != "cpu" or starts.dtype not in (torch.int32, torch.int64):
             return False
-        if starts.device.type != "cpu":
+        if starts.tolist() != [0, total]:
             return False
     return True
 

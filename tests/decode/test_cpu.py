@@ -132,6 +132,13 @@ def test_what_it_does_not_serve_is_left_to_the_stages(served):
         ({"index_q": torch.zeros(1, 3, 48)}, "index_q.shape.1. must be num_kv_heads"),
         ({"q": torch.zeros(1, 5, 32)}, "num_kv_heads must divide"),
         ({"impl": "fast"}, "impl must be 'auto' or one of"),
+        ({"q": torch.zeros(1, 0, 32)}, "num_q_heads must be at least 1"),
+        ({"q": torch.zeros(1, 6, 32).to_sparse()}, "q must be a dense tensor"),
+        ({"k": torch.zeros(100, 2, 32).to_sparse()}, "k must be a dense tensor"),
+        ({"index_k": torch.zeros(100, 1, 48).to_sparse()}, "index_k must be a dense tensor"),
+        ({"index_q": torch.nested.nested_tensor([torch.zeros(2, 48)])}, "index_q must be a dense tensor"),
+        ({"index_k": torch.nested.nested_tensor([torch.zeros(1, 48)])}, "index_k must be a dense tensor"),
+        ({"seqs": Sequences(torch.tensor([0, 1], device="meta"))}, "seqs.cu_seqlens_q must be on the device"),
     ],
 )
 def test_wrong_calls_of_one_token_are_refused(change, words):
