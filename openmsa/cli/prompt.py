@@ -36,6 +36,8 @@ def _read(file: Path) -> str:
         refuse(f"--file must be a file that can be read, got {str(file)!r}: {error.strerror}")
     except ValueError as error:
         refuse(str(error))
+    if not text:
+        refuse(f"--file must hold text, got {str(file)!r}, which is empty")
     if "\0" in text:
         refuse(f"--file must be UTF-8 text, got {str(file)!r}, which holds zero bytes, as binary files do")
     return text

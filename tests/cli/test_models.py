@@ -187,6 +187,7 @@ def test_generate_says_where_the_model_was_not_trained(converted, text):
         (["train-index", "CONVERTED", "--text", "BINARY", "--out", "x" * 300], "--out must be a place that can be written"),
         (["generate", "TINY", "--prompt", "a\udcffb"], "--prompt must be UTF-8 text, got 'a\\udcffb', which is none at"),
         (["generate", "TINY", "--file", "BINARY"], "--file must be UTF-8 text, got"),
+        (["generate", "TINY", "--file", "NOTHING", "--prompt", "a"], "--file must hold text, got"),
         (["generate", "TINY", "--file", "/dev/zero"], "--file must be a file, got '/dev/zero', a device, which may never end"),
     ],
 )
@@ -194,7 +195,8 @@ def test_refusals(arguments, message, tiny, converted, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     places = {"TINY": tiny, "CONVERTED": converted, "OUT": tmp_path / "out"}
-    places |= {"EMPTY": tmp_path / "empty", "BINARY": tmp_path / "binary"}
+    places |= {"EMPTY": tmp_path / "empty", "BINARY": tmp_path / "binary", "NOTHING": tmp_path / "nothing"}
+    (tmp_path / "nothing").touch()
     done = invoke(*(places.get(x, x) for x in arguments))
     assert done.exit_code == 2, done.output
     assert message in done.stderr.replace("\n", " ")
