@@ -197,15 +197,13 @@ def check_path(
 def _same_lengths(q: Any, k: Any, index_q: Any, index_k: Any, seqs: Sequences | None) -> bool:
     """Says whether both branches, whose tensors are not checked yet, surely have the same lengths, so that one layout serves
     both. On a CPU it says no for caches: lengths are compared instead."""
-    if any(getattr(x, "is_nested", False) for x in (index_q, index_k)):  # These have no shape.
-        return False
+    paged = isinstance(k, PagedKV), isinstance(index_k, PagedIndexKeys)
+    if (q.device.type == "cpu" and any(paged)) or any(getattr(x, "is_nested", False) for x in (index_q, index_k)):
+        return False  # Nested tensors have no shape.
     if any(getattr(x, "device", 0) != q.device for x in (index_q, index_k)) or q.shape[:1] != getattr(index_q, "shape", "")[:1]:
         return False
-    if q.device.type == "cpu" and (isinstance(k, PagedKV) or isinstance(index_k, PagedIndexKeys)):
-        return False
-    if isinstance(k, PagedKV) and isinstance(index_k, PagedIndexKeys):
+    if all(paged):
         same = k.seq_lens is index_k.seq_lens and k.capacity == index_k.capacity
     else:
-        rows = [getattr(x, "shape", ())[:1] for x in (k, index_k)]
-        same = not isinstance(k, PagedKV) and not isinstance(index_k, PagedIndexKeys) and rows[0] == rows[1]
+        same = not any(paged) and k.shape[:1] == getattr(index_k, "shape", ())[:1]
     return same or (q.device.type != "cpu" and seqs is not None and seqs.cu_seqlens_k is not None)
