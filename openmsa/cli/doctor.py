@@ -60,7 +60,10 @@ def examine() -> dict[str, Any]:
         "platform": platform.platform(),
         "devices": devices,
         "pays": {kind: PAYS[kind] for kind in dict.fromkeys(device["name"].partition(":")[0] for device in devices)},
-        "settings": {"CPU workspace of one call (bytes)": environment.cpu_workspace_bytes()},
+        "settings": {
+            "CPU workspace of one call (bytes)": environment.cpu_workspace_bytes(),
+            "CPU threads that wait (OMP_WAIT_POLICY)": environment.cpu_waiting(),
+        },
         "launches": _launches(),
         "stages": stages,
     }
@@ -179,7 +182,7 @@ def _print(findings: dict[str, Any]) -> None:
     for kind, contexts in findings["pays"].items():
         console.print(f"faster than dense attention on {kind}: {contexts}", markup=False)
     for name, value in findings["settings"].items():
-        console.print(f"{name}: {value:,}")
+        console.print(f"{name}: {value if isinstance(value, str) else f'{value:,}'}", markup=False)
     console.print(f"kernel launches: {findings['launches']}", markup=False)
     table = Table(title="which implementation serves each stage", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("stage", "call", "device", "dtype", "chosen"):

@@ -21,6 +21,12 @@ def cpu_workspace_bytes() -> int:
     return _mebibytes("OPENMSA_CPU_WORKSPACE_MIB", 256)
 
 
+def cpu_waiting() -> str:
+    """Says in a sentence how threads of PyTorch on a CPU wait for each other, which was settled when PyTorch was loaded."""
+    policy = os.environ.get("OMP_WAIT_POLICY", "")
+    return policy or "unset, so they spin; where other programs use this CPU, OMP_WAIT_POLICY=passive is many times as fast"
+
+
 def cache_folder() -> Path:
     """Returns the folder of files that can be made again."""
     text = os.environ.get("OPENMSA_CACHE_DIR", "")

@@ -120,6 +120,12 @@ def test_doctor_as_json():
         assert all(entry["reasons"].values())
 
 
+@pytest.mark.parametrize(("policy", "said"), [("", "unset, so they spin;"), ("PASSIVE", "PASSIVE")])
+def test_doctor_says_how_threads_wait(policy, said, monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    assert f"CPU threads that wait (OMP_WAIT_POLICY): {said}" in invoke("doctor").stdout
+
+
 def test_doctor_for_people():
     shown = invoke("doctor").stdout
     words = ("torch", "faster than dense attention on cpu: prefill from", "which implementation serves each stage")
