@@ -161,7 +161,5 @@ def _score_pool(q: Tensor, keys: Rows, pages: list[int], end: int, block_size: i
 def block_max(products: Tensor, block_size: int) -> Tensor:
     """Takes the maximum over each block: ``[..., keys] -> [..., blocks]``; the last block may be short."""
     full = products.shape[2] // block_size * block_size
-    parts = [products[..., :full].unflatten(2, (-1, block_size)).amax(3)] if full else []
-    if full < products.shape[2]:
-        parts.append(products[..., full:].amax(2, keepdim=True))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    blocks = products[..., :full].unflatten(2, (full // block_size, block_size)).amax(3)
+    return blocks if full == products.shape[2] else torch.cat((blocks, products[..., full:].amax(2, keepdim=True)), 2)

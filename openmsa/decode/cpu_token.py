@@ -106,8 +106,7 @@ def attend(
         both = torch.cat((queries, rows), 1)  # The keys are read once for both.
         both = pad_few(both) if group < 4 else both
         products = products_few(both, keys.heads(0, length), ties=scored)  # [kv_heads, rows, length]
-        scores = products[:, group : group + 1, :scored]
-        ids = _chosen(block_max(scores, counts.block_size) if scored else scores, visible, counts)
+        ids = _chosen(block_max(products[:, group : group + 1, :scored], counts.block_size), visible, counts)
         if ids is not None and reads_all(ids, visible):
             logits = products if products.shape[1] % 4 == 0 else products[:, :group].contiguous()
             found = attend_all(logits, ids, values.heads(0, length), counts.block_size)

@@ -85,7 +85,7 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **cons
     if not isinstance(kernel, JITFunction) or _observed(kernel):
         _launch_by_triton(kernel, grid, arguments, constants)
     else:
-        device = driver.active.get_current_device()
+        device = lies_on if lies_on >= 0 else driver.active.get_current_device()
         key = (id(kernel), device, types, chosen_by, *constants, *constants.values())
         variant = _variants.get(key)
         if variant is None:

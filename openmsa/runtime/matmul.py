@@ -162,14 +162,21 @@ def softmax_few(logits: Tensor) -> tuple[Tensor, Tensor]:
     the natural logarithm of each denominator ``[heads, rows]``. Logits of -inf have weights of 0."""
     largest = logits.amax(2)
     if math.isfinite(largest.sum().item()):
-        weights = torch.softmax(logits, 2, out=logits)  # It is faster than its parts, exponentials of -inf above all.
-        return weights, largest.sub_(weights.amax(2).log_())  # The greatest weight is 1 / denominator.
+        return softmax_finite(logits, largest)
     finite = torch.finfo(logits.dtype)
     largest = largest.clamp_(finite.min, finite.max)[..., None]
     weights = logits.sub_(largest).exp_()
     total = weights.sum(2, keepdim=True)
     lse = (total.log() + largest)[..., 0]
     return weights.div_(total.masked_fill_(total == 0, 1)), lse  # Where all logits are -inf, so are all weights 0.
+
+
+def softmax_finite(logits: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Does what `softmax_few` does where the greatest logit of each row, `largest` ``[heads, rows]``, which is overwritten, is
+    finite."""
+    # It is faster than its parts, exponentials of -inf above all.
+    weights = torch.softmax(logits, 2, out=logits if logits.is_contiguous() else None)
+    return weights, largest.sub_(weights.amax(2).log_())  # The greatest weight is 1 / denominator.
 
 
 def attend_few(q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openmsa.kv_cache.sequence_rows import Rows
-from openmsa.runtime.matmul import pad_few, products_few, softmax_few, sums_few
+from openmsa.runtime.matmul import pad_few, products_few, softmax_few, softmax_finite, sums_few
 
 GATHERED_BYTES = 2 << 20  # Copied keys of some heads, which stay in cache.
 READ_ANYWAY = 2  # Copies cost more than reading all visible blocks where they are at most so many times the selected ones.
@@ -50,12 +50,9 @@ def attend_all(logits: Tensor, chosen: list[list[int]], values: Tensor, block_si
         logits[..., : full * block_size].unflatten(2, (full, block_size)).add_(of_block[..., :full, None])
         if left:
             logits[..., full * block_size :].add_(of_block[..., full:])
-    largest = logits.amax(2)
-    weights = torch.softmax(logits, 2)
+    weights, lse = softmax_finite(logits, logits.amax(2))
     out = sums_few(weights, values)
-    if not math.isfinite(out.sum().item()):
-        return None
-    return out, largest.sub_(weights.amax(2).log_())  # The greatest weight is 1 / denominator.
+    return (out, lse) if math.isfinite(out.sum().item()) else None
 
 
 def _gather_keys(

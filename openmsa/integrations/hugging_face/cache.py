@@ -102,7 +102,6 @@ class PagedCache(Cache):
         formats = {"kv_format": kv_format, "index_format": index_format}
         self._options: dict[str, Any] = {"dense_layers": dense, "page_size": page_size, **formats}
         self._tokens, self._expected = checks.integer("tokens", tokens, 0), -1
-        self._device = torch.device("cpu")
         self.columns, self.held = 0, self._allocated(0, torch.float32, "cpu")  # this checks the formats and sizes
 
     def _allocated(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> MSACache:
@@ -132,11 +131,10 @@ class PagedCache(Cache):
             self.real = None if mask is None or bool(mask[:, -length:].all()) else mask[:, -length:]
             self.held.extend([length] * batch if self.real is None else self.real.sum(1).tolist())
             self.columns += length
-            self._device = hidden.device
-        elif hidden.device != self._device:
+        elif hidden.device != (held_on := self.held.layers[0].kv.device):
             raise NotImplementedError(
                 f"an openmsa PagedCache must be given to a model on one device, got layer {number} on {hidden.device} and "
-                f"layer 0 on {self._device}: leave past_key_values to transformers, which keeps keys on each layer's device"
+                f"layer 0 on {held_on}: leave past_key_values to transformers, which keeps keys on each layer's device"
             )
         self._expected = number
         return self.layers[number]
