@@ -4,6 +4,7 @@
 
     python -m benchmarks.engine_rows --seconds 400 -o rows.jsonl     # all groups of `GROUPS`
     python -m benchmarks.engine_rows --groups rank caches -o rows.jsonl
+    python -m benchmarks.engine_rows --groups rank --rows 'rank prefill 4096' --turns 50 -o rows.jsonl
 
 Starting an engine takes most of a minute, a row of figures a second or two. So all engines start at the same time, each in a
 process of its own, and run every row once to have its kernels compiled. Then only one of them works at a time: a row is asked
@@ -23,6 +24,7 @@ import sys
 import time
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks import engine as rows
@@ -139,7 +141,7 @@ def started(a: argparse.Namespace, deadline: float) -> dict[tuple[str, str], Eng
         print(f"{group} {kernels}: started in {facts['start_s']:.0f} s", flush=True)
     engines = [e for e in engines if (e.group, e.kernels) in up]
     for e in engines:  # All run their rows once at the same time: nothing is timed yet.
-        e.send({"do": "warm", "rows": [(what, sizes) for group, what, sizes in ROWS if group == e.group]})
+        e.send({"do": "warm", "rows": [(what, sizes) for group, what, sizes in chosen(a) if group == e.group]})
     return {(e.group, e.kernels): e for e in engines if answered(e, deadline)}
 
 
@@ -160,24 +162,29 @@ def write(out: Path, row: dict[str, Any]) -> None:
 
 
 def measure(a: argparse.Namespace) -> list[str]:
-    """Measures the rows; returns those that were left out, with the reason."""
+    """Measures the rows, each in so many turns of all kernels; returns those that were left out, with the reason."""
     begun, left = time.monotonic(), []
     deadline = begun + a.seconds
     ready = started(a, begun + a.start_seconds)
     print(f"{len(ready)} engines ready after {time.monotonic() - begun:.0f} s", flush=True)
-    for group, what, sizes in ROWS:
-        for kernels in KERNELS if group in a.groups else ():
-            engine = ready.get((group, kernels))
-            late = time.monotonic() > deadline
-            reason = "no engine" if engine is None else "no time" if late else asked(engine, what, sizes, a.out, deadline + 20)
-            if reason:
-                left.append(f"{named(group, what, sizes)}, {kernels}: {reason}")
-            if engine is not None and engine.process.poll() is not None:
-                del ready[group, kernels]
+    turns = [(*row, kernels) for row in chosen(a) for _ in range(a.turns) for kernels in KERNELS]
+    for group, what, sizes, kernels in turns:
+        engine = ready.get((group, kernels))
+        late = time.monotonic() > deadline
+        reason = "no engine" if engine is None else "no time" if late else asked(engine, what, sizes, a.out, deadline + 20)
+        if reason:
+            left.append(f"{named(group, what, sizes)}, {kernels}: {reason}")
+        if engine is not None and engine.process.poll() is not None:
+            del ready[group, kernels]
     for engine in ready.values():
         engine.end()
     print(f"measured in {time.monotonic() - begun:.0f} s", flush=True)
     return left
+
+
+def chosen(a: argparse.Namespace) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Returns the rows that are asked for."""
+    return [row for row in ROWS if row[0] in a.groups and (not a.rows or named(*row) in a.rows)]
 
 
 def named(group: str, what: str, sizes: tuple[int, ...]) -> str:
@@ -243,10 +250,10 @@ def _row(
 def table(records: list[dict[str, Any]]) -> str:
     """Returns a table of the engine's own kernels against ours, one line for each row of a record: milliseconds by the wall
     clock, of the forward and of the stages on the GPU, and microseconds of the host for a layer."""
-    found: dict[tuple[str, str, tuple[int, ...]], dict[str, dict[str, Any]]] = {}
+    found: dict[tuple[str, str, tuple[int, ...]], dict[str, list[dict[str, Any]]]] = {}
     for r in records:
         if r["row"] != "start":
-            found.setdefault((r["group"], r["row"], tuple(r["sizes"])), {})[r["kernels"]] = r
+            found.setdefault((r["group"], r["row"], tuple(r["sizes"])), {}).setdefault(r["kernels"], []).append(r)
     lines = ["row: own, ours, times faster"]
     for (group, what, sizes), pair in found.items():
         name = named(group, what, sizes)
@@ -256,22 +263,26 @@ def table(records: list[dict[str, Any]]) -> str:
             lines += [
                 f"{name}, {x['prompt']} tokens: error {x['prompt_mean']:.4f}, {y['prompt_mean']:.4f}; answer "
                 f"{x['decode_mean']:.4f}, {y['decode_mean']:.4f}"
-                for x, y in zip(*(pair[k]["errors"] for k in KERNELS), strict=True)
+                for x, y in zip(*(pair[k][-1]["errors"] for k in KERNELS), strict=True)
             ]
         else:
             lines.append(f"{name}: " + " | ".join(_figures(what, *(pair[k] for k in KERNELS))))
     return "\n".join(lines)
 
 
-def _figures(what: str, own: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    both = [(r["step_ms"] if what == "decode" else 1e3 * r["wall_s"], _stages(r)) for r in (own, ours)]
-    figures = [_times("wall", both[0][0], both[1][0])]
-    names = [n for n in ("forward", "indexer", "attend", "both", "host us") if n in both[0][1] and n in both[1][1]]
-    figures += [_times(name, both[0][1][name], both[1][1][name]) for name in names]
+def _figures(what: str, own: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[str]:
+    """Returns what is said of a row: medians over its turns, and how many they are."""
+    walls = [[r["step_ms"] if what == "decode" else 1e3 * r["wall_s"] for r in turns] for turns in (own, ours)]
+    stages = [[_stages(r) for r in turns] for turns in (own, ours)]
+    figures = [_times("wall", *map(median, walls))]
+    names = [n for n in ("forward", "indexer", "attend", "both", "host us") if all(n in x for turns in stages for x in turns)]
+    figures += [_times(name, *(median(x[name] for x in turns) for turns in stages)) for name in names]
     if what == "prefix":
-        figures.append(f"cached and anew apart {own['apart']}, {ours['apart']}")
+        figures.append(f"cached and anew apart {own[-1]['apart']}, {ours[-1]['apart']}")
     if what == "decode":
-        figures.append(f"tokens a request {own['tokens'] / own['batch']:.0f}, {ours['tokens'] / ours['batch']:.0f}")
+        figures.append("tokens a request " + ", ".join(f"{r[-1]['tokens'] / r[-1]['batch']:.0f}" for r in (own, ours)))
+    if len(own) > 1:
+        figures.append(f"{len(own)} turns")
     return figures
 
 
@@ -299,12 +310,18 @@ def main() -> None:
     p.add_argument("--seconds", type=float, default=400, help="no row is begun later; starting counts")
     p.add_argument("--start-seconds", type=float, default=240, help="engines that are not ready by then are left out")
     p.add_argument("--steps", type=int, default=24)
+    p.add_argument("--rows", nargs="*", help="names of rows, such as 'rank prefill 4096' (default: all of the groups)")
+    p.add_argument("--turns", type=int, default=1, help="times that each row is measured; the table gives medians")
     p.add_argument("--compare", type=Path, help="print the table of a record and stop")
     p.add_argument("more", nargs="*", help="further arguments of every engine, behind --")
     a = p.parse_args()
     left: list[str] = []
     if a.compare and not a.compare.is_file():
         p.error(f"--compare must name a record, got {str(a.compare)!r}")
+    known = [named(*row) for row in ROWS if row[0] in a.groups]
+    for name in a.rows or ():
+        if name not in known:
+            p.error(f"--rows must name rows of --groups, such as {known[0]!r}, got {name!r}")
     if not a.compare:
         a.out.parent.mkdir(parents=True, exist_ok=True)
         left = measure(a)
@@ -312,7 +329,7 @@ def main() -> None:
         print(table([json.loads(line) for line in (a.compare or a.out).read_text().splitlines()]))
     for line in left:
         print(f"left out: {line}")
-    if left and len(left) == len(KERNELS) * sum(row[0] in a.groups for row in ROWS):
+    if left and len(left) == len(KERNELS) * len(chosen(a)) * a.turns:
         sys.exit(1)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from openmsa.runtime import checks, named_devices, value_checks
 from openmsa.runtime.kinds import computes
+from openmsa.runtime.lengths import starts_of
 
 INT32_MAX = 2**31 - 1  # positions and starts are int32
 
@@ -175,9 +176,8 @@ def layout(
     elif cached_lens is not None:
         if max_k is None and device.type != "cpu":
             max_k = cache_capacity
-        if not readable:  # lengths that the host does not read stay inside the page table
-            cached_lens = cached_lens.clamp(0, min(checks.integer(f"{of}max_seqlen_k", max_k, 0), cache_capacity))
-        cu_k = torch.nn.functional.pad(cached_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        most = None if readable else min(checks.integer(f"{of}max_seqlen_k", max_k, 0), cache_capacity)
+        cu_k = starts_of(cached_lens, most)  # lengths that the host does not read stay inside the page table
     else:
         assert total_k is not None
         cu_k, max_k = _one_sequence(total_k, device), total_k if max_k is None else max_k

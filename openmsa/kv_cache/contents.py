@@ -19,6 +19,7 @@ from openmsa.kv_cache.rows import PLAIN_DTYPES, check_values, rows_of
 from openmsa.kv_cache.stored import Stored, check_dtype
 from openmsa.runtime import checks, value_checks
 from openmsa.runtime.dispatch import has_triton
+from openmsa.runtime.lengths import starts_of
 from openmsa.types import INT32_MAX, starts
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def gather(cache: Paged, lens: Tensor | None, dtype: torch.dtype) -> tuple[list[
     checks.size("lens", lens, 0, cache.batch, "the batch of page_table")
     value_checks.in_range("lens", lens, 0, cache.capacity + 1)
     cache.check_pages(lens)
-    cu = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+    cu = starts_of(lens)
     sequence = torch.repeat_interleave(torch.arange(lens.numel(), device=lens.device), lens, output_size=int(cu[-1]))
     position = torch.arange(sequence.numel(), device=lens.device) - cu[sequence]
     slot = owners.slots(cache, sequence, position)

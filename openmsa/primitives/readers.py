@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from openmsa.runtime.lengths import starts_of
 from openmsa.types import Layout
 
 
@@ -70,9 +71,7 @@ def readers(blocks: Tensor, seqs: Layout, total_k: int, block_size: int, item: i
 
     # 3. Lists are cut into items.
     items = torch.div(starts.diff() + (item - 1), item, rounding_mode="floor")
-    item_starts, extra_starts = (
-        torch.nn.functional.pad(x.cumsum(0, dtype=torch.int32), (1, 0)) for x in (items, (items - 1).clamp(min=0))
-    )
+    item_starts, extra_starts = starts_of(items), starts_of((items - 1).clamp(min=0))
     most_items = most_extra(entries.numel(), item) + min(heads * num_buckets, entries.numel())
     every_item = torch.arange(most_items, dtype=torch.int32, device=device)
     lists = torch.searchsorted(item_starts[1:], every_item, right=True, out_int32=True)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A launch is one call of the CUDA driver here: its configuration and its parameters lie in memory that is made once.
 
-The driver's C interface (`cuLaunchKernelEx`, `cuMemsetD8Async`, `cuTensorMapReplaceAddress`) is called through ctypes. The
-driver reads a parameter that is an address from a word of an array, so that to write the word is to change the address in every
-launch that takes it.
+The driver reads a parameter that is an address from a word of an array, so that to write the word is to change the address in
+every launch that takes it. A call can also be a node of a CUDA graph (launch_graph.py).
 """
 
 from __future__ import annotations
@@ -15,32 +14,21 @@ from array import array
 from operator import itemgetter
 from typing import Any
 
+from openmsa.runtime import cuda_driver
+from openmsa.runtime.cuda_driver import checked
 from openmsa.runtime.parameters import Given
 from openmsa.runtime.variants import Variant
 
-_COOPERATIVE, _SERIALIZED = 2, 6  # numbers of launch attributes
+COOPERATIVE, _SERIALIZED = 2, 6
+"""These are numbers of launch attributes: all blocks run at once; a kernel may start before the one in front of it ends."""
 MAP_BYTES = 128
 """A TMA descriptor takes so many bytes, at a multiple of 64."""
 _CONFIGURATION = "<7I4xQQI4x"  # grid, block, shared memory, stream, attributes and their number
 _ATTRIBUTE = struct.Struct("<i4xi60x")
 _STREAM = 4  # the word of a configuration that holds the stream
 _WORDS = struct.calcsize(_CONFIGURATION) // 8
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuMemsetD8Async.argtypes = (ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
-    driver.cuTensorMapReplaceAddress.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
-    return driver
-
-
-def checked(status: int, what: str) -> None:
-    """Raises RuntimeError where the driver returned an error."""
-    if status:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
-        raise RuntimeError(f"{what} failed: {(text.value or b'unknown error').decode()} (CUDA driver error {status})")
+_KERNEL_NODE = struct.Struct("<Q28s4x4Q")  # function; grid, block and shared memory as in a configuration; parameters
+_ZERO_NODE = struct.Struct("<QQIIQQ")  # address, pitch, value, bytes an element, elements a row, rows
 
 
 class Words:
@@ -69,7 +57,7 @@ class Frame:
         self.choose = itemgetter(*parameters.order, behind, behind)
         self.blank = bytes(8 * (self.zero + 1 + count))
         self.map_bytes = MAP_BYTES * (parameters.num_maps + 1) if parameters.num_maps else 0
-        chosen = [_SERIALIZED] * bool(variant.pdl) + [_COOPERATIVE] * bool(variant.cooperative)
+        chosen = [_SERIALIZED] * bool(variant.pdl) + [COOPERATIVE] * bool(variant.cooperative)
         self._attributes = array("B", b"".join(_ATTRIBUTE.pack(number, 1) for number in chosen))
         self.block = (32 * num_warps, 1, 1, shared, 0, self._attributes.buffer_info()[0], len(chosen))
         self.function = ctypes.c_void_p(variant.function)
@@ -81,6 +69,7 @@ class KernelCall:
 
     given:  what the launch gives the kernel.
     at:     for each of its tensors, the word that holds its address.
+    reads:  bit i is set where it reads word i.
     """
 
     def __init__(self, variant: Variant, grid: tuple[int, ...], given: Given, at: list[int], words: Words) -> None:
@@ -103,10 +92,18 @@ class KernelCall:
                 place += MAP_BYTES
         places.append(zero)
         frame.places.pack_into(memory, 8 * (frame.zero + 1), *frame.choose(places))
-        self._variant, self.words, self.what = variant, words, frame.what  # kept alive
+        self.variant, self.words, self.what = variant, words, frame.what  # kept alive
+        self.reads = sum(1 << word for word in set(at))
         self.empty = 0 in grid
         arguments = ctypes.c_void_p(start), frame.function, ctypes.c_void_p(zero + 8), None
-        self.launch = functools.partial(_driver().cuLaunchKernelEx, *arguments)
+        self.launch = functools.partial(cuda_driver.library().cuLaunchKernelEx, *arguments)
+        self._parameters = zero + 8
+
+    def node(self) -> ctypes.c_void_p:
+        """Returns where that lies which a node of a CUDA graph is given; the driver reads the addresses as they are then."""
+        head = self._memory.tobytes()[:28]
+        self._node = array("B", _KERNEL_NODE.pack(self.variant.function, head, self._parameters, 0, 0, 0))
+        return ctypes.c_void_p(self._node.buffer_info()[0])
 
     def on(self, stream: int) -> None:
         """Sets the stream of the launches to come."""
@@ -117,19 +114,24 @@ class KernelCall:
         for map_ in self.maps:
             address = self.words.values[map_[1]]
             if address != map_[2]:
-                checked(_driver().cuTensorMapReplaceAddress(map_[0], address), "cuTensorMapReplaceAddress")
+                checked(cuda_driver.library().cuTensorMapReplaceAddress(map_[0], address), "cuTensorMapReplaceAddress")
                 map_[2] = address
 
 
 class ZeroCall:
-    """Sets the memory whose address is in a word to 0."""
+    """Sets the memory whose address is in a word to 0. reads: as in `KernelCall`."""
 
     what = "cuMemsetD8Async"
 
     def __init__(self, word: int, size: int, words: Words) -> None:
         self.word, self.size, self.words, self._stream = word, size, words, 0
-        self.empty = size == 0
-        self._memset = _driver().cuMemsetD8Async
+        self.reads, self.empty = 1 << word, size == 0
+        self._memset = cuda_driver.library().cuMemsetD8Async
+
+    def node(self) -> ctypes.c_void_p:
+        """Returns where that lies which a node of a CUDA graph is given, with the address that the word holds now."""
+        self._node = array("B", _ZERO_NODE.pack(self.words.values[self.word], 0, 0, 1, self.size, 1))
+        return ctypes.c_void_p(self._node.buffer_info()[0])
 
     def on(self, stream: int) -> None:
         """Sets the stream of the calls to come."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""A `Replay` makes launches that a tape says (kinds.py) again, on other tensors of the same shapes, in little time of the host.
+"""A `Replay` makes launches that a tape says (kinds.py) again, on other tensors of the same shapes, in little time of the host:
+one by one at first, and as one launch of a CUDA graph (launch_graph.py) where they follow each other on a stream.
 
 What a launch takes are numbers and addresses. Numbers stay. Addresses are of three kinds: those of the inputs, which a replay
 is given anew; those of memory that the recorded code allocated, which lies in one workspace; and those of memory that is kept,
@@ -15,8 +16,14 @@ from torch import Tensor
 from triton.runtime import driver
 
 from openmsa.runtime.addresses import AmbiguousError, Prepared, PreparedZero, prepare
-from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall, checked
+from openmsa.runtime.cuda_driver import checked
+from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall
 from openmsa.runtime.kinds import Tape
+from openmsa.runtime.launch_graph import LaunchGraph, has_launch_graphs
+
+RUNS_WITHOUT_GRAPH = 2
+"""After so many runs on a stream, one behind the other, launches become one of a CUDA graph. To build it takes the host as long
+as it saves in some five runs."""
 
 
 def replay_of(tape: Tape, inputs: list[Tensor], own: bool) -> Replay | str:
@@ -53,6 +60,8 @@ class Replay:
         self._launches = [call.launch for call in self._calls]
         self._lock = threading.Lock()
         self._at = self._stream = -1
+        self._runs = self._changed = 0
+        self._graph: LaunchGraph | None = None
 
     def run(self, addresses: list[int], workspace: int = 0) -> None:
         """Launches on the current stream of the device, which need not be current itself. addresses: of the inputs, in their
@@ -63,19 +72,38 @@ class Replay:
             return
         stream = driver.active.get_current_stream(self.device)
         with self._lock:
-            values = self._words.values
+            values, changed = self._words.values, self._changed
             for word, index, offset in self._inputs:
-                values[word] = addresses[index] + offset
+                address = addresses[index] + offset
+                if values[word] != address:
+                    values[word] = address
+                    changed |= 1 << word
             if workspace != self._at:
                 for word, offset in self._own:
                     values[word] = workspace + offset
+                    changed |= 1 << word
                 self._at = workspace
-            if stream != self._stream:
-                for call in self._calls:
-                    call.on(stream)
-                self._stream = stream
+            self._changed = changed
             for call in self._described:
                 call.describe()
+            if self._follows(stream):
+                if self._graph is None:
+                    self._graph, changed = LaunchGraph(self._calls), 0
+                self._graph.launch(stream, changed)
+                self._changed = 0
+                return
             for number, launch_ in enumerate(self._launches):
                 if status := launch_():
                     checked(status, self._calls[number].what)
+
+    def _follows(self, stream: int) -> bool:
+        """Says whether so many runs were on this stream that a graph pays, and notes this run. The runs of two streams in turns
+        are launched one by one, since launches of one graph wait for each other, and so are those that a graph captures."""
+        if stream != self._stream:
+            for call in self._calls:
+                call.on(stream)
+            self._stream, self._runs = stream, 0
+        elif torch.cuda.is_current_stream_capturing():
+            return False
+        self._runs += 1
+        return self._runs > RUNS_WITHOUT_GRAPH and bool(self._calls) and has_launch_graphs()

@@ -21,10 +21,12 @@ kernels, breaks, orders = sys.argv[1], sys.argv[2], Connection(int(sys.argv[3]))
 if breaks == "start":
     sys.exit("RuntimeError: no memory")
 orders.send({"start_s": 1.0})
+walls = iter([1.0, 5.0, 3.0])
 while True:
     order = orders.recv()
     stage = {"gpu_ms": 4.0 if kernels == "own" else 2.0, "host_median_us": 5.0, "calls": 2}
-    row = {"wall_s": 1.0, "step_ms": 1.0, "tokens": 8, "batch": 4, "apart": 0.0, "errors": []}
+    wall = next(walls, 1.0) if order["do"] == "prefill" else 1.0
+    row = {"wall_s": wall, "step_ms": 1.0, "tokens": 8, "batch": 4, "apart": 0.0, "errors": []}
     failed = order["do"] == breaks
     row |= {"seconds": 1, "stages": {"attend": stage, "indexer": stage}}
     orders.send({"failed": "ValueError: bad"} if failed else row)
@@ -36,13 +38,14 @@ def measured(monkeypatch, tmp_path):
     """Runs the rows with workers in place of engines, of which those of `breaks` fail at an order; returns the record, what was
     left out, and the worker's orders."""
 
-    def run(breaks=None, seconds=60.0):
+    def run(breaks=None, seconds=60.0, rows=None, turns=1):
         def command(group, kernels, orders, a):
             return [sys.executable, "-c", WORKER, kernels, (breaks or {}).get((group, kernels), "-"), str(orders)]
 
         monkeypatch.setattr(engine_rows, "engine_command", command)
         out = tmp_path / "rows.jsonl"
         a = Namespace(groups=["rank", "drafts"], out=out, seconds=seconds, start_seconds=60.0, steps=2, more=[])
+        a.rows, a.turns = rows, turns
         left = engine_rows.measure(a)
         return [json.loads(line) for line in out.read_text().splitlines()], left
 
@@ -57,6 +60,25 @@ def test_rows_come_in_turns(measured):
     assert left == []
     text = engine_rows.table(records)
     assert "rank prefill 4096: wall 1e+03 1e+03 1.00x | indexer 4 2 2.00x | attend 4 2 2.00x | both 8 4 2.00x" in text
+
+
+def test_a_row_is_measured_in_turns(measured):
+    records, left = measured(rows=["rank prefill 4096"], turns=3)
+    assert [(r["row"], r["kernels"]) for r in records if r["row"] != "start"] == [
+        ("prefill", "own"),
+        ("prefill", "openmsa"),
+    ] * 3
+    assert left == []
+    text = engine_rows.table(records)
+    assert "rank prefill 4096: wall 3e+03 3e+03 1.00x | indexer 4 2 2.00x" in text
+    assert text.endswith("| 3 turns")
+
+
+def test_a_row_that_is_not_there_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["engine_rows", "--groups", "rank", "--rows", "half prefill 4096"])
+    with pytest.raises(SystemExit):
+        engine_rows.main()
+    assert "--rows must name rows of --groups, such as 'rank prefill 4096', got 'half prefill 4096'" in capsys.readouterr().err
 
 
 def test_an_engine_that_fails_takes_no_other_with_it(measured):

@@ -12,7 +12,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from openmsa.runtime import driver_calls, replay  # noqa: E402
+from openmsa.runtime import cuda_driver, driver_calls, replay  # noqa: E402
 from openmsa.runtime.addresses import Prepared, PreparedLaunch, PreparedZero  # noqa: E402
 from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall  # noqa: E402
 from openmsa.runtime.memory import Memory  # noqa: E402
@@ -62,7 +62,7 @@ class Driver:
 def driver(monkeypatch):
     """Stands for a driver that runs nothing."""
     made = Driver(("Q", "i", "q", "f", "128s", "i", "i", "q", "q", "B", "Q", "Q", "Q"))
-    monkeypatch.setattr(driver_calls, "_driver", lambda: made)
+    monkeypatch.setattr(cuda_driver, "library", lambda: made)
     monkeypatch.setattr(driver_calls, "bytes_of_map", lambda encoded: encoded)
     return made
 
@@ -137,6 +137,7 @@ def replayed(monkeypatch, streams=(3,), current=lambda: 0):
     stream = iter(streams)
     active = SimpleNamespace(get_current_stream=lambda device: next(stream), get_current_device=current)
     monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     kernel = SimpleNamespace(__name__="kernel")
     taking = Variant(kernel, print, 77, False, False, (4, 1, 0), (), (), {}, ("*fp16", "i32"))
     calls = [PreparedZero(1, 64), PreparedLaunch(taking, (5,), Given((), (7,), ()), [0])]

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: MIT
+"""Launches that follow each other are one launch of a graph, whose nodes are given the addresses that changed."""
+
+import ctypes
+import gc
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from openmsa.runtime import cuda_driver, replay  # noqa: E402
+from openmsa.runtime.addresses import Prepared, PreparedLaunch, PreparedZero  # noqa: E402
+from openmsa.runtime.parameters import Given  # noqa: E402
+from openmsa.runtime.variants import Variant  # noqa: E402
+
+
+def pointed(at, size):
+    return ctypes.string_at(at.value, size)
+
+
+class Driver:
+    """Builds graphs of kernels that take an address and an int. launched: the stream of each call, and what it was given."""
+
+    def __init__(self):
+        self.launched, self.updates, self.destroyed, self.fails = [], [], [], None
+        self.nodes, self.edges, self.attributes = {}, [], []
+
+    def said(self, name):
+        return 719 if self.fails == name else 0
+
+    def kernel(self, function, grid, places):
+        places = ctypes.cast(places, ctypes.POINTER(ctypes.c_void_p))
+        return (
+            function,
+            grid,
+            struct.unpack("Q", ctypes.string_at(places[0], 8))[0],
+            struct.unpack("i", ctypes.string_at(places[1], 4))[0],
+        )
+
+    def cuLaunchKernelEx(self, configuration, function, places, extra):
+        words = struct.unpack_from("<7I4xQ", pointed(configuration, 40))
+        self.launched.append((words[7], self.kernel(function.value, words[:3], places)))
+        return 0
+
+    def cuMemsetD8Async(self, address, value, size, stream):
+        self.launched.append((stream, (address, value, size)))
+        return 0
+
+    def cuGetErrorString(self, status, text):
+        text._obj.value = b"too bad"
+        return 0
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = 55
+        return 0
+
+    def cuGraphCreate(self, graph, flags):
+        graph._obj.value, self.nodes = 1000, {}
+        return self.said("cuGraphCreate")
+
+    def cuGraphDestroy(self, graph):
+        self.destroyed.append(graph.value)
+
+    def cuGraphExecDestroy(self, exec_):
+        self.destroyed.append(exec_.value)
+
+    def read_kernel(self, parameters):
+        function, *sizes = struct.unpack("<Q7I", pointed(parameters, 36))
+        places, extra, kernel, context = struct.unpack("<4Q", pointed(parameters, 72)[40:])
+        assert (extra, kernel, context, sizes[3:6]) == (0, 0, 0, [128, 1, 1]), "no other way of naming a kernel is used"
+        return self.kernel(function, tuple(sizes[:3]), ctypes.c_void_p(places))
+
+    def read_zero(self, parameters, context):
+        address, pitch, value, size, width, height = struct.unpack("<QQIIQQ", pointed(parameters, 40))
+        assert (pitch, size, height, context.value) == (0, 1, 1, 55)
+        return address, value, width
+
+    def added(self, node, behind, count, what):
+        node._obj.value = 100 + len(self.nodes)
+        self.nodes[node._obj.value] = what
+        self.edges.extend((behind[i], node._obj.value, "whole") for i in range(count.value))
+
+    def cuGraphAddKernelNode_v2(self, node, graph, behind, count, parameters):
+        self.added(node, behind, count, self.read_kernel(parameters))
+        return self.said("cuGraphAddKernelNode")
+
+    def cuGraphAddMemsetNode(self, node, graph, behind, count, parameters, context):
+        self.added(node, behind, count, self.read_zero(parameters, context))
+        return self.said("cuGraphAddMemsetNode")
+
+    def cuGraphAddDependencies_v2(self, graph, front, behind, data, count):
+        assert (data, count.value) == (bytes([1, 0, 1, 0, 0, 0, 0, 0]), 1)
+        self.edges.append((front._obj.value, behind._obj.value, "early"))
+        return self.said("cuGraphAddDependencies")
+
+    def cuGraphKernelNodeSetAttribute(self, node, name, value):
+        self.attributes.append((node.value, name, value[0]))
+        return 0
+
+    def cuGraphInstantiateWithFlags(self, exec_, graph, flags):
+        exec_._obj.value, self.exec_ = 2000, dict(self.nodes)
+        return self.said("cuGraphInstantiate")
+
+    def cuGraphExecKernelNodeSetParams_v2(self, exec_, node, parameters):
+        self.updates.append(node.value)
+        self.exec_[node.value] = self.read_kernel(parameters)
+        return self.said("update")
+
+    def cuGraphExecMemsetNodeSetParams(self, exec_, node, parameters, context):
+        self.updates.append(node.value)
+        self.exec_[node.value] = self.read_zero(parameters, context)
+        return self.said("update")
+
+    def cuGraphLaunch(self, exec_, stream):
+        assert exec_.value == 2000
+        self.launched.append((stream.value or 0, "graph"))
+        self.launched.extend((stream.value or 0, what) for what in self.exec_.values())
+        return self.said("cuGraphLaunch")
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Stands for a driver that runs nothing. stream: the current one. capturing: whether a graph captures it."""
+    made = Driver()
+    made.stream, made.capturing = 3, False
+    active = SimpleNamespace(get_current_stream=lambda device: made.stream, get_current_device=lambda: 0)
+    monkeypatch.setattr(cuda_driver, "library", lambda: made)
+    monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
+    return made
+
+
+def replayed():
+    """Returns a replay of a kernel that reads input 0, memory that is set to 0, and two kernels that start early, of which the
+    first reads that memory and the second, which is cooperative, input 1. Another kernel has no programs."""
+    kernel = SimpleNamespace(__name__="kernel")
+    early, first, last = (Variant(kernel, print, n, n == 9, n != 8, (4, 1, 0), (), (), {}, ("*fp16", "i32")) for n in (7, 8, 9))
+    launches = [
+        PreparedLaunch(v, (v.function,), Given((), (v.function,), ()), [w]) for v, w in ((early, 1), (first, 0), (last, 2))
+    ]
+    empty = PreparedLaunch(early, (0,), Given((), (1,), ()), [0])
+    calls = [launches[1], empty, PreparedZero(1, 64), launches[0], launches[2]]
+    return replay.Replay(Prepared([("input", 0, 32), ("own", 512, 0), ("input", 1, 0)], calls, 1024, []), 0)
+
+
+def given(addresses, workspace):
+    return [
+        (8, (8, 1, 1), addresses[0] + 32, 8),
+        (workspace + 512, 0, 64),
+        (7, (7, 1, 1), workspace + 512, 7),
+        (9, (9, 1, 1), addresses[1], 9),
+    ]
+
+
+WHERE = [([4096, 1 << 40], 1 << 20), ([8192, 1 << 40], 1 << 20), ([8192, 1 << 41], 1 << 21), ([8192, 1 << 41], 1 << 21)]
+
+
+def ran(driver, again, addresses, workspace):
+    """Runs once, compares what was launched, and says whether a graph was."""
+    driver.launched.clear()
+    driver.updates.clear()
+    again.run(addresses, workspace)
+    assert {stream for stream, _ in driver.launched} == {driver.stream}
+    what = [what for _, what in driver.launched]
+    assert [x for x in what if x != "graph"] == given(addresses, workspace)
+    return "graph" in what
+
+
+def test_a_graph_launches_what_follows_on_one_stream(driver):
+    again = replayed()
+    assert not driver.nodes
+    assert [ran(driver, again, *x) for x in WHERE] == [False, False, True, True]
+    assert driver.edges == [(100, 101, "whole"), (101, 102, "whole"), (102, 103, "early")], (
+        "memory is no kernel that ends early"
+    )
+    assert driver.attributes == [(103, 2, 1)]
+
+
+def test_nodes_whose_addresses_changed_are_given_them(driver):
+    again = replayed()
+    for x in (*WHERE[:2], WHERE[1]):
+        ran(driver, again, *x)
+    assert not driver.updates, "the graph was built with them"
+    nodes = []
+    for x in (([8192, 7], 1 << 20), ([8192, 7], 1 << 20), ([64, 7], 1 << 20), ([64, 7], 1 << 30), ([0, 0], 0)):
+        assert ran(driver, again, *x)
+        nodes.append(list(driver.updates))
+    assert nodes == [[103], [], [100], [101, 102], [100, 101, 102, 103]]
+
+
+def test_launches_one_by_one_leave_no_node_behind(driver):
+    """What a graph was not told, as launches on another stream or in a capture were made one by one, it is told later."""
+    again = replayed()
+    for x in WHERE:
+        ran(driver, again, *x)
+    driver.capturing = True
+    assert not ran(driver, again, [1, 2], 3)
+    driver.capturing = False
+    assert ran(driver, again, [1, 2], 3)
+    assert driver.updates == [100, 101, 102, 103]
+    driver.stream = 0
+    assert [ran(driver, again, [i, 2], 3) for i in range(3)] == [False, False, True]
+    assert driver.updates == [100]
+
+
+def test_streams_in_turns_are_launched_one_by_one(driver):
+    again = replayed()
+    for i in range(10):
+        driver.stream = i % 2
+        assert not ran(driver, again, [i, 2], 3)
+    assert not driver.nodes
+
+
+def test_a_driver_without_such_graphs_launches_one_by_one(driver, monkeypatch):
+    monkeypatch.delattr(Driver, "cuGraphAddDependencies_v2")
+    again = replayed()
+    assert not any(ran(driver, again, *x) for x in WHERE * 2)
+
+
+def test_a_graph_ends_with_its_replay(driver):
+    again = replayed()
+    for x in WHERE:
+        ran(driver, again, *x)
+    assert not driver.destroyed
+    del again
+    gc.collect()
+    assert sorted(driver.destroyed) == [1000, 2000]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        *[(name, name) for name in ("cuGraphCreate", "cuGraphAddMemsetNode", "cuGraphAddKernelNode", "cuGraphAddDependencies")],
+        *[(name, name) for name in ("cuGraphInstantiate", "cuGraphLaunch")],
+        ("update", "the launch of kernel"),
+    ],
+)
+def test_what_the_driver_refuses_is_said(name, what, driver):
+    again = replayed()
+    for x in WHERE[: 3 if name == "update" else 2]:
+        ran(driver, again, *x)
+    driver.fails = name
+    with pytest.raises(RuntimeError, match=rf"{what} failed: too bad \(CUDA driver error 719\)"):
+        again.run(*WHERE[0])
+    driver.fails = None
+    assert [ran(driver, again, *x) for x in WHERE] == [True] * 4, "what could not be done is done again"
