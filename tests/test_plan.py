@@ -8,6 +8,7 @@ import torch
 
 from openmsa import E4M3, NVFP4, AttentionPlan, CertifiedKeys, PagedIndexKeys, PagedKV, Sequences, msa_attention
 from openmsa.attention import CALLS
+from openmsa.runtime import launch_graph
 from tests.contract import DEVICES
 
 LENGTHS = {
@@ -313,3 +314,39 @@ def test_known_calls_in_chunks(packed):
         host = step.expected(*layer, query_chunk=200, check=True)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(result, host, strict=True))
     assert len(CALLS._replays) == known + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+def test_layers_are_graphs_of_launches(monkeypatch):
+    """Layers of kinds that take turns on two streams, where some kinds share a graph; a layer is captured in between."""
+    monkeypatch.setattr(launch_graph, "RUNS_BEFORE", 1)
+    monkeypatch.setattr(launch_graph, "_graphs", {})
+    kinds = [*LENGTHS.values(), [(310, 310), (40, 40)], [(61, 490), (120, 350)], [(1, 250), (1, 9), (1, 500)]]
+    steps = [Layers(lengths, "cuda") for lengths in kinds]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    plans = [[step.plan() for _ in streams] for step in steps]  # A plan's layers follow each other.
+    layers = [[step.layer() for _ in range(3)] for step in steps]
+    expected = [[step.expected(*layer, check=True)[0] for layer in of] for step, of in zip(steps, layers, strict=True)]
+    runs = [(turn % 3, i, s) for turn in range(5) for i in range(len(kinds)) for s in range(2)]
+    outs = [torch.full_like(layers[i][j][0], torch.nan) for j, i, _ in runs]
+    captured, again = torch.cuda.CUDAGraph(), torch.empty_like(layers[0][1][0])
+    torch.cuda.synchronize()
+    both = list(zip(runs, outs, strict=True))
+    for half in (both[: len(both) // 2], both[len(both) // 2 :]):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(100_000_000)  # Launches wait, so that nodes change while the graph has not run.
+        for (j, i, s), out in half:
+            with torch.cuda.stream(streams[s]):
+                plans[i][s].run(*layers[i][j], out=out)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(captured, stream=streams[0]):
+            plans[0][0].run(*layers[0][1], out=again)
+        captured.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(again, expected[0][1])
+        captured.reset()
+    assert all(torch.equal(out, expected[i][j]) for (j, i, _), out in both)
+    made = [x for x in launch_graph._graphs.values() if not isinstance(x, int)]
+    assert 2 < len(made) < 2 * len(kinds), "two kinds share a graph"

@@ -97,12 +97,13 @@ class KernelCall:
         self.empty = 0 in grid
         arguments = ctypes.c_void_p(start), frame.function, ctypes.c_void_p(zero + 8), None
         self.launch = functools.partial(cuda_driver.library().cuLaunchKernelEx, *arguments)
-        self._parameters = zero + 8
+        self._parameters, self._node = zero + 8, array("B")
 
     def node(self) -> ctypes.c_void_p:
         """Returns where that lies which a node of a CUDA graph is given; the driver reads the addresses as they are then."""
-        head = self._memory.tobytes()[:28]
-        self._node = array("B", _KERNEL_NODE.pack(self.variant.function, head, self._parameters, 0, 0, 0))
+        if not self._node:
+            head = self._memory.tobytes()[:28]
+            self._node = array("B", _KERNEL_NODE.pack(self.variant.function, head, self._parameters, 0, 0, 0))
         return ctypes.c_void_p(self._node.buffer_info()[0])
 
     def on(self, stream: int) -> None:
@@ -126,11 +127,12 @@ class ZeroCall:
     def __init__(self, word: int, size: int, words: Words) -> None:
         self.word, self.size, self.words, self._stream = word, size, words, 0
         self.reads, self.empty = 1 << word, size == 0
+        self._node = array("B", bytes(_ZERO_NODE.size))
         self._memset = cuda_driver.library().cuMemsetD8Async
 
     def node(self) -> ctypes.c_void_p:
         """Returns where that lies which a node of a CUDA graph is given, with the address that the word holds now."""
-        self._node = array("B", _ZERO_NODE.pack(self.words.values[self.word], 0, 0, 1, self.size, 1))
+        _ZERO_NODE.pack_into(self._node, 0, self.words.values[self.word], 0, 0, 1, self.size, 1)
         return ctypes.c_void_p(self._node.buffer_info()[0])
 
     def on(self, stream: int) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 """A `Replay` makes launches that a tape says (kinds.py) again, on other tensors of the same shapes, in little time of the host:
-one by one at first, and as one launch of a CUDA graph (launch_graph.py) where they follow each other on a stream.
+as one launch of a CUDA graph (launch_graph.py), or one by one.
 
 What a launch takes are numbers and addresses. Numbers stay. Addresses are of three kinds: those of the inputs, which a replay
 is given anew; those of memory that the recorded code allocated, which lies in one workspace; and those of memory that is kept,
@@ -19,11 +19,7 @@ from openmsa.runtime.addresses import AmbiguousError, Prepared, PreparedZero, pr
 from openmsa.runtime.cuda_driver import checked
 from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall
 from openmsa.runtime.kinds import Tape
-from openmsa.runtime.launch_graph import LaunchGraph, has_launch_graphs
-
-RUNS_WITHOUT_GRAPH = 2
-"""After so many runs on a stream, one behind the other, launches become one of a CUDA graph. To build it takes the host as long
-as it saves in some five runs."""
+from openmsa.runtime.launch_graph import EVERY_WORD, LaunchGraph, form_of, graph_for
 
 
 def replay_of(tape: Tape, inputs: list[Tensor], own: bool) -> Replay | str:
@@ -60,8 +56,10 @@ class Replay:
         self._launches = [call.launch for call in self._calls]
         self._lock = threading.Lock()
         self._at = self._stream = -1
-        self._runs = self._changed = 0
-        self._graph: LaunchGraph | None = None
+        self._form, self._changed = form_of(self._calls), 0
+        self._graph: LaunchGraph | None = (
+            None  # the last that launched; it knows the addresses of then, but for those that changed
+        )
 
     def run(self, addresses: list[int], workspace: int = 0) -> None:
         """Launches on the current stream of the device, which need not be current itself. addresses: of the inputs, in their
@@ -84,26 +82,18 @@ class Replay:
                     changed |= 1 << word
                 self._at = workspace
             self._changed = changed
-            for call in self._described:
-                call.describe()
-            if self._follows(stream):
-                if self._graph is None:
-                    self._graph, changed = LaunchGraph(self._calls), 0
-                self._graph.launch(stream, changed)
-                self._changed = 0
+            for described in self._described:
+                described.describe()
+            capturing = torch.cuda.is_current_stream_capturing()
+            graph = None if capturing else graph_for(self.device, stream, self._form, self._calls)
+            if graph is not None:
+                graph.launch(self._calls, changed if graph is self._graph else EVERY_WORD)
+                self._graph, self._changed = graph, 0
                 return
+            if stream != self._stream:
+                for call in self._calls:
+                    call.on(stream)
+                self._stream = stream
             for number, launch_ in enumerate(self._launches):
                 if status := launch_():
                     checked(status, self._calls[number].what)
-
-    def _follows(self, stream: int) -> bool:
-        """Says whether so many runs were on this stream that a graph pays, and notes this run. The runs of two streams in turns
-        are launched one by one, since launches of one graph wait for each other, and so are those that a graph captures."""
-        if stream != self._stream:
-            for call in self._calls:
-                call.on(stream)
-            self._stream, self._runs = stream, 0
-        elif torch.cuda.is_current_stream_capturing():
-            return False
-        self._runs += 1
-        return self._runs > RUNS_WITHOUT_GRAPH and bool(self._calls) and has_launch_graphs()

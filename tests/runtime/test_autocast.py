@@ -23,7 +23,8 @@ CALLS = {
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_autocast_changes_nothing(name, gradients, device):
-    p = problem((40, 3), (60, 50), dtype=torch.float32)
+    inputs, inside = (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16, torch.float16)
+    p = problem((40, 3), (60, 50), dtype=inputs)
     blocks = random_blocks(p, 2, 16, p.k.shape[1]).to(device)
     p = p.to(device)
     leaves = [p.q, p.k, p.v, p.index_q, p.index_k]
@@ -31,14 +32,14 @@ def test_autocast_changes_nothing(name, gradients, device):
     def run(enabled):
         for leaf in leaves:
             leaf.requires_grad_(gradients)
-        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+        with torch.autocast(device, inside, enabled=enabled):
             out = CALLS[name](p, blocks)
         if not out.requires_grad:
             return [out]
-        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+        with torch.autocast(device, inside, enabled=enabled):
             found = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
         return [out.detach(), *(x for x in found if x is not None)]
 
-    for inside, outside in zip(run(True), run(False), strict=True):
-        assert inside.dtype == outside.dtype
-        torch.testing.assert_close(inside, outside, rtol=0, atol=0, equal_nan=True)
+    for cast, plain in zip(run(True), run(False), strict=True):
+        assert cast.dtype == plain.dtype
+        torch.testing.assert_close(cast, plain, rtol=0, atol=0, equal_nan=True)

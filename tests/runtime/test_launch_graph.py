@@ -11,7 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from openmsa.runtime import cuda_driver, replay  # noqa: E402
+from openmsa.runtime import cuda_driver, launch_graph, replay  # noqa: E402
 from openmsa.runtime.addresses import Prepared, PreparedLaunch, PreparedZero  # noqa: E402
 from openmsa.runtime.parameters import Given  # noqa: E402
 from openmsa.runtime.variants import Variant  # noqa: E402
@@ -123,43 +123,50 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Stands for a driver that runs nothing. stream: the current one. capturing: whether a graph captures it."""
+    """Stands for a driver that runs nothing. A form has a graph from its second run on a stream. stream: the current one.
+    capturing: whether a graph captures it."""
     made = Driver()
     made.stream, made.capturing = 3, False
     active = SimpleNamespace(get_current_stream=lambda device: made.stream, get_current_device=lambda: 0)
     monkeypatch.setattr(cuda_driver, "library", lambda: made)
+    monkeypatch.setattr(launch_graph, "_graphs", {})
+    monkeypatch.setattr(launch_graph, "RUNS_BEFORE", 1)
     monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
     return made
 
 
-def replayed():
-    """Returns a replay of a kernel that reads input 0, memory that is set to 0, and two kernels that start early, of which the
-    first reads that memory and the second, which is cooperative, input 1. Another kernel has no programs."""
+def replayed(first=7, early=True, zeroed=64):
+    """Returns a replay, and what it launches at some addresses: a kernel that reads input 0, memory that is set to 0, a kernel
+    that reads it, and one that is cooperative, starts early and reads input 1. Another kernel has no programs.
+
+    first: the number of the first kernel; the others have those that follow."""
     kernel = SimpleNamespace(__name__="kernel")
-    early, first, last = (Variant(kernel, print, n, n == 9, n != 8, (4, 1, 0), (), (), {}, ("*fp16", "i32")) for n in (7, 8, 9))
-    launches = [
-        PreparedLaunch(v, (v.function,), Given((), (v.function,), ()), [w]) for v, w in ((early, 1), (first, 0), (last, 2))
-    ]
-    empty = PreparedLaunch(early, (0,), Given((), (1,), ()), [0])
-    calls = [launches[1], empty, PreparedZero(1, 64), launches[0], launches[2]]
-    return replay.Replay(Prepared([("input", 0, 32), ("own", 512, 0), ("input", 1, 0)], calls, 1024, []), 0)
-
-
-def given(addresses, workspace):
-    return [
-        (8, (8, 1, 1), addresses[0] + 32, 8),
-        (workspace + 512, 0, 64),
-        (7, (7, 1, 1), workspace + 512, 7),
-        (9, (9, 1, 1), addresses[1], 9),
+    plain, middle, last = (
+        Variant(kernel, print, first + n, n == 2, early and n > 0, (4, 1, 0), (), (), {}, ("*fp16", "i32")) for n in range(3)
+    )
+    calls = [
+        PreparedLaunch(plain, (2,), Given((), (first,), ()), [0]),
+        PreparedLaunch(plain, (0,), Given((), (1,), ()), [0]),
+        PreparedZero(1, zeroed),
+        PreparedLaunch(middle, (3, 4), Given((), (1,), ()), [1]),
+        PreparedLaunch(last, (5, 6, 7), Given((), (0,), ()), [2]),
     ]
 
+    def given(addresses, workspace):
+        return [
+            (first, (2, 1, 1), addresses[0] + 32, first),
+            (workspace + 512, 0, zeroed),
+            (first + 1, (3, 4, 1), workspace + 512, 1),
+            (first + 2, (5, 6, 7), addresses[1], 0),
+        ]
 
-WHERE = [([4096, 1 << 40], 1 << 20), ([8192, 1 << 40], 1 << 20), ([8192, 1 << 41], 1 << 21), ([8192, 1 << 41], 1 << 21)]
+    return replay.Replay(Prepared([("input", 0, 32), ("own", 512, 0), ("input", 1, 0)], calls, 1024, []), 0), given
 
 
-def ran(driver, again, addresses, workspace):
+def ran(driver, made, addresses, workspace):
     """Runs once, compares what was launched, and says whether a graph was."""
+    again, given = made
     driver.launched.clear()
     driver.updates.clear()
     again.run(addresses, workspace)
@@ -169,65 +176,84 @@ def ran(driver, again, addresses, workspace):
     return "graph" in what
 
 
-def test_a_graph_launches_what_follows_on_one_stream(driver):
-    again = replayed()
-    assert not driver.nodes
-    assert [ran(driver, again, *x) for x in WHERE] == [False, False, True, True]
+HERE, ALL = ([4096, 1 << 40], 1 << 20), [100, 101, 102, 103]
+
+
+def test_a_graph_makes_the_launches_of_a_form(driver):
+    first, second = replayed(), replayed(20, zeroed=4096)
+    assert [ran(driver, x, *HERE) for x in (first, first, second, second, first)] == [False, True, True, True, True]
     assert driver.edges == [(100, 101, "whole"), (101, 102, "whole"), (102, 103, "early")], (
         "memory is no kernel that ends early"
     )
     assert driver.attributes == [(103, 2, 1)]
+    assert len(launch_graph._graphs) == 1
+
+
+def test_another_form_has_its_own_graph(driver):
+    first, second = replayed(), replayed(early=False)
+    assert [ran(driver, x, *HERE) for x in (first, first, second, second)] == [False, True, False, True]
+    assert driver.edges[3:] == [(100, 101, "whole"), (101, 102, "whole"), (102, 103, "whole")]
 
 
 def test_nodes_whose_addresses_changed_are_given_them(driver):
     again = replayed()
-    for x in (*WHERE[:2], WHERE[1]):
-        ran(driver, again, *x)
-    assert not driver.updates, "the graph was built with them"
+    ran(driver, again, *HERE)
     nodes = []
-    for x in (([8192, 7], 1 << 20), ([8192, 7], 1 << 20), ([64, 7], 1 << 20), ([64, 7], 1 << 30), ([0, 0], 0)):
+    for x in (HERE, ([8192, 7], 1 << 20), ([8192, 7], 1 << 20), ([64, 7], 1 << 20), ([64, 7], 1 << 30), ([0, 0], 0)):
         assert ran(driver, again, *x)
         nodes.append(list(driver.updates))
-    assert nodes == [[103], [], [100], [101, 102], [100, 101, 102, 103]]
+    assert nodes[1:] == [[100, 103], [], [100], [101, 102], ALL]
+    ran(driver, replayed(20), *HERE)
+    assert driver.updates == ALL, "other kernels"
+    ran(driver, again, [0, 0], 0)
+    assert driver.updates == ALL
 
 
 def test_launches_one_by_one_leave_no_node_behind(driver):
-    """What a graph was not told, as launches on another stream or in a capture were made one by one, it is told later."""
+    """A graph is told later what launches that it did not make were given."""
     again = replayed()
-    for x in WHERE:
-        ran(driver, again, *x)
+    assert [ran(driver, again, *HERE) for _ in range(2)] == [False, True]
     driver.capturing = True
-    assert not ran(driver, again, [1, 2], 3)
+    assert not ran(driver, again, [4096, 2], 1 << 20)
     driver.capturing = False
-    assert ran(driver, again, [1, 2], 3)
-    assert driver.updates == [100, 101, 102, 103]
-    driver.stream = 0
-    assert [ran(driver, again, [i, 2], 3) for i in range(3)] == [False, False, True]
-    assert driver.updates == [100]
+    assert ran(driver, again, [4096, 2], 1 << 20)
+    assert driver.updates == [103]
 
 
-def test_streams_in_turns_are_launched_one_by_one(driver):
+def test_each_stream_has_a_graph(driver):
+    """Launches of one graph wait for each other."""
     again = replayed()
     for i in range(10):
         driver.stream = i % 2
-        assert not ran(driver, again, [i, 2], 3)
-    assert not driver.nodes
+        assert ran(driver, again, [i // 4, 2], 3) == (i > 1)
+        assert driver.updates == ([] if i < 2 else ALL), "the other graph has launched in between"
+    assert len(launch_graph._graphs) == 2
+
+
+def test_graphs_are_forgotten_past_some(driver, monkeypatch):
+    monkeypatch.setattr(launch_graph, "MOST_GRAPHS", 3)
+    again = replayed()
+    for i in range(20):
+        driver.stream = i // 4
+        ran(driver, again, *HERE)
+    assert len(launch_graph._graphs) <= 3
+    gc.collect()
+    assert sorted(driver.destroyed) == [1000] * 3 + [2000] * 3
 
 
 def test_a_driver_without_such_graphs_launches_one_by_one(driver, monkeypatch):
     monkeypatch.delattr(Driver, "cuGraphAddDependencies_v2")
     again = replayed()
-    assert not any(ran(driver, again, *x) for x in WHERE * 2)
+    assert not any(ran(driver, again, *HERE) for _ in range(4))
 
 
-def test_a_graph_ends_with_its_replay(driver):
-    again = replayed()
-    for x in WHERE:
-        ran(driver, again, *x)
-    assert not driver.destroyed
-    del again
-    gc.collect()
-    assert sorted(driver.destroyed) == [1000, 2000]
+def test_a_single_launch_is_no_graph(driver):
+    plain = Variant(SimpleNamespace(__name__="kernel"), print, 7, False, False, (4, 1, 0), (), (), {}, ("*fp16", "i32"))
+    calls = [PreparedLaunch(plain, (2,), Given((), (9,), ()), [0])]
+    again = replay.Replay(Prepared([("input", 0, 0)], calls, 0, []), 0), lambda addresses, _: [(7, (2, 1, 1), addresses[0], 9)]
+    assert not any(ran(driver, again, [i], 0) for i in range(4))
+    nothing = replay.Replay(Prepared([("input", 0, 0)], [], 0, []), 0)
+    nothing.run([5])
 
 
 @pytest.mark.parametrize(
@@ -240,10 +266,10 @@ def test_a_graph_ends_with_its_replay(driver):
 )
 def test_what_the_driver_refuses_is_said(name, what, driver):
     again = replayed()
-    for x in WHERE[: 3 if name == "update" else 2]:
-        ran(driver, again, *x)
+    for _ in range(2 if name == "update" else 1):
+        ran(driver, again, *HERE)
     driver.fails = name
     with pytest.raises(RuntimeError, match=rf"{what} failed: too bad \(CUDA driver error 719\)"):
-        again.run(*WHERE[0])
+        again[0].run([8, 9], 10)
     driver.fails = None
-    assert [ran(driver, again, *x) for x in WHERE] == [True] * 4, "what could not be done is done again"
+    assert all(ran(driver, again, *x) for x in (([8, 9], 10), HERE, HERE)), "what could not be done is done again"
