@@ -20,15 +20,18 @@ from openmsa.runtime.driver_calls import COOPERATIVE, KernelCall, ZeroCall
 
 Calls = Sequence[KernelCall | ZeroCall]
 
+FEWEST_CALLS = 3
+"""Fewer calls than these take the host longer as a graph than one by one."""
 RUNS_BEFORE = 8
-"""A graph is built once launches of its form were wanted so often on its stream."""
+"""A graph is built, and given other calls of its form, after so many runs of them in a row. Other kernels take the host longer
+than other addresses: some 0.2 ms on a slow one."""
 EVERY_WORD = -1
 MOST_GRAPHS = 64
 """So many graphs are kept at a time; past that all are forgotten, and built again."""
 _EARLY = bytes((1, 0, 1, 0, 0, 0, 0, 0))
 """Says of an edge that the kernel behind it may start before the one in front of it ends (its ports and its type)."""
 
-_graphs: dict[tuple[int, int, bytes], LaunchGraph | int] = {}  # or how often one was wanted
+_graphs: dict[tuple[int, int, bytes], Wanted] = {}
 
 
 def form_of(calls: Calls) -> bytes:
@@ -45,25 +48,41 @@ def form_of(calls: Calls) -> bytes:
 
 
 def graph_for(device: int, stream: int, form: bytes, calls: Calls) -> LaunchGraph | None:
-    """Returns the graph that makes calls of a form on a stream; None where they are made one by one, since they are fewer than
-    two, the form is new on the stream, or the driver is older than that of CUDA 12.3."""
-    if len(calls) < 2 or not hasattr(cuda_driver.library(), "cuGraphAddDependencies_v2"):
+    """Returns the graph that makes calls of a form on a stream; None where they are made one by one, since they are few, others
+    of the form ran there lately, or the driver is older than that of CUDA 12.3."""
+    if len(calls) < FEWEST_CALLS or not hasattr(cuda_driver.library(), "cuGraphAddDependencies_v2"):
         return None
     key = device, stream, form
-    found = _graphs.get(key, 0)
-    if isinstance(found, LaunchGraph):
-        return found
-    if not found and len(_graphs) >= MOST_GRAPHS:
-        _graphs.clear()
-    if found < RUNS_BEFORE:
-        _graphs[key] = found + 1
+    wanted = _graphs.get(key)
+    if wanted is None:
+        if len(_graphs) >= MOST_GRAPHS:
+            _graphs.clear()
+        wanted = _graphs[key] = Wanted()
+    if calls is not wanted.calls:
+        wanted.calls, wanted.runs = calls, 0
+    graph = wanted.graph
+    if graph is not None and graph.calls is calls:
+        return graph
+    wanted.runs += 1
+    if wanted.runs <= RUNS_BEFORE:
         return None
-    made = _graphs[key] = LaunchGraph(form, calls, stream)
-    return made
+    if graph is None:
+        graph = wanted.graph = LaunchGraph(form, calls, stream)
+    return graph
+
+
+class Wanted:
+    """Says which calls of a form ran last on a stream, how often in a row without the graph, and holds the graph, if it is
+    built."""
+
+    def __init__(self) -> None:
+        self.calls: Calls | None = None
+        self.runs = 0
+        self.graph: LaunchGraph | None = None
 
 
 class LaunchGraph:
-    """Makes calls one after the other on a stream."""
+    """Makes calls one after the other on a stream. calls: what its nodes were given last."""
 
     def __init__(self, form: bytes, calls: Calls, stream: int) -> None:
         self._driver, self._stream, self._lock = cuda_driver.library(), c_void_p(stream), threading.Lock()
@@ -76,31 +95,31 @@ class LaunchGraph:
             self._nodes.append(self._added(call, self._nodes[-1:], bool(kind & 2)))
         checked(self._driver.cuGraphInstantiateWithFlags(byref(self._exec), self._graph, c_ulonglong(0)), "cuGraphInstantiate")
         weakref.finalize(self, self._driver.cuGraphExecDestroy, self._exec).atexit = False
-        self._calls: Calls | None = None
+        self.calls: Calls | None = None
         self._updates: list[tuple[int, Callable[[], int], str]] = []
 
     def launch(self, calls: Calls, changed: int) -> None:
         """Launches calls of the graph's form. changed: bit i is set where word i of these calls holds another address than when
         they were last launched here."""
         with self._lock:
-            if calls is not self._calls:
+            if calls is not self.calls:
                 self._take(calls)
             elif changed:
                 for reads, update, what in self._updates:
                     if reads & changed and (status := update()):
-                        self._calls = None
+                        self.calls = None
                         checked(status, what)
             checked(self._driver.cuGraphLaunch(self._exec, self._stream), "cuGraphLaunch")
 
     def _take(self, calls: Calls) -> None:
         """Gives the nodes these calls."""
-        self._calls = None
+        self.calls = None
         self._updates = [
             (call.reads, self._update(call, node), call.what) for call, node in zip(calls, self._nodes, strict=True)
         ]
         for _, update, what in self._updates:
             checked(update(), what)
-        self._calls = calls
+        self.calls = calls
 
     def _update(self, call: KernelCall | ZeroCall, node: c_void_p) -> Callable[[], int]:
         """Returns what gives a node its parameters anew, and returns what the driver says."""

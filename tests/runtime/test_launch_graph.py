@@ -123,7 +123,7 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Stands for a driver that runs nothing. A form has a graph from its second run on a stream. stream: the current one.
+    """Stands for a driver that runs nothing. A graph makes calls from their second run in a row on. stream: the current one.
     capturing: whether a graph captures it."""
     made = Driver()
     made.stream, made.capturing = 3, False
@@ -181,12 +181,22 @@ HERE, ALL = ([4096, 1 << 40], 1 << 20), [100, 101, 102, 103]
 
 def test_a_graph_makes_the_launches_of_a_form(driver):
     first, second = replayed(), replayed(20, zeroed=4096)
-    assert [ran(driver, x, *HERE) for x in (first, first, second, second, first)] == [False, True, True, True, True]
+    order = (first, first, first, second, second, second, first)
+    assert [ran(driver, x, *HERE) for x in order] == [False, True, True, False, True, True, False]
     assert driver.edges == [(100, 101, "whole"), (101, 102, "whole"), (102, 103, "early")], (
         "memory is no kernel that ends early"
     )
     assert driver.attributes == [(103, 2, 1)]
     assert len(launch_graph._graphs) == 1
+
+
+def test_calls_in_turns_do_not_take_a_graph_from_each_other(driver):
+    first, second = replayed(), replayed(20)
+    ran(driver, first, *HERE)
+    for i in range(6):
+        assert ran(driver, first, [i, 1], 2)
+        assert driver.updates == (ALL if i == 0 else [100])
+        assert not ran(driver, second, *HERE)
 
 
 def test_another_form_has_its_own_graph(driver):
@@ -202,11 +212,10 @@ def test_nodes_whose_addresses_changed_are_given_them(driver):
     for x in (HERE, ([8192, 7], 1 << 20), ([8192, 7], 1 << 20), ([64, 7], 1 << 20), ([64, 7], 1 << 30), ([0, 0], 0)):
         assert ran(driver, again, *x)
         nodes.append(list(driver.updates))
-    assert nodes[1:] == [[100, 103], [], [100], [101, 102], ALL]
-    ran(driver, replayed(20), *HERE)
-    assert driver.updates == ALL, "other kernels"
-    ran(driver, again, [0, 0], 0)
-    assert driver.updates == ALL
+    assert nodes == [ALL, [100, 103], [], [100], [101, 102], ALL]
+    for other in (replayed(20), again):
+        assert [ran(driver, other, [0, 0], 0) for _ in range(2)] == [False, True]
+        assert driver.updates == ALL, "other kernels"
 
 
 def test_launches_one_by_one_leave_no_node_behind(driver):
@@ -227,7 +236,6 @@ def test_each_stream_has_a_graph(driver):
         driver.stream = i % 2
         assert ran(driver, again, [i // 4, 2], 3) == (i > 1)
         assert driver.updates == ([] if i < 2 else ALL), "the other graph has launched in between"
-    assert len(launch_graph._graphs) == 2
 
 
 def test_graphs_are_forgotten_past_some(driver, monkeypatch):
@@ -247,11 +255,12 @@ def test_a_driver_without_such_graphs_launches_one_by_one(driver, monkeypatch):
     assert not any(ran(driver, again, *HERE) for _ in range(4))
 
 
-def test_a_single_launch_is_no_graph(driver):
+def test_few_launches_are_no_graph(driver):
     plain = Variant(SimpleNamespace(__name__="kernel"), print, 7, False, False, (4, 1, 0), (), (), {}, ("*fp16", "i32"))
-    calls = [PreparedLaunch(plain, (2,), Given((), (9,), ()), [0])]
-    again = replay.Replay(Prepared([("input", 0, 0)], calls, 0, []), 0), lambda addresses, _: [(7, (2, 1, 1), addresses[0], 9)]
-    assert not any(ran(driver, again, [i], 0) for i in range(4))
+    calls = [PreparedLaunch(plain, (2,), Given((), (n,), ()), [0]) for n in (8, 9)]
+    again = replay.Replay(Prepared([("input", 0, 0)], calls, 0, []), 0)
+    both = again, lambda addresses, _: [(7, (2, 1, 1), addresses[0], n) for n in (8, 9)]
+    assert not any(ran(driver, both, [i], 0) for i in range(4))
     nothing = replay.Replay(Prepared([("input", 0, 0)], [], 0, []), 0)
     nothing.run([5])
 
