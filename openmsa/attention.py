@@ -97,7 +97,7 @@ def msa_attention(
         numbers = (topk, block_size, init_blocks, local_blocks, softmax_scale, query_chunk, certified, return_lse, impl)
         seqs = seqs if seqs is None else known_calls.bounded(seqs, q.device)
         launches = CALLS.look(q, k, v, index_q, index_k, seqs, *numbers)
-        if launches.replays is not None:
+        if launches.replay is not None:
             return _again(launches, q, k, seqs, QUERY_CHUNK if query_chunk is None else query_chunk, return_lse)
     selection, inputs, chunk = check_path(
         q, k, v, index_q, index_k, topk, seqs, block_size=block_size, init_blocks=init_blocks, local_blocks=local_blocks,

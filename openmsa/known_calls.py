@@ -59,7 +59,7 @@ def run(
         return stage.run(impl, stage.check_call(*operands, seqs, *numbers, check))
     seqs = bounded(seqs, operands[0].device)
     known = CALLS.look(stage.name, impl, *operands, seqs, *numbers)
-    if known.replays is None:
+    if known.replay is None:
         call, made = stage.check_call(*operands, seqs, *numbers, check), places()
         CALLS.first(known, [partial(stage.run, impl, call._replace(**made))], (*operands, seqs, call.seqs, *made.values()))
     else:

@@ -232,7 +232,7 @@ class AttentionPlan(tracing.Numbered):
     def _unknown(self, *values: Any) -> Call | None:
         """Launches a layer of a known kind, and returns None; returns the call of any other."""
         call = LAYERS.look(self._kind, *values)
-        if call.replays is None:
+        if call.replay is None:
             return call
         call.addresses.extend(self._addresses)
         LAYERS.again(call, self._memory)
@@ -246,5 +246,5 @@ class AttentionPlan(tracing.Numbered):
             if self._device.type != "cuda" or not dispatch.has_triton():
                 for step in steps:
                     step()
-            elif (failed := LAYERS.first(call, steps, (*values, *self._own))) is not None:
+            elif steps and (failed := LAYERS.first(call, steps, (*values, *self._own))) is not None:
                 self._reasons[failed] = None

@@ -138,10 +138,10 @@ class DecodePlan(tracing.Numbered):
             given = {"self": self, "q": q, "kv": kv, "index_q": index_q, "index_keys": index_keys, "out": out}
             return tracing.TRACED["openmsa::run_decode_plan"](given)
         call = self._kinds.look(q, kv, index_q, index_keys, out)
-        if call.replays is None:
+        if call.replay is None:
             self._check_call(q, kv, index_q, index_keys, out)
         self._tokens, to = q.shape[0], self._out[: q.shape[0]] if out is None else out
-        if call.replays is not None:
+        if call.replay is not None:
             self._kinds.again(call, self._memory)
             return to
         if q.shape[0] == 0:

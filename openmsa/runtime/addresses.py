@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""`prepare` finds what each address that recorded launches take belongs to: to an input, to memory that the recorded code
-allocated, or to memory that is kept. It returns no address but those of memory that is kept."""
+"""`Places` finds what each address that recorded launches take belongs to: to an input, to memory that the recorded code
+allocated, or to memory that is kept. It gives no address but those of memory that is kept."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from openmsa.runtime import variants
-from openmsa.runtime.kinds import Launched, Tape, Zeroed, span
+from openmsa.runtime.kinds import span
 from openmsa.runtime.parameters import Given
 from openmsa.runtime.variants import Variant
 
@@ -35,7 +33,8 @@ class Places:
                 self.storages.setdefault(x.untyped_storage().data_ptr(), []).append(i)
         self.found: dict[int, int] = {}  # words by address
         self.words: list[tuple[str, int, int]] = []
-        self.memories: dict[int, tuple[int, Tensor]] = {}  # by storage, its place in the workspace and a tensor in it
+        self.kept: dict[int, Tensor] = {}  # by storage, a tensor in it
+        self.memories: dict[int, int] = {}  # by storage, the place in the workspace
         self.size = 0  # bytes of the workspace
 
     def word(self, tensor: Tensor) -> int:
@@ -62,12 +61,17 @@ class Places:
                 raise AmbiguousError("an address lies beside its inputs, in the memory of one")
             return "input", inside[0], address - self.inputs[inside[0]].data_ptr()
         if not self.own or not storage.nbytes():
-            self.memories.setdefault(start, (-1, tensor))
+            self.kept.setdefault(start, tensor)
             return "kept", address, 0
         if start not in self.memories:
-            self.memories[start] = (self.size, tensor)
+            self.memories[start] = self.size
             self.size += storage.nbytes() + -storage.nbytes() % ALIGNED
-        return "own", self.memories[start][0] + address - start, 0
+        return "own", self.memories[start] + address - start, 0
+
+    def forget_own(self) -> None:
+        """Begins at the start of the workspace again; the addresses that lay in it may belong to something else now."""
+        self.found = {address: word for address, word in self.found.items() if self.words[word][0] != "own"}
+        self.memories, self.size = {}, 0
 
     def _begins_row(self, i: int, address: int) -> bool:
         x = self.inputs[i]
@@ -93,7 +97,7 @@ class PreparedZero(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """This is what a tape says, in numbers and addresses.
+    """This is what tapes say, in numbers and addresses.
 
     words:      what each word holds: ("input", its number, an offset), ("own", an offset in the workspace, 0) or ("kept", an
                 address, 0).
@@ -106,16 +110,3 @@ class Prepared(NamedTuple):
     calls: list[PreparedLaunch | PreparedZero]
     workspace: int
     kept: list[Tensor]
-
-
-def prepare(tape: Tape, inputs: list[Tensor], own: bool) -> Prepared:
-    """Finds what each address of a tape belongs to."""
-    places, calls = Places(inputs, own), list[PreparedLaunch | PreparedZero]()
-    for event in tape:
-        if isinstance(event, Launched):
-            given = event.variant.parameters.given(event.arguments, partial(variants.encoded, event.variant))
-            calls.append(PreparedLaunch(event.variant, event.grid, given, [places.word(x) for x in given.tensors]))
-        elif isinstance(event, Zeroed):
-            calls.append(PreparedZero(places.word(event.memory), event.memory.numel() * event.memory.element_size()))
-    held = [tensor for place, tensor in places.memories.values() if place < 0]
-    return Prepared(places.words, calls, places.size, held)

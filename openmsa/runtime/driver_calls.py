@@ -69,7 +69,6 @@ class KernelCall:
 
     given:  what the launch gives the kernel.
     at:     for each of its tensors, the word that holds its address.
-    reads:  bit i is set where it reads word i.
     """
 
     def __init__(self, variant: Variant, grid: tuple[int, ...], given: Given, at: list[int], words: Words) -> None:
@@ -93,11 +92,16 @@ class KernelCall:
         places.append(zero)
         frame.places.pack_into(memory, 8 * (frame.zero + 1), *frame.choose(places))
         self.variant, self.words, self.what = variant, words, frame.what  # kept alive
-        self.reads = sum(1 << word for word in set(at))
+        self._at = at
         self.empty = 0 in grid
         arguments = ctypes.c_void_p(start), frame.function, ctypes.c_void_p(zero + 8), None
         self.launch = functools.partial(cuda_driver.library().cuLaunchKernelEx, *arguments)
         self._parameters, self._node = zero + 8, array("B")
+
+    @property
+    def reads(self) -> int:
+        """Bit i is set where it reads word i."""
+        return sum(1 << word for word in set(self._at))
 
     def node(self) -> ctypes.c_void_p:
         """Returns where that lies which a node of a CUDA graph is given; the driver reads the addresses as they are then."""

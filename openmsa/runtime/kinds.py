@@ -12,14 +12,14 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from openmsa.runtime.memory import Memory
-    from openmsa.runtime.replay import Replay
+    from openmsa.runtime.replay import Preparation, Replay
 
 MOST_KINDS = 1024
 """So many kinds are kept at a time; past that all are forgotten, and recorded again."""
@@ -120,24 +120,25 @@ class Call(NamedTuple):
 
     kind: Any
     addresses: list[int]
-    replays: list[Replay] | None
+    replay: Replay | None
 
 
-def record(function: Callable[[], object], inputs: list[Tensor], own: bool = True) -> Replay | str:
-    """Runs `function`, which launches on `inputs` and on other memory, and returns its launches, or a sentence that says why
-    they cannot be replayed. They can if the host code computes nothing with PyTorch and reads no values, so that only launches
-    have effects.
+def record(steps: Steps, inputs: list[Tensor], own: bool = True) -> Replay | str:
+    """Runs one step or more, which launch on `inputs` and on other memory, and returns their launches, or a sentence that says
+    why they cannot be replayed. They can if host code computes nothing with PyTorch and reads no values. own: whether the other
+    memory belongs to each step alone: a replay then takes it from a workspace. Otherwise it is kept."""
+    reason, made = None, None
+    for step in steps:
+        tape: Tape = []
+        with taping(tape):
+            step()
+        reason = reason or _unreplayable(tape)
+        if reason is None:
+            from openmsa.runtime.replay import Preparation
 
-    own:  whether the other memory belongs to the call alone: a replay then takes it from a workspace. Otherwise it is kept.
-    """
-    tape: Tape = []
-    with taping(tape):
-        function()
-    if reason := _unreplayable(tape):
-        return reason
-    from openmsa.runtime.replay import replay_of
-
-    return replay_of(tape, inputs, own)
+            made = made or Preparation(inputs, own)
+            reason = made.add(tape)
+    return reason or cast("Preparation", made).replay(inputs[0].get_device())
 
 
 def _unreplayable(tape: Tape) -> str | None:
@@ -161,7 +162,7 @@ class Kinds:
     launches cannot be recorded is run by host code each time."""
 
     def __init__(self) -> None:
-        self._replays: dict[Any, list[Replay]] = {}
+        self._replays: dict[Any, Replay] = {}
         self._numbers: dict[Any, int] = {}
         self._next = itertools.count()
 
@@ -190,9 +191,8 @@ class Kinds:
 
     def again(self, call: Call, memory: Memory) -> None:
         """Launches a call of a known kind."""
-        assert call.replays is not None
-        for replay in call.replays:
-            replay.run(call.addresses, memory.at(replay.workspace, replay.device))
+        replay = cast("Replay", call.replay)
+        replay.run(call.addresses, memory.at(replay.workspace, replay.device))
 
     def first(self, call: Call, steps: Steps, values: Iterable[Any], own: bool = True) -> str | None:
         """Runs a call of a kind that is not known, in steps whose memory may be the same, and records it. Returns why it could
@@ -201,11 +201,10 @@ class Kinds:
         values:  what holds the tensors of the call, in the order of its addresses.
         own:     as in `record`.
         """
-        tensors = list(tensors_in(*values))
-        recorded = [record(step, tensors, own) for step in steps]
-        replays = [x for x in recorded if not isinstance(x, str)]
-        if len(replays) == len(recorded):
-            if len(self._replays) >= MOST_KINDS:
-                self._replays.clear()
-            self._replays[call.kind] = replays
-        return next((x for x in recorded if isinstance(x, str)), None)
+        recorded = record(steps, list(tensors_in(*values)), own)
+        if isinstance(recorded, str):
+            return recorded
+        if len(self._replays) >= MOST_KINDS:
+            self._replays.clear()
+        self._replays[call.kind] = recorded
+        return None

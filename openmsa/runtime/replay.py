@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A `Replay` makes launches that a tape says (kinds.py) again, on other tensors of the same shapes, in little time of the host:
+"""A `Replay` makes launches that tapes say (kinds.py) again, on other tensors of the same shapes, in little time of the host:
 as one launch of a CUDA graph (launch_graph.py), or one by one.
 
 What a launch takes are numbers and addresses. Numbers stay. Addresses are of three kinds: those of the inputs, which a replay
@@ -10,24 +10,58 @@ such as a plan's counters.
 from __future__ import annotations
 
 import threading
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from openmsa.runtime.addresses import AmbiguousError, Prepared, PreparedZero, prepare
+from openmsa.runtime import variants
+from openmsa.runtime.addresses import AmbiguousError, Places, Prepared, PreparedLaunch, PreparedZero
 from openmsa.runtime.cuda_driver import checked
 from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall
-from openmsa.runtime.kinds import Tape
+from openmsa.runtime.kinds import Launched, Zeroed
 from openmsa.runtime.launch_graph import EVERY_WORD, LaunchGraph, form_of, graph_for
 
 
-def replay_of(tape: Tape, inputs: list[Tensor], own: bool) -> Replay | str:
-    """Returns the launches of a tape, or a sentence that says why no address can take the place of another."""
-    try:
-        return Replay(prepare(tape, inputs, own), inputs[0].get_device())
-    except AmbiguousError as error:
-        return str(error)
+class Preparation:
+    """Finds what each address of some tapes belongs to, one tape after the other, which may use the same workspace.
+
+    inputs:  tensors whose addresses differ from run to run.
+    own:     whether memory that the recorded code allocated belongs to the workspace, or is kept.
+    """
+
+    def __init__(self, inputs: list[Tensor], own: bool) -> None:
+        self._places = Places(inputs, own)
+        self._calls: list[PreparedLaunch | PreparedZero] = []
+        self._workspace = 0
+
+    def add(self, tape: list[Any]) -> str | None:
+        """Adds what a tape says. Returns why no address can take the place of another, a sentence, or None."""
+        places = self._places
+        places.forget_own()
+        try:
+            self._calls.extend(map(self._prepared, tape))
+        except AmbiguousError as error:
+            return str(error)
+        self._workspace = max(self._workspace, places.size)
+        return None
+
+    def _prepared(self, event: Launched | Zeroed) -> PreparedLaunch | PreparedZero:
+        word = self._places.word
+        if isinstance(event, Zeroed):
+            return PreparedZero(word(event.memory), event.memory.numel() * event.memory.element_size())
+        given = event.variant.parameters.given(event.arguments, partial(variants.encoded, event.variant))
+        return PreparedLaunch(event.variant, event.grid, given, [word(x) for x in given.tensors])
+
+    def made(self) -> Prepared:
+        """Returns all of them in numbers and addresses."""
+        return Prepared(self._places.words, self._calls, self._workspace, [*self._places.kept.values()])
+
+    def replay(self, device: int) -> Replay:
+        """Returns what makes them again."""
+        return Replay(self.made(), device)
 
 
 class Replay:

@@ -35,10 +35,11 @@ from openmsa import (
 from openmsa.decode.kernels import Kernels
 from openmsa.kv_cache import E4M3, NVFP4
 from openmsa.runtime import kinds
-from openmsa.runtime.addresses import ALIGNED, AmbiguousError, Places, Prepared, PreparedLaunch, PreparedZero, prepare
+from openmsa.runtime.addresses import ALIGNED, AmbiguousError, Places, Prepared, PreparedLaunch, PreparedZero
 from openmsa.runtime.dispatch import Stage
 from openmsa.runtime.kinds import Computed, Launched, Zeroed, computes, listening, taping
 from openmsa.runtime.recording import recording
+from openmsa.runtime.replay import Preparation
 from openmsa.runtime.variants import Variant
 
 ROOT = Path(__file__).parents[2]
@@ -72,18 +73,21 @@ def prepared(outcome: Any = "nothing is launched") -> Iterator[list[tuple[Prepar
     def encoded(variant: Variant, place: int, descriptor: Any) -> list[Any]:
         return ["map", *descriptor.shape, *descriptor.strides]
 
-    def record(function: Callable[[], Any], inputs: list[Tensor], own: bool = True) -> Any:
-        tape: list[Any] = []
-        watch, before = Watch(), len(launches)
-        with taping(tape), watch:
-            function()
-        assert not watch.found, watch.found
-        made = iter(launches[before:])
-        events = [
-            event._replace(variant=variant(event, next(made))) if isinstance(event, Launched) else event for event in tape
-        ]
-        assert next(made, None) is None, "every launch is on the tape"
-        found.append((prepare(events, inputs, own), [x.data_ptr() for x in inputs]))
+    def record(steps: list[Callable[[], Any]], inputs: list[Tensor], own: bool = True) -> Any:
+        preparation = Preparation(inputs, own)
+        for step in steps:
+            tape: list[Any] = []
+            watch, before = Watch(), len(launches)
+            with taping(tape), watch:
+                step()
+            assert not watch.found, watch.found
+            made = iter(launches[before:])
+            events = [
+                event._replace(variant=variant(event, next(made))) if isinstance(event, Launched) else event for event in tape
+            ]
+            assert next(made, None) is None, "every launch is on the tape"
+            assert preparation.add(events) is None
+        found.append((preparation.made(), [x.data_ptr() for x in inputs]))
         return outcome
 
     patches = mock.patch.object(kinds, "record", record), mock.patch("openmsa.runtime.variants.encoded", encoded)
@@ -206,54 +210,49 @@ def stage(name: str, new: int, keys: int, heads: tuple[int, int], paged: bool = 
     return run
 
 
-CASES: dict[str, tuple[Callable[[], Any], int]] = {
-    "few queries": (lambda: step([(20, 3000)], (16, 1)), 1),
-    "a prefill": (lambda: step([(4096, 4096)], (64, 4)), 1),
-    "a packed prefill": (lambda: step([(3000, 3500), (0, 0), (1096, 1096)], (64, 4), packed=True), 1),
-    "packed": (lambda: step([(700, 700), (0, 0), (1, 90)], (8, 2), packed=True), 1),
-    "chunks": (lambda: step([(900, 9000)], (16, 1), query_chunk=256), 4),
-    "mixed": (lambda: step([(1, 3000), (300, 2000), (7, 4000)], (16, 1)), 1),
-    "decode rows": (lambda: step([(1, 3000), (4, 4000)], (16, 1)), 1),
-    "e4m3": (lambda: step([(300, 2000)], (16, 1), E4M3), 1),
-    "nvfp4": (lambda: step([(300, 2000)], (16, 1), NVFP4), 1),
-    "call": (lambda: call(300, 2000, (16, 1)), 1),
-    "call in chunks": (lambda: call(900, 9000, (16, 1), 256), 4),
-    "call of selection": (lambda: stage("selection", 4096, 9000, (64, 4)), 1),
-    "call of selection in pages": (lambda: stage("selection", 30, 3000, (16, 1), True), 1),
-    "call of attention": (lambda: stage("attention", 4096, 9000, (64, 4)), 1),
-    "call of attention in pages": (lambda: stage("attention and lse", 30, 3000, (16, 1), True), 1),
-    "call of dense attention": (lambda: stage("dense attention", 4096, 9000, (64, 4)), 1),
-    "call of dense attention in pages": (lambda: stage("dense attention", 30, 3000, (16, 1), True), 1),
-    "decode of one sequence": (lambda: decode(1, 9000, (64, 4)), 1),
-    "decode of many": (lambda: decode(32, 4000, (64, 4)), 1),
+CASES: dict[str, Callable[[], Any]] = {
+    "few queries": lambda: step([(20, 3000)], (16, 1)),
+    "a prefill": lambda: step([(4096, 4096)], (64, 4)),
+    "a packed prefill": lambda: step([(3000, 3500), (0, 0), (1096, 1096)], (64, 4), packed=True),
+    "packed": lambda: step([(700, 700), (0, 0), (1, 90)], (8, 2), packed=True),
+    "chunks": lambda: step([(900, 9000)], (16, 1), query_chunk=256),
+    "mixed": lambda: step([(1, 3000), (300, 2000), (7, 4000)], (16, 1)),
+    "decode rows": lambda: step([(1, 3000), (4, 4000)], (16, 1)),
+    "e4m3": lambda: step([(300, 2000)], (16, 1), E4M3),
+    "nvfp4": lambda: step([(300, 2000)], (16, 1), NVFP4),
+    "call": lambda: call(300, 2000, (16, 1)),
+    "call in chunks": lambda: call(900, 9000, (16, 1), 256),
+    "call of selection": lambda: stage("selection", 4096, 9000, (64, 4)),
+    "call of selection in pages": lambda: stage("selection", 30, 3000, (16, 1), True),
+    "call of attention": lambda: stage("attention", 4096, 9000, (64, 4)),
+    "call of attention in pages": lambda: stage("attention and lse", 30, 3000, (16, 1), True),
+    "call of dense attention": lambda: stage("dense attention", 4096, 9000, (64, 4)),
+    "call of dense attention in pages": lambda: stage("dense attention", 30, 3000, (16, 1), True),
+    "decode of one sequence": lambda: decode(1, 9000, (64, 4)),
+    "decode of many": lambda: decode(32, 4000, (64, 4)),
 }
 
 
 def launches_fit_other_tensors(name: str) -> None:
     """Those of a first layer, at a second layer's addresses, are those that the second layer makes."""
-    make, chunks = CASES[name]
     with prepared() as found:
-        run = make()
+        run = CASES[name]()
         run()
-        first = len(found)
         run()
-    assert len(found) == 2 * first, "both layers are recorded"
-    assert first == (chunks if "decode of" in name or "call" in name else 2 * chunks), first
-    for (mine, _), (theirs, addresses) in zip(found[:first], found[first:], strict=True):
-        assert mine.calls
-        assert resolved(mine, addresses) == resolved(theirs, addresses)
-        assert any(kind == "input" for kind, _, _ in mine.words)
+    (mine, _), (theirs, addresses) = found
+    assert mine.calls
+    assert resolved(mine, addresses) == resolved(theirs, addresses)
+    assert any(kind == "input" for kind, _, _ in mine.words)
     if "prefill" in name:  # Hopper's own kernel, whose descriptors begin at queries, keys and values
-        made = found[first - 1][0]
-        launches = [call for call in made.calls if isinstance(call, PreparedLaunch)]
+        launches = [call for call in mine.calls if isinstance(call, PreparedLaunch)]
         (call,) = [call for call in launches if call.variant.kernel.__name__ == "sm90_attend_kernel"]
-        assert [made.words[word][0] for word in call.words[-3:]] == ["input"] * len(call.given.maps) == ["input"] * 3
+        assert [mine.words[word][0] for word in call.words[-3:]] == ["input"] * len(call.given.maps) == ["input"] * 3
 
 
 def memory_is_found(name: str) -> None:
     """A plan's layers need a workspace; a decode plan's use memory of the plan alone; unsplit dense attention needs none."""
     with prepared() as found:
-        CASES[name][0]()()
+        CASES[name]()()
     kinds_of_words = {kind for made, _ in found for kind, _, _ in made.words}
     beside = set() if name == "call of dense attention" else {"kept" if "decode of" in name else "own"}
     assert kinds_of_words == {"input"} | beside, kinds_of_words
@@ -266,21 +265,21 @@ def known_kinds_are_not_recorded_again() -> None:
     with prepared(replayed) as found:
         first, second = (step([(300, 2000)], (16, 1)) for _ in range(2))
         first()
-        assert (len(found), len(replays)) == (2, 0)
+        assert (len(found), len(replays)) == (1, 0)
         first()
         second()
-        assert (len(found), len(replays)) == (2, 4), (len(found), len(replays))
-        assert replays[2] != replays[0]
+        assert (len(found), len(replays)) == (1, 2), (len(found), len(replays))
+        assert replays[1] != replays[0]
         step([(300, 2001)], (16, 1))()
-        assert (len(found), len(replays)) == (2, 6), "bounds are rounded"
+        assert (len(found), len(replays)) == (1, 3), "bounds are rounded"
         step([(300, 2049)], (16, 1))()
-        assert (len(found), len(replays)) == (4, 6)
+        assert (len(found), len(replays)) == (2, 3)
         run = decode(2, 4000, (64, 4))
         run()
         run()
-        assert (len(found), len(replays)) == (5, 7)
+        assert (len(found), len(replays)) == (3, 4)
         decode(2, 4000, (64, 4))()
-        assert (len(found), len(replays)) == (6, 7), "memory of a decode plan is its own"
+        assert (len(found), len(replays)) == (4, 4), "memory of a decode plan is its own"
 
 
 def longest_lengths_belong_to_a_kind() -> None:
@@ -337,13 +336,27 @@ def computations_are_on_the_tape() -> None:
 def what_cannot_be_recorded_is_said() -> None:
     """PyTorch's computations and addresses beside the inputs have reasons."""
     x = torch.zeros(8, 4)
-    said = kinds.record(lambda: computes("a sum"), [x])
-    assert said == "its host code computes a sum with PyTorch"
+    ran: list[int] = []
+    said = kinds.record([lambda: ran.append(1), lambda: computes("a sum"), lambda: ran.append(2)], [x])
+    assert (said, ran) == ("its host code computes a sum with PyTorch", [1, 2])
     places = Places([x[:, :2], x[:, 1:]], True)
     assert places._place(x[3:, :2], x[3:, :2].data_ptr()) == ("input", 0, 48)
     assert places._place(x[3:, 1:], x[3:, 1:].data_ptr()) == ("input", 1, 48)
     with pytest.raises(AmbiguousError, match="beside its inputs"):
         places.word(x[2:, 3:])
+
+
+def steps_share_a_workspace() -> None:
+    """Each step's memory begins at the start of the workspace, also where it lies at an address of the step before."""
+    held, given = (torch.zeros(300, dtype=torch.uint8) for _ in range(2))
+    preparation = Preparation([given], True)
+    for first, second in ((held, torch.zeros(2000, dtype=torch.uint8)), (torch.zeros(10, dtype=torch.uint8), held)):
+        preparation.add([Zeroed(x) for x in (first, second[:7], given[1:])])
+    made = preparation.made()
+    words = [made.words[call.word] for call in made.calls if isinstance(call, PreparedZero)]
+    assert words == [("own", 0, 0), ("own", 512, 0), ("input", 0, 1), ("own", 0, 0), ("own", 512, 0), ("input", 0, 1)]
+    assert made.workspace == 512 + 2048
+    assert made.kept == []
 
 
 def known_calls_refuse_what_first_calls_refuse() -> None:
@@ -404,7 +417,7 @@ def kinds_tell_tensors_apart() -> None:
     assert len({look(number).kind for number in numbers}) == len(numbers)
     assert len({look(Sequences(max_seqlen_k=number)).kind for number in numbers}) == len(numbers)
     for refused in (x.to_sparse(), torch.nested.nested_tensor([x, x[:1]])):
-        assert look(refused).replays is None, "checks refuse it"
+        assert look(refused).replay is None, "checks refuse it"
     assert look(x, x, 3).kind != look(x, x.clone(), 3).kind
     assert look(E4M3.quantize(x[None])).kind != look(E4M3.quantize(x[None], per="tensor")).kind
 
@@ -420,6 +433,7 @@ def main() -> int:
     what_cannot_be_recorded_is_said()
     computations_are_on_the_tape()
     kinds_tell_tensors_apart()
+    steps_share_a_workspace()
     known_calls_refuse_what_first_calls_refuse()
     references_are_not_recorded()
     return 0
