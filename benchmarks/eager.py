@@ -103,11 +103,18 @@ def by_plan(x: Step, layers: int) -> None:
         seq_lens=x.lens,
         page_size=PAGE,
     )
-    for i in range(layers):
-        q, kv, index_q, index = x.layers[i % len(x.layers)]
-        plan.run(q, kv[..., :128], kv[..., 128:], index_q, index, out=x.outs[i % len(x.outs)])
+    run_layers(x, plan, layers)
     if plan.not_recorded:
         raise RuntimeError(str(plan.not_recorded))
+
+
+def run_layers(x: Step, plan: AttentionPlan, layers: int) -> None:
+    """Runs layers with a plan. Views of the caches are made once, as in an engine, which binds caches once."""
+    halves = [(kv[..., :128], kv[..., 128:]) for _, kv, _, _ in x.layers]
+    for i in range(layers):
+        at = i % len(x.layers)
+        q, _, index_q, index = x.layers[at]
+        plan.run(q, *halves[at], index_q, index, out=x.outs[at])
 
 
 def by_call(x: Step, layers: int) -> None:

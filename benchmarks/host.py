@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.eager import PAGE, Step, by_vllm, step_of
+from benchmarks.eager import PAGE, Step, by_vllm, run_layers, step_of
 from openmsa import AttentionPlan, DecodePlan, PagedIndexKeys, PagedKV, Sequences, msa_attention
 from openmsa.bench.record import environment
 from openmsa.bench.vllm_peer import load as load_peer
@@ -90,13 +90,6 @@ def plan_of(x: Step) -> AttentionPlan:
     )
 
 
-def layers_by_plan(x: Step, plan: AttentionPlan, layers: int) -> None:
-    """Runs `layers` layers with a plan."""
-    for i in range(layers):
-        q, kv, index_q, index = x.layers[i % len(x.layers)]
-        plan.run(q, kv[..., :128], kv[..., 128:], index_q, index, out=x.outs[i % len(x.outs)])
-
-
 def layers_by_call(x: Step, layers: int) -> None:
     """Runs `layers` layers with a call each."""
     seqs = Sequences(x.cu, None, max(x.new), max(x.keys))
@@ -117,7 +110,7 @@ def layers_by_decode_plan(x: Step, plan: DecodePlan, layers: int) -> None:
 def whole_step(x: Step, layers: int) -> None:
     """Makes a plan and runs its layers."""
     plan = plan_of(x)
-    layers_by_plan(x, plan, layers)
+    run_layers(x, plan, layers)
     if plan.not_recorded:
         raise RuntimeError(str(plan.not_recorded))
 
@@ -127,8 +120,8 @@ def turn(x: Step, layers: int, kernels: Any) -> Iterator[tuple[str, float]]:
     plans: list[AttentionPlan] = []
     x, other = of_new_kind(x), of_new_kind(x)
     yield "plan", microseconds(lambda: plans.append(plan_of(x)))
-    yield "first", microseconds(partial(layers_by_plan, x, plans[0], 1))
-    yield "known", microseconds(partial(layers_by_plan, x, plans[0], FEW_LAYERS)) / FEW_LAYERS
+    yield "first", microseconds(partial(run_layers, x, plans[0], 1))
+    yield "known", microseconds(partial(run_layers, x, plans[0], FEW_LAYERS)) / FEW_LAYERS
     yield "mean", microseconds(partial(whole_step, other, layers)) / layers
     yield "call_first", microseconds(partial(layers_by_call, x, 1))
     yield "call", microseconds(partial(layers_by_call, x, FEW_LAYERS)) / FEW_LAYERS

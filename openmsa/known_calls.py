@@ -7,14 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from openmsa.kv_cache import PagedIndexKeys, PagedKV
 from openmsa.runtime import checks
 from openmsa.runtime.dispatch import Stage, has_triton
 from openmsa.runtime.kinds import Kinds, tensors_in
+from openmsa.runtime.lengths import starts_of
 from openmsa.runtime.memory import Memory
 from openmsa.types import Layout, Sequences, layout, starts
 
@@ -33,10 +35,23 @@ def bounded(seqs: Any, device: Any) -> Any:
 
 
 def lengths_again(q: Any, keys: Any, seqs: Sequences | None) -> Layout:
-    """Returns the lengths of a call whose arguments were checked when it was recorded."""
-    if isinstance(keys, (PagedKV, PagedIndexKeys)):
+    """Returns the lengths of a call whose arguments were checked when it was recorded, and whose maxima are `bounded`. Its
+    sequences are taken as they are where implementations receive them so."""
+    paged = isinstance(keys, (PagedKV, PagedIndexKeys))
+    cu_q, cu_k, offset = (None,) * 3 if seqs is None else (seqs.cu_seqlens_q, seqs.cu_seqlens_k, seqs.q_offset)
+    if seqs is not None and cu_q is not None and (paged or cu_k is not None) and all(map(_as_received, (cu_q, cu_k, offset))):
+        most_q, most_k = cast(int, seqs.max_seqlen_q), seqs.max_seqlen_k
+        if cu_k is None:
+            most_k = keys.capacity if most_k is None else most_k
+            cu_k = starts_of(keys.seq_lens, min(most_k, keys.capacity))
+        return Layout(cu_q, cu_k, most_q, cast(int, most_k), offset, most_q)
+    if paged:
         return keys.layout(seqs, q.shape[0], q.device)
     return layout(seqs, q.shape[0], keys.shape[0], q.device)
+
+
+def _as_received(value: Tensor | None) -> bool:
+    return value is None or (value.dtype == torch.int32 and value.is_contiguous())
 
 
 def run(
