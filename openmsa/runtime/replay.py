@@ -53,7 +53,10 @@ class Preparation:
         if isinstance(event, Zeroed):
             return PreparedZero(word(event.memory), event.memory.numel() * event.memory.element_size())
         given = event.variant.parameters.given(event.arguments, partial(variants.encoded, event.variant))
-        return PreparedLaunch(event.variant, event.grid, given, [word(x) for x in given.tensors])
+        words = [word(x) for x in given.tensors]
+        return PreparedLaunch(
+            event.variant, event.grid, given._replace(tensors=()), words
+        )  # Their memory is free for later steps.
 
     def made(self) -> Prepared:
         """Returns all of them in numbers and addresses."""

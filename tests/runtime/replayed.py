@@ -243,6 +243,7 @@ def launches_fit_other_tensors(name: str) -> None:
     assert mine.calls
     assert resolved(mine, addresses) == resolved(theirs, addresses)
     assert any(kind == "input" for kind, _, _ in mine.words)
+    assert not any(isinstance(call, PreparedLaunch) and call.given.tensors for call in mine.calls), "memory is held no longer"
     if "prefill" in name:  # Hopper's own kernel, whose descriptors begin at queries, keys and values
         launches = [call for call in mine.calls if isinstance(call, PreparedLaunch)]
         (call,) = [call for call in launches if call.variant.kernel.__name__ == "sm90_attend_kernel"]
