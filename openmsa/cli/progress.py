@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""This column of a progress bar tells how much time is left."""
+"""These are the columns of progress bars; one tells how much time is left."""
 
 from __future__ import annotations
 
-from rich.progress import ProgressColumn, Task
+from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
+
+WHOLE = Column(no_wrap=True)  # What stands in such a column is not cut.
 
 
 class Remaining(ProgressColumn):
@@ -19,6 +22,14 @@ class Remaining(ProgressColumn):
             return Text("")
         left = (now - began) * (task.total - task.completed) / task.completed
         return Text(f"{told(left)} left")
+
+
+def columns(*counts: ProgressColumn, spins: bool = True) -> list[ProgressColumn]:
+    """Returns the columns of a progress bar: what is done, a bar, counts, and times. Description and bar give way on a narrow
+    terminal, numbers do not."""
+    bar = [TextColumn("{task.description}", table_column=Column(overflow="fold")), BarColumn(bar_width=20)]
+    times = [TimeElapsedColumn(table_column=WHOLE), Remaining(table_column=WHOLE)]
+    return [*([SpinnerColumn(table_column=WHOLE)] if spins else []), *bar, *counts, *times]
 
 
 def told(seconds: float) -> str:
