@@ -73,6 +73,7 @@ def _print(result: ByteResult) -> None:
     from rich.text import Text
 
     from openmsa.bench.narrow import Narrow
+    from openmsa.cli.progress import in_all
 
     console = Console()
     table = Table(title=f"The byte model reads {result.bytes:,} bytes")
@@ -88,7 +89,7 @@ def _print(result: ByteResult) -> None:
         f"Continued at {result.bytes_a_second:.0f} bytes a second from a cache of {result.cache_bytes / 2**20:.0f} MiB."
     )
     console.print(f"Which blocks each layer reads: {result.heat_map}", soft_wrap=True, markup=False)
-    console.print(f"{result.seconds:.0f} s in all.")
+    console.print(in_all(result.seconds))
 
 
 def _printable(text: str) -> str:

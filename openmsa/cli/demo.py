@@ -148,6 +148,8 @@ def _print(result: Result) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
+    from openmsa.cli.progress import in_all
+
     console = Console()
     title = f"{result.model}, {result.tokens} tokens, blocks of {result.block_size} keys, {result.num_blocks} blocks"
     console.print(_table(title, result.rows))
@@ -160,4 +162,4 @@ def _print(result: Result) -> None:
         f"{result.max_logit_difference:.1e} (tolerance {result.tolerance:.0e})."
     )
     console.print(f"Which blocks each layer reads: {result.heat_map}", soft_wrap=True, markup=False)
-    console.print(f"{result.seconds:.0f} s in all.")
+    console.print(in_all(result.seconds))

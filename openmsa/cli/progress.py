@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import os
+
 from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
 
+BUSY = 1.5  # A load of so many a core is not this program's alone.
 WHOLE = Column(no_wrap=True)  # What stands in such a column is not cut.
 
 
@@ -30,6 +33,21 @@ def columns(*counts: ProgressColumn, spins: bool = True) -> list[ProgressColumn]
     bar = [TextColumn("{task.description}", table_column=Column(overflow="fold")), BarColumn(bar_width=20)]
     times = [TimeElapsedColumn(table_column=WHOLE), Remaining(table_column=WHOLE)]
     return [*([SpinnerColumn(table_column=WHOLE)] if spins else []), *bar, *counts, *times]
+
+
+def in_all(seconds: float) -> str:
+    """Says how long a command on a CPU took, and what makes it faster where its threads spin and other programs run there. The
+    load of the last minute tells of these: the command's own is at most one a core."""
+    import torch
+
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    sentence = f"{seconds:.0f} s in all."
+    if load < BUSY * cores or torch.get_num_threads() == 1 or os.environ.get("OMP_WAIT_POLICY"):
+        return sentence
+    return (
+        f"{sentence} Other programs use this CPU, too (a load of {load:.1f} on {cores} cores), where threads that spin while "
+        "they wait take much longer: set OMP_WAIT_POLICY=passive (docs/environment.md)."
+    )
 
 
 def told(seconds: float) -> str:
