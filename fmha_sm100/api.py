@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from openmsa.runtime import torch_version  # isort: skip # noqa: F401 - it says in a sentence where PyTorch is missing or old
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -87,6 +88,8 @@ def fmha_sm100(
     computed (``output_o=False`` or `max_score` with a plan without max scores) raises instead of being dropped. Wrong arguments
     raise ValueError or TypeError.
     """
+    if unknown := kwargs.keys() - OPTIONS:
+        raise TypeError(f"fmha_sm100() got an unexpected keyword argument {min(unknown)!r}")
     if not isinstance(plan_info, tuple) or len(plan_info) != 5 or not isinstance(plan_info[3], dict):
         raise TypeError(f"plan_info must be what fmha_sm100_plan returned, got {type(plan_info).__name__}")
     mixed, _, batch, first, second = plan_info
@@ -178,6 +181,10 @@ def checked(
     elif q.device.type == "cpu":
         call_checks.check_key_values(call)
     return call
+
+
+OPTIONS = inspect.signature(checked).parameters.keys()
+checked.__qualname__ = "_fmha_sm100"  # Errors of Python about its arguments name what was called.
 
 
 @dispatch.operator("fmha_sm100::run_plan")

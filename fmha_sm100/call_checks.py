@@ -193,7 +193,7 @@ def check_key_values(call: Call) -> None:
 def _check_packed(starts: Tensor, lens: Tensor, total: int) -> None:
     """Checks that the keys of each request end before those of the next one and before the end of k."""
     ends = starts[:-1].long() + lens
-    limits = torch.cat((starts[1:].long(), torch.tensor([total])))[: lens.numel()]
+    limits = torch.cat((starts[1:].long(), torch.tensor([total], device="cpu")))[: lens.numel()]
     limits[-1:] = total
     value_checks.none("kv_segment_offsets", starts[:-1] < 0, starts, "at least 0")
     if bool((ends > limits).any()):
@@ -211,7 +211,7 @@ def _check_pages(call: Call, lens: Tensor) -> None:
         if request is not None and table.shape[0] == call.plan["batch_size"]:
             line = request.cpu().long()  # [rows], the line of the table for each row
         else:
-            line = torch.arange(lens.numel())
+            line = torch.arange(lens.numel(), device="cpu")
         first = line * table.shape[1]
         value_checks.none("kv_segment_lens", counts > table.shape[1], lens, f"at most what {table.shape[1]} pages hold")
     else:
@@ -224,7 +224,7 @@ def _check_pages(call: Call, lens: Tensor) -> None:
         raise ValueError(
             f"kv_page_indptr[{b}] must leave {int(counts[b])} pages in kv_indices ({flat.numel()} entries), got {int(first[b])}"
         )
-    used = torch.zeros(flat.numel(), dtype=torch.bool)
+    used = torch.zeros(flat.numel(), dtype=torch.bool, device="cpu")
     for start, count in zip(first.tolist(), counts.tolist(), strict=True):
         used[start : start + count] = True
     value_checks.none("kv_indices", used & ((flat < 0) | (flat >= num_pages)), flat, f"a page from 0 to {num_pages - 1}")
@@ -232,7 +232,8 @@ def _check_pages(call: Call, lens: Tensor) -> None:
 
 def _check_block_ids(blocks: Tensor, lens: Tensor, queries: Tensor, size: int) -> None:
     """Checks that each query selects distinct blocks, of `size` keys, of its own request, or -1."""
-    row = torch.searchsorted(queries[1:].contiguous(), torch.arange(blocks.shape[0], dtype=torch.int32), right=True)
+    query = torch.arange(blocks.shape[0], dtype=torch.int32, device="cpu")
+    row = torch.searchsorted(queries[1:].contiguous(), query, right=True)
     count = ((lens.long() + size - 1) // size)[row][:, None, None]  # [total_q, 1, 1]
     value_checks.none("kv_block_indexes", (blocks < -1) | (blocks >= count), blocks, "-1 or a block of the query's request")
     ordered = blocks.sort(dim=-1).values

@@ -167,7 +167,7 @@ def _check_csr(row_ptr: Tensor, q_indices: Tensor, topk: int, total_q: int, rows
     value_checks.none("k2q_row_ptr", behind, row_ptr, f"that at {last}, as rows behind it name no block")
     if not last:
         return
-    entry = torch.arange(entries, dtype=torch.int32).expand(q_indices.shape)
+    entry = torch.arange(entries, dtype=torch.int32, device="cpu").expand(q_indices.shape)
     row = torch.searchsorted(row_ptr[:, 1:].contiguous(), entry.contiguous(), right=True).clamp_(max=last - 1)
     sequence, used = rows.of_rows(last)[0][row], entry < row_ptr[:, -1:]
     outside = (q_indices < 0) | (q_indices >= rows.cu_seqlens_q.diff()[sequence])

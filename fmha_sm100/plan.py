@@ -8,6 +8,7 @@ given.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ def fmha_sm100_plan(
     arguments raise ValueError or TypeError.
     """
     tracing.refuse_to_trace("fmha_sm100_plan")
+    if unknown := options.keys() - OPTIONS:
+        raise TypeError(f"fmha_sm100_plan() got an unexpected keyword argument {min(unknown)!r}")
     flags(split_prefill_decode=split_prefill_decode)
     qo = _lengths("qo_segment_lens", qo_segment_lens, None)
     sparse = checks.integer("kv_block_num", options.get("kv_block_num", -1), -1) != -1
@@ -194,6 +197,9 @@ UNUSED = (
     *("workspace_o", "workspace_lse", "num_kv_splits_per_row", "cute_workspace_buffer"),
 )
 """The public package keeps workspaces under these keys of a plan, or None where it needs none; here all are None."""
+
+
+OPTIONS = inspect.signature(_fmha_sm100_plan).parameters.keys()
 
 
 def _lengths(name: str, value: Any, batch: int | None) -> Tensor:

@@ -196,9 +196,9 @@ def rows_of(qo: Tensor, kv: Tensor, offset: Tensor, page_size: int, causal: bool
     first_page = _starts((kv + page_size - 1) // page_size) if page_size > 0 else None  # [batch + 1]
     tensors = {}
     if by_token and bool((qo != 1).any()):
-        request = torch.arange(qo.numel())
+        request = torch.arange(qo.numel(), device="cpu")
         request = request.repeat_interleave(qo)  # [total_q]
-        index = torch.arange(request.numel()) - _starts(qo)[request]
+        index = torch.arange(request.numel(), device="cpu") - _starts(qo)[request]
         tensors = {"row_request": request, "row_index": index}
         qo, kv, offset = torch.ones_like(request), kv[request], offset[request] + (index if causal else 0)
         if first_page is not None:
@@ -218,7 +218,7 @@ def _starts(lens: Tensor) -> Tensor:
 def placed(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor | None]:
     """Copies the tensors to the device in one copy, each to an aligned place of one allocation that this plan owns."""
     sizes = [-(-x.numel() // 32) * 32 for x in tensors.values()]
-    staged = torch.zeros(sum(sizes), dtype=torch.int32)
+    staged = torch.zeros(sum(sizes), dtype=torch.int32, device="cpu")
     for piece, x in zip(staged.split(sizes), tensors.values(), strict=True):
         piece[: x.numel()] = x
     pieces = staged.to(device).split(sizes)

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmsa.runtime.derivatives import first_derivative
+from openmsa.runtime.derivatives import first_derivative, refuse_transforms
 from openmsa.runtime.dispatch import Implementation
 
 
 def recorded(row: Implementation[Any], call: Any) -> Any:
     """Runs a row of either attention so that autograd can call its backward. The call begins with q, k and v."""
+    refuse_transforms()
     out, lse = _Attention.apply(row, call, *call[:3])
     results = tuple(x for x, wanted in ((out, getattr(call, "return_out", True)), (lse, call.return_lse)) if wanted)
     return results[0] if len(results) == 1 else results

@@ -121,7 +121,7 @@ def check_model(device: str) -> None:
     """Checks a converted Llama over every cache against one forward without; with all blocks, against "sdpa"."""
     import transformers
 
-    from openmsa.integrations.hugging_face import ATTENTION, PagedCache, convert
+    from openmsa.integrations.hugging_face import ATTENTION, PagedCache, cache_argument, convert
 
     torch.manual_seed(2)
     sizes = {"hidden_size": 384, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 6}
@@ -141,12 +141,12 @@ def check_model(device: str) -> None:
     for name, make in caches.items():
         cache, parts, start = make(), [], 0
         for stop in (300, 590, *range(591, 601)):
-            parts.append(model(ids[:, start:stop], past_key_values=cache, use_cache=True).logits)
+            parts.append(model(ids[:, start:stop], **cache_argument(model, cache), use_cache=True).logits)
             start = stop
         off = error(torch.cat(parts, 1), whole)
         note(f"converted Llama, steps over a {name}", off < 0.05, off=off)
     options = {"max_new_tokens": 16, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    same = model.generate(ids, **options) == model.generate(ids, **options, past_key_values=PagedCache(model))
+    same = model.generate(ids, **options) == model.generate(ids, **options, **cache_argument(model, PagedCache(model)))
     note("generate over PagedCache and DynamicCache", None, same_tokens=float(same.float().mean()))
     assert model.config._attn_implementation == ATTENTION
 

@@ -4,5 +4,5 @@
 workloads.py  which shapes              cost.py      useful FLOPs and bytes, limits
 rows.py       what is measured on them  ceilings.py  what the device reaches in the same run
 inputs.py     their tensors             runner.py    rounds, records
-dense_peer.py, vllm_peer.py: the peers; report.py, plot.py: tables and plots from records.
+dense_peer.py, vllm_peer.py: the peers; report.py, narrow.py, plot.py: tables and plots from records.
 """

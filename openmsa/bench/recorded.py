@@ -39,5 +39,5 @@ def recorded(queries: int, length: int, heads: int, topk: int, block_size: int, 
             f"recorded selections must have {queries} queries, {topk} blocks a query and blocks of {block_size} keys, got "
             f"{shape[0]}, {shape[1]} and {shape[2]} in {str(file)!r}"
         )
-    chosen = every[-queries:, torch.arange(heads) % every.shape[1]]
+    chosen = every[-queries:, torch.arange(heads, device="cpu") % every.shape[1]]
     return chosen.masked_fill(chosen == NOTHING, -1).contiguous()

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from openmsa.bench import workloads
+from openmsa.bench.narrow import Narrow
 from openmsa.bench.record import Record
 
 MARKDOWN_WIDTH = 200
@@ -73,9 +74,9 @@ def _table(records: list[Record], box: Box) -> RenderableType:
     if not any(_spreads(r) for r in records):
         columns.remove("spread")
     table = _empty(box, padding=0)
-    table.add_column("row", no_wrap=True)
+    table.add_column("row")
     for column in columns:
-        table.add_column(Text(column.replace("\n", " ") if box is MARKDOWN else column), justify="right", no_wrap=True)
+        table.add_column(Text(column.replace("\n", " ") if box is MARKDOWN else column), justify="right")
     notes = []
     for r in records:
         name = r["row"] if r["mode"] == "eager" else f"{r['row']} ({r['mode']})"
@@ -92,7 +93,7 @@ def _table(records: list[Record], box: Box) -> RenderableType:
         f"limits in this run: matrix product {_count(ceilings['gemm'], 'FLOP/s')}, copy {_count(ceilings['copy'], 'B/s')}, "
         f"read {_count(ceilings['read'], 'B/s')}, smallest call {_time(ceilings['launch'])}"
     )
-    return Group(Text(title, style="bold"), table, *(Text(note, style="dim") for note in dict.fromkeys(notes)), Text())
+    return Group(Text(title, style="bold"), Narrow(table), *(Text(note, style="dim") for note in dict.fromkeys(notes)), Text())
 
 
 def _spreads(r: Record) -> bool:

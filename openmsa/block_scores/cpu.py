@@ -48,7 +48,7 @@ def _score(
     key_heads = pool.shape[1]
     group = heads // key_heads
     dtype = wide_dtype(index_q)
-    scores = torch.full((heads, total_q, seqs.num_blocks(block_size)), -torch.inf, dtype=dtype)
+    scores = torch.full((heads, total_q, seqs.num_blocks(block_size)), -torch.inf, dtype=dtype, device="cpu")
     # Few rows are a property of the whole call, and are scored a token at a time, so that query chunks change nothing.
     few = seqs.longest_q * group < MIN_ROWS
     tile_rows, tile_keys = (32, 256) if dtype == torch.float64 else (TILE_ROWS, TILE_KEYS)
@@ -69,7 +69,7 @@ def _score(
             for t0 in range(q0, q1, tile_tokens):
                 t1 = min(t0 + tile_tokens, q1)
                 q = rows_of(index_q, slice(t0, t1), of_group, dtype=dtype).to(dtype).transpose(0, 1)  # [group, tokens, dim]
-                position = torch.arange(t0 - q0, t1 - q0) + offset
+                position = torch.arange(t0 - q0, t1 - q0, device="cpu") + offset
                 end = min(int(position[-1]) + 1, k_len)  # keys that the last query sees
                 for first in range(0, end, tile_keys):
                     stop = min(first + tile_keys, end)
@@ -77,7 +77,7 @@ def _score(
                     if nan_is_lowest:
                         products.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
                     if stop > int(position[0]) + 1:
-                        hidden = torch.arange(first, stop) > position[:, None]
+                        hidden = torch.arange(first, stop, device="cpu") > position[:, None]
                         products.masked_fill_(hidden, -torch.inf)
                     blocks = slice(first // block_size, -(-stop // block_size))
                     scores[of_group, t0:t1, blocks] = block_max(products, block_size)
@@ -154,7 +154,7 @@ def _score_pool(q: Tensor, keys: Rows, pages: list[int], end: int, block_size: i
             products[pages[-1] - page, ..., end % size :] = -torch.inf
         parts.append(products.unflatten(3, (-1, block_size)).amax(4))
     found = parts[0] if len(parts) == 1 else torch.cat(parts)
-    found = found.index_select(0, torch.tensor(pages) - first)  # [pages, heads, rows, blocks of a page]
+    found = found.index_select(0, torch.tensor(pages, device="cpu") - first)  # [pages, heads, rows, blocks of a page]
     return found.permute(1, 2, 0, 3).flatten(2)[..., : -(-end // block_size)]
 
 

@@ -33,9 +33,9 @@ def is_exact() -> bool:
     fast = getattr(torch.cpu, "_is_vnni_supported", None)
     if fast is None or not fast():
         return False
-    codes = torch.tensor([-128, 127, -127, 1, 126], dtype=torch.int8)
+    codes = torch.tensor([-128, 127, -127, 1, 126], dtype=torch.int8, device="cpu")
     a, b = codes.repeat(13)[:64].expand(32, 64).contiguous(), codes.repeat_interleave(13)[:64].expand(16, 64).contiguous()
-    b = torch.cat((b, torch.full((4, 64), -128, dtype=torch.int8)))
+    b = torch.cat((b, torch.full((4, 64), -128, dtype=torch.int8, device="cpu")))
     try:
         return torch.equal(torch._int_mm(a, b.t()).double(), a.double() @ b.double().t())
     except (AttributeError, RuntimeError):
@@ -63,8 +63,9 @@ def block_maxima(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
     heads, rows, _ = q.shape
     digits, weights = digits_of(q)
     tile = math.lcm(block_size, 32) * max(1, TILE_KEYS // math.lcm(block_size, 32))
-    held = torch.zeros(-(-min(tile, end) // 32) * 32, DIGITS * rows)  # Products in float32, all of which it holds exactly.
-    scores = torch.empty(heads, rows, -(-end // block_size))
+    # Products in float32, all of which it holds exactly.
+    held = torch.zeros(-(-min(tile, end) // 32) * 32, DIGITS * rows, device="cpu")
+    scores = torch.empty(heads, rows, -(-end // block_size), device="cpu")
     for head in range(heads):
         columns = digits[head].t().contiguous()
         for first in range(0, end, tile):

@@ -37,13 +37,13 @@ def select_blocks(
     chunk = max(64, cpu_workspace_bytes() // (BYTES_A_SCORE * heads * max(1, seqs.num_blocks(block_size))))
     spans = [(range(offset, offset + q1 - q0), k_len - 1) for q0, q1, _, k_len, offset in seqs.on_host()]
     seen = [max(0, min(position, last_key) // block_size + 1) for positions, last_key in spans for position in positions]
-    visible_blocks = torch.tensor(seen, dtype=torch.int32)
+    visible_blocks = torch.tensor(seen, dtype=torch.int32, device="cpu")
     first, end = _scored(index_q, index_k, seen, block_size, topk)
     if blocks is None and (first, end) == (0, total_q) and total_q <= chunk:
         scores = SCORING.run("cpu", ScoringCall(index_q.detach(), index_k, seqs, block_size))
         return select_from_scores(scores, topk, visible_blocks, init_blocks, local_blocks)
-    blocks = torch.empty((total_q, heads, topk), dtype=torch.int32) if blocks is None else blocks
-    slot = torch.arange(topk, dtype=torch.int32)
+    blocks = torch.empty((total_q, heads, topk), dtype=torch.int32, device="cpu") if blocks is None else blocks
+    slot = torch.arange(topk, dtype=torch.int32, device="cpu")
     for rows in (slice(0, first), slice(end, total_q)):
         blocks[rows] = torch.where(slot < visible_blocks[rows, None], slot, -1)[:, None]
     for start in range(first, end, chunk):
@@ -76,7 +76,7 @@ def select_from_scores(scores: Tensor, topk: int, visible_blocks: Tensor, init_b
     heads, total_q, num_blocks = scores.shape
     if scores.numel() <= FEW_SCORES:
         return _select_few(scores.detach(), topk, visible_blocks, init_blocks, local_blocks)
-    blocks = torch.full((total_q, heads, topk), -1, dtype=torch.int32)
+    blocks = torch.full((total_q, heads, topk), -1, dtype=torch.int32, device="cpu")
     chunk = max(64, cpu_workspace_bytes() // (BYTES_A_SCORE * heads * max(1, num_blocks)))
     for start in range(0, total_q if num_blocks else 0, chunk):
         rows = slice(start, min(start + chunk, total_q))
@@ -93,7 +93,7 @@ def _select_few(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: 
         for of_head in of_query:
             ids = choose(of_head, min(seen, num_blocks), topk, init_blocks, max(0, seen - local_blocks))
             chosen.append(ids + [-1] * (topk - len(ids)))
-    return torch.tensor(chosen, dtype=torch.int32).view(total_q, heads, topk)
+    return torch.tensor(chosen, dtype=torch.int32, device="cpu").view(total_q, heads, topk)
 
 
 def choose(scores: list[float], visible: int, topk: int, init_blocks: int, local: int) -> list[int]:
@@ -110,7 +110,7 @@ def choose(scores: list[float], visible: int, topk: int, init_blocks: int, local
 def _select(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: int, local_blocks: int) -> Tensor:
     """Returns chosen ids, ascending, then -1: int64 ``[heads, rows, min(topk, num_blocks)]``."""
     num_blocks = scores.shape[2]
-    block, seen = torch.arange(num_blocks), visible_blocks[:, None]
+    block, seen = torch.arange(num_blocks, device="cpu"), visible_blocks[:, None]
     rank = _ordered(scores)  # int64 [heads, rows, num_blocks]
     rank.masked_fill_(block >= seen, LOWEST)
     rank.masked_fill_((block < seen) & ((block < init_blocks) | (block >= seen - local_blocks)), FORCED)
@@ -128,7 +128,7 @@ def _ordered(scores: Tensor) -> Tensor:
     scores = torch.where(scores.isnan(), -torch.inf, scores) + 0.0  # + 0.0 turns -0.0 into 0.0
     if scores.dtype == torch.float64:
         order = scores.argsort(dim=-1, descending=True, stable=True)
-        rank = torch.empty_like(order).scatter_(-1, order, torch.arange(scores.shape[-1], 0, -1).expand_as(order))
+        rank = torch.empty_like(order).scatter_(-1, order, torch.arange(scores.shape[-1], 0, -1, device="cpu").expand_as(order))
         return rank.masked_fill_(scores == -torch.inf, LOWEST)
     bits = scores.float().view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()

@@ -40,9 +40,9 @@ def select_blocks(
 ) -> tuple[Tensor, Tensor]:
     """See `openmsa.block_topk.select_blocks`. Returns the blocks, and int32 ``[total_q, heads]``: how many were rescored."""
     total_q, heads, _ = index_q.shape
-    blocks = torch.empty((total_q, heads, topk), dtype=torch.int32) if blocks is None else blocks
+    blocks = torch.empty((total_q, heads, topk), dtype=torch.int32, device="cpu") if blocks is None else blocks
     blocks.fill_(-1)
-    rescored = torch.zeros(total_q, heads, dtype=torch.int32)
+    rescored = torch.zeros(total_q, heads, dtype=torch.int32, device="cpu")
     pool = index_k.keys if isinstance(index_k, PagedIndexKeys) else index_k
     assert isinstance(pool, CertifiedKeys)
     wide, key_heads = wide_dtype(index_q), pool.shape[1]
@@ -53,7 +53,7 @@ def select_blocks(
         keys = Keys(*(Rows(x, k0, pages, wide) for x in (pool.coarse, pool.coarse.error[..., None], pool.exact)))
         for t0 in range(q0, q1, TOKENS):
             rows = slice(t0, min(t0 + TOKENS, q1))
-            position = torch.arange(rows.start - q0, rows.stop - q0) + offset
+            position = torch.arange(rows.start - q0, rows.stop - q0, device="cpu") + offset
             for head in range(key_heads):
                 group = slice(head * heads // key_heads, (head + 1) * heads // key_heads)
                 if position[-1] < 0 or k_len == 0:
@@ -115,7 +115,7 @@ class Tile:
         """Returns blocks int32 ``[tokens, group, topk]``, counts ``[tokens, group]`` of rescored blocks, and which tokens are
         certain."""
         lower, upper, doubt = self._bounds(keys)  # [group, tokens, blocks] each
-        block, seen = torch.arange(lower.shape[2]), self.visible[:, None]
+        block, seen = torch.arange(lower.shape[2], device="cpu"), self.visible[:, None]
         forced = (block < seen) & ((block < init_blocks) | (block >= seen - local_blocks))  # [tokens, blocks]
         places = topk - forced.sum(-1)  # [tokens]
         lower, upper = (x.masked_fill_(forced, -torch.inf) for x in (lower, upper))
@@ -133,7 +133,7 @@ class Tile:
         """Returns lower and upper bounds of each block's score, and what two computed values of it may differ by."""
         group, tokens, _ = self.q.shape
         shape = group, tokens, -(-self.stop // self.block_size)
-        lower, upper, doubt = (torch.full(shape, -torch.inf, dtype=self.q.dtype) for _ in range(3))
+        lower, upper, doubt = (torch.full(shape, -torch.inf, dtype=self.q.dtype, device="cpu") for _ in range(3))
         norm = _norm(self.q)[..., None] * (1 + self.unit)  # [group, tokens, 1]
         step = max(1, KEYS // self.block_size) * self.block_size
         for first in range(0, self.stop, step):
@@ -147,7 +147,7 @@ class Tile:
             radius = norm * error + rounding
             low, high = products - radius, products + radius
             unknown = ~(low.isfinite() & high.isfinite())
-            dropped = is_nan | (torch.arange(first, stop) > self.position[:, None])
+            dropped = is_nan | (torch.arange(first, stop, device="cpu") > self.position[:, None])
             low = low.masked_fill(unknown | dropped, -torch.inf)
             high = high.masked_fill(unknown, torch.inf).masked_fill(dropped, -torch.inf)
             of = slice(first // self.block_size, -(-stop // self.block_size))
@@ -158,10 +158,11 @@ class Tile:
     def _rescore(self, exact: Rows, open_: Tensor) -> Tensor:
         """Returns scores ``[group, tokens, blocks]`` of the blocks that are open to any row of the tile; -inf for the
         others."""
-        scores = torch.full(open_.shape, -torch.inf, dtype=self.q.dtype)
+        scores = torch.full(open_.shape, -torch.inf, dtype=self.q.dtype, device="cpu")
         blocks = open_.any(0).any(0).nonzero().flatten()
-        place = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()  # [blocks * block_size]
-        k = exact.take(place.clamp(max=self.stop - 1), torch.tensor(self.head)).to(self.q.dtype)
+        within = torch.arange(self.block_size, device="cpu")
+        place = (blocks[:, None] * self.block_size + within).flatten()  # [blocks * block_size]
+        k = exact.take(place.clamp(max=self.stop - 1), torch.tensor(self.head, device="cpu")).to(self.q.dtype)
         products = (self.q @ k.t()).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         hidden = (place > self.position[:, None]) | (place >= self.stop)
         scores[..., blocks] = _block_max(products.masked_fill(hidden, -torch.inf), self.block_size)
@@ -192,7 +193,7 @@ def _certain(scores: Tensor, doubt: Tensor, places: Tensor) -> Tensor:
     to compute a score differ by at most `doubt`, without a limit where infinities may meet."""
     ordered, order = scores.sort(dim=-1, descending=True)
     doubt = doubt.gather(-1, order)
-    kept = torch.arange(ordered.shape[-1]) < places[..., None]
+    kept = torch.arange(ordered.shape[-1], device="cpu") < places[..., None]
     least = (ordered - doubt).masked_fill(~kept, torch.inf).amin(-1)
     best = (ordered + doubt).masked_fill(kept, -torch.inf).amax(-1)
     return ((least > best) | (best == -torch.inf)) & doubt.isfinite().all(-1)

@@ -241,9 +241,8 @@ def _list(device: str | None, match: list[str], as_json: bool) -> None:
 def _progress() -> Progress:
     """Returns a bar on stderr that is drawn only between measurements: a thread that draws would be measured too."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress
 
-    from openmsa.cli.progress import Remaining
+    from openmsa.cli.progress import columns
 
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn(), Remaining())
-    return Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
+    return Progress(*columns(spins=False), console=Console(stderr=True), transient=True, auto_refresh=False)

@@ -72,19 +72,24 @@ def _print(result: ByteResult) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from openmsa.bench.narrow import Narrow
+    from openmsa.cli.progress import in_all
+
     console = Console()
     table = Table(title=f"The byte model reads {result.bytes:,} bytes")
-    table.add_column("attention", no_wrap=True)
+    table.add_column("attention")
     for name in ("bytes", "nats\na byte", "seconds", "attention\nseconds"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for row in result.readings:
         table.add_row(row.attention, f"{row.bytes:,}", f"{row.loss:.4f}", f"{row.seconds:.1f}", f"{row.attention_seconds:.1f}")
-    console.print(table)
+    console.print(Narrow(table))
     words = Text.assemble((_printable(result.prompt_end), "dim"), (_printable(result.continuation), "bold green"))
-    title = f"continued at {result.bytes_a_second:.0f} bytes a second from a cache of {result.cache_bytes / 2**20:.0f} MiB"
-    console.print(Panel(words, title=title, title_align="left"))
+    console.print(Panel(words, title="how it continues", title_align="left"))
+    console.print(
+        f"Continued at {result.bytes_a_second:.0f} bytes a second from a cache of {result.cache_bytes / 2**20:.0f} MiB."
+    )
     console.print(f"Which blocks each layer reads: {result.heat_map}", soft_wrap=True, markup=False)
-    console.print(f"{result.seconds:.0f} s in all.")
+    console.print(in_all(result.seconds))
 
 
 def _printable(text: str) -> str:

@@ -13,8 +13,7 @@ import typer
 from openmsa.cli.checks import INTERRUPTED, check_writable, refuse
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from openmsa.bench.narrow import Narrow
     from openmsa.demo.run import Result, Row
 
 OUTPUT = Path("demo_output")
@@ -79,22 +78,15 @@ def _run_with_bar(tokens: int, text: str | None, output: Path) -> Result | list[
     import rich.progress
     from rich.console import Console
 
-    from openmsa.cli.progress import Remaining
+    from openmsa.cli.progress import WHOLE, columns
 
     try:
         from openmsa.demo import run
     except ImportError as error:  # a library of the demo extra is too old, as its sentence says
         refuse(str(error))
-    columns = (
-        rich.progress.SpinnerColumn(),
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(bar_width=20),
-        rich.progress.TaskProgressColumn(),
-        rich.progress.TimeElapsedColumn(),
-        Remaining(),
-    )
+    of_bar = columns(rich.progress.TaskProgressColumn(table_column=WHOLE))
     rows: list[Row] = []
-    with rich.progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with rich.progress.Progress(*of_bar, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
 
         class Bar(run.Progress):
@@ -128,13 +120,15 @@ def _print_rows(tokens: int, rows: list[Row], as_json: bool) -> None:
         Console().print(_table(f"{MODEL}, {tokens} tokens", rows))
 
 
-def _table(title: str, rows: list[Row]) -> Table:
+def _table(title: str, rows: list[Row]) -> Narrow:
     from rich.table import Table
 
+    from openmsa.bench.narrow import Narrow
+
     table = Table(title=title)
-    table.add_column("attention", no_wrap=True)
+    table.add_column("attention")
     for name in ("blocks\nread", "cross-\nentropy", "minus\ndense", "attention\nseconds", "dense\n/ these"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and before.kind != row.kind:
             table.add_section()
@@ -146,13 +140,15 @@ def _table(title: str, rows: list[Row]) -> Table:
             f"{row.attention_seconds:.2f}",
             f"{row.speedup:.2f}x",
         )
-    return table
+    return Narrow(table)
 
 
 def _print(result: Result) -> None:
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
+
+    from openmsa.cli.progress import in_all
 
     console = Console()
     title = f"{result.model}, {result.tokens} tokens, blocks of {result.block_size} keys, {result.num_blocks} blocks"
@@ -166,4 +162,4 @@ def _print(result: Result) -> None:
         f"{result.max_logit_difference:.1e} (tolerance {result.tolerance:.0e})."
     )
     console.print(f"Which blocks each layer reads: {result.heat_map}", soft_wrap=True, markup=False)
-    console.print(f"{result.seconds:.0f} s in all.")
+    console.print(in_all(result.seconds))

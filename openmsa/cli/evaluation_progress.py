@@ -10,7 +10,7 @@ from math import isfinite
 import rich.progress
 from rich.console import Console
 
-from openmsa.cli.progress import Remaining
+from openmsa.cli.progress import WHOLE, columns
 from openmsa.training.compare import Row, Watcher
 
 
@@ -38,13 +38,6 @@ class Bar(Watcher):
 @contextmanager
 def evaluation_bar() -> Iterator[Bar]:
     """Shows the bar on stderr."""
-    columns = (
-        rich.progress.SpinnerColumn(),
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(bar_width=20),
-        rich.progress.TaskProgressColumn(),
-        rich.progress.TimeElapsedColumn(),
-        Remaining(),
-    )
-    with rich.progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    of_bar = columns(rich.progress.TaskProgressColumn(table_column=WHOLE))
+    with rich.progress.Progress(*of_bar, console=Console(stderr=True), transient=True) as bar:
         yield Bar(bar)

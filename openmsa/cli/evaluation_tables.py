@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""This module makes the tables that `openmsa evaluate` prints, at most 80 columns wide."""
+"""This module makes the tables that `openmsa evaluate` prints, at most 80 columns wide, or in parts on a narrower terminal."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from openmsa.bench.narrow import Narrow
 from openmsa.training.compare import Row, mean_found
 
 
-def tables(record: dict[str, Any], rows: Sequence[Row]) -> list[Table]:
+def tables(record: dict[str, Any], rows: Sequence[Row]) -> list[Narrow]:
     """Returns the table of losses and recalls, that of losses by position, and that of needles where some were hidden."""
     blocks = -(-record["length"] // record["block_size"])
     title = f"{record['windows']} windows of {record['length']} tokens, {blocks} blocks of {record['block_size']} keys"
@@ -37,7 +38,7 @@ def tables(record: dict[str, Any], rows: Sequence[Row]) -> list[Table]:
         )
         by_position.add_row(name, *(f"{loss:.4f}" for loss in row.by_position))
         found.add_row(name, *(f"{score.found:.2f}" for score in row.needles))
-    return [main, by_position, *([found] if distances else [])]
+    return [Narrow(table) for table in (main, by_position, *([found] if distances else []))]
 
 
 def _share(value: float | None) -> str:
@@ -46,7 +47,7 @@ def _share(value: float | None) -> str:
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(columns[0], no_wrap=True)
+    table.add_column(columns[0])
     for name in columns[1:]:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     return table

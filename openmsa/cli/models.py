@@ -115,6 +115,9 @@ def load_model(source: Source, device: torch.device, dtype: torch.dtype) -> Any:
     """Loads a causal language model for inference, with its index branches where it has some. Refuses what cannot be loaded."""
     library = hugging_face()
     converted = is_converted(source)
+    if not converted and (other := _other_kind(source)):
+        rule = "MODEL must be a causal language model of text, which writes each token after those before it"
+        refuse(f"{rule}, got one of type {other!r}")
     try:
         with quiet():
             from transformers import AutoModelForCausalLM
@@ -139,6 +142,26 @@ def is_converted(source: Source) -> bool:
         return source.file is None and bool(hugging_face().is_converted(source.folder))
     except Exception as error:
         refuse(f"MODEL cannot be loaded: {error_text(error)}")
+
+
+def _other_kind(source: Source) -> str | None:
+    """Returns the type of a model that is no causal language model, such as BERT, an encoder, or T5, which has one beside its
+    decoder. None for all others, and for GGUF files, which take long to read."""
+    if source.file is not None:
+        return None
+    try:
+        with quiet():
+            from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+            config = AutoConfig.from_pretrained(source.folder)
+    except Exception as error:
+        refuse(f"MODEL cannot be loaded: {error_text(error)}")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
+        return str(config.model_type)
+    causal = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "__name__", None)
+    # Some causal models say that they are no decoder, too, but are saved as what they are.
+    encodes = getattr(config, "is_decoder", True) is False and causal not in (config.architectures or [causal])
+    return str(config.model_type) if encodes else None
 
 
 def load_tokenizer(source: Source) -> Any:

@@ -16,6 +16,7 @@ from openmsa.cli.checks import refuse
 if TYPE_CHECKING:
     from openmsa.capacity import Model, Plan
 
+MOST_COLUMNS = 80
 SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20}
 # What one option gives together is an argument each of `openmsa.capacity.Model`.
 PAIRS = {
@@ -129,10 +130,12 @@ def _print(found: Plan) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from openmsa.bench.narrow import Narrow
     from openmsa.capacity.rates import GIB
 
     model, request, machine = found.model, found.request, found.machine
-    console = Console(width=80, highlight=False, soft_wrap=False)
+    console = Console(highlight=False)
+    console.width = min(console.width, MOST_COLUMNS)
     many = "" if machine.gpus == 1 else f"{machine.gpus} x "
     console.print(
         f"{model.name}: {model.sparse_layers} sparse and {model.dense_layers} dense layers, {model.num_q_heads}/"
@@ -155,7 +158,7 @@ def _print(found: Plan) -> None:
     table.add_row("fits", *("[green]yes[/]" if way.fits else "[red]no[/]" for way in answers), "")
     table.add_row(f"longest context, batch {request.batch}", *(f"{way.longest:,}" for way in answers), "")
     table.add_row("attention of a step, ms", *(f"{1e3 * way.step_s:.2f}" for way in answers), "")
-    console.print(table)
+    console.print(Narrow(table))
     console.print(
         f"Steps over host memory find {request.hits:.0%} of their blocks in the block cache (--hits). PyTorch takes a power "
         "of two of bytes of host memory for each layer's keys, and for its values.",

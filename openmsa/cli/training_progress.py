@@ -10,7 +10,7 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
-from openmsa.cli.progress import Remaining
+from openmsa.cli.progress import WHOLE, columns
 from openmsa.training.loop import Watcher
 
 
@@ -45,13 +45,6 @@ class Bar(Watcher):
 @contextmanager
 def training_bar(shown: bool) -> Iterator[Bar]:
     """Shows the bar on stderr, or nothing where another process does."""
-    columns = (
-        rich.progress.SpinnerColumn(),
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(bar_width=20),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeElapsedColumn(),
-        Remaining(),
-    )
-    with rich.progress.Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
+    of_bar = columns(rich.progress.MofNCompleteColumn(table_column=WHOLE))
+    with rich.progress.Progress(*of_bar, console=Console(stderr=True), transient=True, disable=not shown) as bar:
         yield Bar(bar)

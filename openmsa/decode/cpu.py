@@ -61,7 +61,7 @@ def _run_tokens(
         if found is None:
             return False
         out[b], plan.lse[b], ids = found
-        plan.blocks[b] = torch.tensor([of + [-1] * (plan.topk - len(of)) for of in ids], dtype=torch.int32)
+        plan.blocks[b] = torch.tensor([of + [-1] * (plan.topk - len(of)) for of in ids], dtype=torch.int32, device="cpu")
     return True
 
 

@@ -23,7 +23,7 @@ class PagedCaches:
 
     def __init__(self, num_layers: int, capacity: int, num_kv_heads: int, head_dim: int) -> None:
         pages = -(-capacity // BLOCK_SIZE)
-        order = torch.randperm(pages, generator=torch.Generator().manual_seed(0))
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(0), device="cpu")
         self.table = order.to(torch.int32)[None]  # [1, pages]
         shape = (self.table, pages, num_kv_heads, BLOCK_SIZE, head_dim)
         self.kv = [PagedKV.allocate(*shape) for _ in range(num_layers)]
@@ -52,5 +52,5 @@ class PagedCaches:
 
 def decode_step(model: Any, token: int, position: int) -> Tensor:
     """Returns the logits ``[vocabulary]`` after one more token."""
-    hidden = hidden_states(model, torch.tensor([[token]]), position)
+    hidden = hidden_states(model, torch.tensor([[token]], device="cpu"), position)
     return model.lm_head(hidden[0])

@@ -22,7 +22,7 @@ def read_share(blocks: Tensor, num_blocks: int) -> Tensor:
 
 def _share(blocks: Tensor, num_blocks: int) -> Tensor:
     """Returns one row of the picture, float32 ``[num_blocks]``."""
-    reads = torch.zeros(*blocks.shape[:2], num_blocks + 1)
+    reads = torch.zeros(*blocks.shape[:2], num_blocks + 1, device="cpu")
     reads.scatter_(2, blocks.long().masked_fill(blocks < 0, num_blocks), 1.0)  # -1 goes to one more block, which is dropped.
     return reads[..., :num_blocks].mean((0, 1))
 
@@ -43,8 +43,9 @@ def heat_map(
     figure = Figure(figsize=(4.2 * columns + 1, 4.2 * -(-len(panels) // columns)), layout="constrained")
     axes = figure.subplots(-(-len(panels) // columns), columns, sharex=True, sharey=True, squeeze=False).ravel()
     for axis, (name, share) in zip(axes, panels.items(), strict=False):
-        first_hidden = (torch.arange(1, len(share) + 1) * tokens / len(share) - 1).div(block_size).floor()[:, None]
-        hidden = torch.arange(num_blocks) > first_hidden  # blocks after the row's last query
+        rows_read = torch.arange(1, len(share) + 1, device="cpu") * tokens / len(share)
+        first_hidden = (rows_read - 1).div(block_size).floor()[:, None]
+        hidden = torch.arange(num_blocks, device="cpu") > first_hidden  # blocks after the row's last query
         image = axis.imshow(
             share.masked_fill(hidden, torch.nan).numpy(),
             extent=(-0.5, num_blocks - 0.5, tokens, 0),

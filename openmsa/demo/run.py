@@ -133,7 +133,7 @@ class Record:
         self.topk, self.blocks = topk, dict[int, Tensor]()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.caches = PagedCaches(config.num_hidden_layers, self.prompt + new_tokens, config.num_key_value_heads, head_dim)
-        self.next_logits = torch.empty(0)  # [vocabulary], the logits after the prompt
+        self.next_logits = torch.empty(0, device="cpu")  # [vocabulary], the logits after the prompt
 
     def keep(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Keeps what a layer attends to; `Watch` calls it once a layer."""
@@ -191,7 +191,7 @@ def continue_text(model: Any, record: Record, new_tokens: int, progress: Progres
         logits.append(decode_step(model, tokens[-1], record.prompt + step))
         tokens.append(int(logits[-1].argmax()))
         progress.tick()
-    return torch.tensor(tokens[:new_tokens]), torch.stack(logits)
+    return torch.tensor(tokens[:new_tokens], device="cpu"), torch.stack(logits)
 
 
 def prefill_logits(model: Any, ids: Tensor, last: int, shown: Variant, progress: Progress) -> Tensor:

@@ -45,7 +45,7 @@ class Watch:
 
 def hidden_states(model: Any, ids: Tensor, first_position: int = 0) -> Tensor:
     """Returns the last hidden states ``[tokens, hidden]`` of ids ``[1, tokens]``, which stand at `first_position` and after."""
-    positions = torch.arange(first_position, first_position + ids.shape[1])[None]
+    positions = torch.arange(first_position, first_position + ids.shape[1], device="cpu")[None]
     return model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
 
 

@@ -67,12 +67,13 @@ def attention_name(variant: Variant, num_layers: int, num_kv_heads: int, tokens:
 
 def _window_blocks(tokens: int, topk: int) -> Tensor:
     """Returns the first block and each query's last ``topk - 1`` blocks, int32 ``[tokens, 1, topk]``."""
-    scores = torch.zeros(1, tokens, -(-tokens // BLOCK_SIZE))
+    scores = torch.zeros(1, tokens, -(-tokens // BLOCK_SIZE), device="cpu")
     seqs = Sequences.from_lengths([tokens], [tokens])
     return select_blocks_from_scores(scores, topk, seqs, block_size=BLOCK_SIZE, init_blocks=1, local_blocks=topk - 1)
 
 
 def _random_blocks(tokens: int, topk: int, num_kv_heads: int, seed: int) -> Tensor:
     """Returns each query's own block and random visible ones, int32 ``[tokens, num_kv_heads, topk]``."""
-    scores = torch.rand(num_kv_heads, tokens, -(-tokens // BLOCK_SIZE), generator=torch.Generator().manual_seed(seed))
+    shape, generator = (num_kv_heads, tokens, -(-tokens // BLOCK_SIZE)), torch.Generator().manual_seed(seed)
+    scores = torch.rand(shape, generator=generator, device="cpu")
     return select_blocks_from_scores(scores, topk, Sequences.from_lengths([tokens], [tokens]), block_size=BLOCK_SIZE)

@@ -65,8 +65,8 @@ def _attend(
     dtype = q.dtype  # PyTorch's fused kernel is several times slower in float16 than in float32.
     if isinstance(q, Stored) or isinstance(k_pool, Stored) or q.dtype == torch.float16:
         dtype = wide_dtype(q)
-    out = torch.empty(total_q, heads, dim, dtype=out_dtype(q)) if out is None else out
-    lse = torch.empty((total_q, heads), dtype=wide_dtype(q)) if lse is None else lse
+    out = torch.empty(total_q, heads, dim, dtype=out_dtype(q), device="cpu") if out is None else out
+    lse = torch.empty((total_q, heads), dtype=wide_dtype(q), device="cpu") if lse is None else lse
     out.zero_(), lse.fill_(-torch.inf)
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         q0 -= min(offset, 0)  # Queries before position 0 see nothing.
@@ -123,7 +123,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, last_key: Tensor | Non
     wide = torch.promote_types(q.dtype, torch.float32)
     logits = (q.to(wide) @ k.to(wide).T) * scale
     if last_key is not None:
-        logits.masked_fill_(torch.arange(k.shape[0]) > last_key[:, None], -torch.inf)
+        logits.masked_fill_(torch.arange(k.shape[0], device="cpu") > last_key[:, None], -torch.inf)
     sums = logits.logsumexp(1)
     weights = logits.sub_(sums.masked_fill(sums == -torch.inf, 0)[:, None]).exp_()
     return (weights @ v.to(wide)).to(q.dtype), sums

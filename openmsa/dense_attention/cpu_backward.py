@@ -37,13 +37,14 @@ def dense_attention_backward(
     """
     dtype, kv_heads = wide_dtype(q), k.shape[1]
     group = q.shape[1] // kv_heads
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (q, k, v))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device="cpu") for x in (q, k, v))
     tokens = max(1, TILE_ROWS // group)
     for q0, q1, k0, k_len, offset in seqs.on_host():
         for first in range(q0, q1, tokens):
             last = min(first + tokens, q1)
-            last_key = torch.arange(first - q0, last - q0) + offset if causal else torch.full((last - first,), k_len - 1)
-            last_key = last_key.clamp_(max=k_len - 1).repeat_interleave(group)
+            position = torch.arange(first - q0, last - q0, device="cpu") + offset
+            last_key = position.clamp_(max=k_len - 1) if causal else torch.full_like(position, k_len - 1)
+            last_key = last_key.repeat_interleave(group)
             for head in range(kv_heads):
                 own = (slice(first, last), slice(head * group, (head + 1) * group))
                 of_lse = None if grad_lse is None else grad_lse[own]
@@ -53,7 +54,8 @@ def dense_attention_backward(
                 for start in range(0, keys, tile):
                     stop = min(start + tile, keys)
                     here = (slice(k0 + start, k0 + stop), head)
-                    hidden = torch.arange(start, stop) > last_key[:, None] if int(last_key[0]) < stop - 1 else None
+                    inside = int(last_key[0]) < stop - 1
+                    hidden = torch.arange(start, stop, device="cpu") > last_key[:, None] if inside else None
                     to_q, to_k, to_v = tile_gradients(rows, k[here].to(dtype), v[here].to(dtype), hidden, keys <= tile)
                     sums += to_q
                     dk[here] += to_k

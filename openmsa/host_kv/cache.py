@@ -212,7 +212,7 @@ def _copied(pool: Tensor | Stored, pinned: bool) -> Tensor | Stored:
     """Copies all tensors of a pool to host memory."""
 
     def copied(x: Tensor) -> Tensor:
-        here = torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned)
+        here = torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned, device="cpu")
         here.copy_(x)
         return here
 
@@ -229,7 +229,7 @@ def _pool(format: str, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool)
     """Makes zeros of a logical shape in host memory."""
 
     def zeros(dim: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.zeros((*shape[:-1], dim), dtype=dtype, pin_memory=pinned)
+        return torch.zeros((*shape[:-1], dim), dtype=dtype, pin_memory=pinned, device="cpu")
 
     if format == "plain":
         if dtype not in PLAIN_DTYPES:

@@ -29,7 +29,7 @@ def bring(kv: HostKV, blocks: Tensor, new_tokens: int) -> tuple[Tensor, Tensor]:
     slot = cache.slot_of[chosen]
     cache.used[slot[slot >= 0].long()] = now
     # 2. Blocks that no slot holds, each once, replace those of the slots unused for the longest time.
-    missed = torch.tensor(list(dict.fromkeys(chosen[slot < 0].tolist())), dtype=torch.int64)
+    missed = torch.tensor(list(dict.fromkeys(chosen[slot < 0].tolist())), dtype=torch.int64, device="cpu")
     taken = order[cache.used[order] != now][: len(missed)]
     left = cache.held[taken]
     cache.slot_of[left[left >= 0].long()] = -1
@@ -48,7 +48,7 @@ def bring(kv: HostKV, blocks: Tensor, new_tokens: int) -> tuple[Tensor, Tensor]:
     # 4. Slots of this step go behind the others.
     used = cache.used[order] == now
     cache.order[now % 2] = torch.cat((order[~used], order[used])).int()
-    cache.counts += torch.tensor([1, len(chosen), len(missed), fetched])
+    cache.counts += torch.tensor([1, len(chosen), len(missed), fetched], device="cpu")
     table[block >= 0] = slot.int()
     return table, lens
 
@@ -58,7 +58,7 @@ def wanted(kv: HostKV, blocks: Tensor, new_tokens: int) -> tuple[Tensor, Tensor,
     many rows their sequence has written there; then the results of `bring`, no slots yet."""
     topk, heads, size = blocks.shape[2], kv.num_heads, kv.block_size
     ids = blocks.expand(-1, heads, -1).flatten(0, 1).long()  # [tokens * heads, topk]
-    row = torch.arange(ids.shape[0])
+    row = torch.arange(ids.shape[0], device="cpu")
     token, head = row // heads, row % heads
     sequence = token // new_tokens
     held = kv.seq_lens[sequence].long()
@@ -72,7 +72,7 @@ def wanted(kv: HostKV, blocks: Tensor, new_tokens: int) -> tuple[Tensor, Tensor,
     there &= (page >= 0) & (page < kv.num_pages)
     number = (page.long() * heads + head[:, None]) * per_page + ids % per_page
     rows = (stop[:, None] - ids * size).clamp(max=size)
-    return torch.where(there, number, -1), rows, torch.full((len(row), topk), -1, dtype=torch.int32), lens.int()
+    return torch.where(there, number, -1), rows, torch.full((len(row), topk), -1, dtype=torch.int32, device="cpu"), lens.int()
 
 
 def outdate(kv: HostKV, total: int, cu_seqlens: Tensor | None) -> None:
@@ -80,7 +80,7 @@ def outdate(kv: HostKV, total: int, cu_seqlens: Tensor | None) -> None:
     sequence, position, _ = owners.places(kv, total, cu_seqlens)
     row = kv.slots(sequence, position)
     page, row = row // kv.page_size, row % kv.page_size
-    heads = torch.arange(kv.num_heads)
+    heads = torch.arange(kv.num_heads, device="cpu")
     number = (page[:, None] * kv.num_heads + heads) * (kv.page_size // kv.block_size) + (row // kv.block_size)[:, None]
     slot = kv.cache.slot_of[number]
     first = (row % kv.block_size)[:, None].expand_as(slot)[slot >= 0]

@@ -78,8 +78,8 @@ class HostDecodePlan(DecodePlan):
         _, blocks = decode_cpu.select(self, index_q, index_keys)
         table, lens = cpu.bring(kv, blocks, self.new_tokens)
         lines, short = len(lens), PagedKV(kv.cache.k, kv.cache.v, table, lens)
-        seqs = Sequences(cu_seqlens_q=torch.arange(lines + 1, dtype=torch.int32), max_seqlen_q=1)
-        places = torch.arange(self.topk, dtype=torch.int32).expand(lines, 1, -1)
+        seqs = Sequences(cu_seqlens_q=torch.arange(lines + 1, dtype=torch.int32, device="cpu"), max_seqlen_q=1)
+        places = torch.arange(self.topk, dtype=torch.int32, device="cpu").expand(lines, 1, -1)
         grouped = q.reshape(lines, -1, self.head_dim)
         result, lse = sparse_attention(
             *(grouped, short, None, places, seqs), block_size=self.block_size, softmax_scale=self.softmax_scale, return_lse=True

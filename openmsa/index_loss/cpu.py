@@ -59,11 +59,11 @@ def loss_and_gradients(
     """Returns the loss, and the gradients of the sum of all divergences by index_q and index_k in float32 (float64 where an
     input is); zeros where `gradients` is False."""
     dtype, heads = _dtype(q, index_q), index_q.shape[1]
-    dq, dk = (torch.zeros(x.shape, dtype=dtype) for x in (index_q, index_k))
-    total = torch.zeros((), dtype=torch.float64)
+    dq, dk = (torch.zeros(x.shape, dtype=dtype, device="cpu") for x in (index_q, index_k))
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     group, kv_each, shared = q.shape[1] // heads, k.shape[1] // heads, heads // index_k.shape[1]
     for q0, q1, k0, k_len, offset in seqs.on_host():
-        last_key = (torch.arange(q1 - q0) + offset).clamp_(max=k_len - 1)
+        last_key = (torch.arange(q1 - q0, device="cpu") + offset).clamp_(max=k_len - 1)
         for head in range(heads):
             ids = None if blocks is None else blocks[q0:q1, head if blocks.shape[1] > 1 else 0]
             of_group, of_keys = slice(head * group, (head + 1) * group), slice(head * kv_each, (head + 1) * kv_each)
@@ -71,7 +71,9 @@ def loss_and_gradients(
             teacher = _Teacher(
                 q[q0:q1, of_group].to(dtype).mul(softmax_scale).unflatten(1, (kv_each, -1)),
                 k[k0 : k0 + k_len, of_keys],
-                torch.full((q1 - q0, group), -torch.inf, dtype=dtype) if lse is None else lse[q0:q1, of_group].to(dtype),
+                torch.full((q1 - q0, group), -torch.inf, dtype=dtype, device="cpu")
+                if lse is None
+                else lse[q0:q1, of_group].to(dtype),
             )
             tiles = _tiles(ids, last_key, k_len, block_size, max(1, TILE_ROWS // group))
             student = (index_q[at_q].to(dtype) * index_scale, index_k[at_k].to(dtype))
@@ -79,7 +81,7 @@ def loss_and_gradients(
             for first, stop, chosen in tiles:
                 weights = teacher.logits(chosen, first, stop).sub_(teacher.lse[chosen][..., None]).exp_().mean(1)
                 logs = matmul_nt(student[0][chosen], student[1][first:stop]).sub_(sums[chosen][:, None])
-                hidden = torch.arange(first, stop) > last_key[chosen][:, None]
+                hidden = torch.arange(first, stop, device="cpu") > last_key[chosen][:, None]
                 weights.masked_fill_(hidden, 0)
                 if return_loss:
                     divergence = torch.xlogy(weights, weights) - weights * logs
@@ -118,7 +120,7 @@ def _tiles(ids: Tensor | None, last_key: Tensor, k_len: int, block_size: int, to
     found, start = [], 0
     if ids is None:
         for first in range(0, k_len, TILE_KEYS):
-            seeing = torch.arange(int(torch.searchsorted(last_key, first)), len(last_key))
+            seeing = torch.arange(int(torch.searchsorted(last_key, first)), len(last_key), device="cpu")
             found += [(first, min(first + TILE_KEYS, k_len), x) for x in seeing.split(tokens) if len(x)]
         return found
     num_blocks = -(-k_len // block_size)
@@ -138,9 +140,9 @@ def _sums(
 ) -> Tensor:
     """Returns the logarithm of the sum of exponentials of each index query ``[q_len]``. main: whether to write those of the
     teacher too, which are -inf."""
-    sums = torch.full((len(last_key),), -torch.inf, dtype=student[0].dtype)
+    sums = torch.full((len(last_key),), -torch.inf, dtype=student[0].dtype, device="cpu")
     for first, stop, chosen in tiles:
-        hidden = torch.arange(first, stop) > last_key[chosen][:, None]
+        hidden = torch.arange(first, stop, device="cpu") > last_key[chosen][:, None]
         logits = matmul_nt(student[0][chosen], student[1][first:stop]).masked_fill_(hidden, -torch.inf)
         sums[chosen] = torch.logaddexp(sums[chosen], logits.logsumexp(1))
         if main:

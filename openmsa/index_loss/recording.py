@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from openmsa.index_loss import LossCall, share
-from openmsa.runtime.derivatives import first_derivative
+from openmsa.runtime.derivatives import first_derivative, refuse_transforms
 from openmsa.runtime.dispatch import Implementation
 
 
 def recorded(row: Implementation[LossCall], call: LossCall) -> Any:
     """Runs a row so that autograd can ask for the gradients of index_q and index_k."""
+    refuse_transforms()
     return _Loss.apply(row, call, call.index_q, call.index_k)
 
 

@@ -32,8 +32,8 @@ BYTES = (torch.uint8, torch.float4_e2m1fn_x2)
 @cache
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
     """A table of both elements of each byte, ``[256, 2]``, is made once a device and dtype."""
-    codes = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=dtype)
-    byte = torch.arange(256)
+    codes = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=dtype, device="cpu")
+    byte = torch.arange(256, device="cpu")
     return torch.stack((codes[byte & 15], codes[byte >> 4]), 1).to(device)
 
 

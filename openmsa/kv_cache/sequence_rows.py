@@ -57,7 +57,7 @@ class Rows:
         apart = self.rows.stride(0) // self.rows.stride(1)  # pages of one head from a page of the pool to the next
         shape = ((self.rows.shape[0] - 1) * apart + heads, *self.rows.shape[2:])
         everything = self.rows.as_strided(shape, self.rows.stride()[1:])
-        index = torch.tensor([page * apart + head for head in range(heads) for page in pages])
+        index = torch.tensor([page * apart + head for head in range(heads) for page in pages], device="cpu")
         return everything.index_select(0, index).view(heads, -1, shape[-1])[:, within]
 
     def take(self, position: Tensor, head: Tensor) -> Tensor:
@@ -69,14 +69,14 @@ class Rows:
 
     def blocks(self, ids: list[list[int]], heads: range, block_size: int, count: int) -> Tensor:
         """Gives the first `count` rows of the blocks ``ids[i]`` of each head ``heads[i]``, ``[heads, count, dim]``, a copy."""
-        within = torch.arange(block_size)
+        within = torch.arange(block_size, device="cpu")
         size = block_size if self.pages is None else self.rows.shape[2]
         if isinstance(self.rows, Stored) or size % block_size:
-            position = (torch.tensor(ids)[..., None] * block_size + within).flatten(1)[:, :count]
-            return self.take(position, torch.arange(heads.start, heads.stop)[:, None])
+            position = (torch.tensor(ids, device="cpu")[..., None] * block_size + within).flatten(1)[:, :count]
+            return self.take(position, torch.arange(heads.start, heads.stop, device="cpu")[:, None])
         if self.pages is not None and self.rows.is_contiguous():  # Blocks lie whole in pages.
-            number = torch.tensor(ids)
-            head = torch.arange(heads.start, heads.stop)[:, None]
+            number = torch.tensor(ids, device="cpu")
+            head = torch.arange(heads.start, heads.stop, device="cpu")[:, None]
             place = self.pages[number * block_size // size] * self.rows.shape[1] + head  # pages of a head
             place = place * (size // block_size) + number % (size // block_size)
             chosen = self.rows.view(-1, block_size, self.rows.shape[3]).index_select(0, place.flatten())
@@ -90,12 +90,12 @@ class Rows:
                 [(self.start + i * block_size) * row + head * of_head for i in of] for head, of in zip(heads, ids, strict=True)
             ]
         else:
-            page = self.pages[torch.tensor(ids) * block_size // size].tolist()
+            page = self.pages[torch.tensor(ids, device="cpu") * block_size // size].tolist()
             starts = [
                 [at * steps[0] + head * steps[1] + i * block_size % size * row for at, i in zip(pages, of, strict=True)]
                 for head, pages, of in zip(heads, page, ids, strict=True)
             ]
-        index = (torch.tensor(starts)[..., None] + within * row).flatten(1)[:, :count]
+        index = (torch.tensor(starts, device="cpu")[..., None] + within * row).flatten(1)[:, :count]
         dim = self.rows.shape[-1]
         extent = sum((n - 1) * stride for n, stride in zip(self.rows.shape, strides, strict=False)) // step + 1
         everything = self.rows.as_strided((extent, dim), (step, last))

@@ -131,8 +131,8 @@ class MSACache:
     @property
     def positions(self) -> Tensor:
         """Returns the position of each new token of the step, int64 ``[total_new]``."""
-        spans = [torch.arange(start, stop) for start, stop in zip(self._starts, self.lengths, strict=True)]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *spans]).to(self._table.device)
+        spans = [torch.arange(start, stop, device="cpu") for start, stop in zip(self._starts, self.lengths, strict=True)]
+        return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *spans]).to(self._table.device)
 
     def reserve(self, tokens: int) -> None:
         """Makes room for so many tokens of each sequence in all, so that the cache does not grow before."""
@@ -163,7 +163,7 @@ class MSACache:
             self._grow(pages, columns)
         for b, (have, pages) in enumerate(zip(self._assigned, wanted, strict=True)):
             if pages > have:
-                self._table[b, have:pages] = torch.arange(used, used + pages - have, dtype=torch.int32)
+                self._table[b, have:pages] = torch.arange(used, used + pages - have, dtype=torch.int32, device="cpu")
                 used += pages - have
         self._assigned = wanted
 

@@ -66,22 +66,22 @@ def _places(
     held = [[stop - start for start, stop in of_rank] for of_rank in spans]
     most = max(map(sum, held))
     first = [list(accumulate(of_rank, initial=r * most)) for r, of_rank in enumerate(held)]
-    free, own, sent = ranks * most, [torch.arange(0)], [torch.empty(2, 0, dtype=torch.int64)]
+    free, own, sent = ranks * most, [torch.arange(0, device="cpu")], [torch.empty(2, 0, dtype=torch.int64, device="cpu")]
     k_lens = [old + new for old, new in zip(cached, shards.lengths, strict=True)]
     width = max((-(-n // page_size) - s for n, s in zip(k_lens, skipped, strict=True)), default=0)
-    table = torch.full((len(cached), width), -1, dtype=torch.int32)
+    table = torch.full((len(cached), width), -1, dtype=torch.int32, device="cpu")
     starts = list(accumulate(shards.lengths, initial=0))
     for b, (old, k_len) in enumerate(zip(cached, k_lens, strict=True)):
-        page, full = torch.arange(skipped[b], -(-k_len // page_size)), filled[b]
-        origin = torch.tensor([first[r][b] - spans[r][b][0] for r in range(ranks)])
+        page, full = torch.arange(skipped[b], -(-k_len // page_size), device="cpu"), filled[b]
+        origin = torch.tensor([first[r][b] - spans[r][b][0] for r in range(ranks)], device="cpu")
         table[b, : len(page)] = torch.where(page < full, origin[page % ranks] + page // ranks, free + page - full)
         free += -(-k_len // page_size) - full
         own.append(stripes.positions(old, k_len, rank) - old + starts[b])
-        mine = torch.arange(*spans[rank][b])
+        mine = torch.arange(*spans[rank][b], device="cpu")
         sent.append(torch.stack((torch.full_like(mine, b), mine)))
     own_starts = list(accumulate(map(len, own[1:]), initial=0))
     lens = [old - s * page_size for old, s in zip(cached, skipped, strict=True)]
-    int32 = [torch.tensor(x, dtype=torch.int32).to(device) for x in (lens, starts, own_starts)]
+    int32 = [torch.tensor(x, dtype=torch.int32, device="cpu").to(device) for x in (lens, starts, own_starts)]
     moved = torch.cat(sent, 1).to(device), table.to(device), torch.cat(own).to(device)
     return Places(moved[0], most, free, moved[1], int32[0], int32[1], moved[2], int32[2])
 
@@ -157,6 +157,6 @@ def check_caches(kv: PagedKV, index_keys: PagedIndexKeys, shards: TokenShards, c
         if cache.device.type == "cpu":
             if (got := cache.seq_lens.tolist()) != expected:
                 raise ValueError(f"{name}.seq_lens must be the rank's share of cached {list(cached)}, {expected}, got {got}")
-            cache.check_pages(torch.tensor(after, dtype=torch.int64))
+            cache.check_pages(torch.tensor(after, dtype=torch.int64, device="cpu"))
     if kv.page_size != index_keys.page_size:
         raise ValueError(f"index_keys.page_size must be that of kv ({kv.page_size}), got {index_keys.page_size}")

@@ -69,9 +69,9 @@ class TokenShards:
         """Returns where the rank's tokens stand in the packed tensor of all tokens, int64 ``[tokens]``."""
         device = named_devices.usable("device", device)
         first = list(accumulate(self.lengths, initial=0))
-        spans = [torch.arange(0)]
+        spans = [torch.arange(0, device="cpu")]
         for piece in self.spans(rank):
-            spans += [torch.arange(first[b] + start, first[b] + stop) for b, (start, stop) in enumerate(piece)]
+            spans += [torch.arange(first[b] + start, first[b] + stop, device="cpu") for b, (start, stop) in enumerate(piece)]
         return torch.cat(spans).to(device)
 
     def shard(self, x: Tensor, rank: int) -> Tensor:
@@ -85,10 +85,10 @@ class TokenShards:
         return self.remember(("gathered", device), lambda: self._gathered_rows().to(device))
 
     def _gathered_rows(self) -> Tensor:
-        index, most = torch.empty(sum(self.lengths), dtype=torch.int64), self.most()
+        index, most = torch.empty(sum(self.lengths), dtype=torch.int64, device="cpu"), self.most()
         for rank in range(self.ranks):
             rows = self.rows(rank)
-            index[rows] = torch.arange(rank * most, rank * most + rows.numel())
+            index[rows] = torch.arange(rank * most, rank * most + rows.numel(), device="cpu")
         return index
 
     def pieces(
@@ -120,7 +120,8 @@ class TokenShards:
         made, first = [], 0
         for piece in self.spans(rank):
             q_lens = [stop - start for start, stop in piece]
-            offset = torch.tensor([old + start for old, (start, _) in zip(cached, piece, strict=True)], dtype=torch.int32)
+            offsets = [old + start for old, (start, _) in zip(cached, piece, strict=True)]
+            offset = torch.tensor(offsets, dtype=torch.int32, device="cpu")
             bound = min(longest, max([*q_lens, FEW_ROWS + 1]))
             seqs = Layout(_starts(q_lens, device), cu_k, bound, max(k_lens, default=0), offset.to(device), longest)
             made.append((slice(first, first + sum(q_lens)), seqs))
@@ -154,7 +155,7 @@ def check_shards(shards: Any) -> None:
 
 
 def _starts(lens: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32).to(device)
+    return torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32, device="cpu").to(device)
 
 
 @dataclass(frozen=True)
@@ -190,5 +191,5 @@ class PageStripes:
     def positions(self, start: int, stop: int, rank: int) -> Tensor:
         """Returns which of the positions from `start` to `stop` the rank holds, int64, ascending."""
         checks.integer("rank", rank, 0, self.ranks - 1)
-        position = torch.arange(start, stop)
+        position = torch.arange(start, stop, device="cpu")
         return position[position // self.page_size % self.ranks == rank]

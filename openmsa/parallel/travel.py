@@ -65,15 +65,19 @@ def _far_of(
     shards: TokenShards, cached: tuple[int, ...], page_size: int, block_size: int, rank: int, device: torch.device
 ) -> Far:
     pages = tuple(n // page_size for n in cached)
-    lengths = torch.tensor(shards.lengths, dtype=torch.int64)
-    of_token = torch.tensor(pages, dtype=torch.int32).repeat_interleave(lengths)
+    lengths = torch.tensor(shards.lengths, dtype=torch.int64, device="cpu")
+    of_token = torch.tensor(pages, dtype=torch.int32, device="cpu").repeat_interleave(lengths)
     position = torch.cat(
-        [torch.arange(0), *(torch.arange(old, old + n) for old, n in zip(cached, shards.lengths, strict=True))]
+        [
+            torch.arange(0, device="cpu"),
+            *(torch.arange(old, old + n, device="cpu") for old, n in zip(cached, shards.lengths, strict=True)),
+        ]
     )
     rows = shards.rows(rank)
     visible = (position[rows] // block_size + 1).int()
     here = [pages_of(n, rank, shards.ranks) * page_size for n in pages]
-    lens, starts_q, starts_k = (torch.tensor(x, dtype=torch.int32) for x in (here, [0, *shards.lengths], [0, *here]))
+    lists = (here, [0, *shards.lengths], [0, *here])
+    lens, starts_q, starts_k = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in lists)
     cu_q, cu_k = (x.cumsum(0, dtype=torch.int32).to(device) for x in (starts_q, starts_k))
     longest, lens = max(shards.lengths, default=0), lens.to(device)
     everyone = slice(0, len(position)), Layout(cu_q, cu_k, longest, max(here, default=0), lens, longest)

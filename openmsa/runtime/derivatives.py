@@ -23,3 +23,12 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
         return constant(ctx, *grads)
 
     return checked
+
+
+def refuse_transforms() -> None:
+    """Raises NotImplementedError where a transform of `torch.func` asks for a derivative that autograd alone has."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "torch.func (grad, vjp, jvp, jacrev) is not supported here: call torch.autograd.grad or backward, "
+            "or give impl='reference', which PyTorch differentiates by itself"
+        )

@@ -36,6 +36,8 @@ def operator(name: str) -> Callable[[F], F]:
         def public(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() and len(args) <= len(names):
                 return tracing.TRACED[name](dict(zip(names, args, strict=False)) | kwargs)
+            if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
+                tracing.refuse_transforms(function.__qualname__, kwargs.get("impl"))
             return function(*args, **kwargs)
 
         return cast(F, public)
@@ -45,7 +47,6 @@ def operator(name: str) -> Callable[[F], F]:
 
 def never(call: Any) -> None:
     """Refuses no call."""
-    return
 
 
 @dataclass(frozen=True)

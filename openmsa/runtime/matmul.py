@@ -23,7 +23,7 @@ def has_onednn_linear() -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     try:
-        torch.ops.mkldnn._linear_pointwise(torch.ones(2, 2), torch.ones(2, 2), None, "none", [], "")
+        torch.ops.mkldnn._linear_pointwise(torch.ones(2, 2, device="cpu"), torch.ones(2, 2, device="cpu"), None, "none", [], "")
     except (AttributeError, RuntimeError):
         return False
     return True

@@ -24,6 +24,25 @@ def refuse_to_trace(name: str) -> None:
         raise NotImplementedError(f"{name} reads lengths on the host: call it outside the traced function and pass its result")
 
 
+def refuse_transforms(name: str, impl: Any) -> None:
+    """Raises NotImplementedError inside `torch.jit.trace`, and inside those transforms of `torch.func` under which tensors have
+    no values to read; the reference under `torch.func.vmap` is left to PyTorch."""
+    if torch._C._is_tracing():
+        raise NotImplementedError(
+            f"torch.jit.trace cannot record {name}, as lengths that it reads would become constants: "
+            "use torch.compile or torch.export, which take it as one node (docs/compile.md)"
+        )
+    transforms = torch._C._functorch
+    active = {interpreter.key() for interpreter in transforms.get_interpreter_stack() or ()}
+    if transforms.TransformType.Vmap in active and impl != "reference":
+        raise NotImplementedError(
+            f"torch.func.vmap is not supported by {name}: pack the sequences of a batch one after another, so that one call "
+            "serves all of them"
+        )
+    if transforms.TransformType.Functionalize in active:
+        raise NotImplementedError(f"torch.func.functionalize is not supported by {name}: use torch.compile or torch.export")
+
+
 _numbers = itertools.count()
 _numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 

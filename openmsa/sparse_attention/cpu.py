@@ -57,8 +57,8 @@ def sparse_attention(
     lse: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Does what `openmsa.sparse_attention.sparse_attention` says."""
-    out = torch.empty(q.shape, dtype=out_dtype(q)) if out is None else out
-    lse = torch.empty(q.shape[:2], dtype=wide_dtype(q)) if lse is None else lse
+    out = torch.empty(q.shape, dtype=out_dtype(q), device="cpu") if out is None else out
+    lse = torch.empty(q.shape[:2], dtype=wide_dtype(q), device="cpu") if lse is None else lse
     if seqs.longest_q <= FEW_QUERIES:
         _attend(q, k, v, blocks, seqs, block_size, softmax_scale, out, lse)
         return (out, lse) if return_lse else out
@@ -92,7 +92,7 @@ def _runs(blocks: Tensor, seqs: Layout, block_size: int) -> list[tuple[slice, bo
     belongs to depends on its own sequence alone, so that the order of sequences changes no result."""
     total_q, _, topk = blocks.shape
     visible = seqs.visible_blocks(total_q, block_size)[:, None]
-    slot = torch.arange(topk, dtype=torch.int32)
+    slot = torch.arange(topk, dtype=torch.int32, device="cpu")
     whole = (blocks == torch.where(slot < visible, slot, -1)[:, None]).flatten(1).all(1) & (visible[:, 0] <= topk)
     changes = (whole[1:] != whole[:-1]).nonzero().flatten() + 1
     edges = sorted({0, total_q, *changes.tolist(), *seqs.cu_seqlens_q.tolist()})
@@ -133,7 +133,7 @@ def _attend(
                 of_token = attend_token(rows, blocks[i].tolist(), token, keys, values, block_size)
                 out[i], lse[i] = (x.flatten(0, 1) for x in of_token)
             continue
-        last_key = (torch.arange(q1 - q0) + offset).clamp_(max=k_len - 1)
+        last_key = (torch.arange(q1 - q0, device="cpu") + offset).clamp_(max=k_len - 1)
         if isinstance(q, Tensor) and isinstance(k_pool, Tensor):
             count = masked_queries(last_key, blocks.shape[2], block_size, q.dtype, softmax_scale)
             stop = q0 + count
@@ -154,8 +154,9 @@ def _gather_queries(p: _Head, out: Tensor, lse: Tensor) -> None:
     q_len, group, dim = p.q.shape
     topk = p.ids.shape[1]
     chunk = max(1, min(q_len, cpu_workspace_bytes() // (topk * group * dim * p.dtype.itemsize)))
-    partial = torch.empty(chunk * topk + 1, group * dim, dtype=p.dtype)  # The rows are in (block, query) order; the last is
-    partial_lse = torch.empty(chunk * topk + 1, group, dtype=p.dtype)  # the neutral element, which skipped slots point at.
+    # The rows are in (block, query) order; the last is the neutral element, which skipped slots point at.
+    partial = torch.empty(chunk * topk + 1, group * dim, dtype=p.dtype, device="cpu")
+    partial_lse = torch.empty(chunk * topk + 1, group, dtype=p.dtype, device="cpu")
     partial[-1], partial_lse[-1] = 0, -torch.inf
     for start in range(0, q_len, chunk):
         rows = slice(start, min(start + chunk, q_len))
@@ -181,8 +182,8 @@ def by_block(ids: Tensor, num_blocks: int, neutral: int) -> tuple[Tensor, list[i
     order = ids.argsort(stable=True)
     counts = torch.bincount(ids, minlength=num_blocks + 1)[:num_blocks].tolist()
     kept = sum(counts)
-    place = torch.empty(rows * topk, dtype=torch.int32)
-    place[order] = torch.arange(rows * topk, dtype=torch.int32)
+    place = torch.empty(rows * topk, dtype=torch.int32, device="cpu")
+    place[order] = torch.arange(rows * topk, dtype=torch.int32, device="cpu")
     place.masked_fill_(place >= kept, neutral)
     return order[:kept] // topk, counts, place.view(rows, topk)
 
@@ -202,7 +203,7 @@ def _attend_block(p: _Head, queries: Tensor, query: Tensor, last_key: Tensor, bl
         if int(last_key[chosen[0]]) < stop - 1:  # Queries ascend: those inside this block come first.
             seen = last_key[chosen]
             inside = int((seen < stop - 1).sum())
-            hidden = torch.arange(first, stop) > seen[:inside, None]
+            hidden = torch.arange(first, stop, device="cpu") > seen[:inside, None]
             logits.view(-1, group, stop - first)[:inside].masked_fill_(hidden[:, None], -torch.inf)
         largest = logits[: m * group].amax(1)
         weights = torch.softmax(logits, 1, out=logits)
@@ -218,7 +219,7 @@ def _attend_block(p: _Head, queries: Tensor, query: Tensor, last_key: Tensor, bl
 def _merge(partial: Tensor, partial_lse: Tensor, place: Tensor, out: Tensor, lse: Tensor) -> None:
     """Combines the partial results of each query: out ``[rows, group, dim]``, lse ``[rows, group]``."""
     topk, group = place.shape[1], partial_lse.shape[1]
-    head = torch.arange(group, dtype=torch.int32)[:, None]
+    head = torch.arange(group, dtype=torch.int32, device="cpu")[:, None]
     partial = partial.view(partial.shape[0] * group, -1)  # There is a row for each (pair, head).
     for start in range(0, place.shape[0], MERGED_QUERIES):
         rows = slice(start, start + MERGED_QUERIES)
@@ -227,7 +228,7 @@ def _merge(partial: Tensor, partial_lse: Tensor, place: Tensor, out: Tensor, lse
         total = logs.logsumexp(2)  # [rows, group]
         weights = logs.sub_(total.clamp(min=torch.finfo(logs.dtype).min)[..., None]).exp_()  # [rows, group, topk]
         index = (at[:, None] * group + head).flatten()
-        bags = torch.arange(0, index.numel(), topk, dtype=torch.int32)
+        bags = torch.arange(0, index.numel(), topk, dtype=torch.int32, device="cpu")
         # This is a weighted sum of gathered rows in one pass, which int32 indices make fast.
         merged = torch.embedding_bag(partial, index, bags, mode=0, per_sample_weights=weights.flatten())[0]
         out[rows] = merged.view(len(at), group, -1)

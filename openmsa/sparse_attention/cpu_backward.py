@@ -33,9 +33,9 @@ def sparse_attention_backward(
     """
     dtype, kv_heads = wide_dtype(q), k.shape[1]
     group = q.shape[1] // kv_heads
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (q, k, v))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device="cpu") for x in (q, k, v))
     for q0, q1, k0, k_len, offset in seqs.on_host():
-        last_key = (torch.arange(q1 - q0) + offset).clamp_(max=k_len - 1)
+        last_key = (torch.arange(q1 - q0, device="cpu") + offset).clamp_(max=k_len - 1)
         for head in range(kv_heads):
             own, keys = (slice(q0, q1), slice(head * group, (head + 1) * group)), (slice(k0, k0 + k_len), head)
             of_lse = None if grad_lse is None else grad_lse[own]
@@ -53,7 +53,7 @@ def _walk(
     """Adds to dk and dv of one sequence and KV head ``[k_len, dim]``; returns the sums for dq ``[q_len * group, dim]``, not
     scaled. ids: int64 ``[q_len, topk]``, -1 where nothing is read."""
     sums, group = torch.zeros_like(rows.q), rows.q.shape[0] // max(len(ids), 1)
-    head_of_group, start = torch.arange(group), 0
+    head_of_group, start = torch.arange(group, device="cpu"), 0
     query, counts, _ = by_block(ids, -(-k.shape[0] // block_size), 0)
     for block, count in enumerate(counts):
         first, stop = block * block_size, min((block + 1) * block_size, k.shape[0])
@@ -62,7 +62,7 @@ def _walk(
             at = (chosen[:, None] * group + head_of_group).flatten()
             hidden = None
             if int(last_key[chosen[0]]) < stop - 1:  # Queries ascend.
-                hidden = torch.arange(first, stop) > last_key[chosen].repeat_interleave(group)[:, None]
+                hidden = torch.arange(first, stop, device="cpu") > last_key[chosen].repeat_interleave(group)[:, None]
             to_q, to_k, to_v = tile_gradients(rows.take(at), keys, values, hidden)
             sums.index_add_(0, at, to_q)
             dk[first:stop] += to_k

@@ -53,13 +53,13 @@ def attend_masked(
         seen = last_key[rows]
         first, end = int(seen[0]) + 1, int(seen[-1]) + 1  # Some queries do not see keys from the first of these on.
         blocks = -(-end // block_size)
-        of_block = torch.full((ids.shape[1], len(seen), blocks + 1), -torch.inf, dtype=q.dtype)
+        of_block = torch.full((ids.shape[1], len(seen), blocks + 1), -torch.inf, dtype=q.dtype, device="cpu")
         chosen = ids[rows].transpose(0, 1).long()
         reads = (chosen >= 0) & (chosen * block_size <= seen[:, None])  # [heads, queries, topk]
         of_block.scatter_(2, torch.where(reads, chosen, blocks), 0.0)
         hidden = of_block[..., :blocks, None].expand(-1, -1, -1, block_size).flatten(2)[..., :end].contiguous()
         if first < end:  # hidden is [index heads, queries, keys] in memory of its own, as it is written to
-            hidden[..., first:].masked_fill_(torch.arange(first, end) > seen[:, None], -torch.inf)
+            hidden[..., first:].masked_fill_(torch.arange(first, end, device="cpu") > seen[:, None], -torch.inf)
         queries = q[rows].unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)  # [kv_heads, group, queries, dim]
         queries = queries if queries.stride(3) == 1 else queries.contiguous()
         read = [x[:, :, :end].expand(-1, group, -1, -1) for x in (k, v)]

@@ -65,7 +65,7 @@ def compare(tested: Tensor, honest: Tensor, truth: Tensor, factor: float = 2.0) 
         bound=factor * float(honest_errors.max()) + floor,
         rms_error=float(errors.square().mean().sqrt()),
         rms_bound=factor * float(honest_errors.square().mean().sqrt()) + floor,
-        where=tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), truth.shape)),
+        where=tuple(int(i) for i in torch.unravel_index(torch.tensor(worst, device="cpu"), truth.shape)),
         tested=float(tested64.flatten()[worst]),
         truth=float(truth.flatten()[worst]),
     )

@@ -60,8 +60,8 @@ class Problem:
 
 def packed_order(lens: Sequence[int], order: Sequence[int]) -> Tensor:
     """Returns packed rows of sequences of `lens` tokens, in the order in which the permuted batch holds them: int64 [total]."""
-    pieces = torch.arange(sum(lens)).split(list(lens))
-    return torch.cat([pieces[b] for b in order] or [torch.arange(0)])
+    pieces = torch.arange(sum(lens), device="cpu").split(list(lens))
+    return torch.cat([pieces[b] for b in order] or [torch.arange(0, device="cpu")])
 
 
 def problem(
@@ -90,12 +90,12 @@ def problem(
     index_heads, index_dim = index_heads or kv_heads, index_dim or head_dim
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
 
     def index(*shape: int) -> Tensor:
         if not integer_index:
             return normal(*shape)
-        return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+        return torch.randint(-2, 3, shape, generator=generator, device="cpu").to(dtype)
 
     k, v = normal(total_k, kv_heads, head_dim), normal(total_k, kv_heads, head_dim)
     index_k = index(total_k, index_key_heads, index_dim)
@@ -136,7 +136,7 @@ def paged(p: Problem, page_size: int, *, seed: int = 0, interleaved: bool = Fals
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-k_len // page_size) for k_len in p.k_lens]
     num_pages, width = sum(counts) + 2, max(counts, default=0) + 1
-    free = torch.randperm(num_pages, generator=generator).tolist()
+    free = torch.randperm(num_pages, generator=generator, device="cpu").tolist()
     table = [[WILD_IDS[(b + i) % len(WILD_IDS)] for i in range(width)] for b in range(len(counts))]
     pools = [_pool(x, num_pages, page_size, interleaved) for x in (p.k, p.v, p.index_k)]
     once: dict[int, int] = {}  # logical page inside the shared prefix -> physical page
@@ -175,12 +175,12 @@ def random_blocks(p: Problem, topk: int, block_size: int, heads: int, seed: int 
     for q_len, k_len in zip(p.q_lens, p.k_lens, strict=True):
         num_blocks = -(-k_len // block_size)
         for row in range(q_len * heads):
-            ids = torch.randperm(num_blocks, generator=generator)[: topk if row % 7 else 0]
-            gaps = torch.full((topk,), -1)
-            slots = torch.randperm(topk, generator=generator)[: len(ids)]
+            ids = torch.randperm(num_blocks, generator=generator, device="cpu")[: topk if row % 7 else 0]
+            gaps = torch.full((topk,), -1, device="cpu")
+            slots = torch.randperm(topk, generator=generator, device="cpu")[: len(ids)]
             gaps[slots] = ids
             if topk > 1 and row % 3 == 0:
                 gaps[row % topk] = -1
             rows.append(gaps)
-    stacked = torch.stack(rows) if rows else torch.empty(0, topk)
+    stacked = torch.stack(rows) if rows else torch.empty(0, topk, device="cpu")
     return stacked.to(torch.int32).view(-1, heads, topk).to(p.device)

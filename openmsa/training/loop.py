@@ -166,7 +166,7 @@ class Trainer:
         norm = math.sqrt(sum(squares) * self.world.size)
         if settings.clip is not None:
             learning = itertools.chain(*self.learning.values())
-            nn.utils.clip_grads_with_norm_(learning, settings.clip, torch.tensor(norm), foreach=False)
+            nn.utils.clip_grads_with_norm_(learning, settings.clip, torch.tensor(norm, device="cpu"), foreach=False)
         self.optimizer.step()
         return {
             "step": number,

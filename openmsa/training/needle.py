@@ -42,7 +42,7 @@ def make_needles(tokenizer: Any, filler: Tensor, length: int, distances: Sequenc
             question = f"\nThe secret number of the {generator.choice(COLOURS)} {generator.choice(THINGS)} is"
             number = f" {generator.randrange(10_000, 100_000)}"
             needle, asked, answer = (
-                torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)
+                torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64, device="cpu")
                 for text in (f"{question}{number}.\n", question, number)
             )
             added = len(needle) + len(asked) + len(answer)

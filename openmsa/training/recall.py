@@ -32,7 +32,7 @@ class Recall(NamedTuple):
 def spaced_rows(length: int, count: int) -> Tensor:
     """Returns `count` query positions spread evenly over a window of `length`, the last one included."""
     count = min(count, length)
-    return (torch.arange(1, count + 1) * length).div(count, rounding_mode="floor") - 1
+    return (torch.arange(1, count + 1, device="cpu") * length).div(count, rounding_mode="floor") - 1
 
 
 def block_mass(inputs: LayerInputs, rows: Tensor, block_size: int) -> Tensor:

@@ -97,7 +97,7 @@ def tokens_of(tokenizer: Any, texts: Iterable[str]) -> Tensor:
         ids += tokenizer(text, add_special_tokens=False).input_ids
         if end is not None:
             ids.append(end)
-    return torch.tensor(ids, dtype=torch.int64)
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Windows:
 
     def _order(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        order: list[int] = torch.randperm(len(self), generator=generator).tolist()
+        order: list[int] = torch.randperm(len(self), generator=generator, device="cpu").tolist()
         return order
 
     def digest(self) -> str:

@@ -80,7 +80,7 @@ def blocks_without_index(inputs: LayerInputs, variant: Variant, seed: int, most:
     generator, parts = torch.Generator().manual_seed(seed * 1_000_003 + inputs.number), []
     for start, stop in chunks(inputs.q.shape[0] // max(1, length), length, max(1, most // (heads * blocks))):
         shape = stop - start, heads, blocks  # Queries come first, so that chunks take up the generator's numbers in order.
-        scores = torch.zeros(shape, device=device) if window else torch.rand(shape, generator=generator)
+        scores = torch.zeros(shape, device=device) if window else torch.rand(shape, generator=generator, device="cpu")
         seqs = Sequences.from_lengths([stop - start], [stop], device)  # The queries are the last of the keys up to them.
         scores = scores.transpose(0, 1)[..., : -(-stop // size)].contiguous().to(device)
         found = select_blocks_from_scores(scores, topk, seqs, block_size=size, init_blocks=first, local_blocks=last)

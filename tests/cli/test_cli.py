@@ -18,7 +18,7 @@ from openmsa.bench import record, rows, workloads
 from openmsa.bench.workloads import Workload
 from openmsa.cli import app
 from openmsa.cli.checks import check_writable
-from openmsa.cli.progress import Remaining, told
+from openmsa.cli.progress import Remaining, in_all, told
 from openmsa.explain import STAGES
 
 CPU_RECORD = Path(__file__).parents[2] / "benchmarks/results/2026-11-21-cpu-epyc.jsonl"
@@ -242,6 +242,21 @@ def test_remaining_time():
     bar.update(task, completed=30)
     assert str(Remaining().render(bar.tasks[task])) == "13 s left"
     assert told(3900) == "1 h 5 min"
+
+
+@pytest.mark.parametrize(
+    ("load", "threads", "policy", "said"),
+    [(7.5, 4, "", True), (5.9, 4, "", False), (7.5, 1, "", False), (7.5, 4, "PASSIVE", False)],
+)
+def test_a_busy_cpu_is_told_where_threads_spin(load, threads, policy, said, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    found = in_all(93.4)
+    assert found.startswith("93 s in all.")
+    assert ("(a load of 7.5 on 4 cores)" in found and "OMP_WAIT_POLICY=passive" in found) == said
+    assert (found == "93 s in all.") != said
 
 
 def test_bench_lists_for_people():

@@ -15,6 +15,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from openmsa.cli import app  # noqa: E402
 from openmsa.cli.convert import layer_numbers  # noqa: E402
+from openmsa.cli.models import find_model, load_model  # noqa: E402
 from openmsa.integrations.hugging_face import load  # noqa: E402
 from openmsa.modules import index_branches  # noqa: E402
 
@@ -247,6 +248,49 @@ DAMAGES = [
         "MODEL must have all its weights, got none that fit for 4 of them: model.layers.1.self_attn.",
     ),
 ]
+
+
+def small(kind, **sizes):
+    """Returns a model of random weights."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=SIZES["vocab_size"], **sizes)
+    name = {"T5": "ForConditionalGeneration", "Bart": "ForConditionalGeneration", "GPTNeoX": "ForCausalLM"}.get(
+        kind, "ForMaskedLM"
+    )
+    return getattr(transformers, kind + name)(config)
+
+
+ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize("command", ["convert", "generate"])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("T5", {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}),
+        ("Bart", {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}),
+        ("Bert", ENCODER),
+        ("Roberta", ENCODER),
+    ],
+)
+def test_a_model_that_is_no_causal_language_model_is_named(kind, sizes, command, tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "model", ignore=shutil.ignore_patterns("config.json", "*.safetensors", "generation*"))
+    small(kind, **sizes).save_pretrained(tmp_path / "model")
+    rest = [tmp_path / "out"] if command == "convert" else ["--prompt", "a"]
+    done = invoke(command, tmp_path / "model", *rest)
+    assert done.exit_code == 2
+    rule = "MODEL must be a causal language model of text, which writes each token after those before it"
+    assert done.stderr.strip().splitlines()[-1] == f"{rule}, got one of type {kind.lower()!r}"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_causal_model_that_says_it_is_no_decoder_is_loaded(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "model", ignore=shutil.ignore_patterns("config.json", "*.safetensors", "generation*"))
+    model = small("GPTNeoX", **ENCODER | {"hidden_size": 64})
+    assert model.config.is_decoder is False
+    model.save_pretrained(tmp_path / "model")
+    found = load_model(find_model(str(tmp_path / "model")), torch.device("cpu"), torch.float32)
+    assert type(found) is type(model)
 
 
 def test_a_model_without_a_tokenizer(tiny, tmp_path):

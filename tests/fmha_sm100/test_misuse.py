@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from fmha_sm100.api import fmha_sm100, fmha_sm100_plan
+from fmha_sm100.api import _fmha_sm100, fmha_sm100, fmha_sm100_plan
 from fmha_sm100.plan_rows import Plan
 from tests.contract import DEVICES
 from tests.fmha_sm100.batch import batch, lengths, pages, selection
@@ -179,3 +179,19 @@ def test_values_of_packed_keys():
     plan[3]["max_k_tiles"] = 2
     with pytest.raises(ValueError, match=r"kv_segment_lens\[0\] must be at most max_k_tiles \* block_size \(256\)"):
         fmha_sm100(p.q, p.k, p.v, plan, check_input_valid=True)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_unknown_arguments_are_those_of_the_public_functions(mixed):
+    """Python's own sentence, and the name of the function that was called."""
+    lens, q = torch.tensor([1, 200 if mixed else 1], dtype=torch.int32), torch.zeros(201 if mixed else 2, 2, 32)
+    with pytest.raises(TypeError, match=r"^fmha_sm100_plan\(\) got an unexpected keyword argument 'scale'$"):
+        fmha_sm100_plan(lens, lens, 2, scale=1.0)
+    planned = fmha_sm100_plan(lens, lens, 2)
+    assert planned[0] == mixed
+    with pytest.raises(TypeError, match=r"^fmha_sm100\(\) got an unexpected keyword argument 'softmax_scale'$"):
+        fmha_sm100(q, q, q, planned, softmax_scale=1.0)
+    with pytest.raises(TypeError, match=r"^_fmha_sm100\(\) got an unexpected keyword argument 'softmax_scale'$"):
+        _fmha_sm100(q, q, q, planned[3], softmax_scale=1.0)
+    with pytest.raises(TypeError, match=r"^_fmha_sm100\(\) missing 1 required positional argument: 'plan_info'$"):
+        _fmha_sm100(q, q, q)

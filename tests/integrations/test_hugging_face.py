@@ -6,6 +6,8 @@ it was."""
 import copy
 import inspect
 import pickle
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,15 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache  # noqa: E402
 
-from openmsa.integrations.hugging_face import ATTENTION, PagedCache, convert, load, prefill, stream  # noqa: E402
+from openmsa.integrations.hugging_face import (  # noqa: E402
+    ATTENTION,
+    PagedCache,
+    cache_argument,
+    convert,
+    load,
+    prefill,
+    stream,
+)
 from openmsa.integrations.transformers import register  # noqa: E402
 from openmsa.modules import MSAConfig, collected_losses, index_branches, set_stage  # noqa: E402
 
@@ -150,6 +160,20 @@ def test_cached_steps_equal_one_prefill(kind, padded):
         assert cache.held.lengths == [90, 90 - padded]
         pages = 6 + -(-(90 - padded) // 16)
         assert cache.memory() >= pages * 16 * 16 * 2 * 4 * (3 * 2 + 2)
+
+
+def test_the_documented_call_warns_of_nothing():
+    """The line that docs/hugging-face.md shows names the cache as this version of transformers does."""
+    text = (Path(__file__).parents[2] / "docs/hugging-face.md").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("model.generate(")]
+    model, ids = convert(plain(), **SPARSE), tokens()
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 2, "do_sample": False}
+    names = {"model": model, "inputs": inputs, "PagedCache": PagedCache, "cache_argument": cache_argument}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = eval(line, names)
+    assert not [str(x.message) for x in said if "deprecated" in str(x.message) and "past_key_values" in str(x.message)]
+    assert torch.equal(found, model.generate(**inputs))
 
 
 def test_a_layer_may_call_its_cache_cache():

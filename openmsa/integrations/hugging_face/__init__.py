@@ -4,7 +4,7 @@
 model = convert(AutoModelForCausalLM.from_pretrained("path/to/a/model"), index_topk_blocks=16)
 model.save_pretrained("converted")
 model = load("converted")              # or, after this import, AutoModelForCausalLM.from_pretrained("converted")
-model.generate(**inputs, past_key_values=PagedCache(model))
+model.generate(**inputs, **cache_argument(model, PagedCache(model)))
 """
 
 try:
@@ -17,6 +17,6 @@ except ImportError as error:
 from openmsa.integrations.hugging_face.cache import PagedCache
 from openmsa.integrations.hugging_face.convert import convert, is_converted, load
 from openmsa.integrations.hugging_face.generate import prefill, stream
-from openmsa.integrations.hugging_face.model import ATTENTION, MSAModel
+from openmsa.integrations.hugging_face.model import ATTENTION, MSAModel, cache_argument
 
-__all__ = ["ATTENTION", "MSAModel", "PagedCache", "convert", "is_converted", "load", "prefill", "stream"]
+__all__ = ["ATTENTION", "MSAModel", "PagedCache", "cache_argument", "convert", "is_converted", "load", "prefill", "stream"]

@@ -67,8 +67,8 @@ class PagedCache(Cache):
     padded token takes no place, and a step never copies what is held. It serves ``generate`` and forwards of the model:
 
         cache = PagedCache(model)
-        model.generate(**inputs, past_key_values=cache)
-        cache.memory()                                       # bytes
+        model.generate(**inputs, **cache_argument(model, cache))
+        cache.memory()                                            # bytes
 
     tokens:      room for so many tokens of each sequence from the start; it grows beyond.
     page_size:   keys a page; None: the model's index_block_size.

@@ -184,7 +184,7 @@ def _check_layer(seen: Seen, config: MSAConfig, initialise: str) -> None:
         if (norm is not None) != config.index_norm:
             has = "has" if norm is not None else "has no"
             raise ValueError(f"index_norm must be {norm is not None}, as {where} {has} {name}, got {config.index_norm}")
-        got = tuple(getattr(norm, "weight", torch.empty(dim)).shape)
+        got = tuple(getattr(norm, "weight", torch.empty(dim, device="cpu")).shape)
         if got != (dim,):
             raise NotImplementedError(f"{name} of {where} must norm each head alone ({dim} weights), got {got}: {instead}")
 

@@ -105,7 +105,8 @@ def remove_branches(model: nn.Module, name: str) -> None:
 
 
 def cache_argument(module: Any, cache: Any) -> dict[str, Any]:
-    """Returns the keyword argument by which the forward of a model takes its cache."""
+    """Returns the keyword argument by which a model's forward, and `generate`, take a cache: ``{"cache": cache}`` from
+    transformers 5.24 on, ``{"past_key_values": cache}`` before."""
     known = inspect.signature(module.forward).parameters
     return {next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0]): cache}
 
