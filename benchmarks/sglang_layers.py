@@ -129,7 +129,7 @@ def compare(e: Any, pair: dict[str, Any], mode: str, batch: int, new: int, lengt
     if "own" in outs:
         difference = (outs["own"].float() - outs["openmsa"].float()).abs()
         apart = {"apart_mean": difference.mean().item(), "apart_max": difference.max().item()}
-        apart["queries_apart"] = int((difference.flatten(1).amax(1) > 0.02).sum())  # Two of their scores nearly tie, it seems.
+        apart["queries_apart"] = int((difference.flatten(1).amax(1) > 0.02).sum())
     return {"mode": mode, "batch": batch, "new": new, "length": length, "ms": row, **apart}
 
 

@@ -50,7 +50,7 @@ class Sequences:
             value_checks.lengths(name, lens, INT32_MAX)
         if len(q_lens) != len(k_lens):
             raise ValueError(f"k_lens must have one entry a sequence ({len(q_lens)}), got {len(k_lens)}")
-        cu_q, cu_k = (torch.tensor([0, *lens], dtype=torch.int32, device="cpu").cumsum(0).int() for lens in (q_lens, k_lens))
+        cu_q, cu_k = (starts_of(torch.tensor(lens, dtype=torch.int32, device="cpu")) for lens in (q_lens, k_lens))
         return cls(cu_q.to(device), cu_k.to(device), max(q_lens, default=0), max(k_lens, default=0))
 
     def __eq__(self, other: object) -> bool:

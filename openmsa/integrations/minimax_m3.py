@@ -19,6 +19,7 @@ from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import dense_attention
 from openmsa.integrations.transformers import equal_lengths, packed_forward, refuse_unsupported, register_forward
 from openmsa.runtime.dispatch import check_name
+from openmsa.runtime.lengths import starts_of
 from openmsa.sparse_attention import STAGE as SPARSE
 from openmsa.sparse_attention import sparse_attention
 from openmsa.types import Sequences
@@ -131,9 +132,8 @@ def _attend_around_padding(
         inside = piece < length[:, None]  # [batch, block_size]
         at = (first[:, None] + piece).clamp(max=filled - 1)
         keys, values = (x[torch.arange(batch, device=q.device)[:, None], at][inside] for x in (k, v))
-        cu_k = nn.functional.pad(length.cumsum(0), (1, 0)).to(torch.int32)
         position = (filled - q_len - first).to(torch.int32)
-        here = Sequences(seqs.cu_seqlens_q, cu_k, q_len, block_size, position)
+        here = Sequences(seqs.cu_seqlens_q, starts_of(length), q_len, block_size, position)
         wanted = (ids == (first // block_size)[row, None, None]).any(-1, keepdim=True)  # [total_q, index_heads, 1]
         more, more_lse = sparse_attention(q, keys, values, wanted.to(torch.int32) - 1, here, return_lse=True, **options)
         out, lse = _merged(out, lse, more, more_lse)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from openmsa.runtime.lengths import starts_of
 from openmsa.types import Sequences
 
 
@@ -73,5 +74,4 @@ def real_lengths(q_real: Tensor, k_real: Tensor) -> Sequences:
     nothing = torch.zeros_like(q_held)
     q_lens = torch.stack((q_held, q_len - q_held, nothing), 1)
     k_lens = torch.stack((k_held, nothing, k_len - k_held), 1)
-    cu_q, cu_k = (nn.functional.pad(lens.flatten().cumsum(0), (1, 0)).to(torch.int32) for lens in (q_lens, k_lens))
-    return Sequences(cu_q, cu_k, q_len, k_len)
+    return Sequences(starts_of(q_lens.flatten()), starts_of(k_lens.flatten()), q_len, k_len)

@@ -54,9 +54,8 @@ class Preparation:
             return PreparedZero(word(event.memory), event.memory.numel() * event.memory.element_size())
         given = event.variant.parameters.given(event.arguments, partial(variants.encoded, event.variant))
         words = [word(x) for x in given.tensors]
-        return PreparedLaunch(
-            event.variant, event.grid, given._replace(tensors=()), words
-        )  # Their memory is free for later steps.
+        without = given._replace(tensors=())  # Their memory is free for later steps.
+        return PreparedLaunch(event.variant, event.grid, without, words)
 
     def made(self) -> Prepared:
         """Returns all of them in numbers and addresses."""
@@ -94,9 +93,7 @@ class Replay:
         self._lock = threading.Lock()
         self._at = self._stream = -1
         self._form, self._changed = form_of(self._calls), 0
-        self._graph: LaunchGraph | None = (
-            None  # the last that launched; it knows the addresses of then, but for those that changed
-        )
+        self._graph: LaunchGraph | None = None  # The last that launched knows all addresses but those that changed since.
 
     def run(self, addresses: list[int], workspace: int = 0) -> None:
         """Launches on the current stream of the device, which need not be current itself. addresses: of the inputs, in their
