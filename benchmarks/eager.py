@@ -6,9 +6,9 @@ kernels.
 
 A step has `--layers` layers. Each has its own queries and caches, of which a few are held and used in turn. For each shape
 the table says, a layer: the time of the host (its clock, from the first call to the return of the last, the GPU not waited for)
-and the time of the step (until the GPU has finished), both the median of several steps; ways take turns. `plan` makes an
-`AttentionPlan` in each step, of a kind that did not come before, so that its first layer is
-recorded; `call` is `msa_attention`; `vllm` are its three Triton kernels.
+and the time of the step (until the GPU has finished), both the median of several steps; ways take turns. Each step has another
+number of new tokens, a few less than the shape says, as steps of an engine have. `plan` makes an `AttentionPlan` in each step;
+`call` is `msa_attention`; `vllm` are its three Triton kernels.
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ class Step(NamedTuple):
         tuple[Tensor, Tensor, Tensor, Tensor]
     ]  # q, kv [pages, heads, 128, 2 * dim], index_q, index [pages, 1, 128, dim]
     outs: list[Tensor]
-    steps: list[int]
 
-    def bound(self) -> int:
-        """Returns a bound on the new tokens, another one for each step: a plan of a step whose like came before need not
-        record."""
-        self.steps[0] += 1
-        return max(self.new) + self.steps[0] % 64
+    def shortened(self, number: int) -> Step:
+        """Returns the step with fewer new tokens in its last sequence, fewer for each number; its keys are as many."""
+        last = self.new[-1]
+        new = (*self.new[:-1], last - min(number * max(last // 64, 1), last - 1))
+        cu, total = self.cu.clone(), sum(new)
+        cu[-1] = total
+        layers = [(q[:total], kv, index_q[:total], index) for q, kv, index_q, index in self.layers]
+        return self._replace(new=new, cu=cu, layers=layers, outs=[out[:total] for out in self.outs])
 
 
 def step_of(new: tuple[int, ...], keys: tuple[int, ...], heads: tuple[int, int], local: bool, held: int) -> Step:
@@ -89,7 +91,7 @@ def step_of(new: tuple[int, ...], keys: tuple[int, ...], heads: tuple[int, int],
             index_q = base[:total] + 0.3 * index_q
         layers.append((q, kv, index_q, index))
     outs = [torch.empty_like(layers[0][0]) for _ in range(held)]
-    return Step(new, keys, cu, torch.tensor(keys, dtype=torch.int32, device=device), table, layers, outs, [0])
+    return Step(new, keys, cu, torch.tensor(keys, dtype=torch.int32, device=device), table, layers, outs)
 
 
 def by_plan(x: Step, layers: int) -> None:
@@ -97,7 +99,7 @@ def by_plan(x: Step, layers: int) -> None:
     plan = AttentionPlan(
         cu_seqlens_q=x.cu,
         total_q=sum(x.new),
-        max_seqlen_q=x.bound(),
+        max_seqlen_q=max(x.new),
         max_seqlen_k=max(x.keys),
         page_table=x.table,
         seq_lens=x.lens,
@@ -128,8 +130,9 @@ def by_call(x: Step, layers: int) -> None:
         x.outs[i % len(x.outs)] = out
 
 
-def by_vllm(x: Step, layers: int, kernels: Any, before: Tensor) -> None:
+def by_vllm(x: Step, layers: int, kernels: Any) -> None:
     """Runs a step with vLLM's kernels."""
+    before = x.lens - x.cu.diff()
     heads, most, longest = x.layers[0][1].shape[1], max(x.new), max(x.keys)
     for i in range(layers):
         q, kv, index_q, index = x.layers[i % len(x.layers)]
@@ -151,23 +154,23 @@ def timed(run: Callable[[int], None], layers: int) -> tuple[float, float]:
 
 def measure(x: Step, layers: int, turns: int, kernels: Any) -> dict[str, dict[str, float]]:
     """Lets the ways take turns and returns their medians."""
-    before = x.lens - x.cu.diff()
-    ways: dict[str, Callable[[int], None]] = {"plan": partial(by_plan, x), "call": partial(by_call, x)}
+    ways: dict[str, Callable[[Step, int], None]] = {"plan": by_plan, "call": by_call}
     if kernels is not None:
-        ways["vllm"] = lambda n: by_vllm(x, n, kernels, before)
+        ways["vllm"] = partial(by_vllm, kernels=kernels)
     for run in ways.values():
-        run(2 * len(x.layers))
+        run(x, 2 * len(x.layers))
     outs = {}
     for name, run in ways.items():
-        run(len(x.layers))
+        run(x, len(x.layers))
         outs[name] = x.outs[0].clone()
     different = {name: (outs["plan"] - outs[name]).abs().max().item() for name in outs if name != "plan"}
     # Queries whose selections differ by a tie differ; all others agree within the rounding.
     rows = {name: ((outs["plan"] - outs[name]).abs().amax((1, 2)) > 0.02).sum().item() for name in different}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for _ in range(turns):
+    for turn in range(turns):
+        step = x.shortened(turn + 1)
         for name, run in ways.items():
-            times[name].append(timed(run, layers))
+            times[name].append(timed(partial(run, step), layers))
     return {
         name: {
             "host_us": statistics.median(t[0] for t in found),

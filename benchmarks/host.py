@@ -10,6 +10,7 @@ microseconds, medians of several turns in which all ways take part:
     first     its first layer, which is recorded.
     known     a layer of a known kind, the mean of some layers that follow each other.
     mean      a layer of a step with a plan of a new kind: its plan and all its layers, over their number.
+    like      the same of a step with fewer tokens than any before, whose kind is known if they are as many, rounded up.
     call 1st  `msa_attention` of a new kind.
     call      `msa_attention` of a known kind, a layer.
     decode 1st, decode   the first `run` of a `DecodePlan`, and a later one; of steps with one new token a sequence.
@@ -48,8 +49,8 @@ SHAPES = (
     ((182,), (18_000,)),
 )
 """New tokens of each sequence, and its keys with them."""
-COLUMNS = ("plan", "first", "known", "mean", "call_first", "call", "decode_first", "decode", "vllm")
-TITLES = ("plan", "first", "known", "mean", "call 1st", "call", "decode 1st", "decode", "vllm")
+COLUMNS = ("plan", "first", "known", "mean", "like", "call_first", "call", "decode_first", "decode", "vllm")
+TITLES = ("plan", "first", "known", "mean", "like", "call 1st", "call", "decode 1st", "decode", "vllm")
 FEW_LAYERS = 20
 """Layers of a known kind that are timed together."""
 MOST_KINDS = 512
@@ -123,6 +124,8 @@ def turn(x: Step, layers: int, kernels: Any) -> Iterator[tuple[str, float]]:
     yield "first", microseconds(partial(run_layers, x, plans[0], 1))
     yield "known", microseconds(partial(run_layers, x, plans[0], FEW_LAYERS)) / FEW_LAYERS
     yield "mean", microseconds(partial(whole_step, other, layers)) / layers
+    shorter = other.shortened(1)
+    yield "like", microseconds(partial(whole_step, shorter, layers)) / layers
     yield "call_first", microseconds(partial(layers_by_call, x, 1))
     yield "call", microseconds(partial(layers_by_call, x, FEW_LAYERS)) / FEW_LAYERS
     if max(x.new) == 1:
@@ -138,8 +141,7 @@ def turn(x: Step, layers: int, kernels: Any) -> Iterator[tuple[str, float]]:
         yield "decode_first", microseconds(partial(layers_by_decode_plan, x, decode, 1))
         yield "decode", microseconds(partial(layers_by_decode_plan, x, decode, FEW_LAYERS)) / FEW_LAYERS
     if kernels is not None:
-        before = x.lens - x.cu.diff()
-        yield "vllm", microseconds(partial(by_vllm, x, FEW_LAYERS, kernels, before)) / FEW_LAYERS
+        yield "vllm", microseconds(partial(by_vllm, x, FEW_LAYERS, kernels)) / FEW_LAYERS
 
 
 def measure(x: Step, layers: int, turns: int, kernels: Any) -> dict[str, list[float]]:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from openmsa import step_lengths
 from openmsa.attention import QUERY_CHUNK
 from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
@@ -17,11 +18,11 @@ from openmsa.inputs import SelectionCall, check_counts, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.results import check_places, made_out
 from openmsa.runtime import checks, dispatch, tracing, value_checks
-from openmsa.runtime.kinds import Call, Kinds, Steps, rounded, tensors_in
+from openmsa.runtime.kinds import Call, Kinds, Steps, tensors_in
 from openmsa.runtime.memory import Memory
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention.call import SparseCall, check_sparse
-from openmsa.types import INT32_MAX, Layout, Sequences, layout
+from openmsa.types import INT32_MAX, Layout, Sequences
 
 LAYERS = Kinds()
 """Launches of layers of all plans: plans of like steps need not record again."""
@@ -44,9 +45,10 @@ class AttentionPlan(tracing.Numbered):
 
     Tensors lie on one device. On a GPU nothing is read from them on the host; they are read when `refresh` and the layers run.
     A plan owns its memory: use one plan a stream, and let its layers follow each other. The first layer of a kind (of its
-    shapes, strides and dtypes) is checked and its launches are recorded; further layers only launch: they allocate nothing
-    (but `out`, where it is not given), never wait and run no kernel of PyTorch. They can be captured in a CUDA graph after a
-    first layer of their kind has run; `refresh`, captured in front of them, then follows changes in the step's tensors.
+    shapes, strides and dtypes; numbers of queries and bounds count rounded up, by at most a sixteenth) is checked and its
+    launches are recorded; further layers only launch: they allocate nothing (but `out`, where it is not given), never wait and
+    run no kernel of PyTorch. They can be captured in a CUDA graph after a first layer of their kind has run; `refresh`,
+    captured in front of them, then follows changes in the step's tensors.
 
     No gradients are computed. Raises ValueError, TypeError or NotImplementedError, naming the argument, the rule and the value.
     """
@@ -80,33 +82,23 @@ class AttentionPlan(tracing.Numbered):
         self._chunk = QUERY_CHUNK if self.query_chunk is None else checks.integer("query_chunk", self.query_chunk, 1)
         checks.tensor("cu_seqlens_q", self.cu_seqlens_q, "[batch + 1]", (torch.int32, torch.int64))
         self._device = self.cu_seqlens_q.device
+        exact = self._device.type != "cuda" or self.certified
+        self._most = self.total_q if exact else step_lengths.launched(self.total_q, self._chunk)
         self._layout = self._made_layout()
         self._parts = self._made_parts(self._layout)
         self._own = (*dict.fromkeys((self._layout, *self._parts)), self.page_table, self.seq_lens)  # Launches read these too.
-        counts = (self.total_q, self.topk, self.block_size, self.init_blocks, self.local_blocks)
-        kind, self._addresses, _ = LAYERS.look(*counts, self.softmax_scale, self.certified, self._chunk, self.impl, *self._own)
-        self._kind, self.number = LAYERS.number(kind), tracing.numbered(self)
+        counts = (self._most, self.topk, self.block_size, self.init_blocks, self.local_blocks)
+        step = LAYERS.look(*counts, self.softmax_scale, self.certified, self._chunk, self.impl, *self._own)
+        self._addresses, self._kind, self.number = step.addresses, LAYERS.number(step.kind), tracing.numbered(self)
 
     def _made_layout(self) -> Layout:
         seqs = Sequences(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k, self.q_offset)
-        if self.page_table is None:
-            if self.cu_seqlens_k is None or self.seq_lens is not None:
-                raise ValueError("cu_seqlens_k alone must be given where page_table is None, or page_table with seq_lens")
-            return layout(seqs, None, None, self._device, of="")
-        if self.seq_lens is None or self.cu_seqlens_k is not None:
-            raise ValueError("seq_lens must be given beside page_table, and cu_seqlens_k must be None")
-        for name, value in (("page_table", self.page_table), ("seq_lens", self.seq_lens)):
-            checks.tensor(name, value, "[batch, max_pages]" if name == "page_table" else "[batch]", (torch.int32,))
-            checks.alike(name, value, "cu_seqlens_q", self.cu_seqlens_q, dtype=False)
-            checks.size(name, value, 0, self.cu_seqlens_q.numel() - 1, "the sequences of cu_seqlens_q")
-        capacity = self.page_table.shape[1] * checks.integer("page_size", self.page_size, 1, INT32_MAX)
-        made = layout(seqs, None, None, self._device, self.seq_lens, capacity, of="")
-        return replace(made, max_seqlen_k=max(made.max_seqlen_k, min(rounded(made.max_seqlen_k), capacity)))
+        return step_lengths.of_step(seqs, self.page_table, self.seq_lens, self.page_size, self._most)
 
     def _made_parts(self, whole: Layout) -> list[Layout]:
         """Cuts the queries into chunks, on a CPU without padding, and returns the lengths of each."""
-        end = int(whole.cu_seqlens_q[-1]) if self._device.type == "cpu" else self.total_q
-        checks.integer("total_q", self.total_q, end)
+        end = int(whole.cu_seqlens_q[-1]) if self._device.type == "cpu" else self._most
+        checks.integer("total_q", self._most, end)
         self._rows = [slice(i, max(i, min(i + self._chunk, end))) for i in range(0, self.total_q, self._chunk)]
         return [whole.query_chunk(x.start, x.stop) for x in self._rows] if len(self._rows) > 1 else [whole] * len(self._rows)
 
@@ -131,8 +123,8 @@ class AttentionPlan(tracing.Numbered):
         Returns int32 ``[total_q, index_heads, topk]``, the plan's own memory, which the next `select` overwrites.
         """
         blocks = self._room(index_q, index_k)
-        if (call := self._unknown("select", blocks, index_q, index_k)) is not None:
-            self._first(call, self._selection(index_q, index_k, blocks), blocks, index_q, index_k)
+        if (call := self._unknown("select", by_row := (blocks, index_q), index_k)) is not None:
+            self._first(call, self._selection(index_q, index_k, blocks), *by_row, index_k)
         return blocks
 
     @dispatch.operator("openmsa::plan_attend")
@@ -156,8 +148,8 @@ class AttentionPlan(tracing.Numbered):
                    float32 ``[total_q, num_q_heads]``; None: out is made, lse is dropped.
         """
         out = made_out(q) if out is None else out
-        if (call := self._unknown("attend", blocks, q, k, v, out, lse)) is not None:
-            self._first(call, self._attention(q, k, v, blocks, out, lse), blocks, q, k, v, out, lse)
+        if (call := self._unknown("attend", by_row := (blocks, q, out, lse), k, v)) is not None:
+            self._first(call, self._attention(q, k, v, blocks, out, lse), *by_row, k, v)
         return out
 
     def run(
@@ -176,10 +168,10 @@ class AttentionPlan(tracing.Numbered):
             return self.attend(q, k, v, self.select(index_q, index_k), out=out, lse=lse)
         blocks = self._room(index_q, index_k)
         out = made_out(q) if out is None else out
-        if (call := self._unknown("run", blocks, index_q, index_k, q, k, v, out, lse)) is not None:
+        if (call := self._unknown("run", by_row := (blocks, index_q, q, out, lse), index_k, k, v)) is not None:
             steps = [*self._selection(index_q, index_k, blocks), *self._attention(q, k, v, blocks, out, lse)]
             check_places(q, list(tensors_in(index_q, index_k)), out, lse)
-            self._first(call, steps, blocks, index_q, index_k, q, k, v, out, lse)
+            self._first(call, steps, *by_row, index_k, k, v)
         return out
 
     @property
@@ -197,7 +189,8 @@ class AttentionPlan(tracing.Numbered):
         heads = index_q.shape[1] if isinstance(index_q, (Tensor, Stored)) and index_q.dim() == 3 else 0
         if heads not in self._blocks:
             self._selection(index_q, index_k, None)
-            self._blocks[heads] = torch.full((self.total_q, heads, self.topk), -1, dtype=torch.int32, device=self._device)
+            room = torch.full((self._most, heads, self.topk), -1, dtype=torch.int32, device=self._device)
+            self._blocks[heads] = room[: self.total_q]
         return self._blocks[heads]
 
     def _selection(self, index_q: Tensor | Stored, index_k: Any, blocks: Tensor | None) -> Steps:
@@ -229,9 +222,10 @@ class AttentionPlan(tracing.Numbered):
         out, lse = (None if x is None else x[rows] for x in (call.out, call.lse))
         ATTENTION.run(self.impl, chunk._replace(out=out, lse=lse))
 
-    def _unknown(self, *values: Any) -> Call | None:
-        """Launches a layer of a known kind, and returns None; returns the call of any other."""
-        call = LAYERS.look(self._kind, *values)
+    def _unknown(self, name: str, by_row: tuple[Any, ...], *values: Any) -> Call | None:
+        """Launches a layer of a known kind, and returns None; returns the call of any other. by_row: what has a row for each
+        query."""
+        call = LAYERS.look(self._kind, name, *values, by_row=by_row, rows=self.total_q)
         if call.replay is None:
             return call
         call.addresses.extend(self._addresses)
@@ -239,7 +233,7 @@ class AttentionPlan(tracing.Numbered):
         return None
 
     def _first(self, call: Call, steps: Steps, *values: Any) -> None:
-        """Runs the first layer of a kind and records its launches on a GPU. values: those of the call."""
+        """Runs the first layer of a kind and records its launches on a GPU. values: those of the call, by row first."""
         if checks.needs_grad(*tensors_in(*values)):
             raise NotImplementedError("a plan computes no gradients, got tensors that require one; use torch.no_grad()")
         with torch.no_grad():

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -65,9 +65,8 @@ def _same(mine: Tensor | int | None, other: Tensor | int | None) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """`Layout` is what the implementations of a stage receive of checked `Sequences`. All tensors are contiguous. q_offset
-    stays None where the queries are the last of their keys: kernels then find positions themselves, which saves two
-    launches."""
+    """`Layout` is what the implementations of a stage receive of checked `Sequences`. All tensors are contiguous. q_offset is
+    None where the queries are the last of their keys: kernels find positions themselves, in two launches less."""
 
     cu_seqlens_q: Tensor  # int32 [batch + 1]
     cu_seqlens_k: Tensor  # int32 [batch + 1]
@@ -75,6 +74,11 @@ class Layout:
     max_seqlen_k: int
     q_offset: Tensor | None  # int32 [batch]
     longest_q: int  # max_seqlen_q of the whole call: what must not change with query chunks depends on this one
+    most_q: int = 0  # launches serve so many packed queries where a call has fewer, so that like calls make the same
+
+    def launched(self, q: Any) -> int:
+        """Returns for how many packed queries launches are made: those of q, or `most_q` where these are more."""
+        return max(int(q.shape[0]), self.most_q)
 
     @property
     def batch(self) -> int:
@@ -123,8 +127,8 @@ class Layout:
         cu_q = self.cu_seqlens_q.clamp(start, stop) - start
         skipped = (start - self.cu_seqlens_q[:-1]).clamp_(min=0)
         skipped = torch.minimum(skipped, self.cu_seqlens_q.diff())
-        longest = min(self.max_seqlen_q, stop - start)
-        return Layout(cu_q, self.cu_seqlens_k, longest, self.max_seqlen_k, self.first_positions() + skipped, self.longest_q)
+        longest, most = (min(x, stop - start) for x in (self.max_seqlen_q, self.most_q))
+        return replace(self, cu_seqlens_q=cu_q, max_seqlen_q=longest, q_offset=self.first_positions() + skipped, most_q=most)
 
     def on_host(self) -> list[tuple[int, int, int, int, int]]:
         """Returns each sequence's first and end packed query, first packed key, k_len, and position of its first query. It
@@ -149,8 +153,8 @@ def layout(
 
     total_q: packed queries, or None where the starts of queries, which are then given, may end at any number.
     total_k: packed keys, or None with a paged cache, for which `cached_lens` (int32 [batch]) and `cache_capacity` (keys a
-    sequence) are given. Values on a GPU are read only when `check` is True or a maximum is missing. of: what
-    stands in front of the names of lengths in errors.
+    sequence) are given. Values on a GPU are read only when `check` is True or a maximum is missing. of: what stands in front of
+    the names of lengths in errors.
     """
     if isinstance(seqs, Layout):
         return seqs

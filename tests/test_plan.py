@@ -8,6 +8,7 @@ import torch
 
 from openmsa import E4M3, NVFP4, AttentionPlan, CertifiedKeys, PagedIndexKeys, PagedKV, Sequences, msa_attention
 from openmsa.attention import CALLS
+from openmsa.plan import LAYERS
 from openmsa.runtime import launch_graph
 from tests.contract import DEVICES
 
@@ -350,3 +351,44 @@ def test_layers_are_graphs_of_launches(monkeypatch):
     assert all(torch.equal(out, expected[i][j]) for (j, i, _), out in both)
     assert 2 < len(launch_graph._graphs) < 2 * len(kinds), "some kinds share a graph"
     assert all(wanted.graph for wanted in launch_graph._graphs.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+@pytest.mark.parametrize("heads", [(64, 4), (16, 1)])
+@pytest.mark.parametrize("chunk", [None, 1024])
+def test_steps_of_like_numbers_of_queries_make_the_same_launches(heads, chunk, monkeypatch):
+    """Their plans share what was recorded, and read and write the queries of their own, in whatever order they come."""
+    monkeypatch.setattr(launch_graph, "RUNS_BEFORE", 1)
+    pages, first = 90, 500
+    table = torch.randperm(pages, device="cuda").view(2, -1).int()
+    lens = torch.tensor([5000, 5760], dtype=torch.int32, device="cuda")
+    known = len(LAYERS._replays)
+    for total in (2048, 1999, 2048, 2040, 1985, 1985, 1985):
+        cu = torch.tensor([0, first, total], dtype=torch.int32, device="cuda")
+        plan = AttentionPlan(
+            cu_seqlens_q=cu,
+            total_q=total,
+            max_seqlen_q=total - first,
+            max_seqlen_k=5760,
+            page_table=table,
+            seq_lens=lens,
+            page_size=128,
+            query_chunk=chunk,
+        )
+        for _ in range(2):
+            kv = torch.randn(pages, heads[1], 128, 256, dtype=torch.bfloat16, device="cuda")
+            index = torch.randn(pages, 1, 128, 128, dtype=torch.bfloat16, device="cuda")
+            rows = torch.randn(2100, sum(heads), 128, dtype=torch.bfloat16, device="cuda")  # of one projection
+            rows[total:] = torch.nan
+            q, index_q = rows[:total, : heads[0]], rows[:total, heads[0] :]
+            out, lse = poisoned(rows[:, : heads[0]])
+            plan.run(q, kv[..., :128], kv[..., 128:], index_q, index, out=out[:total], lse=lse[:total])
+            keys = (PagedKV(kv[..., :128], kv[..., 128:], table, lens), None, index_q, PagedIndexKeys(index, table, lens))
+            seqs = Sequences(cu, None, total - first, 5760)
+            options = {"return_lse": True, "query_chunk": chunk, "check": True}  # Checked calls make no known launches.
+            for got, wanted in zip((out, lse), msa_attention(q, *keys, 16, seqs, **options), strict=True):
+                assert torch.equal(got[:total], wanted)
+                assert got[total:].isnan().all()
+        assert plan.not_recorded == ()
+    assert len(LAYERS._replays) == known + (1 if chunk is None else 2), "a last chunk of 961 to 992 queries is of another kind"

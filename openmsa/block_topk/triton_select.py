@@ -29,7 +29,7 @@ from openmsa.primitives.scoring import Product, kind_of, product_type, query_fac
 from openmsa.primitives.walks import Config, Kind, tall_rows, walk
 from openmsa.runtime import checks
 from openmsa.runtime.devices import Device, facts
-from openmsa.runtime.kinds import computes
+from openmsa.runtime.kinds import computes, rounded
 from openmsa.runtime.launch import ceil_div, launch_kernel
 from openmsa.types import Layout
 
@@ -258,14 +258,14 @@ def select_blocks(
 ) -> Tensor:
     """See `openmsa.block_topk.select_blocks`."""
     total_q, heads, _ = index_q.shape
-    num_blocks = seqs.num_blocks(block_size)
+    num_blocks, like_q = seqs.num_blocks(block_size), rounded(seqs.launched(index_q))
     out = torch.empty(total_q, heads, topk, dtype=torch.int32, device=index_q.device) if blocks is None else blocks
     if out.numel() == 0 or num_blocks == 0:
         computes("the selection of queries that see nothing")
         return out.fill_(-1)
     keys = index_k.keys if isinstance(index_k, PagedIndexKeys) else index_k
     narrow = checks.format_of(index_q) == checks.format_of(keys) == "e4m3"
-    if fuses(total_q * heads, num_blocks, topk - init_blocks - local_blocks, facts(index_q.device), narrow):
+    if fuses(like_q * heads, num_blocks, topk - init_blocks - local_blocks, facts(index_q.device), narrow):
         launch_fused(index_q, index_k, seqs, block_size, init_blocks, local_blocks, out)
     else:
         score_then_select(index_q, index_k, seqs, block_size, init_blocks, local_blocks, out)
@@ -282,8 +282,9 @@ def score_then_select(
     out: Tensor,
 ) -> None:
     """Runs two kernels for as many queries at a time as `WORKSPACE` holds scores of. They do not overlap: programs of the
-    second that are resident early take more from the first than the gap between the two costs."""
-    total_q, heads, _ = index_q.shape
+    second that are resident early take more from the first than the gap between the two costs. out: has room for those for
+    which launches are made."""
+    total_q, heads = seqs.launched(index_q), index_q.shape[1]
     num_blocks = seqs.num_blocks(block_size)
     most = max(WORKSPACE // (4 * heads * num_blocks), 16)
     chunk = -(-total_q // -(-total_q // most))  # parts are equal

@@ -26,11 +26,11 @@ from openmsa.decode.triton_layer import Step
 from openmsa.kv_cache import PagedIndexKeys
 from openmsa.primitives.operands import PageTable
 from openmsa.primitives.results import finish
-from openmsa.primitives.rows import fetch_pages, key_rows, output_rows, query_rows
+from openmsa.primitives.rows import key_rows, output_rows, query_rows
 from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention import triton_decode
-from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, padded_dim, row_tiles, walk
+from openmsa.sparse_attention.triton_decode_walk import Shape, fetch_pages, first_keys, padded_dim, row_tiles, walk
 
 NEAR = 256
 """Each warp of a program holds so many scores of a row, those of 32K keys in blocks of 128."""

@@ -32,7 +32,6 @@ from openmsa.primitives.results import finish
 from openmsa.primitives.rows import (
     Tile,
     block_maxima,
-    fetch_ahead,
     key_rows,
     load_rows,
     output_rows,
@@ -44,7 +43,7 @@ from openmsa.primitives.waiting import absent, any_of, arrived, draw, look, put,
 from openmsa.runtime import devices
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention import triton_decode
-from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, walk
+from openmsa.sparse_attention.triton_decode_walk import Shape, fetch_ahead, first_keys, walk
 
 EVERY, SCORE, ATTEND, MERGE = (tl.constexpr(i) for i in range(4))  # These are the kinds of programs in a launch.
 FETCH_BYTES = 12 << 20

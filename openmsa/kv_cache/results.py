@@ -12,7 +12,7 @@ from torch import Tensor
 from openmsa.kv_cache.rows import QUERY_FORMATS
 from openmsa.kv_cache.stored import Stored
 from openmsa.runtime import checks, overlap
-from openmsa.runtime.kinds import span, tensors_in
+from openmsa.runtime.kinds import tensors_in
 from openmsa.types import out_dtype, wide_dtype
 
 
@@ -61,8 +61,8 @@ def check_apart(name: str, value: Tensor, read: list[Tensor], in_place: Any = No
 
 def apart(value: Tensor, others: list[Tensor]) -> bool:
     """Says whether the addresses that `value` spans lie outside those that each of the others spans."""
-    first, stop = span(value)
-    return first == stop or all(stop <= start or end <= first or start == end for start, end in map(span, others))
+    first, stop = overlap.span(value)
+    return first == stop or all(stop <= start or end <= first or start == end for start, end in map(overlap.span, others))
 
 
 def check_places(q: Any, read: list[Tensor], out: Tensor | None, lse: Tensor | None, in_place: Any = None) -> None:

@@ -4,11 +4,12 @@ allocated, or to memory that is kept. It gives no address but those of memory th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from openmsa.runtime.kinds import span
+from openmsa.runtime.overlap import span
 from openmsa.runtime.parameters import Given
 from openmsa.runtime.variants import Variant
 
@@ -80,6 +81,33 @@ class Places:
         return first <= address < last and row > 0 and (address - first) % row == 0
 
 
+class Sized(NamedTuple):
+    """This is a TMA descriptor of a launch that ends where an input with rows does, whose number may change.
+
+    map, place, word:         its number among the descriptors of the launch, its place among the arguments, and the word of its
+                              address.
+    dim, first, number:       the dimension of the rows, the row where it begins, and the place of their number among the
+                              numbers of the launch.
+    shape, strides, padding:  as they were when the launch was recorded.
+    """
+
+    map: int
+    place: int
+    word: int
+    dim: int
+    first: int
+    number: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: Any
+
+    def of(self, rows: int, address: int) -> Any:
+        """Describes so many rows of an input, at this address, as `openmsa.runtime.variants.encoded` takes it."""
+        shape = [*self.shape[: self.dim], rows - self.first, *self.shape[self.dim + 1 :]]
+        base = SimpleNamespace(data_ptr=lambda: address)
+        return SimpleNamespace(base=base, shape=shape, strides=list(self.strides), padding=self.padding)
+
+
 class PreparedLaunch(NamedTuple):
     """This is a launch in numbers and addresses. words: for each of its tensors, the number of the word with its address."""
 
@@ -87,6 +115,7 @@ class PreparedLaunch(NamedTuple):
     grid: tuple[int, ...]
     given: Given
     words: list[int]
+    sized: tuple[Sized, ...] = ()
 
 
 class PreparedZero(NamedTuple):
@@ -104,9 +133,11 @@ class Prepared(NamedTuple):
     calls:      launches, and memory that is set to 0, in order.
     workspace:  bytes, a multiple of `ALIGNED`.
     kept:       tensors whose memory is kept.
+    rows:       how many the inputs by row had.
     """
 
     words: list[tuple[str, int, int]]
     calls: list[PreparedLaunch | PreparedZero]
     workspace: int
     kept: list[Tensor]
+    rows: int = 0

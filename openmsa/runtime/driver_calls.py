@@ -14,7 +14,8 @@ from array import array
 from operator import itemgetter
 from typing import Any
 
-from openmsa.runtime import cuda_driver
+from openmsa.runtime import cuda_driver, variants
+from openmsa.runtime.addresses import Sized
 from openmsa.runtime.cuda_driver import checked
 from openmsa.runtime.parameters import Given
 from openmsa.runtime.variants import Variant
@@ -69,9 +70,12 @@ class KernelCall:
 
     given:  what the launch gives the kernel.
     at:     for each of its tensors, the word that holds its address.
+    sized:  its TMA descriptors whose rows may change.
     """
 
-    def __init__(self, variant: Variant, grid: tuple[int, ...], given: Given, at: list[int], words: Words) -> None:
+    def __init__(
+        self, variant: Variant, grid: tuple[int, ...], given: Given, at: list[int], sized: tuple[Sized, ...], words: Words
+    ) -> None:
         frame = variant.frame
         if frame is None:
             frame = variant.frame = Frame(variant)
@@ -92,7 +96,7 @@ class KernelCall:
         places.append(zero)
         frame.places.pack_into(memory, 8 * (frame.zero + 1), *frame.choose(places))
         self.variant, self.words, self.what = variant, words, frame.what  # kept alive
-        self._at = at
+        self._at, self.sized = at, sized
         self.empty = 0 in grid
         arguments = ctypes.c_void_p(start), frame.function, ctypes.c_void_p(zero + 8), None
         self.launch = functools.partial(cuda_driver.library().cuLaunchKernelEx, *arguments)
@@ -113,6 +117,19 @@ class KernelCall:
     def on(self, stream: int) -> None:
         """Sets the stream of the launches to come."""
         self._memory[_STREAM] = stream
+
+    def resize(self, rows: int) -> int:
+        """Writes TMA descriptors anew for inputs of so many rows. Bit i of the result is set where one has the address in word
+        i."""
+        changed = 0
+        for sized in self.sized:
+            map_ = self.maps[sized.map]
+            map_[2] = self.words.values[sized.word]
+            encoded = variants.encoded(self.variant, sized.place, sized.of(rows, map_[2]))
+            ctypes.memmove(map_[0], bytes_of_map(encoded[0]), MAP_BYTES)
+            self._memory[_WORDS + sized.number] = rows - sized.first
+            changed |= 1 << sized.word
+        return changed
 
     def describe(self) -> None:
         """Writes into TMA descriptors the addresses that the words hold."""

@@ -85,15 +85,16 @@ def rounded(bound: int) -> int:
     return -(-bound // unit) * unit
 
 
-def described(value: Any, addresses: list[int]) -> Any:
+def described(value: Any, addresses: list[int], rows: int = -1) -> Any:
     """Returns what launches depend on of a tensor, or of an object that holds tensors, beside its addresses, which are appended
-    in the order of `tensors_in`."""
+    in the order of `tensors_in`. rows: a first size that they do not depend on."""
     if isinstance(value, Tensor):
-        address = value.data_ptr()
+        address, shape = value.data_ptr(), value.shape
         addresses.append(address)
-        return value.dtype, value.shape, value.stride(), value.get_device(), value.requires_grad, address & 15
+        shape = shape[1:] if shape[:1] == (rows,) else shape
+        return value.dtype, shape, value.stride(), value.get_device(), value.requires_grad, address & 15
     if hasattr(type(value), "__dataclass_fields__"):
-        return type(value), *[described(x, addresses) for x in vars(value).values()]
+        return type(value), *[described(x, addresses, rows) for x in vars(value).values()]
     return (type(value), value) if isinstance(value, PLAIN) else type(value)
 
 
@@ -106,27 +107,22 @@ def tensors_in(*values: Any) -> Iterator[Tensor]:
             yield from tensors_in(*vars(value).values())
 
 
-def span(value: Tensor) -> tuple[int, int]:
-    """Returns the address of a tensor's first element and the one behind its last."""
-    start = value.data_ptr()
-    if value.numel() == 0:
-        return start, start
-    last = sum((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
-    return start, start + (last + 1) * value.itemsize
-
-
 class Call(NamedTuple):
-    """Holds a call, its kind, the addresses of its tensors and, where the kind is known, its launches."""
+    """Holds a call, its kind, the addresses of its tensors and, where the kind is known, its launches. The first `by_row` of
+    its tensors have `rows` rows, which do not belong to the kind."""
 
     kind: Any
     addresses: list[int]
     replay: Replay | None
+    rows: int = 0
+    by_row: int = 0
 
 
-def record(steps: Steps, inputs: list[Tensor], own: bool = True) -> Replay | str:
+def record(steps: Steps, inputs: list[Tensor], own: bool = True, rows: int = 0, by_row: int = 0) -> Replay | str:
     """Runs one step or more, which launch on `inputs` and on other memory, and returns their launches, or a sentence that says
     why they cannot be replayed. They can if host code computes nothing with PyTorch and reads no values. own: whether the other
-    memory belongs to each step alone: a replay then takes it from a workspace. Otherwise it is kept."""
+    memory belongs to each step alone: a replay then takes it from a workspace. Otherwise it is kept. The first `by_row` inputs
+    have `rows` rows here, and may have other numbers of them when the launches are made again."""
     reason, made = None, None
     for step in steps:
         tape: Tape = []
@@ -136,7 +132,7 @@ def record(steps: Steps, inputs: list[Tensor], own: bool = True) -> Replay | str
         if reason is None:
             from openmsa.runtime.replay import Preparation
 
-            made = made or Preparation(inputs, own)
+            made = made or Preparation(inputs, own, rows, by_row)
             reason = made.add(tape)
     return reason or cast("Preparation", made).replay(inputs[0].get_device())
 
@@ -172,12 +168,20 @@ class Kinds:
             self._numbers.clear()  # A kind that comes back has a new number and is recorded again.
         return self._numbers.setdefault(kind, next(self._next))
 
-    def look(self, *values: Any) -> Call:
-        """Looks up the kind of a call on these values."""
+    def look(self, *values: Any, by_row: tuple[Any, ...] = (), rows: int = 0) -> Call:
+        """Looks up the kind of a call on these values. by_row: values in front of them, whose tensors have so many rows, which
+        do not belong to the kind: its launches serve any number that the caller says by `rows`."""
         addresses: list[int] = []
         kinds: list[Any] = [torch.is_grad_enabled()]
         try:
-            for x in values:  # This runs for every layer, so what `described` does is written out for tensors and plain values.
+            for x in by_row:  # This runs for every layer, so what `described` does is written out for tensors and plain values.
+                if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows:
+                    addresses.append(address := x.data_ptr())
+                    kinds.append((x.dtype, x.shape[1:], x.stride(), x.get_device(), x.requires_grad, address & 15))
+                else:
+                    kinds.append(described(x, addresses, rows))
+            count = len(addresses)
+            for x in values:
                 if isinstance(x, Tensor):
                     addresses.append(address := x.data_ptr())
                     kinds.append((x.dtype, x.shape, x.stride(), x.get_device(), x.requires_grad, address & 15))
@@ -187,12 +191,12 @@ class Kinds:
             return Call(object(), addresses, None)
         if len(set(addresses)) < len(addresses):  # Tensors of one address are of one kind with others that share theirs.
             kinds.extend(map(addresses.index, addresses))
-        return Call(kind := tuple(kinds), addresses, self._replays.get(kind))
+        return Call(kind := tuple(kinds), addresses, self._replays.get(kind), rows, count)
 
     def again(self, call: Call, memory: Memory) -> None:
         """Launches a call of a known kind."""
         replay = cast("Replay", call.replay)
-        replay.run(call.addresses, memory.at(replay.workspace, replay.device))
+        replay.run(call.addresses, memory.at(replay.workspace, replay.device), call.rows)
 
     def first(self, call: Call, steps: Steps, values: Iterable[Any], own: bool = True) -> str | None:
         """Runs a call of a kind that is not known, in steps whose memory may be the same, and records it. Returns why it could
@@ -201,7 +205,7 @@ class Kinds:
         values:  what holds the tensors of the call, in the order of its addresses.
         own:     as in `record`.
         """
-        recorded = record(steps, list(tensors_in(*values)), own)
+        recorded = record(steps, list(tensors_in(*values)), own, call.rows, call.by_row)
         if isinstance(recorded, str):
             return recorded
         if len(self._replays) >= MOST_KINDS:

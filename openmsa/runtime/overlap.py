@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Sizes and strides say whether elements of tensors that are written to share places."""
+"""Sizes and strides say where the elements of a tensor lie, and whether those of tensors that are written to share places."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ def distinct(sizes: Sequence[int], strides: Sequence[int]) -> bool:
                 return False
             spanned += stride * (size - 1)
     return True
+
+
+def span(value: Tensor) -> tuple[int, int]:
+    """Returns the address of a tensor's first element and the one behind its last."""
+    start = value.data_ptr()
+    if value.numel() == 0:
+        return start, start
+    last = sum((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
+    return start, start + (last + 1) * value.itemsize
 
 
 def interleaved(first: Tensor, second: Tensor) -> bool:

@@ -39,6 +39,8 @@ class Parameters:
 
     order:      for each parameter, its place among all numbers, then all tensors, then all TMA descriptors.
     formats:    how `struct` packs the numbers, a word each.
+    map_places, map_numbers:  of each TMA descriptor, its place among the arguments, and that of its first size among the
+                numbers.
 
     Raises TypeError where a number is of a type that cannot be packed.
     """
@@ -46,6 +48,7 @@ class Parameters:
     def __init__(self, signature: Sequence[Any], places: Sequence[int]) -> None:
         tensors: list[str] = []  # Texts that read an argument or a field from the arguments `a`.
         bases: list[str] = []
+        self.map_numbers: list[int] = []
         numbers: list[str] = []
         formats: list[str] = []
         order: list[tuple[str, int]] = []  # the sort of each parameter, and its place in that sort
@@ -74,9 +77,10 @@ class Parameters:
             map_, rank = len(bases), rank_of(kind)
             order.append(("map", map_))
             bases.append(f"a[{i}].base")
+            self.map_numbers.append(len(numbers))
             for j in range(2 * rank):
                 number(f"e[{map_}][{j + 1}]", "i32" if j < rank else "i64")
-        self._map_places = sorted(places)
+        self.map_places = sorted(places)
         first = {"number": 0, "tensor": len(formats), "map": len(formats) + len(tensors)}
         self.num_numbers, self.num_tensors, self.num_maps = len(formats), len(tensors), len(bases)
         self.formats = "".join(formats)
@@ -87,7 +91,7 @@ class Parameters:
     def given(self, arguments: tuple[Any, ...], encoded: Any) -> Given:
         """Reads what a launch with these arguments gives the kernel. encoded: takes the place of an argument and a TMA
         descriptor, and returns a list of the descriptor as Triton's launcher takes it, its sizes and its strides."""
-        maps = [encoded(place, arguments[place]) for place in self._map_places]
+        maps = [encoded(place, arguments[place]) for place in self.map_places]
         tensors, numbers = self._read(arguments, maps)
         return Given(tensors, numbers, tuple([x[0] for x in maps]))
 

@@ -27,13 +27,13 @@ from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.operands import Bounds, KeyRows, PageTable, Selection
 from openmsa.primitives.results import finish
-from openmsa.primitives.rows import Form, fetch_pages, key_rows, output_rows, query_rows
+from openmsa.primitives.rows import Form, key_rows, output_rows, query_rows
 from openmsa.primitives.scales import UNSCALED, Scales
 from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime import devices
 from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention.triton_decode_stored import factors, load_parts, query_parts, walk_stored
-from openmsa.sparse_attention.triton_decode_walk import Shape, first_keys, padded_dim, row_tiles, walk
+from openmsa.sparse_attention.triton_decode_walk import Shape, fetch_pages, first_keys, padded_dim, row_tiles, walk
 from openmsa.types import Layout
 
 

@@ -26,13 +26,13 @@ from openmsa.kv_cache import PagedKV, Stored
 from openmsa.primitives.codes import padded
 from openmsa.primitives.operands import Bounds, PageTable, Selection
 from openmsa.primitives.results import finish
-from openmsa.primitives.rows import fetch_pages, key_rows, output_rows, query_rows
+from openmsa.primitives.rows import key_rows, output_rows, query_rows
 from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime import devices
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention.triton_decode import Served
-from openmsa.sparse_attention.triton_decode_walk import Shape, pick
+from openmsa.sparse_attention.triton_decode_walk import Shape, fetch_pages, pick
 
 MAX_ROWS = 128
 """A program has at most so many rows, tokens x query heads of a group."""

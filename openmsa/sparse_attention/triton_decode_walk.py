@@ -155,3 +155,25 @@ def walk(
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_old[:, None])
         b_m = b_m_new
     return b_acc, b_m, b_z
+
+
+@triton.jit
+def fetch_ahead(p, mask):
+    """Asks for the lines of memory at these addresses, so that they come from the L2 cache later; it reads nothing."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0;}",
+        "=r,l,r",
+        [p, mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def fetch_pages(page_row, s_page, num_pages):
+    """Calls `fetch_ahead` for the first entries of a row of a page table, which lie s_page apart; with s_page 1 that is every
+    line of 128 bytes."""
+    o_line = tl.arange(0, 128) * 32
+    for i in range(0, num_pages, 4096):
+        fetch_ahead(page_row + (i + o_line) * s_page, i + o_line < num_pages)

@@ -25,6 +25,7 @@ from torch import Tensor
 from openmsa.primitives.operands import Bounds, QueryRows, Selection
 from openmsa.primitives.softmax import Result
 from openmsa.runtime.devices import facts
+from openmsa.runtime.kinds import rounded
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two, zeros
 from openmsa.sparse_attention.triton_config import (
     FEW_READERS,
@@ -193,15 +194,16 @@ class Plan(NamedTuple):
     ) -> Plan:
         """Computes the sizes from the arguments of the call. plain: whether neither queries nor keys are in a format. tuned:
         whether union tiles go to Hopper's own kernel."""
-        total_q, num_q_heads, head_dim = queries.data.shape
+        total_q, (num_q_heads, head_dim) = seqs.launched(queries.data), queries.data.shape[1:]
         tokens, group = config.union_tokens, num_q_heads // keys.heads
         num_buckets = keys.num_buckets(seqs, block_size)
         most = min(tokens * topk, seqs.num_blocks(block_size))
         num_tiles = ceil_div(total_q, tokens) + seqs.batch - 1
-        readers = total_q * topk / num_buckets
+        like_q = rounded(total_q)  # Like calls are served by the same kernels.
+        readers = like_q * topk / num_buckets
         query_bytes = num_q_heads * topk * head_dim * partial_dtype.itemsize  # a query's partials, for each cut of a block
-        may_be_few = path == "auto" and plain and total_q * query_bytes <= workspace_bytes
-        few = path == "few" or (may_be_few and few_queries(total_q, head_dim, topk, keys.heads, num_buckets))
+        may_be_few = path == "auto" and plain and like_q * query_bytes <= workspace_bytes
+        few = path == "few" or (may_be_few and few_queries(like_q, head_dim, topk, keys.heads, num_buckets))
         cuts = 1 if few else ceil_div(block_size, config.outer_keys)
         num_chunks = 1 if few else ceil_div(num_tiles, max(1, workspace_bytes // (tokens * cuts * query_bytes)))
         chunk_tiles = ceil_div(num_tiles, num_chunks)
@@ -209,11 +211,12 @@ class Plan(NamedTuple):
         # The limit does not depend on the chunk: except for the form for few queries, the workspace must not change which
         # kernel serves a tile. Hopper's kernel walks a wide union in too few programs.
         if few:
-            limit = few_union_limit(config, topk, readers, num_tiles * keys.heads / facts(queries.data.device).num_sms)
+            tiles = (ceil_div(like_q, tokens) + seqs.batch - 1) * keys.heads / facts(queries.data.device).num_sms
+            limit = few_union_limit(config, topk, readers, tiles)
         else:
             limit = (few_union_limit if tuned and readers <= FEW_READERS else union_limit)(config, topk, readers)
-            visible = seqs.num_blocks(block_size) - min(seqs.max_seqlen_q, total_q) / block_size / 2
-            sizes = (total_q * keys.heads, num_buckets * keys.heads, visible, facts(queries.data.device).num_sms)
+            visible = seqs.num_blocks(block_size) - rounded(min(seqs.max_seqlen_q, total_q)) / block_size / 2
+            sizes = (like_q * keys.heads, num_buckets * keys.heads, visible, facts(queries.data.device).num_sms)
             if tuned and plain and all_together(config, topk, *sizes):
                 limit = most  # nothing is left for KV-outer
         limit = {"union": most, "outer": 0, "few": -1}.get(path, limit)

@@ -18,7 +18,7 @@ from openmsa.primitives.operands import NVFP4, Bounds, QueryRows
 from openmsa.primitives.rows import query_rows
 from openmsa.primitives.softmax import Result
 from openmsa.runtime.devices import facts
-from openmsa.runtime.kinds import computes
+from openmsa.runtime.kinds import computes, rounded
 from openmsa.runtime.launch import runs_hopper_kernels
 from openmsa.sparse_attention import triton_outer
 from openmsa.sparse_attention.triton_config import Keys, PrefillConfig, few_queries, plain_hopper_config, prefill_config
@@ -73,22 +73,24 @@ def sparse_attention(
     if path == "few" and (isinstance(q, Stored) or keys.stored):
         raise ValueError("path must be 'auto', 'union' or 'outer' for stored queries or keys, got 'few'")
     out = torch.empty(q.shape, dtype=out_dtype(q), device=q.device) if out is None else out
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
+    launched = seqs.launched(q)
+    lse = torch.empty(launched, q.shape[1], dtype=torch.float32, device=q.device)[: q.shape[0]] if lse is None else lse
+    like_q = rounded(launched)  # Like calls are served by the same kernels.
     if out.numel() == 0 or keys.k.rows.data.numel() == 0 or keys.total == 0:
         computes("the results of queries that read nothing")
         out.zero_(), lse.fill_(-torch.inf)
         return (out, lse) if return_lse else out
 
     # 1. Stored keys that many queries read are copied as numbers, and the kernel for tiles that stay together is chosen.
-    readers = q.shape[0] * blocks.shape[2] / keys.num_buckets(seqs, block_size)
-    few = few_queries(q.shape[0], q.shape[2], blocks.shape[2], keys.heads, keys.num_buckets(seqs, block_size))
+    readers = like_q * blocks.shape[2] / keys.num_buckets(seqs, block_size)
+    few = few_queries(like_q, q.shape[2], blocks.shape[2], keys.heads, keys.num_buckets(seqs, block_size))
     if path == "auto" and keys.stored and not few and expands(keys, queries.data.dtype, readers, workspace_bytes):
         keys = expand(keys, queries.data.dtype, seqs)
     plain = isinstance(q, Tensor) and not keys.stored
     tile = (q.shape[2], q.shape[1] // keys.heads, block_size, device.arch // 10)
     tuned = None
     if config is None and path in ("auto", "union"):
-        tuned = _tuned(queries, keys, out, prefill_config(*tile), block_size, few and path == "auto")
+        tuned = _tuned(queries, like_q, keys, out, prefill_config(*tile), block_size, few and path == "auto")
     converted = keys.stored and tuned is None
     if path == "auto" and converted and not keys.dtype == queries.data.dtype == torch.float8_e4m3fn:
         path = "outer"  # KV-outer converts a block once; the union kernel loses more by converting than it gains.
@@ -126,7 +128,7 @@ def sparse_attention(
 
 
 def _tuned(
-    queries: QueryRows, keys: Keys, out: Tensor, config: PrefillConfig, block_size: int, few: bool
+    queries: QueryRows, like_q: int, keys: Keys, out: Tensor, config: PrefillConfig, block_size: int, few: bool
 ) -> Callable[[PrefillCall], None] | None:
     """Returns the launch of Hopper's own union kernel where one serves, else None. few: whether the rest of plain keys goes to
     the form for few queries, whose units have the tiles' queries; the kernel's own tiles are too large for that."""
@@ -136,7 +138,7 @@ def _tuned(
     if not keys.stored:
         from openmsa.sparse_attention import gluon_sm90_attend
 
-        if few or queries.data.shape[0] * queries.data.shape[1] // ROWS < FEWEST_TILES * device.num_sms:
+        if few or like_q * queries.data.shape[1] // ROWS < FEWEST_TILES * device.num_sms:
             return None
         return gluon_sm90_attend.attend_launch(device, queries, keys, out, config, block_size)
     from openmsa.sparse_attention import gluon_sm90_union

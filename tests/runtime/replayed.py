@@ -37,7 +37,7 @@ from openmsa.kv_cache import E4M3, NVFP4
 from openmsa.runtime import kinds
 from openmsa.runtime.addresses import ALIGNED, AmbiguousError, Places, Prepared, PreparedLaunch, PreparedZero
 from openmsa.runtime.dispatch import Stage
-from openmsa.runtime.kinds import Computed, Launched, Zeroed, computes, listening, taping
+from openmsa.runtime.kinds import Computed, Kinds, Launched, Zeroed, computes, listening, taping, tensors_in
 from openmsa.runtime.recording import recording
 from openmsa.runtime.replay import Preparation
 from openmsa.runtime.variants import Variant
@@ -73,8 +73,8 @@ def prepared(outcome: Any = "nothing is launched") -> Iterator[list[tuple[Prepar
     def encoded(variant: Variant, place: int, descriptor: Any) -> list[Any]:
         return ["map", *descriptor.shape, *descriptor.strides]
 
-    def record(steps: list[Callable[[], Any]], inputs: list[Tensor], own: bool = True) -> Any:
-        preparation = Preparation(inputs, own)
+    def record(steps: list[Callable[[], Any]], inputs: list[Tensor], own: bool = True, rows: int = 0, by_row: int = 0) -> Any:
+        preparation = Preparation(inputs, own, rows, by_row)
         for step in steps:
             tape: list[Any] = []
             watch, before = Watch(), len(launches)
@@ -98,7 +98,7 @@ def prepared(outcome: Any = "nothing is launched") -> Iterator[list[tuple[Prepar
 def counted() -> tuple[Any, list[list[int]]]:
     """Returns a stand-in for a `Replay`, and the list to which each of its runs appends its addresses."""
     replays: list[list[int]] = []
-    return SimpleNamespace(workspace=4096, device=0, run=lambda addresses, workspace: replays.append(addresses)), replays
+    return SimpleNamespace(workspace=4096, device=0, run=lambda addresses, workspace, rows: replays.append(addresses)), replays
 
 
 def variant(event: Launched, launch: Any) -> Variant:
@@ -108,8 +108,9 @@ def variant(event: Launched, launch: Any) -> Variant:
     return Variant(event.kernel, print, 0, False, False, (4, 1, 0), (), tuple((i, None) for i in places), {}, signature)
 
 
-def resolved(made: Prepared, addresses: list[int]) -> list[Any]:
-    """Returns every launch with its numbers and its addresses, of inputs at these addresses."""
+def resolved(made: Prepared, addresses: list[int], rows: int | None = None) -> list[Any]:
+    """Returns every launch with its numbers and its addresses, of inputs at these addresses. rows: how many the inputs by row
+    have; None: as many as when they were recorded."""
     at = {
         "input": lambda index, offset: addresses[index] + offset,
         "own": lambda offset, _: WORKSPACE + offset,
@@ -123,8 +124,14 @@ def resolved(made: Prepared, addresses: list[int]) -> list[Any]:
             calls.append((words[call.word], call.size))
             continue
         parameters, tensors = call.variant.parameters, [words[word] for word in call.words]
-        first = len(call.given.numbers)
-        every = (*call.given.numbers, *(("at", x) for x in tensors))
+        first, numbers = len(call.given.numbers), [*call.given.numbers]
+        for sized in call.sized:
+            described = sized.of(made.rows if rows is None else rows, words[sized.word])
+            assert described.base.data_ptr() == words[sized.word]
+            numbers[sized.number] = described.shape[sized.dim]
+            at_sizes = slice(start := sized.number - sized.dim, start + len(described.shape))
+            assert numbers[at_sizes] == described.shape
+        every = (*numbers, *(("at", x) for x in tensors))
         taken = [every[i] if i < first else (i - first, every[i]) for i in parameters.order]
         calls.append((call.variant.kernel.__name__, call.grid, parameters.formats, taken))
     return calls
@@ -250,6 +257,38 @@ def launches_fit_other_tensors(name: str) -> None:
         assert [mine.words[word][0] for word in call.words[-3:]] == ["input"] * len(call.given.maps) == ["input"] * 3
 
 
+LENGTHS: dict[str, tuple[tuple[int, ...], Callable[[int], Any]]] = {
+    "few queries": ((33, 34), lambda n: step([(n, 3000)], (16, 1))),
+    "queries on a long prefix": ((337, 352, 341), lambda n: step([(n, 75000)], (16, 1))),
+    "a prefill": ((4096, 4001, 3969), lambda n: step([(n, 4096)], (64, 4))),
+    "a prefill of one KV head": ((8192, 7937), lambda n: step([(n, 8192)], (16, 1))),
+    "a rest for KV-outer": ((2048, 1985, 1999), lambda n: step([(n, 47744)], (64, 4))),
+    "as many tokens as a head has numbers": ((128, 127, 125), lambda n: step([(n, 4000)], (16, 1))),
+    "chunks": ((897, 904, 900), lambda n: step([(n, 9000)], (16, 1), query_chunk=256)),
+    "chunks of a prefill": ((6200, 6270), lambda n: step([(n, 9000)], (64, 4), query_chunk=4096)),
+    "mixed": ((310, 311), lambda n: step([(1, 3000), (n - 11, 2000), (10, 4000)], (16, 1))),
+    "multi-head": ((701, 704), lambda n: step([(n, 9000)], (4, 4))),
+    "e4m3": ((300, 304), lambda n: step([(n, 2000)], (16, 1), E4M3)),
+    "e4m3, a prefill": ((4096, 4001), lambda n: step([(n, 9000)], (64, 4), E4M3)),
+    "nvfp4": ((300, 304), lambda n: step([(n, 2000)], (16, 1), NVFP4)),
+}
+"""Steps whose numbers of queries are rounded up alike."""
+
+
+def launches_fit_other_numbers_of_queries(name: str) -> None:
+    """Those of a step, at another step's addresses and with its number of queries, are those that the other step makes."""
+    counts, step_of = LENGTHS[name]
+    with prepared() as found:
+        for count in counts:
+            step_of(count)()
+    for mine, _ in found:
+        for (theirs, addresses), count in zip(found, counts, strict=True):
+            assert (theirs.rows, theirs.workspace) == (count, mine.workspace)
+            assert resolved(mine, addresses, count) == resolved(theirs, addresses)
+    if "a prefill" in name and "e4m3" not in name:
+        assert any(call.sized for call in found[0][0].calls if isinstance(call, PreparedLaunch)), "queries come by descriptors"
+
+
 def memory_is_found(name: str) -> None:
     """A plan's layers need a workspace; a decode plan's use memory of the plan alone; unsplit dense attention needs none."""
     with prepared() as found:
@@ -275,12 +314,18 @@ def known_kinds_are_not_recorded_again() -> None:
         assert (len(found), len(replays)) == (1, 3), "bounds are rounded"
         step([(300, 2049)], (16, 1))()
         assert (len(found), len(replays)) == (2, 3)
+        step([(289, 2000)], (16, 1))()
+        step([(304, 2000)], (16, 1))()
+        assert (len(found), len(replays)) == (2, 5), "numbers of queries are rounded"
+        step([(288, 2000)], (16, 1))()
+        step([(305, 2000)], (16, 1))()
+        assert (len(found), len(replays)) == (4, 5)
         run = decode(2, 4000, (64, 4))
         run()
         run()
-        assert (len(found), len(replays)) == (3, 4)
+        assert (len(found), len(replays)) == (5, 6)
         decode(2, 4000, (64, 4))()
-        assert (len(found), len(replays)) == (4, 4), "memory of a decode plan is its own"
+        assert (len(found), len(replays)) == (6, 6), "memory of a decode plan is its own"
 
 
 def longest_lengths_belong_to_a_kind() -> None:
@@ -405,7 +450,7 @@ def references_are_not_recorded() -> None:
 
 def kinds_tell_tensors_apart() -> None:
     """What a kernel is compiled for, and which tensors share memory, belong to the kind; addresses do not."""
-    look = kinds.Kinds().look
+    look = Kinds().look
     x = torch.zeros(64, 8, dtype=torch.float16)
     same = look(x, None, 3).kind
     assert look(torch.ones(64, 8, dtype=torch.float16), None, 3).kind == same
@@ -421,6 +466,14 @@ def kinds_tell_tensors_apart() -> None:
         assert look(refused).replay is None, "checks refuse it"
     assert look(x, x, 3).kind != look(x, x.clone(), 3).kind
     assert look(E4M3.quantize(x[None])).kind != look(E4M3.quantize(x[None], per="tensor")).kind
+    rows = E4M3.quantize(torch.ones(70, 2, 64, dtype=torch.float16))
+    by_row = look(3, by_row=(x[:40], rows[:40]), rows=40)
+    assert by_row.kind == look(3, by_row=(x[:50], rows[:50]), rows=50).kind
+    assert (by_row.rows, by_row.by_row) == (40, 1 + len(list(tensors_in(rows))))
+    for fewer, less in ((x[:39], rows[:40]), (x[:40], rows[:39]), (x[0, 0], rows[:40])):
+        assert look(3, by_row=(fewer, less), rows=40).kind != by_row.kind, "so many rows are checked"
+    pool = torch.zeros(50, 8, dtype=torch.float16)
+    assert look(pool[:40], by_row=(x[:40],), rows=40).kind != look(pool, by_row=(x[:50],), rows=50).kind, "pools have pages"
 
 
 def main() -> int:
@@ -429,6 +482,9 @@ def main() -> int:
         launches_fit_other_tensors(name)
         memory_is_found(name)
         print(f"{name}: ok", flush=True)
+    for name in LENGTHS:
+        launches_fit_other_numbers_of_queries(name)
+        print(f"{name}, other numbers of queries: ok", flush=True)
     known_kinds_are_not_recorded_again()
     longest_lengths_belong_to_a_kind()
     what_cannot_be_recorded_is_said()

@@ -12,8 +12,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from openmsa.runtime import cuda_driver, driver_calls, replay  # noqa: E402
-from openmsa.runtime.addresses import Prepared, PreparedLaunch, PreparedZero  # noqa: E402
+from openmsa.runtime import cuda_driver, driver_calls, replay, variants  # noqa: E402
+from openmsa.runtime.addresses import Prepared, PreparedLaunch, PreparedZero, Sized  # noqa: E402
 from openmsa.runtime.driver_calls import KernelCall, Words, ZeroCall  # noqa: E402
 from openmsa.runtime.memory import Memory  # noqa: E402
 from openmsa.runtime.parameters import Given, rank_of  # noqa: E402
@@ -67,6 +67,7 @@ def driver(monkeypatch):
     return made
 
 
+SIGNATURE_OF_TWO = ("*fp16", "tensordesc<bf16[1, 64]>")
 SIGNATURE = ("*fp16", ("i32", "constexpr", ("i64",)), "fp32", "tensordesc<bf16[1, 64]>", "u1", "*i32")
 
 
@@ -78,7 +79,7 @@ def variant(pdl=False, cooperative=False, num_ctas=1, signature=SIGNATURE):
 def test_a_launch_is_one_call_of_the_driver(driver):
     words = Words(3)
     given = Given((), (-5, 1 << 40, 0.5, 6, 64, 1 << 36, 1, True), (bytes(range(128)),))
-    call = KernelCall(variant(pdl=True, cooperative=True), (3, 2), given, [1, 0, 2], words)
+    call = KernelCall(variant(pdl=True, cooperative=True), (3, 2), given, [1, 0, 2], (), words)
     assert not call.empty
     for start in (1000, 1 << 45):
         words.values[0], words.values[1], words.values[2] = start, start + 8, start + 16
@@ -129,7 +130,7 @@ def test_memory_is_set_to_zero(driver):
 
 def test_no_programs_are_no_launch(driver):
     plain = Variant(SimpleNamespace(__name__="kernel"), print, 77, False, False, (4, 1, 0), (), (), {}, ())
-    assert KernelCall(plain, (0, 4), Given((), (), ()), [], Words(0)).empty
+    assert KernelCall(plain, (0, 4), Given((), (), ()), [], (), Words(0)).empty
 
 
 def replayed(monkeypatch, streams=(3,), current=lambda: 0):
@@ -151,6 +152,36 @@ def test_a_replay_launches_on_the_current_stream(driver, monkeypatch):
         again.run([start], workspace)
     assert [(x[4], x[6][0]) for x in driver.launches] == [(3, 4128), (3, 8224), (4, 8224)]
     assert driver.zeroed == [((1 << 20) + 512, 0, 64, 3)] * 2 + [((1 << 21) + 512, 0, 64, 4)]
+
+
+def test_descriptors_end_where_the_rows_of_a_run_do(driver, monkeypatch):
+    """A descriptor of an input by row, and its number of rows among the parameters, are written anew where it has others."""
+    made = []
+
+    def encoded(variant, place, descriptor):
+        made.append((place, descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides, descriptor.padding))
+        return [bytes([descriptor.shape[0]]) * 128]
+
+    monkeypatch.setattr(variants, "encoded", encoded)
+    driver.formats = ("Q", "128s", "i", "i", "q", "q", "Q", "Q")
+    active = SimpleNamespace(get_current_stream=lambda device: 3, get_current_device=lambda: 0)
+    monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    of = Variant(SimpleNamespace(__name__="kernel"), print, 77, False, False, (4, 1, 0), (), ((1, None),), {}, SIGNATURE_OF_TWO)
+    assert (of.parameters.map_places, of.parameters.map_numbers) == ([1], [0])
+    sized = Sized(0, 1, 1, 0, 10, 0, (30, 64), (64, 1), "zero")
+    launch = PreparedLaunch(of, (5,), Given((), (30, 64, 64, 1), (bytes(128),)), [0, 1], (sized,))
+    again = replay.Replay(Prepared([("input", 0, 0), ("input", 1, 1280)], [launch], 0, [], 40), 0)
+    for rows, start in ((40, 4096), (40, 8192), (17, 4096), (17, 8192), (40, 8192)):
+        again.run([start, start + 64], 0, rows)
+    taken = [(x[6][0], x[6][1], x[6][2:6]) for x in driver.launches]
+    at = [struct.pack("Q", start + 64 + 1280) for start in (4096, 8192, 4096, 8192, 8192)]
+    bodies = (bytes(120), bytes(120), bytes([7]) * 128, at[3] + bytes([7]) * 120, bytes([30]) * 128)
+    described = [at[0] + bodies[0], at[1] + bodies[1], *bodies[2:]]
+    sizes = [[rows - 10, 64, 64, 1] for rows in (40, 40, 17, 17, 40)]
+    assert taken == list(zip((4096, 8192, 4096, 8192, 8192), described, sizes, strict=True))
+    assert made == [(1, 4096 + 1344, 7, 64, 64, 1, "zero"), (1, 8192 + 1344, 30, 64, 64, 1, "zero")]
+    assert driver.replaced == [4096 + 1344, 8192 + 1344, 8192 + 1344], "addresses alone are replaced in place"
 
 
 def test_a_replay_makes_its_device_current(driver, monkeypatch):
@@ -185,7 +216,7 @@ def test_what_the_driver_refuses_is_said(name, what, driver, monkeypatch):
 
 def test_clusters_are_not_launched_directly(driver):
     with pytest.raises(ValueError, match="without clusters to be launched directly, got 2"):
-        KernelCall(variant(num_ctas=2), (1,), Given((), (), ()), [], Words(0))
+        KernelCall(variant(num_ctas=2), (1,), Given((), (), ()), [], (), Words(0))
 
 
 def test_memory_that_a_graph_has_captured_is_kept(monkeypatch):

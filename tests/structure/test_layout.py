@@ -17,7 +17,7 @@ ROOMS = (
     "runtime",
     "types",
     "kv_cache",
-    "gradients inputs known_calls primitives",
+    "gradients inputs known_calls primitives step_lengths",
     "block_scores",
     "block_topk dense_attention",
     "sparse_attention",
