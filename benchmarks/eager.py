@@ -60,10 +60,10 @@ class Step(NamedTuple):
     ]  # q, kv [pages, heads, 128, 2 * dim], index_q, index [pages, 1, 128, dim]
     outs: list[Tensor]
 
-    def shortened(self, number: int) -> Step:
-        """Returns the step with fewer new tokens in its last sequence, fewer for each number; its keys are as many."""
+    def shortened(self, times: int, tokens: int) -> Step:
+        """Returns the step with fewer new tokens in its last sequence, `tokens` so many times; its keys are as many."""
         last = self.new[-1]
-        new = (*self.new[:-1], last - min(number * max(last // 64, 1), last - 1))
+        new = (*self.new[:-1], last - min(times * tokens, last - 1))
         cu, total = self.cu.clone(), sum(new)
         cu[-1] = total
         layers = [(q[:total], kv, index_q[:total], index) for q, kv, index_q, index in self.layers]
@@ -168,7 +168,7 @@ def measure(x: Step, layers: int, turns: int, kernels: Any) -> dict[str, dict[st
     rows = {name: ((outs["plan"] - outs[name]).abs().amax((1, 2)) > 0.02).sum().item() for name in different}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for turn in range(turns):
-        step = x.shortened(turn + 1)
+        step = x.shortened(turn + 1, max(x.new[-1] // 64, 1))
         for name, run in ways.items():
             times[name].append(timed(partial(run, step), layers))
     return {

@@ -10,7 +10,7 @@ microseconds, medians of several turns in which all ways take part:
     first     its first layer, which is recorded.
     known     a layer of a known kind, the mean of some layers that follow each other.
     mean      a layer of a step with a plan of a new kind: its plan and all its layers, over their number.
-    like      the same of a step with fewer tokens than any before, whose kind is known if they are as many, rounded up.
+    like      the same of a step with a token less, where the number of tokens did not come before.
     call 1st  `msa_attention` of a new kind.
     call      `msa_attention` of a known kind, a layer.
     decode 1st, decode   the first `run` of a `DecodePlan`, and a later one; of steps with one new token a sequence.
@@ -124,7 +124,7 @@ def turn(x: Step, layers: int, kernels: Any) -> Iterator[tuple[str, float]]:
     yield "first", microseconds(partial(run_layers, x, plans[0], 1))
     yield "known", microseconds(partial(run_layers, x, plans[0], FEW_LAYERS)) / FEW_LAYERS
     yield "mean", microseconds(partial(whole_step, other, layers)) / layers
-    shorter = other.shortened(1)
+    shorter = other.shortened(1, 1)
     yield "like", microseconds(partial(whole_step, shorter, layers)) / layers
     yield "call_first", microseconds(partial(layers_by_call, x, 1))
     yield "call", microseconds(partial(layers_by_call, x, FEW_LAYERS)) / FEW_LAYERS

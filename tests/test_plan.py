@@ -360,7 +360,7 @@ def test_layers_are_graphs_of_launches(monkeypatch):
 def test_steps_of_like_numbers_of_queries_make_the_same_launches(heads, chunk, monkeypatch):
     """Their plans share what was recorded, and read and write the queries of their own, in whatever order they come."""
     monkeypatch.setattr(launch_graph, "RUNS_BEFORE", 1)
-    pages, first = 90, 500
+    pages, first = 90, 448  # The second sequence has 1,537 to 1,600 queries, which are rounded up alike.
     table = torch.randperm(pages, device="cuda").view(2, -1).int()
     lens = torch.tensor([5000, 5760], dtype=torch.int32, device="cuda")
     known = len(LAYERS._replays)
