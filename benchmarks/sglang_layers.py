@@ -93,13 +93,15 @@ def timed(call: Callable[[], Any], repeat: int, cuda: bool) -> float:
 
 
 def widest_tie(e: Any, before: int, index_q: torch.Tensor, groups: torch.Tensor) -> float:
-    """Returns how far the score of the last block that a query selects lies above that of the next one, over its best score: the
-    widest of these gaps over queries and KV heads in `groups`, of which at most 512 are looked at. Where two backends differ
-    by a tie alone, it is no larger than what 16-bit products round."""
+    """Returns how far the score of the last block that a query selects lies above that of the next one, over its best score:
+    the widest of these gaps over queries and KV heads in `groups`, of which at most 512 are looked at. Where two backends
+    differ by a tie alone, it is no larger than what 16-bit products round."""
     pool, widest = e.pool.get_index_k_buffer(e.layers[0].layer_id).flatten(0, -2), 0.0
     keys = pool[e.slots[1, : before + len(index_q)].long()].float()
     for query, head in groups.nonzero()[:512].tolist():
         own = (before + query) // 128  # It is selected whatever its score is.
+        if own <= 15:
+            return float("inf")  # Every block is selected.
         scores = keys[: own * 128] @ index_q[query, head].float()
         best = scores.view(own, 128).amax(1).sort(descending=True).values.tolist()
         widest = max(widest, (best[14] - best[15]) / abs(best[0]))
@@ -156,6 +158,7 @@ def main() -> None:
     p.add_argument("-o", "--out", type=Path, default=Path("sglang.jsonl"))
     p.add_argument("--heads", type=int, nargs="*", default=[16, 32], help="query heads; KV heads are 1 of 16, 4 of 32")
     p.add_argument("--jit", action="store_true", help="leave SGLang the kernels that it compiles with nvcc")
+    p.add_argument("--prompts", action="store_true", help="no decode steps")
     p.add_argument("--repeat", type=int, default=5)
     p.add_argument("--device", default="cuda")
     p.add_argument("--small", action="store_true", help="tiny shapes; on a CPU our backend alone, in Triton's interpreter")
@@ -171,7 +174,8 @@ def main() -> None:
             own = made["layers.attention.minimax_sparse_backend"].MiniMaxSparseAttnBackend(e.runner)
             pair = {"own": own, **pair}
         rows = [("EXTEND", 1, new, new + before) for new, before in a.shapes]
-        for mode, batch, new, length in [*rows, *(("DECODE", batch, 1, length) for batch, length in a.steps)]:
+        steps = [] if a.prompts else [("DECODE", batch, 1, length) for batch, length in a.steps]
+        for mode, batch, new, length in [*rows, *steps]:
             row = {"heads": heads, "jit": a.jit, **compare(e, pair, mode, batch, new, length, a.repeat)}
             with a.out.open("a") as f:
                 f.write(json.dumps(row) + "\n")
