@@ -66,6 +66,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--plugins", nargs="*", default=[], help="more of vLLM's plug-ins to name")
     p.add_argument("--prefix-caching", action="store_true")
     p.add_argument("--eager", action="store_true", help="no CUDA graphs: decode launches layer by layer, too")
+    p.add_argument("--capture", type=int, nargs="*", default=[], help="steps of so many tokens run in CUDA graphs, too")
     p.add_argument("--no-timing", action="store_true")
     p.add_argument("--logit-std", type=float, default=3.0, help="of random weights: how peaked attention is")
     return p.parse_args()

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Measures a list of rows in engines that share one GPU, with their own kernels and with ours in turns, in bounded time.
 
-    python -m benchmarks.engine_rows --seconds 400 -o rows.jsonl     # all groups of `GROUPS`
+    python -m benchmarks.engine_rows --seconds 400 -o rows.jsonl     # the first four groups of `GROUPS`
     python -m benchmarks.engine_rows --groups rank caches -o rows.jsonl
     python -m benchmarks.engine_rows --groups rank --rows 'rank prefill 4096' --turns 50 -o rows.jsonl
 
@@ -31,6 +31,7 @@ from benchmarks import engine as rows
 from benchmarks.engine import KERNELS
 
 RANK, HALF = ["--heads", "16", "--kv-heads", "1"], ["--heads", "32", "--kv-heads", "4"]
+CAPTURED = ["--capture", "4096"]
 E4M3_CACHES = [*RANK, "--kv-dtype", "fp8", "--kv-gib", "5"]
 GROUPS: dict[str, dict[str, list[str]]] = {
     "rank": {kernels: [*RANK, "--kv-gib", "7"] for kernels in KERNELS},
@@ -38,9 +39,11 @@ GROUPS: dict[str, dict[str, list[str]]] = {
     # vLLM's kernels on Hopper read no index cache in E4M3; theirs stays in bf16.
     "caches": {"own": E4M3_CACHES, "openmsa": [*E4M3_CACHES, "--index-dtype", "fp8"]},
     "drafts": {kernels: [*RANK, "--kv-gib", "5", "--speculative", "3", "--prefix-caching"] for kernels in KERNELS},
+    "captured": {kernels: [*RANK, "--kv-gib", "7", *CAPTURED] for kernels in KERNELS},
+    "captured-half": {kernels: [*HALF, "--kv-gib", "20", *CAPTURED] for kernels in KERNELS},
 }
-"""The engines' arguments by group and kernels: a rank of four, half as many heads as the whole model, e4m3 caches, and verified
-drafts with prefix caching."""
+"""The engines' arguments by group and kernels: a rank of four, half as many heads as the whole model, e4m3 caches, verified drafts
+with prefix caching, and the first two with steps of 4,096 tokens in CUDA graphs, too, as far as they are no attention."""
 ROWS: list[tuple[str, str, tuple[int, ...]]] = [
     ("rank", "prefill", (4096,)),
     ("rank", "prefill", (32768,)),
@@ -66,6 +69,8 @@ ROWS: list[tuple[str, str, tuple[int, ...]]] = [
     ("caches", "prefill", (131072,)),
     ("caches", "decode", (128, 8192)),
     ("drafts", "decode", (1, 32768)),
+    ("captured", "prefill", (4096,)),
+    ("captured-half", "prefill", (4096,)),
 ]
 """Group, what is measured, and its sizes: tokens of a prompt; requests and tokens of each; tokens cached and new."""
 
@@ -306,7 +311,7 @@ def main() -> None:
     """Runs what the command line says."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("-o", "--out", type=Path, default=Path("rows.jsonl"))
-    p.add_argument("--groups", nargs="*", choices=list(GROUPS), default=list(GROUPS))
+    p.add_argument("--groups", nargs="*", choices=list(GROUPS), default=list(GROUPS)[:4])
     p.add_argument("--seconds", type=float, default=400, help="no row is begun later; starting counts")
     p.add_argument("--start-seconds", type=float, default=240, help="engines that are not ready by then are left out")
     p.add_argument("--steps", type=int, default=24)

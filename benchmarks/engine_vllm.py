@@ -72,7 +72,7 @@ class Vllm:
             enable_prefix_caching=a.prefix_caching,
             attention_config=attention,
             enforce_eager=a.eager,
-            compilation_config={"cudagraph_capture_sizes": sorted({1, 2, 4, 8, 16, 32, *a.batch})},
+            compilation_config={"cudagraph_capture_sizes": sorted({1, 2, 4, 8, 16, 32, *a.batch, *a.capture})},
             generation_config="vllm",
             **more,
         )
