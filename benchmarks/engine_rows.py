@@ -42,8 +42,8 @@ GROUPS: dict[str, dict[str, list[str]]] = {
     "captured": {kernels: [*RANK, "--kv-gib", "7", *CAPTURED] for kernels in KERNELS},
     "captured-half": {kernels: [*HALF, "--kv-gib", "20", *CAPTURED] for kernels in KERNELS},
 }
-"""The engines' arguments by group and kernels: a rank of four, half as many heads as the whole model, e4m3 caches, verified drafts
-with prefix caching, and the first two with steps of 4,096 tokens in CUDA graphs, too, as far as they are no attention."""
+"""The engines' arguments by group and kernels: a rank of four, half as many heads as the whole model, e4m3 caches, verified
+drafts with prefix caching, and the first two with steps of 4,096 tokens in CUDA graphs, too, as far as they are no attention."""
 ROWS: list[tuple[str, str, tuple[int, ...]]] = [
     ("rank", "prefill", (4096,)),
     ("rank", "prefill", (32768,)),
