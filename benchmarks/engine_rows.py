@@ -43,7 +43,7 @@ GROUPS: dict[str, dict[str, list[str]]] = {
     "captured-half": {kernels: [*HALF, "--kv-gib", "20", *CAPTURED] for kernels in KERNELS},
 }
 """The engines' arguments by group and kernels: a rank of four, half as many heads as the whole model, e4m3 caches, verified
-drafts with prefix caching, and the first two with steps of 4,096 tokens in CUDA graphs, too, as far as they are no attention."""
+drafts with prefix caching, and the first two with steps of 4,096 tokens in CUDA graphs, too (all of them but attention)."""
 ROWS: list[tuple[str, str, tuple[int, ...]]] = [
     ("rank", "prefill", (4096,)),
     ("rank", "prefill", (32768,)),

@@ -65,7 +65,7 @@ class Vllm:
             seed=0,
             max_model_len=a.max_len,
             max_num_batched_tokens=a.chunk,
-            max_num_seqs=max(32, *a.batch),
+            max_num_seqs=max([32, *a.batch]),
             block_size=128,
             kv_cache_dtype=a.kv_dtype,
             kv_cache_memory_bytes=int(a.kv_gib * 2**30),

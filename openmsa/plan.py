@@ -122,9 +122,10 @@ class AttentionPlan(tracing.Numbered):
 
         Returns int32 ``[total_q, index_heads, topk]``, the plan's own memory, which the next `select` overwrites.
         """
-        blocks = self._room(index_q, index_k)
-        if (call := self._unknown("select", by_row := (blocks, index_q), index_k)) is not None:
-            self._first(call, self._selection(index_q, index_k, blocks), *by_row, index_k)
+        call = LAYERS.look(self._kind, "select", index_k, by_row=(index_q,), rows=self.total_q)
+        selection = self._selection(index_q, index_k) if call.replay is None else None
+        blocks = self._room(index_q.shape[1])
+        self._launch(call, self._selecting(selection, blocks), blocks, index_q, index_k)
         return blocks
 
     @dispatch.operator("openmsa::plan_attend")
@@ -148,8 +149,10 @@ class AttentionPlan(tracing.Numbered):
                    float32 ``[total_q, num_q_heads]``; None: out is made, lse is dropped.
         """
         out = made_out(q) if out is None else out
-        if (call := self._unknown("attend", by_row := (blocks, q, out, lse), k, v)) is not None:
-            self._first(call, self._attention(q, k, v, blocks, out, lse), *by_row, k, v)
+        by_row = (blocks, q, out, lse)
+        call = LAYERS.look(self._kind, "attend", k, v, by_row=by_row, rows=self.total_q)
+        steps = self._attention(q, k, v, blocks, out, lse) if call.replay is None else []
+        self._launch(call, steps, None, *by_row, k, v)
         return out
 
     def run(
@@ -166,12 +169,16 @@ class AttentionPlan(tracing.Numbered):
         """Does what `select` and `attend` do, one after the other, for one layer; see there. Returns `out`."""
         if torch.compiler.is_compiling():
             return self.attend(q, k, v, self.select(index_q, index_k), out=out, lse=lse)
-        blocks = self._room(index_q, index_k)
         out = made_out(q) if out is None else out
-        if (call := self._unknown("run", by_row := (blocks, index_q, q, out, lse), index_k, k, v)) is not None:
-            steps = [*self._selection(index_q, index_k, blocks), *self._attention(q, k, v, blocks, out, lse)]
+        by_row = (index_q, q, out, lse)
+        call = LAYERS.look(self._kind, "run", index_k, k, v, by_row=by_row, rows=self.total_q)
+        selection = self._selection(index_q, index_k) if call.replay is None else None
+        blocks = self._room(index_q.shape[1])
+        steps = self._selecting(selection, blocks)
+        if call.replay is None:
+            steps += self._attention(q, k, v, blocks, out, lse)
             check_places(q, list(tensors_in(index_q, index_k)), out, lse)
-            self._first(call, steps, *by_row, index_k, k, v)
+        self._launch(call, steps, blocks, *by_row, index_k, k, v)
         return out
 
     @property
@@ -184,25 +191,28 @@ class AttentionPlan(tracing.Numbered):
         checks.size(name, pools[0], 2, self.page_size or 0, "page_size of the plan")
         return cache
 
-    def _room(self, index_q: Tensor | Stored, index_k: Tensor | Stored) -> Tensor:
-        """Returns the memory of a selection for these queries, which are checked before it is made."""
-        heads = index_q.shape[1] if isinstance(index_q, (Tensor, Stored)) and index_q.dim() == 3 else 0
+    def _room(self, heads: int) -> Tensor:
+        """Returns the memory of a selection of so many heads."""
         if heads not in self._blocks:
-            self._selection(index_q, index_k, None)
             room = torch.full((self._most, heads, self.topk), -1, dtype=torch.int32, device=self._device)
             self._blocks[heads] = room[: self.total_q]
         return self._blocks[heads]
 
-    def _selection(self, index_q: Tensor | Stored, index_k: Any, blocks: Tensor | None) -> Steps:
-        """Checks what `select` is given, and returns its steps."""
+    def _selection(self, index_q: Tensor | Stored, index_k: Any) -> SelectionCall:
+        """Checks what `select` is given."""
         checks.size("index_q", index_q, 0, self.total_q, "total_q of the plan")
         value_checks.reaches("index_k", index_k, self.cu_seqlens_k)
         if self.page_table is not None:
             checks.rows("index_k", index_k, "[num_pages, heads, page_size, dim]", PagedIndexKeys.formats)
             index_k = self._paged("index_k", PagedIndexKeys, index_k)
         counts = (self.block_size, self.init_blocks, self.local_blocks)
-        call = check_selection(index_q, index_k, self.topk, self._layout, *counts, self.certified, None, False)
-        return [partial(self._select, call._replace(blocks=blocks), *x) for x in zip(self._rows, self._parts, strict=True)]
+        return check_selection(index_q, index_k, self.topk, self._layout, *counts, self.certified, None, False)
+
+    def _selecting(self, call: SelectionCall | None, blocks: Tensor) -> Steps:
+        """Returns the steps of a checked selection; none of a call whose kind is known."""
+        if call is None:
+            return []
+        return [partial(self._select, call, blocks, *x) for x in zip(self._rows, self._parts, strict=True)]
 
     def _attention(self, q: Tensor | Stored, k: Any, v: Any, blocks: Tensor, out: Tensor | None, lse: Tensor | None) -> Steps:
         """Checks what `attend` is given, and returns its steps."""
@@ -212,9 +222,8 @@ class AttentionPlan(tracing.Numbered):
         call = check_sparse(q, k, v, blocks, self._layout, self.block_size, self.softmax_scale, True, False).writing(out, lse)
         return [partial(self._attend, call, *x) for x in zip(self._rows, self._parts, strict=True)]
 
-    def _select(self, call: SelectionCall, rows: slice, seqs: Layout) -> None:
-        assert call.blocks is not None
-        chunk = call._replace(index_q=call.index_q[rows], seqs=seqs, blocks=call.blocks[rows])
+    def _select(self, call: SelectionCall, blocks: Tensor, rows: slice, seqs: Layout) -> None:
+        chunk = call._replace(index_q=call.index_q[rows], seqs=seqs, blocks=blocks[rows])
         (CERTIFIED if self.certified else SELECTION).run(self.impl, chunk)
 
     def _attend(self, call: SparseCall, rows: slice, seqs: Layout) -> None:
@@ -222,23 +231,20 @@ class AttentionPlan(tracing.Numbered):
         out, lse = (None if x is None else x[rows] for x in (call.out, call.lse))
         ATTENTION.run(self.impl, chunk._replace(out=out, lse=lse))
 
-    def _unknown(self, name: str, by_row: tuple[Any, ...], *values: Any) -> Call | None:
-        """Launches a layer of a known kind, and returns None; returns the call of any other. by_row: what has a row for each
-        query."""
-        call = LAYERS.look(self._kind, name, *values, by_row=by_row, rows=self.total_q)
-        if call.replay is None:
-            return call
-        call.addresses.extend(self._addresses)
-        LAYERS.again(call, self._memory)
-        return None
-
-    def _first(self, call: Call, steps: Steps, *values: Any) -> None:
-        """Runs the first layer of a kind and records its launches on a GPU. values: those of the call, by row first."""
+    def _launch(self, call: Call, steps: Steps, own: Tensor | None, *values: Any) -> None:
+        """Launches a layer of a known kind; runs the steps of any other, and records their launches on a GPU. own: the plan's
+        memory of a selection. values: those of the call, by row first."""
+        if call.replay is not None:
+            if own is not None:
+                call.addresses.append(own.data_ptr())
+            call.addresses.extend(self._addresses)
+            LAYERS.again(call, self._memory)
+            return
         if checks.needs_grad(*tensors_in(*values)):
             raise NotImplementedError("a plan computes no gradients, got tensors that require one; use torch.no_grad()")
         with torch.no_grad():
             if self._device.type != "cuda" or not dispatch.has_triton():
                 for step in steps:
                     step()
-            elif steps and (failed := LAYERS.first(call, steps, (*values, *self._own))) is not None:
+            elif steps and (failed := LAYERS.first(call, steps, (*values, own, *self._own))) is not None:
                 self._reasons[failed] = None

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """vLLM's sparse layer rotates queries, writes both caches, calls its indexer with the index queries and then its attention with
-the queries. `OpenMSAIndexer` selects blocks for the tokens behind the decode rows and hands the index queries on;
-`OpenMSAAttention` runs the decode rows, selection and all, in their plan and attends the others to their blocks, straight into
-the layer's output."""
+the queries. `OpenMSAIndexer` hands the index queries on; `OpenMSAAttention` runs the decode rows and the tokens behind them in
+their plans, selection and all, straight into the layer's output."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class Handed(NamedTuple):
     """Holds what the indexer hands to the attention of its layer."""
 
     index_q: Tensor  # [tokens, index_heads, index_dim], of the index cache's dtype
-    blocks: Tensor | None  # int32 [tokens behind the decode rows, index_heads, topk]
+    blocks: Tensor | None  # int32 [tokens behind the decode rows, index_heads, topk], where the caches' page tables differ
 
 
 def _placed(cache: Any, rows: DecodeRows) -> Any:
@@ -38,7 +37,7 @@ def _rows(values: Tensor) -> Tensor | E4M3:
 
 
 class OpenMSAIndexer(MiniMaxM3IndexerImpl):
-    """Selects the blocks of a layer. It takes over the index cache of the implementation that vLLM's constructor made."""
+    """Hands a layer's index queries on. It takes over the index cache of the implementation that vLLM's constructor made."""
 
     indexer_backend_cls = OpenMSAIndexBackend
 
@@ -78,20 +77,19 @@ class OpenMSAIndexer(MiniMaxM3IndexerImpl):
             return None, None
         index_q = index_query.view(-1, self.num_index_heads, self.index_head_dim)
         blocks = None
-        if step.prompts is not None:
+        if step.prompts is not None and (own := self._apart(step.prompts)) is not None:
             first = step.num_decode_tokens
-            own = self._prompts(step.prompts)
             blocks = own.plan.select(_rows(index_q[first : first + own.total_q]), self.pool)
         self._handed = Handed(index_q, blocks)
         return None, None
 
-    def _prompts(self, main: Prompts) -> Prompts:
-        """Returns the prompts behind the index cache's table, which are those of the main cache where the tables are one."""
+    def _apart(self, main: Prompts) -> Prompts | None:
+        """Returns the prompts behind the index cache's own table; None where it is that of the main cache."""
         step = Step.current(self.index_cache.prefix)
         assert step is not None
         own = step.prompts
         assert own is not None
-        return main if own.page_table.data_ptr() == main.page_table.data_ptr() else own
+        return None if own.page_table.data_ptr() == main.page_table.data_ptr() else own
 
     def take(self) -> Handed:
         """Returns what the last `forward` left for the attention of its layer, once."""
@@ -139,9 +137,12 @@ class OpenMSAAttention(MiniMaxM3SparseImpl):
         if step.decode_rows is not None:
             self._decode(layer, step, q[:first], _rows(handed.index_q[:first]), out[:first])
         if step.prompts is not None:
-            assert handed.blocks is not None
-            rows = slice(first, first + step.prompts.total_q)
-            step.prompts.plan.attend(q[rows], self._k, self._v, handed.blocks, out=out[rows])
+            rows, plan = slice(first, first + step.prompts.total_q), step.prompts.plan
+            if handed.blocks is None:
+                index_q = _rows(handed.index_q[rows])
+                plan.run(q[rows], self._k, self._v, index_q, layer.indexer.impl.pool, out=out[rows])
+            else:
+                plan.attend(q[rows], self._k, self._v, handed.blocks, out=out[rows])
         return output
 
     def _decode(self, layer: Any, step: Step, q: Tensor, index_q: Tensor | E4M3, out: Tensor) -> None:
