@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -17,7 +18,8 @@ from openmsa.inputs import AttentionInputs, SelectionCall, check_agreement, chec
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.runtime import checks, dispatch
 from openmsa.runtime.dispatch import Stage, check_name, has_triton
-from openmsa.runtime.kinds import Call, Kinds, Steps, tensors_in
+from openmsa.runtime.kinds import Call, Kinds, Steps, rounded, tensors_in
+from openmsa.runtime.lengths import starts_of
 from openmsa.runtime.memory import Memory
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention.call import SparseCall
@@ -95,10 +97,12 @@ def msa_attention(
     recorded = checks.needs_grad(q, k, v, index_q, index_k)
     if getattr(q, "is_cuda", False) and check is False and not recorded and has_triton():
         numbers = (topk, block_size, init_blocks, local_blocks, softmax_scale, query_chunk, certified, return_lse, impl)
-        seqs = seqs if seqs is None else known_calls.bounded(seqs, q.device)
-        launches = CALLS.look(q, k, v, index_q, index_k, seqs, *numbers)
+        seqs = seqs if seqs is None else known_calls.like(seqs, k, q.device)
+        rows, most = q.shape[0] if q.dim() else 0, QUERY_CHUNK if query_chunk is None else query_chunk
+        most_q = rounded_rows(rows, most) if type(most) is int and most > 0 and not certified else rows
+        launches = CALLS.look(k, v, index_k, seqs, most_q, *numbers, by_row=(q, index_q), rows=rows)
         if launches.replay is not None:
-            return _again(launches, q, k, seqs, QUERY_CHUNK if query_chunk is None else query_chunk, return_lse)
+            return _again(launches, q, k, seqs, most, return_lse)
     selection, inputs, chunk = check_path(
         q, k, v, index_q, index_k, topk, seqs, block_size=block_size, init_blocks=init_blocks, local_blocks=local_blocks,
         softmax_scale=softmax_scale, query_chunk=query_chunk, certified=certified, return_lse=return_lse, check=check,
@@ -109,22 +113,33 @@ def msa_attention(
         found = ATTENTION.run(impl, attention_call(inputs, selected(stage, impl, selection), block_size))
         return found if return_lse else found[0]
     out, lse = _results(q)
-    chunks = _chunks(inputs.seqs, q.shape[0], chunk)
+    lengths = inputs.seqs if launches is None else inputs.seqs.like(most_q)
+    chunks = _chunks(lengths, lengths.launched(q), chunk)
+    cached = known_calls.counted(k, seqs) if launches is not None and seqs is not None and not chunks else None
 
     def attend(rows: slice, seqs: Layout) -> Any:
+        if cached is not None:
+            seqs = replace(seqs, cu_seqlens_k=starts_of(*cached))
         blocks = selected(stage, impl, selection._replace(index_q=index_q[rows], seqs=seqs))
         call = attention_call(inputs._replace(q=q[rows], seqs=seqs), blocks, block_size)
         return ATTENTION.run(impl, call if recorded else call._replace(out=out[rows], lse=lse[rows]))
 
-    rows = [slice(i, min(i + chunk, q.shape[0])) for i in range(0, max(q.shape[0], 1), chunk)]
-    steps: Steps = [partial(attend, *x) for x in zip(rows, chunks or [inputs.seqs], strict=True)]
+    parts = [slice(i, min(i + chunk, q.shape[0])) for i in range(0, max(q.shape[0], 1), chunk)]
+    steps: Steps = [partial(attend, *x) for x in zip(parts, chunks or [lengths], strict=True)]
     if launches is not None:
-        CALLS.first(launches, steps, (q, k, v, index_q, index_k, seqs, inputs.seqs, *chunks, out, lse))
+        given = [] if cached is not None else [lengths, *chunks]
+        CALLS.first(launches, steps, (q, index_q, k, v, index_k, seqs, *given, out, lse))
     else:
-        parts: Any = [step() for step in steps]
+        done: Any = [step() for step in steps]
         if recorded:  # Autograd does not see what is written to a given tensor.
-            out, lse = map(torch.cat, zip(*parts, strict=True))
+            out, lse = map(torch.cat, zip(*done, strict=True))
     return (out, lse) if return_lse else out
+
+
+def rounded_rows(rows: int, chunk: int) -> int:
+    """Returns a number of rows, of which so many are handled at a time, with those of the last chunk rounded up."""
+    full, rest = divmod(rows, chunk)
+    return full * chunk + min(rounded(rest), chunk)
 
 
 def _results(q: Tensor | Stored) -> tuple[Tensor, Tensor]:
@@ -142,10 +157,12 @@ def _again(
     launches: Call, q: Tensor | Stored, k: Tensor | Stored | PagedKV, seqs: Sequences | None, chunk: int, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Makes the launches of a call whose kind is known. Only its lengths are computed by the host's code."""
-    lengths = known_calls.lengths_again(q, k, seqs)
-    chunks = _chunks(lengths, q.shape[0], chunk)
+    lengths: list[Layout] = []
+    if q.shape[0] > chunk or known_calls.counted(k, seqs) is None:
+        lengths.append(whole := known_calls.lengths_again(q, k, seqs))
+        lengths.extend(_chunks(whole, q.shape[0], chunk))
     out, lse = _results(q)
-    launches.addresses.extend(x.data_ptr() for x in tensors_in(lengths, *chunks, out, lse))
+    launches.addresses.extend(x.data_ptr() for x in tensors_in(*lengths, out, lse))
     CALLS.again(launches, Memory())
     return (out, lse) if return_lse else out
 

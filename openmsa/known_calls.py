@@ -15,7 +15,7 @@ from torch import Tensor
 from openmsa.kv_cache import PagedIndexKeys, PagedKV
 from openmsa.runtime import checks
 from openmsa.runtime.dispatch import Stage, has_triton
-from openmsa.runtime.kinds import Kinds, tensors_in
+from openmsa.runtime.kinds import Kinds, rounded, tensors_in
 from openmsa.runtime.lengths import starts_of
 from openmsa.runtime.memory import Memory
 from openmsa.types import Layout, Sequences, layout, starts
@@ -32,6 +32,29 @@ def bounded(seqs: Any, device: Any) -> Any:
         if given is not None and getattr(seqs, name) is None:
             most[name] = max(starts(f"seqs.cu_seqlens_{side}", given, device).diff().tolist(), default=0)
     return replace(seqs, **most) if most else seqs
+
+
+def like(seqs: Any, keys: Any, device: Any) -> Any:
+    """Returns `seqs` with maxima that like calls share: those of `bounded`, rounded up, of keys where these are in pages."""
+    seqs = bounded(seqs, device)
+    if not isinstance(seqs, Sequences):
+        return seqs
+    most_q, most_k = seqs.max_seqlen_q, seqs.max_seqlen_k
+    more_q = rounded(most_q) if type(most_q) is int else most_q
+    more_k = rounded(most_k) if type(most_k) is int and isinstance(keys, PagedKV) else most_k
+    if (more_q, more_k) == (most_q, most_k):
+        return seqs
+    return Sequences(seqs.cu_seqlens_q, seqs.cu_seqlens_k, more_q, more_k, seqs.q_offset)
+
+
+def counted(keys: Any, seqs: Any) -> tuple[Tensor, int] | None:
+    """Returns what `starts_of` takes where a call's keys start is all that is computed for its lengths, so that a launch of the
+    call itself can do it; else None."""
+    if not isinstance(keys, PagedKV) or not isinstance(seqs, Sequences) or seqs.cu_seqlens_k is not None:
+        return None
+    if seqs.cu_seqlens_q is None or not (_as_received(seqs.cu_seqlens_q) and _as_received(seqs.q_offset)):
+        return None
+    return keys.seq_lens, keys.capacity if seqs.max_seqlen_k is None else min(seqs.max_seqlen_k, keys.capacity)
 
 
 def lengths_again(q: Any, keys: Any, seqs: Sequences | None) -> Layout:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from openmsa import step_lengths
-from openmsa.attention import QUERY_CHUNK
+from openmsa.attention import QUERY_CHUNK, rounded_rows
 from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
 from openmsa.inputs import SelectionCall, check_counts, check_selection
@@ -83,7 +83,7 @@ class AttentionPlan(tracing.Numbered):
         checks.tensor("cu_seqlens_q", self.cu_seqlens_q, "[batch + 1]", (torch.int32, torch.int64))
         self._device = self.cu_seqlens_q.device
         exact = self._device.type != "cuda" or self.certified
-        self._most = self.total_q if exact else step_lengths.launched(self.total_q, self._chunk)
+        self._most = self.total_q if exact else rounded_rows(self.total_q, self._chunk)
         self._layout = self._made_layout()
         self._parts = self._made_parts(self._layout)
         self._own = (*dict.fromkeys((self._layout, *self._parts)), self.page_table, self.seq_lens)  # Launches read these too.

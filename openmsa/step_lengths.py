@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The lengths of a step, as a plan takes them. Their bounds are rounded up on a GPU, so that steps of like lengths make the
+"""The lengths of a step, as a plan takes them. Bounds are rounded up on a GPU, so that steps and calls of like lengths make the
 same launches: kernels read the lengths themselves from tensors, and leave alone what lies behind the last start."""
 
 from __future__ import annotations
@@ -13,12 +13,6 @@ from torch import Tensor
 from openmsa.runtime import checks
 from openmsa.runtime.kinds import rounded
 from openmsa.types import INT32_MAX, Layout, Sequences, layout
-
-
-def launched(total_q: int, chunk: int) -> int:
-    """Returns for how many packed queries launches are made where there are so many: the last chunk is rounded up."""
-    full, rest = divmod(total_q, chunk)
-    return full * chunk + min(rounded(rest), chunk)
 
 
 def of_step(seqs: Sequences, page_table: Tensor | None, seq_lens: Tensor | None, page_size: Any, most_q: int) -> Layout:
@@ -40,7 +34,4 @@ def of_step(seqs: Sequences, page_table: Tensor | None, seq_lens: Tensor | None,
         capacity = page_table.shape[1] * checks.integer("page_size", page_size, 1, INT32_MAX)
         made = layout(seqs, None, None, cu_q.device, seq_lens, capacity, of="")
         made = replace(made, max_seqlen_k=max(made.max_seqlen_k, min(rounded(made.max_seqlen_k), capacity)))
-    if cu_q.device.type != "cuda":
-        return made
-    longest = max(made.max_seqlen_q, min(rounded(made.max_seqlen_q), most_q))
-    return replace(made, max_seqlen_q=longest, longest_q=longest, most_q=most_q)
+    return made if cu_q.device.type != "cuda" else made.like(most_q)

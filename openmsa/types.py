@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from openmsa.runtime import checks, named_devices, value_checks
-from openmsa.runtime.kinds import computes
+from openmsa.runtime.kinds import computes, rounded
 from openmsa.runtime.lengths import starts_of
 
 INT32_MAX = 2**31 - 1  # positions and starts are int32
@@ -113,13 +113,13 @@ class Layout:
 
     def visible_blocks(self, total_q: int, block_size: int) -> Tensor:
         """Returns how many blocks hold a key that each query sees, int32 [total_q]; its own block is the last of them."""
-        computes("what each query sees")
-        if self.batch == 1:
-            token = torch.arange(total_q, device=self.cu_seqlens_q.device, dtype=torch.int32)
-            last_key = torch.minimum(token + self.first_positions(), self.k_lens() - 1)
-        else:
-            _, last_key = self.tokens(total_q)
+        _, last_key = self.tokens(total_q)
         return torch.div(last_key, block_size, rounding_mode="floor").clamp_(min=-1) + 1
+
+    def like(self, most_q: int) -> Layout:
+        """Returns the lengths as all calls have them whose launches serve so many queries, and whose longest are alike."""
+        longest = max(self.max_seqlen_q, min(rounded(self.max_seqlen_q), most_q))
+        return replace(self, max_seqlen_q=longest, longest_q=longest, most_q=most_q)
 
     def query_chunk(self, start: int, stop: int) -> Layout:
         """Returns the layout of the packed queries [start, stop) alone, without a host sync."""

@@ -392,3 +392,26 @@ def test_steps_of_like_numbers_of_queries_make_the_same_launches(heads, chunk, m
                 assert got[total:].isnan().all()
         assert plan.not_recorded == ()
     assert len(LAYERS._replays) == known + (1 if chunk is None else 2), "a last chunk of 961 to 992 queries is of another kind"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+def test_calls_of_like_lengths_make_the_same_launches():
+    """Calls over a cache that grows, with numbers of queries that are rounded up alike, one token among them."""
+    pages = 90
+    table = torch.randperm(pages, device="cuda").view(2, -1).int()
+    known = len(CALLS._replays)
+    for new, keys in ((2048, 5760), (1999, 5640), (2048, 5700), (1985, 5761), (1, 5633), (1, 5760), (1, 5700)):
+        kv = torch.randn(pages, 4, 128, 256, dtype=torch.bfloat16, device="cuda")
+        index = torch.randn(pages, 1, 128, 128, dtype=torch.bfloat16, device="cuda")
+        first = min(448, new)  # The second sequence has 1,537 to 1,600 queries, or none.
+        cu = torch.tensor([0, first, new], dtype=torch.int32, device="cuda")
+        lens = torch.tensor([5000, min(keys, 5760)], dtype=torch.int32, device="cuda")
+        q, index_q = (torch.randn(new, n, 128, dtype=torch.bfloat16, device="cuda") for n in (64, 4))
+        caches = (PagedKV(kv[..., :128], kv[..., 128:], table, lens), None, index_q, PagedIndexKeys(index, table, lens))
+        seqs = Sequences(cu, None, max(first, new - first), keys)
+        results = [msa_attention(q, *caches, 16, seqs, return_lse=True, check=check) for check in (True, False, False)]
+        for result in results[1:]:
+            for got, wanted in zip(result, results[0], strict=True):
+                assert torch.equal(got, wanted)
+    assert len(CALLS._replays) == known + 2

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from openmsa.inputs import ScoringCall, check_scoring
 from openmsa.kv_cache import PagedIndexKeys, Stored
-from openmsa.runtime import dispatch
+from openmsa.runtime import dispatch, references
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Sequences
 
@@ -68,8 +68,8 @@ STAGE = Stage(
         Implementation(
             "reference",
             "openmsa.block_scores.reference:block_scores",
-            lambda call: dispatch.unless_values(call.index_q),
-            lambda call: dispatch.on_gpu_by_name_only(call.index_q),
+            lambda call: references.unless_values(call.index_q),
+            lambda call: references.on_gpu_by_name_only(call.index_q),
         ),
     ),
 )

@@ -10,7 +10,7 @@ from openmsa.block_topk.given_scores import SCORES_STAGE, select_blocks_from_sco
 from openmsa.inputs import SelectionCall, check_selection
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.kv_cache.results import made_blocks
-from openmsa.runtime import dispatch
+from openmsa.runtime import dispatch, references
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Sequences
 
@@ -92,11 +92,11 @@ def _unless_cpu(call: SelectionCall) -> str | None:
 
 
 def _unless_values(call: SelectionCall) -> str | None:
-    return dispatch.unless_values(call.index_q)
+    return references.unless_values(call.index_q)
 
 
 def _by_name_only(call: SelectionCall) -> str | None:
-    return dispatch.on_gpu_by_name_only(call.index_q)
+    return references.on_gpu_by_name_only(call.index_q)
 
 
 STAGE = Stage(

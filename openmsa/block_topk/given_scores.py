@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openmsa.inputs import check_counts, check_last
-from openmsa.runtime import checks, dispatch
+from openmsa.runtime import checks, dispatch, references
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Layout, Sequences, layout
 
@@ -112,8 +112,8 @@ SCORES_STAGE = Stage(
         Implementation(
             "reference",
             "openmsa.block_topk.reference:select_from_scores",
-            lambda call: dispatch.unless_values(call.scores),
-            lambda call: dispatch.on_gpu_by_name_only(call.scores),
+            lambda call: references.unless_values(call.scores),
+            lambda call: references.on_gpu_by_name_only(call.scores),
         ),
     ),
 )

@@ -258,8 +258,10 @@ def select_blocks(
 ) -> Tensor:
     """See `openmsa.block_topk.select_blocks`."""
     total_q, heads, _ = index_q.shape
-    num_blocks, like_q = seqs.num_blocks(block_size), rounded(seqs.launched(index_q))
-    out = torch.empty(total_q, heads, topk, dtype=torch.int32, device=index_q.device) if blocks is None else blocks
+    num_blocks, launched = seqs.num_blocks(block_size), seqs.launched(index_q)
+    like_q = rounded(launched)  # Like calls are served by the same kernels.
+    room = torch.empty(launched, heads, topk, dtype=torch.int32, device=index_q.device) if blocks is None else blocks
+    out = room[:total_q]
     if out.numel() == 0 or num_blocks == 0:
         computes("the selection of queries that see nothing")
         return out.fill_(-1)

@@ -11,7 +11,7 @@ from openmsa import known_calls
 from openmsa.dense_attention.call import DenseCall, check_dense
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.results import made_results
-from openmsa.runtime import checks, dispatch
+from openmsa.runtime import checks, dispatch, references
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.types import Sequences
 
@@ -221,8 +221,8 @@ STAGE = Stage(
         Implementation(
             "reference",
             "openmsa.dense_attention.reference:dense_attention",
-            lambda call: dispatch.unless_values(call.q),
-            lambda call: dispatch.on_gpu_by_name_only(call.q),
+            lambda call: references.unless_values(call.q),
+            lambda call: references.on_gpu_by_name_only(call.q),
         ),
     ),
     recorder="openmsa.gradients:recorded",

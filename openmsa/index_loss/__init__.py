@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openmsa.inputs import check_qkv
-from openmsa.runtime import checks, dispatch, value_checks
+from openmsa.runtime import checks, dispatch, references, value_checks
 from openmsa.runtime.dispatch import Implementation, Stage, never
 from openmsa.sparse_attention.call import check_sparse
 from openmsa.types import Layout, Sequences
@@ -179,7 +179,7 @@ STAGE = Stage(
             "reference",
             "openmsa.index_loss.reference:index_loss",
             never,
-            lambda call: dispatch.on_gpu_by_name_only(call.q),
+            lambda call: references.on_gpu_by_name_only(call.q),
         ),
     ),
     recorder="openmsa.index_loss.recording:recorded",

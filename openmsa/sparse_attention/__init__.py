@@ -10,7 +10,7 @@ from torch import Tensor
 from openmsa import known_calls
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.results import made_results
-from openmsa.runtime import dispatch
+from openmsa.runtime import dispatch, references
 from openmsa.runtime.dispatch import Implementation, Stage
 from openmsa.sparse_attention.call import SparseCall, check_sparse
 from openmsa.types import Sequences
@@ -143,8 +143,8 @@ STAGE = Stage(
         Implementation(
             "reference",
             "openmsa.sparse_attention.reference:sparse_attention",
-            lambda call: dispatch.unless_values(call.q),
-            lambda call: dispatch.on_gpu_by_name_only(call.q),
+            lambda call: references.unless_values(call.q),
+            lambda call: references.on_gpu_by_name_only(call.q),
         ),
     ),
     recorder="openmsa.gradients:recorded",

@@ -271,8 +271,11 @@ LENGTHS: dict[str, tuple[tuple[int, ...], Callable[[int], Any]]] = {
     "e4m3": ((300, 304), lambda n: step([(n, 2000)], (16, 1), E4M3)),
     "e4m3, a prefill": ((4096, 4001), lambda n: step([(n, 9000)], (64, 4), E4M3)),
     "nvfp4": ((300, 304), lambda n: step([(n, 2000)], (16, 1), NVFP4)),
+    "a call": ((300, 304, 297), lambda n: call(n, 2000, (16, 1))),
+    "a call of a prefill": ((4096, 4001), lambda n: call(n, 9000, (64, 4))),
+    "a call in chunks": ((897, 904), lambda n: call(n, 9000, (16, 1), 256)),
 }
-"""Steps whose numbers of queries are rounded up alike."""
+"""Steps and calls whose numbers of queries are rounded up alike."""
 
 
 def launches_fit_other_numbers_of_queries(name: str) -> None:
@@ -326,6 +329,30 @@ def known_kinds_are_not_recorded_again() -> None:
         assert (len(found), len(replays)) == (5, 6)
         decode(2, 4000, (64, 4))()
         assert (len(found), len(replays)) == (6, 6), "memory of a decode plan is its own"
+
+
+def calls_of_like_lengths_are_of_one_kind() -> None:
+    """A call of as many queries, rounded up, and of a cache that has grown, makes the launches of an earlier one."""
+    replayed, replays = counted()
+    with prepared(replayed) as found:
+        pool = torch.zeros(40, 2, 128, 64, dtype=torch.bfloat16, device="cuda")
+        table = torch.zeros(1, 40, dtype=torch.int32, device="cuda")
+        for new, keys, recorded, known in (
+            (100, 2000, 1, 0),
+            (97, 2040, 1, 1),
+            (98, 1990, 1, 2),
+            (101, 2000, 2, 2),
+            (1, 2000, 3, 2),
+        ):
+            q, index_q = (torch.zeros(new, n, 64, dtype=torch.bfloat16, device="cuda") for n in (8, 2))
+            lens = torch.full((1,), keys, dtype=torch.int32, device="cuda")
+            cu = torch.tensor([0, new], dtype=torch.int32, device="cuda")
+            caches = PagedKV(pool, pool.clone(), table, lens), PagedIndexKeys(pool.clone(), table, lens)
+            msa_attention(q, caches[0], None, index_q, caches[1], seqs=Sequences(cu, None, new, keys))
+            assert (len(found), len(replays)) == (recorded, known), (new, keys)
+        for keys in range(2001, 2049):
+            msa_attention(q, caches[0], None, index_q, caches[1], seqs=Sequences(cu, None, 1, keys))
+        assert (len(found), len(replays)) == (3, 50), "one token after the other"
 
 
 def longest_lengths_belong_to_a_kind() -> None:
@@ -486,6 +513,7 @@ def main() -> int:
         launches_fit_other_numbers_of_queries(name)
         print(f"{name}, other numbers of queries: ok", flush=True)
     known_kinds_are_not_recorded_again()
+    calls_of_like_lengths_are_of_one_kind()
     longest_lengths_belong_to_a_kind()
     what_cannot_be_recorded_is_said()
     computations_are_on_the_tape()
