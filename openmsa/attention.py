@@ -98,7 +98,8 @@ def msa_attention(
     if getattr(q, "is_cuda", False) and check is False and not recorded and has_triton():
         numbers = (topk, block_size, init_blocks, local_blocks, softmax_scale, query_chunk, certified, return_lse, impl)
         seqs = seqs if seqs is None else known_calls.like(seqs, k, q.device)
-        rows, most = q.shape[0] if q.dim() else 0, QUERY_CHUNK if query_chunk is None else query_chunk
+        rows = 0 if q.dim() == 0 or getattr(q, "is_nested", False) else q.shape[0]
+        most = QUERY_CHUNK if query_chunk is None else query_chunk
         most_q = rounded_rows(rows, most) if type(most) is int and most > 0 and not certified else rows
         launches = CALLS.look(k, v, index_k, seqs, most_q, *numbers, by_row=(q, index_q), rows=rows)
         if launches.replay is not None:
