@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from openmsa.runtime.replay import Preparation, Replay
 
 MOST_KINDS = 1024
-"""So many kinds are kept at a time; past that all are forgotten, and recorded again."""
+"""So many kinds are kept at a time; past that the oldest is forgotten, and recorded again."""
 PLAIN = (type(None), bool, int, float, str)
 """Values of these types, and of their subclasses, belong to a kind with their type, as 1, 1.0 and True are equal."""
 
@@ -164,8 +164,8 @@ class Kinds:
 
     def number(self, kind: Any) -> int:
         """Returns a number for a kind, the same for equal ones, that is quicker to look up."""
-        if len(self._numbers) >= MOST_KINDS:
-            self._numbers.clear()  # A kind that comes back has a new number and is recorded again.
+        if kind not in self._numbers and len(self._numbers) >= MOST_KINDS:
+            self._numbers.pop(next(iter(self._numbers.copy())), None)  # Where it comes back, it is recorded again.
         return self._numbers.setdefault(kind, next(self._next))
 
     def look(self, *values: Any, by_row: tuple[Any, ...] = (), rows: int = 0) -> Call:
@@ -209,6 +209,6 @@ class Kinds:
         if isinstance(recorded, str):
             return recorded
         if len(self._replays) >= MOST_KINDS:
-            self._replays.clear()
+            self._replays.pop(next(iter(self._replays.copy())), None)
         self._replays[call.kind] = recorded
         return None

@@ -34,6 +34,7 @@ from openmsa import (
 )
 from openmsa.decode.kernels import Kernels
 from openmsa.kv_cache import E4M3, NVFP4
+from openmsa.plan import LAYERS
 from openmsa.runtime import kinds
 from openmsa.runtime.addresses import ALIGNED, AmbiguousError, Places, Prepared, PreparedLaunch, PreparedZero
 from openmsa.runtime.dispatch import Stage
@@ -355,6 +356,16 @@ def calls_of_like_lengths_are_of_one_kind() -> None:
         assert (len(found), len(replays)) == (3, 50), "one token after the other"
 
 
+def the_oldest_kind_is_forgotten() -> None:
+    """Past `MOST_KINDS` the kind that was recorded first is recorded again; the others stay known."""
+    replayed, replays = counted()
+    with prepared(replayed) as found, mock.patch.object(kinds, "MOST_KINDS", len(LAYERS._replays) + 2):
+        for rows, recorded in ((400, 1), (500, 2), (600, 3), (500, 3), (600, 3), (700, 4), (600, 4)):
+            step([(rows, 2000)], (16, 1))()
+            assert len(found) == recorded, rows
+        assert len(replays) == 3
+
+
 def longest_lengths_belong_to_a_kind() -> None:
     """Calls that leave the longest lengths to be read are of one kind only where these are equal."""
     replayed, replays = counted()
@@ -514,6 +525,7 @@ def main() -> int:
         print(f"{name}, other numbers of queries: ok", flush=True)
     known_kinds_are_not_recorded_again()
     calls_of_like_lengths_are_of_one_kind()
+    the_oldest_kind_is_forgotten()
     longest_lengths_belong_to_a_kind()
     what_cannot_be_recorded_is_said()
     computations_are_on_the_tape()
