@@ -119,13 +119,18 @@ def run_layers(x: Step, plan: AttentionPlan, layers: int) -> None:
         plan.run(q, *halves[at], index_q, index, out=x.outs[at])
 
 
+def caches_of(x: Step) -> list[tuple[PagedKV, PagedIndexKeys]]:
+    """Makes the caches of each layer that is held, which calls share, as those of a model do."""
+    halves = [(kv[..., :128], kv[..., 128:], index) for _, kv, _, index in x.layers]
+    return [(PagedKV(k, v, x.table, x.lens), PagedIndexKeys(index, x.table, x.lens)) for k, v, index in halves]
+
+
 def by_call(x: Step, layers: int) -> None:
     """Runs a step with a call a layer."""
-    seqs = Sequences(x.cu, None, max(x.new), max(x.keys))
+    seqs, caches = Sequences(x.cu, None, max(x.new), max(x.keys)), caches_of(x)
     for i in range(layers):
-        q, kv, index_q, index = x.layers[i % len(x.layers)]
-        keys = PagedKV(kv[..., :128], kv[..., 128:], x.table, x.lens)
-        out = msa_attention(q, keys, None, index_q, PagedIndexKeys(index, x.table, x.lens), 16, seqs)
+        (q, _, index_q, _), (keys, index) = x.layers[i % len(x.layers)], caches[i % len(caches)]
+        out = msa_attention(q, keys, None, index_q, index, 16, seqs)
         assert isinstance(out, Tensor)
         x.outs[i % len(x.outs)] = out
 

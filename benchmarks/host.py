@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.eager import PAGE, Step, by_vllm, run_layers, step_of
+from benchmarks.eager import PAGE, Step, by_vllm, caches_of, run_layers, step_of
 from openmsa import AttentionPlan, DecodePlan, PagedIndexKeys, PagedKV, Sequences, msa_attention
 from openmsa.bench.record import environment
 from openmsa.bench.vllm_peer import load as load_peer
@@ -91,21 +91,22 @@ def plan_of(x: Step) -> AttentionPlan:
     )
 
 
-def layers_by_call(x: Step, layers: int) -> None:
-    """Runs `layers` layers with a call each."""
+Caches = list[tuple[PagedKV, PagedIndexKeys]]
+
+
+def layers_by_call(x: Step, caches: Caches, layers: int) -> None:
+    """Runs `layers` layers with a call each. caches: of each layer that is held, `caches_of`."""
     seqs = Sequences(x.cu, None, max(x.new), max(x.keys))
     for i in range(layers):
-        q, kv, index_q, index = x.layers[i % len(x.layers)]
-        keys = PagedKV(kv[..., :128], kv[..., 128:], x.table, x.lens)
-        msa_attention(q, keys, None, index_q, PagedIndexKeys(index, x.table, x.lens), 16, seqs)
+        (q, _, index_q, _), (keys, index) = x.layers[i % len(x.layers)], caches[i % len(caches)]
+        msa_attention(q, keys, None, index_q, index, 16, seqs)
 
 
-def layers_by_decode_plan(x: Step, plan: DecodePlan, layers: int) -> None:
-    """Runs `layers` layers with a decode plan."""
+def layers_by_decode_plan(x: Step, caches: Caches, plan: DecodePlan, layers: int) -> None:
+    """Runs `layers` layers with a decode plan. caches: as in `layers_by_call`."""
     for i in range(layers):
-        q, kv, index_q, index = x.layers[i % len(x.layers)]
-        keys = PagedKV(kv[..., :128], kv[..., 128:], x.table, x.lens)
-        plan.run(q, keys, index_q, PagedIndexKeys(index, x.table, x.lens), out=x.outs[i % len(x.outs)])
+        (q, _, index_q, _), (keys, index) = x.layers[i % len(x.layers)], caches[i % len(caches)]
+        plan.run(q, keys, index_q, index, out=x.outs[i % len(x.outs)])
 
 
 def whole_step(x: Step, layers: int) -> None:
@@ -126,8 +127,9 @@ def turn(x: Step, layers: int, kernels: Any) -> Iterator[tuple[str, float]]:
     yield "mean", microseconds(partial(whole_step, other, layers)) / layers
     shorter = other.shortened(1, 1)
     yield "like", microseconds(partial(whole_step, shorter, layers)) / layers
-    yield "call_first", microseconds(partial(layers_by_call, x, 1))
-    yield "call", microseconds(partial(layers_by_call, x, FEW_LAYERS)) / FEW_LAYERS
+    caches = caches_of(x)
+    yield "call_first", microseconds(partial(layers_by_call, x, caches, 1))
+    yield "call", microseconds(partial(layers_by_call, x, caches, FEW_LAYERS)) / FEW_LAYERS
     if max(x.new) == 1:
         x = x._replace(table=x.table[:, : -(-max(x.keys) // PAGE)])
         decode = DecodePlan(
@@ -138,8 +140,9 @@ def turn(x: Step, layers: int, kernels: Any) -> Iterator[tuple[str, float]]:
             page_size=PAGE,
             max_pages=x.table.shape[1],
         )
-        yield "decode_first", microseconds(partial(layers_by_decode_plan, x, decode, 1))
-        yield "decode", microseconds(partial(layers_by_decode_plan, x, decode, FEW_LAYERS)) / FEW_LAYERS
+        caches = caches_of(x)
+        yield "decode_first", microseconds(partial(layers_by_decode_plan, x, caches, decode, 1))
+        yield "decode", microseconds(partial(layers_by_decode_plan, x, caches, decode, FEW_LAYERS)) / FEW_LAYERS
     if kernels is not None:
         yield "vllm", microseconds(partial(by_vllm, x, FEW_LAYERS, kernels)) / FEW_LAYERS
 
