@@ -166,7 +166,8 @@ def softmax_few(logits: Tensor) -> tuple[Tensor, Tensor]:
     the natural logarithm of each denominator ``[heads, rows]``. Logits of -inf have weights of 0."""
     largest = logits.amax(2)
     if math.isfinite(largest.sum().item()):
-        return softmax_finite(logits, largest)
+        weights = softmax_finite(logits)
+        return weights, log_totals(largest, weights)
     finite = torch.finfo(logits.dtype)
     largest = largest.clamp_(finite.min, finite.max)[..., None]
     weights = logits.sub_(largest).exp_()
@@ -175,12 +176,16 @@ def softmax_few(logits: Tensor) -> tuple[Tensor, Tensor]:
     return weights.div_(total.masked_fill_(total == 0, 1)), lse  # Where all logits are -inf, so are all weights 0.
 
 
-def softmax_finite(logits: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Does what `softmax_few` does where the greatest logit of each row, `largest` ``[heads, rows]``, which is overwritten, is
-    finite."""
+def softmax_finite(logits: Tensor) -> Tensor:
+    """Computes the weights of `softmax_few` where the greatest logit of each row is finite."""
     # It is faster than its parts, exponentials of -inf above all.
-    weights = torch.softmax(logits, 2, out=logits if logits.is_contiguous() else None)
-    return weights, largest.sub_(weights.amax(2).log_())  # The greatest weight is 1 / denominator.
+    return torch.softmax(logits, 2, out=logits if logits.is_contiguous() else None)
+
+
+def log_totals(largest: Tensor, weights: Tensor) -> Tensor:
+    """Computes the natural logarithm of each softmax denominator in the memory of the greatest logits `largest` ``[heads,
+    rows]``, which are finite."""
+    return largest.sub_(weights.amax(2).log_())  # The greatest weight is 1 / denominator.
 
 
 def attend_few(q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
