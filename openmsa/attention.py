@@ -91,8 +91,8 @@ def msa_attention(
     usual = check is certified is False and query_chunk is None and type(return_lse) is bool and isinstance(impl, str)
     if usual and impl in ("auto", "cpu") and not getattr(q, "is_nested", False) and getattr(q, "shape", ())[:1] == (1,):
         counts = Counts(topk, block_size, init_blocks, local_blocks)
-        if (found := attend_packed(q, k, v, index_q, index_k, seqs, counts, softmax_scale)) is not None:
-            return found if return_lse else found[0]
+        if (found := attend_packed(q, k, v, index_q, index_k, seqs, counts, softmax_scale, return_lse)) is not None:
+            return found
     launches = None
     recorded = checks.needs_grad(q, k, v, index_q, index_k)
     if getattr(q, "is_cuda", False) and check is False and not recorded and has_triton():

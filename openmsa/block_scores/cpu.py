@@ -161,5 +161,5 @@ def _score_pool(q: Tensor, keys: Rows, pages: list[int], end: int, block_size: i
 def block_max(products: Tensor, block_size: int) -> Tensor:
     """Takes the maximum over each block: ``[..., keys] -> [..., blocks]``; the last block may be short."""
     full = products.shape[2] // block_size * block_size
-    blocks = products[..., :full].unflatten(2, (full // block_size, block_size)).amax(3)
+    blocks = products[..., :full].view(*products.shape[:2], full // block_size, block_size).amax(3)
     return blocks if full == products.shape[2] else torch.cat((blocks, products[..., full:].amax(2, keepdim=True)), 2)

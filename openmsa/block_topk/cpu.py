@@ -100,11 +100,13 @@ def choose(scores: list[float], visible: int, topk: int, init_blocks: int, local
     """Returns the ids, ascending, of the blocks that a query selects of the first `visible` ones; from `local` on all are
     forced, as the first `init_blocks` are."""
     first = min(init_blocks, visible)
-    forced = [*range(first), *range(max(first, local), visible)]
-    free = [i for i in range(first, min(local, visible)) if scores[i] > -math.inf]
-    if len(free) > topk - len(forced):
+    last = max(first, min(local, visible))
+    count = topk - first - (visible - last)
+    free = [i for i in range(first, last) if scores[i] > -math.inf]
+    if len(free) > count:
         free.sort(key=scores.__getitem__, reverse=True)  # Equal scores stay in the order of their ids.
-    return sorted(forced + free[: topk - len(forced)])
+        free = sorted(free[:count])
+    return [*range(first), *free, *range(last, visible)]
 
 
 def _select(scores: Tensor, topk: int, visible_blocks: Tensor, init_blocks: int, local_blocks: int) -> Tensor:

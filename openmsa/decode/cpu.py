@@ -57,10 +57,9 @@ def _run_tokens(
             Rows(pool, 0, pages[b])
             for pool, pages in ((kv.k, kv.page_table), (kv.v, kv.page_table), (index_keys.keys, index_keys.page_table))
         )
-        found = attend(q[b], keys, values, index_q[b], index_rows, n, counts, scale)
-        if found is None:
+        ids = attend(q[b], keys, values, index_q[b], index_rows, n, counts, scale, out[b], plan.lse[b])
+        if ids is None:
             return False
-        out[b], plan.lse[b], ids = found
         plan.blocks[b] = torch.tensor([of + [-1] * (plan.topk - len(of)) for of in ids], dtype=torch.int32, device="cpu")
     return True
 

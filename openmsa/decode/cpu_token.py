@@ -32,22 +32,22 @@ class Counts(NamedTuple):
     def valid(self) -> bool:
         """Says whether `openmsa.inputs.check_counts` raises nothing."""
         topk, size, init, local = self
-        return (
-            all(type(x) is int for x in self) and 1 <= topk <= 64 and 16 <= size <= 256 and min(init, local) >= 0
-        ) and init + local <= topk
+        whole = type(topk) is type(size) is type(init) is type(local) is int
+        return whole and init + local <= topk and 1 <= topk <= 64 and 16 <= size <= 256 and init >= 0 and local >= 0
 
 
 def attend_packed(
-    q: Any, k: Any, v: Any, index_q: Any, index_k: Any, seqs: Any, counts: Counts, scale: Any
-) -> tuple[Tensor, Tensor] | None:
+    q: Any, k: Any, v: Any, index_q: Any, index_k: Any, seqs: Any, counts: Counts, scale: Any, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor] | None:
     """Does what `msa_attention` does for one query, the last position of one packed sequence: returns out ``[1, num_q_heads,
-    head_dim]`` and lse ``[1, num_q_heads]``. The arguments need not be checked: returns None where they are wrong, too long, or
-    not the plain tensors of such a call."""
+    head_dim]`` and, with `return_lse`, lse ``[1, num_q_heads]``. The arguments need not be checked: returns None where they are
+    wrong, too long, or not the plain tensors of such a call."""
     tensors = (q, k, v, index_q, index_k)
-    if not all(type(x) is Tensor and x.dim() == 3 and x.device.type == "cpu" and x.dtype in DTYPES for x in tensors):
-        return None
-    if any(x.is_nested or x.layout != torch.strided for x in tensors):
-        return None
+    for x in tensors:
+        if type(x) is not Tensor or not x.is_cpu or x.is_nested or x.layout is not torch.strided:
+            return None
+        if x.dim() != 3 or x.dtype not in DTYPES:
+            return None
     (queries, heads, dim), (keys, kv_heads, _), (_, key_heads, index_dim) = q.shape, k.shape, index_k.shape
     index_heads = index_q.shape[1]
     if queries != 1 or not keys or not counts.valid() or keys * index_heads > FEW_SCORES * counts.block_size:
@@ -60,17 +60,18 @@ def attend_packed(
         return None
     if heads % kv_heads or index_heads not in (1, kv_heads) or index_heads % key_heads:
         return None
-    if any(x % 16 or not 16 <= x <= 256 for x in (dim, index_dim)) or index_heads // key_heads >= MIN_ROWS:
+    if dim % 16 or index_dim % 16 or not (16 <= dim <= 256 and 16 <= index_dim <= 256) or index_heads // key_heads >= MIN_ROWS:
         return None
     if not (scale is None or (type(scale) is float and abs(scale) <= checks.FLOAT32_MAX)) or not _is_last(seqs, keys):
         return None
     if checks.needs_grad(*tensors) or torch.is_autocast_enabled("cpu"):
         return None
-    found = attend(q[0], Rows(k), Rows(v), index_q[0], Rows(index_k), keys, counts, dim**-0.5 if scale is None else scale)
-    if found is None:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty((1, heads), dtype=torch.float32, device="cpu") if return_lse else None
+    scale = dim**-0.5 if scale is None else scale
+    if attend(q, Rows(k), Rows(v), index_q, Rows(index_k), keys, counts, scale, out, lse) is None:
         return None
-    out, lse, _ = found
-    return out.to(q.dtype)[None], lse[None]
+    return out if lse is None else (out, lse)
 
 
 def _is_last(seqs: Any, keys: int) -> bool:
@@ -92,33 +93,42 @@ def _is_last(seqs: Any, keys: int) -> bool:
 
 
 def attend(
-    q: Tensor, keys: Rows, values: Rows, index_q: Tensor, index_keys: Rows, length: int, counts: Counts, scale: float
-) -> tuple[Tensor, Tensor, list[list[int]]] | None:
-    """Attends with the newest token of a sequence of `length` keys, at least 1: q ``[num_q_heads, head_dim]``, index_q
-    ``[index_heads, index_dim]``. Returns out and lse, both float32, and the blocks of each index head, ascending. None: a score
-    is NaN, so the stages must serve the call."""
-    rows = index_q.float().reshape(index_keys.rows.shape[1], -1, index_q.shape[1])
-    queries = (q.float() * scale).reshape(keys.rows.shape[1], -1, q.shape[1])
-    group, visible = queries.shape[1], -(-length // counts.block_size)
-    scored = min(length, max(0, visible - counts.local_blocks) * counts.block_size)  # The last blocks are forced.
-    few = visible <= READ_ANYWAY * counts.topk  # Otherwise attention would read copies of some keys.
-    if few and keys.pages is None and rows.shape[1] == 1 and _same(keys.rows, index_keys.rows):  # An index without training.
-        both = torch.cat((queries, rows), 1)  # The keys are read once for both.
-        both = pad_few(both) if group < 4 else both
-        products = products_few(both, keys.heads(0, length), ties=scored)  # [kv_heads, rows, length]
-        ids = _chosen(block_max(products[:, group : group + 1, :scored], counts.block_size), visible, counts)
-        if ids is not None and reads_all(ids, visible):
-            logits = products if products.shape[1] % 4 == 0 else products[:, :group].contiguous()
-            found = attend_all(logits, ids, values.heads(0, length), counts.block_size)
-            if found is not None:
-                out, lse = found
-                return out[:, :group].flatten(0, 1), lse[:, :group].flatten(0, 1), ids
-    else:
-        ids = _chosen(score_few(rows, index_keys, scored, counts.block_size) if scored else rows[..., :0], visible, counts)
-    if ids is None:
-        return None
-    out, lse = attend_token(queries, ids, length - 1, keys, values, counts.block_size)
-    return out.flatten(0, 1), lse.flatten(0, 1), ids
+    q: Tensor,
+    keys: Rows,
+    values: Rows,
+    index_q: Tensor,
+    index_keys: Rows,
+    length: int,
+    counts: Counts,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+) -> list[list[int]] | None:
+    """Attends with the newest token of a sequence of `length` keys, at least 1: q ``[..., num_q_heads, head_dim]``, index_q
+    ``[..., index_heads, index_dim]``. Writes out, like q, and, unless it is None, lse ``[..., num_q_heads]``. Returns the
+    blocks of each index head, ascending. None: a score is NaN, so the stages must serve the call."""
+    with torch.inference_mode():  # Operations begin sooner where autograd need not be asked.
+        kv_heads, key_heads, size = keys.rows.shape[1], index_keys.rows.shape[1], counts.block_size
+        group, visible = q.shape[-2] // kv_heads, -(-length // size)
+        scored = min(length, max(0, visible - counts.local_blocks) * size)  # The last blocks are forced.
+        few = visible <= READ_ANYWAY * counts.topk  # Otherwise attention would read copies of some keys.
+        queries = (q.float() * scale).reshape(kv_heads, group, -1)
+        rows = index_q.float().reshape(key_heads, -1, index_q.shape[-1])
+        if few and keys.pages is None and rows.shape[1] == 1 and _same(keys.rows, index_keys.rows):
+            # In an index without training the keys are read once for both.
+            both = torch.cat((queries, rows), 1)
+            both = pad_few(both) if group < 4 else both
+            products = products_few(both, keys.heads(0, length), ties=scored)  # [kv_heads, rows, length]
+            ids = _chosen(block_max(products[:, group : group + 1, :scored], size), visible, counts)
+            if ids is not None and reads_all(ids, visible):
+                logits = products if products.shape[1] % 4 == 0 else products[:, :group].contiguous()
+                if attend_all(logits, ids, values.heads(0, length), size, out, lse):
+                    return ids
+        else:
+            ids = _chosen(score_few(rows, index_keys, scored, size) if scored else rows[..., :0], visible, counts)
+        if ids is not None:
+            attend_token(queries, ids, length - 1, keys, values, size, out, lse)
+        return ids
 
 
 def _same(rows: Any, others: Any) -> bool:
@@ -130,8 +140,8 @@ def _same(rows: Any, others: Any) -> bool:
 def _chosen(scores: Tensor, visible: int, counts: Counts) -> list[list[int]] | None:
     """Returns which of the first `visible` blocks the scores ``[heads, rows, blocks]`` of a token select, or None where one is
     NaN. Blocks that are forced because they are the last need no score."""
-    of_heads = scores.flatten(0, 1).tolist()
-    if any(math.isnan(sum(of_head)) for of_head in of_heads):
+    of_heads = [of_row for of_head in scores.tolist() for of_row in of_head]
+    if math.isnan(sum(map(sum, of_heads))):
         return None
     local = max(0, visible - counts.local_blocks)
     return [choose(of_head, visible, counts.topk, counts.init_blocks, local) for of_head in of_heads]

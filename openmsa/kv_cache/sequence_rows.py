@@ -44,6 +44,8 @@ class Rows:
         """Gives rows [first, stop) of all heads, ``[heads, stop - first, dim]``: a view when packed and plain, or where one
         head's pages follow each other."""
         if self.pages is None:
+            if isinstance(self.rows, Tensor) and stop - first == self.rows.shape[0]:
+                return self.rows.transpose(0, 1)
             return rows_of(self.rows, slice(self.start + first, self.start + stop), dtype=self.dtype).transpose(0, 1)
         heads, size = self.rows.shape[1:3]
         if isinstance(self.rows, Stored) or not self.rows.stride(1) or self.rows.stride(0) % self.rows.stride(1):

@@ -55,12 +55,13 @@ def products_few(q: Tensor, k: Tensor, ties: int | None = None) -> Tensor:
     or a narrower one on a CPU. Those of equal keys are equal among the first `ties` keys (None: all), which may take a second
     product."""
     alone = is_alone(q)
-    if k.dtype != q.dtype or (alone and not k.is_contiguous()):  # Whether keys have gaps must not change a bit of a product.
-        return _products_converted(q, k)
     n = k.shape[1]
     step = ONE_HEAD_STEP if alone else FEW_ROWS_STEP
     whole = n // step * step
-    if whole == n or (not alone and ties is not None and ties <= whole):
+    at_once = whole == n or (not alone and ties is not None and ties <= whole)
+    if k.dtype != q.dtype or (alone and not k.is_contiguous()):  # Whether keys have gaps must not change a bit of a product.
+        return _products_converted(q, k, at_once)
+    if at_once:
         return _dot_products(q, k)
     # The last product has as many keys as a step, too: some that were multiplied before come again.
     last = k[:, -step:] if whole else torch.nn.functional.pad(k, (0, 0, step - n, 0))
@@ -119,18 +120,21 @@ def converted(x: Tensor, dtype: torch.dtype, n: int | None = None) -> Tensor:
         room = _room.held[:elements]
     tokens_first = x.transpose(0, 1).is_contiguous()
     wide = room.view(n, heads, dim).transpose(0, 1) if tokens_first else room.view(heads, n, dim)
-    wide[:, :keys].copy_(x.detach())
     if n > keys:
         wide[:, keys:] = 0
+    (wide[:, :keys] if n > keys else wide).copy_(x.detach())
     return wide
 
 
-def _products_converted(q: Tensor, k: Tensor) -> Tensor:
-    """Does what `products_few` does for keys of a narrower type than q's or with gaps, which are converted a tile at a time."""
+def _products_converted(q: Tensor, k: Tensor, at_once: bool) -> Tensor:
+    """Does what `products_few` does for keys of a narrower type than q's or with gaps, which are converted a tile at a time.
+    Rows of zeros follow them unless `at_once` says that ties need none."""
     heads, n, dim = k.shape
     tile = max(1, CONVERTED_ELEMENTS // (heads * dim * ONE_HEAD_STEP)) * ONE_HEAD_STEP
     if n > tile:
-        return torch.cat([_products_converted(q, k[:, first : first + tile]) for first in range(0, n, tile)], 2)
+        return torch.cat([_products_converted(q, k[:, first : first + tile], at_once) for first in range(0, n, tile)], 2)
+    if at_once and heads > 1:
+        return _dot_products(q, converted(k, q.dtype))
     step = ONE_HEAD_STEP if heads == 1 else FEW_ROWS_STEP
     return _dot_products(q, converted(k, q.dtype, n + -n % step))[..., :n]
 
@@ -162,7 +166,8 @@ def softmax_few(logits: Tensor) -> tuple[Tensor, Tensor]:
     the natural logarithm of each denominator ``[heads, rows]``. Logits of -inf have weights of 0."""
     largest = logits.amax(2)
     if math.isfinite(largest.sum().item()):
-        return softmax_finite(logits, largest)
+        weights = softmax_finite(logits)
+        return weights, log_totals(largest, weights)
     finite = torch.finfo(logits.dtype)
     largest = largest.clamp_(finite.min, finite.max)[..., None]
     weights = logits.sub_(largest).exp_()
@@ -171,12 +176,16 @@ def softmax_few(logits: Tensor) -> tuple[Tensor, Tensor]:
     return weights.div_(total.masked_fill_(total == 0, 1)), lse  # Where all logits are -inf, so are all weights 0.
 
 
-def softmax_finite(logits: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Does what `softmax_few` does where the greatest logit of each row, `largest` ``[heads, rows]``, which is overwritten, is
-    finite."""
+def softmax_finite(logits: Tensor) -> Tensor:
+    """Computes the weights of `softmax_few` where the greatest logit of each row is finite."""
     # It is faster than its parts, exponentials of -inf above all.
-    weights = torch.softmax(logits, 2, out=logits if logits.is_contiguous() else None)
-    return weights, largest.sub_(weights.amax(2).log_())  # The greatest weight is 1 / denominator.
+    return torch.softmax(logits, 2, out=logits if logits.is_contiguous() else None)
+
+
+def log_totals(largest: Tensor, weights: Tensor) -> Tensor:
+    """Computes the natural logarithm of each softmax denominator in the memory of the greatest logits `largest` ``[heads,
+    rows]``, which are finite."""
+    return largest.sub_(weights.amax(2).log_())  # The greatest weight is 1 / denominator.
 
 
 def attend_few(q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -130,8 +130,7 @@ def _attend(
             for i in range(q0, q1):
                 rows = rows_of(q, slice(i, i + 1), dtype=dtype)[0].to(dtype).unflatten(0, (kv_heads, group)) * softmax_scale
                 token = min(i - q0 + offset, k_len - 1)
-                of_token = attend_token(rows, blocks[i].tolist(), token, keys, values, block_size)
-                out[i], lse[i] = (x.flatten(0, 1) for x in of_token)
+                attend_token(rows, blocks[i].tolist(), token, keys, values, block_size, out[i], lse[i])
             continue
         last_key = (torch.arange(q1 - q0, device="cpu") + offset).clamp_(max=k_len - 1)
         if isinstance(q, Tensor) and isinstance(k_pool, Tensor):

@@ -70,6 +70,17 @@ def test_an_index_of_the_keys_in_a_long_context(served):
     assert served.pop() is not None
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_autograd_can_save_the_results(shared, served):
+    q, k, v, index_q, index_k = tensors(200)
+    given = (q, k, v, q[:, :2], k) if shared else (q, k, v, index_q, index_k)
+    found = msa_attention(*given, **OPTIONS, return_lse=True)
+    assert served.pop() is not None
+    weight = torch.ones((), requires_grad=True)
+    sum((x * weight).sum() for x in found).backward()
+    torch.testing.assert_close(weight.grad, sum(x.sum() for x in found))
+
+
 def test_equal_keys_are_ties(served):
     q, k, v, *_ = tensors(350)
     k[:] = torch.randn(1, 2, 32)
