@@ -25,6 +25,8 @@ def run_stages(
     plan: DecodePlan, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, out: Tensor
 ) -> None:
     """Does what `DecodePlan.run` says for checked arguments."""
+    if isinstance(q, Tensor) and out.data_ptr() == q.data_ptr():
+        q = q.clone()  # The stages may have to take over when some results were written.
     if _run_tokens(plan, q, kv, index_q, index_keys, out):
         return
     seqs, blocks = select(plan, index_q, index_keys)

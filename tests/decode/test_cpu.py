@@ -190,6 +190,19 @@ def test_a_plan_over_pages(lengths, page, pages, dtype, local_blocks, monkeypatc
     assert plan.blocks.equal(select_blocks(index_q, index_k, seqs=seqs, impl="reference", **options))
 
 
+def test_a_step_that_the_stages_take_over_reads_its_queries():
+    """Results may be written over the queries, and a score that is NaN is found after the first sequence was served."""
+    lengths = (100, 131)
+    _, k, v, _, index_k = tensors(sum(lengths))
+    q, index_q = torch.randn(2, 6, 32), torch.randn(2, 2, 48)
+    index_k[110] = torch.nan
+    kv, index_keys = caches(lengths, 32, 24, (k, v, index_k))
+    sizes = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32, "index_dim": 48, "dtype": torch.float32, "device": "cpu"}
+    plan = DecodePlan(max_batch=2, page_size=32, max_pages=kv.page_table.shape[1], **sizes, **OPTIONS)
+    expected = plan.run(q, kv, index_q, index_keys).clone()
+    assert plan.run(q, kv, index_q, index_keys, out=q).equal(expected)
+
+
 def test_pools_are_scored_where_they_lie_unless_they_hold_much_else(monkeypatch):
     whole = []
     function = scoring._score_pool
