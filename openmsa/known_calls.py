@@ -50,7 +50,8 @@ def like(seqs: Any, keys: Any, device: Any) -> Any:
 def counted(keys: Any, seqs: Any) -> tuple[Tensor, int] | None:
     """Returns what `starts_of` takes where a call's keys start is all that is computed for its lengths, so that a launch of the
     call itself can do it; else None."""
-    if not isinstance(keys, PagedKV) or not isinstance(seqs, Sequences) or seqs.cu_seqlens_k is not None:
+    paged = isinstance(keys, (PagedKV, PagedIndexKeys))
+    if not paged or not isinstance(seqs, Sequences) or seqs.cu_seqlens_k is not None:
         return None
     if seqs.cu_seqlens_q is None or not (_as_received(seqs.cu_seqlens_q) and _as_received(seqs.q_offset)):
         return None
@@ -60,15 +61,13 @@ def counted(keys: Any, seqs: Any) -> tuple[Tensor, int] | None:
 def lengths_again(q: Any, keys: Any, seqs: Sequences | None) -> Layout:
     """Returns the lengths of a call whose arguments were checked when it was recorded, and whose maxima are `bounded`. Its
     sequences are taken as they are where implementations receive them so."""
-    paged = isinstance(keys, (PagedKV, PagedIndexKeys))
-    cu_q, cu_k, offset = (None,) * 3 if seqs is None else (seqs.cu_seqlens_q, seqs.cu_seqlens_k, seqs.q_offset)
-    if seqs is not None and cu_q is not None and (paged or cu_k is not None) and all(map(_as_received, (cu_q, cu_k, offset))):
-        most_q, most_k = cast(int, seqs.max_seqlen_q), seqs.max_seqlen_k
-        if cu_k is None:
-            most_k = keys.capacity if most_k is None else most_k
-            cu_k = starts_of(keys.seq_lens, min(most_k, keys.capacity))
-        return Layout(cu_q, cu_k, most_q, cast(int, most_k), offset, most_q)
-    if paged:
+    if seqs is not None and seqs.cu_seqlens_q is not None:
+        cu_k, most_q, most_k = seqs.cu_seqlens_k, cast(int, seqs.max_seqlen_q), seqs.max_seqlen_k
+        if (cached := counted(keys, seqs)) is not None:
+            cu_k, most_k = starts_of(*cached), keys.capacity if most_k is None else most_k
+        if cu_k is not None and all(map(_as_received, (seqs.cu_seqlens_q, cu_k, seqs.q_offset))):
+            return Layout(seqs.cu_seqlens_q, cu_k, most_q, cast(int, most_k), seqs.q_offset, most_q)
+    if isinstance(keys, (PagedKV, PagedIndexKeys)):
         return keys.layout(seqs, q.shape[0], q.device)
     return layout(seqs, q.shape[0], keys.shape[0], q.device)
 
