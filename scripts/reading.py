@@ -172,7 +172,7 @@ def decode(batch: int, length: int) -> Callable[[], Any]:
 
 
 CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
-    "prefill of 8K": lambda: prefill(8192),
+    "prefill of 6K": lambda: prefill(6144),
     "prefill of 16K": lambda: prefill(16384),
     "decode of 1 sequence": lambda: decode(1, 32768),
     "decode of 32 sequences": lambda: decode(32, 32768),

@@ -51,7 +51,7 @@ from openmsa.primitives.softmax import Partials
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel, zeros
 from openmsa.sparse_attention import triton_lists
-from openmsa.sparse_attention.triton_config import Factors, Keys
+from openmsa.sparse_attention.triton_config import HOPPER_OUTER_GROUPS, Factors, Keys
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE
 from openmsa.sparse_attention.triton_lists import ITEM_FIELDS, TILE_FIELDS, OuterLists, Plan, PrefillCall
 
@@ -61,8 +61,6 @@ DIM = gl.constexpr(128)
 """A head has so many elements."""
 HALF = gl.constexpr(64)
 """A box of queries has so many columns."""
-SERVED = (8, 16, 32, 64)
-"""It serves groups of so many query heads to a key head."""
 MOST_PARTIALS = 1 << 24
 """A chunk has fewer (query, slot, KV head) triples, because their numbers share a word with the last key that is seen."""
 GROUPS = gl.constexpr(3)
@@ -335,13 +333,15 @@ def attend(ring, held, partials, scale, SIDE: gl.constexpr, CUT: gl.constexpr, S
             if control & 4 != 0:
                 clear_behind(b_v, (control >> 3) & 255)
             b_o = warpgroup_mma(weights, b_v, no_outputs, use_acc=False, is_async=True)
+            t += GROUPS
+            s = t % STAGES
+            if control & 2 == 0:
+                mbarrier.wait(ring.full.index(s), t // STAGES & 1)
             # Registers have no room for the results of both products beside weights.
             b_o, weights = warpgroup_mma_wait(0, deps=(b_o, weights))
             if control & 2 != 0:  # The group's next queries may come only behind an item that takes the place of this one.
                 give_back(held.free, n & 1)
-            t += GROUPS
-            s = t % STAGES
-            mbarrier.wait(ring.full.index(s), t // STAGES & 1)
+                mbarrier.wait(ring.full.index(s), t // STAGES & 1)
             following = number_at(ring.control, s)
             n_k = gl.where(following >= 0, following >> 11, 0)
             if n_k > n:
@@ -439,13 +439,13 @@ def outer_launch(
     device: Device, q: torch.Tensor, keys: Keys, plan: Plan
 ) -> Callable[[PrefillCall, OuterLists, Partials, int], None] | None:
     """Returns the launch of a chunk; None where the kernel does not serve the call. It serves queries, keys and values of a
-    16-bit type, also with factors, which the copy engine can read, and partials of that type, of dim 128 in groups of `SERVED`
-    heads; blocks of 128 keys, packed or whole in pages."""
+    16-bit type, also with factors, which the copy engine can read, and partials of that type, of dim 128 in groups of
+    `HOPPER_OUTER_GROUPS` heads; blocks of 128 keys, packed or whole in pages."""
     if device.arch != 90 or plan.block_size != BLOCK.value or q.shape[2] != DIM.value or not keys.by_row:
         return None
     if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or keys.stored:
         return None
-    if plan.group not in SERVED or plan.partial_dtype != q.dtype or plan.cuts != 1:
+    if plan.group not in HOPPER_OUTER_GROUPS or plan.partial_dtype != q.dtype or plan.cuts != 1:
         return None
     items = min(plan.chunk.items, plan.chunk.entries) * keys.heads
     if plan.chunk.entries * keys.heads >= MOST_PARTIALS or items > MOST_ITEMS:

@@ -21,6 +21,7 @@ from openmsa.types import Layout
 SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10, 12: 99 << 10}  # a program's shared memory, by major capability
 MAX_HEADS = 64  # A program takes at most so many heads of one group; wider groups are split.
 HOPPER_UNION_GAIN = 1.0  # the `union_gain` of Hopper's kernel for plain keys
+HOPPER_OUTER_GROUPS = (8, 16, 32, 64)  # Hopper's own KV-outer serves groups of so many query heads to a key head.
 SHORT_ITEM_ROUNDS = 20  # With fewer items a multiprocessor, Hopper's own KV-outer takes items of half as many queries.
 MAX_UNION_TOKENS = 32  # A tile has at most so many queries: membership is a bit of an int32.
 
@@ -204,7 +205,7 @@ def plain_hopper_config(config: PrefillConfig, lists: int, readers: float, num_s
 FEW_LIST_BYTES = 64 << 20  # The lists of the KV-outer form for few queries take at most so many bytes.
 FEW_READERS = 12  # A block is read by at most so many queries on average where that form is the faster one;
 FEW_ROWS = ((1024, 64), (2048, 24))  # by at most the second number where queries times key heads are at most the first.
-OUTER_PROGRAMS = 2  # So many programs of KV-outer share a multiprocessor.
+APART_ABOVE = 0.8  # Where Hopper's own KV-outer serves, tiles go to it one by one from this part of `union_limit` on.
 LONE_TILES = 1.4  # With fewer union tiles a multiprocessor, a program that walks a union is waited for by all others.
 
 
@@ -230,17 +231,13 @@ def union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> i
     return max(1, int(config.union_gain * gathered_steps * (1 + 8 / max(queries_per_block, 1e-3))))
 
 
-def all_together(config: PrefillConfig, topk: int, rows: int, lists: int, visible: float, num_sms: int) -> bool:
+def all_together(config: PrefillConfig, topk: int, readers: float, visible: float, group: int) -> bool:
     """Tells whether every tile of a call goes to the union kernel, whatever its queries select: a union has at most the blocks
-    that they see, and to walk all of these costs no more on average than KV-outer does. KV-outer takes whole rounds of items,
-    so that few items, or a few more than a round has, cost more than their share, also where only a part of the tiles is left
-    to it.
+    that they see, so that few tiles would gain by KV-outer, and a call without it has fewer launches and lists.
 
-    rows:     queries times key heads.
-    lists:    blocks times key heads.
+    readers:  queries that read a block on average.
     visible:  blocks that a tile sees on average.
+    group:    query heads of a key head.
     """
-    readers, at_a_time = rows * topk / lists, OUTER_PROGRAMS * num_sms
-    rounds = math.ceil(lists * math.ceil(readers / config.outer_item) / at_a_time)
-    of_its_share = rounds * at_a_time * min(readers, config.outer_item) / (rows * topk)
-    return visible <= union_limit(config, topk, readers) * of_its_share
+    part = APART_ABOVE if group in HOPPER_OUTER_GROUPS else 1.0
+    return visible <= part * union_limit(config, topk, readers)

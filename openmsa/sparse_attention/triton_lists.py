@@ -216,8 +216,7 @@ class Plan(NamedTuple):
         else:
             limit = (few_union_limit if tuned and readers <= FEW_READERS else union_limit)(config, topk, readers)
             visible = seqs.num_blocks(block_size) - rounded(min(seqs.max_seqlen_q, total_q)) / block_size / 2
-            sizes = (like_q * keys.heads, num_buckets * keys.heads, visible, facts(queries.data.device).num_sms)
-            if tuned and plain and all_together(config, topk, *sizes):
+            if tuned and plain and all_together(config, topk, readers, visible, group):
                 limit = most  # nothing is left for KV-outer
         limit = {"union": most, "outer": 0, "few": -1}.get(path, limit)
         return cls(

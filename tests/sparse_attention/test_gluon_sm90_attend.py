@@ -133,7 +133,7 @@ def test_what_it_is_given(monkeypatch):
 def test_a_short_prefill_leaves_nothing_to_kv_outer(monkeypatch):
     monkeypatch.setattr(triton_lists, "all_together", all_together)
     monkeypatch.setattr(triton_lists, "facts", lambda _: COMPILE_TARGETS[90])
-    for length, rest in ((8192, triton_lists.NO_REST), (16384, triton_lists.KV_OUTER)):
+    for length, rest in ((6144, triton_lists.NO_REST), (8192, triton_lists.KV_OUTER)):
         q, k = numbers(length, 16, 128), numbers(length, 1, 128)
         seqs = layout(None, length, length, q.device)
         keys = Keys.of(k, k, seqs, BLOCK, True)
