@@ -31,11 +31,13 @@ from openmsa.primitives.gluon_sm90_attention import (
     ROWS,
     bring,
     clear_behind,
+    dealt,
     descriptor,
     exchanged,
     following,
     give_back,
     kept,
+    mirrored,
     no_rows,
     online_step,
     pass_by,
@@ -45,6 +47,7 @@ from openmsa.primitives.gluon_sm90_attention import (
     row_results,
     seen,
     stay,
+    turns_of,
 )
 from openmsa.primitives.operands import Bounds, PageTable, Scores
 from openmsa.primitives.rows import pool_of
@@ -57,10 +60,6 @@ OPTIONS: dict[str, Any] = {"STAGES": 3, "ATTEND_REGISTERS": 232, "LOAD_REGISTERS
 """The ring has STAGES blocks."""
 BUSY = 0.85
 """The kernel serves calls whose tiles, taken in rounds, keep at least so large a share of the multiprocessors busy."""
-
-CACHED = 0.75
-"""Tiles are mirrored (`mirrored`) where a sequence's keys and values take at most so large a share of the L2 cache, which also
-holds queries and results."""
 
 SMALLEST_SCALE = 1e-37
 """A softmax scale of 0 becomes this number, too small to matter, so that masked logits, -inf times the scale, stay -inf."""
@@ -94,13 +93,6 @@ class Cut(NamedTuple):
         return 2 * ROWS.value // self.heads
 
 
-def mirrored(device: Device, max_seqlen_k: int, num_kv_heads: int, dim: int) -> bool:
-    """Chooses whether items of work are dealt to the programs from the last program back in every second round. Items become
-    smaller from round to round, so that all programs then have about equally many blocks. That is 1 to 4 % faster where the L2
-    cache holds the keys and values of a sequence's heads, but 6 to 10 % slower where it does not (`docs/log/dense.md`)."""
-    return 2 * 2 * dim * num_kv_heads * max_seqlen_k <= CACHED * device.l2_bytes
-
-
 class Sizes(NamedTuple):
     """Counts what the programs share: items of work, tiles that the longest sequence has, KV heads, pages of the pool, and keys
     that a sequence has at most."""
@@ -116,10 +108,7 @@ class Sizes(NamedTuple):
 def last_turn(sizes, MIRRORED: gl.constexpr):
     """Returns the number of turns of all programs together. A program takes every turn that follows its own number by a
     multiple of how many programs there are."""
-    turns = sizes.items
-    if MIRRORED:
-        turns = (sizes.items + gl.num_programs(0) - 1) // gl.num_programs(0) * gl.num_programs(0)
-    return turns
+    return turns_of(sizes.items) if MIRRORED else sizes.items
 
 
 @gluon.jit
@@ -130,8 +119,7 @@ def item_at(i_turn, sizes, bounds, CUT: gl.constexpr, CAUSAL: gl.constexpr, MIRR
     TOKENS: gl.constexpr = 2 * ROWS // CUT.heads
     i_item = i_turn
     if MIRRORED:
-        back = i_turn + gl.num_programs(0) - 1 - 2 * gl.program_id(0)
-        i_item = gl.where((i_turn // gl.num_programs(0)) & 1 == 1, back, i_turn)
+        i_item = dealt(i_turn)
         is_item = i_item < sizes.items
         i_item = gl.minimum(i_item, sizes.items - 1)
     i_part, i_pair = i_item % CUT.parts, i_item // CUT.parts

@@ -19,9 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openmsa.primitives.rows import tma_strides
+from openmsa.runtime.devices import Device
 
 BLOCK = gl.constexpr(128)
 """A block, and a tile of keys in shared memory, has so many keys."""
+CACHED = 0.75
+"""Items are dealt in turns (`mirrored`) where a sequence's keys and values take at most so large a share of the L2 cache, which
+also holds queries and results."""
 ROWS = gl.constexpr(64)
 """Four warps attend with so many rows, one for each token and head."""
 
@@ -70,6 +74,28 @@ def ring_of(tma_q, tma_k, tma_v, HEADS: gl.constexpr, DIM_PAD: gl.constexpr, STA
     fence_async_shared()
     gl.thread_barrier()
     return Ring(k, v, k_full, v_full, free), Rows(q, q_full, q_free)
+
+
+def mirrored(device: Device, max_seqlen_k: int, num_kv_heads: int, dim: int) -> bool:
+    """Chooses whether items of work are dealt to the programs from the last program back in every second round (`dealt`). Items
+    change in size from round to round, so that all programs then have about equally many blocks. Dense attention is 1 to 4 %
+    faster so where the L2 cache holds the keys and values of a sequence's heads, but 6 to 10 % slower where it does not
+    (`docs/log/dense.md`)."""
+    return 2 * 2 * dim * num_kv_heads * max_seqlen_k <= CACHED * device.l2_bytes
+
+
+@gluon.jit
+def dealt(i_turn):
+    """Returns the item that a program takes in one of its turns: in every second round, programs take items from the last
+    program back. A program's turns follow its own number by multiples of how many programs there are."""
+    back = i_turn + gl.num_programs(0) - 1 - 2 * gl.program_id(0)
+    return gl.where((i_turn // gl.num_programs(0)) & 1 == 1, back, i_turn)
+
+
+@gluon.jit
+def turns_of(num_items):
+    """Returns the number of turns of all programs together, for so many items. Some turns of the last round have none."""
+    return (num_items + gl.num_programs(0) - 1) // gl.num_programs(0) * gl.num_programs(0)
 
 
 @gluon.jit

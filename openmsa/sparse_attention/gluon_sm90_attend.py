@@ -35,11 +35,13 @@ from openmsa.primitives.gluon_sm90_attention import (
     ROWS,
     bring,
     clear_behind,
+    dealt,
     descriptor,
     exchanged,
     following,
     give_back,
     kept,
+    mirrored,
     no_rows,
     online_step,
     pass_by,
@@ -49,6 +51,7 @@ from openmsa.primitives.gluon_sm90_attention import (
     row_results,
     seen,
     stay,
+    turns_of,
 )
 from openmsa.primitives.operands import QueryRows
 from openmsa.runtime.devices import Device, facts
@@ -89,32 +92,34 @@ class Cut(NamedTuple):
 
 
 @gluon.jit
-def item_at(i_item, num_items, union, num_kv_heads, CUT: gl.constexpr):
-    """Loads an item of work, or the last one: a tile, a key head and a part of its group. Returns part, head and the number of
-    the union list; the blocks in it (-1: the tile goes to another kernel) and how many of them all queries see whole; the
-    tile's first token, tokens, sequence and position of the first token."""
+def item_at(i_turn, num_items, is_mirrored, union, num_kv_heads, CUT: gl.constexpr):
+    """Loads the item of work of a turn: a tile, a key head and a part of its group. Returns part, head and the number of
+    the union list; the blocks in it (-1: the tile goes to another kernel, or the turn has none) and how many of them all
+    queries see whole; the tile's first token, tokens, sequence and position of the first token."""
+    i_item = gl.where(is_mirrored != 0, dealt(i_turn), i_turn)
+    is_item = i_item < num_items
     i_item = gl.maximum(gl.minimum(i_item, num_items - 1), 0)
     i_part, i_pair = i_item % CUT.parts, i_item // CUT.parts
     i_h, i_tile = i_pair % num_kv_heads, i_pair // num_kv_heads
     i_list = i_tile * num_kv_heads + i_h
     size, whole = gl.load(union.sizes + i_list * SIZE_FIELDS), gl.load(union.sizes + i_list * SIZE_FIELDS + 1)
     first, tokens, i_b, position = load_tile(union.tiles, i_tile)
-    return i_part, i_h, i_list, size, whole, first, tokens, i_b, position
+    return i_part, i_h, i_list, gl.where(is_item, size, -1), whole, first, tokens, i_b, position
 
 
 @gluon.jit
 def load(
-    ring, rows, tma_q, tma_k, tma_v, union, num_items, num_kv_heads, capacity,
+    ring, rows, tma_q, tma_k, tma_v, union, num_items, is_mirrored, num_kv_heads, capacity,
     CUT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does the loading warp's share of a program: a block's values follow the keys of the next block, as they are read."""
     TOKENS: gl.constexpr = ROWS // CUT.heads
     s, phase, n, any_v = 0, 0, 0, 0
     s_v, page_v, h_v, at_v = 0, 0, 0, 0
-    item = item_at(gl.program_id(0), num_items, union, num_kv_heads, CUT)
-    for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+    item = item_at(gl.program_id(0), num_items, is_mirrored, union, num_kv_heads, CUT)
+    for i_turn in range(gl.program_id(0), turns_of(num_items), gl.num_programs(0)):
         i_part, i_h, i_list, size, _, first, _, _, _ = item
-        item = item_at(i_item + gl.num_programs(0), num_items, union, num_kv_heads, CUT)
+        item = item_at(i_turn + gl.num_programs(0), num_items, is_mirrored, union, num_kv_heads, CUT)
         if size > 0:
             p_rows = union.rows + i_list.to(gl.int64) * capacity
             row = gl.load(p_rows)
@@ -144,8 +149,8 @@ def load(
 
 @gluon.jit
 def attend(
-    ring, rows, factors, result, bounds, union, scale, num_items, num_kv_heads, capacity,
-    SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr,
+    ring, rows, factors, result, bounds, union, scale, num_items, is_mirrored, num_kv_heads,
+    capacity, SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does a group's share of a program: the first (SIDE 0) or the second half of each tile's rows."""
     NUMBER: gl.constexpr = ring.k.dtype
@@ -162,10 +167,10 @@ def attend(
     zero = gl.zeros([ROWS, BLOCK], gl.float32, LOGITS)
     q_rows = rows.q.index(SIDE).reshape((ROWS, DIM_PAD))
     s, phase, n = 0, 0, 0
-    item = item_at(gl.program_id(0), num_items, union, num_kv_heads, CUT)
-    for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+    item = item_at(gl.program_id(0), num_items, is_mirrored, union, num_kv_heads, CUT)
+    for i_turn in range(gl.program_id(0), turns_of(num_items), gl.num_programs(0)):
         i_part, i_h, i_list, size, whole, first, tokens, i_b, position = item
-        item = item_at(i_item + gl.num_programs(0), num_items, union, num_kv_heads, CUT)  # It is on its way.
+        item = item_at(i_turn + gl.num_programs(0), num_items, is_mirrored, union, num_kv_heads, CUT)  # It is on its way.
         if size >= 0:
             acc = gl.zeros([ROWS, DIM_PAD], gl.float32, OUTPUTS)
             m_i, l_i = no_rows(LOGITS)
@@ -259,7 +264,7 @@ def attend(
             gl.store(result.lse + o_out, gl.convert_layout(b_lse, gl.SliceLayout(1, MEMORY), assert_trivial=True), mask=m_row)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "capacity"])
+@gluon.jit(do_not_specialize=["num_tiles", "is_mirrored", "capacity"])
 def sm90_attend_kernel(
     tma_q,  # boxes [1, tokens, heads, dim_pad] of the queries
     tma_k,  # boxes [1, 1, BLOCK, dim_pad]
@@ -270,6 +275,7 @@ def sm90_attend_kernel(
     union,  # UnionLists; where has_union is 0, no tile stays together, not even an empty one
     scale,  # the softmax scale times log2(e), not negative
     num_tiles,
+    is_mirrored,  # 1 where programs take items in turns (`mirrored`), else 0
     num_kv_heads,
     capacity,
     CUT: gl.constexpr,
@@ -285,12 +291,14 @@ def sm90_attend_kernel(
     gl.warp_specialize(
         [
             (attend, (
-                ring, rows, factors, result, bounds, union, scale, num_items, num_kv_heads, capacity, SIDE_0, CUT, STAGES,
+                ring, rows, factors, result, bounds, union, scale, num_items, is_mirrored, num_kv_heads, capacity,
+                SIDE_0, CUT, STAGES,
             )),
             (attend, (
-                ring, rows, factors, result, bounds, union, scale, num_items, num_kv_heads, capacity, SIDE_1, CUT, STAGES,
+                ring, rows, factors, result, bounds, union, scale, num_items, is_mirrored, num_kv_heads, capacity,
+                SIDE_1, CUT, STAGES,
             )),
-            (load, (ring, rows, tma_q, tma_k, tma_v, union, num_items, num_kv_heads, capacity, CUT, STAGES)),
+            (load, (ring, rows, tma_q, tma_k, tma_v, union, num_items, is_mirrored, num_kv_heads, capacity, CUT, STAGES)),
         ],
         [4, 1],
         [ATTEND_REGISTERS, LOAD_REGISTERS],
@@ -322,11 +330,11 @@ def attend_launch(
 
 def launch_sm90_attend(tma: tuple[TensorDescriptor, ...], call: PrefillCall) -> None:
     """Launches it with descriptors of queries, keys and values."""
-    keys, plan, config = call.keys, call.plan, call.config
+    keys, plan, config, device = call.keys, call.plan, call.config, facts(call.result.lse.device)
     dim = keys.k.dim
     launch_kernel(
         sm90_attend_kernel,
-        (min(plan.num_tiles * keys.heads * plan.parts, facts(call.result.lse.device).num_sms),),
+        (min(plan.num_tiles * keys.heads * plan.parts, device.num_sms),),
         *tma,
         keys.factors,
         call.result,
@@ -334,6 +342,7 @@ def launch_sm90_attend(tma: tuple[TensorDescriptor, ...], call: PrefillCall) -> 
         call.lists.union,
         call.scale,
         plan.num_tiles,
+        int(mirrored(device, plan.limits.max_blocks * BLOCK.value, keys.heads, dim)),
         keys.heads,
         plan.limits.capacity,
         CUT=Cut(plan.group, config.heads, plan.parts, dim, padded_dim(dim, keys.dtype), keys.page_size, call.negative),

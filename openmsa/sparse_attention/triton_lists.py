@@ -55,6 +55,10 @@ SCAN_STEP = 2048
 """A program adds up so many buckets at a time."""
 OFFSETS_STEP = 128
 """The last program of a segment makes the offsets of so many buckets at a time."""
+LINE = tl.constexpr(32)
+"""A line of the cache holds so many int32 numbers. Atomic operations on one line follow each other."""
+MOST_SPREAD = 16384
+"""The counts of a segment are spread over at most so many numbers, which its last program reads."""
 ALIGNED = 4
 """Lists begin at multiples of so many elements, so that their addresses are always of one alignment."""
 
@@ -82,8 +86,8 @@ class OuterLists(NamedTuple):
     """Says which queries read a block, for KV-outer; int32 where nothing else is said. A segment is a chunk of tiles and a key
     head.
 
-    counts:         [segments, num_buckets], queries a block.
-    partly:         the same shape: not 0 where some query does not see all of the block.
+    counts:         [segments, num_buckets, spread], queries a block in front, and nothing behind.
+    partly:         [segments, num_buckets], not 0 where some query does not see all of the block.
     slots:          int64 [total_q, key heads], bit i says that slot i has a partial.
     ranks:          [total_q, key heads, topk], place in the block's list, -1: nothing to read.
     entries:        [segments, chunk.entries], token * topk + slot.
@@ -91,7 +95,7 @@ class OuterLists(NamedTuple):
     item_offsets:   the same shape: where its items start.
     items:          [segments, chunk.items, ITEM_FIELDS].
     num_items:      [segments].
-    done:           [segments], programs that have counted.
+    done:           [segments, LINE], in front, programs that have counted.
     """
 
     counts: Tensor
@@ -173,6 +177,7 @@ class Plan(NamedTuple):
     num_chunks: int
     chunk: Chunk
     num_buckets: int
+    spread: int  # numbers from one block's count to the next one's
     num_units: int  # units of a head, for few queries
     cuts: int  # partials of a block
     partial_dtype: torch.dtype
@@ -231,6 +236,7 @@ class Plan(NamedTuple):
             num_chunks=num_chunks,
             chunk=Chunk(chunk_tiles, entries, entries // config.outer_item + min(num_buckets, entries)),
             num_buckets=num_buckets,
+            spread=1 if few else max(1, min(LINE.value, MOST_SPREAD // next_power_of_two(num_buckets))),
             num_units=total_q * topk // tokens + min(num_buckets, total_q * topk),
             cuts=cuts,
             partial_dtype=partial_dtype,
@@ -272,9 +278,10 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
     num_counts = segments * plan.num_buckets if plan.rest != NO_REST.value else 0
     has_union: Tensor | None = None
     if num_counts or flag:
-        room = num_counts + -num_counts % ALIGNED
-        counts = zeros(2 * room + 1 + segments, torch.int32, blocks.device)
-        partly, has_union = counts[room:], counts[2 * room : 2 * room + 1] if flag else None
+        lines = [segments, ceil_div(num_counts * plan.spread, LINE.value), ceil_div(num_counts, LINE.value), 1]
+        zero = zeros(sum(lines) * LINE.value, torch.int32, blocks.device)
+        done, counts, partly, has_union = zero.split([n * LINE.value for n in lines])
+        has_union = has_union[:1] if flag else None
     outer: OuterLists | None = None
     few: FewLists | None = None
     if plan.rest == FEW.value:
@@ -286,7 +293,7 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
         sizes = (num_slots, total_q * keys.heads * plan.topk, segments * plan.chunk.entries, num_counts, num_counts)
         parts = _split(blocks, *union_sizes, *sizes, segments * plan.chunk.items * ITEM_FIELDS.value, segments)
         slots, ranks, entries, entry_offsets, item_offsets, items, num_items = parts[len(union_sizes) :]
-        offsets, done = (entry_offsets, item_offsets), counts[2 * room + 1 :]
+        offsets = entry_offsets, item_offsets
         outer = OuterLists(counts, partly, slots.view(torch.int64), ranks, entries, *offsets, items, num_items, done)
     else:
         parts = _split(blocks, *union_sizes)
@@ -325,6 +332,7 @@ def _fill(lists: Lists, blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, 
         batch,
         (batch - 1).bit_length(),
         plan.num_buckets,
+        plan.spread,
         plan.chunk.tiles,
         keys.k.num_pages,
         *plan.limits,
@@ -336,7 +344,7 @@ def _fill(lists: Lists, blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, 
     )
 
 
-_LENGTHS = ["batch", "search_steps", "num_buckets", "chunk_tiles", "chunk_entries", "item_bound", "num_pages"]
+_LENGTHS = ["batch", "search_steps", "num_buckets", "spread", "chunk_tiles", "chunk_entries", "item_bound", "num_pages"]
 _LENGTHS += ["max_blocks", "union_limit", "capacity", "room"]
 
 
@@ -393,6 +401,7 @@ def tile_lists(
     batch,
     search_steps,
     num_buckets,
+    spread,
     chunk_tiles,
     num_pages,
     max_blocks,
@@ -469,7 +478,7 @@ def tile_lists(
     elif REST == KV_OUTER:
         i_segment = (i_tile // chunk_tiles * num_kv_heads + i_h).to(tl.int64)
         o_b = i_segment * num_buckets + k_begin // BLOCK + i_b + b_ids
-        rank = tl.atomic_add(rest.counts + o_b, 1, mask=m_read, sem="relaxed")
+        rank = tl.atomic_add(rest.counts + o_b * spread, 1, mask=m_read, sem="relaxed")
         m_part = m_read & (b_ids * BLOCK + BLOCK - 1 > last_key[:, None])
         tl.store(rest.partly + o_b, tl.full(o_b.shape, 1, tl.int32), mask=m_part)
         p_ranks = rest.ranks + (row[:, None] * num_kv_heads + i_h) * TOPK + o_s[None, :]
@@ -491,12 +500,12 @@ def tile_lists(
         i_chunk, num_tiles = i_tile // chunk_tiles, tl.num_programs(0) // num_kv_heads
         i_segment, programs = i_chunk * num_kv_heads + i_h, tl.minimum(chunk_tiles, num_tiles - i_chunk * chunk_tiles)
         tl.debug_barrier()  # Every thread has counted before one thread says so.
-        if tl.atomic_add(rest.done + i_segment, 1, sem="acq_rel") == programs - 1:
-            segment_offsets(rest, i_segment, num_buckets, ITEM, STEP)
+        if tl.atomic_add(rest.done + i_segment * LINE, 1, sem="acq_rel") == programs - 1:
+            segment_offsets(rest, i_segment, num_buckets, spread, ITEM, STEP)
 
 
 @triton.jit
-def segment_offsets(outer, i_segment, num_buckets, ITEM: tl.constexpr, STEP: tl.constexpr):
+def segment_offsets(outer, i_segment, num_buckets, spread, ITEM: tl.constexpr, STEP: tl.constexpr):
     """Computes prefix sums over the blocks of a segment, which other programs have counted: where their entries and items
     start."""
     entries, items = 0, 0
@@ -504,7 +513,7 @@ def segment_offsets(outer, i_segment, num_buckets, ITEM: tl.constexpr, STEP: tl.
         o_b = start + tl.arange(0, STEP)
         m_b = o_b < num_buckets
         o_b = i_segment.to(tl.int64) * num_buckets + o_b
-        b_count = tl.load(outer.counts + o_b, mask=m_b, other=0, cache_modifier=".cg")
+        b_count = tl.load(outer.counts + o_b * spread, mask=m_b, other=0, cache_modifier=".cg")
         b_items = (b_count + ITEM - 1) // ITEM
         tl.store(outer.entry_offsets + o_b, entries + tl.cumsum(b_count, 0) - b_count, mask=m_b)
         tl.store(outer.item_offsets + o_b, items + tl.cumsum(b_items, 0) - b_items, mask=m_b)

@@ -48,7 +48,7 @@ from openmsa.sparse_attention.triton_lists import (
     selection_of,
 )
 
-_SIZES = ["num_buckets", "chunk_tiles", "chunk_entries", "item_bound"]
+_SIZES = ["num_buckets", "spread", "chunk_tiles", "chunk_entries", "item_bound"]
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -59,6 +59,7 @@ def fill_lists(
     outer,  # OuterLists, of which entries, items and slots are written
     num_kv_heads,
     num_buckets,
+    spread,
     chunk_tiles,
     chunk_entries,
     item_bound,
@@ -92,7 +93,7 @@ def fill_lists(
 
     # 3. Every ITEM-th entry of a list begins an item.
     m_item = m_read & (rank % ITEM == 0)
-    end = begin + tl.load(outer.counts + o_b, mask=m_item, other=0)
+    end = begin + tl.load(outer.counts + o_b * spread, mask=m_item, other=0)
     i_item = tl.load(outer.item_offsets + o_b, mask=m_item, other=0) + rank // ITEM
     p_item = outer.items + (i_segment * item_bound + i_item) * ITEM_FIELDS
     tl.store(p_item, here, mask=m_item)
@@ -377,6 +378,7 @@ def fill(lists: Lists, blocks: Tensor, cu_k: Tensor | None, heads: int, plan: Pl
         outer,
         heads,
         plan.num_buckets,
+        plan.spread,
         *plan.chunk,
         **shape,
         ITEM=config.outer_item,

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 from openmsa import E4M3, Sequences
 from openmsa.dense_attention import gluon_sm90_dense
-from openmsa.dense_attention.gluon_sm90_dense import OPTIONS, Cut, mirrored, serves
+from openmsa.dense_attention.gluon_sm90_dense import OPTIONS, Cut, serves
+from openmsa.primitives.gluon_sm90_attention import mirrored
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import problem
