@@ -96,8 +96,8 @@ def item_at(i_turn, num_items, is_mirrored, union, num_kv_heads, CUT: gl.constex
     """Loads the item of work of a turn: a tile, a key head and a part of its group. Returns part, head and the number of
     the union list; the blocks in it (-1: the tile goes to another kernel, or the turn has none) and how many of them all
     queries see whole; the tile's first token, tokens, sequence and position of the first token."""
-    i_item = gl.where(is_mirrored != 0, dealt(i_turn), i_turn)
-    is_item = i_item < num_items
+    i_item = gl.where(is_mirrored != 0, num_items - 1 - dealt(i_turn), i_turn)
+    is_item = (i_item >= 0) & (i_item < num_items)
     i_item = gl.maximum(gl.minimum(i_item, num_items - 1), 0)
     i_part, i_pair = i_item % CUT.parts, i_item // CUT.parts
     i_h, i_tile = i_pair % num_kv_heads, i_pair // num_kv_heads
@@ -272,10 +272,10 @@ def sm90_attend_kernel(
     factors,  # Factors
     result,  # Result
     bounds,  # Bounds
-    union,  # UnionLists; where has_union is 0, no tile stays together, not even an empty one
+    union,  # UnionLists
     scale,  # the softmax scale times log2(e), not negative
     num_tiles,
-    is_mirrored,  # 1 where programs take items in turns (`mirrored`), else 0
+    is_mirrored,  # 1 where programs take the last items, which are the largest ones, first, and in turns (`mirrored`); else 0
     num_kv_heads,
     capacity,
     CUT: gl.constexpr,
@@ -284,7 +284,7 @@ def sm90_attend_kernel(
     LOAD_REGISTERS: gl.constexpr,
 ):
     """Attends in union tiles, which the programs share. The grid has as many programs as run at a time."""
-    num_items = num_tiles * num_kv_heads * CUT.parts * gl.minimum(gl.load(union.has_union), 1)
+    num_items = gl.minimum(gl.load(union.listed), num_tiles * num_kv_heads) * CUT.parts
     ring, rows = ring_of(tma_q, tma_k, tma_v, CUT.heads, CUT.dim_pad, STAGES)
     SIDE_0: gl.constexpr = 0
     SIDE_1: gl.constexpr = 1
@@ -308,7 +308,7 @@ def sm90_attend_kernel(
 def attend_launch(
     device: Device, queries: QueryRows, keys: Keys, out: torch.Tensor, config: PrefillConfig, block_size: int
 ) -> Callable[[PrefillCall], None] | None:
-    """Returns the launch of attention of the tiles that stay together, whose lists must have `has_union`; None where the kernel
+    """Returns the launch of attention of the tiles that stay together, whose lists must have `listed`; None where the kernel
     does not serve. It serves queries, keys and values of one 16-bit type, also with factors, which the copy engine can read, of
     dims 40, 48, ... 128 in groups of at least three heads; blocks of 128 keys, packed or whole in pages; outputs at multiples
     of four bytes."""

@@ -271,7 +271,7 @@ def sm90_union_kernel(
     values,  # KeyRows with the strides of `keys`
     result,  # Result
     cu_k,
-    union,  # UnionLists; where has_union is 0, no tile stays together, not even an empty one
+    union,  # UnionLists; where listed is 0, no tile stays together, not even an empty one
     scale,  # the softmax scale times log2(e), not negative
     num_tiles,
     num_kv_heads,
@@ -286,7 +286,7 @@ def sm90_union_kernel(
     CONVERT_REGISTERS: gl.constexpr,
 ):
     """Attends in pairs of union tiles, which the programs share. The grid has as many programs as run at a time."""
-    num_pairs = (num_tiles + 1) // 2 * num_kv_heads * PARTS * gl.minimum(gl.load(union.has_union), 1)
+    num_pairs = (num_tiles + 1) // 2 * num_kv_heads * PARTS * gl.minimum(gl.load(union.listed), 1)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], gl.float16)
     ring_k = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK, DIM], TILE)
     ring_v = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK, DIM], TILE)
@@ -346,7 +346,7 @@ def serves(device: Device, queries: QueryRows, keys: Keys, config: PrefillConfig
 
 
 def launch_sm90_union(call: PrefillCall) -> None:
-    """Launches attention of the tiles that stay together; the lists must have `has_union`."""
+    """Launches attention of the tiles that stay together; the lists must have `listed`."""
     keys, plan, config = call.keys, call.plan, call.config
     launch_kernel(
         sm90_union_kernel,

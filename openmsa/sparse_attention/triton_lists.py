@@ -57,6 +57,8 @@ OFFSETS_STEP = 128
 """The last program of a segment makes the offsets of so many buckets at a time."""
 LINE = tl.constexpr(32)
 """A line of the cache holds so many int32 numbers. Atomic operations on one line follow each other."""
+LISTED_STEP = tl.constexpr(64)
+"""Union lists are counted in steps of so many."""
 MOST_SPREAD = 16384
 """The counts of a segment are spread over at most so many numbers, which its last program reads."""
 ALIGNED = 4
@@ -71,7 +73,8 @@ class UnionLists(NamedTuple):
     ids:        [num_tiles, key heads, capacity], block ids, ascending.
     rows:       the same shape: first key row of the block in k, where blocks do not cross pages.
     bits:       the same shape: bit i says that token i of the tile selected it.
-    has_union:  [1], 1 where some tile stays together, be it empty; None where no kernel reads it.
+    listed:     [1], number of lists up to the last tile that stays together, be it empty, and perhaps a few more; 0 where none
+                does. None where no kernel reads it.
     """
 
     tiles: Tensor
@@ -79,7 +82,7 @@ class UnionLists(NamedTuple):
     ids: Tensor
     rows: Tensor
     bits: Tensor
-    has_union: Tensor | None
+    listed: Tensor | None
 
 
 class OuterLists(NamedTuple):
@@ -270,18 +273,18 @@ class PrefillCall(NamedTuple):
 
 def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: PrefillConfig, flag: bool) -> Lists:
     """Builds the lists of a call with one launch. The lists of KV-outer are counted only; `triton_outer.fill` fills them. flag:
-    whether `has_union` is needed."""
+    whether `listed` is needed."""
     tile_heads, segments, total_q = plan.num_tiles * keys.heads, plan.num_chunks * keys.heads, plan.total_q
     room = tile_heads * plan.limits.capacity
     union_sizes = (plan.num_tiles * TILE_FIELDS.value, tile_heads * SIZE_FIELDS.value, room, room, room)
     num_slots = 2 * total_q * keys.heads  # two elements make an int64
     num_counts = segments * plan.num_buckets if plan.rest != NO_REST.value else 0
-    has_union: Tensor | None = None
+    listed: Tensor | None = None
     if num_counts or flag:
         lines = [segments, ceil_div(num_counts * plan.spread, LINE.value), ceil_div(num_counts, LINE.value), 1]
         zero = zeros(sum(lines) * LINE.value, torch.int32, blocks.device)
-        done, counts, partly, has_union = zero.split([n * LINE.value for n in lines])
-        has_union = has_union[:1] if flag else None
+        done, counts, partly, listed = zero.split([n * LINE.value for n in lines])
+        listed = listed[:1] if flag else None
     outer: OuterLists | None = None
     few: FewLists | None = None
     if plan.rest == FEW.value:
@@ -298,7 +301,7 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
     else:
         parts = _split(blocks, *union_sizes)
     tiles, list_sizes, ids, rows, bits = parts[: len(union_sizes)]
-    lists = Lists(UnionLists(tiles, list_sizes, ids, rows, bits, has_union), outer, few)
+    lists = Lists(UnionLists(tiles, list_sizes, ids, rows, bits, listed), outer, few)
     _fill(lists, blocks, bounds, keys, plan, config)
     return lists
 
@@ -394,7 +397,7 @@ def tile_lists(
     selection,  # Selection
     bounds,  # Bounds
     table,  # PageTable
-    union,  # UnionLists, written; has_union must be 0 before
+    union,  # UnionLists, written; listed must be 0 before
     rest,  # OuterLists: counts, partly and done must be 0 before and are written, as are ranks, offsets and num_items; or
     # FewLists: entries and slots are written, too; or None: every tile stays together
     num_kv_heads,
@@ -464,8 +467,9 @@ def tile_lists(
     tl.store(union.sizes + o_list * SIZE_FIELDS, tl.where(is_union, size, -1))
     tl.store(union.sizes + o_list * SIZE_FIELDS + 1, whole)
     if is_union:
-        if union.has_union is not None:  # The test keeps thousands of programs from one address.
-            tl.store(union.has_union, 1, mask=(tokens > 0) & (tl.load(union.has_union) == 0))
+        if union.listed is not None:  # Steps keep thousands of programs from one address.
+            listed = (i_tile * num_kv_heads + i_h) // LISTED_STEP * LISTED_STEP + LISTED_STEP
+            tl.atomic_max(union.listed, listed, mask=(tokens > 0) & (tl.load(union.listed) < listed), sem="relaxed")
         o_entry = o_list * capacity + place
         tl.store(union.ids + o_entry, ids, mask=m_end)
         tl.store(union.bits + o_entry, bits, mask=m_end)

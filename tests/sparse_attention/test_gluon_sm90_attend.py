@@ -126,7 +126,7 @@ def test_what_it_is_given(monkeypatch):
     monkeypatch.setattr(triton_prefill, "facts", lambda _: COMPILE_TARGETS[90])
     for path in ("union", "auto"):
         check(run(checked, path=path), expected)
-    assert [call.lists.union.has_union.item() for call in given] == [1, 1]
+    assert [call.lists.union.listed.item() for call in given] == [64, 64]
     assert given[0].config.union_tokens == 8
 
 
@@ -189,8 +189,10 @@ long_call = partial(stored_long_call, store=torch.Tensor.bfloat16)
 
 
 @on_a_hopper_gpu
+@pytest.mark.parametrize("order", [True, False], ids=["in turns", "in order"])
 @pytest.mark.parametrize("spread", [0, 4, 60], ids=["alike", "clustered", "mixed"])
-def test_many_tiles_a_program(spread, launches, monkeypatch):
+def test_many_tiles_a_program(spread, order, launches, monkeypatch):
+    monkeypatch.setattr(gluon_sm90_attend, "mirrored", lambda *sizes: order)
     q, k, v, blocks, seqs = long_call((701, 3, 500), (9000, 128, 6001), spread=spread)
     out, lse = sparse_attention(q, k, v, blocks, seqs, return_lse=True)
     assert len(launches) == 1
