@@ -56,8 +56,8 @@ def arguments() -> argparse.Namespace:
         ("context", 16384, "tokens of each request that decodes"),
         ("steps", 64, "decode steps that are timed"),
         ("kv-tokens", 600_000, "tokens of the KV cache"),
-        ("seconds", 520, "no row is begun later; starting counts"),
-        ("start-seconds", 330, "an engine that is not ready by then is ended"),
+        ("seconds", 400, "no row is begun later; starting counts"),
+        ("start-seconds", 200, "an engine that is not ready by then is ended"),
     ):
         p.add_argument(f"--{name}", type=int, default=default, help=text)
     p.add_argument("--long", type=int, nargs="*", default=[4096, 32768], help="prompts whose prefill is timed")
@@ -126,39 +126,53 @@ def command(kernels: str, orders: int) -> list[str]:
 
 
 def run_all(a: argparse.Namespace) -> None:
-    """Starts the engines together, has them measured in turns, and records the rows. Raises RuntimeError where one fails."""
-    begun = time.monotonic()
+    """Starts the engines together, has them measured in turns, and records the rows. An engine that fails stops no other; where
+    one did, raises RuntimeError at the end."""
+    begun, failed = time.monotonic(), []
     write_checkpoint(a, a.device)
     a.out.parent.mkdir(parents=True, exist_ok=True)
     print(f"checkpoint written in {time.monotonic() - begun:.0f} s", flush=True)
     engines = [Engine("sglang", k, i, functools.partial(command, k)) for i, k in enumerate(a.kernels)]
-    try:
-        for e in engines:
-            facts = e.take(begun + a.start_seconds - time.monotonic())
-            line = served(e.log.read_text(errors="replace"), e.kernels)
-            print(f"{e.kernels}: {facts['engine']} started in {facts['start_s']:.0f} s; {line}", flush=True)
-            record = {"row": "start", "kernels": e.kernels, "serves": line, "commit": checkout_commit(), **facts}
-            write(a.out, record | {"arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()}})
-        for e in engines:
-            e.send({"do": "warm"})
-        for e in engines:
-            print(f"{e.kernels}: all rows once in {e.take(a.seconds)['seconds']:.0f} s", flush=True)
-        for what, sizes in rows_of(a):
-            if time.monotonic() - begun > a.seconds:
-                print(f"no time for {what} {sizes}", flush=True)
-                continue
-            for e in engines:
-                row = e.ask({"do": what, "sizes": sizes}, a.seconds)
-                write(a.out, {"row": what, "sizes": sizes, "kernels": e.kernels, **row})
-    except (RuntimeError, TimeoutError) as error:
-        for e in engines:
+
+    def answer(e: Engine, seconds: float, starts: bool = False) -> dict[str, Any]:
+        """Returns what an engine answers within so many seconds of this run's start; where it fails, ends it and returns
+        nothing. starts: whether its log must say by now who serves."""
+        try:
+            row = e.take(begun + seconds - time.monotonic())
+            return row | ({"serves": served(e.log.read_text(errors="replace"), e.kernels)} if starts else {})
+        except (RuntimeError, TimeoutError) as error:
+            e.end()
+            engines.remove(e)
+            failed.append(str(error))
             print(f"--- the end of {e.log}", *e.log.read_text(errors="replace").splitlines()[-60:], sep="\n", flush=True)
-        raise RuntimeError(str(error)) from None
+            return {}
+
+    started = list(engines)
+    try:
+        for e in started:
+            if facts := answer(e, a.start_seconds, starts=True):
+                print(f"{e.kernels}: {facts['engine']} started in {facts['start_s']:.0f} s; {facts['serves']}", flush=True)
+                record = {"row": "start", "kernels": e.kernels, "commit": checkout_commit(), **facts}
+                write(a.out, record | {"arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()}})
+                e.send({"do": "warm"})
+        for e in list(engines):
+            if warm := answer(e, a.seconds):
+                print(f"{e.kernels}: all rows once in {warm['seconds']:.0f} s", flush=True)
+        for what, sizes in rows_of(a):
+            if time.monotonic() - begun > a.seconds - 20:
+                failed.append(f"no time for {what} {sizes}")
+                continue
+            for e in list(engines):
+                e.send({"do": what, "sizes": sizes})
+                if row := answer(e, a.seconds + 20):
+                    write(a.out, {"row": what, "sizes": sizes, "kernels": e.kernels, **row})
     finally:
-        for e in engines:
+        for e in started:
             e.end()
             shutil.copy(e.log, a.out.with_suffix(f".{e.kernels}.log"))
     print(f"measured in {time.monotonic() - begun:.0f} s", flush=True)
+    if failed:
+        raise RuntimeError("; ".join(failed))
 
 
 def table(records: list[dict[str, Any]]) -> str:
@@ -211,9 +225,12 @@ def main() -> None:
     if a.orders is not None:
         serve(a.orders, a)
         return
-    if not a.compare:
-        run_all(a)
-    print(table([json.loads(line) for line in (a.compare or a.out).read_text().splitlines()]))
+    try:
+        if not a.compare:
+            run_all(a)
+    finally:
+        if (a.compare or a.out).is_file():
+            print(table([json.loads(line) for line in (a.compare or a.out).read_text().splitlines()]), flush=True)
 
 
 if __name__ == "__main__":
