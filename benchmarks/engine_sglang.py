@@ -197,8 +197,11 @@ def table(records: list[dict[str, Any]]) -> str:
             ms = {k: r["step_ms"] if what == "decode" else 1e3 * r["wall_s"] for k, r in pair.items()}
             times = f", {ms['own'] / ms['openmsa']:.2f} times faster" if set(ms) == set(KERNELS) else ""
             cached = f"; cached {[r['cached'] for r in pair.values()]}" if what != "decode" else ""
-            same = f", cached and anew apart {[r['apart'] for r in pair.values()]}" if what == "prefix" else ""
-            lines.append(f"{name} ms: " + ", ".join(f"{k} {x:.3f}" for k, x in ms.items()) + times + cached + same)
+            if what != "decode" and times:
+                same = [x == y for x, y in zip(pair["own"]["first"], pair["openmsa"]["first"], strict=True)]
+                cached += f", {sum(same)} of {len(same)} first tokens are equal"
+            anew = f", cached and anew apart {[r['apart'] for r in pair.values()]}" if what == "prefix" else ""
+            lines.append(f"{name} ms: " + ", ".join(f"{k} {x:.3f}" for k, x in ms.items()) + times + cached + anew)
     return "\n".join(lines)
 
 

@@ -151,15 +151,18 @@ def measured(run: Sglang, what: str, sizes: tuple[int, ...], repeat: int, a: Nam
 
 
 def timed(run: Sglang, prompts: list[list[int]], count: int) -> dict[str, Any]:
-    """Returns the seconds that answers of `count` tokens take, and how many tokens were read from the cache."""
+    """Returns the seconds that answers of `count` tokens take, how many tokens were read from the cache, and the first token of
+    the first answer."""
     begun = time.perf_counter()
     answers = run.generate(prompts, count)
-    return {"wall_s": time.perf_counter() - begun, "cached": sum(x["cached"] for x in answers)}
+    wall = time.perf_counter() - begun
+    return {"wall_s": wall, "cached": sum(x["cached"] for x in answers), "first": answers[0]["tokens"][0]}
 
 
 def _median(taken: list[dict[str, Any]]) -> dict[str, Any]:
     walls = [x["wall_s"] for x in taken]
-    return {"wall_s": statistics.median(walls), "walls_s": walls, "cached": taken[-1]["cached"]}
+    first = [x["first"] for x in taken]
+    return {"wall_s": statistics.median(walls), "walls_s": walls, "cached": taken[-1]["cached"], "first": first}
 
 
 def _apart(x: dict[str, float], y: dict[str, float]) -> float | None:

@@ -53,11 +53,14 @@ def test_table_compares_two_engines():
         return {"row": "answers", "kernels": kernels, "alone": [row | {"prompt_logprobs": [None, -1.0, -2.0 + shift]}]}
 
     def timed(kernels, ms):
-        prefix = {"row": "prefix", "sizes": [256, 64], "wall_s": ms / 1e3, "cached": 256, "apart": 0.0}
+        prefix = {"row": "prefix", "sizes": [256, 64], "wall_s": ms / 1e3, "cached": 256, "apart": 0.0, "first": [7]}
         return [{**prefix, "kernels": kernels}, {"row": "decode", "sizes": [8, 512], "kernels": kernels, "step_ms": ms}]
 
     text = table([answers("own", 0.0), answers("openmsa", 1.0), *timed("own", 6.0), *timed("openmsa", 3.0)])
     assert "prompt of 3: 2 leading of 3 answer tokens are equal, 0.67 of all" in text
     assert "prompt mean 0.5000 max 1.000, equal answer max 1.000" in text
-    assert "prefix 256 x 64 ms: own 6.000, openmsa 3.000, 2.00 times faster; cached [256, 256]" in text
+    assert (
+        "prefix 256 x 64 ms: own 6.000, openmsa 3.000, 2.00 times faster; cached [256, 256], 1 of 1 first tokens are equal"
+        in text
+    )
     assert "decode 8 x 512 ms: own 6.000, openmsa 3.000, 2.00 times faster" in text
