@@ -125,7 +125,7 @@ def answers(engine: Vllm, a: argparse.Namespace, config: dict[str, Any], record:
     asked = {} if a.speculative else {"logprobs": 5, "prompt_logprobs": None if a.prefix_caching else 1}
     record["alone"] = [engine.generate([p], 32, **asked)[0] for p in prompts]
     if not a.checkpoint and not a.speculative and not a.prefix_caching:
-        record["errors"] = engine.inside(lambda model: errors(model, config, record["alone"], prompts))
+        record["errors"] = engine.inside(lambda model: errors(dict(model.named_parameters()), config, record["alone"], prompts))
         torch.cuda.empty_cache()
         for row in record["errors"]:
             print("  from PyTorch:", {k: round(v, 5) for k, v in row.items()}, flush=True)

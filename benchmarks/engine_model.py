@@ -64,24 +64,27 @@ def write_config(a: Namespace) -> dict[str, Any]:
     return config
 
 
+def drawn(name: str, shape: tuple[int, ...], device: torch.device | str, logit_std: float) -> Tensor:
+    """Draws a float32 weight of a usual scale from its name. logit_std: of attention logits, which says how peaked they are."""
+    draw = torch.Generator(device=device).manual_seed(zlib.crc32(name.encode()))
+    mean, std = 0.0, 1 / math.sqrt(shape[-1])
+    if name.endswith(("q_norm.weight", "k_norm.weight")):  # q . k / sqrt(dim) gets the square of 1 + weight
+        mean, std = (0.0 if "index" in name else math.sqrt(logit_std) - 1), 0.05
+    elif "norm" in name or name.endswith("e_score_correction_bias"):
+        std = 0.1 if "norm" in name else 0.05
+    elif name.endswith("embed_tokens.weight"):
+        std = 1.0
+    elif name.endswith("lm_head.weight"):
+        std *= 2
+    return torch.empty(shape, device=device, dtype=torch.float32).normal_(mean, std, generator=draw)
+
+
 def redraw(model: torch.nn.Module, logit_std: float) -> int:
-    """Draws weights of a usual scale from each parameter's name, so that every engine and every run has the same; returns how
-    many numbers they are. logit_std: of the attention logits, which says how peaked attention is."""
+    """Draws all weights with `drawn`, so that every engine and every run has the same; returns how many numbers they are."""
     count = 0
     with torch.inference_mode():
         for name, weight in model.named_parameters():
-            draw = torch.Generator(device=weight.device).manual_seed(zlib.crc32(name.encode()))
-            mean, std = 0.0, 1 / math.sqrt(weight.shape[-1])
-            if name.endswith(("q_norm.weight", "k_norm.weight")):  # q . k / sqrt(dim) gets the square of 1 + weight
-                mean, std = (0.0 if "index" in name else math.sqrt(logit_std) - 1), 0.05
-            elif "norm" in name or name.endswith("e_score_correction_bias"):
-                std = 0.1 if "norm" in name else 0.05
-            elif name.endswith("embed_tokens.weight"):
-                std = 1.0
-            elif name.endswith("lm_head.weight"):
-                std *= 2
-            drawn = torch.empty(weight.shape, device=weight.device, dtype=torch.float32)
-            weight.copy_(drawn.normal_(mean, std, generator=draw))
+            weight.copy_(drawn(name, tuple(weight.shape), weight.device, logit_std))
             count += weight.numel()
     return count
 
@@ -188,11 +191,13 @@ def _activated(x: Tensor) -> Tensor:
     return (gate * torch.sigmoid(1.702 * gate) * (up + 1)).bfloat16()
 
 
-def errors(model: torch.nn.Module, config: dict[str, Any], rows: list[dict[str, Any]], prompts: list[list[int]]) -> list[dict]:
+def errors(
+    parameters: dict[str, Tensor], config: dict[str, Any], rows: list[dict[str, Any]], prompts: list[list[int]]
+) -> list[dict]:
     """Returns how far an engine's log-probabilities of prompt and answer are from those of `PlainModel` on the same tokens."""
-    plain, out = PlainModel(dict(model.named_parameters()), config), []
+    plain, out = PlainModel(parameters, config), []
     for row, prompt in zip(rows, prompts, strict=True):
-        ids = torch.tensor(prompt + row["tokens"], device=next(model.parameters()).device)
+        ids = torch.tensor(prompt + row["tokens"], device=next(iter(parameters.values())).device)
         with torch.inference_mode():
             truth = plain.logits(ids[:-1]).log_softmax(-1)
         mine = truth.gather(-1, ids[1:, None])[:, 0].cpu()

@@ -22,6 +22,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from statistics import median
@@ -75,7 +77,7 @@ ROWS: list[tuple[str, str, tuple[int, ...]]] = [
 """Group, what is measured, and its sizes: tokens of a prompt; requests and tokens of each; tokens cached and new."""
 
 
-def engine_command(group: str, kernels: str, orders: int, a: argparse.Namespace) -> list[str]:
+def engine_command(group: str, kernels: str, a: argparse.Namespace, orders: int) -> list[str]:
     """Returns the command of one engine, which takes orders from the pipe `orders`."""
     batches = sorted({row[2][0] for row in ROWS if row[:2] == (group, "decode")})
     return [
@@ -86,18 +88,22 @@ def engine_command(group: str, kernels: str, orders: int, a: argparse.Namespace)
 
 
 class Engine:
-    """Runs one engine in a process of its own, which takes orders over a pipe."""
+    """Runs one engine in a process of its own, which takes orders over a pipe, whose number `command` puts into its command."""
 
-    def __init__(self, group: str, kernels: str, number: int, a: argparse.Namespace) -> None:
+    def __init__(self, group: str, kernels: str, number: int, command: Callable[[int], list[str]]) -> None:
         self.group, self.kernels = group, kernels
         self.link, far = Pipe()
-        command = engine_command(group, kernels, far.fileno(), a)
         self.log = Path(f"/tmp/openmsa-engine-{group}-{kernels}.log")
         # Engines look for free ports at the same time, so each begins its search elsewhere.
         environment = os.environ | {"OMP_NUM_THREADS": "2", "VLLM_PORT": str(21000 + 200 * number)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, pass_fds=[far.fileno()], env=environment, start_new_session=True
+                command(far.fileno()),
+                stdout=log,
+                stderr=log,
+                pass_fds=[far.fileno()],
+                env=environment,
+                start_new_session=True,
             )
         far.close()
 
@@ -139,7 +145,9 @@ def _last(log: Path) -> str:
 
 def started(a: argparse.Namespace, deadline: float) -> dict[tuple[str, str], Engine]:
     """Starts the engines of all groups together; returns those that got ready and ran their rows once, by group and kernels."""
-    engines = [Engine(g, k, 2 * i + j, a) for i, g in enumerate(a.groups) for j, k in enumerate(KERNELS)]
+    engines = [
+        Engine(g, k, 2 * i + j, partial(engine_command, g, k, a)) for i, g in enumerate(a.groups) for j, k in enumerate(KERNELS)
+    ]
     up = {(e.group, e.kernels): facts for e in engines if (facts := answered(e, deadline))}
     for (group, kernels), facts in up.items():
         write(a.out, {"group": group, "kernels": kernels, "row": "start", **facts})

@@ -66,7 +66,7 @@ def test_plain_model_is_causal_and_exact_about_its_own_answers(tmp_path):
     answer = whole[-1].argmax().item()
     known = [None, *(logs[i, t].item() for i, t in enumerate(prompt[1:]))]
     row = {"tokens": [answer], "logprobs": [logs[-1, answer].item()], "prompt_logprobs": known}
-    (error,) = errors(model, config, [row], [prompt])
+    (error,) = errors(dict(model.named_parameters()), config, [row], [prompt])
     assert error["prompt_max"] < 1e-5
     assert error["decode_max"] < 1e-5
     assert error["same_argmax"] == 1

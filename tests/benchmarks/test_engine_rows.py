@@ -39,7 +39,7 @@ def measured(monkeypatch, tmp_path):
     left out, and the worker's orders."""
 
     def run(breaks=None, seconds=60.0, rows=None, turns=1):
-        def command(group, kernels, orders, a):
+        def command(group, kernels, a, orders):
             return [sys.executable, "-c", WORKER, kernels, (breaks or {}).get((group, kernels), "-"), str(orders)]
 
         monkeypatch.setattr(engine_rows, "engine_command", command)
