@@ -150,11 +150,12 @@ def run_all(a: argparse.Namespace) -> None:
     started = list(engines)
     try:
         for e in started:
+            e.send({"do": "warm"})  # An engine begins when it stands, and waits for no other.
+        for e in started:
             if facts := answer(e, a.start_seconds, starts=True):
                 print(f"{e.kernels}: {facts['engine']} started in {facts['start_s']:.0f} s; {facts['serves']}", flush=True)
                 record = {"row": "start", "kernels": e.kernels, "commit": checkout_commit(), **facts}
                 write(a.out, record | {"arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()}})
-                e.send({"do": "warm"})
         for e in list(engines):
             if warm := answer(e, a.seconds):
                 print(f"{e.kernels}: all rows once in {warm['seconds']:.0f} s", flush=True)

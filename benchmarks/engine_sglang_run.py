@@ -20,6 +20,7 @@ from benchmarks.engine_model import errors
 LOGGED = 2048
 """Last tokens of a long prompt whose log-probabilities are compared."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+"""SGLang's processes have these variables, unless they are set: nothing is fetched, and all of them talk on this machine."""
 
 
 class Sglang:
@@ -27,13 +28,7 @@ class Sglang:
 
     def __init__(self, a: Namespace) -> None:
         self.a = a
-        wanted = {
-            "HF_HUB_OFFLINE": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        for name, value in wanted.items():
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if a.kernels == ["openmsa"]:  # Without the variable, SGLang loads the plug-in, too, which then does nothing.
             os.environ.setdefault("SGLANG_PLUGINS", "openmsa")

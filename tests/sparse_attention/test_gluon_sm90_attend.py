@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from openmsa import E4M3, PagedKV, Sequences, sparse_attention
 from openmsa.primitives.rows import query_rows
-from openmsa.runtime.devices import COMPILE_TARGETS
+from openmsa.runtime.devices import COMPILE_TARGETS, facts
 from openmsa.sparse_attention import STAGE, gluon_sm90_attend, reference, triton_lists, triton_prefill
 from openmsa.sparse_attention.gluon_sm90_attend import OPTIONS, attend_launch
 from openmsa.sparse_attention.triton_config import Keys, all_together, plain_hopper_config, prefill_config
@@ -185,6 +185,19 @@ def test_against_the_truth(name, dtype, launches):
     check(run(checked), expected)
 
 
+@on_hopper
+@pytest.mark.parametrize("programs", [3, 4, 7])
+@pytest.mark.parametrize("order", [True, False], ids=["in turns", "in order"])
+def test_few_programs(order, programs, launches, monkeypatch):
+    """Each program takes several items, and in turns some take one less than others."""
+    checked, expected = case("ragged", torch.bfloat16)
+    monkeypatch.setattr(gluon_sm90_attend, "facts", lambda device: facts(device)._replace(num_sms=programs))
+    monkeypatch.setattr(gluon_sm90_attend, "mirrored", lambda *sizes: order)
+    for path in ("union", "auto"):
+        check(run(checked, path=path), expected)
+    assert len(launches) == 2
+
+
 long_call = partial(stored_long_call, store=torch.Tensor.bfloat16)
 
 
@@ -193,14 +206,15 @@ long_call = partial(stored_long_call, store=torch.Tensor.bfloat16)
 @pytest.mark.parametrize("spread", [0, 4, 60], ids=["alike", "clustered", "mixed"])
 def test_many_tiles_a_program(spread, order, launches, monkeypatch):
     monkeypatch.setattr(gluon_sm90_attend, "mirrored", lambda *sizes: order)
-    q, k, v, blocks, seqs = long_call((701, 3, 500), (9000, 128, 6001), spread=spread)
-    out, lse = sparse_attention(q, k, v, blocks, seqs, return_lse=True)
+    q, k, v, blocks, seqs = given = long_call((701, 3, 500), (9000, 128, 6001), spread=spread)
+    checked = STAGE.check(*given, block_size=BLOCK, return_lse=True)
+    out, lse = run(checked)
     assert len(launches) == 1
     sizes = launches[0].lists.union.sizes.view(-1, 2)[: launches[0].plan.num_tiles * 4, 0]
     assert bool((sizes > 0).any())
     assert bool((sizes < 0).any()) == (spread == 60)  # tiles that go elsewhere, too
     monkeypatch.setattr(gluon_sm90_attend, "attend_launch", lambda *_: None)
-    triton_out, _ = sparse_attention(q, k, v, blocks, seqs, return_lse=True)
+    triton_out, _ = run(checked)
     assert len(launches) == 1
     lengths = layout(seqs, len(q), k.shape[0], q.device)
     truth, lse_truth = reference.sparse_attention(q.double(), k.double(), v.double(), blocks, lengths, BLOCK, 128**-0.5, True)

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from openmsa import E4M3, NVFP4, PagedKV, Sequences, sparse_attention
 from openmsa.primitives.rows import query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS, facts
-from openmsa.sparse_attention import gluon_sm90_attend, gluon_sm90_union, reference, triton_lists, triton_prefill
+from openmsa.sparse_attention import STAGE, gluon_sm90_attend, gluon_sm90_union, reference, triton_lists, triton_prefill
 from openmsa.sparse_attention.gluon_sm90_union import OPTIONS, serves
 from openmsa.sparse_attention.triton_config import Keys, prefill_config
 from openmsa.testing.compare import assert_close, assert_equal
@@ -181,14 +181,15 @@ def long_call(lengths, contexts, heads=4, group=16, dim=128, topk=16, spread=4, 
 @pytest.mark.parametrize("spread", [0, 4, 40], ids=["alike", "clustered", "mixed"])
 def test_many_pairs_a_program(spread, launches, monkeypatch):
     monkeypatch.setattr(triton_prefill, "expands", lambda *_: False)
-    q, k, v, blocks, seqs = long_call((701, 3, 500), (9000, 128, 6001), spread=spread)
-    out, lse = sparse_attention(q, k, v, blocks, seqs, return_lse=True)
+    q, k, v, blocks, seqs = given = long_call((701, 3, 500), (9000, 128, 6001), spread=spread)
+    checked = STAGE.check(*given, block_size=BLOCK, return_lse=True)
+    out, lse = run(checked)
     assert len(launches) == 1
     sizes = launches[0].lists.union.sizes.view(-1, 2)[: launches[0].plan.num_tiles * 4, 0]
     assert bool((sizes > 0).any())
     assert bool((sizes < 0).any()) == (spread == 40)  # pairs of which one tile goes elsewhere, too
     monkeypatch.setattr(gluon_sm90_union, "serves", lambda *_: False)
-    triton_out, _ = sparse_attention(q, k, v, blocks, seqs, return_lse=True)
+    triton_out, _ = run(checked)
     assert len(launches) == 1
     lengths = layout(seqs, len(q), k.shape[0], q.device)
     truth, lse_truth = reference.sparse_attention(q.double(), k, v, blocks, lengths, BLOCK, 128**-0.5, True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 """This package serves MiniMax-M3 in SGLang (0.5.16 and 0.5.23) with this library's attention, on NVIDIA GPUs from sm_80 on. It
-follows SGLang's published sources and is tested against a stand-in with their names and signatures, not in SGLang itself.
+follows SGLang's published sources; `docs/serving.md` says what of SGLang has run with it.
 
 It is a plug-in of SGLang's entry point group `sglang.srt.plugins`, which SGLang loads in each of its processes. It does nothing
 unless named, so that installing this package changes no server; other plug-ins that a server uses must then be named, too:
