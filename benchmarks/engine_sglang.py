@@ -56,8 +56,8 @@ def arguments() -> argparse.Namespace:
         ("context", 16384, "tokens of each request that decodes"),
         ("steps", 64, "decode steps that are timed"),
         ("kv-tokens", 600_000, "tokens of the KV cache"),
-        ("seconds", 400, "no row is begun later; starting counts"),
-        ("start-seconds", 200, "an engine that is not ready by then is ended"),
+        ("seconds", 540, "no row is begun later; starting counts"),
+        ("start-seconds", 360, "an engine that is not ready by then is ended; SGLang tunes its kernels for minutes"),
     ):
         p.add_argument(f"--{name}", type=int, default=default, help=text)
     p.add_argument("--long", type=int, nargs="*", default=[4096, 32768], help="prompts whose prefill is timed")
