@@ -24,8 +24,7 @@ from openmsa.runtime.devices import Device
 BLOCK = gl.constexpr(128)
 """A block, and a tile of keys in shared memory, has so many keys."""
 CACHED = 0.75
-"""Items are dealt in turns (`mirrored`) where a sequence's keys and values take at most so large a share of the L2 cache, which
-also holds queries and results."""
+"""Where items are `mirrored`, a sequence's keys and values take at most so large a share of the L2 cache."""
 ROWS = gl.constexpr(64)
 """Four warps attend with so many rows, one for each token and head."""
 
@@ -77,10 +76,9 @@ def ring_of(tma_q, tma_k, tma_v, HEADS: gl.constexpr, DIM_PAD: gl.constexpr, STA
 
 
 def mirrored(device: Device, max_seqlen_k: int, num_kv_heads: int, dim: int) -> bool:
-    """Chooses whether items of work are dealt to the programs from the last program back in every second round (`dealt`). Items
-    change in size from round to round, so that all programs then have about equally many blocks. Dense attention is 1 to 4 %
-    faster so where the L2 cache holds the keys and values of a sequence's heads, but 6 to 10 % slower where it does not
-    (`docs/log/dense.md`)."""
+    """Chooses whether items of work are `dealt` to the programs. Items change in size from round to round; all programs then
+    have about equally many blocks. Dense attention is 1 to 4 % faster so where the L2 cache holds the keys and values of a
+    sequence's heads, but 6 to 10 % slower where it does not (`docs/log/dense.md`)."""
     return 2 * 2 * dim * num_kv_heads * max_seqlen_k <= CACHED * device.l2_bytes
 
 

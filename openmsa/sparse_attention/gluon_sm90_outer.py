@@ -51,7 +51,7 @@ from openmsa.primitives.softmax import Partials
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel, zeros
 from openmsa.sparse_attention import triton_lists
-from openmsa.sparse_attention.triton_config import HOPPER_OUTER_GROUPS, Factors, Keys
+from openmsa.sparse_attention.triton_config import Factors, Keys, hopper_outer_serves
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE
 from openmsa.sparse_attention.triton_lists import ITEM_FIELDS, TILE_FIELDS, OuterLists, Plan, PrefillCall
 
@@ -439,13 +439,13 @@ def outer_launch(
     device: Device, q: torch.Tensor, keys: Keys, plan: Plan
 ) -> Callable[[PrefillCall, OuterLists, Partials, int], None] | None:
     """Returns the launch of a chunk; None where the kernel does not serve the call. It serves queries, keys and values of a
-    16-bit type, also with factors, which the copy engine can read, and partials of that type, of dim 128 in groups of
-    `HOPPER_OUTER_GROUPS` heads; blocks of 128 keys, packed or whole in pages."""
-    if device.arch != 90 or plan.block_size != BLOCK.value or q.shape[2] != DIM.value or not keys.by_row:
+    16-bit type, also with factors, which the copy engine can read, and partials of that type, of heads that
+    `hopper_outer_serves` names; blocks of 128 keys, packed or whole in pages."""
+    if device.arch != 90 or plan.block_size != BLOCK.value or not keys.by_row:
         return None
     if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or keys.stored:
         return None
-    if plan.group not in HOPPER_OUTER_GROUPS or plan.partial_dtype != q.dtype or plan.cuts != 1:
+    if not hopper_outer_serves(plan.group, q.shape[2]) or plan.partial_dtype != q.dtype or plan.cuts != 1:
         return None
     items = min(plan.chunk.items, plan.chunk.entries) * keys.heads
     if plan.chunk.entries * keys.heads >= MOST_PARTIALS or items > MOST_ITEMS:

@@ -21,7 +21,6 @@ from openmsa.types import Layout
 SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10, 12: 99 << 10}  # a program's shared memory, by major capability
 MAX_HEADS = 64  # A program takes at most so many heads of one group; wider groups are split.
 HOPPER_UNION_GAIN = 1.0  # the `union_gain` of Hopper's kernel for plain keys
-HOPPER_OUTER_GROUPS = (8, 16, 32, 64)  # Hopper's own KV-outer serves groups of so many query heads to a key head.
 SHORT_ITEM_ROUNDS = 20  # With fewer items a multiprocessor, Hopper's own KV-outer takes items of half as many queries.
 MAX_UNION_TOKENS = 32  # A tile has at most so many queries: membership is a bit of an int32.
 
@@ -202,6 +201,11 @@ def plain_hopper_config(config: PrefillConfig, lists: int, readers: float, num_s
     return replace(config, union_tokens=128 // config.heads, union_gain=HOPPER_UNION_GAIN, outer_item=item)
 
 
+def hopper_outer_serves(group: int, head_dim: int) -> bool:
+    """Tells whether Hopper's own KV-outer serves plain keys in blocks of 128, with so many query heads to a key head."""
+    return group in (8, 16, 32, 64) and head_dim == 128
+
+
 FEW_LIST_BYTES = 64 << 20  # The lists of the KV-outer form for few queries take at most so many bytes.
 FEW_READERS = 12  # A block is read by at most so many queries on average where that form is the faster one;
 FEW_ROWS = ((1024, 64), (2048, 24))  # by at most the second number where queries times key heads are at most the first.
@@ -231,13 +235,12 @@ def union_limit(config: PrefillConfig, topk: int, queries_per_block: float) -> i
     return max(1, int(config.union_gain * gathered_steps * (1 + 8 / max(queries_per_block, 1e-3))))
 
 
-def all_together(config: PrefillConfig, topk: int, readers: float, visible: float, group: int) -> bool:
+def all_together(config: PrefillConfig, topk: int, readers: float, visible: float, own_outer: bool) -> bool:
     """Tells whether every tile of a call goes to the union kernel, whatever its queries select: a union has at most the blocks
     that they see, so that few tiles would gain by KV-outer, and a call without it has fewer launches and lists.
 
-    readers:  queries that read a block on average.
-    visible:  blocks that a tile sees on average.
-    group:    query heads of a key head.
+    readers:    queries that read a block on average.
+    visible:    blocks that a tile sees on average.
+    own_outer:  `hopper_outer_serves`, which is faster than Triton's KV-outer.
     """
-    part = APART_ABOVE if group in HOPPER_OUTER_GROUPS else 1.0
-    return visible <= part * union_limit(config, topk, readers)
+    return visible <= (APART_ABOVE if own_outer else 1.0) * union_limit(config, topk, readers)

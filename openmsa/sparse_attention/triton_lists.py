@@ -34,6 +34,7 @@ from openmsa.sparse_attention.triton_config import (
     all_together,
     few_queries,
     few_union_limit,
+    hopper_outer_serves,
     padded_dim,
     union_limit,
 )
@@ -224,7 +225,7 @@ class Plan(NamedTuple):
         else:
             limit = (few_union_limit if tuned and readers <= FEW_READERS else union_limit)(config, topk, readers)
             visible = seqs.num_blocks(block_size) - rounded(min(seqs.max_seqlen_q, total_q)) / block_size / 2
-            if tuned and plain and all_together(config, topk, readers, visible, group):
+            if tuned and plain and all_together(config, topk, readers, visible, hopper_outer_serves(group, head_dim)):
                 limit = most  # nothing is left for KV-outer
         limit = {"union": most, "outer": 0, "few": -1}.get(path, limit)
         return cls(
@@ -290,14 +291,13 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
     if plan.rest == FEW.value:
         n, room, fields = keys.heads * plan.num_units, num_counts * plan.limits.room, keys.heads * COUNT_FIELDS.value
         parts = _split(blocks, *union_sizes, num_slots, room, n * UNIT_FIELDS.value, n * config.union_tokens, fields)
-        slots, entries, units, unit_entries, num_units = parts[len(union_sizes) :]
-        few = FewLists(counts, partly, slots.view(torch.int64), entries, units, unit_entries, num_units)
+        slots, *others = parts[len(union_sizes) :]
+        few = FewLists._make((counts, partly, slots.view(torch.int64), *others))
     elif plan.rest == KV_OUTER.value:
         sizes = (num_slots, total_q * keys.heads * plan.topk, segments * plan.chunk.entries, num_counts, num_counts)
         parts = _split(blocks, *union_sizes, *sizes, segments * plan.chunk.items * ITEM_FIELDS.value, segments)
-        slots, ranks, entries, entry_offsets, item_offsets, items, num_items = parts[len(union_sizes) :]
-        offsets = entry_offsets, item_offsets
-        outer = OuterLists(counts, partly, slots.view(torch.int64), ranks, entries, *offsets, items, num_items, done)
+        slots, *others = parts[len(union_sizes) :]
+        outer = OuterLists._make((counts, partly, slots.view(torch.int64), *others, done))
     else:
         parts = _split(blocks, *union_sizes)
     tiles, list_sizes, ids, rows, bits = parts[: len(union_sizes)]

@@ -16,6 +16,7 @@ from openmsa.sparse_attention.triton_config import (
     all_together,
     few_queries,
     few_union_limit,
+    hopper_outer_serves,
     plain_hopper_config,
     prefill_config,
     union_limit,
@@ -349,16 +350,17 @@ def test_configuration(head_dim, group, major):
 def test_when_all_tiles_stay_together():
     """Sizes are those timed on an H200, random selections: 64 query heads for 4 key heads, and 32 for 8."""
 
-    def of(queries, keys, group):
+    def of(queries, keys, group, head_dim=128):
         blocks, readers = keys // 128, 16 * 128 * queries / keys
-        config = plain_hopper_config(prefill_config(128, group, 128, 9), 4 * blocks, readers, 132)
-        return all_together(config, 16, readers, blocks - queries / 256, group)
+        config = plain_hopper_config(prefill_config(head_dim, group, 128, 9), 4 * blocks, readers, 132)
+        return all_together(config, 16, readers, blocks - queries / 256, hopper_outer_serves(group, head_dim))
 
     assert of(4096, 4096, 16)
     assert of(6144, 6144, 16), "0.91 ms against 0.93"
     assert not of(7168, 7168, 16), "1.20 ms against 1.13"
     assert not of(8192, 8192, 16), "1.53 ms against 1.34"
     assert of(8192, 8192, 4), "0.87 ms against 0.88: groups of 4 take Triton's KV-outer"
+    assert of(8192, 8192, 16, 64), "so do heads of 64"
     assert not of(10240, 10240, 4), "1.30 ms against 1.16"
     for group in (4, 16):
         assert not of(16384, 49152, group)
