@@ -119,7 +119,7 @@ def item_at(i_turn, sizes, bounds, CUT: gl.constexpr, CAUSAL: gl.constexpr, MIRR
     TOKENS: gl.constexpr = 2 * ROWS // CUT.heads
     i_item = i_turn
     if MIRRORED:
-        i_item = dealt(i_turn)
+        i_item = dealt(i_turn, gl.num_programs(0))
         is_item = i_item < sizes.items
         i_item = gl.minimum(i_item, sizes.items - 1)
     i_part, i_pair = i_item % CUT.parts, i_item // CUT.parts

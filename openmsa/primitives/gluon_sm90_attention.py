@@ -83,17 +83,17 @@ def mirrored(device: Device, max_seqlen_k: int, num_kv_heads: int, dim: int) -> 
 
 
 @gluon.jit
-def dealt(i_turn):
+def dealt(i_turn, num_programs):
     """Returns the item that a program takes in one of its turns: in every second round, programs take items from the last
     program back. A program's turns follow its own number by multiples of how many programs there are."""
-    back = i_turn + gl.num_programs(0) - 1 - 2 * gl.program_id(0)
-    return gl.where((i_turn // gl.num_programs(0)) & 1 == 1, back, i_turn)
+    back = i_turn + num_programs - 1 - 2 * gl.program_id(0)
+    return gl.where((i_turn // num_programs) & 1 == 1, back, i_turn)
 
 
 @gluon.jit
-def turns_of(num_items):
+def turns_of(num_items, num_programs):
     """Returns the number of turns of all programs together, for so many items. Some turns of the last round have none."""
-    return (num_items + gl.num_programs(0) - 1) // gl.num_programs(0) * gl.num_programs(0)
+    return (num_items + num_programs - 1) // num_programs * num_programs
 
 
 @gluon.jit

@@ -29,6 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmsa.primitives.gluon_sm90_attention import (
     BLOCK,
@@ -57,6 +58,7 @@ from openmsa.primitives.operands import QueryRows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention import triton_lists
+from openmsa.sparse_attention.gluon_sm90_merge import left_to_merge
 from openmsa.sparse_attention.triton_config import MAX_UNION_TOKENS, Keys, PrefillConfig, padded_dim
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
@@ -92,11 +94,12 @@ class Cut(NamedTuple):
 
 
 @gluon.jit
-def item_at(i_turn, num_items, is_mirrored, union, num_kv_heads, CUT: gl.constexpr):
-    """Loads the item of work of a turn: a tile, a key head and a part of its group. Returns part, head and the number of
-    the union list; the blocks in it (-1: the tile goes to another kernel, or the turn has none) and how many of them all
-    queries see whole; the tile's first token, tokens, sequence and position of the first token."""
-    i_item = gl.where(is_mirrored != 0, num_items - 1 - dealt(i_turn), i_turn)
+def item_at(i_turn, num_items, dealing, union, num_kv_heads, CUT: gl.constexpr):
+    """Loads the item of work of a turn: a tile, a key head and a part of its group. dealing: twice the number of programs that
+    attend, plus 1 where items are mirrored. Returns part, head and the number of the union list; the blocks in it (-1: the tile
+    goes to another kernel, or the turn has none) and how many of them all queries see whole; the tile's first token, tokens,
+    sequence and position of the first token."""
+    i_item = gl.where(dealing & 1 != 0, num_items - 1 - dealt(i_turn, dealing >> 1), i_turn)
     is_item = (i_item >= 0) & (i_item < num_items)
     i_item = gl.maximum(gl.minimum(i_item, num_items - 1), 0)
     i_part, i_pair = i_item % CUT.parts, i_item // CUT.parts
@@ -109,17 +112,17 @@ def item_at(i_turn, num_items, is_mirrored, union, num_kv_heads, CUT: gl.constex
 
 @gluon.jit
 def load(
-    ring, rows, tma_q, tma_k, tma_v, union, num_items, is_mirrored, num_kv_heads, capacity,
+    ring, rows, tma_q, tma_k, tma_v, union, num_items, dealing, num_kv_heads, capacity,
     CUT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does the loading warp's share of a program: a block's values follow the keys of the next block, as they are read."""
     TOKENS: gl.constexpr = ROWS // CUT.heads
     s, phase, n, any_v = 0, 0, 0, 0
     s_v, page_v, h_v, at_v = 0, 0, 0, 0
-    item = item_at(gl.program_id(0), num_items, is_mirrored, union, num_kv_heads, CUT)
-    for i_turn in range(gl.program_id(0), turns_of(num_items), gl.num_programs(0)):
+    item = item_at(gl.program_id(0), num_items, dealing, union, num_kv_heads, CUT)
+    for i_turn in range(gl.program_id(0), turns_of(num_items, dealing >> 1), dealing >> 1):
         i_part, i_h, i_list, size, _, first, _, _, _ = item
-        item = item_at(i_turn + gl.num_programs(0), num_items, is_mirrored, union, num_kv_heads, CUT)
+        item = item_at(i_turn + (dealing >> 1), num_items, dealing, union, num_kv_heads, CUT)
         if size > 0:
             p_rows = union.rows + i_list.to(gl.int64) * capacity
             row = gl.load(p_rows)
@@ -149,7 +152,7 @@ def load(
 
 @gluon.jit
 def attend(
-    ring, rows, factors, result, bounds, union, scale, num_items, is_mirrored, num_kv_heads,
+    ring, rows, factors, result, bounds, union, scale, num_items, dealing, num_kv_heads,
     capacity, SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does a group's share of a program: the first (SIDE 0) or the second half of each tile's rows."""
@@ -167,10 +170,10 @@ def attend(
     zero = gl.zeros([ROWS, BLOCK], gl.float32, LOGITS)
     q_rows = rows.q.index(SIDE).reshape((ROWS, DIM_PAD))
     s, phase, n = 0, 0, 0
-    item = item_at(gl.program_id(0), num_items, is_mirrored, union, num_kv_heads, CUT)
-    for i_turn in range(gl.program_id(0), turns_of(num_items), gl.num_programs(0)):
+    item = item_at(gl.program_id(0), num_items, dealing, union, num_kv_heads, CUT)
+    for i_turn in range(gl.program_id(0), turns_of(num_items, dealing >> 1), dealing >> 1):
         i_part, i_h, i_list, size, whole, first, tokens, i_b, position = item
-        item = item_at(i_turn + gl.num_programs(0), num_items, is_mirrored, union, num_kv_heads, CUT)  # It is on its way.
+        item = item_at(i_turn + (dealing >> 1), num_items, dealing, union, num_kv_heads, CUT)  # It is on its way.
         if size >= 0:
             acc = gl.zeros([ROWS, DIM_PAD], gl.float32, OUTPUTS)
             m_i, l_i = no_rows(LOGITS)
@@ -264,7 +267,7 @@ def attend(
             gl.store(result.lse + o_out, gl.convert_layout(b_lse, gl.SliceLayout(1, MEMORY), assert_trivial=True), mask=m_row)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "is_mirrored", "capacity"])
+@gluon.jit(do_not_specialize=["num_segments", "num_tiles", "is_mirrored", "capacity"])
 def sm90_attend_kernel(
     tma_q,  # boxes [1, tokens, heads, dim_pad] of the queries
     tma_k,  # boxes [1, 1, BLOCK, dim_pad]
@@ -274,6 +277,8 @@ def sm90_attend_kernel(
     bounds,  # Bounds
     union,  # UnionLists
     scale,  # the softmax scale times log2(e), not negative
+    outer,  # OuterLists, or None where every tile stays together
+    num_segments,
     num_tiles,
     is_mirrored,  # 1 where programs take the last items, which are the largest ones, first, and in turns (`mirrored`); else 0
     num_kv_heads,
@@ -283,22 +288,29 @@ def sm90_attend_kernel(
     ATTEND_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
-    """Attends in union tiles, which the programs share. The grid has as many programs as run at a time."""
+    """Attends in union tiles, which the programs share. The grid has as many programs as run at a time. With KV-outer, some of
+    them end at once: the merge behind this launch starts beside it, and takes their multiprocessors."""
+    gdc_launch_dependents()
+    num_programs = gl.num_programs(0)
+    if outer is not None:
+        num_programs -= left_to_merge(outer, num_segments, num_kv_heads, CUT.group, CUT.parts * 2 * ROWS)
     num_items = gl.minimum(gl.load(union.listed), num_tiles * num_kv_heads) * CUT.parts
+    num_items = gl.where(gl.program_id(0) < num_programs, num_items, 0)
+    dealing = num_programs * 2 + is_mirrored
     ring, rows = ring_of(tma_q, tma_k, tma_v, CUT.heads, CUT.dim_pad, STAGES)
     SIDE_0: gl.constexpr = 0
     SIDE_1: gl.constexpr = 1
     gl.warp_specialize(
         [
             (attend, (
-                ring, rows, factors, result, bounds, union, scale, num_items, is_mirrored, num_kv_heads, capacity,
+                ring, rows, factors, result, bounds, union, scale, num_items, dealing, num_kv_heads, capacity,
                 SIDE_0, CUT, STAGES,
             )),
             (attend, (
-                ring, rows, factors, result, bounds, union, scale, num_items, is_mirrored, num_kv_heads, capacity,
+                ring, rows, factors, result, bounds, union, scale, num_items, dealing, num_kv_heads, capacity,
                 SIDE_1, CUT, STAGES,
             )),
-            (load, (ring, rows, tma_q, tma_k, tma_v, union, num_items, is_mirrored, num_kv_heads, capacity, CUT, STAGES)),
+            (load, (ring, rows, tma_q, tma_k, tma_v, union, num_items, dealing, num_kv_heads, capacity, CUT, STAGES)),
         ],
         [4, 1],
         [ATTEND_REGISTERS, LOAD_REGISTERS],
@@ -332,19 +344,12 @@ def launch_sm90_attend(tma: tuple[TensorDescriptor, ...], call: PrefillCall) -> 
     """Launches it with descriptors of queries, keys and values."""
     keys, plan, config, device = call.keys, call.plan, call.config, facts(call.result.lse.device)
     dim = keys.k.dim
+    is_mirrored = int(mirrored(device, plan.limits.max_blocks * BLOCK.value, keys.heads, dim))
     launch_kernel(
         sm90_attend_kernel,
         (min(plan.num_tiles * keys.heads * plan.parts, device.num_sms),),
-        *tma,
-        keys.factors,
-        call.result,
-        call.bounds,
-        call.lists.union,
-        call.scale,
-        plan.num_tiles,
-        int(mirrored(device, plan.limits.max_blocks * BLOCK.value, keys.heads, dim)),
-        keys.heads,
-        plan.limits.capacity,
+        *tma, keys.factors, call.result, call.bounds, call.lists.union, call.scale, call.lists.outer,
+        plan.num_chunks * keys.heads, plan.num_tiles, is_mirrored, keys.heads, plan.limits.capacity,
         CUT=Cut(plan.group, config.heads, plan.parts, dim, padded_dim(dim, keys.dtype), keys.page_size, call.negative),
         **OPTIONS,
-    )
+    )  # fmt: skip

@@ -29,7 +29,8 @@ from openmsa.sparse_attention.triton_lists import (
     position_of_token_zero,
     sequence_of,
 )
-from openmsa.sparse_attention.triton_outer import combine, partials_of
+from openmsa.sparse_attention.triton_outer import partials_of
+from openmsa.sparse_attention.triton_outer_kernels import combine
 
 UNITS_AT_ONCE = 16
 """A program writes so many units of each block at a time."""

@@ -99,6 +99,8 @@ class OuterLists(NamedTuple):
     item_offsets:   the same shape: where its items start.
     items:          [segments, chunk.items, ITEM_FIELDS].
     num_items:      [segments].
+    num_entries:    [segments].
+    num_visits:     [segments], blocks in the union lists of the segment together.
     done:           [segments, LINE], in front, programs that have counted.
     """
 
@@ -111,6 +113,8 @@ class OuterLists(NamedTuple):
     item_offsets: Tensor
     items: Tensor
     num_items: Tensor
+    num_entries: Tensor
+    num_visits: Tensor
     done: Tensor
 
 
@@ -188,19 +192,9 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        queries: QueryRows,
-        keys: Keys,
-        topk: int,
-        block_size: int,
-        seqs: Layout,
-        config: PrefillConfig,
-        path: str,
-        plain: bool,
-        partial_dtype: torch.dtype,
-        workspace_bytes: int,
-        tuned: bool,
-    ) -> Plan:
+        cls, queries: QueryRows, keys: Keys, topk: int, block_size: int, seqs: Layout, config: PrefillConfig, path: str,
+        plain: bool, partial_dtype: torch.dtype, workspace_bytes: int, tuned: bool,
+    ) -> Plan:  # fmt: skip
         """Computes the sizes from the arguments of the call. plain: whether neither queries nor keys are in a format. tuned:
         whether union tiles go to Hopper's own kernel."""
         total_q, (num_q_heads, head_dim) = seqs.launched(queries.data), queries.data.shape[1:]
@@ -237,7 +231,7 @@ class Plan(NamedTuple):
             num_tiles=num_tiles,
             limits=Limits(seqs.num_blocks(block_size), limit, max(1, min(limit, most)), min(seqs.max_seqlen_q, total_q)),
             rest=(NO_REST if limit >= most else FEW if few else KV_OUTER).value,
-            num_chunks=num_chunks,
+            num_chunks=ceil_div(num_tiles, chunk_tiles),
             chunk=Chunk(chunk_tiles, entries, entries // config.outer_item + min(num_buckets, entries)),
             num_buckets=num_buckets,
             spread=1 if few else max(1, min(LINE.value, MOST_SPREAD // next_power_of_two(num_buckets))),
@@ -295,7 +289,8 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
         few = FewLists._make((counts, partly, slots.view(torch.int64), *others))
     elif plan.rest == KV_OUTER.value:
         sizes = (num_slots, total_q * keys.heads * plan.topk, segments * plan.chunk.entries, num_counts, num_counts)
-        parts = _split(blocks, *union_sizes, *sizes, segments * plan.chunk.items * ITEM_FIELDS.value, segments)
+        sums = (segments, segments, segments)
+        parts = _split(blocks, *union_sizes, *sizes, segments * plan.chunk.items * ITEM_FIELDS.value, *sums)
         slots, *others = parts[len(union_sizes) :]
         outer = OuterLists._make((counts, partly, slots.view(torch.int64), *others, done))
     else:
@@ -399,26 +394,14 @@ def tile_lists(
     union,  # UnionLists, written; listed must be 0 before
     rest,  # OuterLists: counts, partly and done must be 0 before and are written, as are ranks, offsets and num_items; or
     # FewLists: entries and slots are written, too; or None: every tile stays together
-    num_kv_heads,
-    batch,
-    search_steps,
-    num_buckets,
-    spread,
-    chunk_tiles,
-    num_pages,
-    max_blocks,
-    union_limit,
-    capacity,
-    room,
+    num_kv_heads, batch, search_steps, num_buckets, spread, chunk_tiles, num_pages, max_blocks, union_limit, capacity, room,
     TOPK: tl.constexpr,
     SLOTS: tl.constexpr,  # TOPK rounded up to a power of two
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # 0: packed keys, or pages that blocks may cross
     REST: tl.constexpr,  # NO_REST, KV_OUTER or FEW
-    ITEM: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    ITEM: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Writes the union list of a tile and KV head, one a program, or its queries' places in the lists of their blocks."""
     # 1. The program finds its tile.
     i_tile = tl.program_id(0) // num_kv_heads
@@ -504,14 +487,21 @@ def tile_lists(
         i_segment, programs = i_chunk * num_kv_heads + i_h, tl.minimum(chunk_tiles, num_tiles - i_chunk * chunk_tiles)
         tl.debug_barrier()  # Every thread has counted before one thread says so.
         if tl.atomic_add(rest.done + i_segment * LINE, 1, sem="acq_rel") == programs - 1:
-            segment_offsets(rest, i_segment, num_buckets, spread, ITEM, STEP)
+            p_sizes = union.sizes + (i_chunk * chunk_tiles * num_kv_heads + i_h) * SIZE_FIELDS
+            segment_offsets(rest, i_segment, p_sizes, programs, num_kv_heads, num_buckets, spread, ITEM, STEP)
 
 
 @triton.jit
-def segment_offsets(outer, i_segment, num_buckets, spread, ITEM: tl.constexpr, STEP: tl.constexpr):
+def segment_offsets(
+    outer, i_segment, sizes, num_tiles, num_kv_heads, num_buckets, spread, ITEM: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
     """Computes prefix sums over the blocks of a segment, which other programs have counted: where their entries and items
-    start."""
-    entries, items = 0, 0
+    start. sizes: where those of the segment's union lists start, of which there are `num_tiles`."""
+    entries, items, visits = 0, 0, 0
+    for start in range(0, num_tiles, 8 * STEP):
+        o_tile = start + tl.arange(0, 8 * STEP)
+        p_size = sizes + o_tile * num_kv_heads * SIZE_FIELDS
+        visits += tl.sum(tl.maximum(tl.load(p_size, mask=o_tile < num_tiles, other=0, cache_modifier=".cg"), 0), 0)
     for start in range(0, num_buckets, STEP):
         o_b = start + tl.arange(0, STEP)
         m_b = o_b < num_buckets
@@ -523,3 +513,5 @@ def segment_offsets(outer, i_segment, num_buckets, spread, ITEM: tl.constexpr, S
         entries += tl.sum(b_count, 0)
         items += tl.sum(b_items, 0)
     tl.store(outer.num_items + i_segment, items)
+    tl.store(outer.num_entries + i_segment, entries)
+    tl.store(outer.num_visits + i_segment, visits)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -116,14 +117,13 @@ def sparse_attention(
     if (plan.limits.union_limit >= 0 and tuned is None) or lists.few is not None:
         tma = descriptors(keys, config, block_size)
     call = PrefillCall(queries, keys, tma, bounds, plan, config, lists, Result(out, lse), scale, softmax_scale < 0)
-    if plan.limits.union_limit >= 0 and tuned is not None:
-        tuned(call)
-    elif plan.limits.union_limit >= 0:
-        launch_union(call)
+    attend_unions = partial(tuned or launch_union, call) if plan.limits.union_limit >= 0 else None
+    if lists.outer is not None:
+        triton_outer.launch_outer(call, lists.outer, attend_unions)
+    elif attend_unions is not None:
+        attend_unions()
     if lists.few is not None:
         launch_few(call, lists.few)
-    elif lists.outer is not None:
-        triton_outer.launch_outer(call, lists.outer)
     return (out, lse) if return_lse else out
 
 

@@ -181,6 +181,7 @@ NAMES = {
     "warpgroup_mma_wait": units.warpgroup_mma_wait,
     "mma_v2": units.mma_v2,
     "gdc_launch_dependents": lambda: None,
+    "gdc_wait": lambda: None,
 }
 """Functions that kernels import by name."""
 MODULES = {
