@@ -23,7 +23,7 @@ from openmsa.runtime.lengths import starts_of
 from openmsa.runtime.memory import Memory
 from openmsa.sparse_attention import STAGE as ATTENTION
 from openmsa.sparse_attention.call import SparseCall
-from openmsa.types import Layout, Sequences, out_dtype, wide_dtype
+from openmsa.types import Sequences, out_dtype, wide_dtype
 
 QUERY_CHUNK = 16384  # queries whose selection (and, on a GPU, partial results) are held at a time
 CALLS = Kinds()  # launches of earlier calls on a GPU
@@ -103,7 +103,7 @@ def msa_attention(
         most_q = rounded_rows(rows, most) if type(most) is int and most > 0 and not certified else rows
         launches = CALLS.look(k, v, index_k, seqs, most_q, *numbers, by_row=(q, index_q), rows=rows)
         if launches.replay is not None:
-            return _again(launches, q, k, seqs, most, return_lse)
+            return _again(launches, q, k, seqs, return_lse)
     selection, inputs, chunk = check_path(
         q, k, v, index_q, index_k, topk, seqs, block_size=block_size, init_blocks=init_blocks, local_blocks=local_blocks,
         softmax_scale=softmax_scale, query_chunk=query_chunk, certified=certified, return_lse=return_lse, check=check,
@@ -115,20 +115,22 @@ def msa_attention(
         return found if return_lse else found[0]
     out, lse = _results(q)
     lengths = inputs.seqs if launches is None else inputs.seqs.like(most_q)
-    chunks = _chunks(lengths, lengths.launched(q), chunk)
-    cached = known_calls.counted(k, seqs) if launches is not None and seqs is not None and not chunks else None
+    cached = known_calls.counted(k, seqs) if launches is not None and seqs is not None else None
+    launched = lengths.launched(q)
 
-    def attend(rows: slice, seqs: Layout) -> Any:
+    def attend(start: int) -> Any:
+        rows, here = slice(start, min(start + chunk, q.shape[0])), lengths
         if cached is not None:
-            seqs = replace(seqs, cu_seqlens_k=starts_of(*cached))
-        blocks = selected(stage, impl, selection._replace(index_q=index_q[rows], seqs=seqs))
-        call = attention_call(inputs._replace(q=q[rows], seqs=seqs), blocks, block_size)
+            here = replace(here, cu_seqlens_k=starts_of(*cached))
+        if launched > chunk:
+            here = here.query_chunk(start, min(start + chunk, launched))
+        blocks = selected(stage, impl, selection._replace(index_q=index_q[rows], seqs=here))
+        call = attention_call(inputs._replace(q=q[rows], seqs=here), blocks, block_size)
         return ATTENTION.run(impl, call if recorded else call._replace(out=out[rows], lse=lse[rows]))
 
-    parts = [slice(i, min(i + chunk, q.shape[0])) for i in range(0, max(q.shape[0], 1), chunk)]
-    steps: Steps = [partial(attend, *x) for x in zip(parts, chunks or [lengths], strict=True)]
+    steps: Steps = [partial(attend, start) for start in range(0, max(q.shape[0], 1), chunk)]
     if launches is not None:
-        given = [] if cached is not None else [lengths, *chunks]
+        given = [] if cached is not None else [lengths]
         CALLS.first(launches, steps, (q, index_q, k, v, index_k, seqs, *given, out, lse))
     else:
         done: Any = [step() for step in steps]
@@ -149,19 +151,11 @@ def _results(q: Tensor | Stored) -> tuple[Tensor, Tensor]:
     return out, torch.empty(q.shape[:2], dtype=wide_dtype(q), device=q.device)
 
 
-def _chunks(seqs: Layout, total_q: int, chunk: int) -> list[Layout]:
-    """Returns the lengths of each chunk of queries, none where all are one chunk."""
-    return [seqs.query_chunk(i, min(i + chunk, total_q)) for i in range(0, total_q, chunk)] if total_q > chunk else []
-
-
 def _again(
-    launches: Call, q: Tensor | Stored, k: Tensor | Stored | PagedKV, seqs: Sequences | None, chunk: int, return_lse: bool
+    launches: Call, q: Tensor | Stored, k: Tensor | Stored | PagedKV, seqs: Sequences | None, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Makes the launches of a call whose kind is known. Only its lengths are computed by the host's code."""
-    lengths: list[Layout] = []
-    if q.shape[0] > chunk or known_calls.counted(k, seqs) is None:
-        lengths.append(whole := known_calls.lengths_again(q, k, seqs))
-        lengths.extend(_chunks(whole, q.shape[0], chunk))
+    lengths = [known_calls.lengths_again(q, k, seqs)] if known_calls.counted(k, seqs) is None else []
     out, lse = _results(q)
     launches.addresses.extend(x.data_ptr() for x in tensors_in(*lengths, out, lse))
     CALLS.again(launches, Memory())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from openmsa.runtime import checks, named_devices, value_checks
 from openmsa.runtime.kinds import computes, rounded
-from openmsa.runtime.lengths import starts_of
+from openmsa.runtime.lengths import chunk_of, starts_of
 
 INT32_MAX = 2**31 - 1  # positions and starts are int32
 
@@ -123,12 +123,9 @@ class Layout:
 
     def query_chunk(self, start: int, stop: int) -> Layout:
         """Returns the layout of the packed queries [start, stop) alone, without a host sync."""
-        computes("the lengths of a chunk")
-        cu_q = self.cu_seqlens_q.clamp(start, stop) - start
-        skipped = (start - self.cu_seqlens_q[:-1]).clamp_(min=0)
-        skipped = torch.minimum(skipped, self.cu_seqlens_q.diff())
+        cu_q, offset = chunk_of(self.cu_seqlens_q, self.cu_seqlens_k, self.q_offset, start, stop)
         longest, most = (min(x, stop - start) for x in (self.max_seqlen_q, self.most_q))
-        return replace(self, cu_seqlens_q=cu_q, max_seqlen_q=longest, q_offset=self.first_positions() + skipped, most_q=most)
+        return replace(self, cu_seqlens_q=cu_q, max_seqlen_q=longest, q_offset=offset, most_q=most)
 
     def on_host(self) -> list[tuple[int, int, int, int, int]]:
         """Returns each sequence's first and end packed query, first packed key, k_len, and position of its first query. It

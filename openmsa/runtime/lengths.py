@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`starts_of` says where packed sequences start."""
+"""`starts_of` says where packed sequences start, and `chunk_of` which of their queries a chunk has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from openmsa.runtime.dispatch import has_triton
+from openmsa.runtime.kinds import computes
 
 
 def starts_of(lengths: Tensor, most: int | None = None) -> Tensor:
@@ -22,3 +23,19 @@ def starts_of(lengths: Tensor, most: int | None = None) -> Tensor:
     if most is not None:
         lengths = lengths.clamp(0, most)
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def chunk_of(cu_q: Tensor, cu_k: Tensor, q_offset: Tensor | None, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Returns where each sequence's queries start among the packed ones from `start` up to `stop`, int32 ``[batch + 1]``, and
+    the position of the first of them, int32 [batch].
+
+    cu_q, cu_k, q_offset:  as in `Layout`, int32 and contiguous.
+    """
+    if cu_q.is_cuda and has_triton():
+        from openmsa.runtime import triton_starts
+
+        return triton_starts.chunk_of(cu_q, cu_k, q_offset, start, stop)
+    computes("the lengths of a chunk")
+    first = (cu_k - cu_q).diff() if q_offset is None else q_offset
+    skipped = torch.minimum((start - cu_q[:-1]).clamp_(min=0), cu_q.diff())
+    return cu_q.clamp(start, stop) - start, first + skipped
