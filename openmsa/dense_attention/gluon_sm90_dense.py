@@ -108,7 +108,7 @@ class Sizes(NamedTuple):
 def last_turn(sizes, MIRRORED: gl.constexpr):
     """Returns the number of turns of all programs together. A program takes every turn that follows its own number by a
     multiple of how many programs there are."""
-    return turns_of(sizes.items) if MIRRORED else sizes.items
+    return turns_of(sizes.items, gl.num_programs(0)) if MIRRORED else sizes.items
 
 
 @gluon.jit
