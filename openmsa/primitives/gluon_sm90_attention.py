@@ -245,8 +245,8 @@ def exchanged(pairs, first, second):
 @gluon.jit
 def rounded(x, NUMBER: gl.constexpr, IN_QUADS: gl.constexpr = False):
     """Rounds a product [ROWS, dim] to 16 bits. Returns words of two numbers, [ROWS, dim // 2], four neighbouring ones a thread:
-    its own (IN_QUADS; `in_order` of `results.py`), or neighbours in the product. These are exchanged in two steps, since Triton
-    would do it at once through shared memory, which has no room."""
+    its own (IN_QUADS: of 32 numbers, those at 8 * i + 2 * j and behind it belong to 8 * j + 2 * i), or neighbours in the
+    product. These are exchanged in two steps, since Triton would do it at once through shared memory, which has no room."""
     PAIRS: gl.constexpr = x.shape[1] // 2
     low, high = x.reshape([ROWS, PAIRS, 2]).split()
     CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == NUMBER else "cvt.rn.f16x2.f32 $0, $2, $1;"

@@ -53,22 +53,13 @@ def inverse_sums(l_i):
 
 
 @triton.jit
-def in_order(rows):
-    """Brings rows into order that are in quads: of 32 numbers, those at 8 * i + 2 * j and behind it belong to 8 * j + 2 * i."""
-    quads = tl.reshape(rows, [rows.shape[0], rows.shape[1] // 32, 4, 4, 2])
-    return tl.reshape(tl.permute(quads, (0, 1, 3, 2, 4)), rows.shape)
-
-
-@triton.jit
-def store_result(result, o_row, acc, inverse, m_i, l_i, scale, m_row, DIM: tl.constexpr, IN_QUADS: tl.constexpr = False):
+def store_result(result, o_row, acc, inverse, m_i, l_i, scale, m_row, DIM: tl.constexpr):
     """Writes finished rows to a `Result`: 0 and -inf where nothing was read; the lse of a row with NaN is NaN.
 
     o_row: numbers of rows, token * heads + head. acc, m_i, l_i: their state. inverse: `inverse_sums`, times the factor of the
-    values. scale: of logits, as of `online_step`. IN_QUADS: whether the numbers of acc are in quads (`in_order`).
+    values. scale: of logits, as of `online_step`.
     """
     b_out = (acc * inverse[:, None]).to(result.rows.dtype.element_ty)
-    if IN_QUADS:
-        b_out = in_order(b_out)
     store_rows(result.rows + o_row * DIM, b_out, 1, m_row, DIM)
     m_any = l_i > 0
     b_lse = (m_i * scale + tl.log2(tl.where(m_any, l_i, 1.0))) * LN_2

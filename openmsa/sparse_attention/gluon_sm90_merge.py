@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="assignment, attr-defined"
 """This Gluon kernel merges the partials that Hopper's own kernel for KV-outer has written, in place of `combine_outer` of
-`triton_outer.py`.
+`triton_outer_kernels.py`.
 
 A program serves a tile's queries of one KV head, one after the other. The partials of a query, TOPK slots of GROUP rows, lie
 together, and each thread has 16 bytes of every slot. They pass through a ring in shared memory, which a thread fills and reads
@@ -130,7 +130,7 @@ def sm90_merge_kernel(
         p_slots = slots + first.to(gl.int64) * num_kv_heads + i_h
         s_rows = (num_kv_heads * (TOPK * CUT.group * DIM)).to(gl.int64)
         ring = gl.allocate_shared_memory(NUMBER, [(AHEAD + 1) * STEP, THREADS, MINE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-        filled = gl.load(p_slots)
+        filled = gl.load(p_slots, mask=tokens > 0, other=0)
         filled_1 = gl.load(p_slots + num_kv_heads, mask=tokens > 1, other=0)
         filled_2 = gl.load(p_slots + 2 * num_kv_heads, mask=tokens > 2, other=0)
         for i in gl.static_range(AHEAD):
@@ -161,7 +161,7 @@ def sm90_merge_kernel(
                         acc += weight[:, None] * gl.where((filled >> (i * STEP + j)) & 1 != 0, b_o, 0.0)
                 s = gl.where(s == AHEAD, 0, s + 1)
 
-            # 3. The result is written. Of 32 numbers, four threads have quads (`in_order` of `primitives/results.py`).
+            # 3. The result is written. Of 32 numbers, those at 8 * i + 2 * j and behind it belong to 8 * j + 2 * i (`rounded`).
             m_any = l_i > 0
             inverse = gl.where(m_any, 1.0 / gl.where(m_any, l_i, 1.0), 0.0)
             if factors.v is not None:

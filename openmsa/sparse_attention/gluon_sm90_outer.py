@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs
-"""This Gluon kernel attends to 16-bit keys and values by key blocks on Hopper, in place of `attend_outer` of `triton_outer.py`,
-whose lists it reads and whose partials it writes, for heads of 128 numbers in blocks of 128 keys.
+"""This Gluon kernel attends to 16-bit keys and values by key blocks on Hopper, in place of `attend_outer` of
+`triton_outer_kernels.py`, whose lists it reads and whose partials it writes, for heads of 128 numbers in blocks of 128 keys.
 
 A program stays and takes one item of the lists after another. It has four groups of warps:
 
