@@ -183,11 +183,12 @@ def sm90_merge_kernel(
             gdc_wait()
 
 
-def launch_sm90_merge(call: PrefillCall, partials: Partials, slots: Tensor, first_tile: int, num_tiles: int) -> None:
-    """Launches the merge of the partials of so many tiles. Behind the last chunk stands the union kernel, if there is one; the
-    merge starts beside it, as that has waited for the partials."""
+def launch_sm90_merge(
+    call: PrefillCall, partials: Partials, slots: Tensor, first_tile: int, num_tiles: int, *, beside: bool
+) -> None:
+    """Launches the merge of the partials of so many tiles. beside: whether it starts before the kernel in front has ended,
+    which must not be the one that writes the partials, and must have waited for that."""
     plan, heads = call.plan, call.keys.heads
-    beside = first_tile + num_tiles == plan.num_tiles and plan.limits.union_limit >= 0
     ahead = RING_BYTES // (STEP.value * plan.group * DIM.value * 2) - 1
     ahead = max(1, min(ahead, 2 * ceil_div(plan.topk, STEP.value)))  # Words of slots are loaded two queries ahead.
     launch_kernel(

@@ -8,7 +8,6 @@ items, for which `triton_lists` has counted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import triton
 import triton.language as tl
@@ -120,20 +119,23 @@ def launch_outer(call: PrefillCall, outer: OuterLists, attend_unions: Callable[[
     `attend_unions`, that of the others, if there can be such: on Hopper both then run at the same time."""
     plan, config, q = call.plan, call.config, call.queries.data
     partials = partials_of(call, plan.chunk.tiles * config.union_tokens)
-    attend: Callable[[PrefillCall, OuterLists, Partials, int], None] | None = None
-    merge: Callable[[PrefillCall, Partials, Tensor, int, int], None]
+    own: Callable[[PrefillCall, OuterLists, Partials, int], None] | None = None
     if runs_hopper_kernels(q.device) and not call.negative:
-        from openmsa.sparse_attention.gluon_sm90_merge import launch_sm90_merge as merge
+        from openmsa.sparse_attention.gluon_sm90_merge import launch_sm90_merge
         from openmsa.sparse_attention.gluon_sm90_outer import outer_launch
 
-        attend = outer_launch(facts(q.device), q, call.keys, plan)
-    if attend is None:
+        own = outer_launch(facts(q.device), q, call.keys, plan)
+    if own is None:
         from openmsa.sparse_attention.triton_outer_kernels import combine, launch_attend
-
-        attend, merge = launch_attend, partial(combine, shares=1, num_warps=config.combine_warps)
     for i_chunk in range(plan.num_chunks):
         first_tile = i_chunk * plan.chunk.tiles
-        attend(call, outer, partials, i_chunk)
-        if i_chunk == plan.num_chunks - 1 and attend_unions is not None:
+        tiles = first_tile, min(plan.chunk.tiles, plan.num_tiles - first_tile)
+        (own or launch_attend)(call, outer, partials, i_chunk)
+        behind_unions = False
+        if attend_unions is not None and i_chunk == plan.num_chunks - 1:
             attend_unions()
-        merge(call, partials, outer.slots, first_tile, min(plan.chunk.tiles, plan.num_tiles - first_tile))
+            behind_unions = True
+        if own is not None:
+            launch_sm90_merge(call, partials, outer.slots, *tiles, beside=behind_unions)
+        else:
+            combine(call, partials, outer.slots, *tiles, 1, config.combine_warps)

@@ -14,13 +14,11 @@ from openmsa.sparse_attention import (
     gluon_sm90_attend,
     gluon_sm90_outer,
     triton_expand,
-    triton_lists,
-    triton_prefill,
 )
 from openmsa.testing.inputs import paged, problem, random_blocks
 from tests import oracle
 from tests.hopper.marks import DEVICE, in_turn, on_hopper
-from tests.sparse_attention.test_triton import check, run
+from tests.sparse_attention.test_triton import check, run, take_any_size
 
 BLOCK = 128
 STORES = {
@@ -43,12 +41,7 @@ def test_kernels_of_plain_keys(store, page_size, dtype, scale, monkeypatch):
         launch = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, launch=launch, name=name: (launched.append(name), launch(*given)))
     monkeypatch.setattr(triton_expand, "MIN_READERS", dict.fromkeys(triton_expand.MIN_READERS, 0))
-    monkeypatch.setattr(triton_prefill, "FEWEST_TILES", 0)
-    for module in (triton_lists, triton_prefill):
-        monkeypatch.setattr(module, "few_queries", lambda *sizes: False)
-    monkeypatch.setattr(triton_lists, "all_together", lambda *sizes: False)
-    for name in ("union_limit", "few_union_limit"):
-        monkeypatch.setattr(triton_lists, name, lambda *sizes: 8)
+    take_any_size(monkeypatch, limit=8)
     form, options = STORES[store]
     p = problem((70, 3), (2000, 300), kv_heads=2, group=16, head_dim=128, dtype=dtype)
     blocks = random_blocks(p, 6, BLOCK, 2)

@@ -21,7 +21,7 @@ from tests import oracle
 from tests.hopper.marks import DEVICE, HOPPER, in_turn, on_a_hopper_gpu, on_hopper
 from tests.sparse_attention.test_gluon_sm90_union import long_call as stored_long_call
 from tests.sparse_attention.test_gluon_sm90_union import selection
-from tests.sparse_attention.test_triton import check, run
+from tests.sparse_attention.test_triton import check, run, take_any_size
 
 BLOCK = 128
 
@@ -109,10 +109,7 @@ def checked_call(p, blocks, page_size=0, scale=0.2):
 @pytest.fixture(autouse=True)
 def small_calls(monkeypatch):
     """The kernel serves calls of any size, also those with few queries, and leaves to KV-outer what it leaves in large ones."""
-    monkeypatch.setattr(triton_prefill, "FEWEST_TILES", 0)
-    monkeypatch.setattr(triton_lists, "all_together", lambda *sizes: False)
-    for module in (triton_prefill, triton_lists):
-        monkeypatch.setattr(module, "few_queries", lambda *sizes: False)
+    take_any_size(monkeypatch)
 
 
 def test_what_it_is_given(monkeypatch):

@@ -11,14 +11,14 @@ pytest.importorskip("triton")
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from openmsa.sparse_attention import STAGE, gluon_sm90_attend, gluon_sm90_merge, gluon_sm90_outer, triton_lists, triton_prefill
+from openmsa.sparse_attention import STAGE, gluon_sm90_attend, gluon_sm90_merge, gluon_sm90_outer
 from openmsa.sparse_attention.gluon_sm90_merge import MOST_LEFT, ROW_COST, left_to_merge
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks
 from tests import oracle
 from tests.hopper.launch import run as interpret
 from tests.hopper.marks import CUDA, DEVICE, on_hopper
-from tests.sparse_attention.test_triton import check, run
+from tests.sparse_attention.test_triton import check, run, take_any_size
 
 BLOCK = 128
 
@@ -26,12 +26,7 @@ BLOCK = 128
 @pytest.fixture(autouse=True)
 def small_calls(monkeypatch):
     """Few queries go to these kernels, too, and tiles whose unions have more than eight blocks to KV-outer."""
-    monkeypatch.setattr(triton_prefill, "FEWEST_TILES", 0)
-    for module in (triton_lists, triton_prefill):
-        monkeypatch.setattr(module, "few_queries", lambda *sizes: False)
-    monkeypatch.setattr(triton_lists, "all_together", lambda *sizes: False)
-    for name in ("union_limit", "few_union_limit"):
-        monkeypatch.setattr(triton_lists, name, lambda *sizes: 8)
+    take_any_size(monkeypatch, limit=8)
 
 
 @pytest.fixture
@@ -45,10 +40,10 @@ def calls(monkeypatch):
     ):
         launch = getattr(module, name)
 
-        def spied(*given, launch=launch, name=name):
+        def spied(*given, launch=launch, name=name, **options):
             call = given[0] if name == "launch_sm90_merge" else given[1]
             done.append((name.removeprefix("launch_sm90_"), call))
-            launch(*given)
+            launch(*given, **options)
 
         monkeypatch.setattr(module, name, spied)
     return done

@@ -41,6 +41,17 @@ def arguments(p, blocks, block_size, storage="flat", page_size=0, scale=0.2):
     return STAGE.check(q, k, v, blocks, p.seqs, block_size=block_size, softmax_scale=scale, return_lse=True)
 
 
+def take_any_size(monkeypatch, limit=None):
+    """Lets kernels for many queries serve calls of any size, and KV-outer have its share of them. limit: blocks of the largest
+    union of a tile that stays together."""
+    monkeypatch.setattr(triton_prefill, "FEWEST_TILES", 0)
+    monkeypatch.setattr(triton_lists, "all_together", lambda *sizes: False)
+    for module in (triton_prefill, triton_lists):
+        monkeypatch.setattr(module, "few_queries", lambda *sizes: False)
+    for name in ("union_limit", "few_union_limit") if limit is not None else ():
+        monkeypatch.setattr(triton_lists, name, lambda *sizes: limit)
+
+
 def run(checked, **options):
     with PoisonedOutputs():
         return triton_prefill.sparse_attention(*checked, **options)
