@@ -203,6 +203,11 @@ def table(records: list[dict[str, Any]]) -> str:
                 cached += f", {sum(same)} of {len(same)} first tokens are equal"
             anew = f", cached and anew apart {[r['apart'] for r in pair.values()]}" if what == "prefix" else ""
             lines.append(f"{name} ms: " + ", ".join(f"{k} {x:.3f}" for k, x in ms.items()) + times + cached + anew)
+            forward = {k: r["forward_ms"] for k, r in pair.items() if "forward_ms" in r}
+            if set(forward) == set(KERNELS):
+                faster = f"{forward['own'] / forward['openmsa']:.3f} times faster"
+                apiece = ", ".join(f"{k} {x:.4f}" for k, x in forward.items())
+                lines.append(f"{name}, forward on the GPU, ms: {apiece}, {faster}")
     return "\n".join(lines)
 
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import statistics
+import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -19,6 +21,8 @@ from benchmarks.engine_model import errors
 
 LOGGED = 2048
 """Last tokens of a long prompt whose log-probabilities are compared."""
+FEWEST_KERNELS = 16
+"""A launch of so many kernels or more is a step's graph."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 """SGLang's processes have these variables, unless they are set: nothing is fetched, and all of them talk on this machine."""
 
@@ -89,6 +93,15 @@ class Sglang:
         """Forgets all cached prompts."""
         self.llm.flush_cache()
 
+    def forwards(self, prompts: list[list[int]], count: int) -> list[float]:
+        """Returns the seconds that the GPU takes for each decode step's graph while the prompts are answered."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.llm.start_profile(output_dir=folder, activities=["GPU"], with_stack=False, record_shapes=False)
+            self.generate(prompts, count)
+            self.llm.stop_profile()
+            traces = [json.loads(gzip.decompress(path.read_bytes())) for path in Path(folder).rglob("*.json.gz")]
+        return [span for trace in traces for span in graph_spans(trace["traceEvents"])]
+
     def answers(self, lengths: list[int]) -> dict[str, Any]:
         """Returns answers to prompts alone and together, and how far the former are from a forward in plain PyTorch."""
         prompts = [tokens(n, n) for n in lengths]
@@ -109,6 +122,18 @@ class Sglang:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return row
+
+
+def graph_spans(events: list[dict[str, Any]]) -> list[float]:
+    """Returns the seconds from the first kernel's start to the last one's end of each launch of a graph, in order. events: as
+    in a trace of PyTorch's profiler, where the kernels of one launch have one correlation."""
+    launches: dict[int, list[tuple[float, float]]] = {}
+    for event in events:
+        if event.get("cat") == "kernel":
+            end = event["ts"] + event["dur"]
+            launches.setdefault(event["args"]["correlation"], []).append((event["ts"], end))
+    spans = sorted((min(x)[0], max(end for _, end in x)) for x in launches.values() if len(x) >= FEWEST_KERNELS)
+    return [1e-6 * (end - start) for start, end in spans]
 
 
 def _row(answer: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +167,12 @@ def measured(run: Sglang, what: str, sizes: tuple[int, ...], repeat: int, a: Nam
     for _ in range(repeat):
         short, long = (timed(run, prompts, count)["wall_s"] for count in (8, 8 + a.steps))
         laps.append((long - short) / a.steps)
-    return {"step_ms": 1e3 * statistics.median(laps), "steps_ms": [1e3 * x for x in laps]}
+    row = {"step_ms": 1e3 * statistics.median(laps), "steps_ms": [1e3 * x for x in laps]}
+    if a.device == "cuda" and not a.eager:
+        forwards = run.forwards(prompts, 8 + a.steps)
+        row |= {"forward_ms": 1e3 * statistics.median(forwards), "forwards": len(forwards)}
+        row["forward_quartiles_ms"] = [1e3 * x for x in statistics.quantiles(forwards)]
+    return row
 
 
 def timed(run: Sglang, prompts: list[list[int]], count: int) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The benchmark of SGLang's engine writes a checkpoint that the plain model reads, knows who serves, and compares records."""
 
+import gzip
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from benchmarks.engine import tokens
 from benchmarks.engine_checkpoint import parameters, write_checkpoint
 from benchmarks.engine_model import DIM, PlainModel
 from benchmarks.engine_sglang import command, served, table
+from benchmarks.engine_sglang_run import FEWEST_KERNELS, Sglang, graph_spans
 
 OWN = "x [MiniMaxSparse] Backend initialized (score_type='max')"
 OURS = "y OpenMSA serves the 6 sparse layers: prompts"
@@ -54,7 +57,8 @@ def test_table_compares_two_engines():
 
     def timed(kernels, ms):
         prefix = {"row": "prefix", "sizes": [256, 64], "wall_s": ms / 1e3, "cached": 256, "apart": 0.0, "first": [7]}
-        return [{**prefix, "kernels": kernels}, {"row": "decode", "sizes": [8, 512], "kernels": kernels, "step_ms": ms}]
+        decode = {"row": "decode", "sizes": [8, 512], "step_ms": ms, "forward_ms": ms / 4}
+        return [{**prefix, "kernels": kernels}, {**decode, "kernels": kernels}]
 
     text = table([answers("own", 0.0), answers("openmsa", 1.0), *timed("own", 6.0), *timed("openmsa", 3.0)])
     assert "prompt of 3: 2 leading of 3 answer tokens are equal, 0.67 of all" in text
@@ -64,3 +68,39 @@ def test_table_compares_two_engines():
         in text
     )
     assert "decode 8 x 512 ms: own 6.000, openmsa 3.000, 2.00 times faster" in text
+    assert "decode 8 x 512, forward on the GPU, ms: own 1.5000, openmsa 0.7500, 2.000 times faster" in text
+
+
+def launch(correlation, start, kernels):
+    """Returns events of a trace: so many kernels of 2 us, a microsecond apart."""
+    args = {"correlation": correlation}
+    return [{"cat": "kernel", "ts": start + 3 * i, "dur": 2, "args": args} for i in range(kernels)]
+
+
+def test_graphs_are_launches_of_many_kernels():
+    events = [{"cat": "gpu_memcpy", "ts": 0, "dur": 500, "args": {}}]
+    events += launch(8, 1000, FEWEST_KERNELS + 2) + launch(7, 0, FEWEST_KERNELS) + launch(9, 500, FEWEST_KERNELS - 1)
+    assert graph_spans(events[::-1]) == pytest.approx([(3 * FEWEST_KERNELS - 1) / 1e6, (3 * FEWEST_KERNELS + 5) / 1e6])
+
+
+def test_forwards_are_read_from_the_trace_of_one_answer():
+    asked = []
+
+    class Engine:
+        def start_profile(self, output_dir, **more):
+            self.folder = Path(output_dir)
+            asked.append(more)
+
+        def generate(self, input_ids, sampling_params):
+            asked.append((input_ids, sampling_params["max_new_tokens"]))
+            return []
+
+        def stop_profile(self):
+            trace = {"traceEvents": launch(1, 0, 20)}
+            (self.folder / "1-TP-0.trace.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
+
+    run = Sglang.__new__(Sglang)
+    run.llm = Engine()
+    assert run.forwards([[1, 2]], 5) == pytest.approx([59e-6])
+    assert asked[0]["activities"] == ["GPU"]
+    assert asked[1] == ([[1, 2]], 5)
