@@ -131,8 +131,8 @@ def sm90_score_kernel(
     KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, FORM: gl.constexpr, PAGING: gl.constexpr,
     FILL: gl.constexpr,
 ):  # fmt: skip
-    """Scores blocks in a grid of (splits, row tiles of 32 rows a warp, batch * key heads); late rows, which see most keys,
-    start first. blocks_per_split: a multiple of 8."""
+    """Scores blocks in a grid of (row tiles of 32 rows a warp, splits, batch * key heads), so that programs which run at a time
+    read the same keys; late rows, which see most keys, start first. blocks_per_split: a multiple of 8."""
     HALF: gl.constexpr = 16 * gl.num_warps()
     gl.static_assert(HALF % GROUP == 0)  # rows HALF apart are of the same head
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK, 32])
@@ -140,8 +140,8 @@ def sm90_score_kernel(
     FOUR: gl.constexpr = four_blocks(gl.num_warps(), 2)
     EXCHANGED: gl.constexpr = four_blocks(gl.num_warps(), 3)
     ROW: gl.constexpr = gl.SliceLayout(1, FOUR)
-    i_split = gl.program_id(0)
-    i_m = gl.num_programs(1) - 1 - gl.program_id(1)
+    i_m = gl.num_programs(0) - 1 - gl.program_id(0)
+    i_split = gl.program_id(1)
     i_s, i_h = gl.program_id(2) // KEY_HEADS, gl.program_id(2) % KEY_HEADS
     q_start, q_len, k_start, k_len, offset = sequence_bounds(bounds, i_s, capacity, max_keys)
     i_row = i_m * 2 * HALF
@@ -287,7 +287,7 @@ def launch(
     layout = gl.NVMMASharedLayout.get_default_for(pool.block_shape, gl.float8e4nv)
     launch_kernel(
         sm90_score_kernel,
-        (ceil_div(num_blocks, blocks_per_split), row_tiles, lengths.batch * view.heads),
+        (row_tiles, ceil_div(num_blocks, blocks_per_split), lengths.batch * view.heads),
         queries,
         view.rows,
         TensorDescriptor(pool.base, pool.shape, pool.strides, pool.block_shape, layout),

@@ -175,21 +175,23 @@ def score_kernel(
     q, keys, tma, table, bounds, scores, num_blocks, num_pages, capacity, max_keys, tiles_per_split,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr,
     PRODUCT: tl.constexpr, HOLD: tl.constexpr, FILL: tl.constexpr, COLLECT: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, EVEN: tl.constexpr, BEHIND: tl.constexpr = False,
+    PDL: tl.constexpr, EVEN: tl.constexpr, ROWS_FIRST: tl.constexpr, BEHIND: tl.constexpr = False,
 ):  # fmt: skip
-    """Scores blocks in a grid of (splits, row tiles, batch * key heads); late rows, which see most keys, start first. HOLD:
-    rows stay in registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are
-    written eight blocks, a sector, at a time. PDL: the next kernel may be launched while this one runs. BEHIND: this
-    kernel may start before the one in front has ended, and waits for it first, so that the next one finds what any before this
-    one wrote. EVEN: see below."""
+    """Scores blocks in a grid of (splits, row tiles, batch * key heads), or with ROWS_FIRST of (row tiles, splits, batch * key
+    heads), where programs that run at a time read the same keys; late rows, which see most keys, start first. HOLD: rows stay
+    in registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are written eight
+    blocks, a sector, at a time. PDL: the next kernel may be launched while this one runs. BEHIND: this kernel may start before
+    the one in front has ended, and waits for it first, so that the next one finds what any before this one wrote. EVEN: see
+    below."""
     if BEHIND:
         gdc_wait()
     if PDL:
         gdc_launch_dependents()
     ROWS: tl.constexpr = PRODUCT.rows
     # 1. The program finds its rows, keys and tiles.
-    i_split = tl.program_id(0)
-    i_m = tl.num_programs(1) - 1 - tl.program_id(1)
+    SPLITS: tl.constexpr = 1 if ROWS_FIRST else 0
+    i_split = tl.program_id(SPLITS)
+    i_m = tl.num_programs(1 - SPLITS) - 1 - tl.program_id(1 - SPLITS)
     i_s, i_h = tl.program_id(2) // KEY_HEADS, tl.program_id(2) % KEY_HEADS
     q_start, q_len, k_start, k_len, offset = sequence_bounds(bounds, i_s, capacity, max_keys)
     if i_m * ROWS >= q_len * GROUP:
@@ -199,7 +201,7 @@ def score_kernel(
     if scores.visible is not None:
         store_visible(scores.visible, q_start, o_r, m_row, i_last, i_split + i_h == 0, GROUP, CUT.block)
     if EVEN:  # The splits share the tiles that the rows see, EVEN at a time; nobody has the others, so that FILL must be False.
-        even = tl.cdiv(tl.cdiv(seen_by_any, CUT.block * CUT.sub) * CUT.parts, tl.num_programs(0) * EVEN) * EVEN
+        even = tl.cdiv(tl.cdiv(seen_by_any, CUT.block * CUT.sub) * CUT.parts, tl.num_programs(SPLITS) * EVEN) * EVEN
         tiles_per_split = tl.minimum(tiles_per_split, tl.maximum(even, EVEN))
     first, last, i_full, i_end = tiles_of(i_split, tiles_per_split, num_blocks, seen_by_all, seen_by_any, CUT)
     page_row = table.ids
@@ -314,7 +316,12 @@ def launch(
 
         launch_kernel(lane_kernel, grid, queries, in_words(view.rows, view.form), *others, CHUNK=chosen.lanes, **constants)
     else:
+        row_bytes = view.rows.data.shape[-1] * view.rows.data.element_size()
+        rows_first = row_tiles > 1 and lengths.max_seqlen_k * row_bytes > device.l2_bytes
+        if rows_first:
+            grid = (grid[1], grid[0], grid[2])
         constants |= {"HOLD": chosen.hold, "COLLECT": collect, "EVEN": step * tile.parts if shares else 0}
+        constants |= {"ROWS_FIRST": rows_first}
         constants |= {"BEHIND": True, "launch_pdl": True} if behind else {}
         launch_kernel(score_kernel, grid, queries, view.rows, keys.tma, *others, **constants)
 

@@ -12,7 +12,9 @@ groups of warps:
 Queries lie in registers, keys and values in a ring of blocks in shared memory. A group that attends starts the product of its
 queries with the next block before it takes the exponentials of this one, and the product of its weights with this block's
 values right behind. Programs stay and take one tile after another, those with the most keys first, so that the blocks of a tile
-arrive while results of the tile before are written.
+arrive while results of the tile before are written. Where the L2 cache does not hold a sequence's keys and values, all tiles of
+a KV head come before those of the next: what the programs read then passes through the cache once a round, and the power that
+reading it again from memory would take is left to the products (`docs/log/dense.md`).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from openmsa.primitives.gluon_sm90_attention import (
     following,
     give_back,
     kept,
-    mirrored,
+    l2_holds,
     no_rows,
     online_step,
     pass_by,
@@ -105,26 +107,21 @@ class Sizes(NamedTuple):
 
 
 @gluon.jit
-def last_turn(sizes, MIRRORED: gl.constexpr):
-    """Returns the number of turns of all programs together. A program takes every turn that follows its own number by a
-    multiple of how many programs there are."""
-    return turns_of(sizes.items, gl.num_programs(0)) if MIRRORED else sizes.items
-
-
-@gluon.jit
-def item_at(i_turn, sizes, bounds, CUT: gl.constexpr, CAUSAL: gl.constexpr, MIRRORED: gl.constexpr):
+def item_at(i_turn, sizes, bounds, CUT: gl.constexpr, CAUSAL: gl.constexpr, HEADS_APART: gl.constexpr):
     """Finds an item of work: a tile, a KV head and a part of its group. Returns part and head; the blocks that some query of
-    the tile sees, -1 where the tile has no queries; the tile's first token and how many it has; its sequence, where the
-    sequence's keys start and how many they are; and the position of the first token."""
+    the tile sees, -1 where the tile has no queries, or the turn no item; the tile's first token and how many it has; its
+    sequence, where the sequence's keys start and how many they are; and the position of the first token."""
     TOKENS: gl.constexpr = 2 * ROWS // CUT.heads
-    i_item = i_turn
-    if MIRRORED:
-        i_item = dealt(i_turn, gl.num_programs(0))
-        is_item = i_item < sizes.items
-        i_item = gl.minimum(i_item, sizes.items - 1)
+    i_item = dealt(i_turn, gl.num_programs(0))
+    is_item = i_item < sizes.items
+    i_item = gl.minimum(i_item, sizes.items - 1)
     i_part, i_pair = i_item % CUT.parts, i_item // CUT.parts
-    i_h, i_rest = i_pair % sizes.num_kv_heads, i_pair // sizes.num_kv_heads
-    i_b, i_tile = i_rest // sizes.tiles, i_rest % sizes.tiles
+    tiles, num_kv_heads = sizes.tiles, sizes.num_kv_heads
+    i_b, i_rest = i_pair // (tiles * num_kv_heads), i_pair % (tiles * num_kv_heads)
+    if HEADS_APART:
+        i_h, i_tile = i_rest // tiles, i_rest % tiles
+    else:
+        i_h, i_tile = i_rest % num_kv_heads, i_rest // num_kv_heads
     i_q0, i_k0 = gl.load(bounds.cu_q + i_b), gl.load(bounds.cu_k + i_b)
     n_q, n_k = gl.load(bounds.cu_q + i_b + 1) - i_q0, gl.load(bounds.cu_k + i_b + 1) - i_k0
     position = n_k - n_q
@@ -137,9 +134,7 @@ def item_at(i_turn, sizes, bounds, CUT: gl.constexpr, CAUSAL: gl.constexpr, MIRR
     n_any = n_k  # number of keys that some query of the tile sees
     if CAUSAL:
         n_any = gl.maximum(gl.minimum(n_k, position + first + tokens), 0)
-    size = gl.where(i_tile < 0, -1, (n_any + BLOCK - 1) // BLOCK)
-    if MIRRORED:
-        size = gl.where(is_item, size, -1)
+    size = gl.where(is_item & (i_tile >= 0), (n_any + BLOCK - 1) // BLOCK, -1)
     return i_part, i_h, size, i_q0 + first, tokens, i_b, i_k0, n_k, position + first
 
 
@@ -157,14 +152,14 @@ def place_of(table, i_b, i_k0, i, sizes, CUT: gl.constexpr):
 @gluon.jit
 def load(
     ring, rows, tma_q, tma_k, tma_v, bounds, table, sizes,
-    CUT: gl.constexpr, CAUSAL: gl.constexpr, MIRRORED: gl.constexpr, STAGES: gl.constexpr,
+    CUT: gl.constexpr, CAUSAL: gl.constexpr, HEADS_APART: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does the loading warp's share of a program: a block's values follow the keys of the next block, as they are read."""
     TOKENS: gl.constexpr = ROWS // CUT.heads
     s, phase, n, any_v = 0, 0, 0, 0
     s_v, page_v, h_v, at_v = 0, 0, 0, 0
-    for i_turn in range(gl.program_id(0), last_turn(sizes, MIRRORED), gl.num_programs(0)):
-        i_part, i_h, size, first, _, i_b, i_k0, _, _ = item_at(i_turn, sizes, bounds, CUT, CAUSAL, MIRRORED)
+    for i_turn in range(gl.program_id(0), turns_of(sizes.items, gl.num_programs(0)), gl.num_programs(0)):
+        i_part, i_h, size, first, _, i_b, i_k0, _, _ = item_at(i_turn, sizes, bounds, CUT, CAUSAL, HEADS_APART)
         if size > 0:
             next_page, next_at = place_of(table, i_b, i_k0, 0, sizes, CUT)
             for i in range(size):
@@ -201,7 +196,7 @@ def store_largest(scores, largest, block, o_score, m_row):
 def attend(
     ring, rows, result, scores, bounds, sizes, scale,
     SIDE: gl.constexpr, CUT: gl.constexpr, CAUSAL: gl.constexpr, NEGATIVE: gl.constexpr,
-    MIRRORED: gl.constexpr, STAGES: gl.constexpr,
+    HEADS_APART: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does a group's share of a program: the first (SIDE 0) or the second half of each tile's rows."""
     NUMBER: gl.constexpr = ring.k.dtype
@@ -219,8 +214,8 @@ def attend(
     zero = gl.zeros([ROWS, BLOCK], gl.float32, LOGITS)
     q_rows = rows.q.index(SIDE).reshape((ROWS, DIM_PAD))
     s, phase, n = 0, 0, 0
-    for i_turn in range(gl.program_id(0), last_turn(sizes, MIRRORED), gl.num_programs(0)):
-        i_part, i_h, size, first, tokens, _, _, n_k, position = item_at(i_turn, sizes, bounds, CUT, CAUSAL, MIRRORED)
+    for i_turn in range(gl.program_id(0), turns_of(sizes.items, gl.num_programs(0)), gl.num_programs(0)):
+        i_part, i_h, size, first, tokens, _, _, n_k, position = item_at(i_turn, sizes, bounds, CUT, CAUSAL, HEADS_APART)
         if size >= 0:
             acc = gl.zeros([ROWS, DIM_PAD], gl.float32, OUTPUTS)
             m_i, l_i = no_rows(LOGITS)
@@ -327,7 +322,7 @@ def sm90_dense_kernel(
     CUT: gl.constexpr,
     CAUSAL: gl.constexpr,
     NEGATIVE: gl.constexpr,
-    MIRRORED: gl.constexpr,  # whether items are dealt backwards in every second round
+    HEADS_APART: gl.constexpr,  # whether all tiles of a sequence's KV head come before those of the next
     STAGES: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
@@ -339,9 +334,9 @@ def sm90_dense_kernel(
     SIDE_1: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (attend, (ring, rows, result, scores, bounds, sizes, scale, SIDE_0, CUT, CAUSAL, NEGATIVE, MIRRORED, STAGES)),
-            (attend, (ring, rows, result, scores, bounds, sizes, scale, SIDE_1, CUT, CAUSAL, NEGATIVE, MIRRORED, STAGES)),
-            (load, (ring, rows, tma_q, tma_k, tma_v, bounds, table, sizes, CUT, CAUSAL, MIRRORED, STAGES)),
+            (attend, (ring, rows, result, scores, bounds, sizes, scale, SIDE_0, CUT, CAUSAL, NEGATIVE, HEADS_APART, STAGES)),
+            (attend, (ring, rows, result, scores, bounds, sizes, scale, SIDE_1, CUT, CAUSAL, NEGATIVE, HEADS_APART, STAGES)),
+            (load, (ring, rows, tma_q, tma_k, tma_v, bounds, table, sizes, CUT, CAUSAL, HEADS_APART, STAGES)),
         ],
         [4, 1],
         [ATTEND_REGISTERS, LOAD_REGISTERS],
@@ -412,7 +407,7 @@ def launched(
         CUT=cut,
         CAUSAL=causal,
         NEGATIVE=scale < 0,
-        MIRRORED=mirrored(device, seqs.max_seqlen_k, num_kv_heads, q.shape[2]),
+        HEADS_APART=not l2_holds(device, seqs.max_seqlen_k, num_kv_heads, q.shape[2]),
         **OPTIONS,
     )
     return True

@@ -24,7 +24,7 @@ from openmsa.runtime.devices import Device
 BLOCK = gl.constexpr(128)
 """A block, and a tile of keys in shared memory, has so many keys."""
 CACHED = 0.75
-"""Where items are `mirrored`, a sequence's keys and values take at most so large a share of the L2 cache."""
+"""Keys and values that the L2 cache holds take at most so large a share of it."""
 ROWS = gl.constexpr(64)
 """Four warps attend with so many rows, one for each token and head."""
 
@@ -75,17 +75,16 @@ def ring_of(tma_q, tma_k, tma_v, HEADS: gl.constexpr, DIM_PAD: gl.constexpr, STA
     return Ring(k, v, k_full, v_full, free), Rows(q, q_full, q_free)
 
 
-def mirrored(device: Device, max_seqlen_k: int, num_kv_heads: int, dim: int) -> bool:
-    """Chooses whether items of work are `dealt` to the programs. Items change in size from round to round; all programs then
-    have about equally many blocks. Dense attention is 1 to 4 % faster so where the L2 cache holds the keys and values of a
-    sequence's heads, but 6 to 10 % slower where it does not (`docs/log/dense.md`)."""
+def l2_holds(device: Device, max_seqlen_k: int, num_kv_heads: int, dim: int) -> bool:
+    """Says whether the L2 cache holds the 16-bit keys and values of a sequence, beside what else passes through it."""
     return 2 * 2 * dim * num_kv_heads * max_seqlen_k <= CACHED * device.l2_bytes
 
 
 @gluon.jit
 def dealt(i_turn, num_programs):
     """Returns the item that a program takes in one of its turns: in every second round, programs take items from the last
-    program back. A program's turns follow its own number by multiples of how many programs there are."""
+    program back, so that where items change in size from round to round all have about equally many blocks. A program's turns
+    follow its own number by multiples of how many programs there are."""
     back = i_turn + num_programs - 1 - 2 * gl.program_id(0)
     return gl.where((i_turn // num_programs) & 1 == 1, back, i_turn)
 

@@ -42,7 +42,7 @@ from openmsa.primitives.gluon_sm90_attention import (
     following,
     give_back,
     kept,
-    mirrored,
+    l2_holds,
     no_rows,
     online_step,
     pass_by,
@@ -280,7 +280,7 @@ def sm90_attend_kernel(
     outer,  # OuterLists, or None where every tile stays together
     num_segments,
     num_tiles,
-    is_mirrored,  # 1 where programs take the last items, which are the largest ones, first, and in turns (`mirrored`); else 0
+    is_mirrored,  # 1 where programs take the last items, which are the largest ones, first, and in turns (`dealt`); else 0
     num_kv_heads,
     capacity,
     CUT: gl.constexpr,
@@ -344,7 +344,7 @@ def launch_sm90_attend(tma: tuple[TensorDescriptor, ...], call: PrefillCall) -> 
     """Launches it with descriptors of queries, keys and values."""
     keys, plan, config, device = call.keys, call.plan, call.config, facts(call.result.lse.device)
     dim = keys.k.dim
-    is_mirrored = int(mirrored(device, plan.limits.max_blocks * BLOCK.value, keys.heads, dim))
+    is_mirrored = int(l2_holds(device, plan.limits.max_blocks * BLOCK.value, keys.heads, dim))
     launch_kernel(
         sm90_attend_kernel,
         (min(plan.num_tiles * keys.heads * plan.parts, device.num_sms),),

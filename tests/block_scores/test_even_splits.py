@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""Splits that share what a sequence's rows see write the same scores, bit for bit, as splits of what there is room for."""
+"""Splits that share what a sequence's rows see write the same scores, bit for bit, as splits of what there is room for. So do
+programs in the order for keys that the L2 cache does not hold."""
 
 import pytest
 import torch
 
+from openmsa import Sequences
 from openmsa.block_scores import triton_route
 from openmsa.block_scores.triton_route import Lengths
 from openmsa.kv_cache import PagedIndexKeys
 from openmsa.primitives.rows import KeyTiles, Tile
 from openmsa.runtime.devices import facts
+from openmsa.runtime.launch import launch_kernel
+from openmsa.types import layout
 
 
 @pytest.mark.parametrize("parts", [1, 3, 7, 40])
@@ -38,3 +42,29 @@ def test_scores_are_the_same(monkeypatch, parts, block_size, new_tokens):
     for token, count in enumerate(seen.tolist()):
         assert plain[:, token, :count].isfinite().all()
         assert torch.equal(plain[:, token, :count], even_scores[:, token, :count])
+
+
+@pytest.mark.parametrize("parts", [1, 3, 7])
+def test_rows_first(monkeypatch, parts):
+    """A sequence without queries, one of a single row tile and one of several."""
+    draw, device = torch.Generator().manual_seed(parts), "cuda" if torch.cuda.is_available() else "cpu"
+    q_lens, k_lens = [0, 3, 300], [128, 700, 2100]
+    index_q = torch.randn(sum(q_lens), 2, 32, generator=draw).half().to(device)
+    index_k = torch.randn(sum(k_lens), 1, 32, generator=draw).half().to(device)
+    seqs = layout(Sequences.from_lengths(q_lens, k_lens, device=device), sum(q_lens), sum(k_lens), index_q.device)
+    monkeypatch.setattr(triton_route, "splits", lambda *arguments: parts)
+    grids, found = [], []
+
+    def launched(kernel, grid, *arguments, **constants):
+        grids.append(grid)
+        launch_kernel(kernel, grid, *arguments, **constants)
+
+    monkeypatch.setattr(triton_route, "launch_kernel", launched)
+    for l2_bytes in (1 << 30, 1 << 10):
+        monkeypatch.setattr(triton_route, "facts", lambda place, size=l2_bytes: facts(place)._replace(l2_bytes=size))
+        found.append(triton_route.block_scores(index_q, index_k, seqs, 128))
+    splits_first, rows_first = grids
+    assert rows_first == (splits_first[1], splits_first[0], splits_first[2])
+    assert rows_first[0] > 1
+    assert torch.equal(*found)
+    assert found[0].isfinite().any()

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from openmsa import E4M3, Sequences
 from openmsa.dense_attention import gluon_sm90_dense
 from openmsa.dense_attention.gluon_sm90_dense import OPTIONS, Cut, serves
-from openmsa.primitives.gluon_sm90_attention import mirrored
+from openmsa.primitives.gluon_sm90_attention import l2_holds
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import problem
@@ -70,16 +70,15 @@ def test_its_tiles():
     assert [Cut.of(group, 128, 0).tokens for group in (1, 3, 4, 16, 64, 100)] == [128, 32, 32, 8, 2, 2]
 
 
-def test_which_calls_are_mirrored():
+def test_which_keys_and_values_the_cache_holds():
     def of(max_seqlen_k, num_kv_heads):
-        return mirrored(COMPILE_TARGETS[90], max_seqlen_k, num_kv_heads, 128)
+        return l2_holds(COMPILE_TARGETS[90], max_seqlen_k, num_kv_heads, 128)
 
-    faster, slower = ((8192, 4), (16384, 4), (16384, 1), (8192, 8)), ((32768, 4), (131072, 4))
-    assert all(of(*sizes) for sizes in faster), "as measured"
-    assert not any(of(*sizes) for sizes in slower), "as measured"
+    assert all(of(*sizes) for sizes in ((8192, 4), (16384, 4), (16384, 1), (8192, 8)))
+    assert not any(of(*sizes) for sizes in ((32768, 4), (131072, 4)))
     assert of(32768, 1), "one head has a quarter of the bytes"
-    assert mirrored(COMPILE_TARGETS[90], 32768, 4, 64), "narrow heads have half of them"
-    assert mirrored(COMPILE_TARGETS[90]._replace(l2_bytes=100 << 20), 32768, 4, 128), "a larger cache holds more"
+    assert l2_holds(COMPILE_TARGETS[90], 32768, 4, 64), "narrow heads have half of them"
+    assert l2_holds(COMPILE_TARGETS[90]._replace(l2_bytes=100 << 20), 32768, 4, 128), "a larger cache holds more"
 
 
 CASES = {  # q_lens, k_lens, kv_heads, group, dim, storage, causal, dtype, scale, offsets
@@ -106,10 +105,10 @@ def launches(monkeypatch):
     return found
 
 
-@pytest.fixture(params=[False, True], ids=["in order", "mirrored"])
+@pytest.fixture(params=[False, True], ids=["heads apart", "heads together"])
 def order(request, monkeypatch):
-    """Sets whether items are dealt backwards in every second round, whatever the call would choose."""
-    monkeypatch.setattr(gluon_sm90_dense, "mirrored", lambda *_: request.param)
+    """Sets whether the tiles of a KV head come before those of the next, whatever the call would choose."""
+    monkeypatch.setattr(gluon_sm90_dense, "l2_holds", lambda *_: request.param)
 
 
 run = partial(run_as_it_lies, copy=True)

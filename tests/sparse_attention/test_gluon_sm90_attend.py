@@ -189,7 +189,7 @@ def test_few_programs(order, programs, launches, monkeypatch):
     """Each program takes several items, and in turns some take one less than others."""
     checked, expected = case("ragged", torch.bfloat16)
     monkeypatch.setattr(gluon_sm90_attend, "facts", lambda device: facts(device)._replace(num_sms=programs))
-    monkeypatch.setattr(gluon_sm90_attend, "mirrored", lambda *sizes: order)
+    monkeypatch.setattr(gluon_sm90_attend, "l2_holds", lambda *sizes: order)
     for path in ("union", "auto"):
         check(run(checked, path=path), expected)
     assert len(launches) == 2
@@ -202,7 +202,7 @@ long_call = partial(stored_long_call, store=torch.Tensor.bfloat16)
 @pytest.mark.parametrize("order", [True, False], ids=["in turns", "in order"])
 @pytest.mark.parametrize("spread", [0, 4, 60], ids=["alike", "clustered", "mixed"])
 def test_many_tiles_a_program(spread, order, launches, monkeypatch):
-    monkeypatch.setattr(gluon_sm90_attend, "mirrored", lambda *sizes: order)
+    monkeypatch.setattr(gluon_sm90_attend, "l2_holds", lambda *sizes: order)
     q, k, v, blocks, seqs = given = long_call((701, 3, 500), (9000, 128, 6001), spread=spread)
     checked = STAGE.check(*given, block_size=BLOCK, return_lse=True)
     out, lse = run(checked)
