@@ -29,6 +29,7 @@ from benchmarks.engine_checkpoint import write_checkpoint
 from benchmarks.engine_rows import Engine, write
 from openmsa.bench.record import checkout_commit
 
+ROWS = ("answers", "prefill", "prefix", "decode")
 SERVES = {
     "own": re.compile(r"\[MiniMaxSparse\] Backend initialized.*"),
     "openmsa": re.compile(r"OpenMSA serves the \d+ sparse layers.*"),
@@ -63,6 +64,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--long", type=int, nargs="*", default=[4096, 32768], help="prompts whose prefill is timed")
     p.add_argument("--prefix", type=int, nargs=2, default=[32768, 512], help="tokens cached, and new ones behind them")
     p.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="requests that decode together")
+    p.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS, help="rows that are measured")
     p.add_argument("--dense-backend", default="triton", help="of the dense layers")
     p.add_argument("--prefill-graph", default="disabled", help="disabled, or tc_piecewise, which is SGLang's own choice")
     p.add_argument("--eager", action="store_true", help="no CUDA graphs")
@@ -75,12 +77,13 @@ def arguments() -> argparse.Namespace:
 
 def rows_of(a: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
     """Returns what is measured and its sizes."""
-    return [
+    rows: list[tuple[str, tuple[int, ...]]] = [
         ("answers", ()),
         *(("prefill", (n,)) for n in a.long),
         ("prefix", tuple(a.prefix)),
         *(("decode", (n, a.context)) for n in a.batch),
     ]
+    return [row for row in rows if row[0] in a.rows]
 
 
 def serve(orders: int, a: argparse.Namespace) -> None:

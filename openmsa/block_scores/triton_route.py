@@ -175,21 +175,19 @@ def score_kernel(
     q, keys, tma, table, bounds, scores, num_blocks, num_pages, capacity, max_keys, tiles_per_split,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, PAGING: tl.constexpr, CUT: tl.constexpr,
     PRODUCT: tl.constexpr, HOLD: tl.constexpr, FILL: tl.constexpr, COLLECT: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, EVEN: tl.constexpr, ROWS_FIRST: tl.constexpr, BEHIND: tl.constexpr = False,
+    PDL: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Scores blocks in a grid of (splits, row tiles, batch * key heads), or with ROWS_FIRST of (row tiles, splits, batch * key
-    heads), where programs that run at a time read the same keys; late rows, which see most keys, start first. HOLD: rows stay
-    in registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are written eight
-    blocks, a sector, at a time. PDL: the next kernel may be launched while this one runs. BEHIND: this kernel may start before
-    the one in front has ended, and waits for it first, so that the next one finds what any before this one wrote. EVEN: see
-    below."""
-    if BEHIND:
+    """Scores blocks in a grid of splits, row tiles and batch * key heads, in which SPLITS is the axis of splits: 0, or 1 where
+    programs that run at a time are to read the same keys; late rows, which see most keys, start first. HOLD: rows stay in
+    registers. FILL: scores of blocks that a row does not see are -inf, not left. COLLECT: rows of scores are written eight
+    blocks, a sector, at a time. PDL: the next kernel may be launched while this one runs; 2: this one may start before the one
+    in front has ended, and waits for it first, so that the next one finds what any before this one wrote. EVEN: see below."""
+    if PDL == 2:
         gdc_wait()
     if PDL:
         gdc_launch_dependents()
     ROWS: tl.constexpr = PRODUCT.rows
     # 1. The program finds its rows, keys and tiles.
-    SPLITS: tl.constexpr = 1 if ROWS_FIRST else 0
     i_split = tl.program_id(SPLITS)
     i_m = tl.num_programs(1 - SPLITS) - 1 - tl.program_id(1 - SPLITS)
     i_s, i_h = tl.program_id(2) // KEY_HEADS, tl.program_id(2) % KEY_HEADS
@@ -280,8 +278,9 @@ def launch(
 
         kind = kind._replace(lanes=reads_lanes(keys, tile))
     s_head, s_token, s_block = scores.stride()
-    num_blocks, even = scores.shape[2], _in_sectors(scores)
-    written = Scores(scores, s_head, s_token, s_block, visible)
+    num_blocks, written = scores.shape[2], Scores(scores, s_head, s_token, s_block, visible)
+    # Where it is even, eight scores of a row, from a multiple of eight, can be written 16 bytes at a time.
+    even = s_block == 1 and s_head % 4 == s_token % 4 == 0 and scores.data_ptr() % 16 == 0
     tuned = _tuned(queries, keys, kind, tile, rows, group, even, device, pdl) if runs_hopper_kernels(index_q.device) else None
     if tuned is not None:
         tuned(queries, keys, product, lengths, written, num_blocks, device)
@@ -316,13 +315,10 @@ def launch(
 
         launch_kernel(lane_kernel, grid, queries, in_words(view.rows, view.form), *others, CHUNK=chosen.lanes, **constants)
     else:
-        row_bytes = view.rows.data.shape[-1] * view.rows.data.element_size()
-        rows_first = row_tiles > 1 and lengths.max_seqlen_k * row_bytes > device.l2_bytes
-        if rows_first:
-            grid = (grid[1], grid[0], grid[2])
-        constants |= {"HOLD": chosen.hold, "COLLECT": collect, "EVEN": step * tile.parts if shares else 0}
-        constants |= {"ROWS_FIRST": rows_first}
-        constants |= {"BEHIND": True, "launch_pdl": True} if behind else {}
+        far = row_tiles > 1 and lengths.max_seqlen_k * view.rows.data[0, 0, 0].nbytes > device.l2_bytes
+        grid = (grid[1], grid[0], grid[2]) if far else grid
+        constants |= {"HOLD": chosen.hold, "COLLECT": collect, "SPLITS": int(far)}
+        constants |= {"EVEN": step * tile.parts if shares else 0} | ({"PDL": 2, "launch_pdl": True} if behind else {})
         launch_kernel(score_kernel, grid, queries, view.rows, keys.tma, *others, **constants)
 
 
@@ -349,9 +345,3 @@ def _tuned(
     from openmsa.block_scores import gluon_sm90_scores
 
     return gluon_sm90_scores.launch if gluon_sm90_scores.serves(device, kind, tile, rows, group) else None
-
-
-def _in_sectors(scores: Tensor) -> bool:
-    """Says whether eight scores of a row, from a multiple of eight, can be written 16 bytes at a time."""
-    s_head, s_token, s_block = scores.stride()
-    return s_block == 1 and s_head % 4 == s_token % 4 == 0 and scores.data_ptr() % 16 == 0
