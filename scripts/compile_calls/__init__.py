@@ -40,6 +40,7 @@ PREFILL = (  # dtype, head_dim, heads to a key head, block, page
 CALLS: tuple[Any, ...] = (
     # These make scores alone, with a fill of what no query sees.
     Scores("bf16", "bf16", 4096),
+    Scores("bf16", "bf16", 4096, keys=1 << 20),  # The L2 cache does not hold so many.
     Scores("bf16", "bf16", 16),
     Scores("bf16", "bf16", 4096, dim=80, block=48),
     Scores("fp16", "nvfp4", 1, block=256),

@@ -14,7 +14,7 @@ pytest.importorskip("safetensors")
 from benchmarks.engine import tokens
 from benchmarks.engine_checkpoint import parameters, write_checkpoint
 from benchmarks.engine_model import DIM, PlainModel
-from benchmarks.engine_sglang import command, served, table
+from benchmarks.engine_sglang import ROWS, command, rows_of, served, table
 from benchmarks.engine_sglang_run import FEWEST_KERNELS, Sglang, graph_spans
 
 OWN = "x [MiniMaxSparse] Backend initialized (score_type='max')"
@@ -48,6 +48,13 @@ def test_the_log_says_who_serves():
 def test_an_engine_gets_the_arguments_of_the_first_process(monkeypatch):
     monkeypatch.setattr("sys.argv", ["x", "--heads", "32", "--", "chunked_prefill_size=4096"])
     assert command("own", 7)[3:] == ["--heads", "32", "--kernels", "own", "--orders", "7", "--", "chunked_prefill_size=4096"]
+
+
+def test_rows_can_be_chosen():
+    a = Namespace(long=[4096], prefix=[512, 64], batch=[1, 8], context=2048, rows=list(ROWS))
+    assert [what for what, _ in rows_of(a)] == ["answers", "prefill", "prefix", "decode", "decode"]
+    a.rows = ["decode"]
+    assert rows_of(a) == [("decode", (1, 2048)), ("decode", (8, 2048))]
 
 
 def test_table_compares_two_engines():
