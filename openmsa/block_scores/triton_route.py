@@ -315,7 +315,7 @@ def launch(
 
         launch_kernel(lane_kernel, grid, queries, in_words(view.rows, view.form), *others, CHUNK=chosen.lanes, **constants)
     else:
-        far = row_tiles > 1 and lengths.max_seqlen_k * view.rows.data[0, 0, 0].nbytes > device.l2_bytes
+        far = row_tiles > 1 and lengths.max_seqlen_k * view.rows.data.shape[-1] * view.rows.data.itemsize > device.l2_bytes
         grid = (grid[1], grid[0], grid[2]) if far else grid
         constants |= {"HOLD": chosen.hold, "COLLECT": collect, "SPLITS": int(far)}
         constants |= {"EVEN": step * tile.parts if shares else 0} | ({"PDL": 2, "launch_pdl": True} if behind else {})

@@ -68,3 +68,15 @@ def test_rows_first(monkeypatch, parts):
     assert rows_first[0] > 1
     assert torch.equal(*found)
     assert found[0].isfinite().any()
+
+
+def test_rows_first_without_keys():
+    """A bound on keys says nothing of how many there are."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    index_q, index_k = (torch.ones(n, 1, 32, dtype=torch.float16, device=device) for n in (300, 0))
+    starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 300], [0, 0]))
+    seqs = layout(Sequences(*starts, 300, 1 << 20), 300, 0, index_q.device)
+    scores = torch.full((1, 300, 3), torch.nan, device=device)
+    visible = torch.full((300,), -1, dtype=torch.int32, device=device)
+    triton_route.launch_scores(index_q, index_k, seqs, 128, scores, visible)
+    assert visible.eq(0).all()
