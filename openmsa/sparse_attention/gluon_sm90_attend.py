@@ -96,7 +96,7 @@ class Cut(NamedTuple):
 @gluon.jit
 def item_at(i_turn, num_items, dealing, union, num_kv_heads, CUT: gl.constexpr):
     """Loads the item of work of a turn: a tile, a key head and a part of its group. dealing: twice the number of programs that
-    attend, plus 1 where items are mirrored. Returns part, head and the number of the union list; the blocks in it (-1: the tile
+    attend, plus 1 where items are `dealt`. Returns part, head and the number of the union list; the blocks in it (-1: the tile
     goes to another kernel, or the turn has none) and how many of them all queries see whole; the tile's first token, tokens,
     sequence and position of the first token."""
     i_item = gl.where(dealing & 1 != 0, num_items - 1 - dealt(i_turn, dealing >> 1), i_turn)
@@ -267,7 +267,7 @@ def attend(
             gl.store(result.lse + o_out, gl.convert_layout(b_lse, gl.SliceLayout(1, MEMORY), assert_trivial=True), mask=m_row)
 
 
-@gluon.jit(do_not_specialize=["num_segments", "num_tiles", "is_mirrored", "capacity"])
+@gluon.jit(do_not_specialize=["num_segments", "num_tiles", "is_dealt", "capacity"])
 def sm90_attend_kernel(
     tma_q,  # boxes [1, tokens, heads, dim_pad] of the queries
     tma_k,  # boxes [1, 1, BLOCK, dim_pad]
@@ -280,7 +280,7 @@ def sm90_attend_kernel(
     outer,  # OuterLists, or None where every tile stays together
     num_segments,
     num_tiles,
-    is_mirrored,  # 1 where programs take the last items, which are the largest ones, first, and in turns (`dealt`); else 0
+    is_dealt,  # 1 where items are `dealt`, from the last ones on, which are the largest; else 0
     num_kv_heads,
     capacity,
     CUT: gl.constexpr,
@@ -296,7 +296,7 @@ def sm90_attend_kernel(
         num_programs -= left_to_merge(outer, num_segments, num_kv_heads, CUT.group, CUT.parts * 2 * ROWS)
     num_items = gl.minimum(gl.load(union.listed), num_tiles * num_kv_heads) * CUT.parts
     num_items = gl.where(gl.program_id(0) < num_programs, num_items, 0)
-    dealing = num_programs * 2 + is_mirrored
+    dealing = num_programs * 2 + is_dealt
     ring, rows = ring_of(tma_q, tma_k, tma_v, CUT.heads, CUT.dim_pad, STAGES)
     SIDE_0: gl.constexpr = 0
     SIDE_1: gl.constexpr = 1
@@ -344,12 +344,12 @@ def launch_sm90_attend(tma: tuple[TensorDescriptor, ...], call: PrefillCall) -> 
     """Launches it with descriptors of queries, keys and values."""
     keys, plan, config, device = call.keys, call.plan, call.config, facts(call.result.lse.device)
     dim = keys.k.dim
-    is_mirrored = int(l2_holds(device, plan.limits.max_blocks * BLOCK.value, keys.heads, dim))
+    is_dealt = int(l2_holds(device, plan.limits.max_blocks * BLOCK.value, keys.heads, dim))
     launch_kernel(
         sm90_attend_kernel,
         (min(plan.num_tiles * keys.heads * plan.parts, device.num_sms),),
         *tma, keys.factors, call.result, call.bounds, call.lists.union, call.scale, call.lists.outer,
-        plan.num_chunks * keys.heads, plan.num_tiles, is_mirrored, keys.heads, plan.limits.capacity,
+        plan.num_chunks * keys.heads, plan.num_tiles, is_dealt, keys.heads, plan.limits.capacity,
         CUT=Cut(plan.group, config.heads, plan.parts, dim, padded_dim(dim, keys.dtype), keys.page_size, call.negative),
         **OPTIONS,
     )  # fmt: skip

@@ -131,11 +131,10 @@ def launch_outer(call: PrefillCall, outer: OuterLists, attend_unions: Callable[[
         first_tile = i_chunk * plan.chunk.tiles
         tiles = first_tile, min(plan.chunk.tiles, plan.num_tiles - first_tile)
         (own or launch_attend)(call, outer, partials, i_chunk)
-        behind_unions = False
-        if attend_unions is not None and i_chunk == plan.num_chunks - 1:
-            attend_unions()
-            behind_unions = True
+        unions = attend_unions if i_chunk == plan.num_chunks - 1 else None
+        if unions is not None:
+            unions()
         if own is not None:
-            launch_sm90_merge(call, partials, outer.slots, *tiles, beside=behind_unions)
+            launch_sm90_merge(call, partials, outer.slots, *tiles, beside=unions is not None)
         else:
             combine(call, partials, outer.slots, *tiles, 1, config.combine_warps)
