@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from openmsa import known_calls
+from openmsa.block_topk import refusals
 from openmsa.block_topk.given_scores import SCORES_STAGE, select_blocks_from_scores
 from openmsa.inputs import SelectionCall, check_selection
 from openmsa.kv_cache import PagedIndexKeys, Stored
@@ -62,31 +63,6 @@ def select_blocks(
     return blocks
 
 
-TRITON_READS = {"index_q": ("plain", "e4m3"), "index_k": ("plain", "e4m3", "int8", "nvfp4", "mxfp4")}
-"""The selection's kernels take these formats: a new one is named here."""
-
-
-def _refuse_triton(call: SelectionCall) -> str | None:
-    reason = dispatch.unless_reads(TRITON_READS, index_q=call.index_q, index_k=call.index_k)
-    reason = reason or dispatch.unless_cuda_inference(call.index_q, call.index_k)
-    if reason is None:
-        from openmsa.block_topk import triton_select
-
-        reason = triton_select.refuse(*call[2:7])
-    return reason
-
-
-def _refuse_triton_certified(call: SelectionCall) -> str | None:
-    reads = {"index_q": ("plain",), "index_k": ("certified",)}
-    reason = dispatch.unless_reads(reads, index_q=call.index_q, index_k=call.index_k)
-    reason = reason or dispatch.unless_cuda_inference(call.index_q, call.index_k)
-    if reason is None:
-        from openmsa.block_topk import triton_certified
-
-        reason = triton_certified.refuse(*call[:7])
-    return reason
-
-
 def _unless_cpu(call: SelectionCall) -> str | None:
     return dispatch.unless_cpu_inference(call.index_q, call.index_k)
 
@@ -103,7 +79,7 @@ STAGE = Stage(
     select_blocks,
     check_selection,
     (
-        Implementation("triton", "openmsa.block_topk.triton_select:select_blocks", _refuse_triton),
+        Implementation("triton", "openmsa.block_topk.triton_select:select_blocks", refusals.unless_triton),
         Implementation("cpu", "openmsa.block_topk.cpu:select_blocks", _unless_cpu),
         Implementation("reference", "openmsa.block_topk.reference:select_blocks", _unless_values, _by_name_only),
     ),
@@ -112,7 +88,7 @@ CERTIFIED_STAGE = Stage(
     select_blocks,
     check_selection,
     (
-        Implementation("triton", "openmsa.block_topk.triton_certified:select_blocks", _refuse_triton_certified),
+        Implementation("triton", "openmsa.block_topk.triton_certified:select_blocks", refusals.unless_certified),
         Implementation("cpu", "openmsa.block_topk.cpu_certified:select_blocks", _unless_cpu),
         Implementation("reference", "openmsa.block_topk.reference:select_certified", _unless_values, _by_name_only),
     ),

@@ -26,7 +26,7 @@ from openmsa.parallel.shards import Pieces, TokenShards, in_chunks
 from openmsa.parallel.sources import Paged
 from openmsa.parallel.tokens import Gathering
 from openmsa.sparse_attention import STAGE as ATTENTION
-from openmsa.sparse_attention import SparseCall
+from openmsa.sparse_attention.call import SparseCall
 from openmsa.types import Layout, out_dtype, wide_dtype
 
 SCORE_BYTES = 1 << 28

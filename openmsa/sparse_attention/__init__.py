@@ -12,7 +12,8 @@ from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.results import made_results
 from openmsa.runtime import dispatch, references
 from openmsa.runtime.dispatch import Implementation, Stage
-from openmsa.sparse_attention.call import SparseCall, check_sparse
+from openmsa.sparse_attention import refusals
+from openmsa.sparse_attention.call import check_sparse
 from openmsa.types import Sequences
 
 
@@ -82,39 +83,6 @@ def sparse_attention(
     return known_calls.run(STAGE, impl, (q, k, v, blocks), seqs, numbers, check, lambda: made_results(q, return_lse))
 
 
-DECODE_QUERIES = 16  # the decode kernel is preferred up to so many queries a sequence
-
-
-def _many_queries(call: SparseCall) -> str | None:
-    if call.seqs.longest_q <= DECODE_QUERIES:
-        return None
-    return f"it is meant for at most {DECODE_QUERIES} queries a sequence, got up to {call.seqs.longest_q}"
-
-
-DECODE_READS = PREFILL_READS = {"q": ("plain", "e4m3"), "k": ("plain", "e4m3", "nvfp4")}
-"""The kernels take these formats of q and of k; v has the format of k."""
-
-
-def _cannot_decode(call: SparseCall) -> str | None:
-    reason = dispatch.unless_reads(DECODE_READS, q=call.q, k=call.k) or _unless_cuda(call)
-    if reason is None:
-        from openmsa.sparse_attention import triton_decode_walk
-
-        reason = triton_decode_walk.refuse(*call[:3], call.block_size)
-    return reason
-
-
-def _cannot_prefill(call: SparseCall) -> str | None:
-    entries = call.blocks.numel()
-    if entries >= 2**31:
-        return f"it numbers the selected blocks with int32 and blocks has {entries} of them; split the queries"
-    return dispatch.unless_reads(PREFILL_READS, q=call.q, k=call.k) or _unless_cuda(call)
-
-
-def _unless_cuda(call: SparseCall) -> str | None:
-    return dispatch.unless_cuda(*call[:3]) or dispatch.unless_recordable(call)
-
-
 TRITON_BACKWARD = "openmsa.sparse_attention.triton_backward:sparse_attention_backward"
 
 STAGE = Stage(
@@ -124,14 +92,14 @@ STAGE = Stage(
         Implementation(
             "triton_decode",
             "openmsa.sparse_attention.triton_decode_call:sparse_attention",
-            _cannot_decode,
-            _many_queries,
+            refusals.cannot_decode,
+            refusals.many_queries,
             TRITON_BACKWARD,
         ),
         Implementation(
             "triton_prefill",
             "openmsa.sparse_attention.triton_prefill:sparse_attention",
-            _cannot_prefill,
+            refusals.cannot_prefill,
             backward=TRITON_BACKWARD,
         ),
         Implementation(

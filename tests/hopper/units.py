@@ -114,16 +114,17 @@ def copy_box(boxes, corner, barrier, result, pred=True):
 
 
 def copy_elements(shared, pointer, mask=None):
-    """Starts to copy elements to shared memory; those that are masked out become 0."""
+    """Starts to copy elements to shared memory, which arrive at any time until they are waited for; in the place of those that
+    are masked out is anything then."""
     agent = current()
 
     def arrives():
         dtype = pointer.dtype.element_ty
         used = np.broadcast_to(np.bool_(True) if mask is None else value_of(mask).data, pointer.shape)
-        found = agent.memory.load(pointer.data, dtype, used, stored(0, dtype))
-        shared.write(bits_of(found, dtype))
+        shared.write(bits_of(agent.memory.load(pointer.data, dtype, used, None), dtype))
 
     agent.copies[-1].append(arrives)
+    agent.machine.copies.append(arrives)
 
 
 def commit_group():
@@ -135,7 +136,9 @@ def wait_group(count=0):
     agent = current()
     while len(agent.copies) > count + 1:
         for arrives in agent.copies.pop(0):
-            arrives()
+            if arrives in agent.machine.copies:
+                agent.machine.copies.remove(arrives)
+                arrives()
     agent.has_written = True
 
 

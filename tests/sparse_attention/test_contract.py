@@ -9,7 +9,8 @@ import torch
 
 from openmsa import sparse_attention
 from openmsa.runtime.dispatch import Implementation, Stage
-from openmsa.sparse_attention import DECODE_QUERIES, STAGE
+from openmsa.sparse_attention import STAGE
+from openmsa.sparse_attention.refusals import DECODE_QUERIES
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import WILD_IDS, paged, problem, random_blocks
 from tests import oracle
