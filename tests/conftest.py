@@ -192,10 +192,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     from openmsa.block_scores import triton_route
     from openmsa.dense_attention import triton_forward
     from openmsa.runtime import launch
-    from openmsa.sparse_attention import triton_backward, triton_outer, triton_prefill
+    from openmsa.sparse_attention import triton_backward, triton_prefill
     from tests.hopper.launch import run
 
     monkeypatch.setattr(GluonJITFunction, "run", run)
     monkeypatch.setattr(launch, "_observed", lambda kernel: True)  # Launches go through the kernel itself.
-    for module in (triton_route, triton_forward, triton_backward, triton_outer, triton_prefill):
+    for module in (triton_route, triton_forward, triton_backward, triton_prefill):
         monkeypatch.setattr(module, "runs_hopper_kernels", lambda device: True)

@@ -144,9 +144,9 @@ def stay(x):
 
 
 @gluon.jit
-def clear_behind(tile, count):
-    """Overwrites the rows of values behind the first `count` by 0. Both groups may do so at a time."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+def clear_behind(tile, count, WARPS: gl.constexpr = 4):
+    """Overwrites the rows of values behind the first `count` by 0. Groups of so many warps may do so at a time."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     o_n = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
     for part in gl.static_range(BLOCK // 32):
         rows = tile.slice(part * 32, 32)
@@ -242,14 +242,20 @@ def exchanged(pairs, first, second):
 
 
 @gluon.jit
+def words_of(low, high, NUMBER: gl.constexpr):
+    """Rounds numbers to words of two 16-bit numbers."""
+    CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == NUMBER else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(CONVERT, "=r,f,f", [low, high], gl.int32, True, 1)
+
+
+@gluon.jit
 def rounded(x, NUMBER: gl.constexpr, IN_QUADS: gl.constexpr = False):
     """Rounds a product [ROWS, dim] to 16 bits. Returns words of two numbers, [ROWS, dim // 2], four neighbouring ones a thread:
     its own (IN_QUADS: of 32 numbers, those at 8 * i + 2 * j and behind it belong to 8 * j + 2 * i), or neighbours in the
     product. These are exchanged in two steps, since Triton would do it at once through shared memory, which has no room."""
     PAIRS: gl.constexpr = x.shape[1] // 2
     low, high = x.reshape([ROWS, PAIRS, 2]).split()
-    CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == NUMBER else "cvt.rn.f16x2.f32 $0, $2, $1;"
-    words = gl.inline_asm_elementwise(CONVERT, "=r,f,f", [low, high], gl.int32, True, 1)
+    words = words_of(low, high, NUMBER)
     if IN_QUADS:
         words = words.reshape([ROWS, PAIRS // 16, 4, 4]).permute((0, 1, 3, 2)).reshape([ROWS, PAIRS])
     else:

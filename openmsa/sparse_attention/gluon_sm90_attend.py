@@ -58,19 +58,14 @@ from openmsa.primitives.operands import QueryRows
 from openmsa.runtime.devices import Device, facts
 from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention import triton_lists
-from openmsa.sparse_attention.gluon_sm90_merge import left_to_merge
+from openmsa.sparse_attention.gluon_sm90_merge import SHARES, shared_out
 from openmsa.sparse_attention.triton_config import MAX_UNION_TOKENS, Keys, PrefillConfig, padded_dim
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE
 from openmsa.sparse_attention.triton_lists import SIZE_FIELDS, PrefillCall
 
 load_tile = gluon.jit(triton_lists.load_tile.fn)  # Gluon compiles the source of the Triton function.
 
-OPTIONS: dict[str, Any] = {
-    "STAGES": 3,
-    "ATTEND_REGISTERS": 232,
-    "LOAD_REGISTERS": 40,
-    "num_warps": 4,
-}
+OPTIONS: dict[str, Any] = {"STAGES": 3, "ATTEND_REGISTERS": 232, "LOAD_REGISTERS": 40, "num_warps": 4}
 """The ring has STAGES blocks."""
 
 
@@ -94,35 +89,49 @@ class Cut(NamedTuple):
 
 
 @gluon.jit
-def item_at(i_turn, num_items, dealing, union, num_kv_heads, CUT: gl.constexpr):
-    """Loads the item of work of a turn: a tile, a key head and a part of its group. dealing: twice the number of programs that
-    attend, plus 1 where items are `dealt`. Returns part, head and the number of the union list; the blocks in it (-1: the tile
-    goes to another kernel, or the turn has none) and how many of them all queries see whole; the tile's first token, tokens,
-    sequence and position of the first token."""
-    i_item = gl.where(dealing & 1 != 0, num_items - 1 - dealt(i_turn, dealing >> 1), i_turn)
+def programs_of(work):
+    """Returns how many programs share the items. A word says how they do: whether items are `dealt`; among how many programs;
+    how many of SHARES neighbouring tiles are theirs, and the first of these."""
+    return (work >> 1) & 1023
+
+
+@gluon.jit
+def item_at(i_turn, num_items, work, num_kv_heads, CUT: gl.constexpr):
+    """Finds the item of a turn: a part of a group, its key head, a tile and its union list, and whether there is one."""
+    i_item = gl.where(work & 1 != 0, num_items - 1 - dealt(i_turn, programs_of(work)), i_turn)
     is_item = (i_item >= 0) & (i_item < num_items)
     i_item = gl.maximum(gl.minimum(i_item, num_items - 1), 0)
     i_part, i_pair = i_item % CUT.parts, i_item // CUT.parts
     i_h, i_tile = i_pair % num_kv_heads, i_pair // num_kv_heads
-    i_list = i_tile * num_kv_heads + i_h
+    width = (work >> 11) & 31
+    i_tile = i_tile // width * SHARES + (work >> 16) + i_tile % width
+    return i_part, i_h, i_tile, i_tile * num_kv_heads + i_h, is_item
+
+
+@gluon.jit
+def load_item(i_turn, num_items, work, union, num_kv_heads, CUT: gl.constexpr):
+    """Loads what is written of the item of a turn: the blocks in its list (-1: the tile goes to another kernel, or the turn has
+    none) and how many of them all queries see whole; the tile's first token, tokens, sequence and first position."""
+    _, _, i_tile, i_list, is_item = item_at(i_turn, num_items, work, num_kv_heads, CUT)
     size, whole = gl.load(union.sizes + i_list * SIZE_FIELDS), gl.load(union.sizes + i_list * SIZE_FIELDS + 1)
     first, tokens, i_b, position = load_tile(union.tiles, i_tile)
-    return i_part, i_h, i_list, gl.where(is_item, size, -1), whole, first, tokens, i_b, position
+    return gl.where(is_item, size, -1), whole, first, tokens, i_b, position
 
 
 @gluon.jit
 def load(
-    ring, rows, tma_q, tma_k, tma_v, union, num_items, dealing, num_kv_heads, capacity,
+    ring, rows, tma_q, tma_k, tma_v, union, num_items, work, num_kv_heads, capacity,
     CUT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does the loading warp's share of a program: a block's values follow the keys of the next block, as they are read."""
     TOKENS: gl.constexpr = ROWS // CUT.heads
     s, phase, n, any_v = 0, 0, 0, 0
     s_v, page_v, h_v, at_v = 0, 0, 0, 0
-    item = item_at(gl.program_id(0), num_items, dealing, union, num_kv_heads, CUT)
-    for i_turn in range(gl.program_id(0), turns_of(num_items, dealing >> 1), dealing >> 1):
-        i_part, i_h, i_list, size, _, first, _, _, _ = item
-        item = item_at(i_turn + (dealing >> 1), num_items, dealing, union, num_kv_heads, CUT)
+    item = load_item(gl.program_id(0), num_items, work, union, num_kv_heads, CUT)
+    for i_turn in range(gl.program_id(0), turns_of(num_items, programs_of(work)), programs_of(work)):
+        i_part, i_h, _, i_list, _ = item_at(i_turn, num_items, work, num_kv_heads, CUT)
+        size, _, first, _, _, _ = item
+        item = load_item(i_turn + programs_of(work), num_items, work, union, num_kv_heads, CUT)
         if size > 0:
             p_rows = union.rows + i_list.to(gl.int64) * capacity
             row = gl.load(p_rows)
@@ -152,8 +161,8 @@ def load(
 
 @gluon.jit
 def attend(
-    ring, rows, factors, result, bounds, union, scale, num_items, dealing, num_kv_heads,
-    capacity, SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr,
+    ring, rows, factors, result, bounds, union, scale, num_items, work, num_kv_heads, capacity,
+    SIDE: gl.constexpr, CUT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Does a group's share of a program: the first (SIDE 0) or the second half of each tile's rows."""
     NUMBER: gl.constexpr = ring.k.dtype
@@ -170,10 +179,11 @@ def attend(
     zero = gl.zeros([ROWS, BLOCK], gl.float32, LOGITS)
     q_rows = rows.q.index(SIDE).reshape((ROWS, DIM_PAD))
     s, phase, n = 0, 0, 0
-    item = item_at(gl.program_id(0), num_items, dealing, union, num_kv_heads, CUT)
-    for i_turn in range(gl.program_id(0), turns_of(num_items, dealing >> 1), dealing >> 1):
-        i_part, i_h, i_list, size, whole, first, tokens, i_b, position = item
-        item = item_at(i_turn + (dealing >> 1), num_items, dealing, union, num_kv_heads, CUT)  # It is on its way.
+    item = load_item(gl.program_id(0), num_items, work, union, num_kv_heads, CUT)
+    for i_turn in range(gl.program_id(0), turns_of(num_items, programs_of(work)), programs_of(work)):
+        i_part, i_h, _, i_list, _ = item_at(i_turn, num_items, work, num_kv_heads, CUT)
+        size, whole, first, tokens, i_b, position = item
+        item = load_item(i_turn + programs_of(work), num_items, work, union, num_kv_heads, CUT)  # It is on its way.
         if size >= 0:
             acc = gl.zeros([ROWS, DIM_PAD], gl.float32, OUTPUTS)
             m_i, l_i = no_rows(LOGITS)
@@ -267,7 +277,7 @@ def attend(
             gl.store(result.lse + o_out, gl.convert_layout(b_lse, gl.SliceLayout(1, MEMORY), assert_trivial=True), mask=m_row)
 
 
-@gluon.jit(do_not_specialize=["num_segments", "num_tiles", "is_dealt", "capacity"])
+@gluon.jit(do_not_specialize=["i_chunk", "num_segments", "num_tiles", "is_dealt", "capacity"])
 def sm90_attend_kernel(
     tma_q,  # boxes [1, tokens, heads, dim_pad] of the queries
     tma_k,  # boxes [1, 1, BLOCK, dim_pad]
@@ -277,7 +287,8 @@ def sm90_attend_kernel(
     bounds,  # Bounds
     union,  # UnionLists
     scale,  # the softmax scale times log2(e), not negative
-    outer,  # OuterLists, or None where every tile stays together
+    outer,  # OuterLists, or None where no merge runs beside
+    i_chunk,
     num_segments,
     num_tiles,
     is_dealt,  # 1 where items are `dealt`, from the last ones on, which are the largest; else 0
@@ -288,29 +299,31 @@ def sm90_attend_kernel(
     ATTEND_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
-    """Attends in union tiles, which the programs share. The grid has as many programs as run at a time. With KV-outer, some of
-    them end at once: the merge behind this launch starts beside it, and takes their multiprocessors."""
+    """Attends in union tiles, which the programs share. The grid has as many programs as run at a time. Beside a merge, they
+    take the share of one chunk, and some end at once: the merge behind this launch starts on their multiprocessors."""
     gdc_launch_dependents()
-    num_programs = gl.num_programs(0)
+    programs, tiles = gl.num_programs(0), gl.minimum((gl.load(union.listed) + num_kv_heads - 1) // num_kv_heads, num_tiles)
+    first, width = programs * 0, programs * 0 + SHARES
     if outer is not None:
-        num_programs -= left_to_merge(outer, num_segments, num_kv_heads, CUT.group, CUT.parts * 2 * ROWS)
-    num_items = gl.minimum(gl.load(union.listed), num_tiles * num_kv_heads) * CUT.parts
-    num_items = gl.where(gl.program_id(0) < num_programs, num_items, 0)
-    dealing = num_programs * 2 + is_dealt
+        first, width, left = shared_out(outer, i_chunk, num_segments, num_kv_heads, CUT.group, CUT.parts * 2 * ROWS)
+        programs -= left
+    tiles = tiles // SHARES * width + gl.minimum(gl.maximum(tiles % SHARES - first, 0), width)
+    num_items = gl.where(gl.program_id(0) < programs, tiles * num_kv_heads * CUT.parts, 0)
+    work = (gl.where(num_items > 0, first * 32 + width, SHARES) * 1024 + programs) * 2 + is_dealt
     ring, rows = ring_of(tma_q, tma_k, tma_v, CUT.heads, CUT.dim_pad, STAGES)
     SIDE_0: gl.constexpr = 0
     SIDE_1: gl.constexpr = 1
     gl.warp_specialize(
         [
             (attend, (
-                ring, rows, factors, result, bounds, union, scale, num_items, dealing, num_kv_heads, capacity,
+                ring, rows, factors, result, bounds, union, scale, num_items, work, num_kv_heads, capacity,
                 SIDE_0, CUT, STAGES,
             )),
             (attend, (
-                ring, rows, factors, result, bounds, union, scale, num_items, dealing, num_kv_heads, capacity,
+                ring, rows, factors, result, bounds, union, scale, num_items, work, num_kv_heads, capacity,
                 SIDE_1, CUT, STAGES,
             )),
-            (load, (ring, rows, tma_q, tma_k, tma_v, union, num_items, dealing, num_kv_heads, capacity, CUT, STAGES)),
+            (load, (ring, rows, tma_q, tma_k, tma_v, union, num_items, work, num_kv_heads, capacity, CUT, STAGES)),
         ],
         [4, 1],
         [ATTEND_REGISTERS, LOAD_REGISTERS],
@@ -340,16 +353,18 @@ def attend_launch(
     return functools.partial(launch_sm90_attend, (tma_q, tma_k, tma_v))
 
 
-def launch_sm90_attend(tma: tuple[TensorDescriptor, ...], call: PrefillCall) -> None:
-    """Launches it with descriptors of queries, keys and values."""
+def launch_sm90_attend(tma: tuple[TensorDescriptor, ...], call: PrefillCall, i_chunk: int | None = None) -> None:
+    """Launches it with descriptors of queries, keys and values. i_chunk: attends to the share of this chunk, whose merge runs
+    beside; None: to all tiles."""
     keys, plan, config, device = call.keys, call.plan, call.config, facts(call.result.lse.device)
     dim = keys.k.dim
+    share = (None, 0, 0) if i_chunk is None else (call.lists.outer, i_chunk, plan.num_chunks * keys.heads)
     is_dealt = int(l2_holds(device, plan.limits.max_blocks * BLOCK.value, keys.heads, dim))
     launch_kernel(
         sm90_attend_kernel,
         (min(plan.num_tiles * keys.heads * plan.parts, device.num_sms),),
-        *tma, keys.factors, call.result, call.bounds, call.lists.union, call.scale, call.lists.outer,
-        plan.num_chunks * keys.heads, plan.num_tiles, is_dealt, keys.heads, plan.limits.capacity,
+        *tma, keys.factors, call.result, call.bounds, call.lists.union, call.scale, *share, plan.num_tiles, is_dealt,
+        keys.heads, plan.limits.capacity,
         CUT=Cut(plan.group, config.heads, plan.parts, dim, padded_dim(dim, keys.dtype), keys.page_size, call.negative),
         **OPTIONS,
     )  # fmt: skip

@@ -19,8 +19,6 @@ step meanwhile:
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +51,7 @@ from openmsa.runtime.launch import launch_kernel, zeros
 from openmsa.sparse_attention import triton_lists
 from openmsa.sparse_attention.triton_config import Factors, Keys, hopper_outer_serves
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE
-from openmsa.sparse_attention.triton_lists import ITEM_FIELDS, TILE_FIELDS, OuterLists, Plan, PrefillCall
+from openmsa.sparse_attention.triton_lists import HOME_BIT, ITEM_FIELDS, TILE_FIELDS, OuterLists, Plan, PrefillCall
 
 position_of_token_zero = gluon.jit(triton_lists.position_of_token_zero.fn)  # Gluon compiles the source of the Triton function.
 
@@ -69,6 +67,19 @@ MOST_ITEMS = 1 << 20
 """A chunk has at most so many items, because their numbers share a word with flags."""
 OPTIONS: dict[str, Any] = {"STAGES": 6, "ATTEND_REGISTERS": 160, "LOAD_REGISTERS": 32, "num_warps": 4}
 """Queries have STAGES places, a multiple of GROUPS: the parity of a barrier tells apart rounds of one group alone."""
+HOME_GROUP, HOME_TOPK = 16, 5
+"""The merge attends to home blocks of so many query heads, and of so many slots or more, with which its ring is filled."""
+
+
+class Operands(NamedTuple):
+    """Holds what Hopper's own KV-outer and its merge read. Boxes of queries are [1, 1, group, HALF], those of `rows`, for home
+    blocks, [1, 8, group, DIM], those of keys and values [1, 1, BLOCK, DIM]; the latter two have factors."""
+
+    q: TensorDescriptor
+    k: TensorDescriptor
+    v: TensorDescriptor
+    factors: Factors
+    rows: TensorDescriptor | None
 
 
 class Cut(NamedTuple):
@@ -160,22 +171,29 @@ def seek(i, i_h, start, count, p_counts, num_kv_heads):
 
 
 @gluon.jit
+def place_of(bounds, table, i_b, first_key, num_pages, PAGE_SIZE: gl.constexpr):
+    """Finds the block of a sequence that begins with a key: its page and the row there where it begins, the position of the
+    sequence's token 0, its keys, and how many keys of the block some query of the sequence sees."""
+    k_begin = gl.load(bounds.cu_k + i_b)
+    k_len = gl.load(bounds.cu_k + i_b + 1) - k_begin
+    q_begin, q_end = gl.load(bounds.cu_q + i_b), gl.load(bounds.cu_q + i_b + 1)
+    position = position_of_token_zero(bounds.q_offset, i_b, q_begin, q_end, k_len)
+    page, at = i_b * 0, k_begin + first_key
+    if PAGE_SIZE > 0:
+        page = gl.load(table.ids + i_b.to(gl.int64) * table.s_sequence + (first_key // PAGE_SIZE) * table.s_page)
+        page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
+        at = first_key % PAGE_SIZE
+    return page, at, position, k_len, gl.maximum(gl.minimum(gl.minimum(position + q_end, k_len) - first_key, BLOCK), 0)
+
+
+@gluon.jit
 def item_at(outer, bounds, table, i_list, i_item, there, num_pages, CUT: gl.constexpr):
     """Loads item i_item of those from i_list on. Nothing else is read with its help where it is not there."""
     p_item = outer.items + (i_list + i_item) * ITEM_FIELDS
     begin, end, i_b, marked = gl.load(p_item), gl.load(p_item + 1), gl.load(p_item + 2), gl.load(p_item + 3)
     i_b = gl.where(there, i_b, 0)
     first_key = gl.where(there, gl.where(marked < 0, -1 - marked, marked), 0) * BLOCK
-    k_begin = gl.load(bounds.cu_k + i_b)
-    k_len = gl.load(bounds.cu_k + i_b + 1) - k_begin
-    q_begin, q_end = gl.load(bounds.cu_q + i_b), gl.load(bounds.cu_q + i_b + 1)
-    position = position_of_token_zero(bounds.q_offset, i_b, q_begin, q_end, k_len)
-    page, at = i_b * 0, k_begin + first_key
-    if CUT.page_size > 0:
-        page = gl.load(table.ids + i_b.to(gl.int64) * table.s_sequence + (first_key // CUT.page_size) * table.s_page)
-        page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
-        at = first_key % CUT.page_size
-    count = gl.maximum(gl.minimum(gl.minimum(position + q_end, k_len) - first_key, BLOCK), 0)
+    page, at, position, k_len, count = place_of(bounds, table, i_b, first_key, num_pages, CUT.page_size)
     return Item(begin, end, page, at, position - first_key, k_len - 1 - first_key, count, marked < 0)
 
 
@@ -266,8 +284,8 @@ def number_at(line, s):
 
 @gluon.jit
 def approximately(FUNCTION: gl.constexpr, x):
-    """Computes a function of float32 numbers by one instruction. Sums of weights are between 1 and BLOCK, where it errs by less
-    than 2e-7, or 0, or NaN."""
+    """Computes a function of float32 numbers by one instruction, which errs by less than 2e-7 of sums of weights (between 1 and
+    BLOCK, 0, or NaN) and of exponents that are not positive."""
     return gl.inline_asm_elementwise(FUNCTION, "=f,f", [x], gl.float32, True, 1)
 
 
@@ -435,10 +453,8 @@ def sm90_outer_kernel(
     )  # fmt: skip
 
 
-def outer_launch(
-    device: Device, q: torch.Tensor, keys: Keys, plan: Plan
-) -> Callable[[PrefillCall, OuterLists, Partials, int], None] | None:
-    """Returns the launch of a chunk; None where the kernel does not serve the call. It serves queries, keys and values of a
+def outer_operands(device: Device, q: torch.Tensor, keys: Keys, plan: Plan) -> Operands | None:
+    """Returns what the kernel reads; None where it does not serve the call. It serves queries, keys and values of a
     16-bit type, also with factors, which the copy engine can read, and partials of that type, of heads that
     `hopper_outer_serves` names; blocks of 128 keys, packed or whole in pages."""
     if device.arch != 90 or plan.block_size != BLOCK.value or not keys.by_row:
@@ -454,18 +470,18 @@ def outer_launch(
     tma_k, tma_v = (descriptor(x.rows.data, [1, 1, BLOCK.value, DIM.value]) for x in (keys.k, keys.v))
     if tma_q is None or tma_k is None or tma_v is None:
         return None
-    return functools.partial(launch_sm90_outer, (tma_q, tma_k, tma_v, keys.factors))
+    home = plan.group == HOME_GROUP and HOME_TOPK <= plan.topk <= HOME_BIT.value
+    rows = descriptor(q[None], [1, 8, plan.group, DIM.value]) if home else None
+    return Operands(tma_q, tma_k, tma_v, keys.factors, rows)
 
 
-def launch_sm90_outer(
-    read: tuple[TensorDescriptor | Factors, ...], call: PrefillCall, outer: OuterLists, partials: Partials, i_chunk: int
-) -> None:
-    """Launches it with descriptors of queries, keys and values, and the factors of the latter two."""
+def launch_sm90_outer(read: Operands, call: PrefillCall, outer: OuterLists, partials: Partials, i_chunk: int) -> None:
+    """Launches attention of a chunk."""
     keys, plan, device = call.keys, call.plan, call.result.lse.device
     launch_kernel(
         sm90_outer_kernel,
         (min(plan.chunk.items * keys.heads, facts(device).num_sms),),
-        *read,
+        *read[:4],
         partials,
         call.bounds,
         keys.k.table,

@@ -19,19 +19,14 @@ from openmsa.primitives.operands import QueryRows
 from openmsa.primitives.softmax import LEAST, Partials, nothing_read, online_step
 from openmsa.runtime.devices import facts
 from openmsa.runtime.launch import ceil_div, launch_kernel
+from openmsa.sparse_attention.few_lists import COUNT_FIELDS, UNIT_FIELDS, FewLists, most_units
 from openmsa.sparse_attention.triton_keys import HeadRows, KeyCut, key_place, row_place
-from openmsa.sparse_attention.triton_lists import (
-    COUNT_FIELDS,
-    SCAN_STEP,
-    UNIT_FIELDS,
-    FewLists,
-    PrefillCall,
-    position_of_token_zero,
-    sequence_of,
-)
+from openmsa.sparse_attention.triton_lists import PrefillCall, position_of_token_zero, sequence_of
 from openmsa.sparse_attention.triton_outer import partials_of
 from openmsa.sparse_attention.triton_outer_kernels import combine
 
+SCAN_STEP = 2048
+"""A program adds up so many buckets at a time."""
 UNITS_AT_ONCE = 16
 """A program writes so many units of each block at a time."""
 
@@ -292,6 +287,8 @@ def attend_few(
 def launch_few(call: PrefillCall, few: FewLists) -> None:
     """Launches attention of the tiles that do not stay together: it cuts units, writes partials and merges them."""
     keys, plan, config = call.keys, call.plan, call.config
+    num_units = most_units(plan.total_q * plan.topk, plan.num_buckets, config.union_tokens)
+    batch = call.bounds.cu_q.numel() - 1
     launch_kernel(
         few_units,
         (keys.heads, ceil_div(plan.num_buckets, config.few_buckets)),
@@ -299,11 +296,11 @@ def launch_few(call: PrefillCall, few: FewLists) -> None:
         keys.k.table,
         few,
         keys.heads,
-        call.batch,
-        (call.batch - 1).bit_length(),
+        batch,
+        (batch - 1).bit_length(),
         plan.num_buckets,
         plan.limits.room,
-        plan.num_units,
+        num_units,
         keys.k.num_pages,
         TOKENS=config.union_tokens,
         BLOCK=plan.block_size,
@@ -317,14 +314,14 @@ def launch_few(call: PrefillCall, few: FewLists) -> None:
     shares = ceil_div(config.few_programs * facts(call.result.lse.device).num_sms, keys.heads * plan.parts)
     launch_kernel(
         attend_few,
-        (min(shares, plan.num_units), keys.heads * plan.parts),
+        (min(shares, num_units), keys.heads * plan.parts),
         call.queries,
         *keys.operands,
         *call.tma,
         partials,
         few,
         call.scale,
-        plan.num_units,
+        num_units,
         keys.heads,
         keys.k.num_pages,
         TILE=call.row_tile(config.union_tokens),

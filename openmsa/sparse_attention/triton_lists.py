@@ -7,10 +7,10 @@ A tile is `TOKENS` neighbouring queries of one sequence. Tile i belongs to the l
 all sequences: block j of sequence b is bucket ``cu_k[b] // BLOCK + b + j``.
 
 A tile of which each head's union is small keeps its union list (ids ascending, membership bits); for the others each
-(query, slot) is an entry in its block's list. Lists of KV-outer belong to a segment, (query chunk, KV head), so that every
-size is bounded on the host: counts give offsets, and these entries and items, an item being up to `ITEM` queries of one block.
-Lists for few queries (`triton_few`) have room for every query of a sequence and are written at once.
-Their order within a list depends on timing; no result does, as the slot in the query's own row says where a partial goes.
+(query, slot) is an entry in its block's list, but where the merge attends to the tile's home block (`home_of`). Lists of
+KV-outer belong to a segment, (query chunk, KV head), so that every size is bounded on the host: counts give offsets, and these
+entries and items, an item being up to `ITEM` queries of one block.
+The order within a list depends on timing; no result does, as the slot in the query's own row says where a partial goes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from openmsa.primitives.softmax import Result
 from openmsa.runtime.devices import facts
 from openmsa.runtime.kinds import rounded
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two, zeros
+from openmsa.sparse_attention.few_lists import FewLists, few_entries, few_sizes
 from openmsa.sparse_attention.triton_config import (
     FEW_READERS,
     Keys,
@@ -41,19 +42,17 @@ from openmsa.sparse_attention.triton_config import (
 from openmsa.sparse_attention.triton_keys import Descriptors, RowTile
 from openmsa.types import Layout
 
-NO_REST, KV_OUTER, FEW = (tl.constexpr(i) for i in range(3))  # They say where tiles go that do not stay together.
+NO_REST, FEW, KV_OUTER, OUTER_BUT_HOME = (tl.constexpr(i) for i in range(4))
+"""They say where tiles go that do not stay together; for the last, the merge attends to their home blocks."""
 TILE_FIELDS = tl.constexpr(4)
 """A tile is its first token, number of tokens, sequence, position of the first token."""
 SIZE_FIELDS = tl.constexpr(2)
 """The sizes of a union list are its blocks (-1: the tile does not stay together), and those that all its queries see whole."""
 ITEM_FIELDS = tl.constexpr(4)
 """An item is its begin and end in the entries, sequence, block (-1 - block: some query of its list sees only a part of it)."""
-UNIT_FIELDS = tl.constexpr(8)
-"""A unit is its first key row, keys to read, block, sequence, keys of the sequence, position of token 0; two are unused."""
-COUNT_FIELDS = tl.constexpr(2)
-"""The units of a head are counted twice: those from the front, those from the back."""
-SCAN_STEP = 2048
-"""A program adds up so many buckets at a time."""
+HOME_BIT = tl.constexpr(62)
+"""This bit of a query's slots says that it reads the home block of its tile, which the merge attends to."""
+HOME_TOKENS = 8  # The merge attends to home blocks in tiles of so many queries.
 OFFSETS_STEP = 128
 """The last program of a segment makes the offsets of so many buckets at a time."""
 LINE = tl.constexpr(32)
@@ -92,8 +91,8 @@ class OuterLists(NamedTuple):
 
     counts:         [segments, num_buckets, spread], queries a block in front, and nothing behind.
     partly:         [segments, num_buckets], not 0 where some query does not see all of the block.
-    slots:          int64 [total_q, key heads], bit i says that slot i has a partial.
-    ranks:          [total_q, key heads, topk], place in the block's list, -1: nothing to read.
+    slots:          int64 [total_q, key heads], bit i says that slot i has a partial; HOME_BIT.
+    ranks:          [total_q, key heads, topk], place in the block's list, -1: nothing to read, -2: the tile's home block.
     entries:        [segments, chunk.entries], token * topk + slot.
     entry_offsets:  [segments, num_buckets], where a block's list starts in its segment.
     item_offsets:   the same shape: where its items start.
@@ -116,27 +115,6 @@ class OuterLists(NamedTuple):
     num_entries: Tensor
     num_visits: Tensor
     done: Tensor
-
-
-class FewLists(NamedTuple):
-    """Says which queries read a block, where these are few; int32 where nothing else is said.
-
-    counts:        [key heads, num_buckets], queries a block.
-    partly:        the same shape: the most keys that a query sees where not all see the whole block, else 0.
-    slots:         int64 [total_q, key heads], bit i says that slot i has a partial.
-    entries:       [key heads, num_buckets, room], token * topk + slot.
-    units:         [key heads, units, UNIT_FIELDS].
-    unit_entries:  [key heads, units, tokens], entries of a unit, -1 where there is none.
-    num_units:     [key heads, COUNT_FIELDS].
-    """
-
-    counts: Tensor
-    partly: Tensor
-    slots: Tensor
-    entries: Tensor
-    units: Tensor
-    unit_entries: Tensor
-    num_units: Tensor
 
 
 class Lists(NamedTuple):
@@ -186,7 +164,6 @@ class Plan(NamedTuple):
     chunk: Chunk
     num_buckets: int
     spread: int  # numbers from one block's count to the next one's
-    num_units: int  # units of a head, for few queries
     cuts: int  # partials of a block
     partial_dtype: torch.dtype
 
@@ -235,7 +212,6 @@ class Plan(NamedTuple):
             chunk=Chunk(chunk_tiles, entries, entries // config.outer_item + min(num_buckets, entries)),
             num_buckets=num_buckets,
             spread=1 if few else max(1, min(LINE.value, MOST_SPREAD // next_power_of_two(num_buckets))),
-            num_units=total_q * topk // tokens + min(num_buckets, total_q * topk),
             cuts=cuts,
             partial_dtype=partial_dtype,
         )
@@ -255,11 +231,6 @@ class PrefillCall(NamedTuple):
     scale: float  # the absolute softmax scale times log2(e)
     negative: bool  # whether the softmax scale is negative
 
-    @property
-    def batch(self) -> int:
-        """Returns the number of sequences."""
-        return self.bounds.cu_q.numel() - 1
-
     def row_tile(self, tokens: int) -> RowTile:
         """Returns the rows of a tile of so many queries."""
         dim, plan = self.queries.data.shape[2], self.plan
@@ -272,7 +243,6 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
     tile_heads, segments, total_q = plan.num_tiles * keys.heads, plan.num_chunks * keys.heads, plan.total_q
     room = tile_heads * plan.limits.capacity
     union_sizes = (plan.num_tiles * TILE_FIELDS.value, tile_heads * SIZE_FIELDS.value, room, room, room)
-    num_slots = 2 * total_q * keys.heads  # two elements make an int64
     num_counts = segments * plan.num_buckets if plan.rest != NO_REST.value else 0
     listed: Tensor | None = None
     if num_counts or flag:
@@ -280,22 +250,17 @@ def build_lists(blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, config: 
         zero = zeros(sum(lines) * LINE.value, torch.int32, blocks.device)
         done, counts, partly, listed = zero.split([n * LINE.value for n in lines])
         listed = listed[:1] if flag else None
-    outer: OuterLists | None = None
-    few: FewLists | None = None
+    sizes: tuple[int, ...] = ()
     if plan.rest == FEW.value:
-        n, room, fields = keys.heads * plan.num_units, num_counts * plan.limits.room, keys.heads * COUNT_FIELDS.value
-        parts = _split(blocks, *union_sizes, num_slots, room, n * UNIT_FIELDS.value, n * config.union_tokens, fields)
-        slots, *others = parts[len(union_sizes) :]
-        few = FewLists._make((counts, partly, slots.view(torch.int64), *others))
-    elif plan.rest == KV_OUTER.value:
-        sizes = (num_slots, total_q * keys.heads * plan.topk, segments * plan.chunk.entries, num_counts, num_counts)
-        sums = (segments, segments, segments)
-        parts = _split(blocks, *union_sizes, *sizes, segments * plan.chunk.items * ITEM_FIELDS.value, *sums)
-        slots, *others = parts[len(union_sizes) :]
-        outer = OuterLists._make((counts, partly, slots.view(torch.int64), *others, done))
-    else:
-        parts = _split(blocks, *union_sizes)
-    tiles, list_sizes, ids, rows, bits = parts[: len(union_sizes)]
+        sizes = few_sizes(keys.heads, plan.num_buckets, plan.limits.room, total_q * plan.topk, config.union_tokens)
+    elif plan.rest >= KV_OUTER.value:
+        sizes = (total_q * keys.heads * plan.topk, segments * plan.chunk.entries, num_counts, num_counts)
+        sizes += (segments * plan.chunk.items * ITEM_FIELDS.value, segments, segments, segments)
+    num_slots = 2 * total_q * keys.heads if sizes else 0  # two elements make an int64
+    tiles, list_sizes, ids, rows, bits, slots, *others = _split(blocks, *union_sizes, num_slots, *sizes)
+    rest = (counts, partly, slots.view(torch.int64), *others) if sizes else ()
+    few = FewLists._make(rest) if plan.rest == FEW.value else None
+    outer = OuterLists._make((*rest, done)) if plan.rest >= KV_OUTER.value else None
     lists = Lists(UnionLists(tiles, list_sizes, ids, rows, bits, listed), outer, few)
     _fill(lists, blocks, bounds, keys, plan, config)
     return lists
@@ -326,12 +291,8 @@ def _fill(lists: Lists, blocks: Tensor, bounds: Bounds, keys: Keys, plan: Plan, 
         keys.k.table,
         lists.union,
         lists.few or lists.outer,
-        keys.heads,
-        batch,
-        (batch - 1).bit_length(),
-        *(plan.num_buckets, plan.spread),
-        plan.chunk.tiles,
-        keys.k.num_pages,
+        *(keys.heads, batch, (batch - 1).bit_length()),
+        *(plan.num_buckets, plan.spread, plan.chunk.tiles, keys.k.num_pages),
         *plan.limits,
         **shape,
         PAGE_SIZE=keys.page_size if keys.by_row else 0,
@@ -386,6 +347,12 @@ def selected_at(selection, row, i_h, SLOTS: tl.constexpr):
     return selection.ids + row[:, None] * selection.s_token + i_h * selection.s_head + o_s[None, :] * selection.s_slot
 
 
+@triton.jit
+def home_of(position, k_len, max_blocks, BLOCK: tl.constexpr):
+    """Returns the home block of a tile: the last one that its first query, at `position`, sees."""
+    return tl.minimum(tl.maximum(tl.minimum(position, k_len - 1), 0) // BLOCK, max_blocks - 1)
+
+
 @triton.jit(do_not_specialize=_LENGTHS)
 def tile_lists(
     selection,  # Selection
@@ -399,7 +366,7 @@ def tile_lists(
     SLOTS: tl.constexpr,  # TOPK rounded up to a power of two
     TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # 0: packed keys, or pages that blocks may cross
-    REST: tl.constexpr,  # NO_REST, KV_OUTER or FEW
+    REST: tl.constexpr,  # NO_REST, FEW, KV_OUTER or OUTER_BUT_HOME
     ITEM: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Writes the union list of a tile and KV head, one a program, or its queries' places in the lists of their blocks."""
@@ -461,28 +428,22 @@ def tile_lists(
             tl.store(union.rows + o_entry, page * PAGE_SIZE + ids * BLOCK % PAGE_SIZE, mask=m_end)
         else:
             tl.store(union.rows + o_entry, k_begin + ids * BLOCK, mask=m_end)
-    elif REST == KV_OUTER:
+    elif REST >= KV_OUTER:
+        m_home = m_read & (b_ids == home_of(position, k_end - k_begin, max_blocks, BLOCK)) & (REST == OUTER_BUT_HOME)
+        m_read = m_read & (m_home == 0)
         i_segment = (i_tile // chunk_tiles * num_kv_heads + i_h).to(tl.int64)
         o_b = i_segment * num_buckets + k_begin // BLOCK + i_b + b_ids
         rank = tl.atomic_add(rest.counts + o_b * spread, 1, mask=m_read, sem="relaxed")
         m_part = m_read & (b_ids * BLOCK + BLOCK - 1 > last_key[:, None])
         tl.store(rest.partly + o_b, tl.full(o_b.shape, 1, tl.int32), mask=m_part)
         p_ranks = rest.ranks + (row[:, None] * num_kv_heads + i_h) * TOPK + o_s[None, :]
-        tl.store(p_ranks, tl.where(m_read, rank, -1), mask=m_slot)
+        tl.store(p_ranks, tl.where(m_read, rank, tl.where(m_home, -2, -1)), mask=m_slot)
     elif REST == FEW:
-        o_b = i_h * num_buckets + k_begin // BLOCK + i_b + tl.where(m_read, b_ids, 0)
-        rank = tl.atomic_add(rest.counts + o_b, 1, mask=m_read, sem="relaxed")
-        m_read &= rank < room  # Nothing is written past the list, even if ids are not distinct.
-        tl.store(rest.entries + o_b.to(tl.int64) * room + rank, (first + o_t)[:, None] * TOPK + o_s[None, :], mask=m_read)
-        first_last = tl.minimum(position - first + q_begin, k_end - k_begin - 1)  # the last key that every query sees
-        seen = tl.minimum(last_key[:, None] - b_ids * BLOCK + 1, BLOCK)
-        m_part = m_read & (b_ids * BLOCK + BLOCK - 1 > first_last)
-        tl.atomic_max(rest.partly + o_b, seen, mask=m_part, sem="relaxed")
-        filled = tl.sum(m_read.to(tl.int64) << o_s[None, :].to(tl.int64), 1)
-        tl.store(rest.slots + row * num_kv_heads + i_h, filled, mask=o_t < tokens)
+        bucket, common = i_h * num_buckets + k_begin // BLOCK + i_b, tl.minimum(position - first + q_begin, k_end - k_begin - 1)
+        few_entries(rest, b_ids, m_read, last_key, common, bucket, first, tokens, i_h, num_kv_heads, room, TOPK, BLOCK)
 
     # 5. The last program of a segment to come here knows that all have counted, and makes the offsets.
-    if REST == KV_OUTER:
+    if REST >= KV_OUTER:
         i_chunk, num_tiles = i_tile // chunk_tiles, tl.num_programs(0) // num_kv_heads
         i_segment, programs = i_chunk * num_kv_heads + i_h, tl.minimum(chunk_tiles, num_tiles - i_chunk * chunk_tiles)
         tl.debug_barrier()  # Every thread has counted before one thread says so.

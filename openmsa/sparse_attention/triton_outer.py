@@ -8,16 +8,17 @@ items, for which `triton_lists` has counted.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from openmsa.primitives.softmax import Partials
-from openmsa.runtime.devices import facts
-from openmsa.runtime.launch import launch_kernel, runs_hopper_kernels
+from openmsa.runtime.launch import launch_kernel
 from openmsa.sparse_attention.triton_config import PrefillConfig
 from openmsa.sparse_attention.triton_lists import (
+    HOME_BIT,
     ITEM_FIELDS,
     SIZE_FIELDS,
     Lists,
@@ -28,6 +29,9 @@ from openmsa.sparse_attention.triton_lists import (
     selected_at,
     selection_of,
 )
+
+if TYPE_CHECKING:
+    from openmsa.sparse_attention.gluon_sm90_outer import Operands
 
 _SIZES = ["num_buckets", "spread", "chunk_tiles", "chunk_entries", "item_bound"]
 
@@ -83,6 +87,7 @@ def fill_lists(
     is_partly = tl.load(outer.partly + o_b, mask=m_item, other=0) != 0
     tl.store(p_item + 3, tl.where(is_partly, -1 - b_ids, b_ids), mask=m_item)
     filled = tl.sum(m_read.to(tl.int64) << o_s[None, :].to(tl.int64), 1)
+    filled += tl.max((rank == -2).to(tl.int64), 1) << HOME_BIT
     tl.store(outer.slots + row * num_kv_heads + i_h, filled, mask=o_t < tokens)
 
 
@@ -114,27 +119,30 @@ def fill(lists: Lists, blocks: Tensor, cu_k: Tensor | None, heads: int, plan: Pl
     )
 
 
-def launch_outer(call: PrefillCall, outer: OuterLists, attend_unions: Callable[[], None] | None) -> None:
-    """Launches attention of the tiles that do not stay together, a chunk at a time, and in front of the last merge
-    `attend_unions`, that of the others, if there can be such: on Hopper both then run at the same time."""
-    plan, config, q = call.plan, call.config, call.queries.data
-    partials = partials_of(call, plan.chunk.tiles * config.union_tokens)
-    own: Callable[[PrefillCall, OuterLists, Partials, int], None] | None = None
-    if runs_hopper_kernels(q.device) and not call.negative:
+def launch_outer(
+    call: PrefillCall, outer: OuterLists, attend_unions: Callable[..., None] | None, by_chunk: bool, read: Operands | None
+) -> None:
+    """Launches attention of the tiles that do not stay together, a chunk at a time, and `attend_unions`, that of the others, if
+    there can be such, in front of the last merge, or (by_chunk) a chunk's share in front of each: on Hopper they run beside
+    the merges. read: operands of Hopper's own kernels, where they serve."""
+    plan = call.plan
+    partials = partials_of(call, plan.chunk.tiles * call.config.union_tokens)
+    if read is not None:
         from openmsa.sparse_attention.gluon_sm90_merge import launch_sm90_merge
-        from openmsa.sparse_attention.gluon_sm90_outer import outer_launch
-
-        own = outer_launch(facts(q.device), q, call.keys, plan)
-    if own is None:
+        from openmsa.sparse_attention.gluon_sm90_outer import launch_sm90_outer
+    else:
         from openmsa.sparse_attention.triton_outer_kernels import combine, launch_attend
     for i_chunk in range(plan.num_chunks):
         first_tile = i_chunk * plan.chunk.tiles
         tiles = first_tile, min(plan.chunk.tiles, plan.num_tiles - first_tile)
-        (own or launch_attend)(call, outer, partials, i_chunk)
-        unions = attend_unions if i_chunk == plan.num_chunks - 1 else None
-        if unions is not None:
-            unions()
-        if own is not None:
-            launch_sm90_merge(call, partials, outer.slots, *tiles, beside=unions is not None)
+        if read is not None:
+            launch_sm90_outer(read, call, outer, partials, i_chunk)
         else:
-            combine(call, partials, outer.slots, *tiles, 1, config.combine_warps)
+            launch_attend(call, outer, partials, i_chunk)
+        beside = attend_unions is not None and (by_chunk or i_chunk == plan.num_chunks - 1)
+        if attend_unions is not None and beside:
+            attend_unions(*[i_chunk] * by_chunk)
+        if read is not None:
+            launch_sm90_merge(read, call, partials, outer.slots, *tiles, beside=beside)
+        else:
+            combine(call, partials, outer.slots, *tiles, 1, call.config.combine_warps)

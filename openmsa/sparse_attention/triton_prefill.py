@@ -26,7 +26,7 @@ from openmsa.sparse_attention.triton_config import Keys, PrefillConfig, few_quer
 from openmsa.sparse_attention.triton_expand import expand, expands
 from openmsa.sparse_attention.triton_few import launch_few
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE, Descriptors, descriptors
-from openmsa.sparse_attention.triton_lists import Plan, PrefillCall, build_lists
+from openmsa.sparse_attention.triton_lists import HOME_TOKENS, KV_OUTER, OUTER_BUT_HOME, Plan, PrefillCall, build_lists
 from openmsa.sparse_attention.triton_union import launch_union
 from openmsa.types import Layout, out_dtype
 
@@ -108,6 +108,13 @@ def sparse_attention(
         queries, keys, blocks.shape[2], block_size, seqs, config, path, plain, partial_dtype or out.dtype, workspace_bytes,
         tuned is not None,
     )  # fmt: skip
+    read = None
+    if plan.rest >= KV_OUTER.value and softmax_scale >= 0 and out.data_ptr() % 4 == 0 and runs_hopper_kernels(q.device):
+        from openmsa.sparse_attention.gluon_sm90_outer import outer_operands
+
+        read = outer_operands(device, queries.data, keys, plan)
+        if read is not None and read.rows is not None and config.union_tokens == HOME_TOKENS:
+            plan = plan._replace(rest=OUTER_BUT_HOME.value)
     lists = build_lists(blocks, bounds, keys, plan, config, tuned is not None)
     if lists.outer is not None:
         triton_outer.fill(lists, blocks, seqs.cu_seqlens_k, keys.heads, plan, config)
@@ -119,7 +126,7 @@ def sparse_attention(
     call = PrefillCall(queries, keys, tma, bounds, plan, config, lists, Result(out, lse), scale, softmax_scale < 0)
     attend_unions = partial(tuned or launch_union, call) if plan.limits.union_limit >= 0 else None
     if lists.outer is not None:
-        triton_outer.launch_outer(call, lists.outer, attend_unions)
+        triton_outer.launch_outer(call, lists.outer, attend_unions, read is not None and tuned is not None, read)
     elif attend_unions is not None:
         attend_unions()
     if lists.few is not None:

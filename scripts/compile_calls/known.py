@@ -72,6 +72,11 @@ def losses(launch: Launch) -> int:
     return {80: 16, 90: 48, 100: 16, 120: 24}[launch.arch] if sixteen_bits(launch) else 208
 
 
+def merges(launch: Launch) -> bool:
+    """Expects wgmma where a merge attends to home blocks."""
+    return constant(launch, "start") > 0
+
+
 STORED = {80: 96, 90: 104, 100: 216}  # Integer arithmetic converts on sm_80; blocks of two pages have two factors.
 
 KNOWN = {
@@ -92,6 +97,8 @@ KNOWN = {
     "sm90_union_kernel": Known(always, lambda launch: 16 if constant(launch, "GROUP") == 16 else 88),
     # The loading warp stores numbers of the item, the others some where values behind the keys are cleared.
     "sm90_outer_kernel": Known(always, by_arch({90: 56})),
+    # For float16, numbers are stored once a tile.
+    "sm90_merge_kernel": Known(merges, lambda launch: 112 if "*fp16" in launch.signature["partials"] else 0, merges),
     # Where largest scores of blocks are stored, one register does not fit.
     "sm90_dense_kernel": Known(always, by_arch({90: 8})),
     "sparse_decode_kernel": Known(may_spill=by_arch({120: 8})),  # One register is stored before the loops.

@@ -69,6 +69,7 @@ ASSEMBLY = {
     " ".join(TO_FP16.value.split()): _numbers_of_codes,
     "rcp.approx.ftz.f32 $0, $1;": _float_function(lambda x: 1 / x),
     "lg2.approx.ftz.f32 $0, $1;": _float_function(np.log2),
+    "ex2.approx.ftz.f32 $0, $1;": _float_function(np.exp2),
 }
 
 

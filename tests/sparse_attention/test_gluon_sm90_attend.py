@@ -118,7 +118,7 @@ def test_what_it_is_given(monkeypatch):
     given = []
     monkeypatch.setattr(triton_prefill, "runs_hopper_kernels", lambda device: True)
     monkeypatch.setattr(
-        gluon_sm90_attend, "launch_sm90_attend", lambda tma, call: given.append(call) or triton_prefill.launch_union(call)
+        gluon_sm90_attend, "launch_sm90_attend", lambda tma, call, *_: given.append(call) or triton_prefill.launch_union(call)
     )
     monkeypatch.setattr(triton_prefill, "facts", lambda _: COMPILE_TARGETS[90])
     for path in ("union", "auto"):
@@ -145,7 +145,9 @@ def test_a_short_prefill_leaves_nothing_to_kv_outer(monkeypatch):
 def launches(monkeypatch):
     """Returns a list that grows by the call of each launch of the kernel."""
     done, launch = [], gluon_sm90_attend.launch_sm90_attend
-    monkeypatch.setattr(gluon_sm90_attend, "launch_sm90_attend", lambda tma, call: (done.append(call), launch(tma, call)))
+    monkeypatch.setattr(
+        gluon_sm90_attend, "launch_sm90_attend", lambda tma, call, *more: (done.append(call), launch(tma, call, *more))
+    )
     return done
 
 

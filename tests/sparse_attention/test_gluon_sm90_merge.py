@@ -12,7 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from openmsa.sparse_attention import STAGE, gluon_sm90_attend, gluon_sm90_merge, gluon_sm90_outer
-from openmsa.sparse_attention.gluon_sm90_merge import MOST_LEFT, ROW_COST, left_to_merge
+from openmsa.sparse_attention.gluon_sm90_merge import MOST_LEFT, ROW_COST, SHARES, shared_out
+from openmsa.sparse_attention.triton_lists import HOME_BIT
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks
 from tests import oracle
@@ -25,8 +26,8 @@ BLOCK = 128
 
 @pytest.fixture(autouse=True)
 def small_calls(monkeypatch):
-    """Few queries go to these kernels, too, and tiles whose unions have more than eight blocks to KV-outer."""
-    take_any_size(monkeypatch, limit=8)
+    """Few queries go to these kernels, too, and tiles whose unions have more than ten blocks to KV-outer."""
+    take_any_size(monkeypatch, limit=10)
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def calls(monkeypatch):
         launch = getattr(module, name)
 
         def spied(*given, launch=launch, name=name, **options):
-            call = given[0] if name == "launch_sm90_merge" else given[1]
+            call = given[1]
             done.append((name.removeprefix("launch_sm90_"), call))
             launch(*given, **options)
 
@@ -49,7 +50,7 @@ def calls(monkeypatch):
     return done
 
 
-def mixed_call(group=16, page_size=0, topk=6):
+def mixed_call(group=16, page_size=0, topk=9):
     """Returns a checked call, half of whose queries select alike, and the truth."""
     p = problem((70 if group <= 16 else 45, 3), (2000, 300), kv_heads=2, group=group, head_dim=BLOCK, dtype=torch.bfloat16)
     blocks = random_blocks(p, topk, BLOCK, 2)
@@ -64,10 +65,11 @@ def mixed_call(group=16, page_size=0, topk=6):
 
 @on_hopper
 @pytest.mark.parametrize(
-    ("group", "page_size", "topk", "programs"), [(16, 0, 6, 1), (16, 0, 6, 5), (8, 128, 5, 5), (32, 0, 7, 20), (64, 0, 5, 3)]
+    ("group", "page_size", "topk", "programs"),
+    [(16, 0, 9, 1), (16, 0, 6, 5), (16, 128, 10, 5), (8, 128, 5, 5), (32, 0, 7, 20), (64, 0, 9, 3)],
 )
-def test_unions_beside_the_last_merge(group, page_size, topk, programs, calls, monkeypatch):
-    """Whatever the union kernel leaves, results are right, and the same in chunks, of which the last alone has it in front."""
+def test_unions_beside_merges(group, page_size, topk, programs, calls, monkeypatch):
+    """Whatever the union kernel leaves, results are right, and the same in chunks, each of which has its share in front."""
     facts = gluon_sm90_attend.facts
     monkeypatch.setattr(gluon_sm90_attend, "facts", lambda device: facts(device)._replace(num_sms=programs))
     checked, expected = mixed_call(group, page_size, topk)
@@ -77,7 +79,7 @@ def test_unions_beside_the_last_merge(group, page_size, topk, programs, calls, m
     calls.clear()
     again = run(checked, workspace_bytes=checked.q[:40].numel() * topk * 2)  # partials of 40 queries
     names = [name for name, _ in calls]
-    assert names == ["outer", "merge"] * (names.count("outer") - 1) + ["outer", "attend", "merge"]
+    assert names == ["outer", "attend", "merge"] * names.count("outer")
     assert names.count("outer") == calls[0][1].plan.num_chunks > 1
     assert_equal("out", again[0], result[0].cpu())
     assert_equal("lse", again[1], result[1].cpu())
@@ -99,16 +101,19 @@ def test_what_lists_say_of_the_work(workspace, calls):
             assert int(lists.outer.num_visits[segment]) == sum(max(int(sizes[i, head]), 0) for i in here)
             apart = [i for i in here if sizes[i, head] < 0]
             tokens = [token for i in apart for token in range(tiles[i][0], tiles[i][0] + tiles[i][1])]
-            entries = sum(bin(int(slots[token, head])).count("1") for token in tokens)
+            entries = sum(bin(int(slots[token, head]) & (1 << HOME_BIT.value) - 1).count("1") for token in tokens)
             assert int(lists.outer.num_entries[segment]) == entries
     assert lists.outer.num_visits[: 2 * plan.num_chunks].sum() > 0
     assert lists.outer.num_entries[: 2 * plan.num_chunks].sum() > 0
 
 
 @gluon.jit
-def left_kernel(left, visits, entries, num_segments, num_kv_heads, GROUP: gl.constexpr, ROWS: gl.constexpr):
+def share_kernel(shares, visits, entries, i_chunk, num_segments, num_kv_heads, GROUP: gl.constexpr, ROWS: gl.constexpr):
     outer = Amounts(visits, entries)
-    gl.store(left + gl.program_id(0), left_to_merge(outer, num_segments, num_kv_heads, GROUP, ROWS))
+    first, width, left = shared_out(outer, i_chunk, num_segments, num_kv_heads, GROUP, ROWS)
+    gl.store(shares, first)
+    gl.store(shares + 1, width)
+    gl.store(shares + 2, left)
 
 
 def Amounts(visits, entries):
@@ -118,16 +123,28 @@ def Amounts(visits, entries):
 @pytest.mark.skipif(CUDA, reason="it is asked of the interpreter")
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
-    ("chunks", "heads", "visits", "entries"),
-    [(1, 4, 8569, 65024), (3, 4, 2000, 131072), (70, 2, 500, 9), (1, 1, 0, 77), (1, 1, 77, 0), (2, 3, 0, 0)],
-)
-def test_what_is_left_to_the_merge(chunks, heads, visits, entries):
-    """All union lists count, and the partials of the last chunk."""
-    of_visits = torch.full((chunks * heads + 3,), visits, dtype=torch.int32)
-    of_entries = torch.full((chunks * heads + 3,), 1 << 20, dtype=torch.int32)
-    of_entries[(chunks - 1) * heads : chunks * heads] = entries
-    left = torch.full((132,), -1, dtype=torch.int32)
-    interpret(left_kernel, left, of_visits, of_entries, chunks * heads, heads, grid=(132,), GROUP=16, ROWS=128)
-    merged, attended = heads * entries * 16, chunks * heads * visits * 128 * ROW_COST.value
-    expected = int(132 * min(merged / max(merged + attended, 1), MOST_LEFT.value) + 1e-4)
-    assert set(left.tolist()) == {expected}
+    ("heads", "visits", "entries"),
+    [
+        (4, 8569, [65024]), (4, 2000, [10, 131072, 131072]), (2, 500, list(range(0, 70 * 9, 9))), (1, 0, [77, 5]),
+        (1, 77, [0]), (2, 3, [0, 0, 0]), (2, 30, [0, 99, 0]), (8, 999, [131072, 65536]),
+    ],
+)  # fmt: skip
+def test_shares_of_chunks(heads, visits, entries):
+    """Chunks share tiles as they share partials, none is left over, and the merge gets what its part of the work is."""
+    of_visits = torch.full((len(entries) * heads + 3,), visits, dtype=torch.int32)
+    of_entries = torch.full((len(entries) * heads + 3,), 1 << 20, dtype=torch.int32)
+    of_entries[:-3] = torch.tensor(entries, dtype=torch.int32).repeat_interleave(heads)
+    begin, total = 0, max(sum(entries) * heads, 1)
+    for i_chunk, mine in enumerate(entries):
+        shares = torch.full((3,), -1, dtype=torch.int32)
+        given = shares, of_visits, of_entries, i_chunk, len(entries) * heads, heads
+        interpret(share_kernel, *given, grid=(132,), GROUP=16, ROWS=128)
+        first, width, left = shares.tolist()
+        assert first == begin <= SHARES.value
+        begin += width
+        if i_chunk < len(entries) - 1:
+            assert begin == pytest.approx(SHARES.value * sum(entries[: i_chunk + 1]) * heads / total, abs=1.001)
+        merged = heads * mine * 16
+        attended = len(entries) * heads * visits * width / SHARES.value * 128 * ROW_COST.value
+        assert left == int(132 * min(merged / max(merged + attended, 1), MOST_LEFT.value) + 1e-4)
+    assert begin == SHARES.value

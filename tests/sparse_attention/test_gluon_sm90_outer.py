@@ -41,11 +41,12 @@ def served(q, k, v, arch=90, **changes):
     plan = {
         "block_size": BLOCK,
         "group": q.shape[1] // keys.heads,
+        "topk": 16,
         "partial_dtype": q.dtype,
         "chunk": Chunk(1, 64, 8),
         "cuts": 1,
     }
-    return gluon_sm90_outer.outer_launch(COMPILE_TARGETS[arch], q, keys, SimpleNamespace(**{**plan, **changes})) is not None
+    return gluon_sm90_outer.outer_operands(COMPILE_TARGETS[arch], q, keys, SimpleNamespace(**{**plan, **changes})) is not None
 
 
 def numbers(*shape, dtype=torch.bfloat16):
@@ -95,13 +96,15 @@ def test_it_fits():
 CASES = {
     "one key": ((1, 5), (1, 129), 2, 16, 0, 2, None, 0.2),
     "odd": ((13,), (1000,), 1, 16, 0, 5, None, 0.2),
-    "ragged": ((11, 0, 3, 1, 26), (900, 0, 128, 1, 1300), 2, 16, 0, 6, None, 0.2),
-    "before and behind": ((30, 9), (300, 500), 2, 16, 0, 3, (-10, 600), 0.2),
-    "pages": ((19, 0, 40), (700, 0, 900), 2, 16, 128, 5, None, 0.2),
+    "ragged": ((11, 0, 3, 1, 26), (900, 0, 128, 1, 1300), 2, 16, 0, 10, None, 0.2),
+    "before and behind": ((30, 9), (300, 500), 2, 16, 0, 9, (-10, 600), 0.2),
+    "before more keys": ((21, 30), (1500, 300), 1, 16, 0, 11, (893, -10), 30.0),
+    "pages": ((19, 0, 40), (700, 0, 900), 2, 16, 128, 9, None, 0.2),
+    "wide pages of 16": ((40, 8), (2000, 900), 1, 16, 256, 16, None, 0.0),
     "wide pages": ((19, 8), (700, 900), 2, 8, 256, 5, None, 0.2),
     "group of 32": ((60,), (700,), 2, 32, 0, 4, None, 30.0),
     "group of 64": ((40,), (700,), 2, 64, 128, 4, None, 0.0),
-    "several steps": ((200, 7) if HOPPER else (90, 7), (1000, 300), 2, 16, 0, 5, None, 0.2),
+    "several steps": ((200, 7) if HOPPER else (90, 7), (2500, 300), 2, 16, 0, 16, None, 0.2),
 }
 
 
@@ -144,7 +147,7 @@ def test_many_items_a_program(workspace, launches, monkeypatch):
     assert (len(launches) == 1) == (workspace == 1 << 30)
     again = run(checked, path="outer", workspace_bytes=workspace)
     assert_equal("out", again[0], out.cpu())
-    monkeypatch.setattr(gluon_sm90_outer, "outer_launch", lambda *_: None)
+    monkeypatch.setattr(gluon_sm90_outer, "outer_operands", lambda *_: None)
     triton_out, _ = run(checked, path="outer")
     q, k, v, blocks, seqs = given
     lengths = layout(seqs, len(q), k.shape[0], q.device)

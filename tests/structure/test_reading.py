@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MOST = {
-    "prefill of 6K": (23, 5470),
-    "prefill of 16K": (21, 5015),
+    "prefill of 6K": (23, 5263),
+    "prefill of 16K": (21, 5011),
     "decode of 1 sequence": (12, 2569),
     "decode of 32 sequences": (14, 2691),
 }
