@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import statistics
@@ -11,7 +12,7 @@ import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +24,34 @@ LOGGED = 2048
 """Last tokens of a long prompt whose log-probabilities are compared."""
 FEWEST_KERNELS = 16
 """A launch of so many kernels or more is a step's graph."""
+GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+"""A trace names the host's call that launches a graph so."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 """SGLang's processes have these variables, unless they are set: nothing is fetched, and all of them talk on this machine."""
+
+
+class Forwards(NamedTuple):
+    """Holds milliseconds of the launches of graphs, in order: on the GPU from the first kernel's start to the last one's end,
+    from there to the next one's first kernel, and of the host's calls that launch them."""
+
+    forward: list[float]
+    behind: list[float]
+    launch: list[float]
+
+    @classmethod
+    def of(cls, events: list[dict[str, Any]]) -> Forwards:
+        """Finds them in a trace of PyTorch's profiler, where the kernels of one launch have one correlation."""
+        kernels: dict[int, list[tuple[float, float]]] = {}
+        for event in events:
+            if event.get("cat") == "kernel":
+                kernels.setdefault(event["args"]["correlation"], []).append((event["ts"], event["ts"] + event["dur"]))
+        spans = sorted((min(x)[0], max(end for _, end in x)) for x in kernels.values() if len(x) >= FEWEST_KERNELS)
+        calls = sorted((e["ts"], e["dur"]) for e in events if e.get("name") in GRAPH_LAUNCHES and "dur" in e)
+        return cls(
+            [1e-3 * (end - start) for start, end in spans],
+            [1e-3 * (start - end) for (_, end), (start, _) in itertools.pairwise(spans)],
+            [1e-3 * duration for _, duration in calls],
+        )
 
 
 class Sglang:
@@ -93,14 +120,14 @@ class Sglang:
         """Forgets all cached prompts."""
         self.llm.flush_cache()
 
-    def forwards(self, prompts: list[list[int]], count: int) -> list[float]:
-        """Returns the seconds that the GPU takes for each decode step's graph while the prompts are answered."""
+    def forwards(self, prompts: list[list[int]], count: int) -> Forwards:
+        """Returns what the launches of decode steps' graphs take while the prompts are answered."""
         with tempfile.TemporaryDirectory() as folder:
             self.llm.start_profile(output_dir=folder, activities=["GPU"], with_stack=False, record_shapes=False)
             self.generate(prompts, count)
             self.llm.stop_profile()
             traces = [json.loads(gzip.decompress(path.read_bytes())) for path in Path(folder).rglob("*.json.gz")]
-        return [span for trace in traces for span in graph_spans(trace["traceEvents"])]
+        return Forwards.of([event for trace in traces for event in trace["traceEvents"]])
 
     def answers(self, lengths: list[int]) -> dict[str, Any]:
         """Returns answers to prompts alone and together, and how far the former are from a forward in plain PyTorch."""
@@ -122,18 +149,6 @@ class Sglang:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return row
-
-
-def graph_spans(events: list[dict[str, Any]]) -> list[float]:
-    """Returns the seconds from the first kernel's start to the last one's end of each launch of a graph, in order. events: as
-    in a trace of PyTorch's profiler, where the kernels of one launch have one correlation."""
-    launches: dict[int, list[tuple[float, float]]] = {}
-    for event in events:
-        if event.get("cat") == "kernel":
-            end = event["ts"] + event["dur"]
-            launches.setdefault(event["args"]["correlation"], []).append((event["ts"], end))
-    spans = sorted((min(x)[0], max(end for _, end in x)) for x in launches.values() if len(x) >= FEWEST_KERNELS)
-    return [1e-6 * (end - start) for start, end in spans]
 
 
 def _row(answer: dict[str, Any]) -> dict[str, Any]:
@@ -171,8 +186,8 @@ def measured(run: Sglang, what: str, sizes: tuple[int, ...], repeat: int, a: Nam
     row = {"step_ms": 1e3 * statistics.median(laps), "steps_ms": [1e3 * x for x in laps]}
     if a.device == "cuda" and not a.eager:
         forwards = run.forwards(prompts, 8 + a.steps)
-        row |= {"forward_ms": 1e3 * statistics.median(forwards), "forwards": len(forwards)}
-        row["forward_quartiles_ms"] = [1e3 * x for x in statistics.quantiles(forwards)]
+        row |= {f"{name}_ms": statistics.median(x) for name, x in forwards._asdict().items() if x}
+        row |= {"forwards": len(forwards.forward), "forward_quartiles_ms": statistics.quantiles(forwards.forward)}
     return row
 
 

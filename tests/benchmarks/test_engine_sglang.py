@@ -15,7 +15,7 @@ from benchmarks.engine import tokens
 from benchmarks.engine_checkpoint import parameters, write_checkpoint
 from benchmarks.engine_model import DIM, PlainModel
 from benchmarks.engine_sglang import ROWS, command, rows_of, served, table
-from benchmarks.engine_sglang_run import FEWEST_KERNELS, Sglang, graph_spans
+from benchmarks.engine_sglang_run import FEWEST_KERNELS, Forwards, Sglang
 
 OWN = "x [MiniMaxSparse] Backend initialized (score_type='max')"
 OURS = "y OpenMSA serves the 6 sparse layers: prompts"
@@ -87,7 +87,13 @@ def launch(correlation, start, kernels):
 def test_graphs_are_launches_of_many_kernels():
     events = [{"cat": "gpu_memcpy", "ts": 0, "dur": 500, "args": {}}]
     events += launch(8, 1000, FEWEST_KERNELS + 2) + launch(7, 0, FEWEST_KERNELS) + launch(9, 500, FEWEST_KERNELS - 1)
-    assert graph_spans(events[::-1]) == pytest.approx([(3 * FEWEST_KERNELS - 1) / 1e6, (3 * FEWEST_KERNELS + 5) / 1e6])
+    events += [
+        {"name": name, "cat": "cuda_runtime", "ts": ts, "dur": 7} for name, ts in (("cudaGraphLaunch", 3), ("cudaMalloc", 4))
+    ]
+    found = Forwards.of(events[::-1])
+    assert found.forward == pytest.approx([(3 * FEWEST_KERNELS - 1) / 1e3, (3 * FEWEST_KERNELS + 5) / 1e3])
+    assert found.behind == pytest.approx([1 - (3 * FEWEST_KERNELS - 1) / 1e3])
+    assert found.launch == pytest.approx([7e-3])
 
 
 def test_forwards_are_read_from_the_trace_of_one_answer():
@@ -108,6 +114,6 @@ def test_forwards_are_read_from_the_trace_of_one_answer():
 
     run = Sglang.__new__(Sglang)
     run.llm = Engine()
-    assert run.forwards([[1, 2]], 5) == pytest.approx([59e-6])
+    assert run.forwards([[1, 2]], 5).forward == pytest.approx([59e-3])
     assert asked[0]["activities"] == ["GPU"]
     assert asked[1] == ([[1, 2]], 5)
