@@ -114,14 +114,15 @@ def copy_box(boxes, corner, barrier, result, pred=True):
 
 
 def copy_elements(shared, pointer, mask=None):
-    """Starts to copy elements to shared memory, which arrive at any time until they are waited for; in the place of those that
-    are masked out is anything then."""
+    """Starts to copy elements to shared memory, which arrive at any time until they are waited for; those that are masked out
+    become 0."""
     agent = current()
 
     def arrives():
         dtype = pointer.dtype.element_ty
         used = np.broadcast_to(np.bool_(True) if mask is None else value_of(mask).data, pointer.shape)
-        shared.write(bits_of(agent.memory.load(pointer.data, dtype, used, None), dtype))
+        found = agent.memory.load(pointer.data, dtype, used, stored(0, dtype))
+        shared.write(bits_of(found, dtype))
 
     agent.copies[-1].append(arrives)
     agent.machine.copies.append(arrives)
