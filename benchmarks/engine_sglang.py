@@ -211,11 +211,11 @@ def table(records: list[dict[str, Any]]) -> str:
                 faster = f"{forward['own'] / forward['openmsa']:.3f} times faster"
                 apiece = ", ".join(f"{k} {x:.4f}" for k, x in forward.items())
                 lines.append(f"{name}, forward on the GPU, ms: {apiece}, {faster}")
-            for what_else, title in (
+            for figure, title in (
                 ("behind_ms", "GPU idle behind a forward"),
                 ("launch_ms", "host's call that launches a graph"),
             ):
-                if apiece := ", ".join(f"{k} {r[what_else]:.4f}" for k, r in pair.items() if what_else in r):
+                if apiece := ", ".join(f"{k} {r[figure]:.4f}" for k, r in pair.items() if figure in r):
                     lines.append(f"{name}, {title}, ms: {apiece}")
     return "\n".join(lines)
 

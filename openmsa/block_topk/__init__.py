@@ -79,7 +79,7 @@ STAGE = Stage(
     select_blocks,
     check_selection,
     (
-        Implementation("triton", "openmsa.block_topk.triton_select:select_blocks", refusals.unless_triton),
+        Implementation("triton", "openmsa.block_topk.triton_select:select_blocks", refusals.cannot_select),
         Implementation("cpu", "openmsa.block_topk.cpu:select_blocks", _unless_cpu),
         Implementation("reference", "openmsa.block_topk.reference:select_blocks", _unless_values, _by_name_only),
     ),
@@ -88,7 +88,7 @@ CERTIFIED_STAGE = Stage(
     select_blocks,
     check_selection,
     (
-        Implementation("triton", "openmsa.block_topk.triton_certified:select_blocks", refusals.unless_certified),
+        Implementation("triton", "openmsa.block_topk.triton_certified:select_blocks", refusals.cannot_certify),
         Implementation("cpu", "openmsa.block_topk.cpu_certified:select_blocks", _unless_cpu),
         Implementation("reference", "openmsa.block_topk.reference:select_certified", _unless_values, _by_name_only),
     ),

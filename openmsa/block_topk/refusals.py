@@ -10,7 +10,7 @@ TRITON_READS = {"index_q": ("plain", "e4m3"), "index_k": ("plain", "e4m3", "int8
 """The selection's kernels take these formats: a new one is named here."""
 
 
-def unless_triton(call: SelectionCall) -> str | None:
+def cannot_select(call: SelectionCall) -> str | None:
     """Says why the kernels that select by scores cannot serve a call."""
     reason = dispatch.unless_reads(TRITON_READS, index_q=call.index_q, index_k=call.index_k)
     reason = reason or dispatch.unless_cuda_inference(call.index_q, call.index_k)
@@ -21,7 +21,7 @@ def unless_triton(call: SelectionCall) -> str | None:
     return reason
 
 
-def unless_certified(call: SelectionCall) -> str | None:
+def cannot_certify(call: SelectionCall) -> str | None:
     """Says why the kernels of certified selection cannot serve a call."""
     reads = {"index_q": ("plain",), "index_k": ("certified",)}
     reason = dispatch.unless_reads(reads, index_q=call.index_q, index_k=call.index_k)

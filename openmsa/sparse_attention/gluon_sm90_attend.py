@@ -97,7 +97,7 @@ def programs_of(work):
 
 @gluon.jit
 def item_at(i_turn, num_items, work, num_kv_heads, CUT: gl.constexpr):
-    """Finds the item of a turn: a part of a group, its key head, a tile and its union list, and whether there is one."""
+    """Finds the item of a turn, anew at its turn, as registers are few: part, key head, tile, list, whether there is one."""
     i_item = gl.where(work & 1 != 0, num_items - 1 - dealt(i_turn, programs_of(work)), i_turn)
     is_item = (i_item >= 0) & (i_item < num_items)
     i_item = gl.maximum(gl.minimum(i_item, num_items - 1), 0)

@@ -51,7 +51,7 @@ from openmsa.runtime.launch import launch_kernel, zeros
 from openmsa.sparse_attention import triton_lists
 from openmsa.sparse_attention.triton_config import Factors, Keys, hopper_outer_serves
 from openmsa.sparse_attention.triton_keys import SMALLEST_SCALE
-from openmsa.sparse_attention.triton_lists import HOME_BIT, ITEM_FIELDS, TILE_FIELDS, OuterLists, Plan, PrefillCall
+from openmsa.sparse_attention.triton_lists import HOME_BIT, HOME_TOKENS, ITEM_FIELDS, TILE_FIELDS, OuterLists, Plan, PrefillCall
 
 position_of_token_zero = gluon.jit(triton_lists.position_of_token_zero.fn)  # Gluon compiles the source of the Triton function.
 
@@ -73,7 +73,7 @@ HOME_GROUP, HOME_TOPK = 16, 5
 
 class Operands(NamedTuple):
     """Holds what Hopper's own KV-outer and its merge read. Boxes of queries are [1, 1, group, HALF], those of `rows`, for home
-    blocks, [1, 8, group, DIM], those of keys and values [1, 1, BLOCK, DIM]; the latter two have factors."""
+    blocks, [1, HOME_TOKENS, group, DIM], those of keys and values [1, 1, BLOCK, DIM]; the latter two have factors."""
 
     q: TensorDescriptor
     k: TensorDescriptor
@@ -471,7 +471,7 @@ def outer_operands(device: Device, q: torch.Tensor, keys: Keys, plan: Plan) -> O
     if tma_q is None or tma_k is None or tma_v is None:
         return None
     home = plan.group == HOME_GROUP and HOME_TOPK <= plan.topk <= HOME_BIT.value
-    rows = descriptor(q[None], [1, 8, plan.group, DIM.value]) if home else None
+    rows = descriptor(q[None], [1, HOME_TOKENS, plan.group, DIM.value]) if home else None
     return Operands(tma_q, tma_k, tma_v, keys.factors, rows)
 
 

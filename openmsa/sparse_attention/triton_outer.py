@@ -139,10 +139,10 @@ def launch_outer(
             launch_sm90_outer(read, call, outer, partials, i_chunk)
         else:
             launch_attend(call, outer, partials, i_chunk)
-        beside = attend_unions is not None and (by_chunk or i_chunk == plan.num_chunks - 1)
-        if attend_unions is not None and beside:
-            attend_unions(*[i_chunk] * by_chunk)
+        unions = attend_unions if by_chunk or i_chunk == plan.num_chunks - 1 else None
+        if unions is not None:
+            unions(i_chunk) if by_chunk else unions()
         if read is not None:
-            launch_sm90_merge(read, call, partials, outer.slots, *tiles, beside=beside)
+            launch_sm90_merge(read, call, partials, outer.slots, *tiles, beside=unions is not None)
         else:
             combine(call, partials, outer.slots, *tiles, 1, call.config.combine_warps)

@@ -12,7 +12,7 @@ from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import problem, random_blocks
 from tests import oracle
 from tests.hopper.marks import in_turn, on_hopper
-from tests.sparse_attention.test_gluon_sm90_outer import CASES, case, checked_call
+from tests.sparse_attention.test_gluon_sm90_outer import CASES, case, check_a_query_of_nan, checked_call
 from tests.sparse_attention.test_triton import check, run, take_any_size
 
 BLOCK = 128
@@ -117,11 +117,4 @@ def test_a_block_whose_logits_are_all_minus_infinity_has_no_weight(home):
 
 @on_hopper
 def test_a_query_of_nan_has_an_lse_of_nan():
-    p = problem((3,), (256,), kv_heads=1, group=16, head_dim=BLOCK, dtype=torch.bfloat16)
-    p.q[1, 0] = torch.nan
-    blocks = padded(torch.tensor([[[0, 1]], [[1, 0]], [[-1, -1]]], dtype=torch.int32))
-    out, lse = triton_prefill.sparse_attention(*checked_call(p, blocks))
-    assert lse[1].isnan().tolist() == [True] + [False] * 15
-    assert lse[0].isfinite().all()
-    assert lse[2].eq(-torch.inf).all()
-    assert_equal("NaN", out.isnan().all(-1), lse.isnan())
+    check_a_query_of_nan(padded(torch.tensor([[[0, 1]], [[1, 0]], [[-1, -1]]], dtype=torch.int32)))
