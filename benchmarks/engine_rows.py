@@ -7,9 +7,10 @@
     python -m benchmarks.engine_rows --groups rank --rows 'rank prefill 4096' --turns 50 -o rows.jsonl
 
 Starting an engine takes most of a minute, a row of figures a second or two. So all engines start at the same time, each in a
-process of its own, and run every row once to have its kernels compiled. Then only one of them works at a time: a row is asked
-of the engine with its own kernels and then of the one with ours, and written to the record when it is there. Rows stand in the
-order of their worth; those for which no time is left are named at the end. An engine that fails stops no other.
+process of its own, and run every row once to have its kernels compiled. Then only one of them works at a time, and the
+processes of all others are stopped, since a scheduler that waits for requests spins: a row is asked of the engine with its own
+kernels and then of the one with ours, and written to the record when it is there. Rows stand in the order of their worth; those
+for which no time is left are named at the end. An engine that fails stops no other.
 """
 
 from __future__ import annotations
@@ -113,8 +114,9 @@ class Engine:
         return self.take(seconds)
 
     def send(self, order: dict[str, Any]) -> None:
-        """Sends an order, unless the process has ended, which `take` then reports."""
+        """Wakes the processes and sends an order, unless they have ended, which `take` then reports."""
         with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGCONT)
             self.link.send(order)
 
     def take(self, seconds: float) -> dict[str, Any]:
@@ -128,6 +130,11 @@ class Engine:
         if "failed" in answer:
             raise RuntimeError(f"{self.group} {self.kernels}: {answer['failed']}")
         return answer
+
+    def rest(self) -> None:
+        """Stops the processes until the next order, so that they take no time of the host's cores."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGSTOP)
 
     def end(self) -> None:
         """Ends the process; what it measured has been written."""
@@ -155,7 +162,10 @@ def started(a: argparse.Namespace, deadline: float) -> dict[tuple[str, str], Eng
     engines = [e for e in engines if (e.group, e.kernels) in up]
     for e in engines:  # All run their rows once at the same time: nothing is timed yet.
         e.send({"do": "warm", "rows": [(what, sizes) for group, what, sizes in chosen(a) if group == e.group]})
-    return {(e.group, e.kernels): e for e in engines if answered(e, deadline)}
+    ready = {(e.group, e.kernels): e for e in engines if answered(e, deadline)}
+    for e in ready.values():
+        e.rest()
+    return ready
 
 
 def answered(engine: Engine, deadline: float) -> dict[str, Any] | None:
@@ -209,6 +219,7 @@ def asked(engine: Engine, what: str, sizes: tuple[int, ...], out: Path, deadline
     """Has an engine measure a row and records it; where that fails, ends the engine and returns why."""
     try:
         row = engine.ask({"do": what, "sizes": sizes}, deadline - time.monotonic())
+        engine.rest()
     except (TimeoutError, RuntimeError) as e:
         engine.end()
         return str(e)

@@ -6,8 +6,9 @@
     python -m benchmarks.engine_sglang --compare record.jsonl        # the table of a record
 
 Both are SGLang's offline engine, its scheduler and model runner in processes of their own, and load the same checkpoint. They
-start at the same time and run every row once; then only one of them works at a time. SGLang's log says which backend serves the
-sparse layers, and a run in which another one does ends with an error. --heads 16 --kv-heads 1 is what a rank of four sees.
+start at the same time and run every row once; then only one of them works at a time, and the processes of the other are
+stopped, since a scheduler without requests spins. SGLang's log says which backend serves the sparse layers, and a run in which
+another one does ends with an error. --heads 16 --kv-heads 1 is what a rank of four sees.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ SERVES = {
     "openmsa": re.compile(r"OpenMSA serves the \d+ sparse layers.*"),
 }
 """What SGLang's log has where these kernels serve."""
+FIGURES = ("wall_s", "step_ms", "forward_ms", "behind_ms", "launch_ms")
+"""Fields of rows of which the median over turns counts."""
 
 
 def arguments() -> argparse.Namespace:
@@ -53,7 +56,8 @@ def arguments() -> argparse.Namespace:
         ("kv-heads", 1, "KV heads, and index heads"),
         ("max-len", 65536, ""),
         ("chunk", 8192, "tokens of prompts a step"),
-        ("repeat", 5, "times that each row is taken, of which the median counts"),
+        ("repeat", 5, "times that each row is taken in a turn, of which the median counts"),
+        ("turns", 1, "turns of both engines in which each row is measured"),
         ("context", 16384, "tokens of each request that decodes"),
         ("steps", 64, "decode steps that are timed"),
         ("kv-tokens", 600_000, "tokens of the KV cache"),
@@ -162,13 +166,16 @@ def run_all(a: argparse.Namespace) -> None:
         for e in list(engines):
             if warm := answer(e, a.seconds):
                 print(f"{e.kernels}: all rows once in {warm['seconds']:.0f} s", flush=True)
-        for what, sizes in rows_of(a):
+        for e in engines:
+            e.rest()
+        for what, sizes in (row for row in rows_of(a) for _ in range(a.turns)):
             if time.monotonic() - begun > a.seconds - 20:
                 failed.append(f"no time for {what} {sizes}")
                 continue
             for e in list(engines):
                 e.send({"do": what, "sizes": sizes})
                 if row := answer(e, a.seconds + 20):
+                    e.rest()
                     write(a.out, {"row": what, "sizes": sizes, "kernels": e.kernels, **row})
     finally:
         for e in started:
@@ -181,12 +188,13 @@ def run_all(a: argparse.Namespace) -> None:
 
 def table(records: list[dict[str, Any]]) -> str:
     """Returns a table of a record: SGLang's own kernels, ours, times faster; and how far their answers are apart."""
-    found: dict[tuple[str, tuple[int, ...]], dict[str, dict[str, Any]]] = {}
+    found: dict[tuple[str, tuple[int, ...]], dict[str, list[dict[str, Any]]]] = {}
     for r in records:
-        found.setdefault((r["row"], tuple(r.get("sizes", ()))), {})[r["kernels"]] = r
+        found.setdefault((r["row"], tuple(r.get("sizes", ()))), {}).setdefault(r["kernels"], []).append(r)
     lines = []
-    for (what, sizes), pair in found.items():
+    for (what, sizes), turns in found.items():
         name = f"{what} {' x '.join(map(str, sizes))}".strip()
+        pair = {k: medians(rows) for k, rows in turns.items()}
         if what == "start":
             lines += [f"{r['engine']}, {k}: {r['gpu']}, {r['serves']}" for k, r in pair.items()]
         elif what == "answers":
@@ -218,6 +226,11 @@ def table(records: list[dict[str, Any]]) -> str:
                 if apiece := ", ".join(f"{k} {r[figure]:.4f}" for k, r in pair.items() if figure in r):
                     lines.append(f"{name}, {title}, ms: {apiece}")
     return "\n".join(lines)
+
+
+def medians(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns a row's last turn, with the medians of all turns."""
+    return turns[-1] | {x: statistics.median(row[x] for row in turns) for x in FIGURES if all(x in row for row in turns)}
 
 
 def apart(own: dict[str, Any], ours: dict[str, Any]) -> list[str]:

@@ -166,6 +166,7 @@ def measured(run: Sglang, what: str, sizes: tuple[int, ...], repeat: int, a: Nam
     if what == "answers":
         return run.answers([*SHORT, max(a.long)])
     if what == "prefill":
+        run.flush()
         return _median([timed(run, [tokens(sizes[0], sizes[0] + 100 + i)], 1) for i in range(repeat)])
     if what == "prefix":
         shared = tokens(sizes[0], 7)

@@ -74,6 +74,24 @@ def test_a_row_is_measured_in_turns(measured):
     assert text.endswith("| 3 turns")
 
 
+def test_an_engine_rests_between_orders():
+    code = "import sys, time; from multiprocessing.connection import Connection as C; link = C(int(sys.argv[1]))\n"
+    code += "while True: link.recv(); link.send({})"
+    engine = engine_rows.Engine("rank", "own", 0, lambda orders: [sys.executable, "-c", code, str(orders)])
+    try:
+        for _ in range(2):
+            assert engine.ask({}, 60.0) == {}
+            engine.rest()
+            engine.link.send({})
+            with pytest.raises(TimeoutError, match="rank own: no answer in 0 s"):
+                engine.take(0.3)
+            engine.send({})
+            assert [engine.take(60.0), engine.take(60.0)] == [{}, {}]
+    finally:
+        engine.end()
+    engine.rest()  # There is nothing left that could be stopped.
+
+
 def test_a_row_that_is_not_there_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["engine_rows", "--groups", "rank", "--rows", "half prefill 4096"])
     with pytest.raises(SystemExit):

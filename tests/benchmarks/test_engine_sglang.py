@@ -62,12 +62,14 @@ def test_table_compares_two_engines():
         row = {"prompt": 3, "tokens": [1, 2, 3 + int(shift)], "logprobs": [-1.0, -2.0 - shift, -3.0]}
         return {"row": "answers", "kernels": kernels, "alone": [row | {"prompt_logprobs": [None, -1.0, -2.0 + shift]}]}
 
-    def timed(kernels, ms):
+    def timed(kernels, ms, steps=(1.0,)):
         prefix = {"row": "prefix", "sizes": [256, 64], "wall_s": ms / 1e3, "cached": 256, "apart": 0.0, "first": [7]}
         decode = {"row": "decode", "sizes": [8, 512], "step_ms": ms, "forward_ms": ms / 4}
-        return [{**prefix, "kernels": kernels}, {**decode, "kernels": kernels}]
+        turns = [decode | {"step_ms": ms * x, "kernels": kernels} for x in steps]
+        return [{**prefix, "kernels": kernels}, *turns]
 
-    text = table([answers("own", 0.0), answers("openmsa", 1.0), *timed("own", 6.0), *timed("openmsa", 3.0)])
+    ours = timed("openmsa", 3.0, steps=(9.0, 0.5, 1.0))
+    text = table([answers("own", 0.0), answers("openmsa", 1.0), *timed("own", 6.0), *ours])
     assert "prompt of 3: 2 leading of 3 answer tokens are equal, 0.67 of all" in text
     assert "prompt mean 0.5000 max 1.000, equal answer max 1.000" in text
     assert (
