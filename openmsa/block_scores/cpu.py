@@ -165,7 +165,7 @@ def _score_pool(q: Tensor, keys: Rows, pages: list[int], end: int, block_size: i
         if left or is_alone(q):  # As where pages are copied: where they lie must not change a bit of a score.
             together = k.flatten(0, 1)[None]
             products = products_keys_left(q, together) if left else products_few(q, together)
-            products = products.unflatten(2, (-1, size)).transpose(1, 2).transpose(0, 1)
+            products = products.unflatten(2, (-1, size)).permute(2, 0, 1, 3)
         else:
             k = k if k.dtype == q.dtype else converted(k, q.dtype)
             products = torch.bmm(each[: k.shape[0]], k.transpose(1, 2)).view(-1, heads, rows, size)
