@@ -191,16 +191,18 @@ def measure(a: argparse.Namespace) -> list[str]:
     ready = started(a, begun + a.start_seconds)
     print(f"{len(ready)} engines ready after {time.monotonic() - begun:.0f} s", flush=True)
     turns = [(*row, kernels) for row in chosen(a) for _ in range(a.turns) for kernels in KERNELS]
-    for group, what, sizes, kernels in turns:
-        engine = ready.get((group, kernels))
-        late = time.monotonic() > deadline
-        reason = "no engine" if engine is None else "no time" if late else asked(engine, what, sizes, a.out, deadline + 20)
-        if reason:
-            left.append(f"{named(group, what, sizes)}, {kernels}: {reason}")
-        if engine is not None and engine.process.poll() is not None:
-            del ready[group, kernels]
-    for engine in ready.values():
-        engine.end()
+    try:
+        for group, what, sizes, kernels in turns:
+            engine = ready.get((group, kernels))
+            late = time.monotonic() > deadline
+            reason = "no engine" if engine is None else "no time" if late else asked(engine, what, sizes, a.out, deadline + 20)
+            if reason:
+                left.append(f"{named(group, what, sizes)}, {kernels}: {reason}")
+            if engine is not None and engine.process.poll() is not None:
+                del ready[group, kernels]
+    finally:
+        for engine in ready.values():  # Processes that rest would not see that the pipe closes.
+            engine.end()
     print(f"measured in {time.monotonic() - begun:.0f} s", flush=True)
     return left
 

@@ -158,11 +158,12 @@ def _score_pool(q: Tensor, keys: Rows, pages: list[int], end: int, block_size: i
     most = KEYS_LEFT_ELEMENTS if left else _at_a_time(pool.dtype == q.dtype or is_alone(q))
     tile = max(1, most // (heads * size * dim))
     tile = min(tile, last - first)
-    each = q.expand(tile, heads, rows, dim).reshape(-1, rows, dim)  # [pages * heads, rows, dim]
+    at_once = left or is_alone(q)  # As where pages are copied: where they lie must not change a bit of a score.
+    each = q if at_once else q.expand(tile, heads, rows, dim).reshape(-1, rows, dim)  # [pages * heads, rows, dim]
     parts = []
     for page in range(first, last, tile):
         k = pool[page : min(page + tile, last)].flatten(0, 1)  # [pages * heads, size, dim]
-        if left or is_alone(q):  # As where pages are copied: where they lie must not change a bit of a score.
+        if at_once:
             together = k.flatten(0, 1)[None]
             products = products_keys_left(q, together) if left else products_few(q, together)
             products = products.unflatten(2, (-1, size)).permute(2, 0, 1, 3)

@@ -16,7 +16,7 @@ ONEDNN_ROWS = 8  # From so many rows on oneDNN takes less time than MKL on AMD c
 FEW_ROWS_STEP = 32  # MKL's products of few rows with the first such multiple of keys do not depend on where a key stands.
 ONE_HEAD_STEP = 128  # oneDNN compiles a kernel for each number of keys that it multiplies, so this is a multiple of so many
 PART_ELEMENTS = 1 << 17  # Fewer elements of a head's keys are multiplied on one thread in less time than on several.
-KEYS_LEFT_ROWS = 4
+KEYS_LEFT_ROWS = 4  # With more rows keys as the left factor gain nothing.
 KEYS_LEFT_FROM = 1 << 22  # Fewer elements of keys come from caches, where keys as the right factor take less time.
 CONVERTED_ELEMENTS = 3 << 18  # Narrow keys are converted so many elements at a time.
 

@@ -75,7 +75,7 @@ def test_a_row_is_measured_in_turns(measured):
 
 
 def test_an_engine_rests_between_orders():
-    code = "import sys, time; from multiprocessing.connection import Connection as C; link = C(int(sys.argv[1]))\n"
+    code = "import sys; from multiprocessing.connection import Connection as C; link = C(int(sys.argv[1]))\n"
     code += "while True: link.recv(); link.send({})"
     engine = engine_rows.Engine("rank", "own", 0, lambda orders: [sys.executable, "-c", code, str(orders)])
     try:
@@ -90,6 +90,16 @@ def test_an_engine_rests_between_orders():
     finally:
         engine.end()
     engine.rest()  # There is nothing left that could be stopped.
+
+
+def test_an_interrupted_run_leaves_no_engine_that_rests(measured, monkeypatch):
+    begun, started = [], engine_rows.started
+    monkeypatch.setattr(engine_rows, "started", lambda *given: begun.append(started(*given)) or begun[0])
+    monkeypatch.setattr(engine_rows, "asked", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        measured()
+    assert len(begun[0]) == 4
+    assert all(engine.process.poll() is not None for engine in begun[0].values())
 
 
 def test_a_row_that_is_not_there_is_refused(monkeypatch, capsys):
