@@ -101,7 +101,7 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     if q.dtype == torch.float64:  # serves checks; MKL's float64 rows depend on their neighbours at every size
         return torch.linalg.vecdot(q[:, :, None], k)
     rows, num_keys = q.reshape(group * tokens, dim), k.shape[0]
-    rows, k = (torch.nn.functional.pad(x, (0, 0, 0, max(0, MIN_ROWS - x.shape[0]))) for x in (rows, k))
+    rows, k = (torch.nn.functional.pad(x, (0, 0, 0, MIN_ROWS - len(x))) if len(x) < MIN_ROWS else x for x in (rows, k))
     return matmul_nt(rows, k)[: group * tokens, :num_keys].reshape(group, tokens, num_keys)
 
 
