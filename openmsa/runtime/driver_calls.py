@@ -102,7 +102,7 @@ class KernelCall:
         self.launch = functools.partial(cuda_driver.library().cuLaunchKernelEx, *arguments)
         self._parameters, self._node = zero + 8, array("B")
 
-    @property
+    @functools.cached_property
     def reads(self) -> int:
         """Bit i is set where it reads word i."""
         return sum(1 << word for word in set(self._at))
