@@ -22,9 +22,9 @@ Calls = Sequence[KernelCall | ZeroCall]
 
 FEWEST_CALLS = 3
 """Fewer calls than these take the host longer as a graph than one by one."""
-RUNS_BEFORE = 8
-"""A graph is built, and given other calls of its form, after so many runs of them in a row. Other kernels take the host
-longer than other addresses: 50 to 110 us."""
+RUNS_BEFORE = 2
+"""A graph is built, and given other calls of its form, after so many runs of them in a row, so that calls in turns do not take
+it from each other. Other kernels take the host longer than other addresses: 50 to 110 us."""
 EVERY_WORD = -1
 MOST_GRAPHS = 64
 """So many graphs are kept at a time; past that all are forgotten, and built again."""
