@@ -6,13 +6,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from openmsa import explain, msa_attention, select_blocks, sparse_attention
+from openmsa import block_scores, explain, msa_attention, select_blocks, sparse_attention
 from openmsa.explain import STAGES
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.inputs import paged, problem, strided
 from openmsa.types import Sequences
+from tests import instructions
 
 ON_CPU = ("cpu", "reference")  # these must serve everything on CPU tensors: a refusal there is a failure
+COMPILED = (block_scores, select_blocks, sparse_attention, msa_attention)  # C kernels serve them on a CPU.
 DTYPES = {"cpu": ("float64", "float32", "float16", "bfloat16"), "cuda": ("bfloat16", "float16")}
 CUDA = torch.cuda.is_available()
 DEVICES = ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu])) if CUDA else ("cpu",)
@@ -20,14 +22,16 @@ DEVICES = ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu])) if CUDA else ("
 
 @dataclass(frozen=True)
 class Subject:
-    """Names an implementation, where it runs, and in which dtype."""
+    """Names an implementation, where it runs, in which dtype, and whether C kernels may serve it."""
 
     impl: str
     device: str
     dtype: torch.dtype
+    compiled: bool = True
 
     def __str__(self):
-        return f"{self.impl}-{self.device}-{str(self.dtype).removeprefix('torch.')}"
+        parts = (self.impl, self.device, str(self.dtype).removeprefix("torch."), *([] if self.compiled else ["without C"]))
+        return "-".join(parts)
 
     def run(self, function, *args, **kwargs):
         """Calls the implementation with poisoned outputs; the arguments must stay as they are. On a GPU an implementation may
@@ -39,7 +43,9 @@ class Subject:
                     pytest.skip(str(stage))
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         versions = [x._version for x in tensors]
-        with PoisonedOutputs():
+        with PoisonedOutputs(), pytest.MonkeyPatch.context() as patch:
+            if not self.compiled:
+                instructions.use_none(patch)
             result = function(*args, impl=self.impl, **kwargs)
         assert versions == [x._version for x in tensors], "an argument was written to"
         return result
@@ -78,6 +84,8 @@ def all_subjects(function, every_dtype):
     for impl, device in pairs:
         for dtype in DTYPES[device] if every_dtype else ("float32",) if device == "cpu" else ("bfloat16",):
             yield Subject(impl, device, getattr(torch, dtype))
+            if impl == "cpu" and dtype != "float64" and function in COMPILED:
+                yield Subject(impl, device, getattr(torch, dtype), compiled=False)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from openmsa.block_scores import cpu_int8
+from openmsa.block_scores import cpu_int8, cpu_products
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.kv_cache.rows import rows_of
 from openmsa.kv_cache.sequence_rows import Rows
@@ -65,6 +65,8 @@ def _score(
     tile_rows, tile_keys = (32, 256) if dtype == torch.float64 else (TILE_ROWS, TILE_KEYS)
     tile_tokens = 1 if few else max(1, tile_rows // group)
     tile_keys = tile_keys // block_size * block_size
+    compiled = not few and cpu_products.serves(index_q, pool)
+    spans: list[cpu_products.Span] = []
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         pages = index_k.page_table[b] if isinstance(index_k, PagedIndexKeys) else None
         keys = Rows(pool, k0, pages, dtype)
@@ -74,6 +76,9 @@ def _score(
                 if end > 0:
                     q = rows_of(index_q, slice(t, t + 1), dtype=dtype)[0].to(dtype).unflatten(0, (key_heads, group))
                     scores[:, t, : -(-end // block_size)] = score_few(q, keys, end, block_size).flatten(0, 1)
+            continue
+        if compiled:
+            spans.append(cpu_products.Span(q0, q1, offset, keys, k_len))
             continue
         for key_head in range(key_heads):
             of_group = slice(key_head * group, (key_head + 1) * group)
@@ -92,6 +97,8 @@ def _score(
                         products.masked_fill_(hidden, -torch.inf)
                     blocks = slice(first // block_size, -(-stop // block_size))
                     scores[of_group, t0:t1, blocks] = block_max(products, block_size)
+    if compiled:
+        cpu_products.score(index_q, spans, block_size, scores)
     return scores
 
 
@@ -108,6 +115,8 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor:
     """Returns scores ``[heads, rows, blocks]`` of the first `end` keys, all of which the rows q ``[heads, rows, dim]`` see."""
     heads, rows, dim = q.shape
+    if (found := cpu_products.score_few(q, keys, end, block_size)) is not None:
+        return found
     if cpu_int8.serves(q, keys, end):
         return cpu_int8.block_maxima(q, keys, end, block_size)
     left = isinstance(keys.rows, Tensor) and keys_go_left(q, keys.rows, end)

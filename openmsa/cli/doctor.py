@@ -47,7 +47,8 @@ def examine() -> dict[str, Any]:
     import torch
 
     from openmsa.bench.record import versions
-    from openmsa.runtime import environment
+    from openmsa.runtime import c_library, environment
+    from openmsa.sparse_attention.cpu_blocks import SOURCE
 
     devices = [_cpu(), *(_gpu(i) for i in range(torch.cuda.device_count()))]
     stages = []
@@ -63,6 +64,7 @@ def examine() -> dict[str, Any]:
         "settings": {
             "CPU workspace of one call (bytes)": environment.cpu_workspace_bytes(),
             "CPU threads that wait (OMP_WAIT_POLICY)": environment.cpu_waiting(),
+            "CPU kernels in C (OPENMSA_CC)": c_library.library(SOURCE).says,
         },
         "launches": _launches(),
         "stages": stages,

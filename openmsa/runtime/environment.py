@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -25,6 +26,16 @@ def cpu_waiting() -> str:
     """Says in a sentence how threads of PyTorch on a CPU wait for each other, which was settled when PyTorch was loaded."""
     policy = os.environ.get("OMP_WAIT_POLICY", "")
     return policy or "unset, so they spin; where other programs use this CPU, OMP_WAIT_POLICY=passive is many times as fast"
+
+
+def c_compiler() -> str | None:
+    """Returns the path of the C compiler that makes kernels for the CPU, or None where there is none."""
+    named = os.environ.get("OPENMSA_CC", "")
+    if named == "none":
+        return None
+    if named and shutil.which(named) is None:
+        raise ValueError(f"OPENMSA_CC must name a C compiler or be none, got {named!r}")
+    return next(filter(None, map(shutil.which, (named,) if named else ("cc", "gcc", "clang"))), None)
 
 
 def cache_folder() -> Path:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""This module runs `sparse_attention` on CPU. Many queries go KV-outer: the queries of a block are gathered, and their partial
-results merged by lse. For few queries (decode) the selected keys of each query are gathered. Queries that read every block they
-see are left to dense attention."""
+"""This module runs `sparse_attention` on CPU. Where the machine has a C compiler, a kernel in C (`cpu_blocks`) serves all but
+single queries. Otherwise many queries go KV-outer: the queries of a block are gathered, and their partial results merged by
+lse. For few queries (decode) the selected keys of each query are gathered. Queries that read every block they see are left to
+dense attention."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from openmsa.kv_cache.rows import rows_of
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.runtime.matmul import matmul_nt
+from openmsa.sparse_attention import cpu_blocks
 from openmsa.sparse_attention.cpu_masked import attend_masked, masked_queries
 from openmsa.sparse_attention.cpu_token import attend_token
 from openmsa.types import Layout, out_dtype, wide_dtype
@@ -25,7 +27,7 @@ from openmsa.types import Layout, out_dtype, wide_dtype
 TILE_ROWS = 4096  # (query, head) rows of a tile, whose logits take 2 MB
 ROUND_ROWS = 256  # rows of a tile are rounded up to multiples of it: products then have a few shapes, not thousands
 MERGED_QUERIES = 256  # so many queries are merged at a time, and their partials stay in cache
-FEW_QUERIES = 8  # So few queries of a sequence share too few blocks for KV-outer to pay.
+FEW_QUERIES = 8  # So few queries of a sequence share too few blocks for KV-outer by PyTorch's operations to pay.
 
 
 @dataclass(frozen=True)
@@ -123,22 +125,27 @@ def _attend(
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
     dtype = wide_dtype(q)
+    spans: list[cpu_blocks.Span] = []
+    compiled = seqs.longest_q > 1 and cpu_blocks.serves(q, k_pool, v_pool)
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         pages = k.page_table[b] if isinstance(k, PagedKV) else None
         keys, values = (Rows(pool, k0, pages, dtype) for pool in (k_pool, v_pool))
-        if seqs.longest_q <= FEW_QUERIES:
+        if seqs.longest_q <= FEW_QUERIES and not compiled:
             for i in range(q0, q1):
                 rows = rows_of(q, slice(i, i + 1), dtype=dtype)[0].to(dtype).unflatten(0, (kv_heads, group)) * softmax_scale
                 token = min(i - q0 + offset, k_len - 1)
                 attend_token(rows, blocks[i].tolist(), token, keys, values, block_size, out[i], lse[i])
             continue
         last_key = (torch.arange(q1 - q0, device="cpu") + offset).clamp_(max=k_len - 1)
-        if isinstance(q, Tensor) and isinstance(k_pool, Tensor):
+        if isinstance(q, Tensor) and isinstance(k_pool, Tensor) and seqs.longest_q > FEW_QUERIES:
             count = masked_queries(last_key, blocks.shape[2], block_size, q.dtype, softmax_scale)
             stop = q0 + count
             where = (blocks[q0:stop], last_key[:count], keys, values, block_size, softmax_scale)
             if count and attend_masked(q[q0:stop], *where, out[q0:stop], lse[q0:stop]):
-                q0, last_key = stop, last_key[count:]
+                q0, last_key, offset = stop, last_key[count:], offset + count
+        if compiled:
+            spans.append(cpu_blocks.Span(q0, q1, offset, keys, values, k_len))
+            continue
         for head in range(kv_heads) if q0 < q1 else ():
             of_group = slice(head * group, (head + 1) * group)
             ids = blocks[q0:q1, head if blocks.shape[1] > 1 else 0].long()
@@ -146,6 +153,8 @@ def _attend(
             of_head = rows_of(q, slice(q0, q1), of_group, dtype=dtype)
             problem = _Head(of_head, softmax_scale, dtype, ids, last_key, keys, values, head, block_size, k_len)
             _gather_queries(problem, out[q0:q1, of_group], lse[q0:q1, of_group])
+    if compiled:
+        cpu_blocks.attend(q, blocks, spans, block_size, softmax_scale, out, lse)
 
 
 def _gather_queries(p: _Head, out: Tensor, lse: Tensor) -> None:

@@ -8,6 +8,7 @@ from openmsa import PagedIndexKeys, Sequences, block_scores
 from openmsa.block_scores import cpu
 from openmsa.runtime import matmul
 from openmsa.testing.compare import assert_close, assert_equal
+from tests import instructions
 
 PAGES, POOL = 47, 200  # pages of the sequence, and of the pool: some tables let it be scored in place, others are copied from
 
@@ -34,8 +35,9 @@ ties_there = pytest.mark.skipif(
 
 @pytest.fixture
 def left(monkeypatch):
-    """Has keys multiplied as the left factor on any processor, however few they are, a few hundred at a time. Returns how many
-    products were made so."""
+    """Has keys multiplied as the left factor by PyTorch on any processor, however few they are, a few hundred at a time.
+    Returns how many products were made so."""
+    instructions.use_none(monkeypatch)
     made, products = [], matmul.products_keys_left
     monkeypatch.setattr(matmul, "_is_amd", lambda: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)

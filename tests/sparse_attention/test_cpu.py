@@ -8,6 +8,7 @@ from openmsa import E4M3, Sequences, sparse_attention
 from openmsa.sparse_attention import cpu, cpu_masked, cpu_token
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import packed_order, paged, problem, random_blocks
+from tests import instructions
 
 
 def listed(q_lens, k_lens, topk, heads=2, block_size=16):
@@ -103,6 +104,7 @@ def test_keys_and_values_behind_a_block_are_not_let_in(name, bad, dense):
 @pytest.mark.parametrize("length", [33, 64, 100, 128, 129])
 def test_few_queries_read_in_place_or_copies(heads, length, monkeypatch):
     """Keys are copied where less than half of the blocks that a query sees are selected."""
+    instructions.use_none(monkeypatch)
     p = problem((2,), (length,))
     blocks = listed((2,), (length,), 4, heads)
     used = []

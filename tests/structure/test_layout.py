@@ -108,6 +108,19 @@ def test_no_file_is_a_drawer(path):
     assert path.stem not in ("utils", "util", "common", "misc", "helpers", "helper")
 
 
+C_FILES = sorted(p for ending in ("*.c", "*.h") for p in (ROOT / "openmsa").rglob(ending))
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=name)
+def test_c_files_name_their_licence_and_stay_readable(path):
+    lines = path.read_text().splitlines()
+    assert lines[0] == "/* SPDX-License-Identifier: MIT */"
+    assert len(lines) <= 600
+    assert max(map(len, lines)) <= 128
+    if path.suffix == ".c":
+        assert path.with_suffix(".py").exists(), "the Python file of its name calls a C file"
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_files_stay_readable(path):
     limit = 600 if is_kernel(path) else 120 if path.name == "reference.py" else 250

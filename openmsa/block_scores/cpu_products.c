@@ -1,0 +1,172 @@
+/* SPDX-License-Identifier: MIT */
+/* Block scores of a CPU: the greatest product of each query with the visible keys of each block. Products never leave the
+ * registers. A NaN is no product. */
+
+#include "../primitives/lanes.h"
+
+#define MOST_FEW_ROWS 16
+#define AHEAD 8192 /* few rows: so many bytes behind a key memory is asked for others */
+
+typedef struct {
+    const char *q;           /* [queries, group, dim], strides in bytes */
+    int64_t q_token, q_head, q_type;
+    const float *scales;     /* [group]: the factor of each head's products */
+    Rows keys;
+    int64_t queries, group, dim, block_size, k_len, position; /* position: that of the first query */
+    int64_t first_block, end_block;                           /* the blocks to be scored */
+    float *scores;           /* [group, queries, blocks], strides in elements; what a query does not see is not written */
+    int64_t score_head, score_token;
+    char *memory;            /* memory_bytes(call) bytes */
+} Call;
+
+int64_t memory_bytes(const Call *c) {
+    return 4 * ((c->queries * c->group + 1) * c->dim + (LARGEST_BLOCK + PANEL) * c->dim) + 256;
+}
+
+static int64_t last_key(const Call *c, int64_t query) {
+    int64_t position = c->position + query;
+    return position < c->k_len ? position : c->k_len - 1;
+}
+
+/* Returns the rows [queries * group + 1, dim] times their factors, of which the last is zeros. */
+static float *start_rows(const Call *c, char **memory) {
+    int64_t rows = c->queries * c->group;
+    float *q = take(memory, (rows + 1) * c->dim * 4);
+    for (int64_t t = 0; t < c->queries; t++)
+        for (int64_t h = 0; h < c->group; h++)
+            convert_row(q + (t * c->group + h) * c->dim, c->q + t * c->q_token + h * c->q_head, c->dim, c->q_type,
+                        c->scales[h]);
+    memset(q + rows * c->dim, 0, c->dim * 4);
+    return q;
+}
+
+static float *place(const Call *c, int64_t row, int64_t block) {
+    return c->scores + row % c->group * c->score_head + row / c->group * c->score_token + block;
+}
+
+/* Scores one block for the rows of a tile, the first of which is `row`. */
+static void score_tile(const Call *c, const float *q, const float *columns, int64_t row, int64_t block) {
+    int64_t rows = c->queries * c->group, first = block * c->block_size, most = 0;
+    int64_t count = rows - row < TILE ? rows - row : TILE, strips = (count + STRIP - 1) / STRIP;
+    const float *of_row[TILE];
+    int32_t seen[TILE];
+    floats best[TILE];
+    ints lane;
+    for (int i = 0; i < LANES; i++)
+        lane[i] = i;
+    for (int64_t r = 0; r < TILE; r++) {
+        int64_t sees = r < count ? last_key(c, (row + r) / c->group) - first + 1 : 0;
+        seen[r] = (int32_t)(sees < c->block_size ? sees : c->block_size);
+        most = seen[r] > most ? seen[r] : most;
+        of_row[r] = q + (r < count ? row + r : rows) * c->dim;
+        best[r] = every(-INFINITY);
+    }
+    for (int64_t p = 0; p < most; p += PANEL)
+        for (int64_t strip = 0; strip < strips; strip++) {
+            floats found[STRIP][2];
+            memset(found, 0, sizeof found);
+            multiply(found, of_row + strip * STRIP, columns + p * c->dim, c->dim);
+            for (int64_t r = 0; r < STRIP; r++) {
+                int64_t at = strip * STRIP + r;
+                for (int half = 0; half < 2; half++) {
+                    floats products = found[r][half];
+                    if (seen[at] < p + PANEL)
+                        products = either(lane + (int32_t)(p + half * LANES) < seen[at], products, every(-INFINITY));
+                    best[at] = greater(products, best[at]);
+                }
+            }
+        }
+    for (int64_t r = 0; r < count; r++)
+        if (seen[r] > 0)
+            *place(c, row + r, block) = greatest_lane(best[r]);
+}
+
+/* Scores the blocks of many rows. */
+void score(const Call *c) {
+    char *memory = c->memory;
+    const float *q = start_rows(c, &memory);
+    float *columns = take(&memory, (LARGEST_BLOCK + PANEL) * c->dim * 4);
+    for (int64_t b = c->first_block; b < c->end_block; b++) {
+        int64_t first = b * c->block_size, count = c->k_len - first < c->block_size ? c->k_len - first : c->block_size;
+        int64_t sees = first > c->position ? first - c->position : 0; /* the first query that sees the block */
+        if (sees >= c->queries || count <= 0)
+            return;
+        pack_columns(columns, &c->keys, first, count, c->dim);
+        for (int64_t row = sees * c->group; row < c->queries * c->group; row += TILE)
+            score_tile(c, q, columns, row, b);
+    }
+}
+
+/* Returns the sum of each of LANES vectors, in the same order of additions for all of them. */
+INLINE floats sums_of(floats *parts) {
+#define FOLD(DISTANCE)                                                                           \
+    for (int i = 0; i < DISTANCE; i++) {                                                         \
+        floats a = parts[i], b = parts[i + DISTANCE];                                            \
+        parts[i] = mixed(a, b, DISTANCE) + swapped(mixed(b, a, DISTANCE), DISTANCE);             \
+    }
+    EACH_DISTANCE(FOLD)
+#undef FOLD
+    return parts[0];
+}
+
+/* best[r] becomes the greatest product of each of `count` rows, 1, 2 or 4, with the keys first to end, a lane for every
+ * LANES-th key. A key is read once, where it lies, for all rows. */
+INLINE void multiply_few(floats *best, const float *const *rows, int count, const Rows *keys, int64_t first, int64_t end,
+                         int64_t dim, int64_t type) {
+    floats parts[4][LANES]; /* of each row and key: a lane for every LANES-th product */
+    const char *key = 0;
+    int64_t left = 0; /* keys of the run that follow */
+    for (int64_t k = first; k < end; k += LANES) {
+        for (int64_t j = 0; j < LANES; j++) {
+            floats sums[4] = {0};
+            if (k + j < end) { /* Otherwise the last key comes again. */
+                key = left ? key + keys->stride : row_at(keys, k + j);
+                left = left ? left - 1 : keys->run - 1 - (k + j) % keys->run;
+            }
+            for (int64_t i = 0; i < dim; i += LANES) {
+                floats numbers = read_numbers(key, i, type);
+                for (int r = 0; r < count; r++)
+                    sums[r] += read_floats(rows[r] + i) * numbers;
+            }
+            for (int64_t i = 0; i < dim * SIZES[type]; i += 64)
+                __builtin_prefetch(key + AHEAD + i, 0, 2);
+            for (int r = 0; r < count; r++)
+                parts[r][j] = sums[r];
+        }
+        for (int r = 0; r < count; r++)
+            best[r] = greater(sums_of(parts[r]), best[r]);
+    }
+}
+
+/* Scores blocks for at most MOST_FEW_ROWS rows, all of which see all keys. */
+INLINE void score_blocks(const Call *c, int64_t type) {
+    char *memory = c->memory;
+    const float *q = start_rows(c, &memory), *rows[MOST_FEW_ROWS + 4];
+    int64_t of = c->queries * c->group;
+    for (int64_t r = 0; r < MOST_FEW_ROWS + 4; r++)
+        rows[r] = q + (r < of ? r : of) * c->dim;
+    for (int64_t b = c->first_block; b < c->end_block; b++) {
+        int64_t first = b * c->block_size, end = first + c->block_size < c->k_len ? first + c->block_size : c->k_len;
+        floats best[MOST_FEW_ROWS + 4];
+        for (int64_t r = 0; r < MOST_FEW_ROWS + 4; r++)
+            best[r] = every(-INFINITY);
+        for (int64_t r = 0; r < of; r += 4)
+            if (of - r == 1)
+                multiply_few(best + r, rows + r, 1, &c->keys, first, end, c->dim, type);
+            else if (of - r == 2)
+                multiply_few(best + r, rows + r, 2, &c->keys, first, end, c->dim, type);
+            else
+                multiply_few(best + r, rows + r, 4, &c->keys, first, end, c->dim, type);
+        for (int64_t r = 0; r < of; r++)
+            *place(c, r, b) = greatest_lane(best[r]);
+    }
+}
+
+void score_few(const Call *c) {
+    switch (c->keys.type) {
+    case FLOAT32: score_blocks(c, FLOAT32); break;
+    case BFLOAT16: score_blocks(c, BFLOAT16); break;
+    case FLOAT16: score_blocks(c, FLOAT16); break;
+    case E4M3: score_blocks(c, E4M3); break;
+    }
+}

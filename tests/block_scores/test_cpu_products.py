@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: MIT
+"""The C kernels of block scores compute what the definition says, for every layout and dtype that they read."""
+
+import pytest
+import torch
+
+from openmsa import E4M3, PagedIndexKeys, Sequences, block_scores
+from openmsa.block_scores import cpu_products
+from openmsa.runtime import c_library
+from openmsa.testing.allocations import PoisonedOutputs
+from openmsa.testing.compare import assert_close, assert_equal
+from openmsa.testing.inputs import paged, problem, strided
+from tests import instructions
+
+pytestmark = instructions.needs_compiler
+
+LENGTHS = (40, 1, 0, 17, 5, 90), (40, 130, 7, 20, 0, 200)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch):
+    """Returns the names of the functions that were called, which few keys are enough for."""
+    names, run = [], c_library.run
+    monkeypatch.setattr(c_library, "run", lambda *a: (names.append(a[1]), run(*a))[1])
+    monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
+    return names
+
+
+@pytest.fixture(params=instructions.ALL)
+def processor(request, monkeypatch):
+    """Has the kernels compiled for this processor's instructions, and for those of older ones."""
+    instructions.use(monkeypatch, request.param)
+
+
+def scores(*args, **options):
+    with PoisonedOutputs():
+        return block_scores(*args, impl="cpu", **options)
+
+
+def check(found, q, k, seqs, block_size):
+    """Compares with the reference in the inputs' precision and in float64."""
+    wide = [x.dequantize(torch.float64) if isinstance(x, E4M3) else x.double() for x in (q, k)]
+    honest, truth = (block_scores(*x, seqs, block_size=block_size, impl="reference") for x in ((q, k), wide))
+    assert_equal("unseen", found == -torch.inf, truth == -torch.inf)
+    assert_close("scores", found, honest, truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("block_size", "index_dim", "group", "heads"),
+    [(16, 128, 16, 1), (20, 48, 3, 2), (128, 64, 1, 3), (256, 256, 16, 1), (33, 16, 5, 1)],
+)
+def test_many_rows(block_size, index_dim, group, heads, dtype, processor, made):
+    p = problem(
+        *LENGTHS, index_heads=group * heads, index_key_heads=heads, kv_heads=group * heads, index_dim=index_dim, dtype=dtype
+    )
+    check(scores(p.index_q, p.index_k, p.seqs, block_size=block_size), p.index_q, p.index_k, p.seqs, block_size)
+    assert made == ["score"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 15])
+@pytest.mark.parametrize(("block_size", "index_dim", "heads"), [(16, 128, 1), (20, 48, 2), (128, 64, 3), (256, 256, 1)])
+def test_few_rows(block_size, index_dim, heads, rows, dtype, processor, made):
+    n = 517
+    q, k = torch.randn(1, rows * heads, index_dim).to(dtype), torch.randn(n, heads, index_dim).to(dtype)
+    check(scores(q, k, block_size=block_size), q, k, None, block_size)
+    assert made == ["score_few"]
+
+
+def places(keys, page_size):
+    """Yields keys ``[n, heads, dim]`` packed, with gaps, and in pages that lie together and apart."""
+    yield keys
+    yield torch.cat((keys, keys), 2)[..., : keys.shape[2]]
+    first = torch.arange(-(-len(keys) // page_size))
+    for pages in (first, first.flip(0), first * 3):
+        shape = (3 * len(first) + 1, keys.shape[1], page_size, keys.shape[2])
+        cache = PagedIndexKeys.allocate(pages.int()[None], *shape, dtype=keys.dtype)
+        cache.keys.fill_(torch.nan)
+        cache.append(keys)
+        yield cache
+
+
+@pytest.mark.parametrize(("rows", "function"), [(1, "score_few"), (4, "score_few"), (40, "score")])
+@pytest.mark.parametrize(("block_size", "page_size"), [(32, 64), (32, 7), (144, 288), (128, 1)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_keys_are_ties_wherever_they_lie(dtype, block_size, page_size, rows, function, made):
+    """The best key of every block is the same one, at another place in each."""
+    keys, q = torch.randn(1497, 1, 128).to(dtype), torch.randn(rows, 1, 128).to(dtype)
+    q = q.transpose(0, 1) if rows < 16 else q
+    block = torch.arange(1497 // block_size)
+    keys[block_size * block + 7 * block % min(25, block_size)] = (9 * q.reshape(-1, 128)[:1].float()).to(dtype)
+    seqs = Sequences(q_offset=torch.tensor([1500], dtype=torch.int32))
+    expected = None
+    for stored in places(keys, page_size):
+        found = scores(q, stored, seqs, block_size=block_size)
+        expected = found if expected is None else expected
+        assert_equal("scores", found, expected)
+    first = expected[0, 0, : len(block)]
+    assert_equal("scores", first, first[:1].expand(len(block)))
+    assert set(made) == {function}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("query", ["plain", "tensor", "head"])
+@pytest.mark.parametrize("per", ["tensor", "head"])
+def test_e4m3_is_read_as_it_is_stored(per, query, rows):
+    k = E4M3.quantize(torch.randn(300, 2, 64) * torch.tensor([3.0, 0.2])[:, None], per=per)
+    q = torch.randn(rows, 4, 64)
+    q = q if query == "plain" else E4M3.quantize(q, per=query)
+    check(scores(q, k, block_size=16), q, k, None, 16)
+
+
+@pytest.mark.parametrize(("rows", "function"), [(1, "score_few"), (40, "score")])
+def test_special_values(rows, function, made, processor):
+    """A NaN product counts as -inf, also one of 0 times infinity."""
+    keys, q = torch.zeros(600, 1, 16), torch.tensor([1.0, -1.0, 0.0])[:, None] * torch.eye(16)[0]
+    keys[:, 0, 0] = 2.0
+    keys[3, 0, 0], keys[300, 0, 0], keys[301, 0, 0], keys[512:, 0, 0] = torch.inf, torch.nan, 5.0, -torch.inf
+    expected = torch.tensor([[torch.inf, 5.0, -torch.inf], [-2.0, -2.0, torch.inf], [0.0, 0.0, -torch.inf]])
+    seqs = Sequences(q_offset=torch.tensor([600], dtype=torch.int32))
+    found = scores(q.expand(rows, 3, 16), keys, seqs, block_size=256)
+    assert_equal("scores", found, expected[:, None].expand(3, rows, 3))
+    assert made == [function]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_threads_calls_and_chunks_change_no_bit(rows, threads, monkeypatch):
+    p = problem((90, 33), (300, 33), kv_heads=4, index_heads=4, index_key_heads=2)
+    expected = scores(p.index_q, p.index_k, p.seqs, block_size=16)
+    monkeypatch.setattr(cpu_products, "CALL_ROWS", rows)
+    monkeypatch.setattr(c_library, "threads_for", lambda products: threads)
+    assert_equal("scores", scores(p.index_q, p.index_k, p.seqs, block_size=16), expected)
+    one = Sequences(q_offset=torch.tensor([300 - 90 + 17], dtype=torch.int32))
+    found = scores(p.index_q[17:48], p.index_k[:300], one, block_size=16)
+    assert_equal("scores", found, expected[:, 17:48, : found.shape[2]])
+
+
+@pytest.mark.parametrize("page_size", [5, 16])
+def test_pages_of_several_sequences(page_size, made):
+    p = problem(*LENGTHS, kv_heads=2, index_heads=2, index_key_heads=2)
+    expected = scores(p.index_q, p.index_k, p.seqs, block_size=16)
+    for interleaved in (False, True):
+        cache = paged(p, page_size, interleaved=interleaved)[1]
+        assert_equal("scores", scores(strided(p.index_q), cache, p.seqs, block_size=16), expected)
+    assert set(made) == {"score"}
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_pytorch_serves_without_a_compiler(rows, made, monkeypatch):
+    instructions.use_none(monkeypatch)
+    q, k = torch.randn(rows, 2, 64), torch.randn(300, 1, 64)
+    check(scores(q, k, block_size=16), q, k, None, 16)
+    assert not made

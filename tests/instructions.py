@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: MIT
+"""C kernels are tested for the instructions of this processor and for those of older ones."""
+
+import platform
+from pathlib import Path
+
+import pytest
+
+from openmsa.runtime import c_library
+from openmsa.runtime.environment import c_compiler
+
+OLDER = ("-march=x86-64-v3", "-march=x86-64") if platform.machine() == "x86_64" else ()
+
+
+def _known() -> set[str]:
+    """Returns the flags of this processor as Linux names them."""
+    try:
+        return set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
+    except OSError:
+        return set()
+
+
+def runs(flag: str) -> bool:
+    """Says whether this processor has the instructions that a flag of the compiler names."""
+    return flag != "-march=x86-64-v3" or {"avx2", "fma", "bmi2", "f16c"} <= _known()
+
+
+ALL = [c_library.NATIVE, *filter(runs, OLDER)]
+needs_compiler = pytest.mark.skipif(c_compiler() is None, reason="the machine has no C compiler")
+
+
+def use(monkeypatch, flag: str) -> None:
+    """Has C kernels compiled for the instructions that a flag names."""
+    library = c_library.library
+    flags = tuple(flag if x == c_library.NATIVE else x for x in c_library.FLAGS)
+    monkeypatch.setattr(c_library, "library", lambda source: library(source, flags))
+
+
+def use_none(monkeypatch) -> None:
+    """Has PyTorch's operations do what C kernels do."""
+    monkeypatch.setattr(c_library, "library", lambda source: c_library.Library(None, "off"))
