@@ -5,7 +5,7 @@
 #include "../primitives/lanes.h"
 
 #define MOST_FEW_ROWS 16
-#define AHEAD 8192 /* few rows: so many bytes behind a key memory is asked for others */
+#define AHEAD 8192 /* few rows: so many bytes of keys behind a key memory is asked for another */
 
 typedef struct {
     const char *q;           /* [queries, group, dim], strides in bytes */
@@ -109,27 +109,38 @@ INLINE floats sums_of(floats *parts) {
     return parts[0];
 }
 
+/* A walk through keys, one after the other, from `next` to `end`. left: keys of the run that follow. */
+typedef struct {
+    const char *key;
+    int64_t next, end, left;
+} Walk;
+
+INLINE const char *next_key(Walk *walk, const Rows *keys) {
+    if (walk->next < walk->end) { /* Otherwise the last key comes again. */
+        walk->key = walk->left ? walk->key + keys->stride : row_at(keys, walk->next);
+        walk->left = walk->left ? walk->left - 1 : keys->run - 1 - walk->next % keys->run;
+        walk->next++;
+    }
+    return walk->key;
+}
+
 /* best[r] becomes the greatest product of each of `count` rows, 1, 2 or 4, with the keys first to end, a lane for every
- * LANES-th key. A key is read once, where it lies, for all rows. */
+ * LANES-th key. A key is read once, where it lies, for all rows. soon: keys that memory is asked for, one for each key. */
 INLINE void multiply_few(floats *best, const float *const *rows, int count, const Rows *keys, int64_t first, int64_t end,
-                         int64_t dim, int64_t type) {
+                         Walk *soon, int64_t dim, int64_t type) {
     floats parts[4][LANES]; /* of each row and key: a lane for every LANES-th product */
-    const char *key = 0;
-    int64_t left = 0; /* keys of the run that follow */
+    Walk walk = {0, first, end, 0};
     for (int64_t k = first; k < end; k += LANES) {
-        for (int64_t j = 0; j < LANES; j++) {
+        for (int j = 0; j < LANES; j++) {
             floats sums[4] = {0};
-            if (k + j < end) { /* Otherwise the last key comes again. */
-                key = left ? key + keys->stride : row_at(keys, k + j);
-                left = left ? left - 1 : keys->run - 1 - (k + j) % keys->run;
-            }
+            const char *key = next_key(&walk, keys), *later = next_key(soon, keys);
             for (int64_t i = 0; i < dim; i += LANES) {
                 floats numbers = read_numbers(key, i, type);
                 for (int r = 0; r < count; r++)
                     sums[r] += read_floats(rows[r] + i) * numbers;
             }
             for (int64_t i = 0; i < dim * SIZES[type]; i += 64)
-                __builtin_prefetch(key + AHEAD + i, 0, 2);
+                __builtin_prefetch(later + i, 0, 2);
             for (int r = 0; r < count; r++)
                 parts[r][j] = sums[r];
         }
@@ -142,7 +153,10 @@ INLINE void multiply_few(floats *best, const float *const *rows, int count, cons
 INLINE void score_blocks(const Call *c, int64_t type) {
     char *memory = c->memory;
     const float *q = start_rows(c, &memory), *rows[MOST_FEW_ROWS + 4];
-    int64_t of = c->queries * c->group;
+    int64_t of = c->queries * c->group, next = c->first_block * c->block_size, stop = c->end_block * c->block_size;
+    Walk soon = {0, next, stop < c->k_len ? stop : c->k_len, 0};
+    for (int64_t i = 0; i < AHEAD; i += c->dim * SIZES[type])
+        ask_for(&c->keys, soon.next < soon.end ? soon.next : soon.end - 1, c->dim), next_key(&soon, &c->keys);
     for (int64_t r = 0; r < MOST_FEW_ROWS + 4; r++)
         rows[r] = q + (r < of ? r : of) * c->dim;
     for (int64_t b = c->first_block; b < c->end_block; b++) {
@@ -150,13 +164,16 @@ INLINE void score_blocks(const Call *c, int64_t type) {
         floats best[MOST_FEW_ROWS + 4];
         for (int64_t r = 0; r < MOST_FEW_ROWS + 4; r++)
             best[r] = every(-INFINITY);
-        for (int64_t r = 0; r < of; r += 4)
+        for (int64_t r = 0; r < of; r += 4) {
+            Walk ends = {soon.key, soon.end, soon.end, 0}; /* Other rows read keys that a cache holds. */
+            Walk *asked = r ? &ends : &soon;
             if (of - r == 1)
-                multiply_few(best + r, rows + r, 1, &c->keys, first, end, c->dim, type);
+                multiply_few(best + r, rows + r, 1, &c->keys, first, end, asked, c->dim, type);
             else if (of - r == 2)
-                multiply_few(best + r, rows + r, 2, &c->keys, first, end, c->dim, type);
+                multiply_few(best + r, rows + r, 2, &c->keys, first, end, asked, c->dim, type);
             else
-                multiply_few(best + r, rows + r, 4, &c->keys, first, end, c->dim, type);
+                multiply_few(best + r, rows + r, 4, &c->keys, first, end, asked, c->dim, type);
+        }
         for (int64_t r = 0; r < of; r++)
             *place(c, r, b) = greatest_lane(best[r]);
     }
