@@ -16,9 +16,9 @@ typedef struct {
     int64_t first_block, end_block;                           /* the blocks to be scored */
     float *scores;           /* [group, queries, blocks], strides in elements; what a query does not see is not written */
     int64_t score_head, score_token;
-    char *memory;            /* memory_bytes(call) bytes */
 } Call;
 
+/* Returns how many bytes of memory a call needs. */
 int64_t memory_bytes(const Call *c) {
     return 4 * ((c->queries * c->group + 1) * c->dim + (LARGEST_BLOCK + PANEL) * c->dim) + 256;
 }
@@ -82,8 +82,8 @@ static void score_tile(const Call *c, const float *q, const float *columns, int6
 }
 
 /* Scores the blocks of many rows. */
-void score(const Call *c) {
-    char *memory = c->memory;
+void score(const void *call, char *memory) {
+    const Call *c = call;
     const float *q = start_rows(c, &memory);
     float *columns = take(&memory, (LARGEST_BLOCK + PANEL) * c->dim * 4);
     for (int64_t b = c->first_block; b < c->end_block; b++) {
@@ -150,8 +150,7 @@ INLINE void multiply_few(floats *best, const float *const *rows, int count, cons
 }
 
 /* Scores blocks for at most MOST_FEW_ROWS rows, all of which see all keys. */
-INLINE void score_blocks(const Call *c, int64_t type) {
-    char *memory = c->memory;
+INLINE void score_blocks(const Call *c, char *memory, int64_t type) {
     const float *q = start_rows(c, &memory), *rows[MOST_FEW_ROWS + 4];
     int64_t of = c->queries * c->group, next = c->first_block * c->block_size, stop = c->end_block * c->block_size;
     Walk soon = {0, next, stop < c->k_len ? stop : c->k_len, 0};
@@ -179,11 +178,12 @@ INLINE void score_blocks(const Call *c, int64_t type) {
     }
 }
 
-void score_few(const Call *c) {
+void score_few(const void *call, char *memory) {
+    const Call *c = call;
     switch (c->keys.type) {
-    case FLOAT32: score_blocks(c, FLOAT32); break;
-    case BFLOAT16: score_blocks(c, BFLOAT16); break;
-    case FLOAT16: score_blocks(c, FLOAT16); break;
-    case E4M3: score_blocks(c, E4M3); break;
+    case FLOAT32: score_blocks(c, memory, FLOAT32); break;
+    case BFLOAT16: score_blocks(c, memory, BFLOAT16); break;
+    case FLOAT16: score_blocks(c, memory, FLOAT16); break;
+    case E4M3: score_blocks(c, memory, E4M3); break;
     }
 }

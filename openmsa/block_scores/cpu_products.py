@@ -31,7 +31,7 @@ class _Call(ctypes.Structure):
         *sizes("q", "q_token", "q_head", "q_type", "scales"),
         ("keys", CRows),
         *sizes("queries", "group", "dim", "block_size", "k_len", "position", "first_block", "end_block"),
-        *sizes("scores", "score_head", "score_token", "memory"),
+        *sizes("scores", "score_head", "score_token"),
     )
 
 

@@ -278,6 +278,26 @@ static void pack_columns(float *panels, const Rows *keys, int64_t first, int64_t
     }
 }
 
+/* Calls of a function, which threads share: each thread takes the next one when it is done with one, so that a busy core makes
+ * fewer. memory: `bytes` for each thread. */
+typedef struct {
+    void (*function)(const void *call, char *memory);
+    const void *const *calls;
+    int64_t count, bytes;
+    char *memory;
+    int64_t next, threads; /* 0 at first: calls that were taken, and threads that serve */
+} Work;
+
+void serve(Work *work) {
+    char *memory = work->memory + __atomic_fetch_add(&work->threads, 1, __ATOMIC_RELAXED) * work->bytes;
+    for (;;) {
+        int64_t i = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED);
+        if (i >= work->count)
+            return;
+        work->function(work->calls[i], memory);
+    }
+}
+
 /* Hands out pieces of memory that begin at cache lines. */
 static void *take(char **memory, int64_t size) {
     char *found = (char *)(((uintptr_t)*memory + 63) & ~(uintptr_t)63);

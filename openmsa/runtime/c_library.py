@@ -11,9 +11,9 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import subprocess
 import tempfile
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -86,32 +86,51 @@ def threads_for(products: int) -> int:
     return torch.get_num_threads() if products >= LEAST_PRODUCTS else 1
 
 
+class _Work(ctypes.Structure):
+    """This is `Work` of openmsa/primitives/lanes.h."""
+
+    _fields_ = (
+        *(("function", ctypes.c_void_p), ("calls", ctypes.c_void_p)),
+        *((name, ctypes.c_int64) for name in ("count", "bytes", "memory", "next", "threads")),
+    )
+
+
 def run(functions: ctypes.CDLL, name: str, calls: Sequence[Any], threads: int) -> None:
-    """Calls a function of a library with each of the structures `calls`, whose field `memory` gets the address of as many bytes
-    of a thread's own as ``memory_bytes`` of the library says.
+    """Calls a function of a library with each of the structures `calls`, and with memory of a thread's own, as much as
+    ``memory_bytes`` of the library says.
 
-    Each thread takes the next call when it is done with one, so that a busy core makes fewer. Threads that find none left end;
-    none waits in a loop, and none runs PyTorch's operations, which would start threads of their own.
+    Each thread takes the next call when it is done with one, so that a busy core makes fewer. The threads are those with which
+    PyTorch's operations run, which may still wait in a loop for the next operation and would hinder others.
     """
+    threads = max(1, min(threads, len(calls)))
     most = max((functions.memory_bytes(ctypes.byref(call)) for call in calls), default=0)
-    function, left, lock = functions[name], iter(calls), threading.Lock()
+    places = (ctypes.c_void_p * len(calls))(*map(ctypes.addressof, calls))
+    memory = torch.empty(threads * most, dtype=torch.uint8, device="cpu")
+    function = ctypes.cast(functions[name], ctypes.c_void_p)
+    work = _Work(function, ctypes.addressof(places), len(calls), most, memory.data_ptr(), 0, 0)
+    openmp = _openmp() if threads > 1 else None
+    if openmp is not None:
+        openmp.GOMP_parallel(functions.serve, ctypes.byref(work), threads, 0)
+    elif threads == 1:
+        functions.serve(ctypes.byref(work))
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            for done in [pool.submit(functions.serve, ctypes.byref(work)) for _ in range(threads)]:
+                done.result()
 
-    def serve() -> None:
-        memory = torch.empty(most, dtype=torch.uint8, device="cpu")
-        while True:
-            with lock:
-                call = next(left, None)
-            if call is None:
-                return
-            call.memory = memory.data_ptr()
-            function(ctypes.byref(call))
 
-    others = min(threads, len(calls)) - 1
-    if others <= 0:
-        serve()
-        return
-    with ThreadPoolExecutor(others) as pool:
-        started = [pool.submit(serve) for _ in range(others)]
-        serve()
-        for future in started:
-            future.result()
+@functools.cache
+def _openmp() -> ctypes.CDLL | None:
+    """Returns the OpenMP library that PyTorch has loaded, or None where it has none that is found."""
+    home = str(Path(torch.__file__).parents[1])
+    try:
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+    except OSError:
+        return None
+    for path in sorted(mapped, key=lambda path: (not path.startswith(home), path)):
+        with contextlib.suppress(OSError, AttributeError):
+            if re.match(r"lib(g|i)omp", Path(path).name):
+                found = ctypes.CDLL(path)
+                found.GOMP_parallel.restype = None
+                return found
+    return None

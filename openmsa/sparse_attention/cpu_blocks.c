@@ -18,7 +18,6 @@ typedef struct {
     int64_t out_token, out_head, out_type;
     float *lse;              /* [queries, group], strides in elements */
     int64_t lse_token, lse_head;
-    char *memory;            /* memory_bytes(call) bytes */
 } Call;
 
 /* The state of a call in its memory. */
@@ -43,9 +42,9 @@ typedef struct {
     int64_t seen[TILE], most;          /* keys of the block that each row sees, and the most of them */
 } Tile;
 
-static State state_of(const Call *c) {
+static State state_of(const Call *c, char *memory) {
     State s;
-    char *at = c->memory;
+    char *at = memory;
     int64_t dim = c->dim, padded = (dim + PANEL - 1) / PANEL * PANEL;
     s.rows = c->queries * c->group;
     s.blocks = (c->k_len + c->block_size - 1) / c->block_size;
@@ -63,7 +62,8 @@ static State state_of(const Call *c) {
     return s;
 }
 
-int64_t memory_bytes(const Call *c) { return state_of(c).end - c->memory + 64; }
+/* Returns how many bytes of memory a call needs. */
+int64_t memory_bytes(const Call *c) { return state_of(c, 0).end - (char *)0 + 64; }
 
 static int64_t last_key(const Call *c, int64_t query) {
     int64_t position = c->position + query;
@@ -231,8 +231,9 @@ static void finish_rows(const Call *c, const State *s) {
         }
 }
 
-void attend(const Call *c) {
-    State s = state_of(c);
+void attend(const void *call, char *memory) {
+    const Call *c = call;
+    State s = state_of(c, memory);
     Tile t;
     start_rows(c, &s);
     sort_by_block(c, &s);

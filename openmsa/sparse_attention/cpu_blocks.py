@@ -31,7 +31,7 @@ class _Call(ctypes.Structure):
         ("values", CRows),
         ("value_scale", ctypes.c_double),
         *sizes("queries", "group", "dim", "topk", "block_size", "k_len", "position"),
-        *sizes("out", "out_token", "out_head", "out_type", "lse", "lse_token", "lse_head", "memory"),
+        *sizes("out", "out_token", "out_head", "out_type", "lse", "lse_token", "lse_head"),
     )
 
 
