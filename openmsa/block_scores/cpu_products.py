@@ -21,7 +21,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 CALL_ROWS = 1024  # (query, head) rows of a call, which stay in an L2 cache
 MOST_ROWS = 16  # few rows are so many at most: MOST_FEW_ROWS of the C file
 CALLS_A_THREAD = 8  # few rows: so many calls a thread, of which a busy core makes fewer
-LEAST_ELEMENTS = 1 << 21  # few rows: PyTorch multiplies fewer elements of keys in the time that threads take to start.
+LEAST_ELEMENTS = 1 << 18  # few rows: PyTorch multiplies fewer elements of keys in the time that a call takes to be prepared.
 
 
 class _Call(ctypes.Structure):
