@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""This module runs `sparse_attention` on CPU. Where the machine has a C compiler, a kernel in C (`cpu_blocks`) serves all but
-single queries. Otherwise many queries go KV-outer: the queries of a block are gathered, and their partial results merged by
-lse. For few queries (decode) the selected keys of each query are gathered. Queries that read every block they see are left to
-dense attention."""
+"""This module runs `sparse_attention` on CPU. Where the machine has a C compiler, a kernel in C (`cpu_blocks`) attends. Otherwise
+many queries go KV-outer: the queries of a block are gathered, and their partial results merged by lse; for few queries (decode)
+the selected keys of each query are gathered. Runs of queries that read every block they see are left to dense attention."""
 
 from __future__ import annotations
 
@@ -126,7 +125,7 @@ def _attend(
     group = heads // kv_heads
     dtype = wide_dtype(q)
     spans: list[cpu_blocks.Span] = []
-    compiled = seqs.longest_q > 1 and cpu_blocks.serves(q, k_pool, v_pool)
+    compiled = cpu_blocks.serves(q, k_pool, v_pool)
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         pages = k.page_table[b] if isinstance(k, PagedKV) else None
         keys, values = (Rows(pool, k0, pages, dtype) for pool in (k_pool, v_pool))
