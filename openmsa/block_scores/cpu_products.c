@@ -23,6 +23,7 @@ int64_t memory_bytes(const Call *c) {
     return 4 * ((c->queries * c->group + 1) * c->dim + (LARGEST_BLOCK + PANEL) * c->dim) + 256;
 }
 
+/* Returns the last key that a query sees; below 0: none. */
 static int64_t last_key(const Call *c, int64_t query) {
     int64_t position = c->position + query;
     return position < c->k_len ? position : c->k_len - 1;
@@ -178,6 +179,7 @@ INLINE void score_blocks(const Call *c, char *memory, int64_t type) {
     }
 }
 
+/* Scores the blocks of few rows. */
 void score_few(const void *call, char *memory) {
     const Call *c = call;
     switch (c->keys.type) {

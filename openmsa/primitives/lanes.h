@@ -40,7 +40,7 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
-/* How a number is stored; openmsa/runtime/c_library.py has the same list. */
+/* How a number is stored; openmsa/primitives/cpu_rows.py has the same list. */
 enum { FLOAT32, BFLOAT16, FLOAT16, E4M3 };
 static const int64_t SIZES[] = {4, 2, 2, 1};
 
@@ -190,9 +190,9 @@ static __attribute__((noinline)) void multiply(floats sums[STRIP][2], const floa
 
 /* Converts a row of dim numbers times `factor`, which is 1 where there is none. */
 static void convert_row(float *to, const char *from, int64_t dim, int64_t type, float factor) {
-#define CONVERT(TYPE)                             \
-    case TYPE:                                    \
-        for (int64_t i = 0; i < dim; i += LANES)  \
+#define CONVERT(TYPE)                                                   \
+    case TYPE:                                                          \
+        for (int64_t i = 0; i < dim; i += LANES)                        \
             write_floats(to + i, read_numbers(from, i, TYPE) * factor); \
         break;
     switch (type) {
@@ -249,6 +249,7 @@ INLINE void transpose(floats x[LANES]) {
 #undef EXCHANGE
 }
 
+/* Does what pack_columns does for keys of a type. Keys that are packed next are asked for meanwhile. */
 INLINE void pack_typed(float *panels, const Rows *keys, int64_t first, int64_t count, int64_t dim, int64_t type) {
     for (int64_t k = 0; k < (count + PANEL - 1) / PANEL * PANEL; k += LANES) {
         const char *from[LANES];
@@ -288,6 +289,7 @@ typedef struct {
     int64_t next, threads; /* 0 at first: calls that were taken, and threads that serve */
 } Work;
 
+/* Makes calls until none is left. Every thread runs it. */
 void serve(Work *work) {
     char *memory = work->memory + __atomic_fetch_add(&work->threads, 1, __ATOMIC_RELAXED) * work->bytes;
     for (;;) {

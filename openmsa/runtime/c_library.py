@@ -14,6 +14,7 @@ import platform
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def _compiled(compiler: str, source: Path, flags: tuple[str, ...]) -> Path:
         found.parent.mkdir(parents=True, exist_ok=True)
     except OSError:  # The cache folder cannot be written: the library lasts as long as the process.
         found = Path(tempfile.mkdtemp(prefix="openmsa-")) / found.name
-    draft = found.with_suffix(f".{os.getpid()}")
+    draft = found.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     _run(compiler, *flags, "-o", str(draft), str(source), "-lm")
     draft.replace(found)  # in one step: no process loads half a library
     return found
@@ -122,7 +123,7 @@ def run(functions: ctypes.CDLL, name: str, calls: Sequence[Any], threads: int) -
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
     """Returns the OpenMP library that PyTorch has loaded, or None where it has none that is found."""
-    home = str(Path(torch.__file__).parents[1])
+    home = str(Path(torch.__file__).parent)
     try:
         mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
     except OSError:

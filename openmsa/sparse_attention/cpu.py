@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""This module runs `sparse_attention` on CPU. Where the machine has a C compiler, a kernel in C (`cpu_blocks`) attends. Otherwise
-many queries go KV-outer: the queries of a block are gathered, and their partial results merged by lse; for few queries (decode)
-the selected keys of each query are gathered. Runs of queries that read every block they see are left to dense attention."""
+"""This module runs `sparse_attention` on CPU. Where the machine has a C compiler, a kernel in C (`cpu_blocks`) attends.
+Otherwise many queries go KV-outer: the queries of a block are gathered, and their partial results merged by lse; for few
+queries (decode) the selected keys of each query are gathered. Runs of queries that read every block they see are left to dense
+attention."""
 
 from __future__ import annotations
 

@@ -65,6 +65,7 @@ static State state_of(const Call *c, char *memory) {
 /* Returns how many bytes of memory a call needs. */
 int64_t memory_bytes(const Call *c) { return state_of(c, 0).end - (char *)0 + 64; }
 
+/* Returns the last key that a query sees; below 0: none. */
 static int64_t last_key(const Call *c, int64_t query) {
     int64_t position = c->position + query;
     return position < c->k_len ? position : c->k_len - 1;
@@ -231,6 +232,7 @@ static void finish_rows(const Call *c, const State *s) {
         }
 }
 
+/* Attends with the queries of a call. */
 void attend(const void *call, char *memory) {
     const Call *c = call;
     State s = state_of(c, memory);

@@ -21,7 +21,7 @@ from openmsa.cli.checks import check_writable
 from openmsa.cli.progress import Remaining, in_all, told
 from openmsa.explain import STAGES
 
-CPU_RECORD = Path(__file__).parents[2] / "benchmarks/results/2026-11-21-cpu-epyc.jsonl"
+CPU_RECORD = Path(__file__).parents[2] / "benchmarks/results/2026-11-28-cpu-epyc.jsonl"
 TINY = Workload(
     *("tiny-prefill", "cpu"),
     q_len=64,

@@ -72,8 +72,8 @@ def times_faster(file: str, row: str, mode: str) -> dict[str, float]:
     [
         ("H200, prefill", "gpu-prefill-{}", ("2026-11-24-h200.jsonl", "msa_attention", "eager")),
         ("H200, decode of 8", "gpu-decode-b8-{}", ("2026-11-24-h200.jsonl", "decode_plan", "graph")),
-        ("2 CPU cores, prefill", "prefill-{}", ("2026-11-21-cpu-epyc.jsonl", "msa_attention", "eager")),
-        ("2 CPU cores, decode of 1", "decode-{}", ("2026-11-21-cpu-epyc.jsonl", "msa_attention", "eager")),
+        ("2 CPU cores, prefill", "prefill-{}", ("2026-11-28-cpu-epyc.jsonl", "msa_attention", "eager")),
+        ("2 CPU cores, decode of 1", "decode-{}", ("2026-11-28-cpu-epyc.jsonl", "msa_attention", "eager")),
     ],
 )
 def test_readme_says_from_where_on_it_pays(line, workload, found):
