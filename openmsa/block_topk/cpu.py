@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from openmsa.block_scores import STAGE as SCORING
+from openmsa.block_topk import cpu_choose
 from openmsa.inputs import ScoringCall
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.runtime.environment import cpu_workspace_bytes
@@ -76,6 +77,8 @@ def select_from_scores(scores: Tensor, topk: int, visible_blocks: Tensor, init_b
     heads, total_q, num_blocks = scores.shape
     if scores.numel() <= FEW_SCORES:
         return _select_few(scores.detach(), topk, visible_blocks, init_blocks, local_blocks)
+    if (found := cpu_choose.choose(scores.detach(), topk, visible_blocks, init_blocks, local_blocks)) is not None:
+        return found
     blocks = torch.full((total_q, heads, topk), -1, dtype=torch.int32, device="cpu")
     chunk = max(64, cpu_workspace_bytes() // (BYTES_A_SCORE * heads * max(1, num_blocks)))
     for start in range(0, total_q if num_blocks else 0, chunk):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""This module runs `sparse_attention` on CPU. Where the machine has a C compiler, a kernel in C (`cpu_blocks`) attends.
-Otherwise many queries go KV-outer: the queries of a block are gathered, and their partial results merged by lse; for few
-queries (decode) the selected keys of each query are gathered. Runs of queries that read every block they see are left to dense
-attention."""
+"""This module runs `sparse_attention` on CPU. Where the machine has a C compiler, a kernel in C (`cpu_blocks`) attends, but
+for few queries of short contexts. Otherwise many queries go KV-outer: the queries of a block are gathered, and their partial
+results merged by lse; for few queries (decode) the selected keys of each query are gathered. Runs of queries that read every
+block they see are left to dense attention."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ TILE_ROWS = 4096  # (query, head) rows of a tile, whose logits take 2 MB
 ROUND_ROWS = 256  # rows of a tile are rounded up to multiples of it: products then have a few shapes, not thousands
 MERGED_QUERIES = 256  # so many queries are merged at a time, and their partials stay in cache
 FEW_QUERIES = 8  # So few queries of a sequence share too few blocks for KV-outer by PyTorch's operations to pay.
+# Few queries of so many blocks, heads of blocks together, have the bits of `openmsa.decode.cpu_token` (FEW_SCORES there).
+SHORT_BLOCKS = 512
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ def _attend(
     group = heads // kv_heads
     dtype = wide_dtype(q)
     spans: list[cpu_blocks.Span] = []
-    compiled = cpu_blocks.serves(q, k_pool, v_pool)
+    short = seqs.longest_q <= FEW_QUERIES and seqs.max_seqlen_k * blocks.shape[1] <= SHORT_BLOCKS * block_size
+    compiled = not short and cpu_blocks.serves(q, k_pool, v_pool)
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         pages = k.page_table[b] if isinstance(k, PagedKV) else None
         keys, values = (Rows(pool, k0, pages, dtype) for pool in (k_pool, v_pool))

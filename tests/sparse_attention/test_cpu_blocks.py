@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from openmsa import E4M3, PagedKV, Sequences, sparse_attention
+from openmsa.block_topk.cpu import FEW_SCORES
 from openmsa.runtime import c_library
 from openmsa.sparse_attention import cpu, cpu_blocks
 from openmsa.testing.allocations import PoisonedOutputs
@@ -115,9 +116,9 @@ def test_every_number_is_read_and_written(dtype, processor):
         stored = row.view(1, 1, 256)
         plain = dtype != torch.float8_e4m3fn
         k, v = (stored.clone().fill_(0), stored) if plain else (E4M3.quantize(torch.zeros(1, 1, 256)), E4M3(stored))
-        q = torch.zeros(2, 1, 256, dtype=dtype if plain else torch.float32)
-        seqs = Sequences(q_offset=torch.tensor([0], dtype=torch.int32))  # Both queries see the key.
-        out = attend(q, k, v, torch.zeros(2, 1, 1, dtype=torch.int32), seqs, block_size=16)[0][1:]
+        q = torch.zeros(9, 1, 256, dtype=dtype if plain else torch.float32)
+        seqs = Sequences(q_offset=torch.tensor([0], dtype=torch.int32))  # All queries see the key.
+        out = attend(q, k, v, torch.zeros(9, 1, 1, dtype=torch.int32), seqs, block_size=16)[0][8:]
         expected = stored if plain else v.dequantize()
         assert torch.equal(out.isnan(), expected.isnan())
         assert torch.equal(out.nan_to_num(nan=0.0).double(), expected.nan_to_num(nan=0.0).double())
@@ -139,9 +140,10 @@ def test_results_are_rounded_to_nearest_even(dtype, processor):
         up = exact.view(torch.int16).add(1).view(dtype)
         split[1] = torch.where(up.isfinite(), up, exact)
         found = attend(
-            *(torch.zeros(2, 1, 16, dtype=dtype) for _ in range(2)),
+            *(torch.zeros(n, 1, 16, dtype=dtype) for n in (9, 2)),
             split.view(2, 1, 16),
-            torch.zeros(2, 1, 1, dtype=torch.int32),
+            torch.zeros(9, 1, 1, dtype=torch.int32),
+            Sequences(q_offset=torch.tensor([1], dtype=torch.int32)),
             block_size=16,
         )
         mean = split.float().mean(0)
@@ -150,7 +152,7 @@ def test_results_are_rounded_to_nearest_even(dtype, processor):
 
 def laws():
     """Yields a problem and its result."""
-    p = problem((90, 33), (300, 33), kv_heads=2, group=4, head_dim=32)
+    p = problem((90, 36), (300, 36), kv_heads=2, group=4, head_dim=32)
     blocks = random_blocks(p, 6, 16, 2)
     return p, blocks, attend(p.q, p.k, p.v, blocks, p.seqs, block_size=16)
 
@@ -160,17 +162,31 @@ def same(found, expected):
         assert_equal(name, x, y)
 
 
+def test_few_queries_of_a_long_context_have_the_bits_of_many(calls):
+    """Those of a short one have those of `openmsa.decode.cpu_token`, which serves them in plans and in `msa_attention`."""
+    assert cpu.SHORT_BLOCKS == FEW_SCORES
+    keys = 16 * (cpu.SHORT_BLOCKS // 2) + 5
+    p = problem((11,), (keys,), kv_heads=2, group=4, head_dim=32)
+    blocks = random_blocks(p, 6, 16, 2)
+    expected = attend(p.q, p.k, p.v, blocks, p.seqs, block_size=16)
+    for rows in (slice(10, None), slice(4, None)):
+        same(attend(p.q[rows], p.k, p.v, blocks[rows], block_size=16), [x[rows] for x in expected])
+    made = len(calls)
+    attend(p.q[4:], p.k[:-5], p.v[:-5], blocks[4:], block_size=16)
+    assert len(calls) == made
+
+
 def test_the_order_of_a_list_changes_no_bit():
     p, blocks, expected = laws()
     order = torch.rand(blocks.shape).argsort(-1)
     same(attend(p.q, p.k, p.v, blocks.gather(2, order), p.seqs, block_size=16), expected)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 50])
+@pytest.mark.parametrize("chunk", [9, 18])
 def test_queries_beside_a_query_change_no_bit(chunk):
     p, blocks, expected = laws()
     q_start = 0
-    for b, (q_len, k_len) in enumerate(((90, 300), (33, 33))):
+    for b, (q_len, k_len) in enumerate(((90, 300), (36, 36))):
         keys = slice(300 * b, 300 * b + k_len)
         for first in range(0, q_len, chunk):
             stop = min(first + chunk, q_len)
