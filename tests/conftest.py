@@ -12,6 +12,8 @@ from types import FunctionType, ModuleType
 import pytest
 import torch
 
+from tests import instructions
+
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
@@ -199,3 +201,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_observed", lambda kernel: True)  # Launches go through the kernel itself.
     for module in (triton_route, triton_forward, triton_backward, triton_prefill):
         monkeypatch.setattr(module, "runs_hopper_kernels", lambda device: True)
+
+
+@pytest.fixture(params=instructions.ALL)
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has C kernels compiled for this processor's instructions, and for those of older ones."""
+    instructions.use(monkeypatch, request.param)

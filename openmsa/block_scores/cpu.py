@@ -12,6 +12,7 @@ from openmsa.block_scores import cpu_int8, cpu_products
 from openmsa.kv_cache import PagedIndexKeys, Stored
 from openmsa.kv_cache.rows import rows_of
 from openmsa.kv_cache.sequence_rows import Rows
+from openmsa.primitives.cpu_rows import Span, reads
 from openmsa.runtime.matmul import (
     CONVERTED_ELEMENTS,
     FEW_ROWS_STEP,
@@ -65,8 +66,8 @@ def _score(
     tile_rows, tile_keys = (32, 256) if dtype == torch.float64 else (TILE_ROWS, TILE_KEYS)
     tile_tokens = 1 if few else max(1, tile_rows // group)
     tile_keys = tile_keys // block_size * block_size
-    compiled = not few and cpu_products.serves(index_q, pool)
-    spans: list[cpu_products.Span] = []
+    compiled = not few and reads(cpu_products.SOURCE, index_q, pool)
+    spans: list[Span] = []
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         pages = index_k.page_table[b] if isinstance(index_k, PagedIndexKeys) else None
         keys = Rows(pool, k0, pages, dtype)
@@ -78,7 +79,7 @@ def _score(
                     scores[:, t, : -(-end // block_size)] = score_few(q, keys, end, block_size).flatten(0, 1)
             continue
         if compiled:
-            spans.append(cpu_products.Span(q0, q1, offset, keys, k_len))
+            spans.append(Span(q0, q1, offset, keys, k_len))
             continue
         for key_head in range(key_heads):
             of_group = slice(key_head * group, (key_head + 1) * group)

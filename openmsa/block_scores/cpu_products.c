@@ -23,21 +23,13 @@ int64_t memory_bytes(const Call *c) {
     return 4 * ((c->queries * c->group + 1) * c->dim + (LARGEST_BLOCK + PANEL) * c->dim) + 256;
 }
 
-/* Returns the last key that a query sees; below 0: none. */
-static int64_t last_key(const Call *c, int64_t query) {
-    int64_t position = c->position + query;
-    return position < c->k_len ? position : c->k_len - 1;
-}
+/* Returns the last key that a query of the call sees; below 0: none. */
+static int64_t last_key(const Call *c, int64_t query) { return last_key_at(c->position + query, c->k_len); }
 
 /* Returns the rows [queries * group + 1, dim] times their factors, of which the last is zeros. */
 static float *start_rows(const Call *c, char **memory) {
-    int64_t rows = c->queries * c->group;
-    float *q = take(memory, (rows + 1) * c->dim * 4);
-    for (int64_t t = 0; t < c->queries; t++)
-        for (int64_t h = 0; h < c->group; h++)
-            convert_row(q + (t * c->group + h) * c->dim, c->q + t * c->q_token + h * c->q_head, c->dim, c->q_type,
-                        c->scales[h]);
-    memset(q + rows * c->dim, 0, c->dim * 4);
+    float *q = take(memory, (c->queries * c->group + 1) * c->dim * 4);
+    convert_queries(q, c->q, c->q_token, c->q_head, c->q_type, c->scales, c->queries, c->group, c->dim);
     return q;
 }
 

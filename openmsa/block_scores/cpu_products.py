@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import Stored
 from openmsa.kv_cache.sequence_rows import Rows
-from openmsa.primitives.cpu_rows import TYPES, CRows, address, factors, numbers, rows_of_heads, sizes, strides
+from openmsa.primitives.cpu_rows import TYPES, CRows, Span, address, factors, numbers, reads, rows_of_heads, sizes, strides
 from openmsa.runtime import c_library
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -35,25 +34,9 @@ class _Call(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class Span:
-    """These are queries of one sequence: packed rows `first` to `stop`, the first of which stands at `position`."""
-
-    first: int
-    stop: int
-    position: int
-    keys: Rows
-    k_len: int
-
-
-def serves(index_q: Tensor | Stored, index_k: Tensor | Stored) -> bool:
-    """Says whether the kernel reads these queries and keys, packed or a pool, and can be compiled."""
-    return all(numbers(x) is not None for x in (index_q, index_k)) and c_library.library(SOURCE).functions is not None
-
-
 def score(index_q: Tensor | Stored, spans: list[Span], block_size: int, scores: Tensor) -> None:
     """Writes the scores ``[index_heads, total_q, blocks]`` of the queries of the spans, index_q ``[total_q, index_heads,
-    index_dim]``, where they see a block. The spans read one cache, and `serves` is true."""
+    index_dim]``, where they see a block. The spans read one cache, and `reads` is true."""
     q = numbers(index_q)
     if not spans:
         return
@@ -69,7 +52,7 @@ def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor | None
     """Returns scores ``[heads, rows, blocks]`` of the first `end` keys, all of which the rows q ``[heads, rows, dim]`` of
     float32 see; or None where PyTorch's operations serve sooner, or the kernel does not read the keys."""
     heads, rows, dim = q.shape
-    if rows > MOST_ROWS or heads * end * dim < LEAST_ELEMENTS or q.dtype != torch.float32 or not serves(q, keys.rows):
+    if rows > MOST_ROWS or heads * end * dim < LEAST_ELEMENTS or q.dtype != torch.float32 or not reads(SOURCE, q, keys.rows):
         return None
     num_blocks = -(-end // block_size)
     scores = torch.empty(heads, rows, num_blocks, dtype=torch.float32, device="cpu")

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from openmsa.kv_cache import E4M3, Stored
 from openmsa.kv_cache.sequence_rows import Rows
+from openmsa.runtime import c_library
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
 """The kernels call the dtypes so; lanes.h has the same list."""
@@ -24,6 +27,22 @@ class CRows(ctypes.Structure):
     """These are keys or values of one head of a sequence, as lanes.h describes them."""
 
     _fields_ = tuple(sizes("runs", "run", "stride", "type"))
+
+
+@dataclass(frozen=True)
+class Span:
+    """These are queries of one sequence: packed rows `first` to `stop`, the first of which stands at `position`."""
+
+    first: int
+    stop: int
+    position: int
+    keys: Rows
+    k_len: int
+
+
+def reads(source: Path, *values: Tensor | Stored) -> bool:
+    """Says whether the kernels of a C file read these queries, and keys and values, packed or pools, and can be compiled."""
+    return all(numbers(x) is not None for x in values) and c_library.library(source).functions is not None
 
 
 def numbers(value: Tensor | Stored) -> Tensor | None:

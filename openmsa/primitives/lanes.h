@@ -204,6 +204,19 @@ static void convert_row(float *to, const char *from, int64_t dim, int64_t type, 
 #undef CONVERT
 }
 
+/* Writes queries [queries, group, dim], whose strides are in bytes, as rows [queries * group, dim] times the factor of each
+ * head of the group, and a row of zeros behind them. */
+static void convert_queries(float *to, const char *q, int64_t q_token, int64_t q_head, int64_t type, const float *scales,
+                            int64_t queries, int64_t group, int64_t dim) {
+    for (int64_t t = 0; t < queries; t++)
+        for (int64_t h = 0; h < group; h++)
+            convert_row(to + (t * group + h) * dim, q + t * q_token + h * q_head, dim, type, scales[h]);
+    memset(to + queries * group * dim, 0, dim * 4);
+}
+
+/* Returns the last key that the query at a position sees; below 0: none. */
+INLINE int64_t last_key_at(int64_t position, int64_t k_len) { return position < k_len ? position : k_len - 1; }
+
 /* Swaps each lane with the one `distance`, a power of two, away from it. */
 INLINE floats swapped(floats x, int distance) {
 #ifdef __clang__

@@ -17,6 +17,7 @@ from openmsa.dense_attention.call import DenseCall
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.rows import rows_of
 from openmsa.kv_cache.sequence_rows import Rows
+from openmsa.primitives.cpu_rows import reads
 from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.runtime.matmul import matmul_nt
 from openmsa.sparse_attention import cpu_blocks
@@ -127,9 +128,9 @@ def _attend(
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
     dtype = wide_dtype(q)
-    spans: list[cpu_blocks.Span] = []
+    spans: list[cpu_blocks.AttentionSpan] = []
     short = seqs.longest_q <= FEW_QUERIES and seqs.max_seqlen_k * blocks.shape[1] <= SHORT_BLOCKS * block_size
-    compiled = not short and cpu_blocks.serves(q, k_pool, v_pool)
+    compiled = not short and reads(cpu_blocks.SOURCE, q, k_pool, v_pool)
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         pages = k.page_table[b] if isinstance(k, PagedKV) else None
         keys, values = (Rows(pool, k0, pages, dtype) for pool in (k_pool, v_pool))
@@ -147,7 +148,7 @@ def _attend(
             if count and attend_masked(q[q0:stop], *where, out[q0:stop], lse[q0:stop]):
                 q0, last_key, offset = stop, last_key[count:], offset + count
         if compiled:
-            spans.append(cpu_blocks.Span(q0, q1, offset, keys, values, k_len))
+            spans.append(cpu_blocks.AttentionSpan(q0, q1, offset, keys, k_len, values))
             continue
         for head in range(kv_heads) if q0 < q1 else ():
             of_group = slice(head * group, (head + 1) * group)

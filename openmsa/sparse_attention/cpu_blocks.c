@@ -65,18 +65,11 @@ static State state_of(const Call *c, char *memory) {
 /* Returns how many bytes of memory a call needs. */
 int64_t memory_bytes(const Call *c) { return state_of(c, 0).end - (char *)0 + 64; }
 
-/* Returns the last key that a query sees; below 0: none. */
-static int64_t last_key(const Call *c, int64_t query) {
-    int64_t position = c->position + query;
-    return position < c->k_len ? position : c->k_len - 1;
-}
+/* Returns the last key that a query of the call sees; below 0: none. */
+static int64_t last_key(const Call *c, int64_t query) { return last_key_at(c->position + query, c->k_len); }
 
 static void start_rows(const Call *c, State *s) {
-    for (int64_t t = 0; t < c->queries; t++)
-        for (int64_t h = 0; h < c->group; h++)
-            convert_row(s->q + (t * c->group + h) * c->dim, c->q + t * c->q_token + h * c->q_head, c->dim, c->q_type,
-                        c->scales[h]);
-    memset(s->q + s->rows * c->dim, 0, c->dim * 4);
+    convert_queries(s->q, c->q, c->q_token, c->q_head, c->q_type, c->scales, c->queries, c->group, c->dim);
     memset(s->sums, 0, (s->rows + 1) * c->dim * 4);
     for (int64_t r = 0; r < s->rows; r++)
         s->largest[r] = -INFINITY, s->total[r] = 0;

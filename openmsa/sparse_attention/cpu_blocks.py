@@ -13,7 +13,7 @@ from torch import Tensor
 
 from openmsa.kv_cache import Stored
 from openmsa.kv_cache.sequence_rows import Rows
-from openmsa.primitives.cpu_rows import TYPES, CRows, address, factors, numbers, rows_of_heads, sizes, strides
+from openmsa.primitives.cpu_rows import TYPES, CRows, Span, address, factors, numbers, rows_of_heads, sizes, strides
 from openmsa.runtime import c_library
 from openmsa.runtime.environment import cpu_workspace_bytes
 
@@ -36,27 +36,23 @@ class _Call(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Span:
-    """These are queries of one sequence: packed rows `first` to `stop`, the first of which stands at `position`."""
+class AttentionSpan(Span):
+    """A span of queries has the values of its sequence, too."""
 
-    first: int
-    stop: int
-    position: int
-    keys: Rows
     values: Rows
-    k_len: int
-
-
-def serves(q: Tensor | Stored, k: Tensor | Stored, v: Tensor | Stored) -> bool:
-    """Says whether the kernel reads these queries, and keys and values, packed or pools, and can be compiled."""
-    return all(numbers(x) is not None for x in (q, k, v)) and c_library.library(SOURCE).functions is not None
 
 
 def attend(
-    q: Tensor | Stored, blocks: Tensor, spans: list[Span], block_size: int, softmax_scale: float, out: Tensor, lse: Tensor
+    q: Tensor | Stored,
+    blocks: Tensor,
+    spans: list[AttentionSpan],
+    block_size: int,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     """Attends with the queries of the spans, q ``[total_q, num_q_heads, dim]``, to the blocks that each selected, blocks
-    ``[total_q, kv_heads or 1, topk]``. Writes out and lse of these queries. The spans read one cache, and `serves` is true."""
+    ``[total_q, kv_heads or 1, topk]``. Writes out and lse of these queries. The spans read one cache, and `reads` is true."""
     functions, of_q = c_library.library(SOURCE).functions, numbers(q)
     if not spans:
         return
@@ -75,7 +71,7 @@ def attend(
 def _calls(
     q: Tensor,
     blocks: Tensor,
-    span: Span,
+    span: AttentionSpan,
     block_size: int,
     scales: Tensor,
     value_scales: list[float],

@@ -27,12 +27,6 @@ def made(monkeypatch):
     return names
 
 
-@pytest.fixture(params=instructions.ALL)
-def processor(request, monkeypatch):
-    """Has the kernels compiled for this processor's instructions, and for those of older ones."""
-    instructions.use(monkeypatch, request.param)
-
-
 def scores(*args, **options):
     with PoisonedOutputs():
         return block_scores(*args, impl="cpu", **options)

@@ -23,12 +23,6 @@ def calls(monkeypatch):
     return made
 
 
-@pytest.fixture(params=instructions.ALL)
-def processor(request, monkeypatch):
-    """Has the kernel compiled for this processor's instructions, and for those of older ones."""
-    instructions.use(monkeypatch, request.param)
-
-
 def draw(kind, heads, total_q, num_blocks):
     scores = torch.randn(heads, total_q, num_blocks)
     if kind == "ties":

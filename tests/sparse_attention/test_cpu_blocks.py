@@ -30,12 +30,6 @@ def calls(monkeypatch):
     return made
 
 
-@pytest.fixture(params=instructions.ALL)
-def processor(request, monkeypatch):
-    """Has the kernel compiled for this processor's instructions, and for those of older ones."""
-    instructions.use(monkeypatch, request.param)
-
-
 def attend(*args, **options):
     with PoisonedOutputs():
         return sparse_attention(*args, return_lse=True, impl="cpu", **options)
