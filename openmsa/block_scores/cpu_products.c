@@ -6,6 +6,7 @@
 
 #define MOST_FEW_ROWS 16
 #define AHEAD 8192 /* few rows: so many bytes of keys behind a key memory is asked for another */
+#define SPARSE 256 /* one row: it is asked for one line of so many bytes; the processor, which sees runs, asks for the others */
 
 typedef struct {
     const char *q;           /* [queries, group, dim], strides in bytes */
@@ -92,10 +93,10 @@ void score(const void *call, char *memory) {
 
 /* Returns the sum of each of LANES vectors, in the same order of additions for all of them. */
 INLINE floats sums_of(floats *parts) {
-#define FOLD(DISTANCE)                                                                           \
-    for (int i = 0; i < DISTANCE; i++) {                                                         \
-        floats a = parts[i], b = parts[i + DISTANCE];                                            \
-        parts[i] = mixed(a, b, DISTANCE) + swapped(mixed(b, a, DISTANCE), DISTANCE);             \
+#define FOLD(DISTANCE)                                                                                          \
+    for (int i = 0; i < DISTANCE; i++) {                                                                        \
+        floats a = parts[i], b = parts[i + DISTANCE];                                                           \
+        parts[i] = lanes_of(a, b, DISTANCE, 0, 0) + lanes_of(a, b, DISTANCE, DISTANCE, DISTANCE);               \
     }
     EACH_DISTANCE(FOLD)
 #undef FOLD
@@ -132,7 +133,7 @@ INLINE void multiply_few(floats *best, const float *const *rows, int count, cons
                 for (int r = 0; r < count; r++)
                     sums[r] += read_floats(rows[r] + i) * numbers;
             }
-            for (int64_t i = 0; i < dim * SIZES[type]; i += 64)
+            for (int64_t i = 0; i < dim * SIZES[type]; i += count > 1 ? 64 : SPARSE)
                 __builtin_prefetch(later + i, 0, 2);
             for (int r = 0; r < count; r++)
                 parts[r][j] = sums[r];

@@ -217,27 +217,20 @@ static void convert_queries(float *to, const char *q, int64_t q_token, int64_t q
 /* Returns the last key that the query at a position sees; below 0: none. */
 INLINE int64_t last_key_at(int64_t position, int64_t k_len) { return position < k_len ? position : k_len - 1; }
 
-/* Swaps each lane with the one `distance`, a power of two, away from it. */
-INLINE floats swapped(floats x, int distance) {
+/* Takes lane l of `b` where l has the bit `with`, a power of two, and of `a` elsewhere; but the lane that is `swap_a` or `swap_b`
+ * away, 0 or a power of two. */
+INLINE floats lanes_of(floats a, floats b, int with, int swap_a, int swap_b) {
+    ints from;
+    for (int i = 0; i < LANES; i++)
+        from[i] = i & with ? LANES + (i ^ swap_b) : i ^ swap_a;
 #ifdef __clang__
     floats found;
     for (int i = 0; i < LANES; i++)
-        found[i] = x[i ^ distance];
+        found[i] = from[i] < LANES ? a[from[i]] : b[from[i] - LANES];
     return found;
 #else
-    ints other;
-    for (int i = 0; i < LANES; i++)
-        other[i] = i ^ distance;
-    return __builtin_shuffle(x, other);
+    return __builtin_shuffle(a, b, from);
 #endif
-}
-
-/* `low` in the lanes whose number lacks the bit `distance`, `high` in the others. */
-INLINE floats mixed(floats low, floats high, int distance) {
-    ints has;
-    for (int i = 0; i < LANES; i++)
-        has[i] = i & distance ? -1 : 0;
-    return either(has, high, low);
 }
 
 /* Does STEP(distance), whose distance the compiler must know, for each power of two below LANES, the greatest first. */
@@ -251,12 +244,12 @@ INLINE floats mixed(floats low, floats high, int distance) {
 
 /* Exchanges the number of a vector and that of a lane. */
 INLINE void transpose(floats x[LANES]) {
-#define EXCHANGE(DISTANCE)                                                 \
-    for (int i = 0; i < LANES; i++)                                        \
-        if (!(i & DISTANCE)) {                                             \
-            floats a = x[i], b = x[i + DISTANCE];                          \
-            x[i] = mixed(a, swapped(b, DISTANCE), DISTANCE);               \
-            x[i + DISTANCE] = mixed(swapped(a, DISTANCE), b, DISTANCE);    \
+#define EXCHANGE(DISTANCE)                                            \
+    for (int i = 0; i < LANES; i++)                                   \
+        if (!(i & DISTANCE)) {                                        \
+            floats a = x[i], b = x[i + DISTANCE];                     \
+            x[i] = lanes_of(a, b, DISTANCE, 0, DISTANCE);             \
+            x[i + DISTANCE] = lanes_of(a, b, DISTANCE, DISTANCE, 0);  \
         }
     EACH_DISTANCE(EXCHANGE)
 #undef EXCHANGE
