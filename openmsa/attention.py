@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from openmsa import known_calls
 from openmsa.block_topk import CERTIFIED_STAGE as CERTIFIED
 from openmsa.block_topk import STAGE as SELECTION
-from openmsa.decode.cpu_token import Counts, attend_packed
+from openmsa.decode import cpu_step, cpu_token
 from openmsa.inputs import AttentionInputs, SelectionCall, check_agreement, check_qkv, check_same_keys, check_selection
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.runtime import checks, dispatch
@@ -90,8 +90,8 @@ def msa_attention(
     """
     usual = check is certified is False and query_chunk is None and type(return_lse) is bool and isinstance(impl, str)
     if usual and impl in ("auto", "cpu") and not getattr(q, "is_nested", False) and getattr(q, "shape", ())[:1] == (1,):
-        counts = Counts(topk, block_size, init_blocks, local_blocks)
-        if (found := attend_packed(q, k, v, index_q, index_k, seqs, counts, softmax_scale, return_lse)) is not None:
+        counts = cpu_step.Counts(topk, block_size, init_blocks, local_blocks)
+        if (found := cpu_token.attend_packed(q, k, v, index_q, index_k, seqs, counts, softmax_scale, return_lse)) is not None:
             return found
     launches = None
     recorded = checks.needs_grad(q, k, v, index_q, index_k)
@@ -111,7 +111,8 @@ def msa_attention(
     stage = CERTIFIED if certified else SELECTION
     check_name(impl, stage, ATTENTION)  # before a stage runs
     if q.shape[0] <= chunk and launches is None:
-        found = ATTENTION.run(impl, attention_call(inputs, selected(stage, impl, selection), block_size))
+        found = None if certified or recorded else cpu_step.attend_tokens(impl, selection, inputs)
+        found = found or ATTENTION.run(impl, attention_call(inputs, selected(stage, impl, selection), block_size))
         return found if return_lse else found[0]
     out, lse = _results(q)
     lengths = inputs.seqs if launches is None else inputs.seqs.like(most_q)
@@ -165,8 +166,7 @@ def _again(
 def selected(stage: Stage[SelectionCall], impl: str, call: SelectionCall) -> Tensor:
     """Returns the blocks of a checked selection, without the number of blocks that a certified one scored exactly."""
     result = stage.run(impl, call)
-    blocks: Tensor = result[0] if stage is CERTIFIED else result
-    return blocks
+    return cast(Tensor, result[0] if stage is CERTIFIED else result)
 
 
 def attention_call(inputs: AttentionInputs, blocks: Tensor, block_size: int) -> SparseCall:

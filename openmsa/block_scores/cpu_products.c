@@ -6,22 +6,32 @@
 
 #define MOST_FEW_ROWS 16
 #define AHEAD 8192 /* few rows: so many bytes of keys behind a key memory is asked for another */
-#define SPARSE 256 /* one row: it is asked for one line of so many bytes; the processor, which sees runs, asks for the others */
+#define SPARSE 256 /* one row, packed keys: it is asked for a line of so many bytes; the processor sees runs of the others */
 
 typedef struct {
-    const char *q;           /* [queries, group, dim], strides in bytes */
+    const char *q;           /* [queries, heads, dim], strides in bytes */
     int64_t q_token, q_head, q_type;
-    const float *scales;     /* [group]: the factor of each head's products */
-    Rows keys;
+    const float *scales;     /* [heads]: the factor of each head's products */
+    Rows keys;               /* each head of keys serves `group` heads of queries */
     int64_t queries, group, dim, block_size, k_len, position; /* position: that of the first query */
-    int64_t first_block, end_block;                           /* the blocks to be scored */
-    float *scores;           /* [group, queries, blocks], strides in elements; what a query does not see is not written */
+    int64_t blocks, parts;   /* blocks to be scored, for few rows in so many parts */
+    float *scores;           /* [heads, queries, blocks], strides in elements; what a query does not see is not written */
     int64_t score_head, score_token;
 } Call;
 
-/* Returns how many bytes of memory a call needs. */
+/* Returns how many bytes of memory a piece of a call needs. */
 int64_t memory_bytes(const Call *c) {
     return 4 * ((c->queries * c->group + 1) * c->dim + (LARGEST_BLOCK + PANEL) * c->dim) + 256;
+}
+
+/* Returns what a head of keys and its queries are to a call. */
+static Call of_key_head(const Call *call, int64_t head) {
+    Call c = *call;
+    c.q += head * c.group * c.q_head;
+    c.scales += head * c.group;
+    c.keys = of_head(c.keys, head);
+    c.scores += head * c.group * c.score_head;
+    return c;
 }
 
 /* Returns the last key that a query of the call sees; below 0: none. */
@@ -75,17 +85,19 @@ static void score_tile(const Call *c, const float *q, const float *columns, int6
             *place(c, row + r, block) = greatest_lane(best[r]);
 }
 
-/* Scores the blocks of many rows. */
-void score(const void *call, char *memory) {
-    const Call *c = call;
+/* Scores the blocks of many rows. A piece is a head of keys. */
+void score(const void *call, int64_t piece, char *memory) {
+    const Call of = of_key_head(call, piece), *c = &of;
     const float *q = start_rows(c, &memory);
     float *columns = take(&memory, (LARGEST_BLOCK + PANEL) * c->dim * 4);
-    for (int64_t b = c->first_block; b < c->end_block; b++) {
+    for (int64_t b = 0; b < c->blocks; b++) {
         int64_t first = b * c->block_size, count = c->k_len - first < c->block_size ? c->k_len - first : c->block_size;
         int64_t sees = first > c->position ? first - c->position : 0; /* the first query that sees the block */
         if (sees >= c->queries || count <= 0)
             return;
-        pack_columns(columns, &c->keys, first, count, c->dim);
+        int64_t left = c->k_len - first - count;
+        Run later = {first + count, b + 1 == c->blocks ? 0 : left < c->block_size ? left : c->block_size};
+        pack_columns(columns, &c->keys, (Run){first, count}, later, c->dim);
         for (int64_t row = sees * c->group; row < c->queries * c->group; row += TILE)
             score_tile(c, q, columns, row, b);
     }
@@ -124,6 +136,7 @@ INLINE void multiply_few(floats *best, const float *const *rows, int count, cons
                          Walk *soon, int64_t dim, int64_t type) {
     floats parts[4][LANES]; /* of each row and key: a lane for every LANES-th product */
     Walk walk = {0, first, end, 0};
+    int64_t apart = count == 1 && !keys->pages ? SPARSE : 64;
     for (int64_t k = first; k < end; k += LANES) {
         for (int j = 0; j < LANES; j++) {
             floats sums[4] = {0};
@@ -133,7 +146,7 @@ INLINE void multiply_few(floats *best, const float *const *rows, int count, cons
                 for (int r = 0; r < count; r++)
                     sums[r] += read_floats(rows[r] + i) * numbers;
             }
-            for (int64_t i = 0; i < dim * SIZES[type]; i += count > 1 ? 64 : SPARSE)
+            for (int64_t i = 0; i < dim * SIZES[type]; i += apart)
                 __builtin_prefetch(later + i, 0, 2);
             for (int r = 0; r < count; r++)
                 parts[r][j] = sums[r];
@@ -143,16 +156,16 @@ INLINE void multiply_few(floats *best, const float *const *rows, int count, cons
     }
 }
 
-/* Scores blocks for at most MOST_FEW_ROWS rows, all of which see all keys. */
-INLINE void score_blocks(const Call *c, char *memory, int64_t type) {
+/* Scores the blocks `from` to `to` for at most MOST_FEW_ROWS rows, all of which see all keys. */
+INLINE void score_blocks(const Call *c, int64_t from, int64_t to, char *memory, int64_t type) {
     const float *q = start_rows(c, &memory), *rows[MOST_FEW_ROWS + 4];
-    int64_t of = c->queries * c->group, next = c->first_block * c->block_size, stop = c->end_block * c->block_size;
+    int64_t of = c->queries * c->group, next = from * c->block_size, stop = to * c->block_size;
     Walk soon = {0, next, stop < c->k_len ? stop : c->k_len, 0};
     for (int64_t i = 0; i < AHEAD; i += c->dim * SIZES[type])
         ask_for(&c->keys, soon.next < soon.end ? soon.next : soon.end - 1, c->dim), next_key(&soon, &c->keys);
     for (int64_t r = 0; r < MOST_FEW_ROWS + 4; r++)
         rows[r] = q + (r < of ? r : of) * c->dim;
-    for (int64_t b = c->first_block; b < c->end_block; b++) {
+    for (int64_t b = from; b < to; b++) {
         int64_t first = b * c->block_size, end = first + c->block_size < c->k_len ? first + c->block_size : c->k_len;
         floats best[MOST_FEW_ROWS + 4];
         for (int64_t r = 0; r < MOST_FEW_ROWS + 4; r++)
@@ -172,13 +185,17 @@ INLINE void score_blocks(const Call *c, char *memory, int64_t type) {
     }
 }
 
-/* Scores the blocks of few rows. */
-void score_few(const void *call, char *memory) {
-    const Call *c = call;
+/* Scores the blocks of few rows. A piece is a part of the blocks of a head of keys. */
+void score_few(const void *call, int64_t piece, char *memory) {
+    const Call of = of_key_head(call, piece / ((const Call *)call)->parts), *c = &of;
+    int64_t size = (c->blocks + c->parts - 1) / c->parts, from = piece % c->parts * size;
+    int64_t to = from + size < c->blocks ? from + size : c->blocks;
+    if (from >= to)
+        return;
     switch (c->keys.type) {
-    case FLOAT32: score_blocks(c, memory, FLOAT32); break;
-    case BFLOAT16: score_blocks(c, memory, BFLOAT16); break;
-    case FLOAT16: score_blocks(c, memory, FLOAT16); break;
-    case E4M3: score_blocks(c, memory, E4M3); break;
+    case FLOAT32: score_blocks(c, from, to, memory, FLOAT32); break;
+    case BFLOAT16: score_blocks(c, from, to, memory, BFLOAT16); break;
+    case FLOAT16: score_blocks(c, from, to, memory, FLOAT16); break;
+    case E4M3: score_blocks(c, from, to, memory, E4M3); break;
     }
 }

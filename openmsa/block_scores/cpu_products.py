@@ -5,22 +5,21 @@ maxima, and few rows read keys from memory at its rate."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from openmsa.kv_cache import Stored
 from openmsa.kv_cache.sequence_rows import Rows
-from openmsa.primitives.cpu_rows import TYPES, CRows, Span, address, factors, numbers, reads, rows_of_heads, sizes, strides
+from openmsa.primitives.cpu_rows import TYPES, CRows, Span, address, c_rows, numbers, product_factors, reads, sizes, strides
 from openmsa.runtime import c_library
 
 SOURCE = Path(__file__).with_suffix(".c")
-CALL_ROWS = 1024  # (query, head) rows of a call, which stay in an L2 cache
+CALL_ROWS = 1024  # (query, head) rows of a piece, which stay in an L2 cache
 MOST_ROWS = 16  # few rows are so many at most: MOST_FEW_ROWS of the C file
-CALLS_A_THREAD = 8  # few rows: so many calls a thread, of which a busy core makes fewer
-LEAST_ELEMENTS = 1 << 18  # few rows: PyTorch multiplies fewer elements of keys in the time that a call takes to be prepared.
+PIECES_A_THREAD = 8  # few rows: so many pieces a thread, of which a busy core makes fewer
 
 
 class _Call(ctypes.Structure):
@@ -29,7 +28,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *sizes("q", "q_token", "q_head", "q_type", "scales"),
         ("keys", CRows),
-        *sizes("queries", "group", "dim", "block_size", "k_len", "position", "first_block", "end_block"),
+        *sizes("queries", "group", "dim", "block_size", "k_len", "position", "blocks", "parts"),
         *sizes("scores", "score_head", "score_token"),
     )
 
@@ -42,68 +41,70 @@ def score(index_q: Tensor | Stored, spans: list[Span], block_size: int, scores: 
         return
     assert q is not None
     keys = spans[0].keys.rows
-    scales = factors(index_q) * factors(keys).repeat_interleave(q.shape[1] // keys.shape[1])
-    held: list[Tensor] = []  # memory whose addresses stand in the calls
-    calls = [call for span in spans for call in _calls(q, span, block_size, scales, scores, held)]
-    _run("score", calls[::-1])  # The last queries see the most: their calls begin first.
+    key_heads = keys.shape[1]
+    scales = product_factors(index_q, keys, 1.0)
+    size = max(1, CALL_ROWS * key_heads // q.shape[1])
+    held: list[Any] = []
+    calls = []
+    for span in spans:
+        for first in range(span.first, span.stop, size):
+            part = span.part(first, min(first + size, span.stop))
+            calls.append(_call(q, part, block_size, scales, scores, held))
+    c_library.run(_task("score", calls[::-1], key_heads, held))  # The last queries see the most: their calls begin first.
 
 
 def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor | None:
     """Returns scores ``[heads, rows, blocks]`` of the first `end` keys, all of which the rows q ``[heads, rows, dim]`` of
-    float32 see; or None where PyTorch's operations serve sooner, or the kernel does not read the keys."""
+    float32 see; or None where PyTorch's operations serve, as the kernel does not read the keys."""
     heads, rows, dim = q.shape
-    if rows > MOST_ROWS or heads * end * dim < LEAST_ELEMENTS or q.dtype != torch.float32 or not reads(SOURCE, q, keys.rows):
+    if rows > MOST_ROWS or q.dtype != torch.float32 or not reads(SOURCE, q, keys.rows):
         return None
-    num_blocks = -(-end // block_size)
-    scores = torch.empty(heads, rows, num_blocks, dtype=torch.float32, device="cpu")
-    held: list[Tensor] = []
-    scales = factors(keys.rows).repeat_interleave(rows)
-    span = Span(0, 1, end - 1, keys, end)
-    step = max(1, num_blocks * heads // (CALLS_A_THREAD * torch.get_num_threads()))
-    calls = []
-    for call in _calls(q.reshape(1, heads * rows, dim), span, block_size, scales, scores.view(heads * rows, 1, -1), held):
-        for first in range(0, num_blocks, step):
-            calls.append(_Call.from_buffer_copy(call))
-            calls[-1].first_block, calls[-1].end_block = first, min(first + step, num_blocks)
-    _run("score_few", calls)
+    scores = torch.empty(heads, rows, -(-end // block_size), dtype=torch.float32, device="cpu")
+    task = few_task(q.reshape(1, heads * rows, dim), keys, end, block_size, scores.view(heads * rows, 1, -1))
+    c_library.run(task)
     return scores
 
 
-def _calls(q: Tensor, span: Span, block_size: int, scales: Tensor, scores: Tensor, held: list[Tensor]) -> Iterator[_Call]:
-    """Gives the calls of a span: one for each head of keys and some queries. held: gets memory whose addresses stand in
-    them."""
-    all_keys, runs = rows_of_heads(span.keys)
-    held += [runs, q, scales]
-    group = q.shape[1] // len(all_keys)
-    size = max(1, CALL_ROWS // group)
-    for head, keys in enumerate(all_keys):
-        for first in range(span.first, span.stop, size):
-            stop = min(first + size, span.stop)
-            q_token, q_head = strides(q)
-            yield _Call(
-                q=address(q, first, head * group),
-                q_token=q_token,
-                q_head=q_head,
-                q_type=TYPES[q.dtype],
-                scales=scales.data_ptr() + head * group * scales.element_size(),
-                keys=keys,
-                queries=stop - first,
-                group=group,
-                dim=q.shape[2],
-                block_size=block_size,
-                k_len=span.k_len,
-                position=span.position + first - span.first,
-                first_block=0,
-                end_block=-(-min(span.k_len, span.position + stop - span.first) // block_size),
-                scores=scores.data_ptr() + (head * group * scores.stride(0) + first * scores.stride(1)) * scores.element_size(),
-                score_head=scores.stride(0),
-                score_token=scores.stride(1),
-            )
+def few_task(q: Tensor, keys: Rows, end: int, block_size: int, scores: Tensor) -> c_library.Task:
+    """Returns the task that writes the scores ``[index_heads, 1, blocks]`` of the first `end` keys, all of which the query
+    ``[1, index_heads, dim]`` sees; a head of keys serves at most `MOST_ROWS` heads."""
+    key_heads = keys.rows.shape[1]
+    scales = product_factors(q, keys.rows, 1.0)
+    held: list[Any] = []
+    call = _call(q, Span(0, 1, end - 1, keys, end), block_size, scales, scores, held)
+    call.parts = max(1, min(call.blocks, PIECES_A_THREAD * torch.get_num_threads() // key_heads))
+    return _task("score_few", [call], key_heads * call.parts, held)
 
 
-def _run(name: str, calls: list[_Call]) -> None:
+def _call(q: Tensor, span: Span, block_size: int, scales: Tensor, scores: Tensor, held: list[Any]) -> _Call:
+    """Describes a span of queries. held: gets what the addresses belong to."""
+    keys, pages = c_rows(span.keys)
+    held += [pages, q, scales]
+    q_token, q_head = strides(q)
+    queries = span.stop - span.first
+    return _Call(
+        q=address(q, span.first, 0),
+        q_token=q_token,
+        q_head=q_head,
+        q_type=TYPES[q.dtype],
+        scales=scales.data_ptr(),
+        keys=keys,
+        queries=queries,
+        group=q.shape[1] // span.keys.rows.shape[1],
+        dim=q.shape[2],
+        block_size=block_size,
+        k_len=span.k_len,
+        position=span.position,
+        blocks=-(-min(span.k_len, span.position + queries) // block_size),
+        parts=1,
+        scores=scores.data_ptr() + span.first * scores.stride(1) * scores.element_size(),
+        score_head=scores.stride(0),
+        score_token=scores.stride(1),
+    )
+
+
+def _task(name: str, calls: list[_Call], pieces: int, held: list[Any]) -> c_library.Task:
     functions = c_library.library(SOURCE).functions
     assert functions is not None
-    blocks = sum(call.queries * call.group * (call.end_block - call.first_block) for call in calls)
-    products = blocks * calls[0].block_size * calls[0].dim if calls else 0
-    c_library.run(functions, name, calls, c_library.threads_for(products))
+    products = sum(call.queries * call.blocks for call in calls) * calls[0].block_size * calls[0].dim * calls[0].group
+    return c_library.Task(functions, name, calls, pieces, c_library.threads_for(products), held)

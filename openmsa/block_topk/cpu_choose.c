@@ -11,11 +11,11 @@ typedef struct {
     int64_t score_head, score_token;
     const int32_t *visible; /* [tokens]: blocks that each token sees */
     int32_t *blocks;        /* [tokens, heads, topk] */
-    int64_t first, stop;    /* the tokens of this call */
+    int64_t tokens, at_a_time; /* a piece has so many of the tokens */
     int64_t heads, num_blocks, topk, init_blocks, local_blocks;
 } Call;
 
-/* Returns how many bytes of memory a call needs. */
+/* Returns how many bytes of memory a piece of a call needs. */
 int64_t memory_bytes(const Call *c) { return c->topk; }
 
 /* Writes the ids, ascending, of the `count` best of the scores `first` to `last` that are above -inf, and returns how many
@@ -52,11 +52,12 @@ static int64_t best_of(const float *scores, int64_t first, int64_t last, int64_t
     return held;
 }
 
-/* Chooses the blocks of each head of the tokens of a call: forced ones and the best of the others, then -1. */
-void choose(const void *call, char *memory) {
+/* Chooses the blocks of each head of a piece's tokens: forced ones and the best of the others, then -1. */
+void choose(const void *call, int64_t piece, char *memory) {
     const Call *c = call;
+    int64_t from = piece * c->at_a_time, to = from + c->at_a_time < c->tokens ? from + c->at_a_time : c->tokens;
     (void)memory;
-    for (int64_t t = c->first; t < c->stop; t++) {
+    for (int64_t t = from; t < to; t++) {
         int64_t visible = c->visible[t] < c->num_blocks ? c->visible[t] : c->num_blocks;
         int64_t first = c->init_blocks < visible ? c->init_blocks : visible, last = c->visible[t] - c->local_blocks;
         last = last > visible ? visible : last > first ? last : first;

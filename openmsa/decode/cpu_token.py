@@ -5,13 +5,15 @@ a millisecond, as much as the checks and small operations of two stages would ta
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from openmsa.block_scores.cpu import MIN_ROWS, block_max, score_few
 from openmsa.block_topk.cpu import FEW_SCORES, choose
+from openmsa.decode import cpu_step
+from openmsa.decode.cpu_step import Counts
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime import checks
 from openmsa.runtime.matmul import pad_few, products_few
@@ -19,21 +21,6 @@ from openmsa.sparse_attention.cpu_token import READ_ANYWAY, attend_all, attend_t
 from openmsa.types import Sequences
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Counts(NamedTuple):
-    """Says how many blocks a query selects, how many of them are forced, and their size."""
-
-    topk: int
-    block_size: int
-    init_blocks: int
-    local_blocks: int
-
-    def valid(self) -> bool:
-        """Says whether `openmsa.inputs.check_counts` raises nothing."""
-        topk, size, init, local = self
-        whole = type(topk) is type(size) is type(init) is type(local) is int
-        return whole and init + local <= topk and 1 <= topk <= 64 and 16 <= size <= 256 and init >= 0 and local >= 0
 
 
 def attend_packed(
@@ -50,7 +37,9 @@ def attend_packed(
             return None
     (queries, heads, dim), (keys, kv_heads, _), (_, key_heads, index_dim) = q.shape, k.shape, index_k.shape
     index_heads = index_q.shape[1]
-    if queries != 1 or not keys or not counts.valid() or keys * index_heads > FEW_SCORES * counts.block_size:
+    if queries != 1 or not keys or not counts.valid():
+        return None
+    if not (compiled := cpu_step.compiled()) and keys * index_heads > FEW_SCORES * counts.block_size:
         return None
     if v.shape != k.shape or k.shape[2] != dim or index_q.shape != (1, index_heads, index_dim) or index_k.shape[0] != keys:
         return None
@@ -69,7 +58,13 @@ def attend_packed(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((1, heads), dtype=torch.float32, device="cpu") if return_lse else None
     scale = dim**-0.5 if scale is None else scale
-    if attend(q, Rows(k), Rows(v), index_q, Rows(index_k), keys, counts, scale, out, lse) is None:
+    caches = (Rows(k), Rows(v), index_q, Rows(index_k))
+    if compiled:
+        if not cpu_step.serves(q, k, v, index_q, index_k):
+            return None
+        blocks = torch.empty(1, index_heads, counts.topk, dtype=torch.int32, device="cpu")
+        cpu_step.attend(q, *caches, keys, counts, scale, blocks, out, lse)
+    elif attend(q, *caches, keys, counts, scale, out, lse) is None:
         return None
     return out if lse is None else (out, lse)
 
@@ -104,9 +99,9 @@ def attend(
     out: Tensor,
     lse: Tensor | None,
 ) -> list[list[int]] | None:
-    """Attends with the newest token of a sequence of `length` keys, at least 1: q ``[..., num_q_heads, head_dim]``, index_q
-    ``[..., index_heads, index_dim]``. Writes out, like q, and, unless it is None, lse ``[..., num_q_heads]``. Returns the
-    blocks of each index head, ascending. None: a score is NaN, so the stages must serve the call."""
+    """Does what `openmsa.decode.cpu_step.attend` does with PyTorch's operations, which pays for short contexts. q may be
+    ``[num_q_heads, head_dim]``, index_q ``[index_heads, index_dim]``. Returns the blocks of each index head, ascending. None: a
+    score is NaN, so the stages must serve the call."""
     with torch.inference_mode():  # Operations begin sooner where autograd need not be asked.
         kv_heads, key_heads, size = keys.rows.shape[1], index_keys.rows.shape[1], counts.block_size
         group, visible = q.shape[-2] // kv_heads, -(-length // size)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +24,16 @@ def sizes(*names: str) -> list[tuple[str, type[ctypes.c_int64]]]:
     return [(name, ctypes.c_int64) for name in names]
 
 
-class CRows(ctypes.Structure):
-    """These are keys or values of one head of a sequence, as lanes.h describes them."""
+PACKED = 1 << 62  # rows of the one run of packed keys
 
-    _fields_ = tuple(sizes("runs", "run", "stride", "type"))
+
+class CRows(ctypes.Structure):
+    """These are keys or values of a sequence: `Rows` of lanes.h."""
+
+    _fields_ = tuple(sizes("first", "pages", "page", "head", "stride", "run", "type"))
+
+
+SpanT = TypeVar("SpanT", bound="Span")
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,10 @@ class Span:
     position: int
     keys: Rows
     k_len: int
+
+    def part(self: SpanT, first: int, stop: int) -> SpanT:
+        """Returns the span of the packed rows `first` to `stop`."""
+        return replace(self, first=first, stop=stop, position=self.position + first - self.first)
 
 
 def reads(source: Path, *values: Tensor | Stored) -> bool:
@@ -59,7 +70,15 @@ def factors(value: Tensor | Stored) -> Tensor:
     """Returns the scale of each head, float32, 1 of plain tensors."""
     heads = value.shape[1]
     scale = value.scale if isinstance(value, E4M3) else None
-    return torch.ones(heads, device="cpu") if scale is None else scale.expand(heads)
+    return torch.ones(heads, dtype=torch.float32, device="cpu") if scale is None else scale.expand(heads).contiguous()
+
+
+def product_factors(q: Tensor | Stored, keys: Tensor | Stored, factor: float) -> Tensor:
+    """Returns what the products of each head of queries are multiplied by, float32."""
+    heads = q.shape[1]
+    if isinstance(q, Tensor) and isinstance(keys, Tensor):
+        return torch.full((heads,), factor, dtype=torch.float32, device="cpu")
+    return factors(q) * factors(keys).repeat_interleave(heads // keys.shape[1]) * factor
 
 
 def address(x: Tensor, row: int, head: int) -> int:
@@ -72,16 +91,14 @@ def strides(x: Tensor) -> tuple[int, int]:
     return x.stride(0) * x.element_size(), x.stride(1) * x.element_size()
 
 
-def rows_of_heads(rows: Rows) -> tuple[list[CRows], Tensor]:
-    """Describes the rows of each head of a sequence, which `numbers` gives. The addresses of their runs, returned beside them,
-    must be kept as long as these."""
+def c_rows(rows: Rows) -> tuple[CRows, Tensor | None]:
+    """Describes the rows of a sequence, which `numbers` gives, and returns its pages, which must be kept as long."""
     pool = numbers(rows.rows)
     assert pool is not None
-    heads, size, kind = pool.shape[1], pool.element_size(), TYPES[pool.dtype]
-    starts = torch.tensor([[address(pool, 0, head)] for head in range(heads)], dtype=torch.int64, device="cpu")
+    size, kind = pool.element_size(), TYPES[pool.dtype]
     if rows.pages is None:
-        runs, run, stride = starts.add_(rows.start * pool.stride(0) * size), max(1, pool.shape[0]), pool.stride(0)
-    else:
-        runs, run, stride = starts + rows.pages.long() * (pool.stride(0) * size), pool.shape[2], pool.stride(2)
-    apart = runs.stride(0) * runs.element_size()
-    return [CRows(runs.data_ptr() + head * apart, run, stride * size, kind) for head in range(heads)], runs
+        stride, head = strides(pool)
+        return CRows(pool.data_ptr() + rows.start * stride, 0, 0, head, stride, PACKED, kind), None
+    page, head, stride, _ = (n * size for n in pool.stride())
+    pages = rows.pages.contiguous()
+    return CRows(pool.data_ptr(), pages.data_ptr(), page, head, stride, pool.shape[2], kind), pages

@@ -44,22 +44,30 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 enum { FLOAT32, BFLOAT16, FLOAT16, E4M3 };
 static const int64_t SIZES[] = {4, 2, 2, 1};
 
-/* Keys or values of one head of a sequence: they lie in runs of `run` rows (its last run may be short), `stride` bytes from a
- * row to the next. `runs` holds the addresses of the runs. */
+/* Keys or values of a sequence: packed, one long run of rows, or in pages, runs of `run` rows. Distances are bytes: from a page
+ * of the pool to the next, from a head to the next, from a row to the next. */
 typedef struct {
-    const int64_t *runs;
-    int64_t run, stride, type;
+    const char *first;    /* the first row of head 0, of the sequence or of page 0 */
+    const int32_t *pages; /* the sequence's pages, in order; packed: 0 */
+    int64_t page, head, stride, run, type;
 } Rows;
 
+INLINE Rows of_head(Rows rows, int64_t head) {
+    rows.first += head * rows.head;
+    return rows;
+}
+
 INLINE const char *row_at(const Rows *rows, int64_t key) {
-    return (const char *)rows->runs[key / rows->run] + key % rows->run * rows->stride;
+    if (!rows->pages)
+        return rows->first + key * rows->stride;
+    return rows->first + rows->pages[key / rows->run] * rows->page + key % rows->run * rows->stride;
 }
 
 /* Asks memory for a row that is read soon. */
 INLINE void ask_for(const Rows *rows, int64_t key, int64_t dim) {
     const char *from = row_at(rows, key);
     for (int64_t i = 0; i < dim * SIZES[rows->type]; i += 64)
-        __builtin_prefetch(from + i, 0, 3);
+        __builtin_prefetch(from + i, 0, 2);
 }
 
 INLINE floats every(float x) { return x - (floats){0}; }
@@ -217,8 +225,8 @@ static void convert_queries(float *to, const char *q, int64_t q_token, int64_t q
 /* Returns the last key that the query at a position sees; below 0: none. */
 INLINE int64_t last_key_at(int64_t position, int64_t k_len) { return position < k_len ? position : k_len - 1; }
 
-/* Takes lane l of `b` where l has the bit `with`, a power of two, and of `a` elsewhere; but the lane that is `swap_a` or `swap_b`
- * away, 0 or a power of two. */
+/* Takes lane l of `b` where l has the bit `with`, a power of two, and of `a` elsewhere; but the lane `swap_a` or `swap_b`, 0
+ * or a power of two, away from it. */
 INLINE floats lanes_of(floats a, floats b, int with, int swap_a, int swap_b) {
     ints from;
     for (int i = 0; i < LANES; i++)
@@ -255,15 +263,25 @@ INLINE void transpose(floats x[LANES]) {
 #undef EXCHANGE
 }
 
-/* Does what pack_columns does for keys of a type. Keys that are packed next are asked for meanwhile. */
-INLINE void pack_typed(float *panels, const Rows *keys, int64_t first, int64_t count, int64_t dim, int64_t type) {
+/* Some keys, or their values, that follow each other. */
+typedef struct {
+    int64_t first, count;
+} Run;
+
+/* Asks memory for the rows i to i + LANES of a run that is read later. */
+INLINE void ask_ahead(const Rows *rows, Run later, int64_t i, int64_t dim) {
+    for (int64_t j = i; j < i + LANES && j < later.count; j++)
+        ask_for(rows, later.first + j, dim);
+}
+
+/* Does what pack_columns does for keys of a type. */
+INLINE void pack_typed(float *panels, const Rows *keys, Run run, Run later, int64_t dim, int64_t type) {
+    int64_t count = run.count;
     for (int64_t k = 0; k < (count + PANEL - 1) / PANEL * PANEL; k += LANES) {
         const char *from[LANES];
-        for (int64_t j = 0; j < LANES; j++) {
-            from[j] = k + j < count ? row_at(keys, first + k + j) : 0;
-            if (k + LANES + j < count)
-                ask_for(keys, first + k + LANES + j, dim);
-        }
+        for (int64_t j = 0; j < LANES; j++)
+            from[j] = k + j < count ? row_at(keys, run.first + k + j) : 0;
+        ask_ahead(keys, later, k, dim);
         for (int64_t i = 0; i < dim; i += LANES) {
             floats x[LANES];
             for (int j = 0; j < LANES; j++)
@@ -275,35 +293,44 @@ INLINE void pack_typed(float *panels, const Rows *keys, int64_t first, int64_t c
     }
 }
 
-/* Writes the keys first to first + count as panels [keys / PANEL, dim, PANEL], with zeros up to a whole panel. */
-static void pack_columns(float *panels, const Rows *keys, int64_t first, int64_t count, int64_t dim) {
+/* Writes a run of keys as panels [keys / PANEL, dim, PANEL], zeros up to a whole panel, and asks memory for a later run. */
+static void pack_columns(float *panels, const Rows *keys, Run run, Run later, int64_t dim) {
     switch (keys->type) {
-    case FLOAT32: pack_typed(panels, keys, first, count, dim, FLOAT32); break;
-    case BFLOAT16: pack_typed(panels, keys, first, count, dim, BFLOAT16); break;
-    case FLOAT16: pack_typed(panels, keys, first, count, dim, FLOAT16); break;
-    case E4M3: pack_typed(panels, keys, first, count, dim, E4M3); break;
+    case FLOAT32: pack_typed(panels, keys, run, later, dim, FLOAT32); break;
+    case BFLOAT16: pack_typed(panels, keys, run, later, dim, BFLOAT16); break;
+    case FLOAT16: pack_typed(panels, keys, run, later, dim, FLOAT16); break;
+    case E4M3: pack_typed(panels, keys, run, later, dim, E4M3); break;
     }
 }
 
-/* Calls of a function, which threads share: each thread takes the next one when it is done with one, so that a busy core makes
- * fewer. memory: `bytes` for each thread. */
+/* Calls of a function, each of so many pieces, which threads share: each thread takes the next piece when it is done with one,
+ * so that a busy core makes fewer. memory: `bytes` for each thread. */
 typedef struct {
-    void (*function)(const void *call, char *memory);
+    void (*function)(const void *call, int64_t piece, char *memory);
     const void *const *calls;
-    int64_t count, bytes;
+    int64_t count, pieces, most_threads, bytes;
     char *memory;
-    int64_t next, threads; /* 0 at first: calls that were taken, and threads that serve */
+    int64_t next, threads; /* 0 at first: pieces that were taken, and threads that serve */
 } Work;
 
-/* Makes calls until none is left. Every thread runs it. */
+/* Makes pieces until none is left. Every thread runs it. */
 void serve(Work *work) {
     char *memory = work->memory + __atomic_fetch_add(&work->threads, 1, __ATOMIC_RELAXED) * work->bytes;
     for (;;) {
         int64_t i = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED);
-        if (i >= work->count)
+        if (i >= work->count * work->pieces)
             return;
-        work->function(work->calls[i], memory);
+        work->function(work->calls[i / work->pieces], i % work->pieces, memory);
     }
+}
+
+/* Does one work after the other. parallel: GOMP_parallel, or 0, where one thread serves. */
+void serve_in_turn(Work *works, int64_t count, void (*parallel)(void (*)(Work *), Work *, unsigned, unsigned)) {
+    for (Work *work = works; work < works + count; work++)
+        if (parallel && work->most_threads > 1)
+            parallel(serve, work, (unsigned)work->most_threads, 0);
+        else
+            serve(work);
 }
 
 /* Hands out pieces of memory that begin at cache lines. */

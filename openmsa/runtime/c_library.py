@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import operator
 import os
 import platform
 import re
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,37 +93,54 @@ class _Work(ctypes.Structure):
 
     _fields_ = (
         *(("function", ctypes.c_void_p), ("calls", ctypes.c_void_p)),
-        *((name, ctypes.c_int64) for name in ("count", "bytes", "memory", "next", "threads")),
+        *((name, ctypes.c_int64) for name in ("count", "pieces", "most_threads", "bytes", "memory", "next", "threads")),
     )
 
 
-def run(functions: ctypes.CDLL, name: str, calls: Sequence[Any], threads: int) -> None:
-    """Calls a function of a library with each of the structures `calls`, and with memory of a thread's own, as much as
-    ``memory_bytes`` of the library says.
+class Task(NamedTuple):
+    """A function of a library is called with each of the structures `calls` and each number below `pieces`, by so many threads
+    at most. held: what the addresses in the calls belong to."""
 
-    Each thread takes the next call when it is done with one, so that a busy core makes fewer. The threads are those with which
+    functions: ctypes.CDLL
+    name: str
+    calls: Sequence[Any]
+    pieces: int
+    threads: int
+    held: Sequence[Any] = ()
+
+
+def run(*tasks: Task) -> None:
+    """Does one task after the other. A function is called with memory of a thread's own, too, as much as ``memory_bytes`` of
+    its library says of a call.
+
+    Each thread takes the next piece when it is done with one, so that a busy core makes fewer. The threads are those with which
     PyTorch's operations run, which may still wait in a loop for the next operation and would hinder others.
     """
-    threads = max(1, min(threads, len(calls)))
-    most = max((functions.memory_bytes(ctypes.byref(call)) for call in calls), default=0)
-    places = (ctypes.c_void_p * len(calls))(*map(ctypes.addressof, calls))
-    memory = torch.empty(threads * most, dtype=torch.uint8, device="cpu")
-    function = ctypes.cast(functions[name], ctypes.c_void_p)
-    work = _Work(function, ctypes.addressof(places), len(calls), most, memory.data_ptr(), 0, 0)
-    openmp = _openmp() if threads > 1 else None
-    if openmp is not None:
-        openmp.GOMP_parallel(functions.serve, ctypes.byref(work), threads, 0)
-    elif threads == 1:
-        functions.serve(ctypes.byref(work))
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(functions.serve, ctypes.byref(work)) for _ in range(threads)]:
+    tasks = tuple(task for task in tasks if task.calls and task.pieces)
+    if not tasks:
+        return
+    threads = [max(1, min(task.threads, len(task.calls) * task.pieces)) for task in tasks]
+    needs = [max(task.functions.memory_bytes(ctypes.byref(call)) for call in task.calls) for task in tasks]
+    memory = torch.empty(max(map(operator.mul, threads, needs)), dtype=torch.uint8, device="cpu")
+    works, places = (_Work * len(tasks))(), []
+    for work, task, most, need in zip(works, tasks, threads, needs, strict=True):
+        places.append((ctypes.c_void_p * len(task.calls))(*map(ctypes.addressof, task.calls)))
+        work.function = ctypes.cast(getattr(task.functions, task.name), ctypes.c_void_p)
+        work.calls, work.count, work.pieces = ctypes.addressof(places[-1]), len(task.calls), task.pieces
+        work.most_threads, work.bytes, work.memory = most, need, memory.data_ptr()
+    parallel = _openmp() if max(threads) > 1 else None
+    if parallel is not None or max(threads) == 1:
+        tasks[0].functions.serve_in_turn(works, ctypes.c_int64(len(works)), parallel)
+        return
+    with ThreadPoolExecutor(max(threads)) as pool:
+        for work, task, most in zip(works, tasks, threads, strict=True):
+            for done in [pool.submit(task.functions.serve, ctypes.byref(work)) for _ in range(most)]:
                 done.result()
 
 
 @functools.cache
-def _openmp() -> ctypes.CDLL | None:
-    """Returns the OpenMP library that PyTorch has loaded, or None where it has none that is found."""
+def _openmp() -> ctypes.c_void_p | None:
+    """Returns GOMP_parallel of the OpenMP library that PyTorch has loaded, or None where it has none that is found."""
     home = str(Path(torch.__file__).parent)
     try:
         mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
@@ -131,7 +149,5 @@ def _openmp() -> ctypes.CDLL | None:
     for path in sorted(mapped, key=lambda path: (not path.startswith(home), path)):
         with contextlib.suppress(OSError, AttributeError):
             if re.match(r"lib(g|i)omp", Path(path).name):
-                found = ctypes.CDLL(path)
-                found.GOMP_parallel.restype = None
-                return found
+                return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p)
     return None

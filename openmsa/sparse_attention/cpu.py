@@ -29,8 +29,6 @@ TILE_ROWS = 4096  # (query, head) rows of a tile, whose logits take 2 MB
 ROUND_ROWS = 256  # rows of a tile are rounded up to multiples of it: products then have a few shapes, not thousands
 MERGED_QUERIES = 256  # so many queries are merged at a time, and their partials stay in cache
 FEW_QUERIES = 8  # So few queries of a sequence share too few blocks for KV-outer by PyTorch's operations to pay.
-# Few queries of so many blocks, heads of blocks together, have the bits of `openmsa.decode.cpu_token` (FEW_SCORES there).
-SHORT_BLOCKS = 512
 
 
 @dataclass(frozen=True)
@@ -129,8 +127,7 @@ def _attend(
     group = heads // kv_heads
     dtype = wide_dtype(q)
     spans: list[cpu_blocks.AttentionSpan] = []
-    short = seqs.longest_q <= FEW_QUERIES and seqs.max_seqlen_k * blocks.shape[1] <= SHORT_BLOCKS * block_size
-    compiled = not short and reads(cpu_blocks.SOURCE, q, k_pool, v_pool)
+    compiled = reads(cpu_blocks.SOURCE, q, k_pool, v_pool)
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         pages = k.page_table[b] if isinstance(k, PagedKV) else None
         keys, values = (Rows(pool, k0, pages, dtype) for pool in (k_pool, v_pool))

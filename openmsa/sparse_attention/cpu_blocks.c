@@ -5,18 +5,20 @@
 
 #include "../primitives/lanes.h"
 
+#define FEW_PAIRS 64 /* So few pairs of a block and a query are sorted by insertion. */
+
 typedef struct {
-    const char *q;           /* [queries, group, dim], strides in bytes */
+    const char *q;           /* [queries, heads, dim], strides in bytes */
     int64_t q_token, q_head, q_type;
-    const float *scales;     /* [group]: the factor of each head's logits */
-    const int32_t *ids;      /* [queries, topk], strides in elements */
-    int64_t ids_token, ids_slot;
-    Rows keys, values;
-    double value_scale;
+    const float *scales;     /* [heads]: the factor of each head's logits */
+    const int32_t *ids;      /* [queries, KV heads or 1, topk], strides in elements; ids_head: 0 where heads share them */
+    int64_t ids_token, ids_head, ids_slot;
+    Rows keys, values;       /* each KV head serves `group` heads of queries */
+    const float *value_scales; /* [KV heads] */
     int64_t queries, group, dim, topk, block_size, k_len, position; /* position: that of the first query */
-    char *out;               /* [queries, group, dim], strides in bytes */
+    char *out;               /* [queries, heads, dim], strides in bytes */
     int64_t out_token, out_head, out_type;
-    float *lse;              /* [queries, group], strides in elements */
+    float *lse;              /* [queries, heads], strides in elements; 0 where it is not wanted */
     int64_t lse_token, lse_head;
 } Call;
 
@@ -24,8 +26,8 @@ typedef struct {
 typedef struct {
     float *q, *sums;         /* [rows + 1, dim]: queries times scale, and sums of values; the last row is one of padding */
     float *largest, *total;  /* [rows]: the greatest logit and the denominator */
-    int64_t *ends;           /* [blocks + 1]: where the queries of each block end in `order` */
-    int32_t *order;          /* [queries * topk]: the queries of each block, ascending */
+    int64_t *ends;           /* [blocks + 1]: where the pairs of each block end */
+    int64_t *pairs;          /* [queries * topk]: block << 32 | query, ascending */
     float *columns, *panels; /* a block's keys as panels of columns, and its values as panels [dim / PANEL, keys, PANEL] */
     float *logits;           /* [TILE + 1, width]; the last row is zeros */
     int64_t rows, blocks, width;
@@ -39,7 +41,7 @@ typedef struct {
     const float *q[TILE], *next[TILE]; /* next: queries of the next tile, or others */
     float *sums[TILE];
     float correction[TILE];
-    int64_t seen[TILE], most;          /* keys of the block that each row sees, and the most of them */
+    int64_t seen[TILE], most, least;   /* keys of the block that each row sees, and the most and the least of them */
 } Tile;
 
 static State state_of(const Call *c, char *memory) {
@@ -53,7 +55,7 @@ static State state_of(const Call *c, char *memory) {
     s.largest = take(&at, s.rows * 4);
     s.total = take(&at, s.rows * 4);
     s.ends = take(&at, (s.blocks + 1) * 8);
-    s.order = take(&at, c->queries * c->topk * 4);
+    s.pairs = take(&at, c->queries * c->topk * 8);
     s.width = (c->block_size + PANEL - 1) / PANEL * PANEL + LINE; /* Rows lie in different sets of the cache. */
     s.columns = take(&at, s.width * dim * 4);
     s.panels = take(&at, c->block_size * padded * 4);
@@ -62,7 +64,7 @@ static State state_of(const Call *c, char *memory) {
     return s;
 }
 
-/* Returns how many bytes of memory a call needs. */
+/* Returns how many bytes of memory a piece of a call needs. */
 int64_t memory_bytes(const Call *c) { return state_of(c, 0).end - (char *)0 + 64; }
 
 /* Returns the last key that a query of the call sees; below 0: none. */
@@ -75,64 +77,93 @@ static void start_rows(const Call *c, State *s) {
         s->largest[r] = -INFINITY, s->total[r] = 0;
 }
 
-/* Sorts the pairs of a query and a visible block that it selected by blocks. */
-static void sort_by_block(const Call *c, State *s) {
-    memset(s->ends, 0, (s->blocks + 1) * 8);
-    for (int writes = 0; writes < 2; writes++) {
+/* Finds the pairs of a visible block and a query that selected it, in order, and returns how many there are. */
+static int64_t sort_pairs(const Call *c, State *s) {
+    int64_t few = c->queries * c->topk <= FEW_PAIRS, count = 0;
+    if (!few)
+        memset(s->ends, 0, (s->blocks + 1) * 8);
+    for (int writes = few; writes < 2; writes++) {
         for (int64_t t = 0; t < c->queries; t++)
             for (int64_t j = 0; j < c->topk; j++) {
-                int64_t id = c->ids[t * c->ids_token + j * c->ids_slot];
+                int64_t id = c->ids[t * c->ids_token + j * c->ids_slot], pair = id << 32 | t, at = count;
                 if (id < 0 || id * c->block_size > last_key(c, t))
                     continue;
-                if (writes)
-                    s->order[s->ends[id]++] = (int32_t)t;
-                else
+                if (few) {
+                    for (; at > 0 && s->pairs[at - 1] > pair; at--)
+                        s->pairs[at] = s->pairs[at - 1];
+                    s->pairs[at] = pair, count++;
+                } else if (writes) {
+                    s->pairs[s->ends[id]++] = pair, count++;
+                } else {
                     s->ends[id + 1]++;
+                }
             }
         for (int64_t b = 0; b < s->blocks && !writes; b++)
             s->ends[b + 1] += s->ends[b];
     }
+    return count;
 }
 
-/* Writes a block's values as panels, with zeros behind dim, and says whether all of them are finite. */
-static int pack_values(float *panels, const Rows *values, int64_t first, int64_t count, int64_t dim) {
-    float row[LARGEST_DIM + PANEL] = {0};
-    ints odd = {0};
-    for (int64_t k = 0; k < count; k++) {
-        if (k + LANES < count)
-            ask_for(values, first + k + LANES, dim);
-        convert_row(row, row_at(values, first + k), dim, values->type, 1.0f);
-        for (int64_t i = 0; i < dim; i += LANES)
-            odd |= (read_floats(row + i) - read_floats(row + i)) != 0.0f;
-        for (int64_t i = 0; i < dim; i += PANEL)
-            memcpy(panels + (i * count + k * PANEL), row + i, PANEL * 4);
+/* Does what pack_values does for values of a type. */
+INLINE void pack_rows(float *panels, const Rows *values, Run block, Run later, int64_t dim, int64_t type) {
+    for (int64_t k = 0; k < block.count; k++) {
+        const char *from = row_at(values, block.first + k);
+        if (k % LANES == 0)
+            ask_ahead(values, later, k, dim);
+        for (int64_t i = 0; i < dim; i += PANEL) {
+            float *to = panels + i * block.count + k * PANEL;
+            write_floats(to, read_numbers(from, i, type));
+            write_floats(to + LANES, i + LANES < dim ? read_numbers(from, i + LANES, type) : every(0));
+        }
     }
+}
+
+/* Writes a block's values as panels, with zeros behind dim, and asks memory for those of a later block. */
+static void pack_values(float *panels, const Rows *values, Run block, Run later, int64_t dim) {
+    switch (values->type) {
+    case FLOAT32: pack_rows(panels, values, block, later, dim, FLOAT32); break;
+    case BFLOAT16: pack_rows(panels, values, block, later, dim, BFLOAT16); break;
+    case FLOAT16: pack_rows(panels, values, block, later, dim, FLOAT16); break;
+    case E4M3: pack_rows(panels, values, block, later, dim, E4M3); break;
+    }
+}
+
+/* Says whether numbers, as many as a multiple of LANES, are finite. */
+static int all_finite(const float *numbers, int64_t count) {
+    ints odd = {0};
+    for (int64_t i = 0; i < count; i += LANES)
+        odd |= (read_floats(numbers + i) - read_floats(numbers + i)) != 0.0f;
     int found = 0;
     for (int i = 0; i < LANES; i++)
         found |= odd[i];
     return !found;
 }
 
-/* Finds the tile of the rows from `first` on of the `of` rows whose queries stand at `order`. The block has `count` keys from
- * `first_key` on. */
-static void find_rows(Tile *t, const Call *c, const State *s, const int32_t *order, int64_t first, int64_t of,
-                      int64_t first_key, int64_t count) {
+/* Returns the keys of the block of a pair; none where there is no such pair. */
+static Run block_of(const Call *c, const State *s, int64_t pair, int64_t pairs) {
+    int64_t first = pair < pairs ? (s->pairs[pair] >> 32) * c->block_size : c->k_len;
+    return (Run){first, c->k_len - first < c->block_size ? c->k_len - first : c->block_size};
+}
+
+/* Finds the tile of the rows from `first` on of the `of` rows whose queries stand in `pairs`. */
+static void find_rows(Tile *t, const Call *c, const State *s, const int64_t *pairs, int64_t first, int64_t of, Run block) {
     t->count = of - first < TILE ? of - first : TILE;
     t->strips = (t->count + STRIP - 1) / STRIP;
-    t->most = 0;
+    t->most = 0, t->least = block.count;
     for (int64_t r = 0; r < TILE; r++) {
         int64_t row = s->rows, after = first + TILE + r < of ? first + TILE + r : of - 1;
         t->seen[r] = 0;
         if (r < t->count) {
-            int64_t query = order[(first + r) / c->group], sees = last_key(c, query) - first_key + 1;
+            int64_t query = (int32_t)pairs[(first + r) / c->group], sees = last_key(c, query) - block.first + 1;
             row = query * c->group + (first + r) % c->group;
-            t->seen[r] = sees < count ? sees : count;
+            t->seen[r] = sees < block.count ? sees : block.count;
         }
         t->row[r] = row;
         t->q[r] = s->q + row * c->dim;
         t->sums[r] = s->sums + row * c->dim;
-        t->next[r] = s->q + (order[after / c->group] * c->group + after % c->group) * c->dim;
+        t->next[r] = s->q + ((int32_t)pairs[after / c->group] * c->group + after % c->group) * c->dim;
         t->most = t->seen[r] > t->most ? t->seen[r] : t->most;
+        t->least = r < t->count && t->seen[r] < t->least ? t->seen[r] : t->least;
     }
 }
 
@@ -217,42 +248,61 @@ static void finish_rows(const Call *c, const State *s) {
         for (int64_t h = 0; h < c->group; h++) {
             int64_t row = t * c->group + h;
             float total = s->total[row], largest = s->largest[row];
-            float factor = total == 0 ? 0 : (float)c->value_scale / total;
+            float factor = total == 0 ? 0 : *c->value_scales / total;
             char *out = c->out + t * c->out_token + h * c->out_head;
-            c->lse[t * c->lse_token + h * c->lse_head] = largest == INFINITY ? largest : largest + logf(total);
+            if (c->lse)
+                c->lse[t * c->lse_token + h * c->lse_head] = largest == INFINITY ? largest : largest + logf(total);
             for (int64_t i = 0; i < c->dim; i += LANES)
                 write_numbers(out, i, c->out_type, read_floats(s->sums + row * c->dim + i) * factor);
         }
 }
 
-/* Attends with the queries of a call. */
-void attend(const void *call, char *memory) {
-    const Call *c = call;
+/* Returns what a KV head and its queries are to a call. */
+static Call of_kv_head(const Call *call, int64_t head) {
+    Call c = *call;
+    int64_t first = head * c.group;
+    c.q += first * c.q_head;
+    c.scales += first;
+    c.ids += head * c.ids_head;
+    c.keys = of_head(c.keys, head);
+    c.values = of_head(c.values, head);
+    c.value_scales += head;
+    c.out += first * c.out_head;
+    c.lse += c.lse ? first * c.lse_head : 0;
+    return c;
+}
+
+/* Attends with the queries of a call. A piece is a KV head. */
+void attend(const void *call, int64_t piece, char *memory) {
+    const Call of_this = of_kv_head(call, piece), *c = &of_this;
     State s = state_of(c, memory);
     Tile t;
     start_rows(c, &s);
-    sort_by_block(c, &s);
     memset(s.logits + TILE * s.width, 0, s.width * 4);
-    for (int64_t b = 0, begin = 0; b < s.blocks; begin = s.ends[b++]) {
-        int64_t of = (s.ends[b] - begin) * c->group, first = b * c->block_size;
-        int64_t count = c->k_len - first < c->block_size ? c->k_len - first : c->block_size;
-        if (!of)
-            continue;
-        for (int64_t k = 0; k < LANES && k < count; k++)
-            ask_for(&c->values, first + k, c->dim);
-        pack_columns(s.columns, &c->keys, first, count, c->dim);
-        int finite = pack_values(s.panels, &c->values, first, count, c->dim);
-        for (int64_t row = 0; row < of; row += TILE) {
-            find_rows(&t, c, &s, s.order + begin, row, of, first, count);
+    int64_t end = sort_pairs(c, &s);
+    Run block = block_of(c, &s, 0, end), later;
+    for (int64_t k = 0; k < block.count; k += LANES)
+        ask_ahead(&c->keys, block, k, c->dim), ask_ahead(&c->values, block, k, c->dim);
+    for (int64_t pair = 0, next; pair < end; pair = next, block = later) {
+        for (next = pair + 1; next < end && s.pairs[next] >> 32 == s.pairs[pair] >> 32;)
+            next++;
+        later = block_of(c, &s, next, end);
+        pack_columns(s.columns, &c->keys, block, later, c->dim);
+        pack_values(s.panels, &c->values, block, later, c->dim);
+        int finite = -1; /* not known */
+        for (int64_t row = 0, of = (next - pair) * c->group; row < of; row += TILE) {
+            find_rows(&t, c, &s, s.pairs + pair, row, of, block);
             multiply_keys(&t, &s, c->dim);
             weigh(&t, &s);
+            if (t.least < t.most && finite < 0)
+                finite = all_finite(s.panels, block.count * ((c->dim + PANEL - 1) / PANEL * PANEL));
             for (int64_t i = 0; i < c->dim; i += PANEL)
                 for (int64_t strip = 0; strip < t.strips; strip++)
-                    if (finite)
-                        multiply_values(&t, &s, s.panels + i * count, c->dim, i, strip, t.most, -1);
+                    if (t.least == t.most || finite)
+                        multiply_values(&t, &s, s.panels + i * block.count, c->dim, i, strip, t.most, -1);
                     else /* A weight of 0 must not meet the NaN or inf of a key that the row does not see. */
                         for (int r = 0; r < STRIP; r++)
-                            multiply_values(&t, &s, s.panels + i * count, c->dim, i, strip, t.seen[strip * STRIP + r], r);
+                            multiply_values(&t, &s, s.panels + i * block.count, c->dim, i, strip, t.seen[strip * STRIP + r], r);
         }
     }
     finish_rows(c, &s);

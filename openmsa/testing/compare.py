@@ -34,15 +34,18 @@ class Comparison:
         )
 
 
-def compare(tested: Tensor, honest: Tensor, truth: Tensor, factor: float = 2.0) -> Comparison:
+def compare(tested: Tensor, honest: Tensor, truth: Tensor, factor: float = 2.0, magnitudes: Tensor | None = None) -> Comparison:
     """Compares the errors of `tested`, as a maximum and a root mean square, with `factor` times those of `honest`.
 
     tested, honest:  results of the same dtype; honest is what plain PyTorch gives in the precision of the inputs.
     truth:           float64, from the same (already rounded) inputs.
+    magnitudes:      for results that are sums whose terms may cancel, the sums of the magnitudes of these terms.
 
     Where the truth is not finite tested must match it exactly, else the error is infinite. A floor is added to the bound: half
-    a unit in the last place of the largest value for the rounding of the result, and eight roundings of the accumulator. Raises
-    ValueError for tensors of different shapes, and where honest leaves errors without a bound.
+    a unit in the last place of the largest value for the rounding of the result, and eight roundings of the accumulator, which
+    holds that value or, where it is more, a quarter of the largest of `magnitudes`: terms and partial sums are rounded by
+    their own size, however near to 0 a sum ends. Raises ValueError for tensors of different shapes, and where honest leaves
+    errors without a bound.
     """
     if not tested.shape == honest.shape == truth.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (tested, honest, truth))
@@ -56,9 +59,10 @@ def compare(tested: Tensor, honest: Tensor, truth: Tensor, factor: float = 2.0) 
         where = tuple(honest_errors.isinf().nonzero()[0].tolist())
         got = f"got {honest64[where]:.6g} at {where} where the truth is {truth[where]:.6g}"
         raise ValueError(f"honest must be finite where the truth is and match it elsewhere, {got}")
-    scale = float(truth.where(truth.isfinite(), 0).abs().max())
+    magnitudes = truth if magnitudes is None else magnitudes.detach().double().cpu()
+    scale, summed = (float(x.where(x.isfinite(), 0).abs().max()) for x in (truth, magnitudes))
     unit = torch.finfo(tested.dtype).eps
-    floor = unit / 2 * scale + 8 * min(unit, torch.finfo(torch.float32).eps) * max(scale, 1.0)
+    floor = unit / 2 * scale + 8 * min(unit, torch.finfo(torch.float32).eps) * max(scale, summed / 4, 1.0)
     worst = int(errors.argmax())
     return Comparison(
         error=float(errors.max()),
@@ -77,10 +81,12 @@ def _errors(result: Tensor, truth: Tensor) -> Tensor:
     return errors.masked_fill(same, 0)
 
 
-def assert_close(name: str, tested: Tensor, honest: Tensor, truth: Tensor, factor: float = 2.0) -> None:
+def assert_close(
+    name: str, tested: Tensor, honest: Tensor, truth: Tensor, factor: float = 2.0, magnitudes: Tensor | None = None
+) -> None:
     """Raises AssertionError unless `tested` has the shape and dtype of `honest` and keeps the tolerance rule."""
     _assert_like(name, tested, honest)
-    comparison = compare(tested, honest, truth, factor)
+    comparison = compare(tested, honest, truth, factor, magnitudes)
     if not comparison.ok:
         raise AssertionError(f"{name}: {comparison}")
 

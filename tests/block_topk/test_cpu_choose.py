@@ -15,10 +15,10 @@ pytestmark = instructions.needs_compiler
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch):
-    """Returns the calls of the kernel, which the smallest scores are enough for."""
+def tasks(monkeypatch):
+    """Returns the tasks of the kernel, which the smallest scores are enough for."""
     made, run = [], c_library.run
-    monkeypatch.setattr(c_library, "run", lambda *a: (made.extend(a[2]), run(*a))[1])
+    monkeypatch.setattr(c_library, "run", lambda *tasks: (made.extend(tasks), run(*tasks))[1])
     monkeypatch.setattr(cpu, "FEW_SCORES", 0)
     return made
 
@@ -42,7 +42,7 @@ def draw(kind, heads, total_q, num_blocks):
     ("num_blocks", "topk", "forced"),
     [(1, 1, (0, 1)), (7, 16, (1, 2)), (300, 16, (0, 1)), (515, 64, (30, 34)), (1000, 5, (0, 0))],
 )
-def test_the_selection_is_that_of_the_reference(num_blocks, topk, forced, kind, processor, calls):
+def test_the_selection_is_that_of_the_reference(num_blocks, topk, forced, kind, processor, tasks):
     scores = draw(kind, 3, 40, num_blocks)
     visible = torch.randint(0, num_blocks + 1, (40,), dtype=torch.int32)
     visible[:2] = torch.tensor([0, num_blocks])
@@ -50,11 +50,11 @@ def test_the_selection_is_that_of_the_reference(num_blocks, topk, forced, kind, 
     with PoisonedOutputs():
         found = select_blocks_from_scores(scores, topk, impl="cpu", **options)
     assert_equal("blocks", found, select_blocks_from_scores(scores, topk, impl="reference", **options))
-    assert calls
+    assert tasks
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_and_strides_change_nothing(threads, monkeypatch, calls):
+def test_threads_and_strides_change_nothing(threads, monkeypatch, tasks):
     scores = draw("ties", 2, 50, 200)
     visible = torch.full((50,), 200, dtype=torch.int32)
     expected = select_blocks_from_scores(scores, 16, visible_blocks=visible)
@@ -62,11 +62,11 @@ def test_threads_and_strides_change_nothing(threads, monkeypatch, calls):
     wide = torch.full((50, 2, 220), torch.nan)
     wide[..., 7:207] = scores.transpose(0, 1)
     assert_equal("blocks", select_blocks_from_scores(wide[..., 7:207].transpose(0, 1), 16, visible_blocks=visible), expected)
-    assert len(calls) >= threads
+    assert tasks[-1].pieces >= threads
 
 
 @pytest.mark.parametrize("why", ["float64", "gaps", "no compiler"])
-def test_what_the_kernel_does_not_read_is_left_to_pytorch(why, monkeypatch, calls):
+def test_what_the_kernel_does_not_read_is_left_to_pytorch(why, monkeypatch, tasks):
     scores = draw("ties", 2, 5, 200)
     visible = torch.full((5,), 200, dtype=torch.int32)
     scores = scores.double() if why == "float64" else scores.repeat_interleave(2, 2)[..., ::2] if why == "gaps" else scores
@@ -75,5 +75,5 @@ def test_what_the_kernel_does_not_read_is_left_to_pytorch(why, monkeypatch, call
     options = {"visible_blocks": visible}
     found, expected = (select_blocks_from_scores(scores, 16, impl=impl, **options) for impl in ("cpu", "reference"))
     assert_equal("blocks", found, expected)
-    assert not calls
+    assert not tasks
     assert cpu_choose.SOURCE.exists()

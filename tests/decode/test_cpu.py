@@ -4,12 +4,23 @@
 import pytest
 import torch
 
-from openmsa import E4M3, DecodePlan, Int8, PagedIndexKeys, PagedKV, Sequences, attention, msa_attention, select_blocks
+from openmsa import E4M3, DecodePlan, Int8, PagedIndexKeys, PagedKV, Sequences, msa_attention, select_blocks
 from openmsa.block_scores import cpu as scoring
 from openmsa.decode import cpu as decode_cpu
 from openmsa.decode import cpu_token
+from openmsa.runtime.environment import c_compiler
+from tests import instructions
 
 OPTIONS = {"topk": 4, "block_size": 32}
+
+
+@pytest.fixture(params=["C kernels", "PyTorch's operations"], autouse=True)
+def kernels(request, monkeypatch):
+    """Has tokens served by either."""
+    if request.param == "PyTorch's operations":
+        instructions.use_none(monkeypatch)
+    elif c_compiler() is None:
+        pytest.skip("the machine has no C compiler")
 
 
 def tensors(length, heads=(6, 2), dims=(32, 48), index_heads=2, key_heads=1, dtype=torch.float32):
@@ -28,7 +39,7 @@ def served(monkeypatch):
     """Says for each call whether the one function served it."""
     seen = []
     function = cpu_token.attend_packed
-    monkeypatch.setattr(attention, "attend_packed", lambda *a: seen.append(found := function(*a)) or found)
+    monkeypatch.setattr(cpu_token, "attend_packed", lambda *a: seen.append(found := function(*a)) or found)
     return seen
 
 
@@ -204,6 +215,7 @@ def test_a_step_that_the_stages_take_over_reads_its_queries():
 
 
 def test_pools_are_scored_where_they_lie_unless_they_hold_much_else(monkeypatch):
+    instructions.use_none(monkeypatch)
     whole = []
     function = scoring._score_pool
     monkeypatch.setattr(scoring, "_score_pool", lambda *a: whole.append(len(a[2])) or function(*a))

@@ -127,28 +127,28 @@ class Round:
 
     @functools.cached_property
     def index_truth(self):
-        """Returns the scores in float64 and as honest PyTorch gives them."""
-        exact = truth.scores(self.numbers.index_q, self.numbers.index_k, self.numbers, self.case.block_size)
+        """Returns the scores in float64 and as honest PyTorch gives them, and the sums of the magnitudes of their terms."""
+        operands = self.numbers.index_q, self.numbers.index_k, self.numbers, self.case.block_size
         factors = self.stored.factors("index_q", "index_k", self.device)
         honest = oracle.honest_scores(self.stored.honest(self.near), self.case.block_size, **factors)
-        return exact, honest.float()
+        return truth.scores(*operands), honest.float(), truth.magnitudes(*operands)
 
     def scores(self):
         here = self.here
         for _, name, found in self.run(block_scores, here.index_q, here.index_k, here.seqs, block_size=self.case.block_size):
-            exact, honest = self.index_truth
+            exact, honest, magnitudes = self.index_truth
             if self.case.whole:
                 assert_equal(name, found, exact.to(found.dtype))
             else:
-                assert_close(name, found, honest, exact)
+                assert_close(name, found, honest, exact, magnitudes=magnitudes)
 
     def selected(self, name, blocks):
         """Compares a selection from the index branch with the truth."""
-        case, (exact, honest) = self.case, self.index_truth
+        case, (exact, honest, magnitudes) = self.case, self.index_truth
         if case.whole:
             assert_equal(name, blocks, truth.selection(exact, self.visible, case.topk, **self.chosen))
             return
-        slack = 2 * compare(honest, honest, exact).bound
+        slack = 2 * compare(honest, honest, exact, magnitudes=magnitudes).bound
         truth.assert_selected(name, blocks, exact, self.visible, slack, case.topk, **self.chosen)
 
     def selection(self):
@@ -200,13 +200,14 @@ class Round:
         for _, name, results in self.run(dense_attention, here.q, *here.kv, here.seqs, return_lse=True, **options):
             self.attended(name, results, None, case.causal)
         options |= {"return_out": False, "return_max_score": True}
-        exact = honest = None
+        exact = honest = magnitudes = None
         for _, name, found in self.run(dense_attention, here.q, *here.kv, here.seqs, **options):
             if exact is None:
-                exact = truth.scores(self.numbers.q, self.numbers.k, self.numbers, case.block_size, case.causal)
+                operands = self.numbers.q, self.numbers.k, self.numbers, case.block_size, case.causal
+                exact, magnitudes = truth.scores(*operands), truth.magnitudes(*operands)
                 near = self.stored.honest(self.near)
                 honest = oracle.honest_scores(near, case.block_size, near.q, near.k, case.causal)
-            assert_close(f"{name} max_score", found, honest.to(found.dtype), exact)
+            assert_close(f"{name} max_score", found, honest.to(found.dtype), exact, magnitudes=magnitudes)
 
     def sparse(self):
         case, here = self.case, self.here

@@ -98,6 +98,11 @@ def scores(q, k, p, block_size, causal=True):
     return torch.cat(found, 1)
 
 
+def magnitudes(q, k, p, block_size, causal=True):
+    """Returns the same of the sums of the magnitudes of what these products add up."""
+    return scores(q.abs(), k.abs(), p, block_size, causal)
+
+
 def selection(scores, visible, topk, init_blocks, local_blocks):
     """Selects the forced blocks and the best visible others, ties to the lower id: int32 [total_q, heads, topk], ascending,
     then -1."""

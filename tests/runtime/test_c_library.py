@@ -18,11 +18,11 @@ SOURCE = """
 #include <unistd.h>
 typedef struct { int64_t bytes, sleep, *sum; } Call;
 int64_t memory_bytes(const Call *c) { return c->bytes; }
-void fill(const void *call, char *memory) {
+void fill(const void *call, int64_t piece, char *memory) {
     const Call *c = call;
     usleep(c->sleep);
     memset(memory, 1, c->bytes);
-    for (int64_t i = 0; i < c->bytes; i++) *c->sum += memory[i];
+    for (int64_t i = 0; i < c->bytes; i++) c->sum[piece] += memory[i];
 }
 """
 needs_compiler = pytest.mark.skipif(c_compiler() is None, reason="the machine has no C compiler")
@@ -149,8 +149,19 @@ def test_each_call_is_made_once(source, threads, count, kind):
     """Each has as much memory as it asks for."""
     sums = (ctypes.c_int64 * max(1, count))()
     calls = [Call(bytes=10 * i + 1, sum=ctypes.addressof(sums) + 8 * i) for i in range(count)]
-    c_library.run(load(source).functions, "fill", calls, threads)
+    c_library.run(c_library.Task(load(source).functions, "fill", calls, 1, threads))
     assert list(sums)[:count] == [10 * i + 1 for i in range(count)]
+
+
+@needs_compiler
+def test_each_piece_of_each_call_is_made_once_one_task_after_the_other(source, kind):
+    """The second task reads what the first wrote: it counts bytes that are 1."""
+    sums = (ctypes.c_int64 * 6)()
+    calls = [Call(bytes=n, sum=ctypes.addressof(sums) + 24 * i) for i, n in enumerate((5, 9))]
+    functions = load(source).functions
+    tasks = [c_library.Task(functions, "fill", calls, pieces, 2) for pieces in (3, 0, 1)]
+    c_library.run(tasks[0], c_library.Task(functions, "fill", [], 3, 2), *tasks[1:])
+    assert list(sums) == [10, 5, 5, 18, 9, 9]
 
 
 @needs_compiler
@@ -159,7 +170,7 @@ def test_a_thread_that_is_held_up_makes_fewer_calls(source, kind):
     sums = (ctypes.c_int64 * 9)()
     calls = [Call(bytes=1, sleep=300_000 if i == 0 else 0, sum=ctypes.addressof(sums) + 8 * i) for i in range(9)]
     functions, done = load(source).functions, threading.Event()
-    thread = threading.Thread(target=lambda: (c_library.run(functions, "fill", calls, 2), done.set()))
+    thread = threading.Thread(target=lambda: (c_library.run(c_library.Task(functions, "fill", calls, 1, 2)), done.set()))
     thread.start()
     while not done.is_set() and sum(sums[1:]) < 8:
         pass

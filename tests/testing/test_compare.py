@@ -21,6 +21,20 @@ def test_honest_rounding_passes():
     assert compare(HONEST[:, :0], HONEST[:, :0], TRUTH[:, :0]).ok
 
 
+def test_a_sum_that_cancels_may_err_as_its_terms_do():
+    """Honest PyTorch may be right by luck where a sum ends near 0. A thousandth of the terms' magnitudes is found there, too,
+    and sums that do not cancel keep their bound."""
+    terms, eps = torch.tensor([20.0, -20.0, 0.25], dtype=torch.float64), torch.finfo(torch.float32).eps
+    truth, magnitudes = terms.sum()[None], terms.abs().sum()[None]
+    rounded = (truth + magnitudes * eps).float()
+    assert not compare(rounded, truth.float(), truth).ok
+    assert compare(rounded, truth.float(), truth, magnitudes=magnitudes).ok
+    for wrong in (truth + 3 * eps * magnitudes, truth + 1e-3 * magnitudes, -truth):
+        assert not compare(wrong.float(), truth.float(), truth, magnitudes=magnitudes).ok
+    whole = TRUTH.abs() * 40
+    assert compare(whole.float(), whole.float(), whole, magnitudes=4 * whole) == compare(whole.float(), whole.float(), whole)
+
+
 @pytest.mark.parametrize("wrong", [1.02, math.nan, math.inf, -math.inf])
 def test_one_wrong_element_is_found(wrong):
     tested = HONEST.clone()
