@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""This module runs `sparse_attention` on CPU. Where the machine has a C compiler, a kernel in C (`cpu_blocks`) attends, but
-for few queries of short contexts. Otherwise many queries go KV-outer: the queries of a block are gathered, and their partial
-results merged by lse; for few queries (decode) the selected keys of each query are gathered. Runs of queries that read every
-block they see are left to dense attention."""
+"""This module runs `sparse_attention` on CPU. Where the machine has a C compiler, a kernel in C attends (`cpu_blocks`). Else
+many queries go KV-outer: the queries of a block are gathered, and their partial results merged by lse; for few queries (decode)
+the selected keys of each are gathered. There, and where tiles of bfloat16 are faster, runs of queries that read all they see
+are left to dense attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from openmsa.primitives.cpu_rows import reads
 from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.runtime.matmul import matmul_nt
 from openmsa.sparse_attention import cpu_blocks
-from openmsa.sparse_attention.cpu_masked import attend_masked, masked_queries
+from openmsa.sparse_attention.cpu_masked import attend_masked, has_tiles, masked_queries
 from openmsa.sparse_attention.cpu_token import attend_token
 from openmsa.types import Layout, out_dtype, wide_dtype
 
@@ -62,8 +62,9 @@ def sparse_attention(
     """Does what `openmsa.sparse_attention.sparse_attention` says."""
     out = torch.empty(q.shape, dtype=out_dtype(q), device="cpu") if out is None else out
     lse = torch.empty(q.shape[:2], dtype=wide_dtype(q), device="cpu") if lse is None else lse
-    if seqs.longest_q <= FEW_QUERIES:
-        _attend(q, k, v, blocks, seqs, block_size, softmax_scale, out, lse)
+    spans = _spans(k, v, seqs, wide_dtype(q))
+    if seqs.longest_q <= FEW_QUERIES or (_compiled(q, spans) and not (has_tiles() and q.dtype == torch.bfloat16)):
+        _attend(q, spans, blocks, block_size, softmax_scale, out, lse)
         return (out, lse) if return_lse else out
     for rows, whole in _runs(blocks, seqs, block_size):
         if whole:
@@ -71,9 +72,27 @@ def sparse_attention(
             part = _part(seqs, rows, q.shape[0])
             DENSE.run("cpu", DenseCall(q[rows], k, v, part, True, softmax_scale, block_size, *results))
         for some in _not_finite(out, rows, part) if whole else [rows]:
-            part = _part(seqs, some, q.shape[0])
-            _attend(q[some], k, v, blocks[some], part, block_size, softmax_scale, out[some], lse[some])
+            spans = _spans(k, v, _part(seqs, some, q.shape[0]), wide_dtype(q))
+            _attend(q[some], spans, blocks[some], block_size, softmax_scale, out[some], lse[some])
     return (out, lse) if return_lse else out
+
+
+def _spans(
+    k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, seqs: Layout, dtype: torch.dtype
+) -> list[cpu_blocks.AttentionSpan]:
+    """Returns the queries of each sequence."""
+    found = []
+    for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
+        pages = k.page_table[b] if isinstance(k, PagedKV) else None
+        pools = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
+        keys, values = (Rows(pool, k0, pages, dtype) for pool in pools if pool is not None)
+        found.append(cpu_blocks.AttentionSpan(q0, q1, offset, keys, k_len, values))
+    return found
+
+
+def _compiled(q: Tensor | Stored, spans: list[cpu_blocks.AttentionSpan]) -> bool:
+    """Says whether the C kernel serves these queries."""
+    return bool(spans) and reads(cpu_blocks.SOURCE, q, spans[0].keys.rows, spans[0].values.rows)
 
 
 def _part(seqs: Layout, rows: slice, total_q: int) -> Layout:
@@ -110,52 +129,39 @@ def _runs(blocks: Tensor, seqs: Layout, block_size: int) -> list[tuple[slice, bo
 
 def _attend(
     q: Tensor | Stored,
-    k: Tensor | Stored | PagedKV,
-    v: Tensor | Stored | None,
+    spans: list[cpu_blocks.AttentionSpan],
     blocks: Tensor,
-    seqs: Layout,
     block_size: int,
     softmax_scale: float,
     out: Tensor,
     lse: Tensor,
 ) -> None:
     """Attends to the blocks of each query alone."""
-    heads = q.shape[1]
-    k_pool, v_pool = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
-    assert v_pool is not None
-    kv_heads = k_pool.shape[1]
-    group = heads // kv_heads
-    dtype = wide_dtype(q)
-    spans: list[cpu_blocks.AttentionSpan] = []
-    compiled = reads(cpu_blocks.SOURCE, q, k_pool, v_pool)
-    for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
-        pages = k.page_table[b] if isinstance(k, PagedKV) else None
-        keys, values = (Rows(pool, k0, pages, dtype) for pool in (k_pool, v_pool))
-        if seqs.longest_q <= FEW_QUERIES and not compiled:
-            for i in range(q0, q1):
-                rows = rows_of(q, slice(i, i + 1), dtype=dtype)[0].to(dtype).unflatten(0, (kv_heads, group)) * softmax_scale
-                token = min(i - q0 + offset, k_len - 1)
-                attend_token(rows, blocks[i].tolist(), token, keys, values, block_size, out[i], lse[i])
-            continue
-        last_key = (torch.arange(q1 - q0, device="cpu") + offset).clamp_(max=k_len - 1)
-        if isinstance(q, Tensor) and isinstance(k_pool, Tensor) and seqs.longest_q > FEW_QUERIES:
+    dtype, left = wide_dtype(q), []
+    few = all(span.stop - span.first <= FEW_QUERIES for span in spans)
+    for span in spans:
+        q0, q1, keys, k_len, values = span.first, span.stop, span.keys, span.k_len, span.values
+        last_key = (torch.arange(q1 - q0, device="cpu") + span.position).clamp_(max=k_len - 1)
+        if isinstance(q, Tensor) and isinstance(keys.rows, Tensor) and not few:
             count = masked_queries(last_key, blocks.shape[2], block_size, q.dtype, softmax_scale)
-            stop = q0 + count
-            where = (blocks[q0:stop], last_key[:count], keys, values, block_size, softmax_scale)
+            where = (blocks[q0 : (stop := q0 + count)], last_key[:count], keys, values, block_size, softmax_scale)
             if count and attend_masked(q[q0:stop], *where, out[q0:stop], lse[q0:stop]):
-                q0, last_key, offset = stop, last_key[count:], offset + count
-        if compiled:
-            spans.append(cpu_blocks.AttentionSpan(q0, q1, offset, keys, k_len, values))
+                q0, last_key = stop, last_key[count:]
+        group = q.shape[1] // (kv_heads := keys.rows.shape[1])
+        if _compiled(q, spans):
+            left.append(span.part(q0, q1))
             continue
-        for head in range(kv_heads) if q0 < q1 else ():
+        for i in range(q0, q1) if few else ():
+            rows = rows_of(q, slice(i, i + 1), dtype=dtype)[0].to(dtype).unflatten(0, (kv_heads, group)) * softmax_scale
+            attend_token(rows, blocks[i].tolist(), int(last_key[i - q0]), keys, values, block_size, out[i], lse[i])
+        for head in range(kv_heads) if q0 < q1 and not few else ():
             of_group = slice(head * group, (head + 1) * group)
             ids = blocks[q0:q1, head if blocks.shape[1] > 1 else 0].long()
             ids = ids.masked_fill(ids * block_size > last_key[:, None], -1)
             of_head = rows_of(q, slice(q0, q1), of_group, dtype=dtype)
             problem = _Head(of_head, softmax_scale, dtype, ids, last_key, keys, values, head, block_size, k_len)
             _gather_queries(problem, out[q0:q1, of_group], lse[q0:q1, of_group])
-    if compiled:
-        cpu_blocks.attend(q, blocks, spans, block_size, softmax_scale, out, lse)
+    cpu_blocks.attend(q, blocks, left, block_size, softmax_scale, out, lse)
 
 
 def _gather_queries(p: _Head, out: Tensor, lse: Tensor) -> None:

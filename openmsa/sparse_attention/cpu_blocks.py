@@ -19,6 +19,7 @@ from openmsa.runtime.environment import cpu_workspace_bytes
 
 SOURCE = Path(__file__).with_suffix(".c")
 CALL_ROWS = 8192  # (query, head) rows of a piece, whose queries and sums take 8 MB at head dim 128
+PIECES_A_THREAD = 4  # A thread has so many pieces of long prefills, as some take longer than others.
 ROWS_A_BLOCK = 128  # A piece has about so many rows a block, as a block's keys are packed anew in each piece.
 
 
@@ -117,10 +118,11 @@ def task(
 
 
 def _queries_at_a_time(span: AttentionSpan, heads: int, dim: int, topk: int, block_size: int) -> int:
-    """Returns how many queries a piece has: rows for each block, a part for each thread, and what the workspace holds."""
-    threads, kv_heads = torch.get_num_threads(), span.keys.rows.shape[1]
-    rows = max(CALL_ROWS, ROWS_A_BLOCK * -(-span.k_len // block_size) // topk)
-    rows = min(rows, cpu_workspace_bytes() // (threads * 4 * (2 * dim + 2 * topk + 4)))
-    queries = span.stop - span.first
-    pieces = max(-(-threads // kv_heads), -(-queries // max(1, rows * kv_heads // heads)))
+    """Returns how many queries a piece has: pieces for each thread, rows for each block, and what the workspace holds."""
+    threads, kv_heads, queries = torch.get_num_threads(), span.keys.rows.shape[1], span.stop - span.first
+    group = heads // kv_heads
+    least = ROWS_A_BLOCK * -(-span.k_len // block_size) // topk
+    most = min(max(CALL_ROWS, least), cpu_workspace_bytes() // (threads * 4 * (2 * dim + 2 * topk + 4)))
+    for_threads = max(threads, min(PIECES_A_THREAD * threads, queries * heads // max(1, least)))
+    pieces = max(-(-for_threads // kv_heads), -(-queries // max(1, most // group)))
     return max(1, -(-queries // pieces))

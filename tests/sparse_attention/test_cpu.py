@@ -24,7 +24,8 @@ def listed(q_lens, k_lens, topk, heads=2, block_size=16):
 
 @pytest.fixture
 def dense(monkeypatch):
-    """Returns the queries of each call of dense attention."""
+    """Returns the queries of each call of dense attention, which serves where there are no C kernels."""
+    instructions.use_none(monkeypatch)
     queries = []
     run = cpu.DENSE.run
     monkeypatch.setattr(cpu.DENSE, "run", lambda impl, call: queries.append(call.q.shape[0]) or run(impl, call))
@@ -158,7 +159,8 @@ def masked(monkeypatch):
     used = []
     function = cpu.attend_masked
     monkeypatch.setattr(cpu, "attend_masked", lambda *a: used.append(function(*a)) or used[-1])
-    monkeypatch.setattr(cpu_masked, "has_tiles", lambda: True)
+    for module in (cpu, cpu_masked):
+        monkeypatch.setattr(module, "has_tiles", lambda: True)
     monkeypatch.setattr(cpu_masked, "QUERIES", 37)
     return used
 
