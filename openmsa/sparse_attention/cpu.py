@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """This module runs `sparse_attention` on CPU. Where the machine has a C compiler, a kernel in C attends (`cpu_blocks`). Else
 many queries go KV-outer: the queries of a block are gathered, and their partial results merged by lse; for few queries (decode)
-the selected keys of each are gathered. There, and where tiles of bfloat16 are faster, runs of queries that read all they see
-are left to dense attention."""
+the selected keys of each are gathered; runs of queries that read every block they see are left to dense attention."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from openmsa.primitives.cpu_rows import reads
 from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.runtime.matmul import matmul_nt
 from openmsa.sparse_attention import cpu_blocks
-from openmsa.sparse_attention.cpu_masked import attend_masked, has_tiles, masked_queries
+from openmsa.sparse_attention.cpu_masked import attend_masked, masked_queries
 from openmsa.sparse_attention.cpu_token import attend_token
 from openmsa.types import Layout, out_dtype, wide_dtype
 
@@ -63,7 +62,10 @@ def sparse_attention(
     out = torch.empty(q.shape, dtype=out_dtype(q), device="cpu") if out is None else out
     lse = torch.empty(q.shape[:2], dtype=wide_dtype(q), device="cpu") if lse is None else lse
     spans = _spans(k, v, seqs, wide_dtype(q))
-    if seqs.longest_q <= FEW_QUERIES or (_compiled(q, spans) and not (has_tiles() and q.dtype == torch.bfloat16)):
+    if not spans or reads(cpu_blocks.SOURCE, q, spans[0].keys.rows, spans[0].values.rows):
+        cpu_blocks.attend(q, blocks, spans, block_size, softmax_scale, out, lse)
+        return (out, lse) if return_lse else out
+    if seqs.longest_q <= FEW_QUERIES:
         _attend(q, spans, blocks, block_size, softmax_scale, out, lse)
         return (out, lse) if return_lse else out
     for rows, whole in _runs(blocks, seqs, block_size):
@@ -88,11 +90,6 @@ def _spans(
         keys, values = (Rows(pool, k0, pages, dtype) for pool in pools if pool is not None)
         found.append(cpu_blocks.AttentionSpan(q0, q1, offset, keys, k_len, values))
     return found
-
-
-def _compiled(q: Tensor | Stored, spans: list[cpu_blocks.AttentionSpan]) -> bool:
-    """Says whether the C kernel serves these queries."""
-    return bool(spans) and reads(cpu_blocks.SOURCE, q, spans[0].keys.rows, spans[0].values.rows)
 
 
 def _part(seqs: Layout, rows: slice, total_q: int) -> Layout:
@@ -137,7 +134,7 @@ def _attend(
     lse: Tensor,
 ) -> None:
     """Attends to the blocks of each query alone."""
-    dtype, left = wide_dtype(q), []
+    dtype = wide_dtype(q)
     few = all(span.stop - span.first <= FEW_QUERIES for span in spans)
     for span in spans:
         q0, q1, keys, k_len, values = span.first, span.stop, span.keys, span.k_len, span.values
@@ -148,9 +145,6 @@ def _attend(
             if count and attend_masked(q[q0:stop], *where, out[q0:stop], lse[q0:stop]):
                 q0, last_key = stop, last_key[count:]
         group = q.shape[1] // (kv_heads := keys.rows.shape[1])
-        if _compiled(q, spans):
-            left.append(span.part(q0, q1))
-            continue
         for i in range(q0, q1) if few else ():
             rows = rows_of(q, slice(i, i + 1), dtype=dtype)[0].to(dtype).unflatten(0, (kv_heads, group)) * softmax_scale
             attend_token(rows, blocks[i].tolist(), int(last_key[i - q0]), keys, values, block_size, out[i], lse[i])
@@ -161,7 +155,6 @@ def _attend(
             of_head = rows_of(q, slice(q0, q1), of_group, dtype=dtype)
             problem = _Head(of_head, softmax_scale, dtype, ids, last_key, keys, values, head, block_size, k_len)
             _gather_queries(problem, out[q0:q1, of_group], lse[q0:q1, of_group])
-    cpu_blocks.attend(q, blocks, left, block_size, softmax_scale, out, lse)
 
 
 def _gather_queries(p: _Head, out: Tensor, lse: Tensor) -> None:

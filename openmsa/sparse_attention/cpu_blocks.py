@@ -19,7 +19,7 @@ from openmsa.runtime.environment import cpu_workspace_bytes
 
 SOURCE = Path(__file__).with_suffix(".c")
 CALL_ROWS = 8192  # (query, head) rows of a piece, whose queries and sums take 8 MB at head dim 128
-PIECES_A_THREAD = 4  # A thread has so many pieces of long prefills, as some take longer than others.
+PIECES_A_THREAD = 8  # A thread has so many pieces of long prefills, as some take longer than others.
 ROWS_A_BLOCK = 128  # A piece has about so many rows a block, as a block's keys are packed anew in each piece.
 
 

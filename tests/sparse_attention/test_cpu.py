@@ -159,8 +159,8 @@ def masked(monkeypatch):
     used = []
     function = cpu.attend_masked
     monkeypatch.setattr(cpu, "attend_masked", lambda *a: used.append(function(*a)) or used[-1])
-    for module in (cpu, cpu_masked):
-        monkeypatch.setattr(module, "has_tiles", lambda: True)
+    instructions.use_none(monkeypatch)
+    monkeypatch.setattr(cpu_masked, "has_tiles", lambda: True)
     monkeypatch.setattr(cpu_masked, "QUERIES", 37)
     return used
 
