@@ -174,26 +174,36 @@ INLINE float sum_of_lanes(floats x) {
     return lanes[0];
 }
 
-/* sums[r] += the sum over i < depth of rows[r][i] * panel[i]: [STRIP, PANEL] += [STRIP, depth] @ [depth, PANEL]. A row's
- * sums do not depend on the other rows. */
-static __attribute__((noinline)) void multiply(floats sums[STRIP][2], const float *const rows[STRIP], const float *panel,
-                                               int64_t depth) {
+INLINE void multiply_rows(floats sums[][2], const float *const *rows, int count, const float *panel, int64_t depth) {
     const float *row[STRIP];
     floats held[STRIP][2];
-    for (int r = 0; r < STRIP; r++) {
+    for (int r = 0; r < count; r++) {
         row[r] = rows[r];
         held[r][0] = sums[r][0], held[r][1] = sums[r][1];
     }
     for (int64_t i = 0; i < depth; i++, panel += PANEL) {
         floats low = read_floats(panel), high = read_floats(panel + LANES);
-        for (int r = 0; r < STRIP; r++) {
+        for (int r = 0; r < count; r++) {
             floats x = every(row[r][i]);
             held[r][0] += x * low;
             held[r][1] += x * high;
         }
     }
-    for (int r = 0; r < STRIP; r++)
+    for (int r = 0; r < count; r++)
         sums[r][0] = held[r][0], sums[r][1] = held[r][1];
+}
+
+/* sums[r] += the sum over i < depth of rows[r][i] * panel[i]: [STRIP, PANEL] += [STRIP, depth] @ [depth, PANEL]. A row's
+ * sums do not depend on the other rows. */
+static __attribute__((noinline)) void multiply(floats sums[STRIP][2], const float *const rows[STRIP], const float *panel,
+                                               int64_t depth) {
+    multiply_rows(sums, rows, STRIP, panel, depth);
+}
+
+/* Does the same for the first half of the rows alone. */
+static __attribute__((noinline)) void multiply_half(floats sums[STRIP][2], const float *const rows[STRIP], const float *panel,
+                                                    int64_t depth) {
+    multiply_rows(sums, rows, STRIP / 2, panel, depth);
 }
 
 /* Converts a row of dim numbers times `factor`, which is 1 where there is none. */

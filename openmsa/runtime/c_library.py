@@ -28,7 +28,7 @@ from openmsa.runtime.environment import c_compiler, cache_folder
 
 NATIVE = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
 FLAGS = ("-O3", NATIVE, "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
-LEAST_PRODUCTS = 1 << 23  # Fewer products are made by one thread in the time that another takes to start.
+LEAST_PRODUCTS = 1 << 20  # Fewer products are made by one thread in the time that another takes to start.
 log = logging.getLogger(__name__)
 
 

@@ -177,7 +177,7 @@ static void multiply_keys(const Tile *t, const State *s, int64_t dim) {
             for (int r = 0; r < STRIP; r++)
                 for (int64_t i = p * share; i < (p + 1) * share && i < dim; i += LINE)
                     __builtin_prefetch(t->sums[strip * STRIP + r] + i, 1, 2);
-            multiply(found, t->q + strip * STRIP, s->columns + p * PANEL * dim, dim);
+            (t->count <= STRIP / 2 ? multiply_half : multiply)(found, t->q + strip * STRIP, s->columns + p * PANEL * dim, dim);
             for (int r = 0; r < STRIP; r++)
                 memcpy(s->logits + (strip * STRIP + r) * s->width + p * PANEL, found[r], sizeof found[r]);
         }
@@ -234,7 +234,7 @@ static void multiply_values(const Tile *t, const State *s, const float *panel, i
         for (int64_t i = 0; i < PANEL; i += LINE)
             __builtin_prefetch(t->next[at] + column + i, 0, 2);
     }
-    multiply(found, weights, panel, depth);
+    (t->count <= STRIP / 2 ? multiply_half : multiply)(found, weights, panel, depth);
     for (int r = 0; r < STRIP; r++) {
         write_floats(sums[r], found[r][0]);
         if (column + LANES < dim)
