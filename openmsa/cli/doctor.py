@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 HEADS, KV_HEADS, DIM, BLOCK, TOKENS = 16, 1, 128, 128, 256
 PAYS = {
-    "cpu": "prefill from about 3,000 tokens on; decode from 6,000 in float32, from 500 in bfloat16 and float16 "
+    "cpu": "prefill from about 1,000 tokens on; decode from 6,000 in float32, from 500 in bfloat16 and float16 "
     "(one thread of an AMD EPYC, 9 query and 3 KV heads of 64; docs/hugging-face.md)",
     "cuda": "prefill from 16,384 tokens on, decode from 8,192 "
     "(one NVIDIA H200 in bfloat16, 64 query and 4 KV heads of 128; README.md)",

@@ -78,7 +78,7 @@ def test_plan(width):
 @pytest.mark.parametrize(
     ("name", "numbers"),
     [
-        ("2026-11-28-cpu-epyc.jsonl", ("3.60 ms", "54.7 GFLOP", "6.84x", "333")),
+        ("2026-11-28-cpu-epyc.jsonl", ("3.20 ms", "58.1 GFLOP", "7.12x", "295")),
         ("2026-11-22-h200.jsonl", ()),
     ],
 )
