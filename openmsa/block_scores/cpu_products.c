@@ -192,10 +192,7 @@ void score_few(const void *call, int64_t piece, char *memory) {
     int64_t to = from + size < c->blocks ? from + size : c->blocks;
     if (from >= to)
         return;
-    switch (c->keys.type) {
-    case FLOAT32: score_blocks(c, from, to, memory, FLOAT32); break;
-    case BFLOAT16: score_blocks(c, from, to, memory, BFLOAT16); break;
-    case FLOAT16: score_blocks(c, from, to, memory, FLOAT16); break;
-    case E4M3: score_blocks(c, from, to, memory, E4M3); break;
-    }
+#define SCORE(TYPE) score_blocks(c, from, to, memory, TYPE);
+    BY_TYPE(c->keys.type, SCORE)
+#undef SCORE
 }

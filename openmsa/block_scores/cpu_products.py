@@ -50,7 +50,8 @@ def score(index_q: Tensor | Stored, spans: list[Span], block_size: int, scores: 
         for first in range(span.first, span.stop, size):
             part = span.part(first, min(first + size, span.stop))
             calls.append(_call(q, part, block_size, scales, scores, held))
-    c_library.run(_task("score", calls[::-1], key_heads, held))  # The last queries see the most: their calls begin first.
+    if calls:  # The last queries see the most: their calls begin first.
+        c_library.run(_task("score", calls[::-1], key_heads, held))
 
 
 def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor | None:

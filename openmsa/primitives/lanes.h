@@ -44,6 +44,15 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 enum { FLOAT32, BFLOAT16, FLOAT16, E4M3 };
 static const int64_t SIZES[] = {4, 2, 2, 1};
 
+/* Does DO(TYPE), a macro that ends with a semicolon, for a type that the compiler then knows. */
+#define BY_TYPE(type, DO)              \
+    switch (type) {                    \
+    case FLOAT32: DO(FLOAT32) break;   \
+    case BFLOAT16: DO(BFLOAT16) break; \
+    case FLOAT16: DO(FLOAT16) break;   \
+    case E4M3: DO(E4M3) break;         \
+    }
+
 /* Keys or values of a sequence: packed, one long run of rows, or in pages, runs of `run` rows. Distances are bytes: from a page
  * of the pool to the next, from a head to the next, from a row to the next. */
 typedef struct {
@@ -208,17 +217,10 @@ static __attribute__((noinline)) void multiply_half(floats sums[STRIP][2], const
 
 /* Converts a row of dim numbers times `factor`, which is 1 where there is none. */
 static void convert_row(float *to, const char *from, int64_t dim, int64_t type, float factor) {
-#define CONVERT(TYPE)                                                   \
-    case TYPE:                                                          \
-        for (int64_t i = 0; i < dim; i += LANES)                        \
-            write_floats(to + i, read_numbers(from, i, TYPE) * factor); \
-        break;
-    switch (type) {
-        CONVERT(FLOAT32)
-        CONVERT(BFLOAT16)
-        CONVERT(FLOAT16)
-        CONVERT(E4M3)
-    }
+#define CONVERT(TYPE)                        \
+    for (int64_t i = 0; i < dim; i += LANES) \
+        write_floats(to + i, read_numbers(from, i, TYPE) * factor);
+    BY_TYPE(type, CONVERT)
 #undef CONVERT
 }
 
@@ -305,12 +307,9 @@ INLINE void pack_typed(float *panels, const Rows *keys, Run run, Run later, int6
 
 /* Writes a run of keys as panels [keys / PANEL, dim, PANEL], zeros up to a whole panel, and asks memory for a later run. */
 static void pack_columns(float *panels, const Rows *keys, Run run, Run later, int64_t dim) {
-    switch (keys->type) {
-    case FLOAT32: pack_typed(panels, keys, run, later, dim, FLOAT32); break;
-    case BFLOAT16: pack_typed(panels, keys, run, later, dim, BFLOAT16); break;
-    case FLOAT16: pack_typed(panels, keys, run, later, dim, FLOAT16); break;
-    case E4M3: pack_typed(panels, keys, run, later, dim, E4M3); break;
-    }
+#define PACK(TYPE) pack_typed(panels, keys, run, later, dim, TYPE);
+    BY_TYPE(keys->type, PACK)
+#undef PACK
 }
 
 /* Calls of a function, each of so many pieces, which threads share: each thread takes the next piece when it is done with one,

@@ -85,9 +85,10 @@ static int64_t sort_pairs(const Call *c, State *s) {
     for (int writes = few; writes < 2; writes++) {
         for (int64_t t = 0; t < c->queries; t++)
             for (int64_t j = 0; j < c->topk; j++) {
-                int64_t id = c->ids[t * c->ids_token + j * c->ids_slot], pair = id << 32 | t, at = count;
+                int64_t id = c->ids[t * c->ids_token + j * c->ids_slot], at = count;
                 if (id < 0 || id * c->block_size > last_key(c, t))
                     continue;
+                int64_t pair = id << 32 | t;
                 if (few) {
                     for (; at > 0 && s->pairs[at - 1] > pair; at--)
                         s->pairs[at] = s->pairs[at - 1];
@@ -120,12 +121,9 @@ INLINE void pack_rows(float *panels, const Rows *values, Run block, Run later, i
 
 /* Writes a block's values as panels, with zeros behind dim, and asks memory for those of a later block. */
 static void pack_values(float *panels, const Rows *values, Run block, Run later, int64_t dim) {
-    switch (values->type) {
-    case FLOAT32: pack_rows(panels, values, block, later, dim, FLOAT32); break;
-    case BFLOAT16: pack_rows(panels, values, block, later, dim, BFLOAT16); break;
-    case FLOAT16: pack_rows(panels, values, block, later, dim, FLOAT16); break;
-    case E4M3: pack_rows(panels, values, block, later, dim, E4M3); break;
-    }
+#define PACK(TYPE) pack_rows(panels, values, block, later, dim, TYPE);
+    BY_TYPE(values->type, PACK)
+#undef PACK
 }
 
 /* Says whether numbers, as many as a multiple of LANES, are finite. */

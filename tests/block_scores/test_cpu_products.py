@@ -147,3 +147,11 @@ def test_pytorch_serves_without_a_compiler(rows, made, monkeypatch):
     q, k = torch.randn(rows, 2, 64), torch.randn(300, 1, 64)
     check(scores(q, k, block_size=16), q, k, None, 16)
     assert not made
+
+
+def test_sequences_without_queries(made):
+    """The longest query length is a bound, which the caller may say."""
+    p = problem((0, 0), (40, 7), index_heads=16, kv_heads=16)
+    seqs = Sequences(p.seqs.cu_seqlens_q, p.seqs.cu_seqlens_k, max_seqlen_q=30)
+    assert scores(p.index_q, p.index_k, seqs, block_size=16).shape == (16, 0, 3)
+    assert not made
