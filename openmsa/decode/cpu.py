@@ -5,15 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from openmsa.block_scores.cpu import MIN_ROWS
 from openmsa.block_topk import select_blocks
-from openmsa.block_topk.cpu import FEW_SCORES
-from openmsa.decode import cpu_step
 from openmsa.decode.cpu_step import Counts
-from openmsa.decode.cpu_token import DTYPES, attend
+from openmsa.decode.cpu_token import DTYPES, attend, most_keys
 from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.sparse_attention import sparse_attention
@@ -41,18 +37,13 @@ def run_stages(
 def _run_tokens(
     plan: DecodePlan, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, out: Tensor
 ) -> bool:
-    """Runs a step of one new token for each sequence, where PyTorch's operations serve of short ones alone. Returns False where
-    the stages must run it."""
+    """Runs a step of one new token for each sequence; returns False where the stages must run it."""
     if plan.new_tokens != 1 or not (type(q) is type(index_q) is Tensor) or q.dtype not in DTYPES:
         return False
-    few, compiled = index_q.shape[1] // index_keys.num_heads < MIN_ROWS, cpu_step.compiled()
-    if index_keys.format == "certified" or not few:
-        return False
-    if compiled and not cpu_step.serves(q, kv.k, kv.v, index_q, index_keys.keys):
+    if index_keys.format == "certified":
         return False
     lengths = kv.seq_lens.tolist()
-    most = min(kv.capacity, index_keys.capacity)
-    most = most if compiled else min(most, FEW_SCORES * plan.block_size // index_q.shape[1])
+    most = min(kv.capacity, index_keys.capacity, most_keys(q, kv.k, kv.v, index_q, index_keys.keys, plan.block_size))
     if not all(0 < n <= most for n in lengths):
         return False
     for cache in (kv, index_keys):
@@ -67,15 +58,10 @@ def _run_tokens(
             Rows(pool, 0, pages[b])
             for pool, pages in ((kv.k, kv.page_table), (kv.v, kv.page_table), (index_keys.keys, index_keys.page_table))
         )
-        if compiled:
-            one = slice(b, b + 1)
-            results = (plan.blocks[one], out[one], plan.lse[one])
-            cpu_step.attend(q[one], keys, values, index_q[one], index_rows, n, counts, scale, *results)
-            continue
-        ids = attend(q[b], keys, values, index_q[b], index_rows, n, counts, scale, out[b], plan.lse[b])
-        if ids is None:
+        one = slice(b, b + 1)
+        results = (plan.blocks[one], out[one], plan.lse[one])
+        if not attend(q[one], keys, values, index_q[one], index_rows, n, counts, scale, *results):
             return False
-        plan.blocks[b] = torch.tensor([of + [-1] * (plan.topk - len(of)) for of in ids], dtype=torch.int32, device="cpu")
     return True
 
 

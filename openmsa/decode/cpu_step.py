@@ -60,9 +60,7 @@ def attend(
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """Attends with the newest token of a sequence of `length` keys, at least 1: q ``[1, num_q_heads, head_dim]``, index_q ``[1,
-    index_heads, index_dim]``. Writes blocks, int32 ``[1, index_heads, topk]``, contiguous, out, like q, and, unless it is None,
-    lse ``[1, num_q_heads]``."""
+    """Does what `openmsa.decode.cpu_token.attend` says where `serves` is true."""
     block_size = counts.block_size
     num_blocks = -(-length // block_size)
     scored = min(length, max(0, num_blocks - counts.local_blocks) * block_size)  # The last blocks are forced.

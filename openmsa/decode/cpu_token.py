@@ -14,11 +14,12 @@ from openmsa.block_scores.cpu import MIN_ROWS, block_max, score_few
 from openmsa.block_topk.cpu import FEW_SCORES, choose
 from openmsa.decode import cpu_step
 from openmsa.decode.cpu_step import Counts
+from openmsa.kv_cache import Stored
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.runtime import checks
 from openmsa.runtime.matmul import pad_few, products_few
 from openmsa.sparse_attention.cpu_token import READ_ANYWAY, attend_all, attend_token, reads_all
-from openmsa.types import Sequences
+from openmsa.types import INT32_MAX, Sequences
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,8 +40,6 @@ def attend_packed(
     index_heads = index_q.shape[1]
     if queries != 1 or not keys or not counts.valid():
         return None
-    if not (compiled := cpu_step.compiled()) and keys * index_heads > FEW_SCORES * counts.block_size:
-        return None
     if v.shape != k.shape or k.shape[2] != dim or index_q.shape != (1, index_heads, index_dim) or index_k.shape[0] != keys:
         return None
     if not (q.dtype == k.dtype == v.dtype and index_q.dtype == index_k.dtype) or kv_heads > checks.MANY_HEADS:
@@ -49,7 +48,9 @@ def attend_packed(
         return None
     if heads % kv_heads or index_heads not in (1, kv_heads) or index_heads % key_heads:
         return None
-    if dim % 16 or index_dim % 16 or not (16 <= dim <= 256 and 16 <= index_dim <= 256) or index_heads // key_heads >= MIN_ROWS:
+    if dim % 16 or index_dim % 16 or not (16 <= dim <= 256 and 16 <= index_dim <= 256):
+        return None
+    if keys > most_keys(q, k, v, index_q, index_k, counts.block_size):
         return None
     if not (scale is None or (type(scale) is float and abs(scale) <= checks.FLOAT32_MAX)) or not _is_last(seqs, keys):
         return None
@@ -58,15 +59,21 @@ def attend_packed(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((1, heads), dtype=torch.float32, device="cpu") if return_lse else None
     scale = dim**-0.5 if scale is None else scale
-    caches = (Rows(k), Rows(v), index_q, Rows(index_k))
-    if compiled:
-        if not cpu_step.serves(q, k, v, index_q, index_k):
-            return None
-        blocks = torch.empty(1, index_heads, counts.topk, dtype=torch.int32, device="cpu")
-        cpu_step.attend(q, *caches, keys, counts, scale, blocks, out, lse)
-    elif attend(q, *caches, keys, counts, scale, out, lse) is None:
+    blocks = torch.empty(1, index_heads, counts.topk, dtype=torch.int32, device="cpu")
+    if not attend(q, Rows(k), Rows(v), index_q, Rows(index_k), keys, counts, scale, blocks, out, lse):
         return None
     return out if lse is None else (out, lse)
+
+
+def most_keys(
+    q: Tensor, keys: Tensor | Stored, values: Tensor | Stored, index_q: Tensor, index_keys: Tensor | Stored, block_size: int
+) -> int:
+    """Returns how many keys a sequence may have that `attend` serves for these queries and caches, 0 where it does not."""
+    if index_q.shape[1] // index_keys.shape[1] >= MIN_ROWS:
+        return 0
+    if cpu_step.compiled():
+        return INT32_MAX if cpu_step.serves(q, keys, values, index_q, index_keys) else 0
+    return FEW_SCORES * block_size // index_q.shape[1]
 
 
 def _is_last(seqs: Any, keys: int) -> bool:
@@ -96,12 +103,36 @@ def attend(
     length: int,
     counts: Counts,
     scale: float,
+    blocks: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+) -> bool:
+    """Attends with the newest token of a sequence of `length` keys, at least 1 and at most `most_keys`: q ``[1, num_q_heads,
+    head_dim]``, index_q ``[1, index_heads, index_dim]``. Writes blocks, int32 ``[1, index_heads, topk]``, contiguous, out, like
+    q, and, unless it is None, lse ``[1, num_q_heads]``. False: a score is NaN, so the stages must serve the call."""
+    given = (q, keys, values, index_q, index_keys, length, counts, scale)
+    if cpu_step.compiled():
+        cpu_step.attend(*given, blocks, out, lse)
+        return True
+    if (ids := _attend(*given, out, lse)) is None:
+        return False
+    blocks[0] = torch.tensor([of + [-1] * (counts.topk - len(of)) for of in ids], dtype=torch.int32, device="cpu")
+    return True
+
+
+def _attend(
+    q: Tensor,
+    keys: Rows,
+    values: Rows,
+    index_q: Tensor,
+    index_keys: Rows,
+    length: int,
+    counts: Counts,
+    scale: float,
     out: Tensor,
     lse: Tensor | None,
 ) -> list[list[int]] | None:
-    """Does what `openmsa.decode.cpu_step.attend` does with PyTorch's operations, which pays for short contexts. q may be
-    ``[num_q_heads, head_dim]``, index_q ``[index_heads, index_dim]``. Returns the blocks of each index head, ascending. None: a
-    score is NaN, so the stages must serve the call."""
+    """Does what `attend` does with PyTorch's operations, and returns the blocks of each index head, ascending, or None."""
     with torch.inference_mode():  # Operations begin sooner where autograd need not be asked.
         kv_heads, key_heads, size = keys.rows.shape[1], index_keys.rows.shape[1], counts.block_size
         group, visible = q.shape[-2] // kv_heads, -(-length // size)
