@@ -6,7 +6,11 @@
 
 #define MOST_FEW_ROWS 16
 #define AHEAD 8192 /* few rows: so many bytes of keys behind a key memory is asked for another */
+#if LANES == 16
 #define SPARSE 256 /* one row, packed keys: it is asked for a line of so many bytes; the processor sees runs of the others */
+#else
+#define SPARSE 64 /* Processors without AVX-512 are asked for every line. */
+#endif
 
 typedef struct {
     const char *q;           /* [queries, heads, dim], strides in bytes */
