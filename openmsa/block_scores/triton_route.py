@@ -267,7 +267,7 @@ def launch(
     behind: bool = False,
 ) -> None:
     """Does what `launch_scores` does. pdl: the next launch waits for this one inside its kernel. behind: with pdl, this launch
-    may start before the kernel in front has ended, and waits inside; kernels other than `score_kernel` never do."""
+    may start before the kernel in front has ended, and waits inside; kernels of stored keys never do."""
     view, heads = keys.view, keys.view.heads
     queries, product = query_rows(index_q, view.form.native), product_type(index_q, view)
     group = index_q.shape[1] // heads
@@ -281,7 +281,10 @@ def launch(
     num_blocks, written = scores.shape[2], Scores(scores, s_head, s_token, s_block, visible)
     # Where it is even, eight scores of a row, from a multiple of eight, can be written 16 bytes at a time.
     even = s_block == 1 and s_head % 4 == s_token % 4 == 0 and scores.data_ptr() % 16 == 0
-    tuned = _tuned(queries, keys, kind, tile, rows, group, even, device, pdl) if runs_hopper_kernels(index_q.device) else None
+    waits = pdl + (pdl and behind)  # the constant PDL of the kernels
+    tuned = None
+    if runs_hopper_kernels(index_q.device):
+        tuned = _tuned(queries, keys, kind, tile, rows, group, even, device, written, lengths.batch, waits)
     if tuned is not None:
         tuned(queries, keys, product, lengths, written, num_blocks, device)
         return
@@ -331,15 +334,22 @@ def _tuned(
     group: int,
     even: bool,
     device: Device,
-    pdl: bool,
+    scores: Scores,
+    batch: int,
+    pdl: int,
 ) -> Callable[..., None] | None:
     """Returns the function that launches one of Hopper's own kernels, or None where none of them serves. even: scores can be
-    written in sectors."""
+    written in sectors. pdl: the constant PDL of the kernels."""
     if kind.lanes:
         from openmsa.block_scores import gluon_sm90_lanes
 
         if gluon_sm90_lanes.serves(device, keys, queries, tile, rows, kind.lanes):
-            return partial(gluon_sm90_lanes.launch, pdl=pdl)
+            return partial(gluon_sm90_lanes.launch, pdl=bool(pdl))
+    elif rows <= 16:
+        from openmsa.block_scores import gluon_sm90_few
+
+        if gluon_sm90_few.serves(device, keys, queries, scores, tile, rows, batch):
+            return partial(gluon_sm90_few.launch, pdl=pdl)
     if keys.view.form.factor == PAGE_FACTOR or queries.s_dim != 1 or not even or pdl:
         return None
     from openmsa.block_scores import gluon_sm90_scores
