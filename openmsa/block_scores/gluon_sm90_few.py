@@ -36,6 +36,7 @@ SHARE = gl.constexpr(32)
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, 2))
+LANE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 RING = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 exists = gluon.jit(key_rows.exists.fn)
 
@@ -77,7 +78,6 @@ def tiles_seen(i_b, bounds, capacity, max_keys, GROUP: gl.constexpr, ROWS: gl.co
 def find_tiles(i_first, i_stop, ends, counts, table, bounds, capacity, max_keys, PAGE_SIZE: gl.constexpr):
     """Gives the tiles i_first to i_stop of the list, one a lane: page, number in the sequence, and the sequence's first query,
     queries, keys and position. counts: tiles of each sequence; ends: where they end in the list."""
-    LANE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     o_t = i_first + gl.arange(0, SHARE, LANE)
     i_b = gl.zeros([SHARE], gl.int32, LANE)
     half = gl.full([], ends.shape[0] // 2, gl.int32)
@@ -90,6 +90,13 @@ def find_tiles(i_first, i_stop, ends, counts, table, bounds, capacity, max_keys,
     i_b = gl.where(o_t < i_stop, i_b, 0)
     q_start, q_len, _, k_len, offset = sequence_bounds(bounds, i_b, capacity, max_keys)
     return page, i_t, q_start, q_len, k_len, offset
+
+
+@gluon.jit
+def tile_offset(keys, i_page, i_t, there, PAGE_SIZE: gl.constexpr):
+    """Says how far the keys of a tile, if it is there, lie behind the first of their head."""
+    i_row = (i_t * BLOCK % PAGE_SIZE).to(gl.int64)
+    return gl.where(there, i_page, 0).to(gl.int64) * keys.s_page + i_row * keys.s_row
 
 
 @gluon.jit
@@ -161,7 +168,7 @@ def sm90_few_kernel(
     i_t, q_start, q_len, k_len, offset = pick(tile, 0), pick(starts, 0), pick(lens, 0), pick(k_lens, 0), pick(offsets, 0)
     i_page = pick(pages, 0)
     there = exists(i_page, num_pages)
-    p_k = p_keys + gl.where(there, i_page, 0).to(gl.int64) * keys.s_page + (i_t * BLOCK % PAGE_SIZE).to(gl.int64) * keys.s_row
+    p_k = p_keys + tile_offset(keys, i_page, i_t, there, PAGE_SIZE)
     for j in gl.static_range(SLOTS):
         send(p_k, there, ring, j, keys.s_row)
     b_q = few_queries(q, q_start, q_len, i_h, GROUP, DIM, ROWS)
@@ -180,8 +187,7 @@ def sm90_few_kernel(
         i_page, n_t, n_start, n_len = pick(pages, at), pick(tile, at), pick(starts, at), pick(lens, at)
         n_k_len, n_offset = pick(k_lens, at), pick(offsets, at)
         there = more & exists(i_page, num_pages)
-        i_row = (n_t * BLOCK % PAGE_SIZE).to(gl.int64)
-        p_k = p_keys + gl.where(there, i_page, 0).to(gl.int64) * keys.s_page + i_row * keys.s_row
+        p_k = p_keys + tile_offset(keys, i_page, n_t, there, PAGE_SIZE)
         b_next = few_queries(q, n_start, gl.where(more, n_len, 0), i_h, GROUP, DIM, ROWS)
         i_last = gl.minimum(offset + o_r // GROUP, k_len - 1)
         whole = (i_t + 1) * BLOCK <= gl.minimum(offset, k_len - 1) + 1  # whether all rows see all keys
@@ -227,11 +233,12 @@ def serves(device: Device, keys: KeyTiles, queries: QueryRows, scores: Scores, t
     own, form, view = keys.view.rows, keys.view.form, keys.view
     if device.arch != 90 or keys.paging.mode != PAGE or tile.block != BLOCK.value or form.format != PLAIN:
         return False
-    few = rows <= MOST_ROWS and LEAST_BATCH <= batch <= MOST_BATCH and batch * view.capacity < BLOCK.value << 24
+    few = rows <= MOST_ROWS and LEAST_BATCH <= batch <= MOST_BATCH
     plain = own.data.dtype in (torch.float16, torch.bfloat16) and queries.data.dtype == own.data.dtype
     close = own.s_dim == 1 and queries.s_dim == 1 and (own.s_page | own.s_head | own.s_row) % 16 == 0
-    close = close and view.dim in (64, 128) and own.s_row < 1 << 24 and own.data.data_ptr() % 16 == 0
-    return few and plain and close and scores.visible is not None
+    even = view.dim in (64, 128) and own.data.data_ptr() % 16 == 0
+    counted = own.s_row < 1 << 24 and batch * view.capacity < BLOCK.value << 24
+    return few and plain and close and even and counted and scores.visible is not None
 
 
 def launch(
