@@ -13,19 +13,19 @@ longer than its keys. Each program adds up the lengths and finds its tiles, of w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.block_scores.gluon_sm90_scores import sequence_bounds
-from openmsa.block_scores.triton_route import Lengths
+from openmsa.kv_cache import Stored
 from openmsa.primitives import rows as key_rows
-from openmsa.primitives.operands import PLAIN, QueryRows, Scores
-from openmsa.primitives.rows import PAGE, KeyTiles, Tile
+from openmsa.primitives.operands import PLAIN, Bounds, QueryRows, Scores
+from openmsa.primitives.rows import PAGE, KeyTiles, Tile, query_rows
 from openmsa.runtime.devices import Device
 from openmsa.runtime.launch import launch_kernel, next_power_of_two
 
@@ -226,10 +226,12 @@ MOST_BATCH = 256
 """Each program adds up the lengths of so many sequences at most; with 512 of 1K keys that costs what the kernel gains."""
 
 
-def serves(device: Device, keys: KeyTiles, queries: QueryRows, scores: Scores, tile: Tile, rows: int, batch: int) -> bool:
+def serves(
+    device: Device, keys: KeyTiles, queries: QueryRows, tile: Tile, rows: int, batch: int, visible: Tensor | None
+) -> bool:
     """Says whether the kernel serves so many rows a sequence and key head: plain keys in pages of whole blocks of 128, whose
     rows are contiguous and begin at addresses that 16 bytes are copied from, less than 2**24 tiles of them, and a caller that
-    does not read scores of blocks that a row does not see."""
+    asks for `visible` and does not read scores of blocks that a row does not see."""
     own, form, view = keys.view.rows, keys.view.form, keys.view
     if device.arch != 90 or keys.paging.mode != PAGE or tile.block != BLOCK.value or form.format != PLAIN:
         return False
@@ -238,38 +240,43 @@ def serves(device: Device, keys: KeyTiles, queries: QueryRows, scores: Scores, t
     close = own.s_dim == 1 and queries.s_dim == 1 and (own.s_page | own.s_head | own.s_row) % 16 == 0
     even = view.dim in (64, 128) and own.data.data_ptr() % 16 == 0
     counted = own.s_row < 1 << 24 and batch * view.capacity < BLOCK.value << 24
-    return few and plain and close and even and counted and scores.visible is not None
+    return few and plain and close and even and counted and visible is not None
 
 
 def launch(
-    queries: QueryRows,
+    index_q: Tensor | Stored,
     keys: KeyTiles,
-    product: Any,
-    lengths: Lengths,
-    scores: Scores,
-    num_blocks: int,
+    tile: Tile,
+    bounds: Bounds,
+    longest: tuple[int, int],
+    scores: Tensor,
+    visible: Tensor | None,
     device: Device,
     pdl: int = 0,
-) -> None:
-    """Does what `triton_route.launch` does. product: the dtype of keys. pdl: the constant PDL of the kernel."""
-    view, group = keys.view, queries.data.shape[1] // keys.view.heads
-    programs = max(CONFIG.resident * device.num_sms // view.heads, 1) * CONFIG.rounds
+) -> bool:
+    """Does what `triton_route.launch` does where the kernel `serves`, and says whether it does. bounds: of queries, and numbers
+    of keys; longest: queries and keys of a sequence at most; pdl: the constant PDL of the kernel."""
+    view, group = keys.view, index_q.shape[1] // keys.view.heads
+    queries, rows, batch = query_rows(index_q, view.form.native), longest[0] * group, bounds.cu_q.shape[0] - 1
+    if not serves(device, keys, queries, tile, rows, batch, visible):
+        return False
+    s_head, s_token, s_block = scores.stride()
     launch_kernel(
         sm90_few_kernel,
-        (programs, view.heads),
+        (max(CONFIG.resident * device.num_sms // view.heads, 1) * CONFIG.rounds, view.heads),
         queries,
         view.rows,
         view.table,
-        lengths.bounds,
-        scores,
-        lengths.batch,
+        bounds,
+        Scores(scores, s_head, s_token, s_block, visible),
+        batch,
         view.num_pages,
         view.capacity,
-        lengths.max_seqlen_k,
+        longest[1],
         GROUP=group,
         DIM=view.dim,
-        ROWS=8 if lengths.max_seqlen_q * group <= 8 else 16,
-        BATCH=max(32, next_power_of_two(lengths.batch)),
+        ROWS=8 if rows <= 8 else 16,
+        BATCH=max(32, next_power_of_two(batch)),
         PAGE_SIZE=view.page_size,
         PDL=pdl,
         SLOT=CONFIG.slot,
@@ -277,3 +284,4 @@ def launch(
         num_warps=1,
         **({"launch_pdl": True} if pdl == 2 else {}),
     )
+    return True

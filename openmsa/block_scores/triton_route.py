@@ -102,9 +102,15 @@ def launch_scores(
 ) -> None:
     """Writes block scores ``[index_heads, total_q, num_blocks]``, any strides. visible: int32 ``[total_q]`` receives how many
     blocks each query sees, and then the scores of blocks that it does not see are undefined; without it they are -inf."""
-    device = facts(index_q.device)
-    tile = Tile.of(block_size)
-    launch(index_q, KeyTiles.of(index_k, tile, device), tile, Lengths.of(seqs), scores, visible, device)
+    device, tile, lengths = facts(index_q.device), Tile.of(block_size), Lengths.of(seqs)
+    keys = KeyTiles.of(index_k, tile, device)
+    if lengths.max_seqlen_q <= 16 and runs_hopper_kernels(index_q.device):
+        from openmsa.block_scores import gluon_sm90_few
+
+        longest = lengths.max_seqlen_q, lengths.max_seqlen_k
+        if gluon_sm90_few.launch(index_q, keys, tile, lengths.bounds, longest, scores, visible, device):
+            return
+    launch(index_q, keys, tile, lengths, scores, visible, device)
 
 
 @triton.jit
@@ -267,7 +273,7 @@ def launch(
     behind: bool = False,
 ) -> None:
     """Does what `launch_scores` does. pdl: the next launch waits for this one inside its kernel. behind: with pdl, this launch
-    may start before the kernel in front has ended, and waits inside; kernels of stored keys never do."""
+    may start before the kernel in front has ended, and waits inside; the kernels of `triton_lanes` never do."""
     view, heads = keys.view, keys.view.heads
     queries, product = query_rows(index_q, view.form.native), product_type(index_q, view)
     group = index_q.shape[1] // heads
@@ -281,10 +287,7 @@ def launch(
     num_blocks, written = scores.shape[2], Scores(scores, s_head, s_token, s_block, visible)
     # Where it is even, eight scores of a row, from a multiple of eight, can be written 16 bytes at a time.
     even = s_block == 1 and s_head % 4 == s_token % 4 == 0 and scores.data_ptr() % 16 == 0
-    waits = pdl + (pdl and behind)  # the constant PDL of the kernels
-    tuned = None
-    if runs_hopper_kernels(index_q.device):
-        tuned = _tuned(queries, keys, kind, tile, rows, group, even, device, written, lengths.batch, waits)
+    tuned = _tuned(queries, keys, kind, tile, rows, group, even, device, pdl) if runs_hopper_kernels(index_q.device) else None
     if tuned is not None:
         tuned(queries, keys, product, lengths, written, num_blocks, device)
         return
@@ -326,30 +329,15 @@ def launch(
 
 
 def _tuned(
-    queries: QueryRows,
-    keys: KeyTiles,
-    kind: Kind,
-    tile: Tile,
-    rows: int,
-    group: int,
-    even: bool,
-    device: Device,
-    scores: Scores,
-    batch: int,
-    pdl: int,
-) -> Callable[..., None] | None:
+    queries: QueryRows, keys: KeyTiles, kind: Kind, tile: Tile, rows: int, group: int, even: bool, device: Device, pdl: bool
+) -> Callable[..., None] | None:  # fmt: skip
     """Returns the function that launches one of Hopper's own kernels, or None where none of them serves. even: scores can be
-    written in sectors. pdl: the constant PDL of the kernels."""
+    written in sectors."""
     if kind.lanes:
         from openmsa.block_scores import gluon_sm90_lanes
 
         if gluon_sm90_lanes.serves(device, keys, queries, tile, rows, kind.lanes):
-            return partial(gluon_sm90_lanes.launch, pdl=bool(pdl))
-    elif rows <= 16:
-        from openmsa.block_scores import gluon_sm90_few
-
-        if gluon_sm90_few.serves(device, keys, queries, scores, tile, rows, batch):
-            return partial(gluon_sm90_few.launch, pdl=pdl)
+            return partial(gluon_sm90_lanes.launch, pdl=pdl)
     if keys.view.form.factor == PAGE_FACTOR or queries.s_dim != 1 or not even or pdl:
         return None
     from openmsa.block_scores import gluon_sm90_scores

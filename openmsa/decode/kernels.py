@@ -17,10 +17,11 @@ from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Step
 from openmsa.decode.two_parts import Buffers, Part, selection
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import E4M3, CertifiedKeys, PagedIndexKeys, PagedKV
+from openmsa.primitives.operands import Bounds
 from openmsa.primitives.rows import KeyTiles, Tile
 from openmsa.runtime import devices
 from openmsa.runtime.kinds import computes
-from openmsa.runtime.launch import ceil_div
+from openmsa.runtime.launch import ceil_div, runs_hopper_kernels
 from openmsa.sparse_attention import triton_decode, triton_decode_shared
 from openmsa.sparse_attention.triton_decode import UNSERVED
 from openmsa.sparse_attention.triton_decode_walk import refuse
@@ -142,17 +143,16 @@ def scores_of(index_q: Tensor | E4M3, index_keys: PagedIndexKeys, sizes: Sizes, 
 
 
 def score(
-    index_q: Tensor | E4M3,
-    index_keys: PagedIndexKeys,
-    starts: Tensor,
-    sizes: Sizes,
-    scores: Tensor,
-    visible: Tensor,
+    index_q: Tensor | E4M3, index_keys: PagedIndexKeys, starts: Tensor, sizes: Sizes, scores: Tensor, visible: Tensor,
     behind: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Launches the scoring of a step; scores and visible are those of `scores_of`. behind: as in `launch_scores`."""
     device, tile, pdl = devices.facts(index_q.device), Tile.of(sizes.block_size), devices.has_pdl(index_q.device)
-    lengths = Lengths(starts, None, index_keys.seq_lens, None, sizes.new_tokens, index_keys.capacity)
-    keys = KeyTiles.of_pool(index_keys.keys, index_keys.page_table, tile, device)
-    to = scores.transpose(0, 1)
-    launch_scores(index_q, keys, tile, lengths, to, visible, device, pdl=pdl, behind=behind)
+    keys, to = KeyTiles.of_pool(index_keys.keys, index_keys.page_table, tile, device), scores.transpose(0, 1)
+    bounds, longest = Bounds(starts, None, index_keys.seq_lens, None), (sizes.new_tokens, index_keys.capacity)
+    if runs_hopper_kernels(index_q.device):
+        from openmsa.block_scores import gluon_sm90_few
+
+        if gluon_sm90_few.launch(index_q, keys, tile, bounds, longest, to, visible, device, pdl + (pdl and behind)):
+            return
+    launch_scores(index_q, keys, tile, Lengths(*bounds, *longest), to, visible, device, pdl=pdl, behind=behind)

@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 from openmsa import E4M3, PagedIndexKeys
 from openmsa.block_scores import gluon_sm90_few, reference
 from openmsa.block_scores.gluon_sm90_few import CONFIG, LEAST_BATCH, MOST_BATCH
-from openmsa.primitives.operands import Scores
 from openmsa.primitives.rows import KeyTiles, Tile, query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
@@ -45,12 +44,11 @@ def serves(keys, queries, count, device=COMPILE_TARGETS[90], block=128, batch=LE
     taken."""
     cache = PagedIndexKeys(keys, torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
     tile = Tile.of(block)
-    scores = Scores(torch.empty(1), 1, 1, 1, torch.empty(1) if visible else None)
     tiles, queries = KeyTiles.of(cache, tile, device), query_rows(queries, device.arch >= 90)
     rows = tiles.view.rows._replace(**{name: x for name, x in changes.items() if name == "s_row"})
     view = tiles.view._replace(rows=rows, **{name: x for name, x in changes.items() if name != "s_row"})
     tiles = tiles._replace(view=view)
-    return gluon_sm90_few.serves(device, tiles, queries, scores, tile, count, batch)
+    return gluon_sm90_few.serves(device, tiles, queries, tile, count, batch, torch.empty(1) if visible else None)
 
 
 def test_what_it_serves():
@@ -114,10 +112,11 @@ def test_on_the_device(name, monkeypatch):
     lengths = index_k.layout(p.seqs, sum(q_lens), device)
     launched, launch = [], gluon_sm90_few.launch
 
-    def launch_for(*arguments, **more):
+    def launch_for(*arguments):
         *before, on = arguments
-        launched.append(1)
-        launch(*before, on._replace(num_sms=num_sms), **more)
+        served = launch(*before, on._replace(num_sms=num_sms))
+        launched.append(served)
+        return served
 
     monkeypatch.setattr(gluon_sm90_few, "LEAST_BATCH", 1)
     monkeypatch.setattr(gluon_sm90_few, "launch", launch_for)
@@ -126,6 +125,7 @@ def test_on_the_device(name, monkeypatch):
         return launched_scores(p.index_q, index_k, lengths, True)
 
     tuned = run()
+    assert all(launched)
     assert launched
     assert_equal("repeated", run(), tuned.cpu())
     absent = index_k.page_table.clone()
