@@ -55,7 +55,7 @@ def add(x, y):
 
 @gluon.jit
 def part(i_p, total, ROUNDS: gl.constexpr):
-    """Gives where the part of a program begins in a list of less than 2**24 tiles. Where programs are more than tiles, as many
+    """Gives where the part of a program begins in a list of fewer than 2**24 tiles. Where programs are more than tiles, as many
     as are resident have equal parts. Otherwise parts shrink evenly from program to program, so that programs which begin
     together do not end together, and the last ones are short."""
     programs = gl.num_programs(0)
@@ -230,7 +230,7 @@ def serves(
     device: Device, keys: KeyTiles, queries: QueryRows, tile: Tile, rows: int, batch: int, visible: Tensor | None
 ) -> bool:
     """Says whether the kernel serves so many rows a sequence and key head: plain keys in pages of whole blocks of 128, whose
-    rows are contiguous and begin at addresses that 16 bytes are copied from, less than 2**24 tiles of them, and a caller that
+    rows are contiguous and begin at addresses that 16 bytes are copied from, fewer than 2**24 tiles of them, and a caller that
     asks for `visible` and does not read scores of blocks that a row does not see."""
     own, form, view = keys.view.rows, keys.view.form, keys.view
     if device.arch != 90 or keys.paging.mode != PAGE or tile.block != BLOCK.value or form.format != PLAIN:
