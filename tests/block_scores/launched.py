@@ -21,3 +21,16 @@ def launched_scores(index_q, index_k, lengths, visible):
         assert_equal("visible", seen, lengths.visible_blocks(total_q, BLOCK).int().cpu())
         scores = scores.masked_fill(torch.arange(num_blocks, device=device) >= seen[:, None], -torch.inf)
     return scores
+
+
+def assert_triton_agrees(run, tuned, index_k, monkeypatch):
+    """Checks that a kernel's scores are those of the Triton kernel bit for bit, also where pages are absent. run: gives
+    `launched_scores` of these keys; tuned: the module of the kernel, whose `serves` decides."""
+    table = index_k.page_table.clone()
+    for entries in (table, table.index_fill(1, torch.zeros(1, dtype=torch.long, device=table.device), -1)):
+        index_k.page_table.copy_(entries)
+        with monkeypatch.context() as other:
+            got = run()
+            other.setattr(tuned, "serves", lambda *args: False)
+            assert_equal("Triton's", run(), got.cpu())
+    index_k.page_table.copy_(table)

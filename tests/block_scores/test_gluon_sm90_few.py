@@ -17,7 +17,7 @@ from openmsa.primitives.rows import KeyTiles, Tile, query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem
-from tests.block_scores.launched import launched_scores
+from tests.block_scores.launched import assert_triton_agrees, launched_scores
 from tests.hopper.marks import DEVICE, on_hopper
 from tests.low_precision import spread
 
@@ -128,13 +128,6 @@ def test_on_the_device(name, monkeypatch):
     assert all(launched)
     assert launched
     assert_equal("repeated", run(), tuned.cpu())
-    absent = index_k.page_table.clone()
-    for table in (absent, absent.index_fill(1, torch.zeros(1, dtype=torch.long, device=device), -1)):
-        index_k.page_table.copy_(table)
-        with monkeypatch.context() as other:
-            got = run()
-            other.setattr(gluon_sm90_few, "serves", lambda *args: False)
-            assert_equal("Triton's", run(), got.cpu())
-    index_k.page_table.copy_(absent)
+    assert_triton_agrees(run, gluon_sm90_few, index_k, monkeypatch)
     truth, honest = (reference.block_scores(q, index_k, lengths, 128) for q in (p.index_q.double(), p.index_q))
     assert_close("scores", tuned, honest, truth)

@@ -15,7 +15,7 @@ from openmsa.primitives.rows import KeyTiles, Tile, query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem
-from tests.block_scores.launched import launched_scores
+from tests.block_scores.launched import assert_triton_agrees, launched_scores
 from tests.hopper.marks import DEVICE, in_turn, on_hopper
 from tests.low_precision import quantized, spread
 
@@ -102,14 +102,7 @@ def test_on_the_device(name, visible, monkeypatch):
     tuned = run()
     assert launched
     assert_equal("repeated", run(), tuned.cpu())
-    absent = index_k.page_table.clone()
-    for table in (absent, absent.index_fill(1, torch.zeros(1, dtype=torch.long, device=device), -1)):
-        index_k.page_table.copy_(table)
-        with monkeypatch.context() as other:
-            got = run()
-            other.setattr(gluon_sm90_lanes, "serves", lambda *args: False)
-            assert_equal("Triton's", run(), got.cpu())
-    index_k.page_table.copy_(absent)
+    assert_triton_agrees(run, gluon_sm90_lanes, index_k, monkeypatch)
     exact = index_q.dequantize(torch.float64) if query == "e4m3" else index_q.double()
     truth, honest = (reference.block_scores(q, index_k, lengths, 128) for q in (exact, index_q))
     assert_close("scores", tuned, honest, truth)
