@@ -74,7 +74,7 @@ class Kernels(PlanMemory):
         if not bounds and self.shared.cuts[batch - 1] is None and triton_attend.serves(config, sizes, step):
             scores, visible = scores_of(step.index_q, step.index_keys, sizes, self.scores)
             score(step.index_q, step.index_keys, starts, sizes, scores, visible, behind=self.pdl)
-            triton_attend.launch(config, self.partials, sizes, scores, step, self.pdl)
+            triton_attend.launch(config, self.partials, sizes, scores, step, self.pdl, self.best[batch - 1])
             return
         self.select(step.index_q, step.index_keys, step.blocks)
         form = step.kv.format if isinstance(step.q, Tensor) else "e4m3"

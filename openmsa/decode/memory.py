@@ -16,7 +16,7 @@ from openmsa.kv_cache.triton_numbers import FORMAT_IDS
 from openmsa.primitives.rows import Tile
 from openmsa.primitives.softmax import Partials
 from openmsa.runtime import devices
-from openmsa.runtime.launch import ceil_div, next_power_of_two
+from openmsa.runtime.launch import ceil_div, next_power_of_two, runs_hopper_kernels
 from openmsa.sparse_attention import triton_decode, triton_decode_call, triton_decode_shared, triton_decode_walk
 
 FORMATS = ("plain", "e4m3", "nvfp4")
@@ -46,6 +46,7 @@ class PlanMemory:
 
     one_launch:      cuts of the kernel that runs a whole layer, None where it does not serve; words: what its programs hand on.
     attend:          cuts of attention in a launch of its own, by the format of keys and values; partials: what it leaves.
+    best:            whether attention behind plain scores takes blocks best first (`openmsa.decode.gluon_sm90_best`).
     shared:          how the new tokens of a sequence share the reading of blocks, and what that leaves. In plans with bounds
                      they share nothing, so that one part and two give the same bits.
     scores:          room for scores.
@@ -64,6 +65,8 @@ class PlanMemory:
         self.sizes, facts = sizes, devices.facts(device)
         self.one_launch = [configure(batch, sizes, facts) for batch in range(1, max_batch + 1)]
         self.attend = {form: [_attend(b + 1, sizes, facts, form) for b in range(max_batch)] for form in FORMATS}
+        hopper = runs_hopper_kernels(device)
+        self.best = [hopper and takes_best_first(batch, sizes, facts) for batch in range(1, max_batch + 1)]
         self.interpreted = device.type != "cuda"
         self.pdl = devices.has_pdl(device)
         self._allocate(max_batch, max_pages * sizes.page_size, dtype, device, certified)
@@ -136,6 +139,14 @@ def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> trito
     group = sizes.num_q_heads // sizes.num_kv_heads
     shape = (sizes.num_kv_heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
     return triton_decode_call.configure(batch * sizes.new_tokens, *shape, facts, FORMAT_IDS[form])
+
+
+def takes_best_first(batch: int, sizes: Sizes, device: devices.Device) -> bool:
+    """Says whether `openmsa.decode.gluon_sm90_best` is made for these sizes and faster than programs that select first: rows
+    are more than multiprocessors, and pages hold whole blocks of 128 keys. It is a pure function."""
+    rows, group = batch * sizes.new_tokens * sizes.num_kv_heads, sizes.num_q_heads // sizes.num_kv_heads
+    whole = sizes.block_size == 128 and sizes.page_size % 128 == 0
+    return rows > device.num_sms and whole and group <= 16 and sizes.head_dim == 128
 
 
 def configure(batch: int, sizes: Sizes, device: devices.Device) -> Config | None:

@@ -174,10 +174,22 @@ def serves(config: triton_decode.Config, sizes: Sizes, step: Step) -> bool:
 
 
 def launch(
-    config: triton_decode.Config, partials: Partials, sizes: Sizes, scores: Tensor, step: Step, pdl: bool = False
+    config: triton_decode.Config,
+    partials: Partials,
+    sizes: Sizes,
+    scores: Tensor,
+    step: Step,
+    pdl: bool = False,
+    best: bool = False,
 ) -> None:
     """Launches the kernel once, for a step that it `serves`. scores: those of the step's blocks, as `Rows` says. pdl: whether
-    to start before the kernel in front has ended, the one that writes the scores, and to wait for it inside."""
+    to start before the kernel in front has ended, the one that writes the scores, and to wait for it inside. best: whether
+    `openmsa.decode.gluon_sm90_best` is asked first."""
+    if best:
+        from openmsa.decode import gluon_sm90_best
+
+        if gluon_sm90_best.launch(sizes, scores, step, pdl):
+            return
     q, kv, _, index_keys, softmax_scale, blocks, out, lse = step
     assert isinstance(q, Tensor)
     assert isinstance(kv.k, Tensor)

@@ -89,6 +89,7 @@ KNOWN = {
     "sm90_score_kernel": Known(always, lambda launch: 160 if constant(launch, "MODE") else 0),
     "sm90_lane_kernel": Known(),
     "sm90_few_kernel": Known(),
+    "sm90_best_kernel": Known(always),
     # In prefill with dim 64 one register is stored before the loops and read behind them.
     "attend_union": Known(tiles, by_arch({100: 8}, STORED)),
     "attend_outer": Known(tiles, by_arch({}, STORED)),
