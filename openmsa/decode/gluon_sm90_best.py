@@ -8,8 +8,8 @@ selection takes no time of its own. A program has one tile of keys and one of va
 either as soon as a product has read it. A multiprocessor holds two programs, which hide each other's waits; with a third memory
 is no faster, and the last round of programs leaves more of it idle.
 
-Both products have keys or elements as the rows of the matrix unit and the heads of a group, sixteen, as columns, so that none
-of its work is for padding. The ids are stored in the end, in ascending order.
+Both products have keys or elements as the rows of the matrix unit and the heads of a group, padded to sixteen, as columns: with
+the heads as rows they would be padded to sixty-four. The ids are stored in the end, in ascending order.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ free_range = gluon.jit(triton_ids.free_range.fn)
 
 
 class Block(NamedTuple):
-    """A block to attend to. first, page: its first key, and its page; keys: how many of its keys the row sees, 0 where its page
-    is absent, -1 where there is no block."""
+    """A block to attend to. first, page: its first key, and its page; keys: how many of its keys the row sees, 0 where it sees
+    none or the page is absent, -1 where there is no block."""
 
     first: Any
     page: Any
@@ -113,7 +113,7 @@ def arrived():
 
 
 @gluon.jit
-def row_words(p_row, seen, INIT: gl.constexpr, LOCAL: gl.constexpr, BLOCKS: gl.constexpr):
+def words_of(p_row, seen, INIT: gl.constexpr, LOCAL: gl.constexpr, BLOCKS: gl.constexpr):
     """Gives a word for each block of a row, whose order is that in which blocks are taken: the score in the upper half, forced
     blocks above all others, and in the lower half a number that is greater for lower ids. Blocks that are never taken are
     NOTHING."""
@@ -154,15 +154,15 @@ def store_ids(p_ids, words, TOPK: gl.constexpr, TOPK_PAD: gl.constexpr):
 @gluon.jit(do_not_specialize=["queries", "num_blocks", "index_capacity", "num_pages", "capacity"])
 def sm90_best_kernel(
     q, k, v, rows, table, seq_lens, out, scale, queries, num_blocks, index_capacity, num_pages, capacity,
-    SHAPE: gl.constexpr, CHOICE: gl.constexpr, PDL: gl.constexpr,
+    SHAPE: gl.constexpr, CONSTANTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Selects and attends in a grid of (sequences * queries, KV heads). CHOICE is a `Choice`; the other arguments are those of
-    `triton_attend.select_and_attend_kernel`."""
+    """Selects and attends in a grid of (sequences * queries, KV heads). CONSTANTS are `Constants`; the other arguments are
+    those of `triton_attend.select_and_attend_kernel`."""
     G: gl.constexpr = SHAPE.group
     DIM: gl.constexpr = SHAPE.dim
     TOPK: gl.constexpr = SHAPE.topk
     PAGE_SIZE: gl.constexpr = SHAPE.page
-    LOCAL: gl.constexpr = CHOICE.local_blocks
+    LOCAL: gl.constexpr = CONSTANTS.local_blocks
     ELEMENT: gl.constexpr = k.data.dtype.element_ty
     # 1. The program finds its token and head, and how many keys and scores the token sees.
     if PDL:
@@ -182,8 +182,8 @@ def sm90_best_kernel(
     left = TOPK - (i_block >= 0).to(gl.int32)
     if LOCAL > 0:
         block = block_at(i_block, p_table, table, n_k, num_pages, PAGE_SIZE)
-        send(k, i_h, block, ring.index(0), PAGE_SIZE, CHOICE.k_row)
-        send(v, i_h, block, ring.index(1), PAGE_SIZE, CHOICE.v_row)
+        send(k, i_h, block, ring.index(0), PAGE_SIZE, CONSTANTS.k_row)
+        send(v, i_h, block, ring.index(1), PAGE_SIZE, CONSTANTS.v_row)
     o_r = gl.arange(0, HEADS, gl.SliceLayout(1, copied(DIM)))
     o_d = gl.arange(0, DIM, gl.SliceLayout(0, copied(DIM)))
     p_q = q.data + i_t.to(gl.int64) * q.s_token + (i_h * G + o_r) * q.s_head
@@ -192,14 +192,14 @@ def sm90_best_kernel(
     s_q.store(gl.load(p_q[:, None] + (o_d * q.s_dim)[None, :], mask=m_q, other=0.0))
     if PDL:
         gdc_wait()  # Only scores come from the kernel in front.
-    i_row = i_t * CHOICE.index_heads + (i_h if CHOICE.index_heads > 1 else 0)
-    words = row_words(rows.scores + i_row.to(gl.int64) * num_blocks, seen, CHOICE.init_blocks, LOCAL, CHOICE.blocks)
-    words = gl.where(gl.arange(0, CHOICE.blocks, THREAD) == i_block, TAKEN, words)
+    i_row = i_t * CONSTANTS.index_heads + (i_h if CONSTANTS.index_heads > 1 else 0)
+    words = words_of(rows.scores + i_row.to(gl.int64) * num_blocks, seen, CONSTANTS.init_blocks, LOCAL, CONSTANTS.blocks)
+    words = gl.where(gl.arange(0, CONSTANTS.blocks, THREAD) == i_block, TAKEN, words)
     if LOCAL == 0:
         i_block, words, left = take(words, left)
         block = block_at(i_block, p_table, table, n_k, num_pages, PAGE_SIZE)
-        send(k, i_h, block, ring.index(0), PAGE_SIZE, CHOICE.k_row)
-        send(v, i_h, block, ring.index(1), PAGE_SIZE, CHOICE.v_row)
+        send(k, i_h, block, ring.index(0), PAGE_SIZE, CONSTANTS.k_row)
+        send(v, i_h, block, ring.index(1), PAGE_SIZE, CONSTANTS.v_row)
     i_block, words, left = take(words, left)
     following = block_at(i_block, p_table, table, n_k, num_pages, PAGE_SIZE)
 
@@ -215,7 +215,7 @@ def sm90_best_kernel(
         s = warpgroup_mma(b_k, s_q.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         gl.thread_barrier()
-        send(k, i_h, following, b_k, PAGE_SIZE, CHOICE.k_row)
+        send(k, i_h, following, b_k, PAGE_SIZE, CONSTANTS.k_row)
         s = gl.where((o_n < block.keys)[:, None], s * (scale * 1.4426950408889634), -float("inf"))
         m_new = gl.maximum(m, gl.max(s, 0))
         safe = gl.where(m_new == -float("inf"), 0.0, m_new)
@@ -230,7 +230,7 @@ def sm90_best_kernel(
         behind = block_at(i_block, p_table, table, n_k, num_pages, PAGE_SIZE)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         gl.thread_barrier()
-        send(v, i_h, following, b_v, PAGE_SIZE, CHOICE.v_row)
+        send(v, i_h, following, b_v, PAGE_SIZE, CONSTANTS.v_row)
         block, following = following, behind
     async_copy.wait_group(0)
 
@@ -245,11 +245,11 @@ def sm90_best_kernel(
     b_out = gl.convert_layout(acc.to(out.rows.dtype.element_ty).permute((1, 0)), copied(DIM))
     p_out = out.rows + token * out.s_token + (i_h * G + o_r) * out.s_head
     gl.store(p_out[:, None] + o_d[None, :] * out.s_dim, b_out, mask=(o_r < G)[:, None] & (o_d < DIM)[None, :])
-    if i_h < CHOICE.index_heads:
-        store_ids(rows.blocks + i_row.to(gl.int64) * TOPK, words, TOPK, CHOICE.topk_pad)
+    if i_h < CONSTANTS.index_heads:
+        store_ids(rows.blocks + i_row.to(gl.int64) * TOPK, words, TOPK, CONSTANTS.topk_pad)
 
 
-class Choice(NamedTuple):
+class Constants(NamedTuple):
     """Says how blocks are selected and keys lie; it is a constant of the kernel. topk_pad, blocks: ids and scores of a row,
     padded to what threads hold. k_row, v_row: strides of keys and of values."""
 
@@ -263,10 +263,10 @@ class Choice(NamedTuple):
 
 
 def reads(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Says whether the kernel reads these, where a plan counts on it (`PlanMemory.best`): 16-bit numbers of one type, and rows
-    of keys and of values that are contiguous and begin at addresses that 16 bytes are copied from."""
-    even = all(x.stride(3) == 1 and not (x.stride(0) | x.stride(1) | x.stride(2) | x.data_ptr() // 2) % 8 for x in (k, v))
-    close = all(x.stride(2) < 1 << 24 for x in (k, v))
+    """Says whether the kernel reads these, of sizes for which `openmsa.decode.memory.takes_best_first` holds: 16-bit numbers of
+    one type, and rows of keys and of values that are contiguous and begin at addresses that 16 bytes are copied from."""
+    even = all(not (x.stride(0) | x.stride(1) | 2 * x.stride(2) | x.data_ptr()) % 16 for x in (k, v))
+    close = all(x.stride(3) == 1 and x.stride(2) < 1 << 24 for x in (k, v))
     return even and close and q.dtype == k.dtype == v.dtype and q.itemsize == 2
 
 
@@ -291,7 +291,7 @@ def launch(sizes: Sizes, scores: Tensor, step: Step, pdl: bool = False) -> bool:
         *(sizes.new_tokens, row_blocks(index_keys, sizes), index_keys.capacity),
         *(num_pages, kv.page_table.shape[1] * page_size),
         SHAPE=Shape(group, sizes.head_dim, sizes.head_dim, sizes.topk, sizes.block_size, page_size),
-        CHOICE=Choice(
+        CONSTANTS=Constants(
             sizes.index_heads, next_power_of_two(sizes.topk), sizes.init_blocks, sizes.local_blocks,
             max(next_power_of_two(sizes.num_blocks), 128), k.stride(2), v.stride(2),
         ),

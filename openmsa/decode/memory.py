@@ -142,7 +142,7 @@ def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> trito
 
 
 def takes_best_first(batch: int, sizes: Sizes, device: devices.Device) -> bool:
-    """Says whether `openmsa.decode.gluon_sm90_best` is made for these sizes and faster than programs that select first: rows
+    """Says whether `openmsa.decode.gluon_sm90_best` is made for these sizes and no slower than programs that select first: rows
     are more than multiprocessors, and pages hold whole blocks of 128 keys. It is a pure function."""
     rows, group = batch * sizes.new_tokens * sizes.num_kv_heads, sizes.num_q_heads // sizes.num_kv_heads
     whole = sizes.block_size == 128 and sizes.page_size % 128 == 0

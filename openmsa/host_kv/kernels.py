@@ -17,7 +17,7 @@ from openmsa.sparse_attention import triton_decode
 class HostKernels:
     """Runs a step in stages: selection, the block cache, attention. A token and KV head become a sequence of their own, whose
     keys are those of the chosen blocks, so that attention over slots is that of `DecodePlan`, bit for bit unless new tokens
-    share the reading of blocks there."""
+    share the reading of blocks there or blocks are taken best first (`PlanMemory.best`)."""
 
     def __init__(self, resident: Kernels, q: Tensor) -> None:
         """Takes the kernels of a `DecodePlan` of the same fields, and memory for the queries of the largest step."""

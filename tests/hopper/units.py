@@ -117,6 +117,8 @@ def copy_elements(shared, pointer, mask=None):
     """Starts to copy elements to shared memory, which arrive at any time until they are waited for; those that are masked out
     become 0."""
     agent = current()
+    together = agent.program.num_warps > 1
+    assert not (together and agent.has_read), "a copy overwrites what other warps may still read: a thread barrier is missing"
 
     def arrives():
         dtype = pointer.dtype.element_ty
