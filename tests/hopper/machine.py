@@ -29,6 +29,7 @@ class Agent:
     """A group of warps, in a thread of its own that runs only when it is this group's turn.
 
     has_read, has_written:  whether its threads have read or written shared memory since their last barrier.
+    has_multiplied:  whether they have waited for a product since then, which others may still be waiting for.
     products:  those that it started and did not wait for yet.
     copies:    its groups of asynchronous copies, the last of which is still open.
     """
@@ -37,7 +38,8 @@ class Agent:
         self.machine, self.program, self.memory = machine, program, program.memory
         program.groups += 1
         self.number = program.groups
-        self.has_read, self.has_written, self.products, self.copies = False, False, [], [[]]
+        self.has_read = self.has_written = self.has_multiplied = False
+        self.products, self.copies = [], [[]]
         self.ready, self.where = (lambda: True), "at its start"
         self.failure, self.is_done = None, False
         self._turn, self._body = threading.Semaphore(0), body

@@ -26,7 +26,7 @@ def warp_specialize(parts, num_warps, registers):
 def thread_barrier():
     """Lets the threads of the group wait for each other."""
     agent = current()
-    agent.has_read = agent.has_written = False
+    agent.has_read = agent.has_written = agent.has_multiplied = False
 
 
 def fence_async_shared():
@@ -117,8 +117,9 @@ def copy_elements(shared, pointer, mask=None):
     """Starts to copy elements to shared memory, which arrive at any time until they are waited for; those that are masked out
     become 0."""
     agent = current()
-    together = agent.program.num_warps > 1
-    assert not (together and agent.has_read), "a copy overwrites what other warps may still read: a thread barrier is missing"
+    assert not agent.has_multiplied, (
+        "a copy overwrites what products of other warps may still read: a thread barrier is missing"
+    )
 
     def arrives():
         dtype = pointer.dtype.element_ty
@@ -193,7 +194,7 @@ def warpgroup_mma_wait(count=0, deps=None):
     agent = current()
     while len(agent.products) > count:
         agent.products.pop(0).finish()
-        agent.has_read = True
+        agent.has_read = agent.has_multiplied = True
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
