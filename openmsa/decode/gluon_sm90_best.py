@@ -23,18 +23,14 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from openmsa.block_scores.gluon_sm90_few import BLOCK, add, exists
 from openmsa.block_topk import triton_ids
 from openmsa.decode.sizes import Sizes
-from openmsa.decode.triton_attend import Rows, row_blocks
+from openmsa.decode.triton_attend import operands
 from openmsa.decode.triton_layer import Step
-from openmsa.primitives import rows as key_rows
-from openmsa.primitives.operands import PageTable
-from openmsa.primitives.rows import output_rows, query_rows
 from openmsa.runtime.launch import launch_kernel, next_power_of_two
 from openmsa.sparse_attention.triton_decode_walk import Shape
 
-BLOCK = gl.constexpr(128)
-"""A block has so many keys, and a tile is one block."""
 HEADS = gl.constexpr(16)
 """A product has so many columns."""
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
@@ -45,7 +41,6 @@ FORCED = gl.constexpr(0x7FFFFFFF)
 """The score of a forced block, as an integer of the same order, is above all others."""
 NOTHING = gl.constexpr(-(1 << 63) + 1)
 TAKEN = gl.constexpr(-(1 << 63))
-exists = gluon.jit(key_rows.exists.fn)
 ordered = gluon.jit(triton_ids.ordered.fn)
 free_range = gluon.jit(triton_ids.free_range.fn)
 
@@ -133,12 +128,6 @@ def take(words, left):
     found = (best > NOTHING) & (left > 0)
     i_block = gl.where(found, LAST_ID - (best & 0x7FFFFFFF).to(gl.int32), -1)
     return i_block, gl.where(found & (words == best), TAKEN, words), left - found.to(gl.int32)
-
-
-@gluon.jit
-def add(x, y):
-    """Adds two numbers."""
-    return x + y
 
 
 @gluon.jit
@@ -272,25 +261,17 @@ def reads(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def launch(sizes: Sizes, scores: Tensor, step: Step, pdl: bool = False) -> bool:
     """Does what `triton_attend.launch` does where the kernel `reads` such numbers, and says whether it does."""
-    q, kv, _, index_keys, softmax_scale, blocks, out, lse = step
-    k, v = kv.k, kv.v
+    q, k, v = step.q, step.kv.k, step.kv.v
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and reads(q, k, v)):
         return False
-    group, (num_pages, _, page_size, _) = sizes.num_q_heads // sizes.num_kv_heads, k.shape
+    group, (tensors, numbers) = sizes.num_q_heads // sizes.num_kv_heads, operands(sizes, scores, step)
     launch_kernel(
         sm90_best_kernel,
         (q.shape[0], sizes.num_kv_heads),
-        query_rows(q, True),
-        key_rows.key_rows(k),
-        key_rows.key_rows(v),
-        Rows(scores, blocks, index_keys.seq_lens),
-        PageTable(kv.page_table, *kv.page_table.stride()),
-        kv.seq_lens,
-        output_rows(out, lse),
-        softmax_scale,
-        *(sizes.new_tokens, row_blocks(index_keys, sizes), index_keys.capacity),
-        *(num_pages, kv.page_table.shape[1] * page_size),
-        SHAPE=Shape(group, sizes.head_dim, sizes.head_dim, sizes.topk, sizes.block_size, page_size),
+        *tensors,
+        step.softmax_scale,
+        *numbers,
+        SHAPE=Shape(group, sizes.head_dim, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size),
         CONSTANTS=Constants(
             sizes.index_heads, next_power_of_two(sizes.topk), sizes.init_blocks, sizes.local_blocks,
             max(next_power_of_two(sizes.num_blocks), 128), k.stride(2), v.stride(2),

@@ -12,7 +12,7 @@ for itself, and no barrier is met. Where it sees more the program selects as one
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -190,33 +190,38 @@ def launch(
 
         if gluon_sm90_best.launch(sizes, scores, step, pdl):
             return
-    q, kv, _, index_keys, softmax_scale, blocks, out, lse = step
-    assert isinstance(q, Tensor)
-    assert isinstance(kv.k, Tensor)
-    assert isinstance(kv.v, Tensor)
     group = sizes.num_q_heads // sizes.num_kv_heads
-    num_pages, _, page_size, _ = kv.k.shape
+    tensors, numbers = operands(sizes, scores, step)
     launch_kernel(
         select_and_attend_kernel,
-        (q.shape[0], sizes.num_kv_heads * row_tiles(group, sizes.head_dim)[1], config.splits),
-        query_rows(q, True),
-        key_rows(kv.k),
-        key_rows(kv.v),
-        Rows(scores, blocks, index_keys.seq_lens),
-        PageTable(kv.page_table, *kv.page_table.stride()),
-        kv.seq_lens,
-        output_rows(out, lse),
+        (step.q.shape[0], sizes.num_kv_heads * row_tiles(group, sizes.head_dim)[1], config.splits),
+        *tensors,
         partials if config.splits > 1 else UNSPLIT,
-        softmax_scale,
-        *(sizes.new_tokens, row_blocks(index_keys, sizes), index_keys.capacity),
-        *(num_pages, kv.page_table.shape[1] * page_size, config.tiles),
-        SHAPE=Shape(group, sizes.head_dim, padded_dim(sizes.head_dim, 0), sizes.topk, sizes.block_size, page_size),
+        step.softmax_scale,
+        *numbers,
+        config.tiles,
+        SHAPE=Shape(group, sizes.head_dim, padded_dim(sizes.head_dim, 0), sizes.topk, sizes.block_size, sizes.page_size),
         CUT=config,
         CHOICE=choice(sizes, config.num_warps),
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **({"launch_pdl": True} if pdl else {}),
+    )
+
+
+def operands(sizes: Sizes, scores: Tensor, step: Step) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Returns what a kernel that selects and attends takes of a step with plain queries, keys and values: its parameters from q
+    to out, and its numbers from `queries` to `capacity`."""
+    q, kv, _, index_keys, _, blocks, out, lse = step
+    k, v, table = kv.k, kv.v, kv.page_table
+    assert isinstance(q, Tensor)
+    assert isinstance(k, Tensor)
+    assert isinstance(v, Tensor)
+    rows, pages = Rows(scores, blocks, index_keys.seq_lens), PageTable(table, *table.stride())
+    return (
+        (query_rows(q, True), key_rows(k), key_rows(v), rows, pages, kv.seq_lens, output_rows(out, lse)),
+        (sizes.new_tokens, row_blocks(index_keys, sizes), index_keys.capacity, k.shape[0], table.shape[1] * k.shape[2]),
     )
 
 
