@@ -8,6 +8,9 @@ A multiprocessor holds as many programs as rings, and where one begins or ends t
 
 The tiles of all sequences are one list, of which each program has a part, so that one long sequence among short ones takes no
 longer than its keys. Each program adds up the lengths and finds its tiles, of which a lane holds one.
+
+A decode step may ask that scores be handed on: the kernel behind this one, whose programs run already, then finds each score as
+soon as it is there (`openmsa.decode.gluon_sm90_best`), and the blocks that are selected whatever they score are not scored.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, 2))
 LANE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 RING = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+ABSENT = gl.constexpr(0x7FEDCBA9)
+"""These are the bits of a score that has not been handed on yet, a quiet NaN, which no score is."""
 exists = gluon.jit(key_rows.exists.fn)
 
 
@@ -118,6 +123,17 @@ def send(p_k, there, ring, J: gl.constexpr, s_row):
 
 
 @gluon.jit
+def store_score(p_score, score, mask, HANDED: gl.constexpr):
+    """Stores scores, HANDED: for programs that look for them at the same time."""
+    if HANDED:
+        STORE: gl.constexpr = "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0;}"
+        bits = score.to(gl.int32, bitcast=True)
+        gl.inline_asm_elementwise(STORE, "=r,l,r,r", [p_score, bits, mask.to(gl.int32)], gl.int32, False, 1)
+    else:
+        gl.store(p_score, score, mask=mask, eviction_policy="evict_last")
+
+
+@gluon.jit
 def few_queries(q, q_start, q_len, i_h, GROUP: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr):
     """Gives the rows from query q_start on as columns [DIM, ROWS], zero where there are none."""
     o_e = gl.arange(0, DIM, gl.SliceLayout(1, RIGHT))
@@ -131,11 +147,12 @@ def few_queries(q, q_start, q_len, i_h, GROUP: gl.constexpr, DIM: gl.constexpr, 
 def sm90_few_kernel(
     q, keys, table, bounds, scores, batch, num_pages, capacity, max_keys,
     GROUP: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr, BATCH: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    PDL: gl.constexpr, SLOT: gl.constexpr, ROUNDS: gl.constexpr,
+    PDL: gl.constexpr, SLOT: gl.constexpr, ROUNDS: gl.constexpr, HANDED: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     """Scores blocks in a grid of (programs, key heads). ROWS: columns of the product, 8 or 16. BATCH: sequences at most. PDL:
-    as in `triton_route.score_kernel`. SLOT: keys that are copied at a time. ROUNDS: as in `part`. Scores of blocks that a row
-    does not see are not written."""
+    as in `triton_route.score_kernel`. SLOT: keys that are copied at a time. ROUNDS: as in `part`. HANDED: as in `store_score`.
+    LOCAL: so many blocks at the end of what a row sees have no score. Scores of blocks that a row does not see are not
+    written."""
     if PDL == 2:
         gdc_wait()
     if PDL:
@@ -146,7 +163,7 @@ def sm90_few_kernel(
     i_p, i_h = gl.program_id(0), gl.program_id(1)
     o_b = gl.arange(0, BATCH, gl.BlockedLayout([BATCH // 32], [32], [1], [0]))
     counts = tiles_seen(gl.minimum(o_b, batch - 1), bounds, capacity, max_keys, GROUP, ROWS)
-    counts = gl.where(o_b < batch, counts, 0)
+    counts = gl.where(o_b < batch, gl.maximum(counts - LOCAL, 0), 0)
     ends = gl.associative_scan(counts, 0, add)
     total = gl.max(ends, 0)
     first, stop = part(i_p, total, ROUNDS), part(i_p + 1, total, ROUNDS)
@@ -203,7 +220,7 @@ def sm90_few_kernel(
         m = gl.max(best, 0)
         m = gl.where(m > float("-inf"), m, float("-inf"))  # NaN is no score
         p_s = o_s + (q_start + o_r // GROUP).to(gl.int64) * scores.s_token + i_t.to(gl.int64) * scores.s_block
-        gl.store(p_s, m, mask=(o_r < q_len * GROUP) & (i_last >= i_t * BLOCK), eviction_policy="evict_last")
+        store_score(p_s, m, (o_r < q_len * GROUP) & (i_last >= (i_t + LOCAL) * BLOCK), HANDED)
         b_q, i_t, q_start, q_len, k_len, offset = b_next, n_t, n_start, n_len, n_k_len, n_offset
     async_copy.wait_group(0)
 
@@ -253,9 +270,11 @@ def launch(
     visible: Tensor | None,
     device: Device,
     pdl: int = 0,
+    handed: bool = False,
+    local: int = 0,
 ) -> bool:
     """Does what `triton_route.launch` does where the kernel `serves`, and says whether it does. bounds: of queries, and numbers
-    of keys; longest: queries and keys of a sequence at most; pdl: the constant PDL of the kernel."""
+    of keys; longest: queries and keys of a sequence at most; pdl, handed, local: constants of the kernel."""
     view, group = keys.view, index_q.shape[1] // keys.view.heads
     queries, rows, batch = query_rows(index_q, view.form.native), longest[0] * group, bounds.cu_q.shape[0] - 1
     if not serves(device, keys, queries, tile, rows, batch, visible):
@@ -281,6 +300,8 @@ def launch(
         PDL=pdl,
         SLOT=CONFIG.slot,
         ROUNDS=CONFIG.rounds,
+        HANDED=handed,
+        LOCAL=local,
         num_warps=1,
         **({"launch_pdl": True} if pdl == 2 else {}),
     )

@@ -2,11 +2,15 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, attr-defined"
 """On Hopper a program selects the blocks of a row, best first, and attends to each as it comes, in Gluon.
 
-A row is a token and KV head, and rows are more than multiprocessors. Its home block, where that is always selected, is on its
-way before the scores are there. Each further block is the best one that is left, taken while others are multiplied, so that the
-selection takes no time of its own. A program has one tile of keys and one of values in shared memory, and asks for the next of
-either as soon as a product has read it. A multiprocessor holds two programs, which hide each other's waits; with a third memory
-is no faster, and the last round of programs leaves more of it idle.
+A row is a token and KV head. Its home block, where that is always selected, is on its way before the scores are there. Each
+further block is the best one that is left, taken while others are multiplied, so that the selection takes no time of its own.
+
+Scores are handed on where `openmsa.block_scores.gluon_sm90_few` makes them: a program begins when those of its own row are
+there, beside programs that still score other rows. It leaves the words of its row as it wants to find them, `ABSENT`.
+
+A program has a tile of keys and one of values in shared memory, and asks for the next of either as soon as a product has read
+it. Where rows are more than multiprocessors, two programs of a multiprocessor hide each other's waits; with a third, memory is
+no faster, and the last round of programs leaves more of it idle. Where rows are fewer, a program has two tiles of each.
 
 Both products have keys or elements as the rows of the matrix unit and the heads of a group, padded to sixteen, as columns: with
 the heads as rows they would be padded to sixty-four. The ids are stored in the end, in ascending order.
@@ -23,10 +27,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openmsa.block_scores.gluon_sm90_few import BLOCK, add, exists
-from openmsa.block_topk import triton_ids
+from openmsa.block_scores.gluon_sm90_few import ABSENT, BLOCK, add, exists
+from openmsa.decode.scored import operands
 from openmsa.decode.sizes import Sizes
-from openmsa.decode.triton_attend import operands
 from openmsa.decode.triton_layer import Step
 from openmsa.runtime.launch import launch_kernel, next_power_of_two
 from openmsa.sparse_attention.triton_decode_walk import Shape
@@ -39,10 +42,24 @@ THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LAST_ID = gl.constexpr(0x7FFFFFFF)
 FORCED = gl.constexpr(0x7FFFFFFF)
 """The score of a forced block, as an integer of the same order, is above all others."""
+NEAR = gl.constexpr(256)
+"""Rows that see at most so many blocks, those of 32K keys, hold fewer words, and look through them sooner."""
 NOTHING = gl.constexpr(-(1 << 63) + 1)
 TAKEN = gl.constexpr(-(1 << 63))
-ordered = gluon.jit(triton_ids.ordered.fn)
-free_range = gluon.jit(triton_ids.free_range.fn)
+
+
+class Row(NamedTuple):
+    """A token and KV head. seen: scores that it sees; keys: keys that it sees; pages, s_page: its row of the page table, and
+    how far apart entries lie; num_pages: of the pool; scores, ids: its scores, and where the ids of its blocks go."""
+
+    head: Any
+    seen: Any
+    keys: Any
+    pages: Any
+    s_page: Any
+    num_pages: Any
+    scores: Any
+    ids: Any
 
 
 class Block(NamedTuple):
@@ -68,12 +85,12 @@ def factor(ROWS: gl.constexpr, COLUMNS: gl.constexpr, ELEMENT: gl.constexpr):
 
 
 @gluon.jit
-def block_at(i_block, p_table, table, n_k, num_pages, PAGE_SIZE: gl.constexpr):
-    """Looks up a block; i_block is -1 where there is none."""
+def block_at(row, i_block, PAGE_SIZE: gl.constexpr):
+    """Looks up a block of a row; i_block is -1 where there is none."""
     first = i_block * BLOCK
-    there = (i_block >= 0) & (first < n_k)
-    page = gl.load(p_table + first // PAGE_SIZE * table.s_page, mask=there, other=-1)
-    keys = gl.where(there & exists(page, num_pages), gl.minimum(n_k - first, BLOCK), 0)
+    there = (i_block >= 0) & (first < row.keys)
+    page = gl.load(row.pages + first // PAGE_SIZE * row.s_page, mask=there, other=-1)
+    keys = gl.where(there & exists(page, row.num_pages), gl.minimum(row.keys - first, BLOCK), 0)
     return Block(first, page, gl.where(i_block >= 0, keys, -1))
 
 
@@ -92,38 +109,49 @@ def send(rows, i_h, block, place, PAGE_SIZE: gl.constexpr, ROW: gl.constexpr):
 
 
 @gluon.jit
-def places(ring):
-    """Gives the places of keys and of values in the ring. The compiler does not know that they are always the same: it would
-    hold what describes them to the matrix unit in a hundred registers all the time."""
-    at = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)
-    return ring.index(at), ring.index(at + 1)
+def places(ring, i_pair):
+    """Gives the places of keys and of values in the ring. The compiler does not know what the number of the pair may be: it
+    would hold what describes them to the matrix unit in a hundred registers all the time."""
+    i_pair = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(i_pair)], gl.int32, False, 1)
+    return ring.index(2 * i_pair), ring.index(2 * i_pair + 1)
 
 
 @gluon.jit
-def arrived():
-    """Waits for the older of two copies, and lets the matrix unit read it and what was stored before."""
-    async_copy.wait_group(1)
+def arrived(ring):
+    """Waits for the oldest copy to the places of the ring, and lets the matrix unit read it and what was stored before."""
+    async_copy.wait_group(ring.shape[0] - 1)
     fence_async_shared()
     gl.thread_barrier()
 
 
 @gluon.jit
-def words_of(p_row, seen, INIT: gl.constexpr, LOCAL: gl.constexpr, BLOCKS: gl.constexpr):
+def row_scores(p_score, written, HANDED: gl.constexpr):
+    """Gives the scores of a row as far as they are `written`, -inf behind. HANDED: it waits for them, and leaves ABSENT."""
+    x = gl.load(p_score, mask=written, other=float("-inf"), volatile=HANDED)
+    if HANDED:
+        while gl.max((x.to(gl.int32, bitcast=True) == ABSENT).to(gl.int32), 0) > 0:
+            x = gl.load(p_score, mask=written, other=float("-inf"), volatile=True)
+        absent = gl.zeros_like(x).to(gl.int32, bitcast=True) + ABSENT
+        gl.store(p_score, absent.to(gl.float32, bitcast=True), mask=written)
+    return x
+
+
+@gluon.jit
+def words_of(row, o_b, INIT: gl.constexpr, LOCAL: gl.constexpr, HANDED: gl.constexpr):
     """Gives a word for each block of a row, whose order is that in which blocks are taken: the score in the upper half, forced
     blocks above all others, and in the lower half a number that is greater for lower ids. Blocks that are never taken are
     NOTHING."""
-    o_b = gl.arange(0, BLOCKS, THREAD)
-    x = gl.load(p_row + o_b, mask=o_b < seen, other=float("-inf"))
-    n_init, i_local = free_range(seen, INIT, LOCAL)
-    forced = (o_b < n_init) | (o_b >= i_local)
-    key = gl.where(forced, FORCED, ordered((x + 0.0).to(gl.int32, bitcast=True)))  # Both zeros become one.
+    x = row_scores(row.scores + o_b, o_b < row.seen - LOCAL, HANDED)
+    forced = (o_b < INIT) | (o_b >= row.seen - LOCAL)
+    bits = (x + 0.0).to(gl.int32, bitcast=True)  # Both zeros become one.
+    key = gl.where(forced, FORCED, bits ^ ((bits >> 31) & 0x7FFFFFFF))
     word = (key.to(gl.int64) << 32) | (LAST_ID - o_b).to(gl.int64)
-    return gl.where((o_b < seen) & (forced | (x > float("-inf"))), word, NOTHING)
+    return gl.where((o_b < row.seen) & (forced | (x > float("-inf"))), word, NOTHING)
 
 
 @gluon.jit
 def take(words, left):
-    """Takes the best block, if so many as `left` may be taken: gives it, -1 where none is left, and what remains of both."""
+    """Takes the best block, if so many as `left` may be taken: gives it, -1 where none is left, and what is left of both."""
     best = gl.max(words, 0)
     found = (best > NOTHING) & (left > 0)
     i_block = gl.where(found, LAST_ID - (best & 0x7FFFFFFF).to(gl.int32), -1)
@@ -140,6 +168,77 @@ def store_ids(p_ids, words, TOPK: gl.constexpr, TOPK_PAD: gl.constexpr):
     gl.store(p_ids + o_k, gl.zeros_like(o_k) - 1, mask=(o_k >= gl.max(count, 0)) & (o_k < TOPK))
 
 
+@gluon.jit
+def attend(
+    k, v, row, block, home, keeps_ids, s_q, s_p, ring, scale,
+    SHAPE: gl.constexpr, CONSTANTS: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Attends to the blocks of a row that sees at most BLOCKS: gives acc [DIM, HEADS] before the division, the greatest logits
+    [HEADS] in base 2, and the terms of the sums [BLOCK, HEADS]. The home block, `block` with the id `home`, -1 where it is not
+    forced, is on its way to the first pair of places. keeps_ids: whether the ids are stored."""
+    DIM: gl.constexpr = SHAPE.dim
+    PAGE_SIZE: gl.constexpr = SHAPE.page
+    PAIRS: gl.constexpr = CONSTANTS.pairs
+    K_ROW: gl.constexpr = CONSTANTS.k_row
+    V_ROW: gl.constexpr = CONSTANTS.v_row
+    # 1. Scores arrive, and blocks are sent for until all places are taken.
+    o_b = gl.arange(0, BLOCKS, THREAD)
+    words = words_of(row, o_b, CONSTANTS.init_blocks, CONSTANTS.local_blocks, CONSTANTS.handed)
+    words = gl.where(o_b == home, TAKEN, words)
+    left = SHAPE.topk - (home >= 0).to(gl.int32)
+    if CONSTANTS.local_blocks == 0:
+        i_block, words, left = take(words, left)
+        block = block_at(row, i_block, PAGE_SIZE)
+        send(k, row.head, block, ring.index(0), PAGE_SIZE, K_ROW)
+        send(v, row.head, block, ring.index(1), PAGE_SIZE, V_ROW)
+    i_block, words, left = take(words, left)
+    following = block_at(row, i_block, PAGE_SIZE)
+    coming = following
+    if PAIRS == 2:
+        send(k, row.head, coming, ring.index(2), PAGE_SIZE, K_ROW)
+        send(v, row.head, coming, ring.index(3), PAGE_SIZE, V_ROW)
+        i_block, words, left = take(words, left)
+        following = block_at(row, i_block, PAGE_SIZE)
+
+    # 2. Block after block is multiplied, and the one behind those that are known is taken while values are.
+    zero = gl.zeros([BLOCK, HEADS], gl.float32, PRODUCT)
+    acc = gl.zeros([DIM, HEADS], gl.float32, PRODUCT)
+    z = gl.zeros([BLOCK, HEADS], gl.float32, PRODUCT)
+    m = gl.full([HEADS], -float("inf"), gl.float32, HEAD)
+    o_n = gl.arange(0, BLOCK, gl.SliceLayout(1, PRODUCT))
+    i_pair = row.seen * 0
+    while block.keys >= 0:
+        b_k, b_v = places(ring, i_pair)
+        arrived(ring)
+        s = warpgroup_mma(b_k, s_q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        gl.thread_barrier()
+        send(k, row.head, following, b_k, PAGE_SIZE, K_ROW)
+        s = gl.where((o_n < block.keys)[:, None], s * (scale * 1.4426950408889634), -float("inf"))
+        m_new = gl.maximum(m, gl.max(s, 0))
+        safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+        p = gl.exp2(s - safe[None, :])
+        alpha = gl.exp2(m - safe)
+        s_p.store(p.to(s_p.dtype))
+        z = z * alpha[None, :] + p
+        m = m_new
+        arrived(ring)
+        acc = warpgroup_mma(b_v.permute((1, 0)), s_p, acc * alpha[None, :], is_async=True)
+        i_block, words, left = take(words, left)
+        behind = block_at(row, i_block, PAGE_SIZE)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        gl.thread_barrier()
+        send(v, row.head, following, b_v, PAGE_SIZE, V_ROW)
+        if PAIRS == 2:
+            block, coming, following, i_pair = coming, following, behind, 1 - i_pair
+        else:
+            block, following = following, behind
+    async_copy.wait_group(0)
+    if keeps_ids:
+        store_ids(row.ids, words, SHAPE.topk, CONSTANTS.topk_pad)
+    return acc, m, z
+
+
 @gluon.jit(do_not_specialize=["queries", "num_blocks", "index_capacity", "num_pages", "capacity"])
 def sm90_best_kernel(
     q, k, v, rows, table, seq_lens, out, scale, queries, num_blocks, index_capacity, num_pages, capacity,
@@ -149,9 +248,9 @@ def sm90_best_kernel(
     those of `triton_attend.select_and_attend_kernel`."""
     G: gl.constexpr = SHAPE.group
     DIM: gl.constexpr = SHAPE.dim
-    TOPK: gl.constexpr = SHAPE.topk
     PAGE_SIZE: gl.constexpr = SHAPE.page
-    LOCAL: gl.constexpr = CONSTANTS.local_blocks
+    BLOCKS: gl.constexpr = CONSTANTS.blocks
+    LEAST: gl.constexpr = min(CONSTANTS.blocks, NEAR)
     ELEMENT: gl.constexpr = k.data.dtype.element_ty
     # 1. The program finds its token and head, and how many keys and scores the token sees.
     if PDL:
@@ -162,15 +261,17 @@ def sm90_best_kernel(
     n_k = gl.minimum(gl.minimum(length, capacity), length - queries + i_q + 1)
     seen = gl.minimum(gl.minimum(scored, index_capacity), scored - queries + i_q + 1)
     seen = gl.minimum(gl.cdiv(gl.maximum(seen, 0), BLOCK), num_blocks)
+    i_row = i_t * CONSTANTS.index_heads + (i_h if CONSTANTS.index_heads > 1 else 0)
+    p_table, p_score = table.ids + i_b.to(gl.int64) * table.s_sequence, rows.scores + i_row.to(gl.int64) * num_blocks
+    p_ids = rows.blocks + i_row.to(gl.int64) * SHAPE.topk
+    row = Row(i_h, seen, n_k, p_table, table.s_page, num_pages, p_score, p_ids)
 
-    # 2. Its home block goes out first, then queries are loaded, and at last scores.
-    p_table = table.ids + i_b.to(gl.int64) * table.s_sequence
+    # 2. Its home block goes out first, then queries are loaded.
     LINES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], ELEMENT)
-    ring = gl.allocate_shared_memory(ELEMENT, [2, BLOCK, DIM], LINES)
-    i_block = seen - 1 if LOCAL > 0 else seen * 0 - 1
-    left = TOPK - (i_block >= 0).to(gl.int32)
-    if LOCAL > 0:
-        block = block_at(i_block, p_table, table, n_k, num_pages, PAGE_SIZE)
+    ring = gl.allocate_shared_memory(ELEMENT, [2 * CONSTANTS.pairs, BLOCK, DIM], LINES)
+    home = seen - 1 if CONSTANTS.local_blocks > 0 else seen * 0 - 1
+    block = block_at(row, home, PAGE_SIZE)
+    if CONSTANTS.local_blocks > 0:
         send(k, i_h, block, ring.index(0), PAGE_SIZE, CONSTANTS.k_row)
         send(v, i_h, block, ring.index(1), PAGE_SIZE, CONSTANTS.v_row)
     o_r = gl.arange(0, HEADS, gl.SliceLayout(1, copied(DIM)))
@@ -179,51 +280,17 @@ def sm90_best_kernel(
     m_q = (o_r < G)[:, None] & (o_d < DIM)[None, :]
     s_q, s_p = factor(HEADS, DIM, ELEMENT), factor(BLOCK, HEADS, ELEMENT)
     s_q.store(gl.load(p_q[:, None] + (o_d * q.s_dim)[None, :], mask=m_q, other=0.0))
-    if PDL:
-        gdc_wait()  # Only scores come from the kernel in front.
-    i_row = i_t * CONSTANTS.index_heads + (i_h if CONSTANTS.index_heads > 1 else 0)
-    words = words_of(rows.scores + i_row.to(gl.int64) * num_blocks, seen, CONSTANTS.init_blocks, LOCAL, CONSTANTS.blocks)
-    words = gl.where(gl.arange(0, CONSTANTS.blocks, THREAD) == i_block, TAKEN, words)
-    if LOCAL == 0:
-        i_block, words, left = take(words, left)
-        block = block_at(i_block, p_table, table, n_k, num_pages, PAGE_SIZE)
-        send(k, i_h, block, ring.index(0), PAGE_SIZE, CONSTANTS.k_row)
-        send(v, i_h, block, ring.index(1), PAGE_SIZE, CONSTANTS.v_row)
-    i_block, words, left = take(words, left)
-    following = block_at(i_block, p_table, table, n_k, num_pages, PAGE_SIZE)
 
-    # 3. It attends to block after block, and takes the one behind the next while values are multiplied.
-    zero = gl.zeros([BLOCK, HEADS], gl.float32, PRODUCT)
-    acc = gl.zeros([DIM, HEADS], gl.float32, PRODUCT)
-    z = gl.zeros([BLOCK, HEADS], gl.float32, PRODUCT)
-    m = gl.full([HEADS], -float("inf"), gl.float32, HEAD)
-    o_n = gl.arange(0, BLOCK, gl.SliceLayout(1, PRODUCT))
-    while block.keys >= 0:
-        b_k, b_v = places(ring)
-        arrived()
-        s = warpgroup_mma(b_k, s_q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        gl.thread_barrier()
-        send(k, i_h, following, b_k, PAGE_SIZE, CONSTANTS.k_row)
-        s = gl.where((o_n < block.keys)[:, None], s * (scale * 1.4426950408889634), -float("inf"))
-        m_new = gl.maximum(m, gl.max(s, 0))
-        safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-        p = gl.exp2(s - safe[None, :])
-        alpha = gl.exp2(m - safe)
-        s_p.store(p.to(ELEMENT))
-        z = z * alpha[None, :] + p
-        m = m_new
-        arrived()
-        acc = warpgroup_mma(b_v.permute((1, 0)), s_p, acc * alpha[None, :], is_async=True)
-        i_block, words, left = take(words, left)
-        behind = block_at(i_block, p_table, table, n_k, num_pages, PAGE_SIZE)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        gl.thread_barrier()
-        send(v, i_h, following, b_v, PAGE_SIZE, CONSTANTS.v_row)
-        block, following = following, behind
-    async_copy.wait_group(0)
+    # 3. It selects and attends. Only scores come from the kernel in front.
+    if PDL and not CONSTANTS.handed:
+        gdc_wait()
+    keeps_ids = i_h < CONSTANTS.index_heads
+    if BLOCKS > LEAST and seen > LEAST:
+        acc, m, z = attend(k, v, row, block, home, keeps_ids, s_q, s_p, ring, scale, SHAPE, CONSTANTS, BLOCKS)
+    else:
+        acc, m, z = attend(k, v, row, block, home, keeps_ids, s_q, s_p, ring, scale, SHAPE, CONSTANTS, LEAST)
 
-    # 4. It stores the results, and one program of a row the selection.
+    # 4. It stores the results.
     sums = gl.sum(z, 0)
     token = i_t.to(gl.int64)
     if out.lse is not None:
@@ -234,13 +301,14 @@ def sm90_best_kernel(
     b_out = gl.convert_layout(acc.to(out.rows.dtype.element_ty).permute((1, 0)), copied(DIM))
     p_out = out.rows + token * out.s_token + (i_h * G + o_r) * out.s_head
     gl.store(p_out[:, None] + o_d[None, :] * out.s_dim, b_out, mask=(o_r < G)[:, None] & (o_d < DIM)[None, :])
-    if i_h < CONSTANTS.index_heads:
-        store_ids(rows.blocks + i_row.to(gl.int64) * TOPK, words, TOPK, CONSTANTS.topk_pad)
+    if PDL and CONSTANTS.handed:
+        gdc_wait()  # What follows this kernel follows the one that scores.
 
 
 class Constants(NamedTuple):
     """Says how blocks are selected and keys lie; it is a constant of the kernel. topk_pad, blocks: ids and scores of a row,
-    padded to what threads hold. k_row, v_row: strides of keys and of values."""
+    padded to what threads hold. k_row, v_row: strides of keys and of values. pairs: a program has so many tiles of each, 1 or
+    2. handed: whether scores come one by one, as in `row_scores`; then the last local_blocks of a row have none."""
 
     index_heads: int
     topk_pad: int
@@ -249,21 +317,26 @@ class Constants(NamedTuple):
     blocks: int
     k_row: int
     v_row: int
+    pairs: int
+    handed: bool
 
 
-def reads(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Says whether the kernel reads these, of sizes for which `openmsa.decode.memory.takes_best_first` holds: 16-bit numbers of
-    one type, and rows of keys and of values that are contiguous and begin at addresses that 16 bytes are copied from."""
+def reads(q: Any, k: Any, v: Any) -> bool:
+    """Says whether the kernel reads these, of sizes that have `openmsa.decode.memory.best_pairs`: plain 16-bit numbers of one
+    type, and rows of keys and of values that are contiguous and begin at addresses that 16 bytes are copied from."""
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+        return False
     even = all(not (x.stride(0) | x.stride(1) | 2 * x.stride(2) | x.data_ptr()) % 16 for x in (k, v))
     close = all(x.stride(3) == 1 and x.stride(2) < 1 << 24 for x in (k, v))
     return even and close and q.dtype == k.dtype == v.dtype and q.itemsize == 2
 
 
-def launch(sizes: Sizes, scores: Tensor, step: Step, pdl: bool = False) -> bool:
-    """Does what `triton_attend.launch` does where the kernel `reads` such numbers, and says whether it does."""
+def launch(sizes: Sizes, scores: Tensor, step: Step, pdl: bool, pairs: int, handed: bool) -> None:
+    """Launches the kernel for a step which it `reads`. scores: as `scored.Rows` says; pdl: as in `triton_attend.launch`; pairs,
+    handed: as in `Constants`."""
     q, k, v = step.q, step.kv.k, step.kv.v
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and reads(q, k, v)):
-        return False
+    assert isinstance(k, Tensor)
+    assert isinstance(v, Tensor)
     group, (tensors, numbers) = sizes.num_q_heads // sizes.num_kv_heads, operands(sizes, scores, step)
     launch_kernel(
         sm90_best_kernel,
@@ -274,10 +347,9 @@ def launch(sizes: Sizes, scores: Tensor, step: Step, pdl: bool = False) -> bool:
         SHAPE=Shape(group, sizes.head_dim, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size),
         CONSTANTS=Constants(
             sizes.index_heads, next_power_of_two(sizes.topk), sizes.init_blocks, sizes.local_blocks,
-            max(next_power_of_two(sizes.num_blocks), 128), k.stride(2), v.stride(2),
+            max(next_power_of_two(sizes.num_blocks), 128), k.stride(2), v.stride(2), pairs, handed,
         ),
         PDL=pdl,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-    return True

@@ -3,25 +3,20 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from openmsa.block_scores.triton_route import Lengths
-from openmsa.block_scores.triton_route import launch as launch_scores
 from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_topk import launch_topk
 from openmsa.decode import triton_attend, triton_layer
 from openmsa.decode.memory import PlanMemory
+from openmsa.decode.scored import score, scores_of, takes_two
 from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_layer import ATTEND, EVERY, MERGE, SCORE, Step
 from openmsa.decode.two_parts import Buffers, Part, selection
 from openmsa.inputs import exact_keys
 from openmsa.kv_cache import E4M3, CertifiedKeys, PagedIndexKeys, PagedKV
-from openmsa.primitives.operands import Bounds
-from openmsa.primitives.rows import KeyTiles, Tile
 from openmsa.runtime import devices
 from openmsa.runtime.kinds import computes
-from openmsa.runtime.launch import ceil_div, runs_hopper_kernels
 from openmsa.sparse_attention import triton_decode, triton_decode_shared
 from openmsa.sparse_attention.triton_decode import UNSERVED
 from openmsa.sparse_attention.triton_decode_walk import refuse
@@ -71,10 +66,8 @@ class Kernels(PlanMemory):
             if due and plain and self.parts.serve(Part(step, starts, sizes, Buffers(certified, self.partials))):
                 return
         config, bounds = self.attend["plain"][batch - 1], certified is not None and step.index_keys.format == "certified"
-        if not bounds and self.shared.cuts[batch - 1] is None and triton_attend.serves(config, sizes, step):
-            scores, visible = scores_of(step.index_q, step.index_keys, sizes, self.scores)
-            score(step.index_q, step.index_keys, starts, sizes, scores, visible, behind=self.pdl)
-            triton_attend.launch(config, self.partials, sizes, scores, step, self.pdl, self.best[batch - 1])
+        if not bounds and self.shared.cuts[batch - 1] is None and takes_two(config, sizes, step):
+            self._two_launches(config, step, starts)
             return
         self.select(step.index_q, step.index_keys, step.blocks)
         form = step.kv.format if isinstance(step.q, Tensor) else "e4m3"
@@ -88,6 +81,21 @@ class Kernels(PlanMemory):
             *(self.attend[step.kv.format][batch - 1], self.partials, step.q, step.kv, None, step.blocks, step.kv.seq_lens),
             *(sizes.new_tokens, sizes.block_size, step.softmax_scale, step.out, step.lse, self.pdl, served),
         )
+
+    def _two_launches(self, config: triton_decode.Config, step: Step, starts: Tensor) -> None:
+        """Runs one layer by a launch that scores, and one that selects and attends."""
+        sizes, pairs, q, kv = self.sizes, self.best[step.kv.batch - 1], step.q, step.kv
+        scores, visible = scores_of(step.index_q, step.index_keys, sizes, self.scores)
+        if pairs:
+            from openmsa.decode import gluon_sm90_best
+
+            pairs *= gluon_sm90_best.reads(q, kv.k, kv.v)
+        absent = self.handed if pairs else None
+        scores, handed = score(step.index_q, step.index_keys, starts, sizes, scores, visible, self.pdl, absent)
+        if pairs:
+            gluon_sm90_best.launch(sizes, scores, step, self.pdl, pairs, handed)
+        else:
+            triton_attend.launch(config, self.partials, sizes, scores, step, self.pdl)
 
     def select(self, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, blocks: Tensor) -> None:
         """Selects the blocks of a step, with a launch or more a stage; the arguments are taken as checked."""
@@ -132,27 +140,3 @@ def select(
     launch_topk(
         scores.transpose(0, 1), visible, sizes.init_blocks, sizes.local_blocks, out, pdl=devices.has_pdl(index_q.device)
     )
-
-
-def scores_of(index_q: Tensor | E4M3, index_keys: PagedIndexKeys, sizes: Sizes, held: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns views of `held`: scores ``[total_q, index_heads, blocks]``, and int32 ``[total_q]``, the blocks that each token
-    sees."""
-    (total_q, heads, _), num_blocks = index_q.shape, ceil_div(index_keys.capacity, sizes.block_size)
-    count = total_q * heads * num_blocks
-    return held[:count].view(total_q, heads, num_blocks), held[count : count + total_q].view(torch.int32)
-
-
-def score(
-    index_q: Tensor | E4M3, index_keys: PagedIndexKeys, starts: Tensor, sizes: Sizes, scores: Tensor, visible: Tensor,
-    behind: bool = False,
-) -> None:  # fmt: skip
-    """Launches the scoring of a step; scores and visible are those of `scores_of`. behind: as in `launch_scores`."""
-    device, tile, pdl = devices.facts(index_q.device), Tile.of(sizes.block_size), devices.has_pdl(index_q.device)
-    keys, to = KeyTiles.of_pool(index_keys.keys, index_keys.page_table, tile, device), scores.transpose(0, 1)
-    bounds, longest = Bounds(starts, None, index_keys.seq_lens, None), (sizes.new_tokens, index_keys.capacity)
-    if runs_hopper_kernels(index_q.device):
-        from openmsa.block_scores import gluon_sm90_few
-
-        if gluon_sm90_few.launch(index_q, keys, tile, bounds, longest, to, visible, device, pdl + (pdl and behind)):
-            return
-    launch_scores(index_q, keys, tile, Lengths(*bounds, *longest), to, visible, device, pdl=pdl, behind=behind)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_ids import LANES
@@ -46,7 +47,9 @@ class PlanMemory:
 
     one_launch:      cuts of the kernel that runs a whole layer, None where it does not serve; words: what its programs hand on.
     attend:          cuts of attention in a launch of its own, by the format of keys and values; partials: what it leaves.
-    best:            whether attention behind plain scores takes blocks best first (`openmsa.decode.gluon_sm90_best`).
+    best:            pairs of tiles with which attention behind plain scores takes blocks best first
+                     (`openmsa.decode.gluon_sm90_best`), 0 where it does not; handed: scores that it is handed one by one, all
+                     of them `ABSENT` between steps.
     shared:          how the new tokens of a sequence share the reading of blocks, and what that leaves. In plans with bounds
                      they share nothing, so that one part and two give the same bits.
     scores:          room for scores.
@@ -66,7 +69,7 @@ class PlanMemory:
         self.one_launch = [configure(batch, sizes, facts) for batch in range(1, max_batch + 1)]
         self.attend = {form: [_attend(b + 1, sizes, facts, form) for b in range(max_batch)] for form in FORMATS}
         hopper = runs_hopper_kernels(device)
-        self.best = [hopper and takes_best_first(batch, sizes, facts) for batch in range(1, max_batch + 1)]
+        self.best = [best_pairs(batch, sizes, facts) if hopper else 0 for batch in range(1, max_batch + 1)]
         self.interpreted = device.type != "cuda"
         self.pdl = devices.has_pdl(device)
         self._allocate(max_batch, max_pages * sizes.page_size, dtype, device, certified)
@@ -87,6 +90,7 @@ class PlanMemory:
         shape = (sizes.new_tokens, *heads, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
         self.shared = triton_decode_shared.Shared.allocate(max_batch, shape, dtype, device, self.certified is None)
         self.scores = torch.empty(scores_held(tokens, capacity, sizes), dtype=torch.float32, device=device)
+        self.handed = _handed(max_batch, capacity, sizes, device) if any(self.best) else None
         self.cu_seqlens_q = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * sizes.new_tokens
         small = {(i + 1) * sizes.new_tokens: c for i, c in enumerate(self.one_launch) if c}
         splits = max((n * c.attend.splits for n, c in small.items() if c.merging), default=0) * sizes.num_q_heads
@@ -141,12 +145,26 @@ def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> trito
     return triton_decode_call.configure(batch * sizes.new_tokens, *shape, facts, FORMAT_IDS[form])
 
 
-def takes_best_first(batch: int, sizes: Sizes, device: devices.Device) -> bool:
-    """Says whether `openmsa.decode.gluon_sm90_best` is made for these sizes and no slower than programs that select first: rows
-    are more than multiprocessors, and pages hold whole blocks of 128 keys. It is a pure function."""
+def best_pairs(batch: int, sizes: Sizes, device: devices.Device) -> int:
+    """Returns how many pairs of tiles programs of `openmsa.decode.gluon_sm90_best` have for these sizes, 0 where others serve.
+    It is made for pages of whole blocks of 128 keys, and is faster than programs that select first where each of these has a
+    whole row. It is a pure function."""
     rows, group = batch * sizes.new_tokens * sizes.num_kv_heads, sizes.num_q_heads // sizes.num_kv_heads
     whole = sizes.block_size == 128 and sizes.page_size % 128 == 0
-    return rows > device.num_sms and whole and group <= 16 and sizes.head_dim == 128
+    if not whole or group > 16 or sizes.head_dim != 128 or 2 * rows <= device.num_sms:
+        return 0
+    return 1 if rows > device.num_sms else 2
+
+
+def _handed(max_batch: int, capacity: int, sizes: Sizes, device: torch.device) -> Tensor | None:
+    """Allocates scores that are handed on; None where programs of several rows would need the same ones."""
+    from openmsa.block_scores import gluon_sm90_few
+
+    if sizes.index_heads != sizes.num_kv_heads:
+        return None
+    tokens = min(max_batch, gluon_sm90_few.MOST_BATCH) * sizes.new_tokens
+    absent = torch.full((scores_held(tokens, capacity, sizes),), gluon_sm90_few.ABSENT.value, dtype=torch.int32, device=device)
+    return absent.view(torch.float32)
 
 
 def configure(batch: int, sizes: Sizes, device: devices.Device) -> Config | None:

@@ -12,7 +12,7 @@ for itself, and no barrier is met. Where it sees more the program selects as one
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -21,12 +21,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.block_topk.triton_ids import LANES, chosen_ids, select
 from openmsa.block_topk.triton_topk import write_selection
+from openmsa.decode.scored import operands
 from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_layer import Step
-from openmsa.kv_cache import PagedIndexKeys
-from openmsa.primitives.operands import PageTable
 from openmsa.primitives.results import finish
-from openmsa.primitives.rows import key_rows, output_rows, query_rows
 from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime.launch import ceil_div, launch_kernel, next_power_of_two
 from openmsa.sparse_attention import triton_decode
@@ -34,8 +32,6 @@ from openmsa.sparse_attention.triton_decode_walk import Shape, fetch_pages, firs
 
 NEAR = 256
 """Each warp of a program holds so many scores of a row, those of 32K keys in blocks of 128."""
-MOST_BLOCKS = 2048
-"""So many blocks a sequence, those of 256K keys, were measured. A thread of four warps could hold the scores of 4,096."""
 MOST_PAGES = 1024
 """A program loads so many entries of a row of the page table before it waits."""
 
@@ -53,15 +49,6 @@ class Choice(NamedTuple):
     far: int
     threads: int
     pages: int
-
-
-class Rows(NamedTuple):
-    """Holds what a selection is made from and where it goes: scores float32 ``[tokens, index heads, num_blocks]``, blocks int32
-    ``[tokens, index heads, topk]``, both contiguous, and the lengths of the index keys int32 ``[batch]``."""
-
-    scores: Tensor
-    blocks: Tensor
-    seq_lens: Tensor
 
 
 @triton.jit
@@ -83,9 +70,9 @@ def select_and_attend_kernel(
 ):  # fmt: skip
     """Selects, attends, and merges partials, in a grid of (sequences * queries, KV heads * row tiles, splits) programs.
 
-    q is `QueryRows`, k and v are `KeyRows`, rows is `Rows`, table is `PageTable`, out is `Output`, partials is `Partials`;
-    seq_lens int32 [batch] are the lengths of keys, of which `queries` tokens a sequence are the last. num_blocks counts the
-    scores of a row; the other numbers are those of `sparse_decode_kernel`. PDL: the kernel may start before the one in front
+    q is `QueryRows`, k and v `KeyRows`, rows `scored.Rows`, table `PageTable`, out `Output`, partials `Partials`; seq_lens
+    int32 [batch] are the lengths of keys, of which `queries` tokens a sequence are the last. num_blocks counts the scores of a
+    row; the other numbers are those of `sparse_decode_kernel`. PDL: the kernel may start before the one in front
     has ended, and waits for it."""
     PAGE: tl.constexpr = SHAPE.page
     G: tl.constexpr = SHAPE.group
@@ -166,13 +153,6 @@ def select_and_attend_kernel(
     finish(out, partials, token, head, b_acc, b_m, b_z, i_p, i_s, n_s, CUT.splits, m_r, D, CUT.splits > 1)
 
 
-def serves(config: triton_decode.Config, sizes: Sizes, step: Step) -> bool:
-    """Tells whether the kernel runs this step: its queries, keys and values are plain, tiles lie in one block and page, and a
-    program holds a row of scores."""
-    plain = all(isinstance(x, Tensor) for x in (step.q, step.kv.k, step.kv.v))
-    return plain and not config.lookup and sizes.num_blocks <= MOST_BLOCKS and step.index_keys.capacity > 0
-
-
 def launch(
     config: triton_decode.Config,
     partials: Partials,
@@ -180,16 +160,9 @@ def launch(
     scores: Tensor,
     step: Step,
     pdl: bool = False,
-    best: bool = False,
 ) -> None:
-    """Launches the kernel once, for a step that it `serves`. scores: those of the step's blocks, as `Rows` says. pdl: whether
-    to start before the kernel in front has ended, the one that writes the scores, and to wait for it inside. best: whether
-    `openmsa.decode.gluon_sm90_best` is asked first."""
-    if best:
-        from openmsa.decode import gluon_sm90_best
-
-        if gluon_sm90_best.launch(sizes, scores, step, pdl):
-            return
+    """Launches the kernel once, for a step that `scored.takes_two`. scores: as `scored.Rows` says. pdl: whether to start before
+    the kernel in front has ended, the one that writes the scores, and to wait for it inside."""
     group = sizes.num_q_heads // sizes.num_kv_heads
     tensors, numbers = operands(sizes, scores, step)
     launch_kernel(
@@ -208,26 +181,6 @@ def launch(
         num_stages=config.num_stages,
         **({"launch_pdl": True} if pdl else {}),
     )
-
-
-def operands(sizes: Sizes, scores: Tensor, step: Step) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Returns what a kernel that selects and attends takes of a step with plain queries, keys and values: its parameters from q
-    to out, and its numbers from `queries` to `capacity`."""
-    q, kv, _, index_keys, _, blocks, out, lse = step
-    k, v, table = kv.k, kv.v, kv.page_table
-    assert isinstance(q, Tensor)
-    assert isinstance(k, Tensor)
-    assert isinstance(v, Tensor)
-    rows, pages = Rows(scores, blocks, index_keys.seq_lens), PageTable(table, *table.stride())
-    return (
-        (query_rows(q, True), key_rows(k), key_rows(v), rows, pages, kv.seq_lens, output_rows(out, lse)),
-        (sizes.new_tokens, row_blocks(index_keys, sizes), index_keys.capacity, k.shape[0], table.shape[1] * k.shape[2]),
-    )
-
-
-def row_blocks(index_keys: PagedIndexKeys, sizes: Sizes) -> int:
-    """Returns how many blocks have a score in a row."""
-    return ceil_div(index_keys.capacity, sizes.block_size)
 
 
 def choice(sizes: Sizes, num_warps: int) -> Choice:

@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from openmsa import E4M3, PagedIndexKeys
 from openmsa.block_scores import gluon_sm90_few, reference
-from openmsa.block_scores.gluon_sm90_few import CONFIG, LEAST_BATCH, MOST_BATCH
+from openmsa.block_scores.gluon_sm90_few import ABSENT, CONFIG, LEAST_BATCH, MOST_BATCH
+from openmsa.primitives.operands import Bounds
 from openmsa.primitives.rows import KeyTiles, Tile, query_rows
 from openmsa.runtime.devices import COMPILE_TARGETS
 from openmsa.testing.compare import assert_close, assert_equal
@@ -131,3 +132,37 @@ def test_on_the_device(name, monkeypatch):
     assert_triton_agrees(run, gluon_sm90_few, index_k, monkeypatch)
     truth, honest = (reference.block_scores(q, index_k, lengths, 128) for q in (p.index_q.double(), p.index_q))
     assert_close("scores", tuned, honest, truth)
+
+
+@on_hopper
+@pytest.mark.parametrize("local", [0, 1, 2])
+def test_scores_that_are_handed_on(local):
+    """They are the others' bit for bit, nothing is written for the last `local` blocks that a row sees, nor behind them."""
+    tokens, lens, heads = 2, (1, 0, 130, 129, 257, 1500), 2
+    p = problem(
+        (tokens,) * len(lens), lens, kv_heads=heads, index_heads=heads, index_key_heads=1, index_dim=64, dtype=torch.float16,
+        offsets=[n - tokens for n in lens],
+    ).to(DEVICE)  # fmt: skip
+    cache, tile, device = paged(p, 128)[1], Tile.of(128), COMPILE_TARGETS[90]._replace(num_sms=1)
+    starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=DEVICE) * tokens
+    keys, longest = KeyTiles.of_pool(cache.keys, cache.page_table, tile, device), (tokens, cache.capacity)
+    results = []
+    for handed in (False, True):
+        bits = torch.full((len(lens) * tokens, heads, cache.capacity // 128), ABSENT.value, dtype=torch.int32, device=DEVICE)
+        visible = torch.full((len(lens) * tokens,), -7, dtype=torch.int32, device=DEVICE)
+        bounds, scores = Bounds(starts, None, cache.seq_lens, None), bits.view(torch.float32).transpose(0, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gluon_sm90_few, "LEAST_BATCH", 1)
+            served = gluon_sm90_few.launch(
+                p.index_q, keys, tile, bounds, longest, scores, visible, device, 0, handed, handed * local
+            )
+        assert served
+        results.append((bits.cpu(), visible.cpu()))
+    seen = (torch.tensor(lens)[:, None] - tokens + 1 + torch.arange(tokens)).clamp(0).flatten()
+    seen = (seen + 127) // 128
+    (plain, counts), (bits, visible) = results
+    assert_equal("visible", visible, seen.int())
+    assert_equal("visible", counts, seen.int())
+    blocks = torch.arange(bits.shape[2])
+    assert (plain != ABSENT.value).equal((blocks < seen[:, None, None]).expand(plain.shape))
+    assert_equal("handed", bits, torch.where(blocks < seen[:, None, None] - local, plain, ABSENT.value))

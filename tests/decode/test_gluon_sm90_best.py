@@ -2,20 +2,22 @@
 """The Gluon kernel that takes the blocks of a decode step best first selects as the reference does and attends to what it has
 selected, and serves the steps that it should."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from openmsa import E4M3, DecodePlan, PagedIndexKeys, PagedKV, select_blocks_from_scores
-from openmsa.decode import gluon_sm90_best, triton_attend
-from openmsa.decode.gluon_sm90_best import launch
-from openmsa.decode.memory import takes_best_first
+from openmsa.block_scores.gluon_sm90_few import ABSENT
+from openmsa.decode import gluon_sm90_best, kernels, triton_attend
+from openmsa.decode.gluon_sm90_best import launch, reads
+from openmsa.decode.memory import best_pairs
 from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_layer import Step
-from openmsa.primitives.softmax import UNSPLIT
 from openmsa.runtime.devices import COMPILE_TARGETS
-from openmsa.sparse_attention import reference, triton_decode_call
+from openmsa.sparse_attention import reference
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, strided
 from tests.hopper.marks import DEVICE, on_a_hopper_gpu, on_hopper
@@ -105,12 +107,17 @@ def attended(sizes, step, blocks, dtype):
     return out, lse
 
 
-def check(sizes, scores, step):
-    """Compares the results of a step with plain PyTorch."""
+def sees(sizes, step):
+    """Returns how many blocks each token of a step sees, by the lengths of its index keys."""
     lens, new = step.index_keys.seq_lens.cpu(), sizes.new_tokens
     seen = (lens[:, None] - new + 1 + torch.arange(new)).clamp(0, step.index_keys.capacity)
+    return ((seen + 127) // 128).flatten().int()
+
+
+def check(sizes, scores, step):
+    """Compares the results of a step with plain PyTorch."""
     blocks = select_blocks_from_scores(
-        scores.cpu().transpose(0, 1), sizes.topk, visible_blocks=((seen + 127) // 128).flatten().int(),
+        scores.cpu().transpose(0, 1), sizes.topk, visible_blocks=sees(sizes, step),
         init_blocks=sizes.init_blocks, local_blocks=sizes.local_blocks,
     )  # fmt: skip
     assert_equal("blocks", step.blocks, blocks)
@@ -120,91 +127,100 @@ def check(sizes, scores, step):
 
 
 @on_hopper
+@pytest.mark.parametrize("handed", [False, True], ids=["", "handed"])
+@pytest.mark.parametrize("pairs", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_on_the_device(name):
+def test_on_the_device(name, pairs, handed):
+    """Handed scores are absent where none is written, in the end everywhere."""
     sizes, scores, step = step_of(*CASES[name])
-    assert launch(sizes, scores, step)
+    given = scores
+    if handed:
+        if sizes.index_heads != sizes.num_kv_heads:
+            pytest.skip("programs of one row alone take the scores of a row")
+        seen = sees(sizes, step)[:, None, None]
+        written = torch.arange(scores.shape[2]) < seen - sizes.local_blocks
+        given = scores.nan_to_num(-torch.inf, -torch.inf, -torch.inf).masked_fill(~written.to(DEVICE), absent())
+        scores = torch.where(written.to(DEVICE), given, torch.nan)
+    launch(sizes, given, step, False, pairs, handed)
     check(sizes, scores, step)
+    if handed:
+        assert_equal("scores", given.view(torch.int32), torch.full(given.shape, ABSENT.value, dtype=torch.int32))
+
+
+def absent():
+    """Returns the number whose bits say that a score is not there."""
+    return torch.tensor(ABSENT.value, dtype=torch.int32).view(torch.float32).to(DEVICE)
 
 
 def test_what_plans_take_best_first():
     sizes, h200 = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 2048, 16, 0, 1, 128), COMPILE_TARGETS[90]
-    assert takes_best_first(h200.num_sms + 1, sizes, h200)
-    assert not takes_best_first(h200.num_sms, sizes, h200)
-    assert takes_best_first(h200.num_sms // 2 + 1, sizes._replace(new_tokens=2), h200)
-    assert takes_best_first(h200.num_sms // 4 + 1, sizes._replace(num_kv_heads=4, num_q_heads=32), h200)
+    sms = h200.num_sms
+    assert [best_pairs(rows, sizes, h200) for rows in (sms // 2, sms // 2 + 1, sms, sms + 1)] == [0, 2, 2, 1]
+    assert best_pairs(sms // 2 + 1, sizes._replace(new_tokens=2), h200) == 1
+    assert best_pairs(sms // 4 + 1, sizes._replace(num_kv_heads=4, num_q_heads=32), h200) == 1
     for other in ({"num_q_heads": 32}, {"head_dim": 64}, {"block_size": 64}, {"page_size": 64}):
-        assert not takes_best_first(1000, sizes._replace(**other), h200)
+        assert best_pairs(1000, sizes._replace(**other), h200) == 0
 
 
-def test_what_it_does_not_read():
-    sizes, scores, step = step_of(*CASES["ragged"])
+def test_what_it_reads():
+    _, _, step = step_of(*CASES["ragged"])
     k, v, q = step.kv.k, step.kv.v, step.q
     wide = torch.zeros(*k.shape[:3], 136, dtype=k.dtype, device=DEVICE)
     inside = torch.zeros(k.shape[0], 128, 1, 136, dtype=k.dtype, device=DEVICE).transpose(1, 2)
     pools = {"strided": spread(k), "shifted": wide[..., 1:129], "heads at 272 bytes": inside[..., :128]}
-    assert launch_with(sizes, scores, step, q, wide[..., 8:], v) == [1]
+    assert reads(q, wide[..., 8:], v)
     for name, pool in pools.items():
-        for pair in ((pool, v), (k, pool)):
-            assert launch_with(sizes, scores, step, q, *pair) == [], name
-    stored = [E4M3.quantize(x, per="tensor") for x in (k, v)]
-    assert launch_with(sizes, scores, step, q, *stored) == []
-    for other in (q.half(), E4M3.quantize(q, per="head")):
-        assert launch_with(sizes, scores, step, other, k, v) == []
+        assert not reads(q, pool, v), name
+        assert not reads(q, k, pool), name
+    assert not reads(q, *(E4M3.quantize(x, per="tensor") for x in (k, v)))
+    assert not any(reads(other, k, v) for other in (q.half(), E4M3.quantize(q, per="head")))
+    assert not reads(q.float(), k.float(), v.float())
 
 
 def test_distances_in_a_tile_are_32_bits_wide():
     q = torch.empty(1, 16, 128, dtype=torch.bfloat16, device="meta")
     for row, is_read in (((1 << 24) - 8, True), (1 << 24, False)):
         pool = torch.empty_strided((3, 1, 128, 128), (0, 0, row, 1), dtype=q.dtype, device="meta")
-        assert gluon_sm90_best.reads(q, pool, pool) == is_read
-
-
-def launch_with(sizes, scores, step, q, k, v):
-    """Returns [1] where the kernel is launched for these queries, keys and values, else []; nothing runs."""
-    launched = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gluon_sm90_best, "launch_kernel", lambda *given, **constants: launched.append(1))
-        kv = PagedKV(k, v, step.kv.page_table, step.kv.seq_lens)
-        served = launch(sizes, scores, step._replace(q=q, kv=kv))
-    assert served == bool(launched)
-    return launched
+        assert reads(q, pool, pool) == is_read
 
 
 def test_another_kernel_serves_what_it_does_not_read(monkeypatch):
-    sizes, scores, step = step_of(*CASES["ragged"])
-    launched = []
-    monkeypatch.setattr(triton_attend, "launch_kernel", lambda kernel, *given, **constants: launched.append(kernel))
-    monkeypatch.setattr(gluon_sm90_best, "launch_kernel", lambda kernel, *given, **constants: launched.append(kernel))
-    config = triton_decode_call.configure(6, 1, 16, 128, 4, 128, 128, COMPILE_TARGETS[90])
+    _, scores, step = step_of(*CASES["ragged"])
+    asked = []
+    monkeypatch.setattr(kernels, "scores_of", lambda *given: (scores, None))
+    monkeypatch.setattr(kernels, "score", lambda *given: (scores, asked.append(given[-1]) or given[-1] is not None))
+    monkeypatch.setattr(triton_attend, "launch", lambda *given: asked.append("triton"))
+    monkeypatch.setattr(gluon_sm90_best, "launch", lambda *given: asked.append(given[-2:]))
     odd = step._replace(kv=PagedKV(spread(step.kv.k), step.kv.v, step.kv.page_table, step.kv.seq_lens))
-    for best, given in ((True, step), (False, step), (True, odd)):
-        triton_attend.launch(config, UNSPLIT, sizes, scores, given, best=best)
-    kernels = [gluon_sm90_best.sm90_best_kernel, *[triton_attend.select_and_attend_kernel] * 2]
-    assert launched == kernels
+    for pairs, given in ((1, step), (2, step), (0, step), (1, odd)):
+        plan = SimpleNamespace(sizes=None, best=[pairs] * 9, scores=None, handed="absent", partials=None, pdl=True)
+        kernels.Kernels._two_launches(plan, None, given, None)
+    assert asked == ["absent", (1, True), "absent", (2, True), None, "triton", None, "triton"]
 
 
 @on_a_hopper_gpu
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_in_plans(tokens, monkeypatch):
-    """A plan of more rows than multiprocessors selects the same blocks as one whose programs select first, also in a graph."""
-    batch, width, sizes = 150, 40, {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 128, "page_size": 128}
+@pytest.mark.parametrize(("batch", "tokens"), [(150, 1), (150, 2), (100, 1)])
+def test_in_plans(batch, tokens, monkeypatch):
+    """A plan with a row a program selects the same blocks as one whose programs select first, also in a graph, whether scores
+    are handed on or not."""
+    width, sizes = 40, {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 128, "page_size": 128}
     lens = [(37 * i) % (width * 128) for i in range(batch)]
     p = problem(
         [tokens] * batch, lens, kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16, offsets=[n - tokens for n in lens]
     )
     caches, q, index_q = paged(p.to(DEVICE), 128), p.q.to(DEVICE), p.index_q.to(DEVICE)
     results, launched, launch_best = [], [], gluon_sm90_best.launch
-    monkeypatch.setattr(gluon_sm90_best, "launch", lambda *given: launched.append(launch_best(*given)) or launched[-1])
-    for best in (True, False):
+    monkeypatch.setattr(gluon_sm90_best, "launch", lambda *given: launched.append(given[-2:]) or launch_best(*given))
+    pairs = 1 if batch * tokens > 132 else 2
+    for best, handed in ((pairs, True), (pairs, False), (0, False)):
         plan = DecodePlan(max_batch=batch, **sizes, max_pages=width + 1, new_tokens=tokens, device=DEVICE)
-        assert plan._kernels.best[-1]
+        assert plan._kernels.best[-1] == pairs
         plan._kernels.best = [best] * batch
+        plan._kernels.handed = plan._kernels.handed if handed else None
         plan._kernels.shared = plan._kernels.shared._replace(cuts=[None] * batch)
         out = torch.empty_like(q)
         plan.run(q, caches[0], index_q, caches[1], out=out)
-        assert launched == [True] * best
-        launched.clear()
+        assert launched == [(pairs, handed)] * (best > 0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(3):
@@ -214,8 +230,12 @@ def test_in_plans(tokens, monkeypatch):
             result.fill_(poison)
         graph.replay()
         results.append((plan.blocks.clone(), out, plan.lse.clone()))
-    assert_equal("blocks", results[0][0], results[1][0].cpu())
+        if handed:
+            bits = plan._kernels.handed.view(torch.int32)
+            assert_equal("handed", bits, torch.full(bits.shape, ABSENT.value, dtype=torch.int32))
     lengths = caches[0].layout(p.to(DEVICE).seqs, q.shape[0], DEVICE)
     truth = reference.sparse_attention(q.double(), caches[0], None, results[0][0], lengths, 128, 128**-0.5, True)
-    for name, *given in zip(("out", "lse"), results[0][1:], results[1][1:], truth, strict=True):
-        assert_close(name, *given)
+    for other in results[1:]:
+        assert_equal("blocks", results[0][0], other[0].cpu())
+        for name, *given in zip(("out", "lse"), results[0][1:], other[1:], truth, strict=True):
+            assert_close(name, *given)

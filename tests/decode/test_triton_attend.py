@@ -7,14 +7,14 @@ import torch
 pytest.importorskip("triton")
 
 from openmsa import DecodePlan
+from openmsa.decode import kernels, scored, triton_attend
 from openmsa.decode import plan as decode
-from openmsa.decode import triton_attend
 from openmsa.decode.sizes import Sizes
 from openmsa.testing.compare import assert_equal
 from openmsa.testing.inputs import paged, problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SERVES = triton_attend.serves
+TAKES_TWO = scored.takes_two
 CASES = [  # new_tokens, index_heads, block, page, topk, init, local, room: keys that the plan is made for
     (1, 2, 32, 32, 4, 0, 1, 1024),
     (3, 1, 32, 64, 5, 1, 2, 1024),
@@ -27,7 +27,7 @@ CASES = [  # new_tokens, index_heads, block, page, topk, init, local, room: keys
 def _ran(monkeypatch, two, p, lens, case):
     """Returns blocks, output and lse of a plan; lens: the lengths of keys and of index keys."""
     tokens, index_heads, block, page, topk, init, local, room = case
-    monkeypatch.setattr(triton_attend, "serves", SERVES if two else lambda *given: False)
+    monkeypatch.setattr(kernels, "takes_two", TAKES_TWO if two else lambda *given: False)
     if DEVICE == "cpu":
         monkeypatch.setattr(decode, "uses_kernels", lambda device: True)
     batch = len(lens[0])

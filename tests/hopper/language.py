@@ -52,6 +52,11 @@ def _numbers_of_codes(words):
     return Value(pairs[..., 0], gl.int32), Value(pairs[..., 1], gl.int32)
 
 
+def _store_relaxed(pointer, value, mask):
+    current().memory.store(pointer.data, value.data, value.dtype, mask.data != 0)
+    return mask * 0
+
+
 def _float_function(function):
     def compute(x):
         with np.errstate(all="ignore"):
@@ -64,6 +69,7 @@ ASSEMBLY = {
     "mov.b32 $0, $1;": lambda x: x,
     "mov.b32 $0, $2; mov.b32 $1, $3;": lambda x: x,
     "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p bra done; nanosleep.u32 1; done: mov.b32 $0, $1; }": lambda x: x,
+    "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0;}": _store_relaxed,
     "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda low, high: _halves(low, high, gl.bfloat16),
     "cvt.rn.f16x2.f32 $0, $2, $1;": lambda low, high: _halves(low, high, gl.float16),
     " ".join(TO_FP16.value.split()): _numbers_of_codes,
