@@ -129,8 +129,10 @@ def row_scores(p_score, written, HANDED: gl.constexpr):
     """Gives the scores of a row as far as they are `written`, -inf behind. HANDED: it waits for them, and leaves ABSENT."""
     x = gl.load(p_score, mask=written, other=float("-inf"), volatile=HANDED)
     if HANDED:
-        while gl.max((x.to(gl.int32, bitcast=True) == ABSENT).to(gl.int32), 0) > 0:
+        lacking = gl.max((x.to(gl.int32, bitcast=True) == ABSENT).to(gl.int32), 0)
+        while lacking > 0:
             x = gl.load(p_score, mask=written, other=float("-inf"), volatile=True)
+            lacking = gl.max((x.to(gl.int32, bitcast=True) == ABSENT).to(gl.int32), 0)
         absent = gl.zeros_like(x).to(gl.int32, bitcast=True) + ABSENT
         gl.store(p_score, absent.to(gl.float32, bitcast=True), mask=written)
     return x

@@ -10,6 +10,7 @@ import numpy as np
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper.mbarrier import MBarrierLayout
 
+from openmsa.block_scores.gluon_sm90_few import STORE
 from openmsa.sparse_attention.gluon_sm90_union import TO_FP16
 from tests.hopper import memory, units
 from tests.hopper.machine import current
@@ -52,7 +53,7 @@ def _numbers_of_codes(words):
     return Value(pairs[..., 0], gl.int32), Value(pairs[..., 1], gl.int32)
 
 
-def _store_relaxed(pointer, value, mask):
+def _store(pointer, value, mask):
     current().memory.store(pointer.data, value.data, value.dtype, mask.data != 0)
     return mask * 0
 
@@ -69,7 +70,7 @@ ASSEMBLY = {
     "mov.b32 $0, $1;": lambda x: x,
     "mov.b32 $0, $2; mov.b32 $1, $3;": lambda x: x,
     "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p bra done; nanosleep.u32 1; done: mov.b32 $0, $1; }": lambda x: x,
-    "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0;}": _store_relaxed,
+    " ".join(STORE.value.split()): _store,
     "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda low, high: _halves(low, high, gl.bfloat16),
     "cvt.rn.f16x2.f32 $0, $2, $1;": lambda low, high: _halves(low, high, gl.float16),
     " ".join(TO_FP16.value.split()): _numbers_of_codes,
