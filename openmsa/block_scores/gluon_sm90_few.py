@@ -157,9 +157,9 @@ def sm90_few_kernel(
     PDL: gl.constexpr, SLOT: gl.constexpr, ROUNDS: gl.constexpr, HANDED: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     """Scores blocks in a grid of (programs, key heads). ROWS: columns of the product, 8 or 16. BATCH: sequences at most. PDL:
-    as in `triton_route.score_kernel`. SLOT: keys that are copied at a time. ROUNDS: as in `part`. HANDED: as in `store_score`.
-    LOCAL: so many blocks at the end of what a row sees have no score. Scores of blocks that a row does not see are not
-    written."""
+    as in `triton_route.score_kernel`. SLOT: keys that are copied at a time. ROUNDS: as in `part`. HANDED: as in `store_score`;
+    `visible` is not written then. LOCAL: so many blocks at the end of what a row sees have no score. Scores of blocks that a
+    row does not see are not written."""
     if PDL == 2:
         gdc_wait()
     if PDL:
@@ -175,10 +175,11 @@ def sm90_few_kernel(
     total = gl.max(ends, 0)
     first, stop = part(i_p, total, ROUNDS), part(i_p + 1, total, ROUNDS)
     o_r = gl.arange(0, ROWS, gl.SliceLayout(0, PRODUCT))
-    for i_b in range(gl.where(i_h == 0, i_p, batch), batch, gl.num_programs(0)):
-        v_start, v_len, _, v_keys, v_offset = sequence_bounds(bounds, i_b, capacity, max_keys)
-        sees = gl.maximum(gl.minimum(v_offset + o_r // GROUP, v_keys - 1) + BLOCK, 0) // BLOCK
-        gl.store(scores.visible + v_start + o_r // GROUP, sees, mask=(o_r < v_len * GROUP) & (o_r % GROUP == 0))
+    if not HANDED:
+        for i_b in range(gl.where(i_h == 0, i_p, batch), batch, gl.num_programs(0)):
+            v_start, v_len, _, v_keys, v_offset = sequence_bounds(bounds, i_b, capacity, max_keys)
+            sees = gl.maximum(gl.minimum(v_offset + o_r // GROUP, v_keys - 1) + BLOCK, 0) // BLOCK
+            gl.store(scores.visible + v_start + o_r // GROUP, sees, mask=(o_r < v_len * GROUP) & (o_r % GROUP == 0))
     tiles = stop - first
     if tiles <= 0:
         return
