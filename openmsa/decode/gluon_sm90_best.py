@@ -44,6 +44,8 @@ FORCED = gl.constexpr(0x7FFFFFFF)
 """The score of a forced block, as an integer of the same order, is above all others."""
 NEAR = gl.constexpr(256)
 """Rows that see at most so many blocks, those of 32K keys, hold fewer words, and look through them sooner."""
+LOOKS = gl.constexpr(1024)
+"""A program looks so many times for the scores of its row, for a millisecond or so, before it waits for the kernel in front."""
 NOTHING = gl.constexpr(-(1 << 63) + 1)
 TAKEN = gl.constexpr(-(1 << 63))
 
@@ -125,26 +127,41 @@ def arrived(ring):
 
 
 @gluon.jit
-def row_scores(p_score, written, HANDED: gl.constexpr):
-    """Gives the scores of a row as far as they are `written`, -inf behind. HANDED: it waits for them, and leaves ABSENT."""
-    x = gl.load(p_score, mask=written, other=float("-inf"), volatile=HANDED)
-    if HANDED:
-        lacking = gl.max((x.to(gl.int32, bitcast=True) == ABSENT).to(gl.int32), 0)
-        while lacking > 0:
-            x = gl.load(p_score, mask=written, other=float("-inf"), volatile=True)
-            lacking = gl.max((x.to(gl.int32, bitcast=True) == ABSENT).to(gl.int32), 0)
+def look(p_score, written):
+    """Gives the scores of a row that are there, -inf behind those that are `written`, and whether any of these is ABSENT."""
+    x = gl.load(p_score, mask=written, other=float("-inf"), volatile=True)
+    return x, gl.max((x.to(gl.int32, bitcast=True) == ABSENT).to(gl.int32), 0)
+
+
+@gluon.jit
+def row_scores(p_score, written, HANDED: gl.constexpr, PDL: gl.constexpr):
+    """Gives the scores of a row as far as they are `written`, -inf behind. HANDED: it waits for them one by one, but at last
+    for the kernel in front as a whole, and leaves ABSENT. So it never hangs; what is not written then is a NaN, no score."""
+    if not HANDED:
+        x = gl.load(p_score, mask=written, other=float("-inf"))
+    else:
+        x, lacking = look(p_score, written)
+        left = lacking * LOOKS
+        while left > 0:
+            x, lacking = look(p_score, written)
+            left = gl.where(lacking > 0, left - 1, 0)
+        if lacking > 0:
+            if PDL:
+                gdc_wait()
+            x, lacking = look(p_score, written)
         absent = gl.zeros_like(x).to(gl.int32, bitcast=True) + ABSENT
         gl.store(p_score, absent.to(gl.float32, bitcast=True), mask=written)
     return x
 
 
 @gluon.jit
-def words_of(row, o_b, INIT: gl.constexpr, LOCAL: gl.constexpr, HANDED: gl.constexpr):
+def words_of(row, o_b, CONSTANTS: gl.constexpr, PDL: gl.constexpr):
     """Gives a word for each block of a row, whose order is that in which blocks are taken: the score in the upper half, forced
     blocks above all others, and in the lower half a number that is greater for lower ids. Blocks that are never taken are
     NOTHING."""
-    x = row_scores(row.scores + o_b, o_b < row.seen - LOCAL, HANDED)
-    forced = (o_b < INIT) | (o_b >= row.seen - LOCAL)
+    LOCAL: gl.constexpr = CONSTANTS.local_blocks
+    x = row_scores(row.scores + o_b, o_b < row.seen - LOCAL, CONSTANTS.handed, PDL)
+    forced = (o_b < CONSTANTS.init_blocks) | (o_b >= row.seen - LOCAL)
     bits = (x + 0.0).to(gl.int32, bitcast=True)  # Both zeros become one.
     key = gl.where(forced, FORCED, bits ^ ((bits >> 31) & 0x7FFFFFFF))
     word = (key.to(gl.int64) << 32) | (LAST_ID - o_b).to(gl.int64)
@@ -173,7 +190,7 @@ def store_ids(p_ids, words, TOPK: gl.constexpr, TOPK_PAD: gl.constexpr):
 @gluon.jit
 def attend(
     k, v, row, block, home, keeps_ids, s_q, s_p, ring, scale,
-    SHAPE: gl.constexpr, CONSTANTS: gl.constexpr, BLOCKS: gl.constexpr,
+    SHAPE: gl.constexpr, CONSTANTS: gl.constexpr, PDL: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Attends to the blocks of a row that sees at most BLOCKS: gives acc [DIM, HEADS] before the division, the greatest logits
     [HEADS] in base 2, and the terms of the sums [BLOCK, HEADS]. The home block, `block` with the id `home`, -1 where it is not
@@ -185,7 +202,7 @@ def attend(
     V_ROW: gl.constexpr = CONSTANTS.v_row
     # 1. Scores arrive, and blocks are sent for until all places are taken.
     o_b = gl.arange(0, BLOCKS, THREAD)
-    words = words_of(row, o_b, CONSTANTS.init_blocks, CONSTANTS.local_blocks, CONSTANTS.handed)
+    words = words_of(row, o_b, CONSTANTS, PDL)
     words = gl.where(o_b == home, TAKEN, words)
     left = SHAPE.topk - (home >= 0).to(gl.int32)
     if CONSTANTS.local_blocks == 0:
@@ -288,9 +305,9 @@ def sm90_best_kernel(
         gdc_wait()
     keeps_ids = i_h < CONSTANTS.index_heads
     if BLOCKS > LEAST and seen > LEAST:
-        acc, m, z = attend(k, v, row, block, home, keeps_ids, s_q, s_p, ring, scale, SHAPE, CONSTANTS, BLOCKS)
+        acc, m, z = attend(k, v, row, block, home, keeps_ids, s_q, s_p, ring, scale, SHAPE, CONSTANTS, PDL, BLOCKS)
     else:
-        acc, m, z = attend(k, v, row, block, home, keeps_ids, s_q, s_p, ring, scale, SHAPE, CONSTANTS, LEAST)
+        acc, m, z = attend(k, v, row, block, home, keeps_ids, s_q, s_p, ring, scale, SHAPE, CONSTANTS, PDL, LEAST)
 
     # 4. It stores the results.
     sums = gl.sum(z, 0)

@@ -147,6 +147,18 @@ def test_on_the_device(name, pairs, handed):
         assert_equal("scores", given.view(torch.int32), torch.full(given.shape, ABSENT.value, dtype=torch.int32))
 
 
+@on_hopper
+def test_scores_that_nobody_writes_are_not_waited_for():
+    """Those are of blocks that are not selected."""
+    sizes, scores, step = step_of(*CASES["ragged"])
+    scores[:, 0, 1::2] = torch.nan
+    written = torch.arange(scores.shape[2]) < sees(sizes, step)[:, None, None] - 1
+    given = scores.masked_fill(~written.to(DEVICE) | scores.isnan(), absent())
+    launch(sizes, given, step, False, 2, True)
+    check(sizes, scores, step)
+    assert_equal("scores", given.view(torch.int32), torch.full(given.shape, ABSENT.value, dtype=torch.int32))
+
+
 def absent():
     """Returns the number whose bits say that a score is not there."""
     return torch.tensor(ABSENT.value, dtype=torch.int32).view(torch.float32).to(DEVICE)
