@@ -44,13 +44,16 @@ RING = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 ABSENT = gl.constexpr(0x7FEDCBA9)
 """These are the bits of a score that has not been handed on yet, a quiet NaN, which no score is."""
 STORE = gl.constexpr(
-    """{.reg .pred p; .reg .b64 kept;
+    """{.reg .pred p, first; .reg .b32 lane; .reg .b64 kept;
     createpolicy.fractional.L2::evict_last.b64 kept, 1.0;
-    setp.ne.s32 p, $3, 0;
+    mov.u32 lane, %laneid;
+    setp.lt.u32 first, lane, 4;
+    setp.ne.and.s32 p, $3, 0, first;
     @p st.relaxed.gpu.global.L2::cache_hint.b32 [$1], $2, kept;
     mov.b32 $0, 0;}"""
 )
-"""Stores $2 at $1 where $3 is not 0, for other programs that load at the same time, and keeps it in the L2 cache."""
+"""Stores $2 at $1 where $3 is not 0, for other programs that load at the same time, and keeps it in the L2 cache. The first
+four lanes do so: they hold what is found of all columns of a PRODUCT."""
 exists = gluon.jit(key_rows.exists.fn)
 
 
@@ -132,10 +135,10 @@ def send(p_k, there, ring, J: gl.constexpr, s_row):
 
 @gluon.jit
 def store_score(p_score, score, mask, HANDED: gl.constexpr):
-    """Stores scores, HANDED: for programs that look for them at the same time."""
+    """Stores the best of all rows of a PRODUCT. HANDED: for programs that look for them at the same time."""
     if HANDED:
-        bits = score.to(gl.int32, bitcast=True)
-        gl.inline_asm_elementwise(STORE, "=r,l,r,r", [p_score, bits, mask.to(gl.int32)], gl.int32, False, 1)
+        word = score.to(gl.int32, bitcast=True)
+        gl.inline_asm_elementwise(STORE, "=r,l,r,r", [p_score, word, mask.to(gl.int32)], gl.int32, False, 1)
     else:
         gl.store(p_score, score, mask=mask, eviction_policy="evict_last")
 

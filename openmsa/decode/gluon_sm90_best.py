@@ -51,7 +51,7 @@ TAKEN = gl.constexpr(-(1 << 63))
 
 
 class Row(NamedTuple):
-    """A token and KV head. seen: scores that it sees; keys: keys that it sees; pages, s_page: its row of the page table, and
+    """A token and KV `head`. seen: scores that it sees; keys: keys that it sees; pages, s_page: its row of the page table, and
     how far apart entries lie; num_pages: of the pool; scores, ids: its scores, and where the ids of its blocks go."""
 
     head: Any
@@ -356,6 +356,7 @@ def launch(sizes: Sizes, scores: Tensor, step: Step, pdl: bool, pairs: int, hand
     q, k, v = step.q, step.kv.k, step.kv.v
     assert isinstance(k, Tensor)
     assert isinstance(v, Tensor)
+    assert not handed or sizes.index_heads == sizes.num_kv_heads  # A program makes the scores of its row absent again.
     group, (tensors, numbers) = sizes.num_q_heads // sizes.num_kv_heads, operands(sizes, scores, step)
     launch_kernel(
         sm90_best_kernel,

@@ -10,6 +10,7 @@ from openmsa.block_topk import triton_certified
 from openmsa.block_topk.triton_ids import LANES
 from openmsa.block_topk.triton_topk import MAX_BLOCKS
 from openmsa.decode import two_parts
+from openmsa.decode.scored import MOST_BLOCKS
 from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_layer import Config, Words
 from openmsa.decode.two_parts import Buffers, InTurn, Side, TwoParts
@@ -90,7 +91,7 @@ class PlanMemory:
         shape = (sizes.new_tokens, *heads, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
         self.shared = triton_decode_shared.Shared.allocate(max_batch, shape, dtype, device, self.certified is None)
         self.scores = torch.empty(scores_held(tokens, capacity, sizes), dtype=torch.float32, device=device)
-        self.handed = _handed(max_batch, capacity, sizes, device) if any(self.best) else None
+        self.handed = _handed(max_batch, capacity, sizes, self.best, device) if any(self.best) else None
         self.cu_seqlens_q = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * sizes.new_tokens
         small = {(i + 1) * sizes.new_tokens: c for i, c in enumerate(self.one_launch) if c}
         splits = max((n * c.attend.splits for n, c in small.items() if c.merging), default=0) * sizes.num_q_heads
@@ -106,6 +107,13 @@ class PlanMemory:
         splits = [(i + 1) * sizes.new_tokens * c.splits for i, c in enumerate(plain) if c.splits > 1]
         programs, most = max_batch * sizes.new_tokens * heads, max(splits, default=0) * heads
         return Partials.allocate(programs, most, rows, sizes.head_dim, dtype, device)
+
+    def take_back(self) -> None:
+        """Makes all scores that are handed on absent again, after a run that may have failed between its launches."""
+        if self.handed is not None and not (self.handed.is_cuda and devices.capturing(self.handed.device)):
+            from openmsa.block_scores.gluon_sm90_few import ABSENT
+
+            self.handed.view(torch.int32).fill_(ABSENT.value)
 
     def _pays(self, batch: int, capacity: int) -> bool:
         """Tells whether certified keys of so many sequences, of `capacity` keys each, are served in two parts."""
@@ -147,8 +155,8 @@ def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> trito
 
 def best_pairs(batch: int, sizes: Sizes, device: devices.Device) -> int:
     """Returns how many pairs of tiles programs of `openmsa.decode.gluon_sm90_best` have for these sizes, 0 where others serve.
-    It is made for pages of whole blocks of 128 keys, and is faster than programs that select first where each of these has a
-    whole row. It is a pure function."""
+    It is made for pages of whole blocks of 128 keys, and is faster than programs that select first where a row is not cut into
+    several of those. It is a pure function."""
     rows, group = batch * sizes.new_tokens * sizes.num_kv_heads, sizes.num_q_heads // sizes.num_kv_heads
     whole = sizes.block_size == 128 and sizes.page_size % 128 == 0
     if not whole or group > 16 or sizes.head_dim != 128 or 2 * rows <= device.num_sms:
@@ -156,15 +164,18 @@ def best_pairs(batch: int, sizes: Sizes, device: devices.Device) -> int:
     return 1 if rows > device.num_sms else 2
 
 
-def _handed(max_batch: int, capacity: int, sizes: Sizes, device: torch.device) -> Tensor | None:
-    """Allocates scores that are handed on; None where programs of several rows would need the same ones."""
-    from openmsa.block_scores import gluon_sm90_few
+def _handed(max_batch: int, capacity: int, sizes: Sizes, best: list[int], device: torch.device) -> Tensor | None:
+    """Allocates scores that are handed on; None where no step of the plan hands any on, or programs of several rows would need
+    the same ones."""
+    from openmsa.block_scores.gluon_sm90_few import ABSENT, LEAST_BATCH, MOST_BATCH, MOST_ROWS
 
+    rows, largest = sizes.new_tokens * sizes.index_heads // sizes.index_key_heads, min(max_batch, MOST_BATCH)
+    if not any(best[LEAST_BATCH - 1 : largest]) or rows > MOST_ROWS or sizes.num_blocks > MOST_BLOCKS:
+        return None
     if sizes.index_heads != sizes.num_kv_heads:
         return None
-    tokens = min(max_batch, gluon_sm90_few.MOST_BATCH) * sizes.new_tokens
-    absent = torch.full((scores_held(tokens, capacity, sizes),), gluon_sm90_few.ABSENT.value, dtype=torch.int32, device=device)
-    return absent.view(torch.float32)
+    count = largest * sizes.new_tokens * sizes.index_heads * ceil_div(capacity, sizes.block_size)
+    return torch.full((count,), ABSENT.value, dtype=torch.int32, device=device).view(torch.float32)
 
 
 def configure(batch: int, sizes: Sizes, device: devices.Device) -> Config | None:

@@ -15,7 +15,7 @@ from openmsa.kv_cache import E4M3, PagedIndexKeys, PagedKV
 from openmsa.kv_cache.results import check_apart
 from openmsa.kv_cache.rows import QUERY_FORMATS
 from openmsa.runtime import checks, named_devices, tracing
-from openmsa.runtime.kinds import Kinds, tensors_in
+from openmsa.runtime.kinds import Call, Kinds, tensors_in
 from openmsa.runtime.memory import Memory
 
 
@@ -141,11 +141,22 @@ class DecodePlan(tracing.Numbered):
         if call.replay is None:
             self._check_call(q, kv, index_q, index_keys, out)
         self._tokens, to = q.shape[0], self._out[: q.shape[0]] if out is None else out
-        if call.replay is not None:
-            self._kinds.again(call, self._memory)
-            return to
-        if q.shape[0] == 0:
-            return to
+        try:
+            if call.replay is not None:
+                self._kinds.again(call, self._memory)
+            elif q.shape[0] > 0:
+                self._run_new(call, to, q, kv, index_q, index_keys, out)
+        except BaseException:
+            if uses_kernels(self._device):
+                self._kernels.take_back()
+            raise
+        return to
+
+    def _run_new(
+        self, call: Call, to: Tensor, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys,
+        out: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Runs a layer of a kind that cannot be replayed, or not yet. to: `out`, or where results go without it."""
         with torch.no_grad():
             if uses_kernels(q.device):
                 run = partial(self._kernels.run, q, kv, index_q, index_keys, self._scale, self.blocks, to, self.lse)
@@ -154,7 +165,6 @@ class DecodePlan(tracing.Numbered):
                 self._kinds.first(call, [run], (q, kv, index_q, index_keys, out), own=False) if recorded else run()
             else:
                 self._run_stages(q, kv, index_q, index_keys, to)
-        return to
 
     def _check_call(
         self, q: Tensor | E4M3, kv: PagedKV, index_q: Tensor | E4M3, index_keys: PagedIndexKeys, out: Tensor | None

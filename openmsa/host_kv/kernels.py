@@ -22,7 +22,7 @@ class HostKernels:
     def __init__(self, resident: Kernels, q: Tensor) -> None:
         """Takes the kernels of a `DecodePlan` of the same fields, and memory for the queries of the largest step."""
         sizes = resident.sizes
-        resident.words = resident.parts = self.parts = None
+        resident.words = resident.handed = resident.parts = self.parts = None
         self.resident, self.q = resident, q
         self.step = triton_fetch.Step.allocate(q.shape[0] * sizes.num_kv_heads, sizes.topk, q.device)
         self.places = torch.arange(sizes.topk, dtype=torch.int32, device=q.device)

@@ -2,6 +2,8 @@
 """The Gluon kernel that takes the blocks of a decode step best first selects as the reference does and attends to what it has
 selected, and serves the steps that it should."""
 
+import itertools
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +12,12 @@ import torch
 pytest.importorskip("triton")
 
 from openmsa import E4M3, DecodePlan, PagedIndexKeys, PagedKV, select_blocks_from_scores
+from openmsa.block_scores import gluon_sm90_few
 from openmsa.block_scores.gluon_sm90_few import ABSENT
-from openmsa.decode import gluon_sm90_best, kernels, triton_attend
+from openmsa.decode import gluon_sm90_best, kernels, scored, triton_attend
+from openmsa.decode import plan as decode
 from openmsa.decode.gluon_sm90_best import launch, reads
-from openmsa.decode.memory import best_pairs
+from openmsa.decode.memory import _handed, best_pairs
 from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_layer import Step
 from openmsa.runtime.devices import COMPILE_TARGETS
@@ -131,7 +135,7 @@ def check(sizes, scores, step):
 @pytest.mark.parametrize("pairs", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_on_the_device(name, pairs, handed):
-    """Handed scores are absent where none is written, in the end everywhere."""
+    """Handed scores are absent in the end; words that are never written are neither waited for nor changed."""
     sizes, scores, step = step_of(*CASES[name])
     given = scores
     if handed:
@@ -139,17 +143,19 @@ def test_on_the_device(name, pairs, handed):
             pytest.skip("programs of one row alone take the scores of a row")
         seen = sees(sizes, step)[:, None, None]
         written = torch.arange(scores.shape[2]) < seen - sizes.local_blocks
-        given = scores.nan_to_num(-torch.inf, -torch.inf, -torch.inf).masked_fill(~written.to(DEVICE), absent())
-        scores = torch.where(written.to(DEVICE), given, torch.nan)
+        written = written.expand(scores.shape).to(DEVICE)
+        given = torch.where(written, scores.nan_to_num(-torch.inf, -torch.inf, -torch.inf), -7.0)
+        scores = torch.where(written, given, torch.nan)
     launch(sizes, given, step, False, pairs, handed)
     check(sizes, scores, step)
     if handed:
-        assert_equal("scores", given.view(torch.int32), torch.full(given.shape, ABSENT.value, dtype=torch.int32))
+        left = torch.where(written, absent(), -7.0)
+        assert_equal("scores", given.view(torch.int32), left.view(torch.int32).cpu())
 
 
 @on_hopper
-def test_scores_that_nobody_writes_are_not_waited_for():
-    """Those are of blocks that are not selected."""
+def test_scores_that_nobody_writes_do_not_hang_it():
+    """They are of blocks that are not selected."""
     sizes, scores, step = step_of(*CASES["ragged"])
     scores[:, 0, 1::2] = torch.nan
     written = torch.arange(scores.shape[2]) < sees(sizes, step)[:, None, None] - 1
@@ -210,44 +216,148 @@ def test_another_kernel_serves_what_it_does_not_read(monkeypatch):
     assert asked == ["absent", (1, True), "absent", (2, True), None, "triton", None, "triton"]
 
 
+@on_hopper
+@pytest.mark.parametrize("seed", range(12))
+def test_scores_are_handed_from_one_kernel_to_the_other(seed, monkeypatch):
+    """Steps of a plan, of any lengths, widths of tables and batches, use the same words: all that a step writes it takes, and
+    results are bit for bit those of scores that are not handed on."""
+    r, gen = random.Random(seed), torch.Generator().manual_seed(seed)
+    monkeypatch.setattr(gluon_sm90_few, "LEAST_BATCH", 1)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(scored, "runs_hopper_kernels", lambda device: True)
+        monkeypatch.setattr(scored.devices, "facts", lambda device: COMPILE_TARGETS[90]._replace(num_sms=1))
+    new, heads, page, most = r.choice([1, 1, 2, 3]), r.choice([1, 2]), r.choice([128, 256]), 4
+    init, local, group = r.choice([0, 1, 2]), r.choice([0, 1, 2, 3]), r.choice([1, 4, 16])
+    topk, pages = max(init + local, 1) + r.choice([0, 1, 3]), 1024 // page
+    sizes = Sizes(new, heads * group, heads, 128, heads, r.choice([1, heads]), 64, page, 8, topk, init, local, 128)
+    words = _handed(most, 1024, sizes, [1] * most, DEVICE)
+
+    def some(*shape):
+        return torch.randn(*shape, generator=gen).bfloat16().to(DEVICE)
+
+    for _ in range(3):
+        batch = r.randint(1, most)
+        lens = [[r.choice([0, 1, 2, 127, 128, 129, r.randint(0, 1400)]) for _ in range(batch)] for _ in range(2)]
+        lens = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (lens[0], lens[r.randint(0, 1)])]
+        widths, held = (r.randint(1, pages), r.randint(1, pages)), batch * pages
+        tables = [torch.randperm(held, generator=gen)[: batch * w].view(batch, w).int().to(DEVICE) for w in widths]
+        tables[0][:, :: r.choice([2, 99])] = -1
+        index_keys = PagedIndexKeys(some(held, sizes.index_key_heads, page, 64), tables[0], lens[0])
+        kv = PagedKV(some(held, heads, page, 128), some(held, heads, page, 128), tables[1], lens[1])
+        rows, results = batch * new, []
+        q, index_q = some(rows, heads * group, 128), some(rows, heads, 64)
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * new
+        for absent_words in (None, words):
+            memory = torch.full((rows * (heads * 8 + 1),), torch.nan, device=DEVICE)
+            scores, visible = scored.scores_of(index_q, index_keys, sizes, memory)
+            ids = torch.full((rows, heads, topk), -7, dtype=torch.int32, device=DEVICE)
+            lse = torch.full(q.shape[:2], torch.nan, device=DEVICE)
+            step = Step(q, kv, index_q, index_keys, 0.1, ids, torch.full_like(q, torch.nan), lse)
+            scores, handed = scored.score(index_q, index_keys, starts, sizes, scores, visible, False, absent_words)
+            assert handed == (absent_words is not None)
+            if handed:
+                written = torch.arange(scores.shape[2]) < sees(sizes, step)[:, None, None] - local
+                assert_equal("written", scores.view(torch.int32) != ABSENT.value, written.expand(scores.shape))
+                assert int((words.view(torch.int32) != ABSENT.value).sum()) == int(written.expand(scores.shape).sum())
+            launch(sizes, scores, step, False, r.choice([1, 2]), handed)
+            results.append((ids, step.out, step.lse))
+        assert bool((words.view(torch.int32) == ABSENT.value).all())
+        for name, *given in zip(("blocks", "out", "lse"), *results, strict=True):
+            assert_equal(name, given[0], given[1].cpu())
+
+
+def test_a_failed_run_leaves_no_score_behind(monkeypatch):
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(decode, "uses_kernels", lambda device: True)
+    plan = DecodePlan(
+        max_batch=2, num_q_heads=2, num_kv_heads=1, head_dim=16, index_dim=16, page_size=16, max_pages=2, block_size=16, topk=2,
+        device=DEVICE,
+    )  # fmt: skip
+    p = problem([1, 1], [20, 9], kv_heads=1, group=2, head_dim=16, dtype=torch.bfloat16).to(DEVICE)
+    caches, left = paged(p, 16), torch.ones(5, device=DEVICE)
+    plan._kernels.handed = left
+
+    def stop(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan._kernels, "run", stop)
+    with pytest.raises(KeyboardInterrupt):
+        plan.run(p.q, caches[0], p.index_q, caches[1])
+    assert_equal("handed", left.view(torch.int32), torch.full((5,), ABSENT.value, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("batch", "changes", "count"),
+    [
+        (300, {}, 256 * 2048),
+        (100, {"num_q_heads": 64, "num_kv_heads": 4, "index_heads": 4}, 100 * 4 * 2048),
+        (66, {}, None),  # half as many rows as multiprocessors
+        (15, {"num_q_heads": 160, "num_kv_heads": 10, "index_heads": 10}, None),
+        (300, {"num_blocks": 4096}, None),
+        (300, {"new_tokens": 17}, None),
+        (300, {"num_q_heads": 64, "num_kv_heads": 4}, None),  # one index head for four KV heads
+    ],
+)
+def test_memory_for_scores_that_are_handed_on(batch, changes, count):
+    sizes, h200 = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 2048, 16, 0, 1, 128)._replace(**changes), COMPILE_TARGETS[90]
+    best = [best_pairs(b + 1, sizes, h200) for b in range(batch)]
+    words = _handed(batch, 2048 * 128, sizes, best, torch.device("cpu"))
+    assert (None if words is None else words.numel()) == count
+    assert words is None or bool((words.view(torch.int32) == ABSENT.value).all())
+
+
 @on_a_hopper_gpu
-@pytest.mark.parametrize(("batch", "tokens"), [(150, 1), (150, 2), (100, 1)])
-def test_in_plans(batch, tokens, monkeypatch):
-    """A plan with a row a program selects the same blocks as one whose programs select first, also in a graph, whether scores
-    are handed on or not."""
-    width, sizes = 40, {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 128, "page_size": 128}
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "room"), [(150, 1, 1, 41), (150, 2, 1, 41), (100, 1, 1, 2048), (30, 1, 4, 300), (64, 1, 4, 41)]
+)
+def test_in_plans(batch, tokens, heads, room, monkeypatch):
+    """A plan with a row a program selects the same blocks as one whose programs select first, in a graph of layers with other
+    index queries, whether scores are handed on or not, and with other lengths at the next replay."""
+    width, sizes = 40, {"num_q_heads": 16 * heads, "num_kv_heads": heads, "head_dim": 128, "page_size": 128}
     lens = [(37 * i) % (width * 128) for i in range(batch)]
     p = problem(
-        [tokens] * batch, lens, kv_heads=1, group=16, head_dim=128, dtype=torch.bfloat16, offsets=[n - tokens for n in lens]
-    )
+        [tokens] * batch, lens, kv_heads=heads, index_heads=heads, index_key_heads=1, group=16, head_dim=128,
+        dtype=torch.bfloat16, offsets=[n - tokens for n in lens],
+    )  # fmt: skip
     caches, q, index_q = paged(p.to(DEVICE), 128), p.q.to(DEVICE), p.index_q.to(DEVICE)
-    results, launched, launch_best = [], [], gluon_sm90_best.launch
+    layers, lengths = [index_q, -index_q, index_q.flip(0)], [torch.tensor(x) for x in (lens, [n // 2 for n in lens], lens)]
+    launched, launch_best = [], gluon_sm90_best.launch
     monkeypatch.setattr(gluon_sm90_best, "launch", lambda *given: launched.append(given[-2:]) or launch_best(*given))
-    pairs = 1 if batch * tokens > 132 else 2
+    pairs, every = 1 if batch * tokens * heads > 132 else 2, []
     for best, handed in ((pairs, True), (pairs, False), (0, False)):
-        plan = DecodePlan(max_batch=batch, **sizes, max_pages=width + 1, new_tokens=tokens, device=DEVICE)
+        plan = DecodePlan(max_batch=batch, **sizes, max_pages=room, new_tokens=tokens, device=DEVICE)
         assert plan._kernels.best[-1] == pairs
         plan._kernels.best = [best] * batch
         plan._kernels.handed = plan._kernels.handed if handed else None
         plan._kernels.shared = plan._kernels.shared._replace(cuts=[None] * batch)
-        out = torch.empty_like(q)
-        plan.run(q, caches[0], index_q, caches[1], out=out)
+        results = [(torch.empty_like(plan.blocks), torch.empty_like(q), torch.empty_like(plan.lse)) for _ in layers]
+        plan.run(q, caches[0], index_q, caches[1], out=results[0][1])
         assert launched == [(pairs, handed)] * (best > 0)
+        launched.clear()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(3):
-                plan.run(q, caches[0], index_q, caches[1], out=out)
+            for layer, (ids, out, lse) in zip(layers, results, strict=True):
+                plan.run(q, caches[0], layer, caches[1], out=out)
+                ids.copy_(plan.blocks)
+                lse.copy_(plan.lse)
         launched.clear()
-        for result, poison in ((out, torch.nan), (plan.lse, torch.nan), (plan.blocks, -7)):
-            result.fill_(poison)
-        graph.replay()
-        results.append((plan.blocks.clone(), out, plan.lse.clone()))
+        every.append([])
+        for length in lengths:
+            for cache in caches:
+                cache.seq_lens.copy_(length)
+            for result in itertools.chain(*results):
+                result.fill_(-7)
+            graph.replay()
+            every[-1] += [tuple(x.clone() for x in result) for result in results]
         if handed:
             bits = plan._kernels.handed.view(torch.int32)
             assert_equal("handed", bits, torch.full(bits.shape, ABSENT.value, dtype=torch.int32))
-    lengths = caches[0].layout(p.to(DEVICE).seqs, q.shape[0], DEVICE)
-    truth = reference.sparse_attention(q.double(), caches[0], None, results[0][0], lengths, 128, 128**-0.5, True)
-    for other in results[1:]:
-        assert_equal("blocks", results[0][0], other[0].cpu())
-        for name, *given in zip(("out", "lse"), results[0][1:], other[1:], truth, strict=True):
-            assert_close(name, *given)
+    for given, apart, selecting_first in zip(*every, strict=True):
+        assert_equal("blocks", given[0], selecting_first[0].cpu())
+        for name, mine, its in zip(("blocks", "out", "lse"), given, apart, strict=True):
+            assert_equal(name, mine, its.cpu())
+    blocks, *tested = every[0][0]
+    layout = caches[0].layout(p.to(DEVICE).seqs, q.shape[0], DEVICE)
+    truth = reference.sparse_attention(q.double(), caches[0], None, blocks, layout, 128, 128**-0.5, True)
+    for name, *given in zip(("out", "lse"), tested, every[2][0][1:], truth, strict=True):
+        assert_close(name, *given)
