@@ -270,7 +270,7 @@ def test_a_failed_run_leaves_no_score_behind(monkeypatch):
     if DEVICE.type == "cpu":
         monkeypatch.setattr(decode, "uses_kernels", lambda device: True)
     plan = DecodePlan(
-        max_batch=2, num_q_heads=2, num_kv_heads=1, head_dim=16, index_dim=16, page_size=16, max_pages=2, block_size=16, topk=2,
+        max_batch=2, num_q_heads=2, num_kv_heads=1, head_dim=16, index_dim=16, page_size=16, max_pages=4, block_size=16, topk=2,
         device=DEVICE,
     )  # fmt: skip
     p = problem([1, 1], [20, 9], kv_heads=1, group=2, head_dim=16, dtype=torch.bfloat16).to(DEVICE)
