@@ -163,7 +163,7 @@ def words_of(row, o_b, CONSTANTS: gl.constexpr, PDL: gl.constexpr):
     x = row_scores(row.scores + o_b, o_b < row.seen - LOCAL, CONSTANTS.handed, PDL)
     forced = (o_b < CONSTANTS.init_blocks) | (o_b >= row.seen - LOCAL)
     bits = (x + 0.0).to(gl.int32, bitcast=True)  # Both zeros become one.
-    key = gl.where(forced, FORCED, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    key = gl.where(forced, FORCED, bits ^ ((bits >> 31) & 0x7FFFFFFF))  # as `triton_ids.ordered`
     word = (key.to(gl.int64) << 32) | (LAST_ID - o_b).to(gl.int64)
     return gl.where((o_b < row.seen) & (forced | (x > float("-inf"))), word, NOTHING)
 

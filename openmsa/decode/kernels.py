@@ -84,15 +84,15 @@ class Kernels(PlanMemory):
 
     def _two_launches(self, config: triton_decode.Config, step: Step, starts: Tensor) -> None:
         """Runs one layer by a launch that scores, and one that selects and attends."""
-        sizes, pairs, q, kv = self.sizes, self.best[step.kv.batch - 1], step.q, step.kv
+        sizes, pairs, best = self.sizes, self.best[step.kv.batch - 1], False
         scores, visible = scores_of(step.index_q, step.index_keys, sizes, self.scores)
         if pairs:
             from openmsa.decode import gluon_sm90_best
 
-            pairs *= gluon_sm90_best.reads(q, kv.k, kv.v)
-        absent = self.handed if pairs else None
+            best = gluon_sm90_best.reads(step.q, step.kv.k, step.kv.v)
+        absent = self.handed if best else None
         scores, handed = score(step.index_q, step.index_keys, starts, sizes, scores, visible, self.pdl, absent)
-        if pairs:
+        if best:
             gluon_sm90_best.launch(sizes, scores, step, self.pdl, pairs, handed)
         else:
             triton_attend.launch(config, self.partials, sizes, scores, step, self.pdl)
