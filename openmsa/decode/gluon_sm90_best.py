@@ -10,7 +10,9 @@ there, beside programs that still score other rows. It leaves the words of its r
 
 A program has a tile of keys and one of values in shared memory, and asks for the next of either as soon as a product has read
 it. Where rows are more than multiprocessors, two programs of a multiprocessor hide each other's waits; with a third, memory is
-no faster, and the last round of programs leaves more of it idle. Where rows are fewer, a program has two tiles of each.
+no faster, and the last round of programs leaves more of it idle. Where rows are fewer, a program has two tiles of each. Where
+they are at most half as many, several programs share a row: each selects all of its blocks, attends to every second or eighth,
+and the last one to come merges what all have found.
 
 Both products have keys or elements as the rows of the matrix unit and the heads of a group, padded to sixteen, as columns: with
 the heads as rows they would be padded to sixty-four. The ids are stored in the end, in ascending order.
@@ -28,9 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openmsa.block_scores.gluon_sm90_few import ABSENT, BLOCK, add, exists
+from openmsa.decode.gluon_parts import leave, merge
 from openmsa.decode.scored import operands
 from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_layer import Step
+from openmsa.primitives.softmax import UNSPLIT, Partials
 from openmsa.runtime.launch import launch_kernel, next_power_of_two
 from openmsa.sparse_attention.triton_decode_walk import Shape
 
@@ -39,15 +43,15 @@ HEADS = gl.constexpr(16)
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 HEAD = gl.constexpr(gl.SliceLayout(0, PRODUCT))
 THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-LAST_ID = gl.constexpr(0x7FFFFFFF)
+NO_ID = gl.constexpr(0x7FFFFFFF)
 FORCED = gl.constexpr(0x7FFFFFFF)
 """The score of a forced block, as an integer of the same order, is above all others."""
 NEAR = gl.constexpr(256)
-"""Rows that see at most so many blocks, those of 32K keys, hold fewer words, and look through them sooner."""
+"""Programs of rows that see at most so many blocks, those of 32K keys, hold fewer words, and look through them sooner."""
 LOOKS = gl.constexpr(1024)
 """A program looks so many times for the scores of its row, for a millisecond or so, before it waits for the kernel in front."""
-NOTHING = gl.constexpr(-(1 << 63) + 1)
-TAKEN = gl.constexpr(-(1 << 63))
+NOTHING = gl.constexpr(-(1 << 31) + 1)
+TAKEN = gl.constexpr(-(1 << 31))
 
 
 class Row(NamedTuple):
@@ -79,6 +83,13 @@ def copied(dim):
     return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def words_held(blocks):
+    """Returns the layout of the words of so many blocks. Few are held by each warp, which looks through them by itself."""
+    alone = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1]))
+    return alone if blocks <= NEAR else THREAD
+
+
 @gluon.jit
 def factor(ROWS: gl.constexpr, COLUMNS: gl.constexpr, ELEMENT: gl.constexpr):
     """Allocates a factor of a product in shared memory, [ROWS, COLUMNS]."""
@@ -87,13 +98,23 @@ def factor(ROWS: gl.constexpr, COLUMNS: gl.constexpr, ELEMENT: gl.constexpr):
 
 
 @gluon.jit
+def pages_of(row, i_block, PAGE_SIZE: gl.constexpr):
+    """Looks up the pages of blocks of a row, -1 where it sees no keys."""
+    there = (i_block >= 0) & (i_block * BLOCK < row.keys)
+    return gl.load(row.pages + i_block * BLOCK // PAGE_SIZE * row.s_page, mask=there, other=-1)
+
+
+@gluon.jit
+def block_of(row, i_block, page):
+    """Gives a block of a row, which has this page; i_block is -1 where there is none."""
+    keys = gl.where(exists(page, row.num_pages), gl.minimum(row.keys - i_block * BLOCK, BLOCK), 0)
+    return Block(i_block * BLOCK, page, gl.where(i_block >= 0, keys, -1))
+
+
+@gluon.jit
 def block_at(row, i_block, PAGE_SIZE: gl.constexpr):
     """Looks up a block of a row; i_block is -1 where there is none."""
-    first = i_block * BLOCK
-    there = (i_block >= 0) & (first < row.keys)
-    page = gl.load(row.pages + first // PAGE_SIZE * row.s_page, mask=there, other=-1)
-    keys = gl.where(there & exists(page, row.num_pages), gl.minimum(row.keys - first, BLOCK), 0)
-    return Block(first, page, gl.where(i_block >= 0, keys, -1))
+    return block_of(row, i_block, pages_of(row, i_block, PAGE_SIZE))
 
 
 @gluon.jit
@@ -134,10 +155,18 @@ def look(p_score, written):
 
 
 @gluon.jit
-def row_scores(p_score, written, HANDED: gl.constexpr, PDL: gl.constexpr):
-    """Gives the scores of a row as far as they are `written`, -inf behind. HANDED: it waits for them one by one, but at last
-    for the kernel in front as a whole, and leaves ABSENT. So it never hangs; what is not written then is a NaN, no score."""
-    if not HANDED:
+def leave_absent(p_score, written):
+    """Leaves the scores of a row, as far as they are `written`, as it has found them before they were handed on."""
+    words = gl.zeros([written.shape[0]], gl.int32, THREAD) + ABSENT
+    gl.store(p_score, words.to(gl.float32, bitcast=True), mask=written)
+
+
+@gluon.jit
+def row_scores(p_score, written, CONSTANTS: gl.constexpr, PDL: gl.constexpr):
+    """Gives the scores of a row as far as they are `written`, -inf behind. If they are handed on it waits for them one by one,
+    but at last for the kernel in front as a whole. So it never hangs; what is not written then is a NaN, no score. Then it
+    leaves them ABSENT, unless others share the row."""
+    if not CONSTANTS.handed:
         x = gl.load(p_score, mask=written, other=float("-inf"))
     else:
         x, lacking = look(p_score, written)
@@ -149,38 +178,61 @@ def row_scores(p_score, written, HANDED: gl.constexpr, PDL: gl.constexpr):
             if PDL:
                 gdc_wait()
             x, lacking = look(p_score, written)
-        absent = gl.zeros_like(x).to(gl.int32, bitcast=True) + ABSENT
-        gl.store(p_score, absent.to(gl.float32, bitcast=True), mask=written)
+        if CONSTANTS.splits == 1:
+            leave_absent(p_score, written)
     return x
 
 
 @gluon.jit
-def words_of(row, o_b, CONSTANTS: gl.constexpr, PDL: gl.constexpr):
-    """Gives a word for each block of a row, whose order is that in which blocks are taken: the score in the upper half, forced
-    blocks above all others, and in the lower half a number that is greater for lower ids. Blocks that are never taken are
-    NOTHING."""
+def words_of(row, BLOCKS: gl.constexpr, CONSTANTS: gl.constexpr, PDL: gl.constexpr):
+    """Gives a word for each block of a row, whose order is that of the scores; those of forced blocks are above all others, and
+    those of blocks that are never taken are NOTHING."""
     LOCAL: gl.constexpr = CONSTANTS.local_blocks
-    x = row_scores(row.scores + o_b, o_b < row.seen - LOCAL, CONSTANTS.handed, PDL)
+    o_b = gl.arange(0, BLOCKS, THREAD)
+    x = row_scores(row.scores + o_b, o_b < row.seen - LOCAL, CONSTANTS, PDL)
     forced = (o_b < CONSTANTS.init_blocks) | (o_b >= row.seen - LOCAL)
     bits = (x + 0.0).to(gl.int32, bitcast=True)  # Both zeros become one.
-    key = gl.where(forced, FORCED, bits ^ ((bits >> 31) & 0x7FFFFFFF))  # as `triton_ids.ordered`
-    word = (key.to(gl.int64) << 32) | (LAST_ID - o_b).to(gl.int64)
-    return gl.where((o_b < row.seen) & (forced | (x > float("-inf"))), word, NOTHING)
+    word = gl.where(forced, FORCED, bits ^ ((bits >> 31) & 0x7FFFFFFF))  # as `triton_ids.ordered`
+    word = gl.where((o_b < row.seen) & (forced | (x > float("-inf"))), word, NOTHING)
+    return gl.convert_layout(word, words_held(BLOCKS))
 
 
 @gluon.jit
-def take(words, left):
-    """Takes the best block, if so many as `left` may be taken: gives it, -1 where none is left, and what is left of both."""
+def take(words, may):
+    """Takes the best block, the first of several, if it `may`: gives it, -1 where none is left, and the words that are left."""
+    o_b = gl.arange(0, words.shape[0], words_held(words.shape[0]))
     best = gl.max(words, 0)
-    found = (best > NOTHING) & (left > 0)
-    i_block = gl.where(found, LAST_ID - (best & 0x7FFFFFFF).to(gl.int32), -1)
-    return i_block, gl.where(found & (words == best), TAKEN, words), left - found.to(gl.int32)
+    i_block = gl.min(gl.where(words == best, o_b, NO_ID), 0)
+    i_block = gl.where(may & (best > NOTHING), i_block, -1)
+    return i_block, gl.where(o_b == i_block, TAKEN, words)
+
+
+@gluon.jit
+def take_next(row, words, pages, taken, i_s, TOPK: gl.constexpr, SPLITS: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    """Takes blocks until one falls to split i_s, which has every one of SPLITS; so many are `taken` already. Gives that block,
+    without keys and with the number -1 behind the last one, and both anew. pages: of all blocks, where words are few."""
+    if SPLITS == 1:
+        i_block, words = take(words, taken < TOPK)
+        taken += 1
+    else:
+        i_block = i_s * 0 - 1
+        turn = taken + (i_s - taken % SPLITS + SPLITS) % SPLITS  # the place of the block that falls to this split
+        for _ in range(taken, gl.minimum(turn + 1, TOPK)):
+            i_block, words = take(words, True)
+        i_block = gl.where(turn < TOPK, i_block, -1)
+        taken = gl.minimum(turn + 1, TOPK)
+    if words.shape[0] <= NEAR:
+        o_b = gl.arange(0, words.shape[0], words_held(words.shape[0]))
+        block = block_of(row, i_block, gl.max(gl.where(o_b == i_block, pages, -1), 0))
+    else:
+        block = block_at(row, i_block, PAGE_SIZE)
+    return block, words, taken
 
 
 @gluon.jit
 def store_ids(p_ids, words, TOPK: gl.constexpr, TOPK_PAD: gl.constexpr):
     """Stores the ids of blocks that have been TAKEN, in ascending order, and -1 behind them."""
-    taken = (words == TAKEN).to(gl.int32)
+    taken = gl.convert_layout((words == TAKEN).to(gl.int32), THREAD)
     count = gl.associative_scan(taken, 0, add)
     gl.store(p_ids + count - 1, gl.arange(0, words.shape[0], THREAD), mask=taken != 0)
     o_k = gl.arange(0, TOPK_PAD, THREAD)
@@ -189,35 +241,37 @@ def store_ids(p_ids, words, TOPK: gl.constexpr, TOPK_PAD: gl.constexpr):
 
 @gluon.jit
 def attend(
-    k, v, row, block, home, keeps_ids, s_q, s_p, ring, scale,
+    k, v, row, block, home, i_s, keeps_ids, s_q, s_p, ring, scale,
     SHAPE: gl.constexpr, CONSTANTS: gl.constexpr, PDL: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Attends to the blocks of a row that sees at most BLOCKS: gives acc [DIM, HEADS] before the division, the greatest logits
-    [HEADS] in base 2, and the terms of the sums [BLOCK, HEADS]. The home block, `block` with the id `home`, -1 where it is not
-    forced, is on its way to the first pair of places. keeps_ids: whether the ids are stored."""
+    """Attends to the blocks of split i_s of a row that sees at most BLOCKS: gives acc [DIM, HEADS] before the division, the
+    greatest logits [HEADS] in base 2, and the terms of the sums [BLOCK, HEADS]. The home block, `block` with the id `home`, -1
+    where it is not forced, is on its way to the first pair of places of split 0. keeps_ids: whether the ids are stored."""
     DIM: gl.constexpr = SHAPE.dim
     PAGE_SIZE: gl.constexpr = SHAPE.page
     PAIRS: gl.constexpr = CONSTANTS.pairs
+    SPLITS: gl.constexpr = CONSTANTS.splits
     K_ROW: gl.constexpr = CONSTANTS.k_row
     V_ROW: gl.constexpr = CONSTANTS.v_row
     # 1. Scores arrive, and blocks are sent for until all places are taken.
-    o_b = gl.arange(0, BLOCKS, THREAD)
-    words = words_of(row, o_b, CONSTANTS, PDL)
-    words = gl.where(o_b == home, TAKEN, words)
-    left = SHAPE.topk - (home >= 0).to(gl.int32)
-    if CONSTANTS.local_blocks == 0:
-        i_block, words, left = take(words, left)
-        block = block_at(row, i_block, PAGE_SIZE)
+    pages = i_s
+    if BLOCKS <= NEAR:
+        pages = pages_of(row, gl.arange(0, BLOCKS, words_held(BLOCKS)), PAGE_SIZE)
+    words = words_of(row, BLOCKS, CONSTANTS, PDL)
+    words = gl.where(gl.arange(0, BLOCKS, words_held(BLOCKS)) == home, TAKEN, words)
+    taken = row.seen * 0
+    if CONSTANTS.local_blocks > 0:
+        taken += 1
+    if CONSTANTS.local_blocks == 0 or (SPLITS > 1 and i_s > 0):
+        block, words, taken = take_next(row, words, pages, taken, i_s, SHAPE.topk, SPLITS, PAGE_SIZE)
         send(k, row.head, block, ring.index(0), PAGE_SIZE, K_ROW)
         send(v, row.head, block, ring.index(1), PAGE_SIZE, V_ROW)
-    i_block, words, left = take(words, left)
-    following = block_at(row, i_block, PAGE_SIZE)
+    following, words, taken = take_next(row, words, pages, taken, i_s, SHAPE.topk, SPLITS, PAGE_SIZE)
     coming = following
     if PAIRS == 2:
         send(k, row.head, coming, ring.index(2), PAGE_SIZE, K_ROW)
         send(v, row.head, coming, ring.index(3), PAGE_SIZE, V_ROW)
-        i_block, words, left = take(words, left)
-        following = block_at(row, i_block, PAGE_SIZE)
+        following, words, taken = take_next(row, words, pages, taken, i_s, SHAPE.topk, SPLITS, PAGE_SIZE)
 
     # 2. Block after block is multiplied, and the one behind those that are known is taken while values are.
     zero = gl.zeros([BLOCK, HEADS], gl.float32, PRODUCT)
@@ -243,8 +297,7 @@ def attend(
         m = m_new
         arrived(ring)
         acc = warpgroup_mma(b_v.permute((1, 0)), s_p, acc * alpha[None, :], is_async=True)
-        i_block, words, left = take(words, left)
-        behind = block_at(row, i_block, PAGE_SIZE)
+        behind, words, taken = take_next(row, words, pages, taken, i_s, SHAPE.topk, SPLITS, PAGE_SIZE)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         gl.thread_barrier()
         send(v, row.head, following, b_v, PAGE_SIZE, V_ROW)
@@ -260,11 +313,11 @@ def attend(
 
 @gluon.jit(do_not_specialize=["queries", "num_blocks", "index_capacity", "num_pages", "capacity"])
 def sm90_best_kernel(
-    q, k, v, rows, table, seq_lens, out, scale, queries, num_blocks, index_capacity, num_pages, capacity,
+    q, k, v, rows, table, seq_lens, out, partials, scale, queries, num_blocks, index_capacity, num_pages, capacity,
     SHAPE: gl.constexpr, CONSTANTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Selects and attends in a grid of (sequences * queries, KV heads). CONSTANTS are `Constants`; the other arguments are
-    those of `triton_attend.select_and_attend_kernel`."""
+    """Selects and attends in a grid of (sequences * queries, KV heads, splits). CONSTANTS are `Constants`; the other arguments
+    are those of `triton_attend.select_and_attend_kernel`."""
     G: gl.constexpr = SHAPE.group
     DIM: gl.constexpr = SHAPE.dim
     PAGE_SIZE: gl.constexpr = SHAPE.page
@@ -274,7 +327,7 @@ def sm90_best_kernel(
     # 1. The program finds its token and head, and how many keys and scores the token sees.
     if PDL:
         gdc_launch_dependents()
-    i_t, i_h = gl.program_id(0), gl.program_id(1)
+    i_t, i_h, i_s = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     i_b, i_q = i_t // queries, i_t % queries
     length, scored = gl.load(seq_lens + i_b), gl.load(rows.seq_lens + i_b)
     n_k = gl.minimum(gl.minimum(length, capacity), length - queries + i_q + 1)
@@ -290,7 +343,7 @@ def sm90_best_kernel(
     ring = gl.allocate_shared_memory(ELEMENT, [2 * CONSTANTS.pairs, BLOCK, DIM], LINES)
     home = seen - 1 if CONSTANTS.local_blocks > 0 else seen * 0 - 1
     block = block_at(row, home, PAGE_SIZE)
-    if CONSTANTS.local_blocks > 0:
+    if CONSTANTS.local_blocks > 0 and (CONSTANTS.splits == 1 or i_s == 0):
         send(k, i_h, block, ring.index(0), PAGE_SIZE, CONSTANTS.k_row)
         send(v, i_h, block, ring.index(1), PAGE_SIZE, CONSTANTS.v_row)
     o_r = gl.arange(0, HEADS, gl.SliceLayout(1, copied(DIM)))
@@ -303,23 +356,34 @@ def sm90_best_kernel(
     # 3. It selects and attends. Only scores come from the kernel in front.
     if PDL and not CONSTANTS.handed:
         gdc_wait()
-    keeps_ids = i_h < CONSTANTS.index_heads
+    keeps_ids = (i_h < CONSTANTS.index_heads) & (i_s == 0)
     if BLOCKS > LEAST and seen > LEAST:
-        acc, m, z = attend(k, v, row, block, home, keeps_ids, s_q, s_p, ring, scale, SHAPE, CONSTANTS, PDL, BLOCKS)
+        acc, m, z = attend(k, v, row, block, home, i_s, keeps_ids, s_q, s_p, ring, scale, SHAPE, CONSTANTS, PDL, BLOCKS)
     else:
-        acc, m, z = attend(k, v, row, block, home, keeps_ids, s_q, s_p, ring, scale, SHAPE, CONSTANTS, PDL, LEAST)
+        acc, m, z = attend(k, v, row, block, home, i_s, keeps_ids, s_q, s_p, ring, scale, SHAPE, CONSTANTS, PDL, LEAST)
 
-    # 4. It stores the results.
-    sums = gl.sum(z, 0)
-    token = i_t.to(gl.int64)
-    if out.lse is not None:
-        o_h = gl.arange(0, HEADS, HEAD)
-        p_lse = out.lse + token * out.s_lse_token + (i_h * G + o_h) * out.s_lse_head
-        gl.store(p_lse, (m + gl.log2(sums)) * 0.6931471805599453, mask=o_h < G)
+    # 4. It stores the results, or a partial, and the last program of a row to come stores the results of all.
+    sums, token = gl.sum(z, 0), i_t.to(gl.int64)
+    lse = gl.convert_layout(m + gl.log2(sums), gl.SliceLayout(1, copied(DIM)))
     acc = acc / gl.where(sums == 0, 1.0, sums)[None, :]
     b_out = gl.convert_layout(acc.to(out.rows.dtype.element_ty).permute((1, 0)), copied(DIM))
-    p_out = out.rows + token * out.s_token + (i_h * G + o_r) * out.s_head
-    gl.store(p_out[:, None] + o_d[None, :] * out.s_dim, b_out, mask=(o_r < G)[:, None] & (o_d < DIM)[None, :])
+    if CONSTANTS.splits > 1:
+        i_row = i_t * gl.num_programs(1) + i_h
+        leave(partials, i_row * CONSTANTS.splits + i_s, b_out, lse, copied(DIM))
+        gl.thread_barrier()  # The whole partial is there before one thread says so.
+        last = gl.atomic_add(partials.arrived + i_row, 1, sem="acq_rel") == CONSTANTS.splits - 1
+        if last:
+            b_out, lse = merge(partials, i_row * CONSTANTS.splits, CONSTANTS.splits, HEADS, DIM, copied(DIM))
+            gl.store(partials.arrived + i_row, 0)
+            if CONSTANTS.handed:
+                o_b = gl.arange(0, BLOCKS, THREAD)
+                leave_absent(p_score + o_b, o_b < seen - CONSTANTS.local_blocks)
+    if CONSTANTS.splits == 1 or last:
+        if out.lse is not None:
+            p_lse = out.lse + token * out.s_lse_token + (i_h * G + o_r) * out.s_lse_head
+            gl.store(p_lse, lse * 0.6931471805599453, mask=o_r < G)
+        p_out = out.rows + token * out.s_token + (i_h * G + o_r) * out.s_head
+        gl.store(p_out[:, None] + o_d[None, :] * out.s_dim, b_out, mask=(o_r < G)[:, None] & (o_d < DIM)[None, :])
     if PDL and CONSTANTS.handed:
         gdc_wait()  # What follows this kernel follows the one that scores.
 
@@ -327,7 +391,8 @@ def sm90_best_kernel(
 class Constants(NamedTuple):
     """Says how blocks are selected and keys lie; it is a constant of the kernel. topk_pad, blocks: ids and scores of a row,
     padded to what threads hold. k_row, v_row: strides of keys and of values. pairs: a program has so many tiles of each, 1 or
-    2. handed: whether scores come one by one, as in `row_scores`; then the last local_blocks of a row have none."""
+    2. splits: so many programs share a row. handed: whether scores come one by one, as in `row_scores`; then the last
+    local_blocks of a row have none."""
 
     index_heads: int
     topk_pad: int
@@ -337,6 +402,7 @@ class Constants(NamedTuple):
     k_row: int
     v_row: int
     pairs: int
+    splits: int
     handed: bool
 
 
@@ -350,9 +416,11 @@ def reads(q: Any, k: Any, v: Any) -> bool:
     return even and close and q.dtype == k.dtype == v.dtype and q.itemsize == 2
 
 
-def launch(sizes: Sizes, scores: Tensor, step: Step, pdl: bool, pairs: int, handed: bool) -> None:
+def launch(
+    sizes: Sizes, scores: Tensor, step: Step, pdl: bool, pairs: int, splits: int, partials: Partials, handed: bool
+) -> None:
     """Launches the kernel for a step which it `reads`. scores: as `scored.Rows` says; pdl: as in `triton_attend.launch`; pairs,
-    handed: as in `Constants`."""
+    splits, handed: as in `Constants`; partials: those of all rows, of HEADS heads, for so many splits."""
     q, k, v = step.q, step.kv.k, step.kv.v
     assert isinstance(k, Tensor)
     assert isinstance(v, Tensor)
@@ -360,14 +428,15 @@ def launch(sizes: Sizes, scores: Tensor, step: Step, pdl: bool, pairs: int, hand
     group, (tensors, numbers) = sizes.num_q_heads // sizes.num_kv_heads, operands(sizes, scores, step)
     launch_kernel(
         sm90_best_kernel,
-        (q.shape[0], sizes.num_kv_heads),
+        (q.shape[0], sizes.num_kv_heads, splits),
         *tensors,
+        partials if splits > 1 else UNSPLIT,
         step.softmax_scale,
         *numbers,
         SHAPE=Shape(group, sizes.head_dim, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size),
         CONSTANTS=Constants(
             sizes.index_heads, next_power_of_two(sizes.topk), sizes.init_blocks, sizes.local_blocks,
-            max(next_power_of_two(sizes.num_blocks), 128), k.stride(2), v.stride(2), pairs, handed,
+            max(next_power_of_two(sizes.num_blocks), 128), k.stride(2), v.stride(2), pairs, splits, handed,
         ),
         PDL=pdl,
         num_warps=4,

@@ -90,10 +90,10 @@ class Kernels(PlanMemory):
             from openmsa.decode import gluon_sm90_best
 
             best = gluon_sm90_best.reads(step.q, step.kv.k, step.kv.v)
-        absent = self.handed if best else None
+        absent = self.handed if best and self.hands_on[step.kv.batch - 1] else None
         scores, handed = score(step.index_q, step.index_keys, starts, sizes, scores, visible, self.pdl, absent)
         if best:
-            gluon_sm90_best.launch(sizes, scores, step, self.pdl, pairs, handed)
+            gluon_sm90_best.launch(sizes, scores, step, self.pdl, pairs, config.splits, self.partials, handed)
         else:
             triton_attend.launch(config, self.partials, sizes, scores, step, self.pdl)
 

@@ -49,8 +49,8 @@ class PlanMemory:
     one_launch:      cuts of the kernel that runs a whole layer, None where it does not serve; words: what its programs hand on.
     attend:          cuts of attention in a launch of its own, by the format of keys and values; partials: what it leaves.
     best:            pairs of tiles with which attention behind plain scores takes blocks best first
-                     (`openmsa.decode.gluon_sm90_best`), 0 where it does not; handed: scores that it is handed one by one, all
-                     of them `ABSENT` between steps.
+                     (`openmsa.decode.gluon_sm90_best`), 0 where it does not; hands_on: whether it is handed scores one by one,
+                     which pays where few programs share a row; handed: these scores, all of them `ABSENT` between steps.
     shared:          how the new tokens of a sequence share the reading of blocks, and what that leaves. In plans with bounds
                      they share nothing, so that one part and two give the same bits.
     scores:          room for scores.
@@ -70,7 +70,8 @@ class PlanMemory:
         self.one_launch = [configure(batch, sizes, facts) for batch in range(1, max_batch + 1)]
         self.attend = {form: [_attend(b + 1, sizes, facts, form) for b in range(max_batch)] for form in FORMATS}
         hopper = runs_hopper_kernels(device)
-        self.best = [best_pairs(batch, sizes, facts) if hopper else 0 for batch in range(1, max_batch + 1)]
+        cuts = self.attend["plain"]
+        self.best = [best_pairs(cut, b + 1, sizes, facts) if hopper else 0 for b, cut in enumerate(cuts)]
         self.interpreted = device.type != "cuda"
         self.pdl = devices.has_pdl(device)
         self._allocate(max_batch, max_pages * sizes.page_size, dtype, device, certified)
@@ -91,7 +92,8 @@ class PlanMemory:
         shape = (sizes.new_tokens, *heads, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
         self.shared = triton_decode_shared.Shared.allocate(max_batch, shape, dtype, device, self.certified is None)
         self.scores = torch.empty(scores_held(tokens, capacity, sizes), dtype=torch.float32, device=device)
-        self.handed = _handed(max_batch, capacity, sizes, self.best, device) if any(self.best) else None
+        self.hands_on = [pairs > 0 and cut.splits <= 2 for pairs, cut in zip(self.best, self.attend["plain"], strict=True)]
+        self.handed = _handed(max_batch, capacity, sizes, self.hands_on, device) if any(self.hands_on) else None
         self.cu_seqlens_q = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * sizes.new_tokens
         small = {(i + 1) * sizes.new_tokens: c for i, c in enumerate(self.one_launch) if c}
         splits = max((n * c.attend.splits for n, c in small.items() if c.merging), default=0) * sizes.num_q_heads
@@ -153,24 +155,23 @@ def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> trito
     return triton_decode_call.configure(batch * sizes.new_tokens, *shape, facts, FORMAT_IDS[form])
 
 
-def best_pairs(batch: int, sizes: Sizes, device: devices.Device) -> int:
+def best_pairs(cut: triton_decode.Config, batch: int, sizes: Sizes, device: devices.Device) -> int:
     """Returns how many pairs of tiles programs of `openmsa.decode.gluon_sm90_best` have for these sizes, 0 where others serve.
-    It is made for pages of whole blocks of 128 keys, and is faster than programs that select first where a row is not cut into
-    several of those. It is a pure function."""
-    rows, group = batch * sizes.new_tokens * sizes.num_kv_heads, sizes.num_q_heads // sizes.num_kv_heads
-    whole = sizes.block_size == 128 and sizes.page_size % 128 == 0
-    if not whole or group > 16 or sizes.head_dim != 128 or 2 * rows <= device.num_sms:
+    It is made for pages of whole blocks of 128 keys, and is faster than programs that select first if a program has at least
+    two of those. cut: of attention in a launch of its own, whose splits these programs have. It is a pure function."""
+    whole, group = sizes.block_size == 128 and sizes.page_size % 128 == 0, sizes.num_q_heads // sizes.num_kv_heads
+    if not whole or group > 16 or sizes.head_dim != 128 or (cut.splits > 1 and cut.splits == sizes.topk):
         return 0
-    return 1 if rows > device.num_sms else 2
+    return 1 if batch * sizes.new_tokens * sizes.num_kv_heads > device.num_sms else 2
 
 
-def _handed(max_batch: int, capacity: int, sizes: Sizes, best: list[int], device: torch.device) -> Tensor | None:
+def _handed(max_batch: int, capacity: int, sizes: Sizes, hands_on: list[bool], device: torch.device) -> Tensor | None:
     """Allocates scores that are handed on; None where no step of the plan hands any on, or programs of several rows would need
-    the same ones."""
+    the same ones. hands_on: as in the plan."""
     from openmsa.block_scores.gluon_sm90_few import ABSENT, LEAST_BATCH, MOST_BATCH, MOST_ROWS
 
     rows, largest = sizes.new_tokens * sizes.index_heads // sizes.index_key_heads, min(max_batch, MOST_BATCH)
-    if not any(best[LEAST_BATCH - 1 : largest]) or rows > MOST_ROWS or sizes.num_blocks > MOST_BLOCKS:
+    if not any(hands_on[LEAST_BATCH - 1 : largest]) or rows > MOST_ROWS or sizes.num_blocks > MOST_BLOCKS:
         return None
     if sizes.index_heads != sizes.num_kv_heads:
         return None

@@ -20,8 +20,9 @@ from openmsa.decode.gluon_sm90_best import launch, reads
 from openmsa.decode.memory import _handed, best_pairs
 from openmsa.decode.sizes import Sizes
 from openmsa.decode.triton_layer import Step
+from openmsa.primitives.softmax import Partials
 from openmsa.runtime.devices import COMPILE_TARGETS
-from openmsa.sparse_attention import reference
+from openmsa.sparse_attention import reference, triton_decode_call
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, strided
 from tests.hopper.marks import DEVICE, on_a_hopper_gpu, on_hopper
@@ -130,11 +131,20 @@ def check(sizes, scores, step):
         assert_close(name, *(x.cpu() for x in results))
 
 
+def partials_of(sizes, step, splits):
+    """Returns poisoned memory for what programs of so many splits leave; none have come."""
+    rows = step.q.shape[0] * sizes.num_kv_heads
+    held = Partials.allocate(rows, rows * splits, 16, sizes.head_dim, step.q.dtype, DEVICE)
+    held.rows.fill_(torch.nan)
+    held.lse.fill_(torch.nan)
+    return held
+
+
 @on_hopper
 @pytest.mark.parametrize("handed", [False, True], ids=["", "handed"])
-@pytest.mark.parametrize("pairs", [1, 2])
+@pytest.mark.parametrize(("pairs", "splits"), [(1, 1), (2, 1), (2, 2), (1, 3), (2, 16)])
 @pytest.mark.parametrize("name", CASES)
-def test_on_the_device(name, pairs, handed):
+def test_on_the_device(name, pairs, splits, handed):
     """Handed scores are absent in the end; words that are never written are neither waited for nor changed."""
     sizes, scores, step = step_of(*CASES[name])
     given = scores
@@ -146,21 +156,24 @@ def test_on_the_device(name, pairs, handed):
         written = written.expand(scores.shape).to(DEVICE)
         given = torch.where(written, scores.nan_to_num(-torch.inf, -torch.inf, -torch.inf), -7.0)
         scores = torch.where(written, given, torch.nan)
-    launch(sizes, given, step, False, pairs, handed)
+    partials = partials_of(sizes, step, splits)
+    launch(sizes, given, step, False, pairs, splits, partials, handed)
     check(sizes, scores, step)
+    assert not bool(partials.arrived.any())
     if handed:
         left = torch.where(written, absent(), -7.0)
         assert_equal("scores", given.view(torch.int32), left.view(torch.int32).cpu())
 
 
 @on_hopper
-def test_scores_that_nobody_writes_do_not_hang_it():
+@pytest.mark.parametrize("splits", [1, 2])
+def test_scores_that_nobody_writes_do_not_hang_it(splits):
     """They are of blocks that are not selected."""
     sizes, scores, step = step_of(*CASES["ragged"])
     scores[:, 0, 1::2] = torch.nan
     written = torch.arange(scores.shape[2]) < sees(sizes, step)[:, None, None] - 1
     given = scores.masked_fill(~written.to(DEVICE) | scores.isnan(), absent())
-    launch(sizes, given, step, False, 2, True)
+    launch(sizes, given, step, False, 2, splits, partials_of(sizes, step, splits), True)
     check(sizes, scores, step)
     assert_equal("scores", given.view(torch.int32), torch.full(given.shape, ABSENT.value, dtype=torch.int32))
 
@@ -170,14 +183,39 @@ def absent():
     return torch.tensor(ABSENT.value, dtype=torch.int32).view(torch.float32).to(DEVICE)
 
 
+def pairs_and_splits(batch, sizes):
+    """Returns the pairs of tiles of programs of a plan on an H200, and how many of these share a row."""
+    heads, group = sizes.num_kv_heads, sizes.num_q_heads // sizes.num_kv_heads
+    shape = (heads, group, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
+    cut = triton_decode_call.configure(batch * sizes.new_tokens, *shape, COMPILE_TARGETS[90])
+    return best_pairs(cut, batch, sizes, COMPILE_TARGETS[90]), cut.splits
+
+
 def test_what_plans_take_best_first():
-    sizes, h200 = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 2048, 16, 0, 1, 128), COMPILE_TARGETS[90]
-    sms = h200.num_sms
-    assert [best_pairs(rows, sizes, h200) for rows in (sms // 2, sms // 2 + 1, sms, sms + 1)] == [0, 2, 2, 1]
-    assert best_pairs(sms // 2 + 1, sizes._replace(new_tokens=2), h200) == 1
-    assert best_pairs(sms // 4 + 1, sizes._replace(num_kv_heads=4, num_q_heads=32), h200) == 1
+    """A program has at least two blocks, whatever their number is."""
+    sizes, sms = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 2048, 16, 0, 1, 128), COMPILE_TARGETS[90].num_sms
+    assert sms == 132
+    rows = {
+        1: (0, 16),
+        4: (0, 16),
+        5: (2, 8),
+        16: (2, 8),
+        17: (2, 4),
+        33: (2, 4),
+        34: (2, 2),
+        66: (2, 2),
+        67: (2, 1),
+        132: (2, 1),
+    }
+    assert {batch: pairs_and_splits(batch, sizes) for batch in rows} == rows
+    assert pairs_and_splits(sms + 1, sizes) == (1, 1)
+    assert pairs_and_splits(sms // 2 + 1, sizes._replace(new_tokens=2)) == (1, 1)
+    assert pairs_and_splits(sms // 4 + 1, sizes._replace(num_kv_heads=4, num_q_heads=32)) == (1, 1)
+    for topk in range(1, 20):
+        pairs, splits = pairs_and_splits(7, sizes._replace(topk=topk))
+        assert (pairs == 2) == (topk == 1 or splits < topk)
     for other in ({"num_q_heads": 32}, {"head_dim": 64}, {"block_size": 64}, {"page_size": 64}):
-        assert best_pairs(1000, sizes._replace(**other), h200) == 0
+        assert pairs_and_splits(1000, sizes._replace(**other))[0] == 0
 
 
 def test_what_it_reads():
@@ -208,12 +246,25 @@ def test_another_kernel_serves_what_it_does_not_read(monkeypatch):
     monkeypatch.setattr(kernels, "scores_of", lambda *given: (scores, None))
     monkeypatch.setattr(kernels, "score", lambda *given: (scores, asked.append(given[-1]) or given[-1] is not None))
     monkeypatch.setattr(triton_attend, "launch", lambda *given: asked.append("triton"))
-    monkeypatch.setattr(gluon_sm90_best, "launch", lambda *given: asked.append(given[-2:]))
+    monkeypatch.setattr(gluon_sm90_best, "launch", lambda *given: asked.append(given[4:]))
     odd = step._replace(kv=PagedKV(spread(step.kv.k), step.kv.v, step.kv.page_table, step.kv.seq_lens))
-    for pairs, given in ((1, step), (2, step), (0, step), (1, odd)):
-        plan = SimpleNamespace(sizes=None, best=[pairs] * 9, scores=None, handed="absent", partials=None, pdl=True)
-        kernels.Kernels._two_launches(plan, None, given, None)
-    assert asked == ["absent", (1, True), "absent", (2, True), None, "triton", None, "triton"]
+    for pairs, hands_on, given in ((1, True, step), (2, True, step), (2, False, step), (0, False, step), (1, True, odd)):
+        plan = SimpleNamespace(
+            sizes=None, best=[pairs] * 9, hands_on=[hands_on] * 9, scores=None, handed="absent", partials=None, pdl=True
+        )  # fmt: skip
+        kernels.Kernels._two_launches(plan, SimpleNamespace(splits=3), given, None)
+    assert asked == [
+        "absent",
+        (1, 3, None, True),
+        "absent",
+        (2, 3, None, True),
+        None,
+        (2, 3, None, False),
+        None,
+        "triton",
+        None,
+        "triton",
+    ]
 
 
 @on_hopper
@@ -244,7 +295,7 @@ def test_scores_are_handed_from_one_kernel_to_the_other(seed, monkeypatch):
         tables[0][:, :: r.choice([2, 99])] = -1
         index_keys = PagedIndexKeys(some(held, sizes.index_key_heads, page, 64), tables[0], lens[0])
         kv = PagedKV(some(held, heads, page, 128), some(held, heads, page, 128), tables[1], lens[1])
-        rows, results = batch * new, []
+        rows, splits, results = batch * new, r.choice([1, 1, 2]), []
         q, index_q = some(rows, heads * group, 128), some(rows, heads, 64)
         starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * new
         for absent_words in (None, words):
@@ -259,7 +310,7 @@ def test_scores_are_handed_from_one_kernel_to_the_other(seed, monkeypatch):
                 written = torch.arange(scores.shape[2]) < sees(sizes, step)[:, None, None] - local
                 assert_equal("written", scores.view(torch.int32) != ABSENT.value, written.expand(scores.shape))
                 assert int((words.view(torch.int32) != ABSENT.value).sum()) == int(written.expand(scores.shape).sum())
-            launch(sizes, scores, step, False, r.choice([1, 2]), handed)
+            launch(sizes, scores, step, False, r.choice([1, 2]), splits, partials_of(sizes, step, splits), handed)
             results.append((ids, step.out, step.lse))
         assert bool((words.view(torch.int32) == ABSENT.value).all())
         for name, *given in zip(("blocks", "out", "lse"), *results, strict=True):
@@ -291,7 +342,8 @@ def test_a_failed_run_leaves_no_score_behind(monkeypatch):
     [
         (300, {}, 256 * 2048),
         (100, {"num_q_heads": 64, "num_kv_heads": 4, "index_heads": 4}, 100 * 4 * 2048),
-        (66, {}, None),  # half as many rows as multiprocessors
+        (34, {}, 34 * 2048),
+        (33, {}, None),  # four programs share a row
         (15, {"num_q_heads": 160, "num_kv_heads": 10, "index_heads": 10}, None),
         (300, {"num_blocks": 4096}, None),
         (300, {"new_tokens": 17}, None),
@@ -299,16 +351,26 @@ def test_a_failed_run_leaves_no_score_behind(monkeypatch):
     ],
 )
 def test_memory_for_scores_that_are_handed_on(batch, changes, count):
-    sizes, h200 = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 2048, 16, 0, 1, 128)._replace(**changes), COMPILE_TARGETS[90]
-    best = [best_pairs(b + 1, sizes, h200) for b in range(batch)]
-    words = _handed(batch, 2048 * 128, sizes, best, torch.device("cpu"))
+    sizes = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 2048, 16, 0, 1, 128)._replace(**changes)
+    served = [pairs_and_splits(b + 1, sizes) for b in range(batch)]
+    words = _handed(batch, 2048 * 128, sizes, [pairs > 0 and splits <= 2 for pairs, splits in served], torch.device("cpu"))
     assert (None if words is None else words.numel()) == count
     assert words is None or bool((words.view(torch.int32) == ABSENT.value).all())
 
 
 @on_a_hopper_gpu
 @pytest.mark.parametrize(
-    ("batch", "tokens", "heads", "room"), [(150, 1, 1, 41), (150, 2, 1, 41), (100, 1, 1, 2048), (30, 1, 4, 300), (64, 1, 4, 41)]
+    ("batch", "tokens", "heads", "room"),
+    [
+        (150, 1, 1, 41),
+        (150, 2, 1, 41),
+        (100, 1, 1, 2048),
+        (30, 1, 4, 300),
+        (64, 1, 4, 41),
+        (3, 1, 1, 300),
+        (9, 3, 2, 300),
+        (40, 1, 1, 41),
+    ],
 )
 def test_in_plans(batch, tokens, heads, room, monkeypatch):
     """A plan with a row a program selects the same blocks as one whose programs select first, in a graph of layers with other
@@ -322,7 +384,7 @@ def test_in_plans(batch, tokens, heads, room, monkeypatch):
     caches, q, index_q = paged(p.to(DEVICE), 128), p.q.to(DEVICE), p.index_q.to(DEVICE)
     layers, lengths = [index_q, -index_q, index_q.flip(0)], [torch.tensor(x) for x in (lens, [n // 2 for n in lens], lens)]
     launched, launch_best = [], gluon_sm90_best.launch
-    monkeypatch.setattr(gluon_sm90_best, "launch", lambda *given: launched.append(given[-2:]) or launch_best(*given))
+    monkeypatch.setattr(gluon_sm90_best, "launch", lambda *given: launched.append((given[4], given[-1])) or launch_best(*given))
     pairs, every = 1 if batch * tokens * heads > 132 else 2, []
     for best, handed in ((pairs, True), (pairs, False), (0, False)):
         plan = DecodePlan(max_batch=batch, **sizes, max_pages=room, new_tokens=tokens, device=DEVICE)

@@ -81,12 +81,12 @@ def store(pointer, value, mask=None, **hints):
 def atomic_add(pointer, value, mask=None, sem=None):
     """Adds to numbers in memory and returns what they were."""
     old, mask = load(pointer, mask), _all(mask, pointer.shape)
-    for i in np.argwhere(mask).reshape(-1, pointer.data.ndim):
-        one = tuple(i)
+    values = np.broadcast_to(getattr(value, "data", value), pointer.shape)
+    for one in filter(lambda i: mask[i], np.ndindex(pointer.shape)):
         place = Value(pointer.data[one], pointer.dtype)
         before = load(place)
         old.data[one] = before.data
-        store(place, before + Value(np.broadcast_to(value.data, pointer.shape)[one], value.dtype))
+        store(place, before + Value(values[one], pointer.dtype.element_ty))
     return old
 
 
