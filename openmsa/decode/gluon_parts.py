@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-# ruff: noqa: RUF005 (kernels know no unpacking)
 """Programs in Gluon that share the blocks of a row leave `Partials`, and the last one to come merges them, as those in Triton
 do with `openmsa.primitives.merging`. All partials of a row are asked for before any is waited for."""
 
@@ -8,6 +7,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 
 @gluon.jit
@@ -26,21 +26,26 @@ def leave(partials, i_p, b_out, lse, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def merge(partials, i_p, SPLITS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr):
-    """Gives results [ROWS, DIM] from so many partials, from i_p on, and their lse in base 2; 0 and -inf where nothing was
-    read."""
+def merge(partials, i_p, splits, parts, lses, LAYOUT: gl.constexpr):
+    """Merges so many partials, from i_p on: gives their weighted sum [ROWS, DIM], the greatest lse in base 2, 0 where nothing
+    was read, and the sums of weights relative to it. parts [.., ROWS, DIM], lses [.., ROWS]: shared memory for them."""
+    ROWS: gl.constexpr = parts.shape[1]
+    DIM: gl.constexpr = parts.shape[2]
+    LINE: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])  # Copies of 16 bytes do not look into the L1 cache.
+    for j in range(splits):
+        async_copy.async_copy_global_to_shared(parts.index(j), partials.rows + partial_at(i_p + j, ROWS, DIM, LAYOUT)[0])
+        o_lse = (i_p + j) * ROWS + gl.arange(0, ROWS, LINE)
+        async_copy.async_copy_global_to_shared(lses.index(j), partials.lse + o_lse)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    gl.thread_barrier()
     most = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
-    lses, parts = (), ()
-    for j in gl.static_range(SPLITS):
-        o_out, o_lse = partial_at(i_p + j, ROWS, DIM, LAYOUT)
-        lses = lses + (gl.load(partials.lse + o_lse, cache_modifier=".cg"),)
-        parts = parts + (gl.load(partials.rows + o_out, cache_modifier=".cg"),)
-        most = gl.maximum(most, lses[j])
+    for j in range(splits):
+        most = gl.maximum(most, lses.index(j).load(gl.SliceLayout(1, LAYOUT)))
     safe = gl.where(most == -float("inf"), 0.0, most)
     sums, acc = gl.zeros_like(most), gl.zeros([ROWS, DIM], gl.float32, LAYOUT)
-    for j in gl.static_range(SPLITS):
-        weight = gl.exp2(lses[j] - safe)
-        acc += weight[:, None] * parts[j].to(gl.float32)
+    for j in range(splits):
+        weight = gl.exp2(lses.index(j).load(gl.SliceLayout(1, LAYOUT)) - safe)
+        acc += weight[:, None] * parts.index(j).load(LAYOUT).to(gl.float32)
         sums += weight
-    acc = acc / gl.where(sums == 0, 1.0, sums)[:, None]
-    return acc.to(partials.rows.dtype.element_ty), safe + gl.log2(sums)
+    return acc, safe, sums

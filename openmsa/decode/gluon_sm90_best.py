@@ -11,8 +11,11 @@ there, beside programs that still score other rows. It leaves the words of its r
 A program has a tile of keys and one of values in shared memory, and asks for the next of either as soon as a product has read
 it. Where rows are more than multiprocessors, two programs of a multiprocessor hide each other's waits; with a third, memory is
 no faster, and the last round of programs leaves more of it idle. Where rows are fewer, a program has two tiles of each. Where
-they are at most half as many, several programs share a row: each selects all of its blocks, attends to every second or eighth,
-and the last one to come merges what all have found.
+they are at most half as many, several programs share a row: each selects all of its blocks and attends to every second one, or
+to every eighth, and the last program to come merges what all have found.
+
+Between two layers an engine runs other kernels, so that each layer fetches this code anew, which takes longer than to execute
+it. So what is done twice is a loop, even of two turns, and where there is no block the code that would copy it is passed by.
 
 Both products have keys or elements as the rows of the matrix unit and the heads of a group, padded to sixteen, as columns: with
 the heads as rows they would be padded to sixty-four. The ids are stored in the end, in ascending order.
@@ -55,14 +58,15 @@ TAKEN = gl.constexpr(-(1 << 31))
 
 
 class Row(NamedTuple):
-    """A token and KV `head`. seen: scores that it sees; keys: keys that it sees; pages, s_page: its row of the page table, and
-    how far apart entries lie; num_pages: of the pool; scores, ids: its scores, and where the ids of its blocks go."""
+    """A token and KV `head`. seen, keys: scores and keys that it sees; pages, s_page: its row of the page table, and how far
+    apart entries lie; near: pages of `NEAR` blocks; num_pages: of the pool; scores, ids: its scores, and where its ids go."""
 
     head: Any
     seen: Any
     keys: Any
     pages: Any
     s_page: Any
+    near: Any
     num_pages: Any
     scores: Any
     ids: Any
@@ -118,31 +122,37 @@ def block_at(row, i_block, PAGE_SIZE: gl.constexpr):
 
 
 @gluon.jit
+def opaque(x):
+    """Gives the same number, of which the compiler knows nothing. Otherwise it would hold what describes the tiles of each
+    number in a hundred registers all the time."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(x)], gl.int32, False, 1)
+
+
+@gluon.jit
+def inverse(sums):
+    """Gives 1 over sums of weights by one instruction, some number where they are 0."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [gl.maximum(sums, 1e-30)], gl.float32, True, 1)
+
+
+@gluon.jit
 def send(rows, i_h, block, place, PAGE_SIZE: gl.constexpr, ROW: gl.constexpr):
-    """Starts to copy keys or values of a block, which lie ROW elements apart, to shared memory, zero where there are none."""
-    DIM: gl.constexpr = place.shape[1]
-    o_n = gl.arange(0, BLOCK, gl.SliceLayout(1, copied(DIM)))
-    o_d = gl.arange(0, DIM, gl.SliceLayout(0, copied(DIM)))
-    i_page = gl.where(block.keys > 0, block.page, 0)
-    p_x = rows.data + i_page.to(gl.int64) * rows.s_page + i_h.to(gl.int64) * rows.s_head
-    p_x += (block.first % PAGE_SIZE).to(gl.int64) * ROW
-    p_x = p_x + (o_n * ROW)[:, None] + o_d[None, :]
-    async_copy.async_copy_global_to_shared(place, p_x, mask=(o_n < block.keys)[:, None])
+    """Starts to copy a block of keys or values, ROW elements apart, to shared memory, zero behind its keys; nothing if none."""
+    if block.keys >= 0:
+        DIM: gl.constexpr = place.shape[1]
+        o_n = gl.arange(0, BLOCK, gl.SliceLayout(1, copied(DIM)))
+        o_d = gl.arange(0, DIM, gl.SliceLayout(0, copied(DIM)))
+        i_page = gl.where(block.keys > 0, block.page, 0)
+        p_x = rows.data + i_page.to(gl.int64) * rows.s_page + i_h.to(gl.int64) * rows.s_head
+        p_x += (block.first % PAGE_SIZE).to(gl.int64) * ROW
+        p_x = p_x + (o_n * ROW)[:, None] + o_d[None, :]
+        async_copy.async_copy_global_to_shared(place, p_x, mask=(o_n < block.keys)[:, None])
     async_copy.commit_group()
 
 
 @gluon.jit
-def places(ring, i_pair):
-    """Gives the places of keys and of values in the ring. The compiler does not know what the number of the pair may be: it
-    would hold what describes them to the matrix unit in a hundred registers all the time."""
-    i_pair = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(i_pair)], gl.int32, False, 1)
-    return ring.index(2 * i_pair), ring.index(2 * i_pair + 1)
-
-
-@gluon.jit
-def arrived(ring):
+def wait_for_oldest(PAIRS: gl.constexpr):
     """Waits for the oldest copy to the places of the ring, and lets the matrix unit read it and what was stored before."""
-    async_copy.wait_group(ring.shape[0] - 1)
+    async_copy.wait_group(2 * PAIRS - 1)
     fence_async_shared()
     gl.thread_barrier()
 
@@ -208,9 +218,9 @@ def take(words, may):
 
 
 @gluon.jit
-def take_next(row, words, pages, taken, i_s, TOPK: gl.constexpr, SPLITS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Takes blocks until one falls to split i_s, which has every one of SPLITS; so many are `taken` already. Gives that block,
-    without keys and with the number -1 behind the last one, and both anew. pages: of all blocks, where words are few."""
+def take_next(row, words, taken, i_s, TOPK: gl.constexpr, SPLITS: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    """Takes blocks, of which so many are `taken` already, until one falls to split i_s, as one of every SPLITS does. Gives that
+    block, with -1 keys behind the last one, the words that are left and how many blocks are taken now."""
     if SPLITS == 1:
         i_block, words = take(words, taken < TOPK)
         taken += 1
@@ -220,10 +230,10 @@ def take_next(row, words, pages, taken, i_s, TOPK: gl.constexpr, SPLITS: gl.cons
         for _ in range(taken, gl.minimum(turn + 1, TOPK)):
             i_block, words = take(words, True)
         i_block = gl.where(turn < TOPK, i_block, -1)
-        taken = gl.minimum(turn + 1, TOPK)
+        taken = turn + 1
     if words.shape[0] <= NEAR:
         o_b = gl.arange(0, words.shape[0], words_held(words.shape[0]))
-        block = block_of(row, i_block, gl.max(gl.where(o_b == i_block, pages, -1), 0))
+        block = block_of(row, i_block, gl.max(gl.where(o_b == i_block, row.near, -1), 0))
     else:
         block = block_at(row, i_block, PAGE_SIZE)
     return block, words, taken
@@ -241,53 +251,49 @@ def store_ids(p_ids, words, TOPK: gl.constexpr, TOPK_PAD: gl.constexpr):
 
 @gluon.jit
 def attend(
-    k, v, row, block, home, i_s, keeps_ids, s_q, s_p, ring, scale,
+    k, v, row, keys, home, i_s, keeps_ids, s_q, s_p, ring, scale,
     SHAPE: gl.constexpr, CONSTANTS: gl.constexpr, PDL: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Attends to the blocks of split i_s of a row that sees at most BLOCKS: gives acc [DIM, HEADS] before the division, the
-    greatest logits [HEADS] in base 2, and the terms of the sums [BLOCK, HEADS]. The home block, `block` with the id `home`, -1
-    where it is not forced, is on its way to the first pair of places of split 0. keeps_ids: whether the ids are stored."""
+    greatest logits [HEADS] in base 2, and the terms of the sums [BLOCK, HEADS]. The home block, with so many `keys` and the id
+    `home`, -1 where it is not forced, is on its way to the first pair of places of split 0. keeps_ids: it stores the ids."""
     DIM: gl.constexpr = SHAPE.dim
     PAGE_SIZE: gl.constexpr = SHAPE.page
     PAIRS: gl.constexpr = CONSTANTS.pairs
     SPLITS: gl.constexpr = CONSTANTS.splits
-    K_ROW: gl.constexpr = CONSTANTS.k_row
-    V_ROW: gl.constexpr = CONSTANTS.v_row
+    LOCAL: gl.constexpr = CONSTANTS.local_blocks
     # 1. Scores arrive, and blocks are sent for until all places are taken.
-    pages = i_s
-    if BLOCKS <= NEAR:
-        pages = pages_of(row, gl.arange(0, BLOCKS, words_held(BLOCKS)), PAGE_SIZE)
     words = words_of(row, BLOCKS, CONSTANTS, PDL)
     words = gl.where(gl.arange(0, BLOCKS, words_held(BLOCKS)) == home, TAKEN, words)
-    taken = row.seen * 0
-    if CONSTANTS.local_blocks > 0:
+    taken, i_pair = row.seen * 0, row.seen * 0
+    if LOCAL > 0:
         taken += 1
-    if CONSTANTS.local_blocks == 0 or (SPLITS > 1 and i_s > 0):
-        block, words, taken = take_next(row, words, pages, taken, i_s, SHAPE.topk, SPLITS, PAGE_SIZE)
-        send(k, row.head, block, ring.index(0), PAGE_SIZE, K_ROW)
-        send(v, row.head, block, ring.index(1), PAGE_SIZE, V_ROW)
-    following, words, taken = take_next(row, words, pages, taken, i_s, SHAPE.topk, SPLITS, PAGE_SIZE)
-    coming = following
-    if PAIRS == 2:
-        send(k, row.head, coming, ring.index(2), PAGE_SIZE, K_ROW)
-        send(v, row.head, coming, ring.index(3), PAGE_SIZE, V_ROW)
-        following, words, taken = take_next(row, words, pages, taken, i_s, SHAPE.topk, SPLITS, PAGE_SIZE)
+        i_pair = gl.where(i_s == 0, 1, 0) if SPLITS > 1 else i_pair + 1
+    oldest = keys
+    for i in range(i_pair, PAIRS):
+        block, words, taken = take_next(row, words, taken, i_s, SHAPE.topk, SPLITS, PAGE_SIZE)
+        send(k, row.head, block, ring.index(2 * i), PAGE_SIZE, CONSTANTS.k_row)
+        send(v, row.head, block, ring.index(2 * i + 1), PAGE_SIZE, CONSTANTS.v_row)
+        oldest, keys = keys, block.keys
+    if PAIRS == 1:
+        oldest = keys
 
-    # 2. Block after block is multiplied, and the one behind those that are known is taken while values are.
+    # 2. Block after block is multiplied, and the next one is taken meanwhile.
     zero = gl.zeros([BLOCK, HEADS], gl.float32, PRODUCT)
     acc = gl.zeros([DIM, HEADS], gl.float32, PRODUCT)
     z = gl.zeros([BLOCK, HEADS], gl.float32, PRODUCT)
     m = gl.full([HEADS], -float("inf"), gl.float32, HEAD)
     o_n = gl.arange(0, BLOCK, gl.SliceLayout(1, PRODUCT))
     i_pair = row.seen * 0
-    while block.keys >= 0:
-        b_k, b_v = places(ring, i_pair)
-        arrived(ring)
-        s = warpgroup_mma(b_k, s_q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    while oldest >= 0:
+        i_place = 2 * opaque(i_pair)
+        wait_for_oldest(PAIRS)
+        s = warpgroup_mma(ring.index(i_place), s_q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        block, words, taken = take_next(row, words, taken, i_s, SHAPE.topk, SPLITS, PAGE_SIZE)
         s = warpgroup_mma_wait(0, deps=(s,))
         gl.thread_barrier()
-        send(k, row.head, following, b_k, PAGE_SIZE, K_ROW)
-        s = gl.where((o_n < block.keys)[:, None], s * (scale * 1.4426950408889634), -float("inf"))
+        send(k, row.head, block, ring.index(i_place), PAGE_SIZE, CONSTANTS.k_row)
+        s = gl.where((o_n < oldest)[:, None], s * (scale * 1.4426950408889634), -float("inf"))
         m_new = gl.maximum(m, gl.max(s, 0))
         safe = gl.where(m_new == -float("inf"), 0.0, m_new)
         p = gl.exp2(s - safe[None, :])
@@ -295,16 +301,15 @@ def attend(
         s_p.store(p.to(s_p.dtype))
         z = z * alpha[None, :] + p
         m = m_new
-        arrived(ring)
-        acc = warpgroup_mma(b_v.permute((1, 0)), s_p, acc * alpha[None, :], is_async=True)
-        behind, words, taken = take_next(row, words, pages, taken, i_s, SHAPE.topk, SPLITS, PAGE_SIZE)
+        wait_for_oldest(PAIRS)
+        acc = warpgroup_mma(ring.index(i_place + 1).permute((1, 0)), s_p, acc * alpha[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         gl.thread_barrier()
-        send(v, row.head, following, b_v, PAGE_SIZE, V_ROW)
+        send(v, row.head, block, ring.index(i_place + 1), PAGE_SIZE, CONSTANTS.v_row)
         if PAIRS == 2:
-            block, coming, following, i_pair = coming, following, behind, 1 - i_pair
+            oldest, keys, i_pair = keys, block.keys, 1 - i_pair
         else:
-            block, following = following, behind
+            oldest = block.keys
     async_copy.wait_group(0)
     if keeps_ids:
         store_ids(row.ids, words, SHAPE.topk, CONSTANTS.topk_pad)
@@ -336,11 +341,11 @@ def sm90_best_kernel(
     i_row = i_t * CONSTANTS.index_heads + (i_h if CONSTANTS.index_heads > 1 else 0)
     p_table, p_score = table.ids + i_b.to(gl.int64) * table.s_sequence, rows.scores + i_row.to(gl.int64) * num_blocks
     p_ids = rows.blocks + i_row.to(gl.int64) * SHAPE.topk
-    row = Row(i_h, seen, n_k, p_table, table.s_page, num_pages, p_score, p_ids)
+    row = Row(i_h, seen, n_k, p_table, table.s_page, 0, num_pages, p_score, p_ids)
 
-    # 2. Its home block goes out first, then queries are loaded.
-    LINES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], ELEMENT)
-    ring = gl.allocate_shared_memory(ELEMENT, [2 * CONSTANTS.pairs, BLOCK, DIM], LINES)
+    # 2. Its home block goes out first, then queries are loaded, and pages of blocks that may be chosen.
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], ELEMENT)
+    ring = gl.allocate_shared_memory(ELEMENT, [2 * CONSTANTS.pairs, BLOCK, DIM], TILE)
     home = seen - 1 if CONSTANTS.local_blocks > 0 else seen * 0 - 1
     block = block_at(row, home, PAGE_SIZE)
     if CONSTANTS.local_blocks > 0 and (CONSTANTS.splits == 1 or i_s == 0):
@@ -352,29 +357,34 @@ def sm90_best_kernel(
     m_q = (o_r < G)[:, None] & (o_d < DIM)[None, :]
     s_q, s_p = factor(HEADS, DIM, ELEMENT), factor(BLOCK, HEADS, ELEMENT)
     s_q.store(gl.load(p_q[:, None] + (o_d * q.s_dim)[None, :], mask=m_q, other=0.0))
+    near = gl.convert_layout(pages_of(row, gl.arange(0, LEAST, THREAD), PAGE_SIZE), words_held(LEAST))
+    row = Row(i_h, seen, n_k, p_table, table.s_page, near, num_pages, p_score, p_ids)
 
     # 3. It selects and attends. Only scores come from the kernel in front.
     if PDL and not CONSTANTS.handed:
         gdc_wait()
     keeps_ids = (i_h < CONSTANTS.index_heads) & (i_s == 0)
     if BLOCKS > LEAST and seen > LEAST:
-        acc, m, z = attend(k, v, row, block, home, i_s, keeps_ids, s_q, s_p, ring, scale, SHAPE, CONSTANTS, PDL, BLOCKS)
+        acc, m, z = attend(k, v, row, block.keys, home, i_s, keeps_ids, s_q, s_p, ring, scale, SHAPE, CONSTANTS, PDL, BLOCKS)
     else:
-        acc, m, z = attend(k, v, row, block, home, i_s, keeps_ids, s_q, s_p, ring, scale, SHAPE, CONSTANTS, PDL, LEAST)
+        acc, m, z = attend(k, v, row, block.keys, home, i_s, keeps_ids, s_q, s_p, ring, scale, SHAPE, CONSTANTS, PDL, LEAST)
 
     # 4. It stores the results, or a partial, and the last program of a row to come stores the results of all.
     sums, token = gl.sum(z, 0), i_t.to(gl.int64)
     lse = gl.convert_layout(m + gl.log2(sums), gl.SliceLayout(1, copied(DIM)))
-    acc = acc / gl.where(sums == 0, 1.0, sums)[None, :]
+    acc = acc * inverse(sums)[None, :]
     b_out = gl.convert_layout(acc.to(out.rows.dtype.element_ty).permute((1, 0)), copied(DIM))
     if CONSTANTS.splits > 1:
-        i_row = i_t * gl.num_programs(1) + i_h
-        leave(partials, i_row * CONSTANTS.splits + i_s, b_out, lse, copied(DIM))
+        i_tile = i_t * gl.num_programs(1) + i_h
+        leave(partials, i_tile * CONSTANTS.splits + i_s, b_out, lse, copied(DIM))
         gl.thread_barrier()  # The whole partial is there before one thread says so.
-        last = gl.atomic_add(partials.arrived + i_row, 1, sem="acq_rel") == CONSTANTS.splits - 1
+        last = gl.atomic_add(partials.arrived + i_tile, 1, sem="acq_rel") == CONSTANTS.splits - 1
         if last:
-            b_out, lse = merge(partials, i_row * CONSTANTS.splits, CONSTANTS.splits, HEADS, DIM, copied(DIM))
-            gl.store(partials.arrived + i_row, 0)
+            lses = gl.allocate_shared_memory(gl.float32, [CONSTANTS.splits, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+            parts = ring._reinterpret(ELEMENT, [CONSTANTS.splits, HEADS, DIM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+            whole, most, weights = merge(partials, i_tile * CONSTANTS.splits, gl.num_programs(2), parts, lses, copied(DIM))
+            b_out, lse = (whole * inverse(weights)[:, None]).to(b_out.dtype), most + gl.log2(weights)
+            gl.store(partials.arrived + i_tile, 0)
             if CONSTANTS.handed:
                 o_b = gl.arange(0, BLOCKS, THREAD)
                 leave_absent(p_score + o_b, o_b < seen - CONSTANTS.local_blocks)

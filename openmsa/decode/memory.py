@@ -39,6 +39,10 @@ RESIDENT = 4
 """Scoring is cut so that a multiprocessor has so many programs of all kinds."""
 MOST_SPLITS = 64
 """A merge program of one launch holds at most so many splits."""
+MOST_SHARED = 32
+"""Where programs share a row and take blocks best first, partials of so many fit into the tiles of the one that merges."""
+MOST_HANDED = 2
+"""Scores are handed on one by one where at most so many programs share a row; with more it gains nothing."""
 LEAST_SHARE = 2
 """A scoring program has at least so many tiles: with one, programs of all kinds are too many to be resident together."""
 
@@ -92,7 +96,9 @@ class PlanMemory:
         shape = (sizes.new_tokens, *heads, sizes.head_dim, sizes.topk, sizes.block_size, sizes.page_size)
         self.shared = triton_decode_shared.Shared.allocate(max_batch, shape, dtype, device, self.certified is None)
         self.scores = torch.empty(scores_held(tokens, capacity, sizes), dtype=torch.float32, device=device)
-        self.hands_on = [pairs > 0 and cut.splits <= 2 for pairs, cut in zip(self.best, self.attend["plain"], strict=True)]
+        self.hands_on = [
+            pairs > 0 and cut.splits <= MOST_HANDED for pairs, cut in zip(self.best, self.attend["plain"], strict=True)
+        ]
         self.handed = _handed(max_batch, capacity, sizes, self.hands_on, device) if any(self.hands_on) else None
         self.cu_seqlens_q = torch.arange(max_batch + 1, dtype=torch.int32, device=device) * sizes.new_tokens
         small = {(i + 1) * sizes.new_tokens: c for i, c in enumerate(self.one_launch) if c}
@@ -157,17 +163,18 @@ def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> trito
 
 def best_pairs(cut: triton_decode.Config, batch: int, sizes: Sizes, device: devices.Device) -> int:
     """Returns how many pairs of tiles programs of `openmsa.decode.gluon_sm90_best` have for these sizes, 0 where others serve.
-    It is made for pages of whole blocks of 128 keys, and is faster than programs that select first if a program has at least
-    two of those. cut: of attention in a launch of its own, whose splits these programs have. It is a pure function."""
+    It is made for pages of whole blocks of 128 keys, and is faster than programs that select first unless each would have a
+    single one of them. cut: of attention in a launch of its own, whose splits these programs have. It is a pure function."""
     whole, group = sizes.block_size == 128 and sizes.page_size % 128 == 0, sizes.num_q_heads // sizes.num_kv_heads
-    if not whole or group > 16 or sizes.head_dim != 128 or (cut.splits > 1 and cut.splits == sizes.topk):
+    single = cut.splits > 1 and cut.splits == sizes.topk
+    if not whole or group > 16 or sizes.head_dim != 128 or single or cut.splits > MOST_SHARED:
         return 0
     return 1 if batch * sizes.new_tokens * sizes.num_kv_heads > device.num_sms else 2
 
 
 def _handed(max_batch: int, capacity: int, sizes: Sizes, hands_on: list[bool], device: torch.device) -> Tensor | None:
     """Allocates scores that are handed on; None where no step of the plan hands any on, or programs of several rows would need
-    the same ones. hands_on: as in the plan."""
+    the same ones. hands_on: as in `PlanMemory`."""
     from openmsa.block_scores.gluon_sm90_few import ABSENT, LEAST_BATCH, MOST_BATCH, MOST_ROWS
 
     rows, largest = sizes.new_tokens * sizes.index_heads // sizes.index_key_heads, min(max_batch, MOST_BATCH)

@@ -35,6 +35,10 @@ class HostKernels:
         """Says why the kernels cannot read these formats; returns None where they can."""
         return self.resident.refuse(q, self._short(kv, 0), index_q, index_keys)
 
+    def take_back(self) -> None:
+        """Does what `PlanMemory.take_back` does."""
+        self.resident.take_back()
+
     def run(
         self,
         q: Tensor,

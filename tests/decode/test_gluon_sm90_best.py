@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from openmsa import E4M3, DecodePlan, PagedIndexKeys, PagedKV, select_blocks_from_scores
 from openmsa.block_scores import gluon_sm90_few
 from openmsa.block_scores.gluon_sm90_few import ABSENT
-from openmsa.decode import gluon_sm90_best, kernels, scored, triton_attend
+from openmsa.decode import gluon_sm90_best, kernels, memory, scored, triton_attend
 from openmsa.decode import plan as decode
 from openmsa.decode.gluon_sm90_best import launch, reads
 from openmsa.decode.memory import _handed, best_pairs
@@ -192,7 +192,7 @@ def pairs_and_splits(batch, sizes):
 
 
 def test_what_plans_take_best_first():
-    """A program has at least two blocks, whatever their number is."""
+    """No program has a single block where each other has one, too, and partials fit into the tiles of one program."""
     sizes, sms = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 2048, 16, 0, 1, 128), COMPILE_TARGETS[90].num_sms
     assert sms == 132
     rows = {
@@ -214,6 +214,8 @@ def test_what_plans_take_best_first():
     for topk in range(1, 20):
         pairs, splits = pairs_and_splits(7, sizes._replace(topk=topk))
         assert (pairs == 2) == (topk == 1 or splits < topk)
+    assert pairs_and_splits(2, sizes._replace(topk=64)) == (2, 32)
+    assert pairs_and_splits(1, sizes._replace(topk=128)) == (0, 64)
     for other in ({"num_q_heads": 32}, {"head_dim": 64}, {"block_size": 64}, {"page_size": 64}):
         assert pairs_and_splits(1000, sizes._replace(**other))[0] == 0
 
@@ -367,14 +369,16 @@ def test_memory_for_scores_that_are_handed_on(batch, changes, count):
         (100, 1, 1, 2048),
         (30, 1, 4, 300),
         (64, 1, 4, 41),
-        (3, 1, 1, 300),
+        (5, 1, 1, 300),
         (9, 3, 2, 300),
+        (20, 1, 1, 2048),
         (40, 1, 1, 41),
     ],
 )
 def test_in_plans(batch, tokens, heads, room, monkeypatch):
-    """A plan with a row a program selects the same blocks as one whose programs select first, in a graph of layers with other
-    index queries, whether scores are handed on or not, and with other lengths at the next replay."""
+    """A plan that takes blocks best first selects the same ones as one whose programs select first, in a graph of layers with
+    other index queries, whether scores are handed on or not, and with other lengths at the next replay. They are handed on
+    from 16 sequences on, if no more than two programs share a row, as they do from 34 rows on."""
     width, sizes = 40, {"num_q_heads": 16 * heads, "num_kv_heads": heads, "head_dim": 128, "page_size": 128}
     lens = [(37 * i) % (width * 128) for i in range(batch)]
     p = problem(
@@ -385,10 +389,12 @@ def test_in_plans(batch, tokens, heads, room, monkeypatch):
     layers, lengths = [index_q, -index_q, index_q.flip(0)], [torch.tensor(x) for x in (lens, [n // 2 for n in lens], lens)]
     launched, launch_best = [], gluon_sm90_best.launch
     monkeypatch.setattr(gluon_sm90_best, "launch", lambda *given: launched.append((given[4], given[-1])) or launch_best(*given))
-    pairs, every = 1 if batch * tokens * heads > 132 else 2, []
-    for best, handed in ((pairs, True), (pairs, False), (0, False)):
+    rows, every = batch * tokens * heads, []
+    pairs = 1 if rows > 132 else 2
+    for best, handed in ((pairs, batch >= 16 and rows >= 34), (pairs, False), (0, False)):
         plan = DecodePlan(max_batch=batch, **sizes, max_pages=room, new_tokens=tokens, device=DEVICE)
         assert plan._kernels.best[-1] == pairs
+        assert plan._kernels.hands_on[-1] == (rows >= 34)
         plan._kernels.best = [best] * batch
         plan._kernels.handed = plan._kernels.handed if handed else None
         plan._kernels.shared = plan._kernels.shared._replace(cuts=[None] * batch)
@@ -423,3 +429,17 @@ def test_in_plans(batch, tokens, heads, room, monkeypatch):
     truth = reference.sparse_attention(q.double(), caches[0], None, blocks, layout, 128, 128**-0.5, True)
     for name, *given in zip(("out", "lse"), tested, every[2][0][1:], truth, strict=True):
         assert_close(name, *given)
+
+
+@pytest.mark.parametrize(("batch", "served"), [(40, True), (33, False)])
+def test_what_plans_hold(batch, served, monkeypatch):
+    """A plan on an H200 hands scores on where two programs share a row, and has room for the partials of all rows."""
+    monkeypatch.setattr(memory, "runs_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(memory.devices, "facts", lambda device: COMPILE_TARGETS[90])
+    sizes = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 300, 16, 0, 1, 128)
+    held = memory.PlanMemory(sizes, batch, 300, torch.bfloat16, torch.device("cpu"))
+    assert held.best == [pairs_and_splits(b + 1, sizes)[0] for b in range(batch)] == [0] * 4 + [2] * (batch - 4)
+    assert held.hands_on == [False] * 33 + [True] * (batch - 33)
+    assert (held.handed is not None) == served
+    assert held.partials.rows.numel() >= 16 * 128 * max(b * pairs_and_splits(b, sizes)[1] for b in range(1, batch + 1))
+    assert held.partials.arrived.numel() >= batch
