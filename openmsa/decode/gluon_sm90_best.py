@@ -11,7 +11,7 @@ there, beside programs that still score other rows. It leaves the words of its r
 A program has a tile of keys and one of values in shared memory, and asks for the next of either as soon as a product has read
 it. Where rows are more than multiprocessors, two programs of a multiprocessor hide each other's waits; with a third, memory is
 no faster, and the last round of programs leaves more of it idle. Where rows are fewer, a program has two tiles of each. Where
-they are at most half as many, several programs share a row: each selects all of its blocks and attends to every second one, or
+they are at most half as many, several programs can share a row: each selects all of its blocks and attends to every second one, or
 to every eighth, and the last program to come merges what all have found.
 
 Between two layers an engine runs other kernels, so that each layer fetches this code anew, which takes longer than to execute
@@ -269,7 +269,7 @@ def attend(
     if LOCAL > 0:
         taken += 1
         i_pair = gl.where(i_s == 0, 1, 0) if SPLITS > 1 else i_pair + 1
-    oldest = keys
+    oldest = row.seen * 0 - 1
     for i in range(i_pair, PAIRS):
         block, words, taken = take_next(row, words, taken, i_s, SHAPE.topk, SPLITS, PAGE_SIZE)
         send(k, row.head, block, ring.index(2 * i), PAGE_SIZE, CONSTANTS.k_row)

@@ -191,9 +191,12 @@ def pairs_and_splits(batch, sizes):
     return best_pairs(cut, batch, sizes, COMPILE_TARGETS[90]), cut.splits
 
 
-def test_what_plans_take_best_first():
+def test_what_plans_take_best_first(monkeypatch):
     """No program has a single block where each other has one, too, and partials fit into the tiles of one program."""
-    sizes, sms = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 2048, 16, 0, 1, 128), COMPILE_TARGETS[90].num_sms
+    sizes = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 2048, 16, 0, 1, 128)
+    assert [pairs_and_splits(rows, sizes)[0] for rows in (66, 67, 132, 133)] == [0, 2, 2, 1]
+    monkeypatch.setattr(memory, "MOST_SHARED", 32)
+    sms = COMPILE_TARGETS[90].num_sms
     assert sms == 132
     rows = {
         1: (0, 16),
@@ -301,8 +304,8 @@ def test_scores_are_handed_from_one_kernel_to_the_other(seed, monkeypatch):
         q, index_q = some(rows, heads * group, 128), some(rows, heads, 64)
         starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * new
         for absent_words in (None, words):
-            memory = torch.full((rows * (heads * 8 + 1),), torch.nan, device=DEVICE)
-            scores, visible = scored.scores_of(index_q, index_keys, sizes, memory)
+            held_scores = torch.full((rows * (heads * 8 + 1),), torch.nan, device=DEVICE)
+            scores, visible = scored.scores_of(index_q, index_keys, sizes, held_scores)
             ids = torch.full((rows, heads, topk), -7, dtype=torch.int32, device=DEVICE)
             lse = torch.full(q.shape[:2], torch.nan, device=DEVICE)
             step = Step(q, kv, index_q, index_keys, 0.1, ids, torch.full_like(q, torch.nan), lse)
@@ -352,7 +355,8 @@ def test_a_failed_run_leaves_no_score_behind(monkeypatch):
         (300, {"num_q_heads": 64, "num_kv_heads": 4}, None),  # one index head for four KV heads
     ],
 )
-def test_memory_for_scores_that_are_handed_on(batch, changes, count):
+def test_memory_for_scores_that_are_handed_on(batch, changes, count, monkeypatch):
+    monkeypatch.setattr(memory, "MOST_SHARED", 32)
     sizes = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 2048, 16, 0, 1, 128)._replace(**changes)
     served = [pairs_and_splits(b + 1, sizes) for b in range(batch)]
     words = _handed(batch, 2048 * 128, sizes, [pairs > 0 and splits <= 2 for pairs, splits in served], torch.device("cpu"))
@@ -389,6 +393,7 @@ def test_in_plans(batch, tokens, heads, room, monkeypatch):
     layers, lengths = [index_q, -index_q, index_q.flip(0)], [torch.tensor(x) for x in (lens, [n // 2 for n in lens], lens)]
     launched, launch_best = [], gluon_sm90_best.launch
     monkeypatch.setattr(gluon_sm90_best, "launch", lambda *given: launched.append((given[4], given[-1])) or launch_best(*given))
+    monkeypatch.setattr(memory, "MOST_SHARED", 32)
     rows, every = batch * tokens * heads, []
     pairs = 1 if rows > 132 else 2
     for best, handed in ((pairs, batch >= 16 and rows >= 34), (pairs, False), (0, False)):
@@ -434,6 +439,7 @@ def test_in_plans(batch, tokens, heads, room, monkeypatch):
 @pytest.mark.parametrize(("batch", "served"), [(40, True), (33, False)])
 def test_what_plans_hold(batch, served, monkeypatch):
     """A plan on an H200 hands scores on where two programs share a row, and has room for the partials of all rows."""
+    monkeypatch.setattr(memory, "MOST_SHARED", 32)
     monkeypatch.setattr(memory, "runs_hopper_kernels", lambda device: True)
     monkeypatch.setattr(memory.devices, "facts", lambda device: COMPILE_TARGETS[90])
     sizes = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 300, 16, 0, 1, 128)
