@@ -11,8 +11,8 @@ there, beside programs that still score other rows. It leaves the words of its r
 A program has a tile of keys and one of values in shared memory, and asks for the next of either as soon as a product has read
 it. Where rows are more than multiprocessors, two programs of a multiprocessor hide each other's waits; with a third, memory is
 no faster, and the last round of programs leaves more of it idle. Where rows are fewer, a program has two tiles of each. Where
-they are at most half as many, several programs can share a row: each selects all of its blocks and attends to every second one, or
-to every eighth, and the last program to come merges what all have found.
+they are at most half as many, several programs can share a row: each selects all of its blocks and attends to every second, or
+eighth, of them, and the last program to come merges what all have found.
 
 Between two layers an engine runs other kernels, so that each layer fetches this code anew, which takes longer than to execute
 it. So what is done twice is a loop, even of two turns, and where there is no block the code that would copy it is passed by.

@@ -201,7 +201,8 @@ class IndexLoss(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Runs a step of a `DecodePlan`. strided: most tokens of one launch whose scoring programs take tiles in strides."""
+    """Runs a step of a `DecodePlan`. strided: most tokens of one launch whose scoring programs take tiles in strides; shared:
+    most programs that share a row and take its blocks best first."""
 
     batch: int
     keys: int
@@ -220,9 +221,11 @@ class Plan(NamedTuple):
     init: int = 0
     local: int = 1
     strided: int = memory.STRIDED_TOKENS
+    shared: int = memory.MOST_SHARED
 
     def run(self) -> Any:
-        with mock.patch.object(memory, "STRIDED_TOKENS", self.strided):
+        limits = {"STRIDED_TOKENS": self.strided, "MOST_SHARED": self.shared}
+        with mock.patch.multiple(memory, **limits):
             return self.step()
 
     def step(self) -> Any:

@@ -30,6 +30,7 @@ class Agent:
 
     has_read, has_written:  whether its threads have read or written shared memory since their last barrier.
     has_multiplied:  whether they have waited for a product since then, which others may still be waiting for.
+    has_stored:  whether they have stored to global memory since then.
     products:  those that it started and did not wait for yet.
     copies:    its groups of asynchronous copies, the last of which is still open.
     """
@@ -38,7 +39,7 @@ class Agent:
         self.machine, self.program, self.memory = machine, program, program.memory
         program.groups += 1
         self.number = program.groups
-        self.has_read = self.has_written = self.has_multiplied = False
+        self.has_read = self.has_written = self.has_multiplied = self.has_stored = False
         self.products, self.copies = [], [[]]
         self.ready, self.where = (lambda: True), "at its start"
         self.failure, self.is_done = None, False

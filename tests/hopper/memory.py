@@ -75,11 +75,14 @@ def store(pointer, value, mask=None, **hints):
     """Stores numbers at addresses."""
     dtype = pointer.dtype.element_ty
     data = stored(getattr(value, "data", value), dtype)
+    current().has_stored = True
     current().memory.store(pointer.data, data, dtype, _all(mask, pointer.shape))
 
 
 def atomic_add(pointer, value, mask=None, sem=None):
-    """Adds to numbers in memory and returns what they were."""
+    """Adds to numbers in memory and returns what they were. Unless it is relaxed, other programs then see what was stored."""
+    missing = sem != "relaxed" and current().has_stored
+    assert not missing, "one thread says that others have stored, who may still do so: a thread barrier is missing"
     old, mask = load(pointer, mask), _all(mask, pointer.shape)
     values = np.broadcast_to(getattr(value, "data", value), pointer.shape)
     for one in filter(lambda i: mask[i], np.ndindex(pointer.shape)):
@@ -182,6 +185,14 @@ class Shared:
     def is_fenced(self):
         """Says whether a fence follows all that threads wrote here."""
         return not self.buffer.is_marked or not self.marks.any()
+
+    def overlaps(self, other):
+        """Says whether another view, or None, has bytes of this one."""
+        if other is None or other.buffer is not self.buffer:
+            return False
+        mine, its = (np.arange(item_bytes(x.dtype)) + x.places[..., None] * item_bytes(x.dtype) for x in (self, other))
+        apart = mine.max() < its.min() or its.max() < mine.min()
+        return not apart and bool(np.intersect1d(mine, its).size)
 
     def store(self, value):
         assert value.shape == self.shape, f"{value.shape} is stored to {self.shape}"

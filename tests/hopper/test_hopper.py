@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -124,6 +125,37 @@ def test_what_is_always_told(fault, says):
 def test_what_some_orders_tell(fault):
     """Copies and groups go on in random order, so that a few runs show what a GPU may not show in a thousand."""
     assert {outcome(fault, seed) for seed in SEEDS} != {"right"}
+
+
+@gluon.jit
+def hand_over(x, out, arrived, FAULT: gl.constexpr):
+    LINE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    place = gl.allocate_shared_memory(gl.float32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    o_x = gl.arange(0, SIZE, LINE)
+    for _ in gl.static_range(2 if FAULT == "one place twice" else 1):
+        async_copy.async_copy_global_to_shared(place, x + o_x)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    gl.thread_barrier()
+    gl.store(out + o_x, place.load(LINE))
+    if FAULT != "counted too early":
+        gl.thread_barrier()
+    gl.atomic_add(arrived, 1, sem="acq_rel")
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("none", ""), ("one place twice", "the same place"), ("counted too early", "a thread barrier is missing")],
+)
+def test_copies_and_counts(fault, says):
+    x, out, arrived = torch.randn(SIZE.value), torch.full([SIZE.value], torch.nan), torch.zeros(1, dtype=torch.int32)
+    if says:
+        with pytest.raises(AssertionError, match=says):
+            run(hand_over, x, out, arrived, grid=(1,), FAULT=fault)
+    else:
+        run(hand_over, x, out, arrived, grid=(2,), FAULT=fault)
+        assert_equal("out", out, x)
+        assert arrived.item() == 2
 
 
 def test_it_goes_on_after_a_fault():

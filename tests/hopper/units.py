@@ -26,7 +26,7 @@ def warp_specialize(parts, num_warps, registers):
 def thread_barrier():
     """Lets the threads of the group wait for each other."""
     agent = current()
-    agent.has_read = agent.has_written = agent.has_multiplied = False
+    agent.has_read = agent.has_written = agent.has_multiplied = agent.has_stored = False
 
 
 def fence_async_shared():
@@ -121,12 +121,16 @@ def copy_elements(shared, pointer, mask=None):
         "a copy overwrites what products of other warps may still read: a thread barrier is missing"
     )
 
+    for other in agent.machine.copies:
+        assert not shared.overlaps(getattr(other, "target", None)), "two copies on their way write the same place"
+
     def arrives():
         dtype = pointer.dtype.element_ty
         used = np.broadcast_to(np.bool_(True) if mask is None else value_of(mask).data, pointer.shape)
         found = agent.memory.load(pointer.data, dtype, used, stored(0, dtype))
         shared.write(bits_of(found, dtype))
 
+    arrives.target = shared
     agent.copies[-1].append(arrives)
     agent.machine.copies.append(arrives)
 

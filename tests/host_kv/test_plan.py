@@ -48,6 +48,22 @@ def in_host_memory(kv, **options):
     return HostKV.of(kv, cache_blocks=kv.num_pages * kv.num_heads * PAGE // 32, block_size=32, topk=4, **options)
 
 
+def test_a_step_that_fails_says_why(monkeypatch):
+    pytest.importorskip("triton")
+    device = "cuda" if CUDA else "cpu"
+    monkeypatch.setattr(decode, "uses_kernels", lambda device: True)
+    p = step((600, 65)).to(device)
+    kv, keys = paged(p, PAGE)
+    plan = HostDecodePlan(**SHAPE, page_size=PAGE, max_pages=16, dtype=torch.float16, device=device)
+
+    def stop(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan._kernels, "run", stop)
+    with pytest.raises(KeyboardInterrupt):
+        plan.run(p.q, in_host_memory(kv), p.index_q, keys)
+
+
 @pytest.mark.parametrize(("new_tokens", "least"), [(1, True), (2, False), (2, True)])
 def test_equals_a_resident_cache(device, new_tokens, least):
     """The selections of the steps are unrelated, so that a small cache is thrashed."""
