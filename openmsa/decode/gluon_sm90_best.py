@@ -276,7 +276,7 @@ def attend(
         send(v, row.head, block, ring.index(2 * i + 1), PAGE_SIZE, CONSTANTS.v_row)
         oldest, keys = keys, block.keys
     if PAIRS == 1:
-        oldest = keys
+        oldest = keys + 0
 
     # 2. Block after block is multiplied, and the next one is taken meanwhile.
     zero = gl.zeros([BLOCK, HEADS], gl.float32, PRODUCT)

@@ -22,38 +22,42 @@ def assigned(nodes):
     return {node.id for node in found if isinstance(node.ctx, ast.Store)}
 
 
-def pairs(statement):
-    """Yields what an assignment gives values to, and these values as far as they can be told apart."""
+def renamed(statement):
+    """Yields the names that an assignment gives values of other names to, and those."""
     for target in statement.targets:
         values = statement.value
-        if isinstance(target, ast.Tuple) and isinstance(values, ast.Tuple) and len(target.elts) == len(values.elts):
-            yield from zip(target.elts, values.elts, strict=True)
-        else:
-            yield target, values
+        several = isinstance(target, ast.Tuple) and isinstance(values, ast.Tuple) and len(target.elts) == len(values.elts)
+        for x, y in zip(target.elts, values.elts, strict=True) if several else [(target, values)]:
+            if isinstance(x, ast.Name) and isinstance(y, ast.Name):
+                yield x.id, y.id
 
 
 def confused(statements, values):
-    """Yields pairs of names of one value that a loop changes, and its line. values: what each name stands for so far."""
+    """Yields names that a loop gives the value of another, which it changes, too, where both had one value before, and the
+    line. values: what each name may stand for so far."""
+
+    def of(name):
+        return values.get(name, {name})
+
+    def anew(nodes):
+        return {name: {object()} for name in assigned(nodes)}
+
     for node in statements:
         if isinstance(node, ast.Assign):
-            new = [(target, value) for target, value in pairs(node)]
-            known = {t.id: values.get(v.id, v.id) for t, v in new if isinstance(t, ast.Name) and isinstance(v, ast.Name)}
-            values.update(dict.fromkeys(assigned([node]), None) | known)
+            values.update(anew([node]) | {x: of(y) for x, y in renamed(node)})
         elif isinstance(node, (ast.For, ast.While)):
-            changed = sorted(name for name in assigned([node]) if values.get(name, name) is not None)
-            for i, x in enumerate(changed):
-                yield from ((x, y, node.lineno) for y in changed[i + 1 :] if values.get(x, x) == values.get(y, y))
-            values.update(dict.fromkeys(assigned([node]), None))
+            given = {pair for inner in ast.walk(node) if isinstance(inner, ast.Assign) for pair in renamed(inner)}
+            changed = assigned([node])
+            yield from ((x, y, node.lineno) for x, y in sorted(given) if x != y and y in changed and of(x) & of(y))
+            values.update(anew([node]))
             yield from confused(node.body, dict(values))
         elif isinstance(node, ast.If):
             ways = [dict(values), dict(values)]
             for way, body in zip(ways, (node.body, node.orelse), strict=True):
                 yield from confused(body, way)
-            for name in assigned([node]):
-                kept = {way.get(name, name) for way in ways} - {None}
-                values[name] = kept.pop() if len(kept) == 1 else None
+            values.update({name: ways[0].get(name, {name}) | ways[1].get(name, {name}) for name in assigned([node])})
         else:
-            values.update(dict.fromkeys(assigned([node]), None))
+            values.update(anew([node]))
 
 
 def test_no_loop_confuses_two_names_of_one_value():
@@ -73,6 +77,9 @@ def test_no_loop_confuses_two_names_of_one_value():
         ("a, c = b, 0", "a, b = b, b + 1", 1),
         ("a = b; b = 3", "a, b = b, b + 1", 0),
         ("a = c; b = c", "a, b = b, b + 1", 1),
+        ("d = c + 1; a = d", "a, d = d, d + 1", 1),
+        ("d = c + 1; a = d; d = d + 1", "a, d = d, d + 1", 0),
+        ("a = b", "a, b = a + 1, b + 1", 0),
         ("a = b\n  if c: b = 1", "a, b = b, b + 1", 1),
     ],
 )
