@@ -9,10 +9,9 @@ Scores are handed on where `openmsa.block_scores.gluon_sm90_few` makes them: a p
 there, beside programs that still score other rows. It leaves the words of its row as it wants to find them, `ABSENT`.
 
 A program has a tile of keys and one of values in shared memory, and asks for the next of either as soon as a product has read
-it. Where rows are more than multiprocessors, two programs of a multiprocessor hide each other's waits; with a third, memory is
-no faster, and the last round of programs leaves more of it idle. Where rows are fewer, a program has two tiles of each. Where
-they are at most half as many, several programs can share a row: each selects all of its blocks and attends to every second, or
-eighth, of them, and the last program to come merges what all have found.
+it. Where rows are more than multiprocessors, two programs of a multiprocessor hide each other's waits; a third gains nothing.
+Where rows are fewer, a program has two tiles of each. Where they are at most half as many, several programs can share a row:
+each selects all of its blocks and attends to every second, or eighth, and the last one to come merges what all have found.
 
 Between two layers an engine runs other kernels, so that each layer fetches this code anew, which takes longer than to execute
 it. So what is done twice is a loop, even of two turns, and where there is no block the code that would copy it is passed by.
@@ -435,6 +434,7 @@ def launch(
     assert isinstance(k, Tensor)
     assert isinstance(v, Tensor)
     assert not handed or sizes.index_heads == sizes.num_kv_heads  # A program makes the scores of its row absent again.
+    assert splits == 1 or splits <= 16 * pairs  # Partials fit into the tiles of a program.
     group, (tensors, numbers) = sizes.num_q_heads // sizes.num_kv_heads, operands(sizes, scores, step)
     launch_kernel(
         sm90_best_kernel,
