@@ -434,7 +434,7 @@ def launch(
     assert isinstance(k, Tensor)
     assert isinstance(v, Tensor)
     assert not handed or sizes.index_heads == sizes.num_kv_heads  # A program makes the scores of its row absent again.
-    assert splits == 1 or splits <= 16 * pairs  # Partials fit into the tiles of a program.
+    assert splits <= 16 * pairs <= 16 * sizes.topk  # Partials fit into the tiles of a program, and a block comes to each tile.
     group, (tensors, numbers) = sizes.num_q_heads // sizes.num_kv_heads, operands(sizes, scores, step)
     launch_kernel(
         sm90_best_kernel,

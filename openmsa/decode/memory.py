@@ -39,10 +39,9 @@ RESIDENT = 4
 """Scoring is cut so that a multiprocessor has so many programs of all kinds."""
 MOST_SPLITS = 64
 """A merge program of one launch holds at most so many splits."""
-MOST_SHARED = 1
-"""Blocks are taken best first where at most so many programs share a row. Partials of 32 fit into the tiles of the program that
-merges them, but in its present form, which is the fast one in an engine, the kernel has not given right results on a GPU for
-rows that are shared (`docs/log/decode.md`)."""
+MOST_SHARED = 32
+"""Blocks are taken best first where at most so many programs share a row: partials of 32 fit into the tiles of the program that
+merges them."""
 MOST_HANDED = 2
 """Scores are handed on one by one where at most so many programs share a row; with more it gains nothing."""
 LEAST_SHARE = 2
@@ -166,12 +165,13 @@ def _attend(batch: int, sizes: Sizes, facts: devices.Device, form: str) -> trito
 def best_pairs(cut: triton_decode.Config, batch: int, sizes: Sizes, device: devices.Device) -> int:
     """Returns how many pairs of tiles programs of `openmsa.decode.gluon_sm90_best` have for these sizes, 0 where others serve.
     It is made for pages of whole blocks of 128 keys, and is faster than programs that select first unless each would have a
-    single one of those. cut: of attention in a launch of its own, whose splits these programs have. It is a pure function."""
+    single one of those. A program has no more pairs than blocks. cut: of attention in a launch of its own, whose splits these
+    programs have. It is a pure function."""
     whole, group = sizes.block_size == 128 and sizes.page_size % 128 == 0, sizes.num_q_heads // sizes.num_kv_heads
     single = cut.splits > 1 and cut.splits == sizes.topk
     if not whole or group > 16 or sizes.head_dim != 128 or single or cut.splits > MOST_SHARED:
         return 0
-    return 1 if batch * sizes.new_tokens * sizes.num_kv_heads > device.num_sms else 2
+    return 1 if batch * sizes.new_tokens * sizes.num_kv_heads > device.num_sms else min(2, sizes.topk)
 
 
 def _handed(max_batch: int, capacity: int, sizes: Sizes, hands_on: list[bool], device: torch.device) -> Tensor | None:

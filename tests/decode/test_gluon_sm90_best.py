@@ -147,6 +147,8 @@ def partials_of(sizes, step, splits):
 def test_on_the_device(name, pairs, splits, handed):
     """Handed scores are absent in the end; words that are never written are neither waited for nor changed."""
     sizes, scores, step = step_of(*CASES[name])
+    if pairs > sizes.topk:
+        pytest.skip("a program has no more pairs than blocks")
     given = scores
     if handed:
         if sizes.index_heads != sizes.num_kv_heads:
@@ -191,11 +193,9 @@ def pairs_and_splits(batch, sizes):
     return best_pairs(cut, batch, sizes, COMPILE_TARGETS[90]), cut.splits
 
 
-def test_what_plans_take_best_first(monkeypatch):
+def test_what_plans_take_best_first():
     """No program has a single block where each other has one, too, and partials fit into the tiles of one program."""
     sizes = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 2048, 16, 0, 1, 128)
-    assert [pairs_and_splits(rows, sizes)[0] for rows in (66, 67, 132, 133)] == [0, 2, 2, 1]
-    monkeypatch.setattr(memory, "MOST_SHARED", 32)
     sms = COMPILE_TARGETS[90].num_sms
     assert sms == 132
     rows = {
@@ -216,7 +216,7 @@ def test_what_plans_take_best_first(monkeypatch):
     assert pairs_and_splits(sms // 4 + 1, sizes._replace(num_kv_heads=4, num_q_heads=32)) == (1, 1)
     for topk in range(1, 20):
         pairs, splits = pairs_and_splits(7, sizes._replace(topk=topk))
-        assert (pairs == 2) == (topk == 1 or splits < topk)
+        assert pairs == (min(2, topk) if topk == 1 or splits < topk else 0)
     assert pairs_and_splits(2, sizes._replace(topk=64)) == (2, 32)
     assert pairs_and_splits(1, sizes._replace(topk=128)) == (0, 64)
     for other in ({"num_q_heads": 32}, {"head_dim": 64}, {"block_size": 64}, {"page_size": 64}):
@@ -315,7 +315,7 @@ def test_scores_are_handed_from_one_kernel_to_the_other(seed, monkeypatch):
                 written = torch.arange(scores.shape[2]) < sees(sizes, step)[:, None, None] - local
                 assert_equal("written", scores.view(torch.int32) != ABSENT.value, written.expand(scores.shape))
                 assert int((words.view(torch.int32) != ABSENT.value).sum()) == int(written.expand(scores.shape).sum())
-            launch(sizes, scores, step, False, r.choice([1, 2]), splits, partials_of(sizes, step, splits), handed)
+            launch(sizes, scores, step, False, min(r.choice([1, 2]), topk), splits, partials_of(sizes, step, splits), handed)
             results.append((ids, step.out, step.lse))
         assert bool((words.view(torch.int32) == ABSENT.value).all())
         for name, *given in zip(("blocks", "out", "lse"), *results, strict=True):
@@ -355,8 +355,7 @@ def test_a_failed_run_leaves_no_score_behind(monkeypatch):
         (300, {"num_q_heads": 64, "num_kv_heads": 4}, None),  # one index head for four KV heads
     ],
 )
-def test_memory_for_scores_that_are_handed_on(batch, changes, count, monkeypatch):
-    monkeypatch.setattr(memory, "MOST_SHARED", 32)
+def test_memory_for_scores_that_are_handed_on(batch, changes, count):
     sizes = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 2048, 16, 0, 1, 128)._replace(**changes)
     served = [pairs_and_splits(b + 1, sizes) for b in range(batch)]
     words = _handed(batch, 2048 * 128, sizes, [pairs > 0 and splits <= 2 for pairs, splits in served], torch.device("cpu"))
@@ -393,7 +392,6 @@ def test_in_plans(batch, tokens, heads, room, monkeypatch):
     layers, lengths = [index_q, -index_q, index_q.flip(0)], [torch.tensor(x) for x in (lens, [n // 2 for n in lens], lens)]
     launched, launch_best = [], gluon_sm90_best.launch
     monkeypatch.setattr(gluon_sm90_best, "launch", lambda *given: launched.append((given[4], given[-1])) or launch_best(*given))
-    monkeypatch.setattr(memory, "MOST_SHARED", 32)
     rows, every = batch * tokens * heads, []
     pairs = 1 if rows > 132 else 2
     for best, handed in ((pairs, batch >= 16 and rows >= 34), (pairs, False), (0, False)):
@@ -439,7 +437,6 @@ def test_in_plans(batch, tokens, heads, room, monkeypatch):
 @pytest.mark.parametrize(("batch", "served"), [(40, True), (33, False)])
 def test_what_plans_hold(batch, served, monkeypatch):
     """A plan on an H200 hands scores on where two programs share a row, and has room for the partials of all rows."""
-    monkeypatch.setattr(memory, "MOST_SHARED", 32)
     monkeypatch.setattr(memory, "runs_hopper_kernels", lambda device: True)
     monkeypatch.setattr(memory.devices, "facts", lambda device: COMPILE_TARGETS[90])
     sizes = Sizes(1, 16, 1, 128, 1, 1, 128, 128, 300, 16, 0, 1, 128)
