@@ -51,7 +51,8 @@ LEAST_SHARE = 2
 class PlanMemory:
     """Holds how steps of 1, 2, ... `max_batch` sequences are cut into programs, and buffers for the largest.
 
-    one_launch:      cuts of the kernel that runs a whole layer, None where it does not serve; words: what its programs hand on.
+    one_launch:      cuts of the kernel that runs a whole layer, None where it does not serve, or blocks taken best first, in two
+                     launches, are faster; words: what its programs hand on.
     attend:          cuts of attention in a launch of its own, by the format of keys and values; partials: what it leaves.
     best:            pairs of tiles with which attention behind plain scores takes blocks best first
                      (`openmsa.decode.gluon_sm90_best`), 0 where it does not; hands_on: whether it is handed scores one by one,
@@ -72,11 +73,11 @@ class PlanMemory:
                 f"max_pages * page_size / block_size must be at most {MAX_BLOCKS} on {device}, got {sizes.num_blocks}"
             )
         self.sizes, facts = sizes, devices.facts(device)
-        self.one_launch = [configure(batch, sizes, facts) for batch in range(1, max_batch + 1)]
         self.attend = {form: [_attend(b + 1, sizes, facts, form) for b in range(max_batch)] for form in FORMATS}
         hopper = runs_hopper_kernels(device)
         cuts = self.attend["plain"]
         self.best = [best_pairs(cut, b + 1, sizes, facts) if hopper else 0 for b, cut in enumerate(cuts)]
+        self.one_launch = [None if pairs else configure(b + 1, sizes, facts) for b, pairs in enumerate(self.best)]
         self.interpreted = device.type != "cuda"
         self.pdl = devices.has_pdl(device)
         self._allocate(max_batch, max_pages * sizes.page_size, dtype, device, certified)

@@ -446,3 +446,13 @@ def test_what_plans_hold(batch, served, monkeypatch):
     assert (held.handed is not None) == served
     assert held.partials.rows.numel() >= 16 * 128 * max(b * pairs_and_splits(b, sizes)[1] for b in range(1, batch + 1))
     assert held.partials.arrived.numel() >= batch
+
+
+@pytest.mark.parametrize(("hopper", "tokens", "last"), [(True, 1, 4), (True, 2, 2), (False, 1, 16)])
+def test_one_launch_is_for_rows_that_are_not_taken_best_first(hopper, tokens, last, monkeypatch):
+    """With 16 blocks a row it is left to up to four tokens times KV heads; elsewhere it serves steps of up to 264 outputs."""
+    monkeypatch.setattr(memory, "runs_hopper_kernels", lambda device: hopper)
+    monkeypatch.setattr(memory.devices, "facts", lambda device: COMPILE_TARGETS[90])
+    sizes = Sizes(tokens, 16, 1, 128, 1, 1, 128, 128, 256, 16, 0, 1, 128)
+    held = memory.PlanMemory(sizes, 17, 256, torch.bfloat16, torch.device("cpu"))
+    assert [cut is not None for cut in held.one_launch] == [batch <= last for batch in range(1, 18)]
