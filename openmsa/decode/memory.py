@@ -51,8 +51,8 @@ LEAST_SHARE = 2
 class PlanMemory:
     """Holds how steps of 1, 2, ... `max_batch` sequences are cut into programs, and buffers for the largest.
 
-    one_launch:      cuts of the kernel that runs a whole layer, None where it does not serve or taking blocks best first, in two
-                     launches, is faster; words: what its programs hand on.
+    one_launch:      cuts of the kernel that runs a whole layer, None where it does not serve or two launches, which take blocks
+                     best first, are faster; words: what its programs hand on.
     attend:          cuts of attention in a launch of its own, by the format of keys and values; partials: what it leaves.
     best:            pairs of tiles with which attention behind plain scores takes blocks best first
                      (`openmsa.decode.gluon_sm90_best`), 0 where it does not; hands_on: whether it is handed scores one by one,
