@@ -26,7 +26,9 @@ import torch
 
 from openmsa.runtime.environment import c_compiler, cache_folder
 
-NATIVE = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+MACHINES = {"aarch64": "-mcpu=native", "arm64": "-mcpu=apple-m1"}
+"""What names the instructions of a machine, as Linux and macOS call it. Apple's later processors have those of the first."""
+NATIVE = MACHINES.get(platform.machine(), "-march=native")
 FLAGS = ("-O3", NATIVE, "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 LEAST_PRODUCTS = 1 << 20  # Fewer products are made by one thread in the time that another takes to start.
 log = logging.getLogger(__name__)
