@@ -139,8 +139,12 @@ INLINE const char *next_key(Walk *walk, const Rows *keys) {
 INLINE void multiply_few(floats *best, const float *const *rows, int count, const Rows *keys, int64_t first, int64_t end,
                          Walk *soon, int64_t dim, int64_t type) {
     floats parts[4][LANES]; /* of each row and key: a lane for every LANES-th product */
+    floats q[4][LARGEST_DIM / LANES];
     Walk walk = {0, first, end, 0};
-    int64_t apart = count == 1 && !keys->pages ? SPARSE : 64;
+    int64_t apart = count == 1 && !keys->pages && type != E4M3 ? SPARSE : 64;
+    for (int r = 0; r < count; r++)
+        for (int64_t i = 0; i < dim; i += LANES)
+            q[r][i / LANES] = read_floats(rows[r] + i);
     for (int64_t k = first; k < end; k += LANES) {
         for (int j = 0; j < LANES; j++) {
             floats sums[4] = {0};
@@ -148,7 +152,7 @@ INLINE void multiply_few(floats *best, const float *const *rows, int count, cons
             for (int64_t i = 0; i < dim; i += LANES) {
                 floats numbers = read_numbers(key, i, type);
                 for (int r = 0; r < count; r++)
-                    sums[r] += read_floats(rows[r] + i) * numbers;
+                    sums[r] += q[r][i / LANES] * numbers;
             }
             for (int64_t i = 0; i < dim * SIZES[type]; i += apart)
                 __builtin_prefetch(later + i, 0, 2);
@@ -160,15 +164,16 @@ INLINE void multiply_few(floats *best, const float *const *rows, int count, cons
     }
 }
 
-/* Scores the blocks `from` to `to` for at most MOST_FEW_ROWS rows, all of which see all keys. */
-INLINE void score_blocks(const Call *c, int64_t from, int64_t to, char *memory, int64_t type) {
+/* Scores the blocks `from` to `to` for at most MOST_FEW_ROWS rows, all of which see all keys. dim: that of the call, which the
+ * compiler knows where arithmetic takes as long as memory. Then it unrolls a key, and holds rows in registers. */
+INLINE void score_blocks(const Call *c, int64_t from, int64_t to, char *memory, int64_t type, int64_t dim) {
     const float *q = start_rows(c, &memory), *rows[MOST_FEW_ROWS + 4];
     int64_t of = c->queries * c->group, next = from * c->block_size, stop = to * c->block_size;
     Walk soon = {0, next, stop < c->k_len ? stop : c->k_len, 0};
-    for (int64_t i = 0; i < AHEAD; i += c->dim * SIZES[type])
-        ask_for(&c->keys, soon.next < soon.end ? soon.next : soon.end - 1, c->dim), next_key(&soon, &c->keys);
+    for (int64_t i = 0; i < AHEAD; i += dim * SIZES[type])
+        ask_for(&c->keys, soon.next < soon.end ? soon.next : soon.end - 1, dim), next_key(&soon, &c->keys);
     for (int64_t r = 0; r < MOST_FEW_ROWS + 4; r++)
-        rows[r] = q + (r < of ? r : of) * c->dim;
+        rows[r] = q + (r < of ? r : of) * dim;
     for (int64_t b = from; b < to; b++) {
         int64_t first = b * c->block_size, end = first + c->block_size < c->k_len ? first + c->block_size : c->k_len;
         floats best[MOST_FEW_ROWS + 4];
@@ -178,11 +183,11 @@ INLINE void score_blocks(const Call *c, int64_t from, int64_t to, char *memory, 
             Walk ends = {soon.key, soon.end, soon.end, 0}; /* Other rows read keys that a cache holds. */
             Walk *asked = r ? &ends : &soon;
             if (of - r == 1)
-                multiply_few(best + r, rows + r, 1, &c->keys, first, end, asked, c->dim, type);
+                multiply_few(best + r, rows + r, 1, &c->keys, first, end, asked, dim, type);
             else if (of - r == 2)
-                multiply_few(best + r, rows + r, 2, &c->keys, first, end, asked, c->dim, type);
+                multiply_few(best + r, rows + r, 2, &c->keys, first, end, asked, dim, type);
             else
-                multiply_few(best + r, rows + r, 4, &c->keys, first, end, asked, c->dim, type);
+                multiply_few(best + r, rows + r, 4, &c->keys, first, end, asked, dim, type);
         }
         for (int64_t r = 0; r < of; r++)
             *place(c, r, b) = greatest_lane(best[r]);
@@ -196,7 +201,12 @@ void score_few(const void *call, int64_t piece, char *memory) {
     int64_t to = from + size < c->blocks ? from + size : c->blocks;
     if (from >= to)
         return;
-#define SCORE(TYPE) score_blocks(c, from, to, memory, TYPE);
+    /* A key of float32 is walked by one instruction, which the processor's prefetcher follows. */
+#define SCORE(TYPE)                                    \
+    if (TYPE != FLOAT32 && c->dim == 128)              \
+        score_blocks(c, from, to, memory, TYPE, 128);  \
+    else                                               \
+        score_blocks(c, from, to, memory, TYPE, c->dim);
     BY_TYPE(c->keys.type, SCORE)
 #undef SCORE
 }

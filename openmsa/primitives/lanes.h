@@ -8,7 +8,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h> /* GCC widens small numbers by these instructions alone. */
 #endif
 
@@ -39,6 +39,7 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
 
 /* How a number is stored; openmsa/primitives/cpu_rows.py has the same list. */
 enum { FLOAT32, BFLOAT16, FLOAT16, E4M3 };
@@ -110,10 +111,37 @@ INLINE words read_codes(const char *from, int size) {
 #endif
 }
 
+#if defined(__F16C__)
+/* Reads LANES numbers of float16 or E4M3, which becomes float16 first: its exponent has a bias of 7 instead of 15. */
+INLINE floats read_halves(const char *from, int64_t i, int64_t type) {
+    shorts half;
+    if (type == E4M3) {
+#if LANES == 16
+        shorts code = (shorts)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(from + i)));
+#else
+        shorts code = (shorts)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)(from + i)));
+#endif
+        half = ((code << 8) >> 1 & (int16_t)0xbf80) | (((code & 0x7f) == 0x7f) & 0x7c00); /* the code 0x7f is NaN */
+    } else {
+        memcpy(&half, from + 2 * i, sizeof half);
+    }
+#if LANES == 16
+    floats x = (floats)_mm512_cvtph_ps((__m256i)half);
+#else
+    floats x = (floats)_mm256_cvtph_ps((__m128i)half);
+#endif
+    return type == E4M3 ? x * 0x1p8f : x;
+}
+#endif
+
 /* Reads LANES numbers of a type, which the compiler should know, from number i on. */
 INLINE floats read_numbers(const char *from, int64_t i, int64_t type) {
     if (type == FLOAT32)
         return read_floats((const float *)from + i);
+#if defined(__F16C__)
+    if (type == E4M3 || type == FLOAT16)
+        return read_halves(from, i, type);
+#endif
     if (type == E4M3) { /* Its exponent is that of float32 but for a bias of 7 instead of 127. */
         words code = read_codes(from + i, 1);
         floats magnitude = (floats)((code & 0x7f) << 20) * 0x1p120f;
