@@ -46,12 +46,16 @@ class Step:
         self.kv = PagedKV(self.pool[..., :DIM], self.pool[..., DIM:], self.table, self.lens)
         self.index_keys = PagedIndexKeys(self.index, self.table, self.lens)
 
+    def decode_plan(self, max_pages: int) -> DecodePlan:
+        """Returns a `DecodePlan` for such steps with room for so many pages a sequence."""
+        return DecodePlan(
+            max_batch=self.batch, num_q_heads=self.q.shape[1], num_kv_heads=self.kv.num_heads, head_dim=DIM, page_size=PAGE,
+            max_pages=max_pages, new_tokens=self.new, topk=TOPK, certified_keys=False, device=GPU,
+        )  # fmt: skip
+
     def plan(self, apart: bool) -> Callable[[], Tensor]:
         """Returns a step of a `DecodePlan`. apart: whether each new token reads its blocks on its own."""
-        made = DecodePlan(
-            max_batch=self.batch, num_q_heads=self.q.shape[1], num_kv_heads=self.kv.num_heads, head_dim=DIM, page_size=PAGE,
-            max_pages=self.table.shape[1], new_tokens=self.new, topk=TOPK, certified_keys=False, device=GPU,
-        )  # fmt: skip
+        made = self.decode_plan(self.table.shape[1])
         if apart:
             made._kernels.shared = made._kernels.shared._replace(cuts=[None] * self.batch)
         return partial(made.run, self.q, self.kv, self.index_q, self.index_keys)
@@ -108,17 +112,23 @@ def measure(x: Step, kernels: Any, samples: int) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    """Runs the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """Returns the parser of a command that measures decode steps of the shapes asked for."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, help="folder with vLLM's kernels (none: only ours)")
     parser.add_argument("--out", type=Path, required=True, help="records are added to this JSONL file")
-    parser.add_argument("--heads", nargs="+", default=["64/4", "16/1"])
-    parser.add_argument("--batch", type=int, nargs="+", default=[8, 32, 128])
-    parser.add_argument("--keys", type=int, nargs="+", default=[1024, 8192, 32_768, 204_800])
-    parser.add_argument("--new", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--samples", type=int, default=11)
-    options = parser.parse_args()
+    parser.add_argument("--heads", nargs="+")
+    for name in ("batch", "keys", "new"):
+        parser.add_argument(f"--{name}", type=int, nargs="+")
+    parser.add_argument("--samples", type=int)
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def main() -> None:
+    """Runs the command."""
+    shapes = {"heads": ["64/4", "16/1"], "batch": [8, 32, 128], "keys": [1024, 8192, 32_768, 204_800], "new": [1, 8]}
+    options = parser_of(__doc__, **shapes, samples=11).parse_args()
     kernels, shared = load(options.peers) if options.peers else None, environment(GPU)
     names = ("plan", "apart", "steps", "vllm")
     print(

@@ -12,18 +12,15 @@ vLLM's Triton kernels.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.decode import DIM, GPU, PAGE, TOPK, Step
-from openmsa import DecodePlan
+from benchmarks.decode import GPU, PAGE, Step, parser_of
 from openmsa.bench.record import append, environment
 from openmsa.bench.vllm_peer import load
 from openmsa.testing.timing import captured
@@ -58,10 +55,7 @@ def layers_of(
             runs = [step.vllm(kernels) for step in steps]
             ways[name] = runs, [run() for run in runs]
             continue
-        plan = DecodePlan(
-            max_batch=first.batch, num_q_heads=first.q.shape[1], num_kv_heads=first.kv.num_heads, head_dim=DIM, page_size=PAGE,
-            max_pages=room // PAGE, new_tokens=first.new, topk=TOPK, certified_keys=False, device=GPU,
-        )  # fmt: skip
+        plan = first.decode_plan(room // PAGE)
         if name == "stages":
             plan._kernels.one_launch = [None] * first.batch
         outs = [torch.empty_like(step.q) for step in steps]
@@ -104,15 +98,8 @@ def measure(steps: list[Step], room: int, kernels: Any, others: Others, samples:
 
 def main() -> None:
     """Runs the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=Path, help="folder with vLLM's kernels (none: only ours)")
-    parser.add_argument("--out", type=Path, required=True, help="records are added to this JSONL file")
-    parser.add_argument("--heads", nargs="+", default=["16/1", "32/4"])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--keys", type=int, nargs="+", default=[16384])
-    parser.add_argument("--new", type=int, nargs="+", default=[1])
+    parser = parser_of(__doc__, heads=["16/1", "32/4"], batch=[1, 8, 32], keys=[16384], new=[1], samples=12)
     parser.add_argument("--room", type=int, nargs="+", default=[32768, 262144], help="keys that a plan is made for")
-    parser.add_argument("--samples", type=int, default=12)
     options = parser.parse_args()
     kernels, shared, others = load(options.peers) if options.peers else None, environment(GPU), Others()
     for heads in options.heads:
