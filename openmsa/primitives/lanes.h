@@ -98,17 +98,16 @@ INLINE void write_floats(float *to, floats x) { memcpy(to, &x, sizeof x); }
 /* Reads LANES whole numbers of `size` bytes, 1 or 2. */
 INLINE words read_codes(const char *from, int size) {
 #if defined(__AVX512F__)
-    return size == 1 ? (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from))
-                     : (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    if (size == 2)
+        return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
 #elif defined(__AVX2__)
-    return size == 1 ? (words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from))
-                     : (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
-#else
+    if (size == 2)
+        return (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+#endif
     words found;
     for (int i = 0; i < LANES; i++)
         found[i] = size == 1 ? ((const uint8_t *)from)[i] : ((const uint16_t *)from)[i];
     return found;
-#endif
 }
 
 #if defined(__F16C__)
