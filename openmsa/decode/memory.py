@@ -27,10 +27,10 @@ BOUNDS_PAY = 64 << 20
 """Exact index keys beside `CertifiedKeys`, up to so many bytes, are read without bounds first, which is as fast on an H200."""
 LAYER_BLOCKS = 256
 """One launch is faster than three where a sequence has at most so many blocks, those of 32K keys."""
-STRIDED_TOKENS = 1
+STRIDED_TOKENS = 4
 """Where a sequence may have more blocks than that, one launch serves steps of at most so many tokens all the same: its scoring
 programs share what sequences have, and its attention programs read as many scores as are visible. Two launches serve eight
-sequences as fast or faster."""
+tokens as fast or faster."""
 MOST_STRIDED = 2048
 """Such a launch serves at most so many blocks. A thread of four warps could hold the scores of 4,096."""
 LAYER_ROWS = 2

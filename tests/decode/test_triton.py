@@ -153,7 +153,8 @@ def test_the_choice_is_a_pure_function_of_sizes():
     assert room.strided
     assert not one.strided
     assert (room.score_splits, room.score_tiles, room.reps) == (128, 16, one.reps)
-    assert configure(2, M3._replace(num_blocks=2048), hopper) is None
+    assert configure(4, M3._replace(num_blocks=2048), hopper).strided
+    assert configure(5, M3._replace(num_blocks=2048, num_q_heads=16, num_kv_heads=1), hopper) is None
     assert configure(1, M3._replace(num_blocks=2049), hopper) is None
     many = configure(1, M3._replace(topk=64, num_q_heads=16, num_kv_heads=1), hopper)
     assert many.attend.splits <= MOST_SPLITS
@@ -169,23 +170,36 @@ STRIDED = [  # new_tokens, index_heads, block, page, topk, init, local
 ]
 
 
+@pytest.mark.parametrize("ties", [False, True], ids=["", "ties"])
 @pytest.mark.parametrize(("tokens", "index_heads", "block", "page", "topk", "init", "local"), STRIDED)
-def test_scoring_in_strides_gives_the_same_bits(monkeypatch, tokens, index_heads, block, page, topk, init, local):
-    """Rows that each warp selects from and rows that a program selects from, ragged and empty sequences."""
+def test_scoring_in_strides_gives_the_same_bits(monkeypatch, tokens, index_heads, block, page, topk, init, local, ties):
+    """Rows that each warp holds and rows that a program holds, ragged and empty sequences, also where blocks have equal scores;
+    and caches of which the shorter one counts."""
     if not CUDA:
         monkeypatch.setattr(decode, "uses_kernels", lambda device: True)
         monkeypatch.setattr(devices, "_INTERPRETED", COMPILE_TARGETS[90])  # whose rows fit one launch
-    lens = (41 * block + 5, 0, block - 1, 12 * block)
+    lens = (57 * block + 5, 0, block - 1, 12 * block)
     p = problem(
         [tokens] * 4, lens, kv_heads=2, group=4, head_dim=64, index_dim=32, index_heads=index_heads, integer_index=True,
         dtype=torch.float16, seed=block,
     )  # fmt: skip
+    if ties:
+        p.index_q.zero_()[..., 0] = 1
+        p.index_k.zero_()[..., 0] = torch.randint(-3, 1, (p.index_k.shape[0] // block + 1, 1)).repeat_interleave(block, 0)[
+            : p.index_k.shape[0]
+        ]
     caches = [type(c)(**{name: x.to(DEVICE) for name, x in vars(c).items()}) for c in paged(p, page)]
     for cache in caches:
         table = torch.full((4, 64 * block // page), -1, dtype=torch.int32, device=DEVICE)
         table[:, : cache.page_table.shape[1]] = cache.page_table
         cache.page_table = table
-    found = []
+
+    def results(plan):
+        out = torch.full_like(p.q, torch.nan, device=DEVICE)
+        plan.run(p.q.to(DEVICE), caches[0], p.index_q.to(DEVICE), caches[1], out=out)
+        return plan.blocks.cpu().clone(), out.cpu(), plan.lse.cpu().clone()
+
+    plans = []
     for most, near in ((0, 256), (12, 32)):
         monkeypatch.setattr(memory, "STRIDED_TOKENS", most)
         monkeypatch.setattr(memory, "LAYER_BLOCKS", near)
@@ -195,8 +209,14 @@ def test_scoring_in_strides_gives_the_same_bits(monkeypatch, tokens, index_heads
             local_blocks=local, certified_keys=False, dtype=torch.float16, device=DEVICE,
         )  # fmt: skip
         assert plan._kernels.one_launch[3].strided == (most > 0)
-        out = torch.full_like(p.q, torch.nan, device=DEVICE)
-        plan.run(p.q.to(DEVICE), caches[0], p.index_q.to(DEVICE), caches[1], out=out)
-        found.append((plan.blocks.cpu().clone(), out.cpu(), plan.lse.cpu().clone()))
-    for name, one, other in zip(("blocks", "out", "lse"), *found, strict=True):
+        plans.append(plan)
+    for name, one, other in zip(("blocks", "out", "lse"), *map(results, plans), strict=True):
         assert_equal(name, one, other)
+    found = []
+    for cut in ((0, 1), (1, 0), (1, 1)):
+        for cache, by in zip(caches, cut, strict=True):
+            cache.seq_lens[0] = lens[0] - 9 * block * by
+        found.append(results(plans[1]))
+    for shorter in found[:2]:
+        for name, one, other in zip(("blocks", "out", "lse"), shorter, found[2], strict=True):
+            assert_equal(name, one, other)
