@@ -317,11 +317,13 @@ def _times(name: str, own: float, ours: float) -> str:
 
 
 def _stages(row: dict[str, Any]) -> dict[str, float]:
-    """Returns GPU milliseconds by stage, of a prompt or of a step of decode; what both sparse stages take; and the host's
-    microseconds for a layer."""
-    stages = row["stages"]
-    steps = stages.get("forward", {}).get("calls", 1) if row["row"] == "decode" else 1
+    """Returns GPU milliseconds by stage, of a prompt or of a step of decode, of whose forwards the median counts, since one may
+    have compiled a kernel; what both sparse stages take; and the host's microseconds for a layer."""
+    stages, decode = row["stages"], row["row"] == "decode"
+    steps = stages.get("forward", {}).get("calls", 1) if decode else 1
     found = {name: stage["gpu_ms"] / steps for name, stage in stages.items()}
+    if decode and "forward" in stages:
+        found["forward"] = stages["forward"]["gpu_median_ms"]
     if {"indexer", "attend"} <= set(stages):
         found["both"] = found["indexer"] + found["attend"]
         found["host us"] = stages["indexer"]["host_median_us"] + stages["attend"]["host_median_us"]

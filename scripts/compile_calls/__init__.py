@@ -161,10 +161,11 @@ CALLS: tuple[Any, ...] = (
     Plan(1, 32768, new=2, init=1),
     Plan(1, 25600, *("fp16",) * 4, heads=(12, 2), index_heads=1, dim=64, index_dim=64, block=256, page=256, topk=8),
     Plan(1, LONG),
+    Plan(4, LONG, heads=(16, 1)),
     Plan(8, LONG, heads=(16, 1), strided=8),
     Plan(1, 25600, *("fp16",) * 4, heads=(12, 2), init=1, dim=64, index_dim=64, block=64, topk=8),
     # These are decode steps of two launches.
-    *(Plan(batch, LONG, heads=(16, 1)) for batch in (4, 8, 32, 40)),
+    *(Plan(batch, LONG, heads=(16, 1)) for batch in (8, 32, 40)),
     *(Plan(batch, LONG, heads=(16, 1), topk=1) for batch in (8, 40)),
     Plan(128, LONG, heads=HEADS[8]),
     *(Plan(64, 2 * LONG, kind, kind, kind, kind, heads=HEADS[8]) for kind in ("bf16", "fp16")),

@@ -167,3 +167,12 @@ def test_every_token_of_a_permuted_prompt_is_found_again():
     prompt = permuted(40000, 3)
     assert sorted(prompt[:31990]) == list(range(10, 32000))
     assert len(prompt) == 40000
+
+
+def test_a_step_that_compiled_a_kernel_does_not_decide_a_row():
+    def row(kernels, mean, middle):
+        forward = {"calls": 4, "gpu_ms": 4 * mean, "gpu_median_ms": middle}
+        same = {"group": "rank", "row": "decode", "sizes": [8, 16384], "step_ms": 2.0, "tokens": 8, "batch": 8}
+        return {**same, "kernels": kernels, "stages": {"forward": forward}}
+
+    assert "| forward 1 0.8 1.25x |" in engine_rows.table([row("own", 1.0, 1.0), row("openmsa", 500.0, 0.8)])
