@@ -6,10 +6,10 @@
 
 #define MOST_FEW_ROWS 16
 #define AHEAD 8192 /* few rows: so many bytes of keys behind a key memory is asked for another */
-#if LANES == 16
+#if LANES == 16 && !defined(__AVX512VP2INTERSECT__)
 #define SPARSE 256 /* one row, packed keys: it is asked for a line of so many bytes; the processor sees runs of the others */
 #else
-#define SPARSE 64 /* Processors without AVX-512 are asked for every line. */
+#define SPARSE 64 /* Processors without AVX-512, and Zen 5, which has that instruction, are asked for every line. */
 #endif
 
 typedef struct {
