@@ -104,7 +104,8 @@ KNOWN = {
     # Where largest scores of blocks are stored, one register does not fit.
     "sm90_dense_kernel": Known(always, by_arch({90: 8})),
     "sparse_decode_kernel": Known(may_spill=by_arch({120: 8})),  # One register is stored before the loops.
-    "layer_kernel": Known(),
+    # Where a row may see more blocks than a warp holds, one register is stored and read back, twice.
+    "layer_kernel": Known(may_spill=lambda launch: 16 if launch.arch == 120 and constant(launch, "far") else 0),
     "select_and_attend_kernel": Known(may_spill=by_arch({120: 8})),  # One register is stored and read back once.
     # Gradients fill the registers with four sums and two products; addresses of gathered rows are stored and read back.
     "block_gradients": Known(gradients, by_arch({80: 104, 90: 184, 100: 24}), sixteen_bits),
