@@ -160,7 +160,8 @@ def _one_round(task: Task, c: Context, settings: Settings) -> None:
             calls = [call, *(row.build(c) for _ in range(LAYERS - 1))]
             call = captured(lambda: [layer() for layer in calls])
             clock = partial(_share, c.clock)
-        known = first if first > LONG and task.mode == "eager" and not _compiles(task.row, settings) else None
+        compiled = bool(task.samples) or not row.compiles  # A first call on a new machine compiles kernels, on CPUs, too.
+        known = first if first > LONG and task.mode == "eager" and compiled else None
         settle(c.clock)
         task.samples += sample(call, clock, settings.samples, settings.budget, known)
     except Exception as error:  # one row that cannot run must not lose the others
@@ -171,10 +172,6 @@ def _one_round(task: Task, c: Context, settings: Settings) -> None:
 def _share(clock: Clock, layers: Callable[[], Any]) -> float:
     """Returns the seconds of one of `LAYERS` layers."""
     return clock(layers) / LAYERS
-
-
-def _compiles(row: str, settings: Settings) -> bool:
-    return ROWS[row].compiles and settings.device.type == "cuda"
 
 
 def _implementation(call: Callable[[], Any]) -> str | None:
