@@ -154,25 +154,30 @@ def prefill(engine: Vllm, length: int, repeat: int) -> dict[str, Any]:
 
 
 def decode(engine: Vllm, batch: int, context: int, a: argparse.Namespace) -> dict[str, Any]:
-    """Times steps in which every request decodes. The first request decodes while the others are prefilled. An engine with
-    drafts gets prompts in which its n-gram drafter finds every token."""
+    """Times steps in which every request decodes, by the wall clock, and then as many forwards on the GPU. The first request
+    decodes while the others are prefilled. An engine with drafts gets prompts in which its n-gram drafter finds every token."""
     prompt, warm = permuted if a.speculative else tokens, 8
     names = [f"decode-{batch}-{context}-{time.monotonic_ns()}-{i}" for i in range(batch)]
-    most = (1 + a.speculative) * (a.steps + warm + 40 + 2 * batch * -(-context // a.chunk))
+    most = (1 + a.speculative) * (2 * a.steps + warm + 40 + 2 * batch * -(-context // a.chunk))
     for i, name in enumerate(names):
         engine.start(name, prompt(context, 1000 + i), most)
     made: dict[str, int] = {}
     while len(made) < batch or min(made.values()) < warm:
         made |= engine.step()
     torch.cuda.synchronize()
-    before, laps, engine.stages.on = sum(made.values()), [time.perf_counter()], True
+    before, laps = sum(made.values()), [time.perf_counter()]
     for _ in range(a.steps):
         made |= engine.step()
         laps.append(time.perf_counter())
     torch.cuda.synchronize()
-    total, engine.stages.on = time.perf_counter() - laps[0], False
+    total = time.perf_counter() - laps[0]
     steps = sorted(y - x for x, y in itertools.pairwise(laps))
     count = sum(made.values()) - before
+    engine.stages.on, engine.stages.ahead = True, not a.eager
+    for _ in range(a.steps):
+        engine.step()
+    torch.cuda.synchronize()
+    engine.stages.on = engine.stages.ahead = False
     row = {
         "batch": batch,
         "context": context,

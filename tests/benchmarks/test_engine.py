@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""The engine benchmark's plain model is causal and reads parameters by name, and its table compares two records."""
+"""The engine benchmark's plain model is causal and reads parameters by name, its table compares two records, and it times
+forwards apart from steps."""
 
 from argparse import Namespace
 
+import pytest
 import torch
 
-from benchmarks.engine import table, tokens
+from benchmarks.engine import decode, table, tokens
 from benchmarks.engine_model import DIM, PlainModel, errors, redraw, write_config
 
 LAYER = {
@@ -85,3 +87,32 @@ def test_table_compares_the_last_run_of_each_kind():
     assert "prefill 4096 ms" in text
     assert text.count("2.00x") == 9
     assert "2 of 3 answer tokens are equal" in text
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_forwards_are_timed_behind_the_steps_that_the_clock_measures(eager, monkeypatch):
+    """A wait of the GPU before a forward would be part of a step's time; layers that are launched one by one get none."""
+    seen = []
+
+    class Engine:
+        def __init__(self):
+            self.stages = Namespace(on=False, ahead=False, take=lambda: {"forward": {}})
+            self.made = {}
+
+        def start(self, name, prompt, most):
+            self.made[name], self.most = 0, most
+
+        def step(self):
+            seen.append((self.stages.on, self.stages.ahead))
+            self.made = {name: made + 1 for name, made in self.made.items()}
+            assert max(self.made.values()) <= self.most
+            return dict(self.made)
+
+        def finish(self, names):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    row = decode(Engine(), 2, 64, Namespace(speculative=0, steps=5, chunk=16, eager=eager))
+    assert row["tokens"] == 10
+    assert row["stages"] == {"forward": {}}
+    assert seen[-10:] == [(False, False)] * 5 + [(True, not eager)] * 5
