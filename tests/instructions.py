@@ -25,14 +25,20 @@ def runs(flag: str) -> bool:
     return flag != "-march=x86-64-v3" or {"avx2", "fma", "bmi2", "f16c"} <= _known()
 
 
-ALL = [c_library.NATIVE, *filter(runs, OLDER)]
+TILES = {
+    "-DEMULATED_TILES": "avx512f" in _known(),  # Products of tiles are computed number by number.
+    "-mno-amx-bf16": "amx_bf16" in _known(),  # A processor that has tiles does without.
+}
+"""These are further flags beside those of this processor, and whether it can run what they make."""
+ALL = [c_library.NATIVE, *(f"{c_library.NATIVE} {flag}" for flag, can in TILES.items() if can), *filter(runs, OLDER)]
+needs_tiles = pytest.mark.skipif(not TILES["-mno-amx-bf16"], reason="the processor has no tiles")
 needs_compiler = pytest.mark.skipif(c_compiler() is None, reason="the machine has no C compiler")
 
 
 def use(monkeypatch, flag: str) -> None:
-    """Has C kernels compiled for the instructions that a flag names."""
-    library = c_library.library
-    flags = tuple(flag if x == c_library.NATIVE else x for x in c_library.FLAGS)
+    """Has C kernels compiled for the instructions that a flag names, or some flags with a space between them."""
+    library, native = c_library.library, c_library.FLAGS.index(c_library.NATIVE)
+    flags = (*c_library.FLAGS[:native], *flag.split(), *c_library.FLAGS[native + 1 :])
     monkeypatch.setattr(c_library, "library", lambda source: library(source, flags))
 
 

@@ -136,6 +136,8 @@ WORKLOADS: tuple[Workload, ...] = (
     cpu_prefill("prefill-32k", q_len=32 * K, context=32 * K),
     cpu_decode("decode-128k", context=128 * K, quick=("msa_attention", "msa_attention/paged", "select_blocks", "sdpa")),
     cpu_decode("decode-1m", context=M),
+    cpu_prefill("bf16-prefill-32k", q_len=32 * K, context=32 * K, dtype=torch.bfloat16),
+    cpu_decode("bf16-decode-1m", context=M, dtype=torch.bfloat16),
     *(gpu_chunk(f"gpu-chunk-16k-at-{_label(n)}", q_len=16 * K, context=n) for n in (32 * K, 128 * K, 512 * K, M)),
     gpu_prefill("gpu-recorded-16k", q_len=16 * K, context=16 * K, rows=GPU_RECORDED_ROWS, modes=BOTH),
     *(

@@ -64,7 +64,7 @@ def _compiled(compiler: str, source: Path, flags: tuple[str, ...]) -> Path:
     """Returns the library of a C file, which is compiled unless the cache folder holds what the same compiler made of the same
     files for a processor with the same instructions."""
     macros = _run(compiler, *flags, "-dM", "-E", "-x", "c", os.devnull)  # the compiler's version and the instructions
-    headers = sorted((source.parent.parent / "primitives").glob("*.h"))
+    headers = sorted([*source.parent.glob("*.h"), *(source.parent.parent / "primitives").glob("*.h")])
     parts = (compiler, *flags, macros, *(path.read_text() for path in (source, *headers)))
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     found = cache_folder() / "c" / f"{source.stem}-{key}.so"

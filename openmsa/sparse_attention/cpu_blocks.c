@@ -3,34 +3,16 @@
  * are attended to it. Each row, a query of a head, keeps its greatest logit, its denominator and its sum of values, which are
  * corrected when a greater logit comes. A tile's logits stay in cache from their product to that with values. */
 
-#include "../primitives/lanes.h"
-
-#define FEW_PAIRS 64 /* So few pairs of a block and a query are sorted by insertion. */
-
-typedef struct {
-    const char *q;           /* [queries, heads, dim], strides in bytes */
-    int64_t q_token, q_head, q_type;
-    const float *scales;     /* [heads]: the factor of each head's logits */
-    const int32_t *ids;      /* [queries, KV heads or 1, topk], strides in elements; ids_head: 0 where heads share them */
-    int64_t ids_token, ids_head, ids_slot;
-    Rows keys, values;       /* each KV head serves `group` heads of queries */
-    const float *value_scales; /* [KV heads] */
-    int64_t queries, group, dim, topk, block_size, k_len, position; /* position: that of the first query */
-    char *out;               /* [queries, heads, dim], strides in bytes */
-    int64_t out_token, out_head, out_type;
-    float *lse;              /* [queries, heads], strides in elements; 0 where it is not wanted */
-    int64_t lse_token, lse_head;
-} Call;
+#include "cpu_units.h"
 
 /* The state of a call in its memory. */
 typedef struct {
     float *q, *sums;         /* [rows + 1, dim]: queries times scale, and sums of values; the last row is one of padding */
     float *largest, *total;  /* [rows]: the greatest logit and the denominator */
-    int64_t *ends;           /* [blocks + 1]: where the pairs of each block end */
-    int64_t *pairs;          /* [queries * topk]: block << 32 | query, ascending */
     float *columns, *panels; /* a block's keys as panels of columns, and its values as panels [dim / PANEL, keys, PANEL] */
     float *logits;           /* [TILE + 1, width]; the last row is zeros */
-    int64_t rows, blocks, width;
+    int64_t rows, width;
+    Pairs pairs;
     char *end;
 } State;
 
@@ -49,13 +31,11 @@ static State state_of(const Call *c, char *memory) {
     char *at = memory;
     int64_t dim = c->dim, padded = (dim + PANEL - 1) / PANEL * PANEL;
     s.rows = c->queries * c->group;
-    s.blocks = (c->k_len + c->block_size - 1) / c->block_size;
     s.q = take(&at, (s.rows + 1) * dim * 4);
     s.sums = take(&at, (s.rows + 1) * dim * 4);
     s.largest = take(&at, s.rows * 4);
     s.total = take(&at, s.rows * 4);
-    s.ends = take(&at, (s.blocks + 1) * 8);
-    s.pairs = take(&at, c->queries * c->topk * 8);
+    s.pairs = pairs_in(c, &at);
     s.width = (c->block_size + PANEL - 1) / PANEL * PANEL + LINE; /* Rows lie in different sets of the cache. */
     s.columns = take(&at, s.width * dim * 4);
     s.panels = take(&at, c->block_size * padded * 4);
@@ -64,45 +44,11 @@ static State state_of(const Call *c, char *memory) {
     return s;
 }
 
-/* Returns how many bytes of memory a piece of a call needs. */
-int64_t memory_bytes(const Call *c) { return state_of(c, 0).end - (char *)0 + 64; }
-
-/* Returns the last key that a query of the call sees; below 0: none. */
-static int64_t last_key(const Call *c, int64_t query) { return last_key_at(c->position + query, c->k_len); }
-
 static void start_rows(const Call *c, State *s) {
     convert_queries(s->q, c->q, c->q_token, c->q_head, c->q_type, c->scales, c->queries, c->group, c->dim);
     memset(s->sums, 0, (s->rows + 1) * c->dim * 4);
     for (int64_t r = 0; r < s->rows; r++)
         s->largest[r] = -INFINITY, s->total[r] = 0;
-}
-
-/* Finds the pairs of a visible block and a query that selected it, in order, and returns how many there are. */
-static int64_t sort_pairs(const Call *c, State *s) {
-    int64_t few = c->queries * c->topk <= FEW_PAIRS, count = 0;
-    if (!few)
-        memset(s->ends, 0, (s->blocks + 1) * 8);
-    for (int writes = few; writes < 2; writes++) {
-        for (int64_t t = 0; t < c->queries; t++)
-            for (int64_t j = 0; j < c->topk; j++) {
-                int64_t id = c->ids[t * c->ids_token + j * c->ids_slot], at = count;
-                if (id < 0 || id * c->block_size > last_key(c, t))
-                    continue;
-                int64_t pair = id << 32 | t;
-                if (few) {
-                    for (; at > 0 && s->pairs[at - 1] > pair; at--)
-                        s->pairs[at] = s->pairs[at - 1];
-                    s->pairs[at] = pair, count++;
-                } else if (writes) {
-                    s->pairs[s->ends[id]++] = pair, count++;
-                } else {
-                    s->ends[id + 1]++;
-                }
-            }
-        for (int64_t b = 0; b < s->blocks && !writes; b++)
-            s->ends[b + 1] += s->ends[b];
-    }
-    return count;
 }
 
 /* Does what pack_values does for values of a type. */
@@ -135,12 +81,6 @@ static int all_finite(const float *numbers, int64_t count) {
     for (int i = 0; i < LANES; i++)
         found |= odd[i];
     return !found;
-}
-
-/* Returns the keys of the block of a pair; none where there is no such pair. */
-static Run block_of(const Call *c, const State *s, int64_t pair, int64_t pairs) {
-    int64_t first = pair < pairs ? (s->pairs[pair] >> 32) * c->block_size : c->k_len;
-    return (Run){first, c->k_len - first < c->block_size ? c->k_len - first : c->block_size};
 }
 
 /* Finds the tile of the rows from `first` on of the `of` rows whose queries stand in `pairs`. */
@@ -270,26 +210,22 @@ static Call of_kv_head(const Call *call, int64_t head) {
     return c;
 }
 
-/* Attends with the queries of a call. A piece is a KV head. */
-void attend(const void *call, int64_t piece, char *memory) {
-    const Call of_this = of_kv_head(call, piece), *c = &of_this;
+/* Attends with the queries of a KV head. */
+static void attend_rows(const Call *c, char *memory) {
     State s = state_of(c, memory);
     Tile t;
     start_rows(c, &s);
     memset(s.logits + TILE * s.width, 0, s.width * 4);
-    int64_t end = sort_pairs(c, &s);
-    Run block = block_of(c, &s, 0, end), later;
-    for (int64_t k = 0; k < block.count; k += LANES)
-        ask_ahead(&c->keys, block, k, c->dim), ask_ahead(&c->values, block, k, c->dim);
-    for (int64_t pair = 0, next; pair < end; pair = next, block = later) {
-        for (next = pair + 1; next < end && s.pairs[next] >> 32 == s.pairs[pair] >> 32;)
-            next++;
-        later = block_of(c, &s, next, end);
+    sort_pairs(c, &s.pairs);
+    Run block = first_block(c, &s.pairs), later;
+    for (int64_t pair = 0, next; pair < s.pairs.count; pair = next, block = later) {
+        next = end_of(&s.pairs, pair);
+        later = block_of(c, &s.pairs, next);
         pack_columns(s.columns, &c->keys, block, later, c->dim);
         pack_values(s.panels, &c->values, block, later, c->dim);
         int finite = -1; /* not known */
         for (int64_t row = 0, of = (next - pair) * c->group; row < of; row += TILE) {
-            find_rows(&t, c, &s, s.pairs + pair, row, of, block);
+            find_rows(&t, c, &s, s.pairs.at + pair, row, of, block);
             multiply_keys(&t, &s, c->dim);
             weigh(&t, &s);
             if (t.least < t.most && finite < 0)
@@ -304,4 +240,25 @@ void attend(const void *call, int64_t piece, char *memory) {
         }
     }
     finish_rows(c, &s);
+}
+
+/* Returns how many bytes of memory a piece of a call needs. */
+int64_t memory_bytes(const Call *c) {
+#if TILES
+    if (on_tiles(c))
+        return units_of(c, 0).end - (char *)0 + 64;
+#endif
+    return state_of(c, 0).end - (char *)0 + 64;
+}
+
+/* Attends with the queries of a call. A piece is a KV head. */
+void attend(const void *call, int64_t piece, char *memory) {
+    const Call c = of_kv_head(call, piece);
+#if TILES
+    if (on_tiles(&c)) {
+        attend_units(&c, memory);
+        return;
+    }
+#endif
+    attend_rows(&c, memory);
 }
