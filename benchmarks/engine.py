@@ -53,6 +53,7 @@ def arguments() -> argparse.Namespace:
         ("context", 16384, "tokens of each request that decodes"),
         ("steps", 64, "decode steps that are timed"),
         ("speculative", 0, "drafted tokens a step (n-grams)"),
+        ("ranks", 1, "tensor parallel ranks, a GPU each; several are not compared with PyTorch, and no stages are timed"),
     ):
         p.add_argument(f"--{name}", type=int, default=default, help=text)
     p.add_argument("--kv-gib", type=float, default=24)
@@ -124,7 +125,7 @@ def answers(engine: Vllm, a: argparse.Namespace, config: dict[str, Any], record:
     prompts = [tokens(n, n) for n in SHORT]
     asked = {} if a.speculative else {"logprobs": 5, "prompt_logprobs": None if a.prefix_caching else 1}
     record["alone"] = [engine.generate([p], 32, **asked)[0] for p in prompts]
-    if not a.checkpoint and not a.speculative and not a.prefix_caching:
+    if not a.checkpoint and not a.speculative and not a.prefix_caching and a.ranks == 1:
         record["errors"] = engine.inside(lambda model: errors(dict(model.named_parameters()), config, record["alone"], prompts))
         torch.cuda.empty_cache()
         for row in record["errors"]:

@@ -30,6 +30,8 @@ def environment(a: Namespace) -> None:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if a.ranks > 1:  # Functions go to the processes of the ranks.
+        wanted |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if not importlib.util.find_spec("deep_gemm"):
         wanted["VLLM_USE_DEEP_GEMM"] = "0"
     for name, value in wanted.items():
@@ -64,6 +66,7 @@ class Vllm:
             dtype="bfloat16",
             seed=0,
             max_model_len=a.max_len,
+            tensor_parallel_size=a.ranks,
             max_num_batched_tokens=a.chunk,
             max_num_seqs=max([32, *a.batch]),
             block_size=128,
@@ -77,11 +80,12 @@ class Vllm:
             **more,
         )
         self.stages = Stages()
-        self.inside(self.stages.watch)
-        self.llm.collective_rpc(lambda worker: self.stages.watch_forward(worker.model_runner))
+        if a.ranks == 1:
+            self.inside(self.stages.watch)
+            self.llm.collective_rpc(lambda worker: self.stages.watch_forward(worker.model_runner))
 
     def inside(self, function: Callable[[Any], Any]) -> Any:
-        """Calls `function` with the model."""
+        """Calls `function` with the model of each rank; returns what it returned on the first one."""
         return self.llm.apply_model(function)[0]
 
     def facts(self) -> dict[str, Any]:

@@ -19,7 +19,8 @@ typedef struct {
     char *q;                /* [units, dim / 2, UNIT] pairs of bfloat16 */
     float *sums;            /* [units, dim, UNIT] */
     float *largest, *total; /* [units, UNIT]: the logit that sums are relative to, and the denominator */
-    char *keys, *values;    /* a block as tiles [width / 16, dim / DEPTH] of 16 keys, and [dim / 16, width / DEPTH] of 16 dims */
+    char *keys;             /* of a block, as tiles of 16 keys [width / 16, dim / DEPTH] */
+    char *values;           /* as tiles of 16 dims [dim / 16, width / DEPTH] */
     float *logits;          /* [width, UNIT] */
     char *weights;          /* [width / 2, UNIT] pairs of bfloat16 */
     int64_t units, width;
@@ -77,7 +78,7 @@ static void pack_keys(const Units *s, const Rows *keys, Run block, Run later, in
     }
 }
 
-/* Writes the values of the first keys of a block as tiles of dims, with zeros behind them, and asks memory for a later block. */
+/* Writes the values of a block's first keys as tiles of dims, with zeros behind them, and asks memory for a later block. */
 static void pack_dims(const Units *s, const Rows *values, Run block, Run later, int64_t dim) {
     for (int64_t k = 0; k < s->width; k += DEPTH) {
         const char *from[DEPTH];
