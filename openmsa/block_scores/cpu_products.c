@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /* Block scores of a CPU: the greatest product of each query with the visible keys of each block. Products never leave the
- * registers. A NaN is no product. */
+ * registers, or those of tiles the nearest cache. A NaN is no product. */
 
-#include "../primitives/lanes.h"
+#include "../primitives/tiles.h"
 
 #define MOST_FEW_ROWS 16
 #define AHEAD 8192 /* few rows: so many bytes of keys behind a key memory is asked for another */
@@ -22,11 +22,6 @@ typedef struct {
     float *scores;           /* [heads, queries, blocks], strides in elements; what a query does not see is not written */
     int64_t score_head, score_token;
 } Call;
-
-/* Returns how many bytes of memory a piece of a call needs. */
-int64_t memory_bytes(const Call *c) {
-    return 4 * ((c->queries * c->group + 1) * c->dim + (LARGEST_BLOCK + PANEL) * c->dim) + 256;
-}
 
 /* Returns what a head of keys and its queries are to a call. */
 static Call of_key_head(const Call *call, int64_t head) {
@@ -50,6 +45,18 @@ static float *start_rows(const Call *c, char **memory) {
 
 static float *place(const Call *c, int64_t row, int64_t block) {
     return c->scores + row % c->group * c->score_head + row / c->group * c->score_token + block;
+}
+
+/* Returns the keys of a block; none of one that is not scored. */
+static Run keys_of(const Call *c, int64_t block) {
+    int64_t first = block * c->block_size, left = c->k_len - first;
+    return (Run){first, block >= c->blocks ? 0 : left < c->block_size ? left : c->block_size};
+}
+
+/* Returns the first row that sees a block; blocks that are scored have one. */
+static int64_t first_row(const Call *c, int64_t block) {
+    int64_t first = block * c->block_size;
+    return first > c->position ? (first - c->position) * c->group : 0;
 }
 
 /* Scores one block for the rows of a tile, the first of which is `row`. */
@@ -89,20 +96,165 @@ static void score_tile(const Call *c, const float *q, const float *columns, int6
             *place(c, row + r, block) = greatest_lane(best[r]);
 }
 
+#if TILES
+/* Many rows of bfloat16 on tiles. Products come transposed, a row of a tile for each key and a lane for each row of the call:
+ * maxima over keys are maxima of vectors, lane by lane. The processor takes subnormal numbers, below 2**-126, for 0. */
+
+#define SIDE LANES        /* rows of a tile, and columns of one of products */
+#define SQUARE (2 * SIDE) /* keys, and rows of the call, that are multiplied at a time: so each tile is used twice */
+
+/* What lies in the memory of a piece. */
+typedef struct {
+    int64_t count;   /* rows of the call up to a whole SQUARE */
+    char *rows;      /* [count / SIDE, dim / DEPTH, SIDE, 64 bytes]: rows as tiles of pairs, with zeros behind the last */
+    char *keys;      /* [block_size, dim] up to a whole tile: keys of a block, with zeros behind the last */
+    float *products; /* [SQUARE keys, SQUARE rows] */
+    float **scores;  /* [count]: where the score of each row and block 0 stands */
+    int32_t *seen;   /* [count]: keys that each row sees, none behind the last row */
+    char *end;
+} Tiled;
+
+static Tiled tiled(const Call *c, char *memory) {
+    Tiled t;
+    t.count = (c->queries * c->group + SQUARE - 1) / SQUARE * SQUARE;
+    t.rows = take(&memory, t.count * c->dim * 2);
+    t.keys = take(&memory, (c->block_size + SIDE) * c->dim * 2);
+    t.products = take(&memory, SQUARE * SQUARE * 4);
+    t.scores = take(&memory, t.count * sizeof *t.scores);
+    t.seen = take(&memory, t.count * sizeof *t.seen);
+    t.end = memory;
+    return t;
+}
+
+/* Says whether tiles make the products of a call. Numbers of bfloat16 have no factors. */
+static int takes_tiles(const Call *c) {
+    return c->q_type == BFLOAT16 && c->keys.type == BFLOAT16 && c->dim % DEPTH == 0 && tiles_allowed();
+}
+
+static void start_tiled(const Call *c, const Tiled *t) {
+    int64_t size = c->dim * 2;
+    for (int64_t first = 0; first < t->count; first += SIDE) {
+        const char *from[SIDE] = {0};
+        for (int64_t row = first; row < first + SIDE; row++) {
+            int64_t query = row / c->group, is_there = query < c->queries;
+            if (is_there)
+                from[row - first] = c->q + query * c->q_token + row % c->group * c->q_head;
+            t->scores[row] = is_there ? place(c, row, 0) : 0;
+            t->seen[row] = is_there ? (int32_t)last_key(c, query) + 1 : 0;
+        }
+        for (int64_t i = 0; i < size; i += 64)
+            write_pairs(t->rows + first * size + i * SIDE, from, i);
+    }
+}
+
+/* Copies the keys of a block, and asks memory for those of a later one. */
+static void copy_keys(char *to, const Rows *keys, Run run, Run later, int64_t dim) {
+    int64_t size = dim * 2;
+    for (int64_t k = 0; k < run.count; k++) {
+        if (k % LANES == 0)
+            ask_ahead(keys, later, k, dim);
+        memcpy(to + k * size, row_at(keys, run.first + k), size);
+    }
+    memset(to + run.count * size, 0, (SIDE - 1) * size);
+}
+
+/* products = keys @ rows.T for SQUARE rows and one tile of keys, or two. */
+INLINE void multiply_square(float *products, const char *keys, const char *rows, int64_t dim, int two) {
+    int64_t size = dim * 2;
+    clear_tile(0);
+    clear_tile(1);
+    clear_tile(2);
+    clear_tile(3);
+    for (int64_t i = 0; i < size; i += 64) {
+        load_tile(4, keys + i, size);
+        load_tile(5, rows + i * SIDE, 64);
+        load_tile(6, rows + (size + i) * SIDE, 64);
+        add_product(0, 4, 5);
+        add_product(1, 4, 6);
+        if (two) {
+            load_tile(7, keys + SIDE * size + i, size);
+            add_product(2, 7, 5);
+            add_product(3, 7, 6);
+        }
+    }
+    store_tile(0, products, SQUARE * 4);
+    store_tile(1, products + SIDE, SQUARE * 4);
+    if (two) {
+        store_tile(2, products + SIDE * SQUARE, SQUARE * 4);
+        store_tile(3, products + SIDE * SQUARE + SIDE, SQUARE * 4);
+    }
+}
+
+/* best becomes the greatest product of each of SQUARE rows with `count` keys, the first of which is `key`. seen: how many keys
+ * each row sees; 0: it sees these. */
+INLINE void take_greatest(floats best[2], const float *products, int64_t key, int64_t count, const int32_t *seen) {
+    ints sees[2];
+    if (seen)
+        memcpy(sees, seen, sizeof sees);
+    for (int64_t k = 0; k < count; k++)
+        for (int half = 0; half < 2; half++) {
+            floats found = read_floats(products + k * SQUARE + half * SIDE);
+            if (seen)
+                found = either(sees[half] > (int32_t)(key + k), found, every(-INFINITY));
+            best[half] = (floats)_mm512_max_ps((__m512)found, (__m512)best[half]); /* `greater` in one instruction */
+        }
+}
+
+/* Scores one block for SQUARE rows, the first of which is `row`. The last of them sees the block. */
+static void score_square(const Call *c, const Tiled *t, int64_t row, Run keys, int64_t block) {
+    int64_t rows = c->queries * c->group, end = row + SQUARE < rows ? row + SQUARE : rows, size = c->dim * 2;
+    int64_t most = t->seen[end - 1] - keys.first; /* A later row sees as many keys or more. */
+    floats best[2] = {every(-INFINITY), every(-INFINITY)};
+    most = most < keys.count ? most : keys.count;
+    for (int64_t k = 0; k < most; k += SQUARE) {
+        int64_t key = keys.first + k, count = most - k < SQUARE ? most - k : SQUARE;
+        multiply_square(t->products, t->keys + k * size, t->rows + row * size, c->dim, count > SIDE);
+        take_greatest(best, t->products, key, count, t->seen[row] < key + count ? t->seen + row : 0);
+    }
+    for (int64_t r = row; r < end; r++)
+        if (t->seen[r] > keys.first)
+            t->scores[r][block] = best[(r - row) / SIDE][r % SIDE];
+}
+
+/* Scores the blocks of many rows on tiles. */
+static void score_tiled(const Call *c, char *memory) {
+    Tiled t = tiled(c, memory);
+    start_tiled(c, &t);
+    begin_tiles();
+    for (int64_t b = 0; b < c->blocks; b++) {
+        Run keys = keys_of(c, b);
+        copy_keys(t.keys, &c->keys, keys, keys_of(c, b + 1), c->dim);
+        for (int64_t row = first_row(c, b) / SQUARE * SQUARE; row < t.count; row += SQUARE)
+            score_square(c, &t, row, keys, b);
+    }
+    end_tiles();
+}
+#endif
+
+/* Returns how many bytes of memory a piece of a call needs. */
+int64_t memory_bytes(const Call *c) {
+    int64_t bytes = 4 * ((c->queries * c->group + 1) * c->dim + (LARGEST_BLOCK + PANEL) * c->dim) + 256;
+#if TILES
+    int64_t on_tiles = tiled(c, 0).end - (char *)0 + 64;
+    bytes = bytes > on_tiles ? bytes : on_tiles;
+#endif
+    return bytes;
+}
+
 /* Scores the blocks of many rows. A piece is a head of keys. */
 void score(const void *call, int64_t piece, char *memory) {
     const Call of = of_key_head(call, piece), *c = &of;
+#if TILES
+    if (takes_tiles(c)) {
+        score_tiled(c, memory);
+        return;
+    }
+#endif
     const float *q = start_rows(c, &memory);
     float *columns = take(&memory, (LARGEST_BLOCK + PANEL) * c->dim * 4);
     for (int64_t b = 0; b < c->blocks; b++) {
-        int64_t first = b * c->block_size, count = c->k_len - first < c->block_size ? c->k_len - first : c->block_size;
-        int64_t sees = first > c->position ? first - c->position : 0; /* the first query that sees the block */
-        if (sees >= c->queries || count <= 0)
-            return;
-        int64_t left = c->k_len - first - count;
-        Run later = {first + count, b + 1 == c->blocks ? 0 : left < c->block_size ? left : c->block_size};
-        pack_columns(columns, &c->keys, (Run){first, count}, later, c->dim);
-        for (int64_t row = sees * c->group; row < c->queries * c->group; row += TILE)
+        pack_columns(columns, &c->keys, keys_of(c, b), keys_of(c, b + 1), c->dim);
+        for (int64_t row = first_row(c, b); row < c->queries * c->group; row += TILE)
             score_tile(c, q, columns, row, b);
     }
 }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Where the machine has a C compiler, cpu_products.c scores blocks on a CPU: products stay in registers until they are block
-maxima, and few rows read keys from memory at its rate."""
+"""Where the machine has a C compiler, cpu_products.c scores blocks on a CPU: products stay in registers, or in the nearest
+cache, until they are block maxima, and few rows read keys from memory at its rate."""
 
 from __future__ import annotations
 

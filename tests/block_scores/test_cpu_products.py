@@ -42,12 +42,47 @@ def check(found, q, k, seqs, block_size):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("block_size", "index_dim", "group", "heads"),
-    [(16, 128, 16, 1), (20, 48, 3, 2), (128, 64, 1, 3), (256, 256, 16, 1), (33, 16, 5, 1)],
+    [(16, 128, 16, 1), (20, 48, 3, 2), (128, 64, 1, 3), (256, 256, 16, 1), (33, 16, 5, 1), (33, 32, 7, 2), (80, 96, 3, 1)],
 )
 def test_many_rows(block_size, index_dim, group, heads, dtype, processor, made):
     p = problem(
         *LENGTHS, index_heads=group * heads, index_key_heads=heads, kv_heads=group * heads, index_dim=index_dim, dtype=dtype
     )
+    check(scores(p.index_q, p.index_k, p.seqs, block_size=block_size), p.index_q, p.index_k, p.seqs, block_size)
+    assert made == ["score"]
+
+
+def of_build(monkeypatch, flag, *args):
+    """Returns the scores of kernels that are compiled with a further flag, or none."""
+    with monkeypatch.context() as patch:
+        instructions.use(patch, f"{c_library.NATIVE} {flag}")
+        return scores(*args, block_size=20)
+
+
+@pytest.mark.skipif(not instructions.TILES["-DEMULATED_TILES"], reason="emulated tiles need AVX-512")
+@pytest.mark.parametrize("index_dim", [32, 64, 96, 128, 256, 48])
+@pytest.mark.parametrize("stored", ["bfloat16", "float32", "e4m3"])
+def test_tiles_make_products_of_bfloat16_alone(stored, index_dim, monkeypatch):
+    """Tiles add in another order than vectors, which shows in some bits, and those of the processor as emulated ones do."""
+    q, k = torch.randn(150, 1, index_dim).bfloat16(), torch.randn(150, 1, index_dim).bfloat16()
+    if stored != "bfloat16":
+        q, k = (q.float(), k.float()) if stored == "float32" else (q, E4M3.quantize(k))
+    native, emulated = (of_build(monkeypatch, flag, q, k) for flag in ("", "-DEMULATED_TILES"))
+    vectors = native
+    if instructions.TILES["-mno-amx-bf16"]:
+        vectors = of_build(monkeypatch, "-mno-amx-bf16", q, k)
+        assert_equal("scores", native, emulated)
+    assert torch.equal(vectors, emulated) == (stored != "bfloat16" or index_dim % 32 != 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("block_size", "index_dim", "group"), [(16, 32, 1), (33, 96, 5), (128, 128, 16), (256, 64, 2)])
+def test_rows_see_their_keys_alone(block_size, index_dim, group, dtype, processor, made):
+    """The first queries of a sequence see nothing; keys that are not finite hide no others, and count where they are seen."""
+    options = {"index_heads": group, "kv_heads": group, "index_dim": index_dim, "dtype": dtype}
+    p = problem((50, 70, 33), (20, 333, 33), **options)
+    p.index_k[20 + torch.arange(270, 333, 9)] = torch.nan
+    p.index_k[20 + torch.arange(272, 333, 13), 0, 0] = torch.inf
     check(scores(p.index_q, p.index_k, p.seqs, block_size=block_size), p.index_q, p.index_k, p.seqs, block_size)
     assert made == ["score"]
 
@@ -78,7 +113,7 @@ def places(keys, page_size):
 @pytest.mark.parametrize(("rows", "function"), [(1, "score_few"), (4, "score_few"), (40, "score")])
 @pytest.mark.parametrize(("block_size", "page_size"), [(32, 64), (32, 7), (144, 288), (128, 1)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equal_keys_are_ties_wherever_they_lie(dtype, block_size, page_size, rows, function, made):
+def test_equal_keys_are_ties_wherever_they_lie(dtype, block_size, page_size, rows, function, processor, made):
     """The best key of every block is the same one, at another place in each."""
     keys, q = torch.randn(1497, 1, 128).to(dtype), torch.randn(rows, 1, 128).to(dtype)
     q = q.transpose(0, 1) if rows < 16 else q
@@ -106,22 +141,24 @@ def test_e4m3_is_read_as_it_is_stored(per, query, rows):
 
 
 @pytest.mark.parametrize(("rows", "function"), [(1, "score_few"), (40, "score")])
-def test_special_values(rows, function, made, processor):
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 16), (torch.bfloat16, 32)], ids=str)
+def test_special_values(dtype, dim, rows, function, made, processor):
     """A NaN product counts as -inf, also one of 0 times infinity."""
-    keys, q = torch.zeros(600, 1, 16), torch.tensor([1.0, -1.0, 0.0])[:, None] * torch.eye(16)[0]
+    keys, q = torch.zeros(600, 1, dim, dtype=dtype), torch.tensor([1.0, -1.0, 0.0])[:, None] * torch.eye(dim)[0]
     keys[:, 0, 0] = 2.0
     keys[3, 0, 0], keys[300, 0, 0], keys[301, 0, 0], keys[512:, 0, 0] = torch.inf, torch.nan, 5.0, -torch.inf
     expected = torch.tensor([[torch.inf, 5.0, -torch.inf], [-2.0, -2.0, torch.inf], [0.0, 0.0, -torch.inf]])
     seqs = Sequences(q_offset=torch.tensor([600], dtype=torch.int32))
-    found = scores(q.expand(rows, 3, 16), keys, seqs, block_size=256)
+    found = scores(q.to(dtype).expand(rows, 3, dim), keys, seqs, block_size=256)
     assert_equal("scores", found, expected[:, None].expand(3, rows, 3))
     assert made == [function]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 40])
-def test_threads_calls_and_chunks_change_no_bit(rows, threads, monkeypatch):
-    p = problem((90, 33), (300, 33), kv_heads=4, index_heads=4, index_key_heads=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_calls_and_chunks_change_no_bit(dtype, rows, threads, monkeypatch, processor):
+    p = problem((90, 33), (300, 33), kv_heads=4, index_heads=4, index_key_heads=2, dtype=dtype)
     expected = scores(p.index_q, p.index_k, p.seqs, block_size=16)
     monkeypatch.setattr(cpu_products, "CALL_ROWS", rows)
     monkeypatch.setattr(c_library, "threads_for", lambda products: threads)
@@ -132,8 +169,9 @@ def test_threads_calls_and_chunks_change_no_bit(rows, threads, monkeypatch):
 
 
 @pytest.mark.parametrize("page_size", [5, 16])
-def test_pages_of_several_sequences(page_size, made):
-    p = problem(*LENGTHS, kv_heads=2, index_heads=2, index_key_heads=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pages_of_several_sequences(dtype, page_size, made, processor):
+    p = problem(*LENGTHS, kv_heads=2, index_heads=2, index_key_heads=2, dtype=dtype)
     expected = scores(p.index_q, p.index_k, p.seqs, block_size=16)
     for interleaved in (False, True):
         cache = paged(p, page_size, interleaved=interleaved)[1]
