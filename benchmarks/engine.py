@@ -20,6 +20,7 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def start(a: argparse.Namespace) -> tuple[Vllm, dict[str, Any], dict[str, Any]]:
         **engine.facts(),
     }
     if not a.checkpoint:
-        record["parameters"] = engine.inside(lambda model: redraw(model, a.logit_std))
+        record["parameters"] = engine.inside(partial(redraw, logit_std=a.logit_std))
     print(f"{a.kernels}: {record['engine']} started in {record['start_s']:.0f} s, graphs {record['graphs']}", flush=True)
     for row in record["layers"]:
         print("  ", row, flush=True)
