@@ -44,6 +44,8 @@ MOST_SHARED = 32
 merges them."""
 MOST_HANDED = 2
 """Scores are handed on one by one where at most so many programs share a row; with more it gains nothing."""
+DEEP_SHARED = 200 << 10
+"""With so much shared memory, scoring programs beside attention for a single token and KV head have one more tile on its way."""
 LEAST_SHARE = 2
 """A scoring program has at least so many tiles: with one, programs of all kinds are too many to be resident together."""
 
@@ -216,7 +218,8 @@ def configure(batch: int, sizes: Sizes, device: devices.Device) -> Config | None
     reps = max(next_power_of_two(near) // LANES.value, 1)
     if strided:
         share = ceil_div(ceil_div(tile.count(sizes.num_blocks), tile.parts), splits) * tile.parts
-    stages = 1 if share == 1 else 3
+    alone = strided and batch * sizes.new_tokens * sizes.num_kv_heads == 1 and device.shared_bytes >= DEEP_SHARED
+    stages = 1 if share == 1 else 4 if alone else 3
     return Config(attend, share, splits, stages, rows, reps, walks * splits, attending, merging, merge_parts, strided)
 
 

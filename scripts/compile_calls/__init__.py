@@ -161,7 +161,7 @@ CALLS: tuple[Any, ...] = (
     Plan(1, 32768, new=2, init=1),
     Plan(1, 25600, *("fp16",) * 4, heads=(12, 2), index_heads=1, dim=64, index_dim=64, block=256, page=256, topk=8),
     Plan(1, LONG),
-    Plan(4, LONG, heads=(16, 1)),
+    *(Plan(batch, LONG, heads=(16, 1)) for batch in (1, 4)),
     Plan(8, LONG, heads=(16, 1), strided=8),
     Plan(1, 25600, *("fp16",) * 4, heads=(12, 2), init=1, dim=64, index_dim=64, block=64, topk=8),
     # These are decode steps of two launches.
