@@ -45,7 +45,7 @@ merges them."""
 MOST_HANDED = 2
 """Scores are handed on one by one where at most so many programs share a row; with more it gains nothing."""
 DEEP_SHARED = 200 << 10
-"""With so much shared memory, scoring programs beside attention for a single token and KV head have one more tile on its way."""
+"""With so much shared memory, scoring programs beside attention of a single token and KV head send for one more tile ahead."""
 LEAST_SHARE = 2
 """A scoring program has at least so many tiles: with one, programs of all kinds are too many to be resident together."""
 
