@@ -305,3 +305,21 @@ def test_what_the_kernel_does_not_read_is_left_to_pytorch(why, calls, monkeypatc
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)
     assert not calls
+
+
+@instructions.needs_tiles
+def test_tiles_are_pytorchs_again_behind_a_call():
+    """PyTorch's own products of bfloat16 use the same tiles of a thread, and could take them to be as it left them."""
+    p, blocks, expected = laws("tiles")
+    q, k, v = (torch.randn(1, 2, 300, 64, dtype=torch.bfloat16) for _ in range(3))
+    x, y = torch.randn(200, 96, dtype=torch.bfloat16), torch.randn(96, 33, dtype=torch.bfloat16)
+
+    def pytorchs():
+        dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return dense, x @ y, torch.nn.functional.linear(x, x)
+
+    before = pytorchs()
+    for _ in range(3):
+        same(attend(p.q, p.k, p.v, blocks, p.seqs, block_size=16), expected)
+        for found, first in zip(pytorchs(), before, strict=True):
+            assert_equal("PyTorch's result", found, first)
