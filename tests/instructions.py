@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """C kernels are tested for the instructions of this processor and for those of older ones."""
 
+import ctypes
 import platform
 from pathlib import Path
 
@@ -25,9 +26,14 @@ def runs(flag: str) -> bool:
     return flag != "-march=x86-64-v3" or {"avx2", "fma", "bmi2", "f16c"} <= _known()
 
 
+def allows_tiles() -> bool:
+    """Says whether the kernel lets a process use the tiles of a processor that has them; it is asked as tiles.h asks it."""
+    return "amx_bf16" in _known() and ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
+
+
 TILES = {
     "-DEMULATED_TILES": "avx512f" in _known(),  # Products of tiles are computed number by number.
-    "-mno-amx-bf16": "amx_bf16" in _known(),  # A processor that has tiles does without.
+    "-mno-amx-bf16": allows_tiles(),  # A processor that has tiles does without.
 }
 """These are further flags beside those of this processor, and whether it can run what they make."""
 ALL = [c_library.NATIVE, *(f"{c_library.NATIVE} {flag}" for flag, can in TILES.items() if can), *filter(runs, OLDER)]

@@ -88,7 +88,11 @@ INLINE void begin_tiles(void) {
 }
 #else
 #define TILES 0
+static int tiles_allowed(void) { return 0; }
 #endif
+
+/* Says whether a library with this file multiplies on tiles. */
+int64_t multiplies_on_tiles(void) { return tiles_allowed(); }
 
 #if TILES
 /* Writes 16 rows of DEPTH numbers of bfloat16, each where `rows` says, as a tile of pairs: row i has numbers 2 i and 2 i + 1 of

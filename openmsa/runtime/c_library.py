@@ -57,7 +57,8 @@ def library(source: Path, flags: tuple[str, ...] = FLAGS) -> Library:
         log.warning(why)
         return Library(None, why)
     functions.memory_bytes.restype = ctypes.c_int64
-    return Library(functions, f"compiled by {compiler}")
+    on_tiles = getattr(functions, "multiplies_on_tiles", int)()
+    return Library(functions, f"compiled by {compiler}{', bfloat16 on AMX tiles' if on_tiles else ''}")
 
 
 def _compiled(compiler: str, source: Path, flags: tuple[str, ...]) -> Path:
