@@ -196,7 +196,7 @@ INLINE void take_greatest(floats best[2], const float *products, int64_t key, in
             floats found = read_floats(products + k * SQUARE + half * SIDE);
             if (seen)
                 found = either(sees[half] > (int32_t)(key + k), found, every(-INFINITY));
-            best[half] = (floats)_mm512_max_ps((__m512)found, (__m512)best[half]); /* `greater` in one instruction */
+            best[half] = greater(found, best[half]);
         }
 }
 

@@ -173,7 +173,7 @@ static void weigh_unit(const Units *s, int64_t unit, floats factors, int64_t see
     for (int64_t k = 0; k < end; k += 4) /* Logits are rounded once, so that the greatest one less itself is 0. */
         for (int i = 0; i < 4; i++) {
             floats logits = k + i < sees ? read_floats(s->logits + (k + i) * UNIT) * factors : every(-INFINITY);
-            tops[i] = (floats)_mm512_max_ps((__m512)logits, (__m512)tops[i]);
+            tops[i] = greater(logits, tops[i]);
             write_floats(s->logits + (k + i) * UNIT, logits);
         }
     floats top = greater(greater(tops[0], tops[1]), greater(tops[2], tops[3]));
