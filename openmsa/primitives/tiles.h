@@ -95,15 +95,20 @@ static int tiles_allowed(void) { return 0; }
 int64_t multiplies_on_tiles(void) { return tiles_allowed(); }
 
 #if TILES
+/* Writes a tile whose row i has number i of each vector. Pairs are moved as if they were numbers. */
+INLINE void write_turned(char *tile, floats x[LANES]) {
+    transpose(x);
+    for (int i = 0; i < LANES; i++)
+        write_floats((float *)(tile + 64 * i), x[i]);
+}
+
 /* Writes 16 rows of DEPTH numbers of bfloat16, each where `rows` says, as a tile of pairs: row i has numbers 2 i and 2 i + 1 of
  * each of the 16. A row whose address is 0 is zeros. */
 INLINE void write_pairs(char *tile, const char *const *rows, int64_t offset) {
     floats x[LANES];
     for (int i = 0; i < LANES; i++)
         x[i] = rows[i] ? read_floats((const float *)(rows[i] + offset)) : every(0);
-    transpose(x); /* moves pairs as if they were numbers */
-    for (int i = 0; i < LANES; i++)
-        write_floats((float *)(tile + 64 * i), x[i]);
+    write_turned(tile, x);
 }
 #endif
 

@@ -92,10 +92,7 @@ static void pack_dims(const Units *s, const Rows *values, Run block, Run later, 
                 words high = from[2 * j + 1] ? read_codes(from[2 * j + 1] + 2 * i, 2) : (words){0};
                 x[j] = (floats)(low | high << 16);
             }
-            transpose(x); /* moves pairs as if they were numbers */
-            char *tile = s->values + (i / 16 * (s->width / DEPTH) + k / DEPTH) * TILE_BYTES;
-            for (int j = 0; j < LANES; j++)
-                write_floats((float *)(tile + 64 * j), x[j]);
+            write_turned(s->values + (i / 16 * (s->width / DEPTH) + k / DEPTH) * TILE_BYTES, x);
         }
     }
 }
