@@ -31,13 +31,18 @@ def allows_tiles() -> bool:
     return "amx_bf16" in _known() and ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
+_AMX, _PAIRS = allows_tiles(), "avx512_bf16" in _known()
+WIDENED = "-mno-amx-bf16 -mno-avx512bf16" if _AMX else "-mno-avx512bf16"
 TILES = {
     "-DEMULATED_TILES": "avx512f" in _known(),  # Products of tiles are computed number by number.
-    "-mno-amx-bf16": allows_tiles(),  # A processor that has tiles does without.
+    "-mno-amx-bf16": _AMX and _PAIRS,  # A processor that has tiles multiplies pairs, as those do that have these alone,
+    WIDENED: _AMX or _PAIRS,  # or vectors of float32, as all others do.
 }
 """These are further flags beside those of this processor, and whether it can run what they make."""
 ALL = [c_library.NATIVE, *(f"{c_library.NATIVE} {flag}" for flag, can in TILES.items() if can), *filter(runs, OLDER)]
-needs_tiles = pytest.mark.skipif(not TILES["-mno-amx-bf16"], reason="the processor has no tiles")
+SERVES = "AMX tiles" if _AMX else "AVX-512 BF16" if _PAIRS else ""
+"""This multiplies tiles of bfloat16 on this processor."""
+needs_tiles = pytest.mark.skipif(not SERVES, reason="the processor has neither tiles nor products of pairs")
 needs_compiler = pytest.mark.skipif(c_compiler() is None, reason="the machine has no C compiler")
 
 

@@ -96,7 +96,7 @@ static void score_tile(const Call *c, const float *q, const float *columns, int6
             *place(c, row + r, block) = greatest_lane(best[r]);
 }
 
-#if TILES
+#if defined(TILES)
 /* Many rows of bfloat16 on tiles. Products come transposed, a row of a tile for each key and a lane for each row of the call:
  * maxima over keys are maxima of vectors, lane by lane. The processor takes subnormal numbers, below 2**-126, for 0. */
 
@@ -160,28 +160,29 @@ static void copy_keys(char *to, const Rows *keys, Run run, Run later, int64_t di
 
 /* products = keys @ rows.T for SQUARE rows and one tile of keys, or two. */
 INLINE void multiply_square(float *products, const char *keys, const char *rows, int64_t dim, int two) {
+    USE_TILES
     int64_t size = dim * 2;
-    clear_tile(0);
-    clear_tile(1);
-    clear_tile(2);
-    clear_tile(3);
+    clear_sums(0);
+    clear_sums(1);
+    clear_sums(2);
+    clear_sums(3);
     for (int64_t i = 0; i < size; i += 64) {
-        load_tile(4, keys + i, size);
-        load_tile(5, rows + i * SIDE, 64);
-        load_tile(6, rows + (size + i) * SIDE, 64);
+        load_factor(4, keys + i, size);
+        load_factor(5, rows + i * SIDE, 64);
+        load_factor(6, rows + (size + i) * SIDE, 64);
         add_product(0, 4, 5);
         add_product(1, 4, 6);
         if (two) {
-            load_tile(7, keys + SIDE * size + i, size);
+            load_factor(7, keys + SIDE * size + i, size);
             add_product(2, 7, 5);
             add_product(3, 7, 6);
         }
     }
-    store_tile(0, products, SQUARE * 4);
-    store_tile(1, products + SIDE, SQUARE * 4);
+    store_sums(0, products, SQUARE * 4);
+    store_sums(1, products + SIDE, SQUARE * 4);
     if (two) {
-        store_tile(2, products + SIDE * SQUARE, SQUARE * 4);
-        store_tile(3, products + SIDE * SQUARE + SIDE, SQUARE * 4);
+        store_sums(2, products + SIDE * SQUARE, SQUARE * 4);
+        store_sums(3, products + SIDE * SQUARE + SIDE, SQUARE * 4);
     }
 }
 
@@ -234,7 +235,7 @@ static void score_tiled(const Call *c, char *memory) {
 /* Returns how many bytes of memory a piece of a call needs. */
 int64_t memory_bytes(const Call *c) {
     int64_t bytes = 4 * ((c->queries * c->group + 1) * c->dim + (LARGEST_BLOCK + PANEL) * c->dim) + 256;
-#if TILES
+#if defined(TILES)
     int64_t on_tiles = tiled(c, 0).end - (char *)0 + 64;
     bytes = bytes > on_tiles ? bytes : on_tiles;
 #endif
@@ -244,7 +245,7 @@ int64_t memory_bytes(const Call *c) {
 /* Scores the blocks of many rows. A piece is a head of keys. */
 void score(const void *call, int64_t piece, char *memory) {
     const Call of = of_key_head(call, piece), *c = &of;
-#if TILES
+#if defined(TILES)
     if (takes_tiles(c)) {
         score_tiled(c, memory);
         return;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
-/* Products of bfloat16 on the matrix tiles of a processor (Intel's AMX). A tile holds 16 rows of 64 bytes. A product takes 16
- * rows of 32 numbers, and 32 rows of 16 numbers as 16 rows of pairs: of each column the numbers of two rows side by side. */
+/* Products of tiles of bfloat16, on the matrix tiles of a processor (Intel's AMX) or by its products of pairs (AVX-512 BF16). A
+ * tile holds 16 rows of 64 bytes. A product takes 16 rows of 32 numbers, and 32 rows of 16 numbers as 16 rows of pairs: of each
+ * column the numbers of two rows side by side. */
 
 #ifndef OPENMSA_TILES_H
 #define OPENMSA_TILES_H
@@ -9,58 +10,91 @@
 
 #define DEPTH 32 /* numbers of a row that one product sums over */
 
-/* TILES says whether the processor has tiles. load_tile and store_tile move tile T, a constant below 8, whose rows lie `apart`
- * bytes apart; add_product adds the product of tiles A and B to the float32 numbers of tile C. */
-#if defined(EMULATED_TILES) && LANES == 16
-#define TILES 1
-static __thread float tile_held[8][16][16];
+/* TILES says whether products are made so, and by what. Tiles 0 to 3 hold sums, float32 numbers, tiles 4 to 7 factors; T, a
+ * constant, names one, whose rows lie `apart` bytes apart in memory. A function that multiplies begins with USE_TILES. A factor
+ * stays where it lies until its last product. add_product adds the product of factors A and B to the sums of C. */
+#if LANES == 16 && (defined(EMULATED_TILES) || (defined(__AVX512BF16__) && !defined(__AMX_BF16__)))
+#define TILES "AVX-512 BF16"
 #define begin_tiles()
 #define end_tiles()
-#define clear_tile(T) memset(tile_held[T], 0, sizeof tile_held[T])
-#define load_tile(T, from, apart) move_tile(T, (char *)(from), apart, 0)
-#define store_tile(T, to, apart) move_tile(T, (char *)(to), apart, 1)
-#define add_product(C, A, B) multiply_tiles(C, A, B)
+#define USE_TILES Held held;
+#define clear_sums(T) memset(held.sums[T], 0, sizeof held.sums[T])
+#define load_sums(T, from, apart) move_sums(held.sums[T], (char *)(from), apart, 0)
+#define store_sums(T, to, apart) move_sums(held.sums[T], (char *)(to), apart, 1)
+#define load_factor(T, from, apart) held.factors[T - 4] = (Factor){from, apart}
+#define add_product(C, A, B) add_held(held.sums[C], held.factors[A - 4], held.factors[B - 4])
 
-static void move_tile(int tile, char *at, int64_t apart, int stores) {
+typedef struct {
+    const char *rows;
+    int64_t apart;
+} Factor;
+
+typedef struct {
+    floats sums[4][16];
+    Factor factors[4];
+} Held;
+
+INLINE void move_sums(floats sums[16], char *at, int64_t apart, int stores) {
     for (int r = 0; r < 16; r++)
-        memcpy(stores ? at + r * apart : (char *)tile_held[tile][r], stores ? (char *)tile_held[tile][r] : at + r * apart, 64);
+        memcpy(stores ? at + r * apart : (char *)&sums[r], stores ? (char *)&sums[r] : at + r * apart, 64);
 }
 
-static float number_of(int tile, int row, int i) {
+#if defined(EMULATED_TILES)
+static float number_of(Factor factor, int row, int i) {
     uint16_t code;
-    uint32_t bits;
-    float number;
-    memcpy(&code, (char *)tile_held[tile][row] + 2 * i, 2);
-    bits = (uint32_t)code << 16;
-    memcpy(&number, &bits, 4);
-    return number;
+    memcpy(&code, factor.rows + row * factor.apart + 2 * i, 2);
+    return ((union {
+               uint32_t bits;
+               float number;
+           }){(uint32_t)code << 16})
+        .number;
 }
 
-static void multiply_tiles(int sums, int a, int b) {
+static void add_held(floats sums[16], Factor a, Factor b) {
     for (int m = 0; m < 16; m++)
-        for (int n = 0; n < 16; n++) { /* The processor adds two sums, those of even and of odd numbers. */
+        for (int n = 0; n < 16; n++) { /* A processor with tiles adds two sums, those of even and of odd numbers. */
             float even = 0, odd = 0;
             for (int k = 0; k < DEPTH; k += 2) {
                 even += number_of(a, m, k) * number_of(b, k / 2, 2 * n);
                 odd += number_of(a, m, k + 1) * number_of(b, k / 2, 2 * n + 1);
             }
-            tile_held[sums][m][n] += even + odd;
+            sums[m][n] += even + odd;
         }
 }
+#else
+/* One instruction adds the products of two numbers of a row with two rows of pairs. */
+INLINE void add_held(floats sums[16], Factor a, Factor b) {
+    floats held[16];
+    for (int m = 0; m < 16; m++)
+        held[m] = sums[m];
+    for (int64_t k = 0; k < DEPTH / 2; k++) {
+        words pairs = (words)read_floats((const float *)(b.rows + k * b.apart));
+        for (int m = 0; m < 16; m++) {
+            uint32_t pair;
+            memcpy(&pair, a.rows + m * a.apart + 4 * k, 4);
+            held[m] = (floats)_mm512_dpbf16_ps((__m512)held[m], (__m512bh)pairs, (__m512bh)(pair - (words){0}));
+        }
+    }
+    for (int m = 0; m < 16; m++)
+        sums[m] = held[m];
+}
+#endif
 
 static int tiles_allowed(void) { return 1; }
 #elif defined(__AMX_BF16__) && defined(__linux__) && LANES == 16
 #include <sys/syscall.h>
 #include <unistd.h>
-#define TILES 1
+#define TILES "AMX tiles"
 #define end_tiles() _tile_release()
-#define clear_tile(T) _tile_zero(T)
-#define load_tile(T, from, apart)                                                                \
+#define USE_TILES
+#define clear_sums(T) _tile_zero(T)
+#define load_sums(T, from, apart) load_factor(T, from, apart)
+#define load_factor(T, from, apart)                                                              \
     do {                                                                                         \
         __asm__ volatile("" : : : "memory"); /* GCC's own form does not say that memory is read. */ \
         _tile_loadd(T, from, apart);                                                             \
     } while (0)
-#define store_tile(T, to, apart) _tile_stored(T, to, apart)
+#define store_sums(T, to, apart) _tile_stored(T, to, apart)
 #define add_product(C, A, B) _tile_dpbf16ps(C, A, B)
 
 /* Asks the kernel once for the use of tiles, which a process needs; says whether it allows it. */
@@ -87,14 +121,19 @@ INLINE void begin_tiles(void) {
     _tile_loadconfig(&all);
 }
 #else
-#define TILES 0
 static int tiles_allowed(void) { return 0; }
 #endif
 
-/* Says whether a library with this file multiplies on tiles. */
-int64_t multiplies_on_tiles(void) { return tiles_allowed(); }
+/* Says by what a library with this file multiplies tiles, "" where it does not. */
+const char *multiplies_tiles_by(void) {
+#if defined(TILES)
+    if (tiles_allowed())
+        return TILES;
+#endif
+    return "";
+}
 
-#if TILES
+#if defined(TILES)
 /* Writes a tile whose row i has number i of each vector. Pairs are moved as if they were numbers. */
 INLINE void write_turned(char *tile, floats x[LANES]) {
     transpose(x);

@@ -57,8 +57,11 @@ def library(source: Path, flags: tuple[str, ...] = FLAGS) -> Library:
         log.warning(why)
         return Library(None, why)
     functions.memory_bytes.restype = ctypes.c_int64
-    on_tiles = getattr(functions, "multiplies_on_tiles", int)()
-    return Library(functions, f"compiled by {compiler}{', bfloat16 on AMX tiles' if on_tiles else ''}")
+    by = getattr(functions, "multiplies_tiles_by", None)
+    if by is not None:
+        by.restype = ctypes.c_char_p
+    tiles = by().decode() if by is not None else ""
+    return Library(functions, f"compiled by {compiler}{f', bfloat16 by {tiles}' if tiles else ''}")
 
 
 def _compiled(compiler: str, source: Path, flags: tuple[str, ...]) -> Path:

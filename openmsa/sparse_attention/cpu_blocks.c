@@ -244,7 +244,7 @@ static void attend_rows(const Call *c, char *memory) {
 
 /* Returns how many bytes of memory a piece of a call needs. */
 int64_t memory_bytes(const Call *c) {
-#if TILES
+#if defined(TILES)
     if (on_tiles(c))
         return units_of(c, 0).end - (char *)0 + 64;
 #endif
@@ -254,7 +254,7 @@ int64_t memory_bytes(const Call *c) {
 /* Attends with the queries of a call. A piece is a KV head. */
 void attend(const void *call, int64_t piece, char *memory) {
     const Call c = of_kv_head(call, piece);
-#if TILES
+#if defined(TILES)
     if (on_tiles(&c)) {
         attend_units(&c, memory);
         return;

@@ -8,7 +8,7 @@
 #include "../primitives/tiles.h"
 #include "cpu_pairs.h"
 
-#if TILES
+#if defined(TILES)
 #define UNIT 16        /* heads of a query */
 #define TILE_BYTES 1024
 #define CHUNK 64       /* keys, in four tiles, which are multiplied at a time; their number is padded with zeros */
@@ -99,48 +99,50 @@ static void pack_dims(const Units *s, const Rows *values, Run block, Run later, 
 
 /* logits = keys @ q.T */
 static void multiply_unit_keys(const Units *s, const char *q, int64_t sees, int64_t dim) {
+    USE_TILES
     int64_t row = dim / DEPTH * TILE_BYTES; /* from a tile of keys to the next */
     for (int64_t k = 0; k < sees; k += CHUNK) {
         const char *keys = s->keys + k / 16 * row;
-        clear_tile(0);
-        clear_tile(1);
-        clear_tile(2);
-        clear_tile(3);
+        clear_sums(0);
+        clear_sums(1);
+        clear_sums(2);
+        clear_sums(3);
         for (int64_t i = 0; i < row; i += TILE_BYTES) {
-            load_tile(4, q + i, 64);
-            load_tile(5, keys + i, 64);
+            load_factor(4, q + i, 64);
+            load_factor(5, keys + i, 64);
             add_product(0, 5, 4);
-            load_tile(6, keys + row + i, 64);
+            load_factor(6, keys + row + i, 64);
             add_product(1, 6, 4);
-            load_tile(7, keys + 2 * row + i, 64);
+            load_factor(7, keys + 2 * row + i, 64);
             add_product(2, 7, 4);
-            load_tile(5, keys + 3 * row + i, 64);
+            load_factor(5, keys + 3 * row + i, 64);
             add_product(3, 5, 4);
         }
         float *to = s->logits + k * UNIT;
-        store_tile(0, to, 64);
-        store_tile(1, to + 16 * UNIT, 64);
-        store_tile(2, to + 32 * UNIT, 64);
-        store_tile(3, to + 48 * UNIT, 64);
+        store_sums(0, to, 64);
+        store_sums(1, to + 16 * UNIT, 64);
+        store_sums(2, to + 32 * UNIT, 64);
+        store_sums(3, to + 48 * UNIT, 64);
     }
 }
 
 /* sums += values.T @ weights */
 static void multiply_unit_values(const Units *s, float *sums, int64_t sees, int64_t dim) {
+    USE_TILES
     int64_t row = s->width / DEPTH * TILE_BYTES, end = (sees + DEPTH - 1) / DEPTH * TILE_BYTES;
     for (int64_t i = 0; i < dim; i += 32, sums += 32 * UNIT) {
         const char *values = s->values + i / 16 * row;
-        load_tile(0, sums, 64);
-        load_tile(1, sums + 16 * UNIT, 64);
+        load_sums(0, sums, 64);
+        load_sums(1, sums + 16 * UNIT, 64);
         for (int64_t k = 0; k < end; k += TILE_BYTES) {
-            load_tile(4, s->weights + k, 64);
-            load_tile(5, values + k, 64);
+            load_factor(4, s->weights + k, 64);
+            load_factor(5, values + k, 64);
             add_product(0, 5, 4);
-            load_tile(6, values + row + k, 64);
+            load_factor(6, values + row + k, 64);
             add_product(1, 6, 4);
         }
-        store_tile(0, sums, 64);
-        store_tile(1, sums + 16 * UNIT, 64);
+        store_sums(0, sums, 64);
+        store_sums(1, sums + 16 * UNIT, 64);
     }
 }
 

@@ -63,16 +63,19 @@ def of_build(monkeypatch, flag, *args):
 @pytest.mark.parametrize("index_dim", [32, 64, 96, 128, 256, 48])
 @pytest.mark.parametrize("stored", ["bfloat16", "float32", "e4m3"])
 def test_tiles_make_products_of_bfloat16_alone(stored, index_dim, monkeypatch):
-    """Tiles add in another order than vectors, which shows in some bits, and those of the processor as emulated ones do."""
+    """Tiles and pairs add in another order than vectors, which shows in some bits, and tiles as emulated ones do."""
     q, k = torch.randn(150, 1, index_dim).bfloat16(), torch.randn(150, 1, index_dim).bfloat16()
     if stored != "bfloat16":
         q, k = (q.float(), k.float()) if stored == "float32" else (q, E4M3.quantize(k))
     native, emulated = (of_build(monkeypatch, flag, q, k) for flag in ("", "-DEMULATED_TILES"))
+    alike = stored != "bfloat16" or index_dim % 32 != 0
     vectors = native
-    if instructions.TILES["-mno-amx-bf16"]:
-        vectors = of_build(monkeypatch, "-mno-amx-bf16", q, k)
+    if instructions.SERVES:
+        vectors = of_build(monkeypatch, instructions.WIDENED, q, k)
+        assert torch.equal(vectors, native) == alike
+    if instructions.SERVES == "AMX tiles":
         assert_equal("scores", native, emulated)
-    assert torch.equal(vectors, emulated) == (stored != "bfloat16" or index_dim % 32 != 0)
+    assert torch.equal(vectors, emulated) == alike
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -270,10 +270,10 @@ def test_logits_far_apart(kind, processor):
 def test_tiles_serve_bfloat16():
     """Tiles round weights to bfloat16, vectors do not, so that their results are not the same."""
     p, blocks, expected = laws("tiles")
-    assert c_library.library(cpu_blocks.SOURCE).says.endswith(", bfloat16 on AMX tiles")
+    assert c_library.library(cpu_blocks.SOURCE).says.endswith(f", bfloat16 by {instructions.SERVES}")
     with pytest.MonkeyPatch.context() as patch:
-        instructions.use(patch, f"{c_library.NATIVE} -mno-amx-bf16")
-        assert "tiles" not in c_library.library(cpu_blocks.SOURCE).says
+        instructions.use(patch, f"{c_library.NATIVE} {instructions.WIDENED}")
+        assert "bfloat16" not in c_library.library(cpu_blocks.SOURCE).says
         found = attend(p.q, p.k, p.v, blocks, p.seqs, block_size=16)
     assert not torch.equal(found[0], expected[0])
     with pytest.MonkeyPatch.context() as patch:
