@@ -61,25 +61,25 @@ def _score(
     group = heads // key_heads
     dtype = wide_dtype(index_q)
     scores = torch.full((heads, total_q, seqs.num_blocks(block_size)), -torch.inf, dtype=dtype, device="cpu")
-    # Few rows are a property of the whole call, and are scored a token at a time, so that query chunks change nothing.
+    # Few rows are a property of the whole call. Each token has the scores that it has alone, so query chunks change nothing.
     few = seqs.longest_q * group < MIN_ROWS
     tile_rows, tile_keys = (32, 256) if dtype == torch.float64 else (TILE_ROWS, TILE_KEYS)
     tile_tokens = 1 if few else max(1, tile_rows // group)
     tile_keys = tile_keys // block_size * block_size
-    compiled = not few and reads(cpu_products.SOURCE, index_q, pool)
+    compiled = reads(cpu_products.SOURCE, index_q, pool)
     spans: list[Span] = []
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         pages = index_k.page_table[b] if isinstance(index_k, PagedIndexKeys) else None
         keys = Rows(pool, k0, pages, dtype)
+        if compiled:
+            spans.append(Span(q0, q1, offset, keys, k_len))
+            continue
         if few and not nan_is_lowest:
             for t, end in enumerate(range(offset + 1, offset + 1 + q1 - q0), q0):
                 end = min(end, k_len)  # keys that the query sees
                 if end > 0:
                     q = rows_of(index_q, slice(t, t + 1), dtype=dtype)[0].to(dtype).unflatten(0, (key_heads, group))
                     scores[:, t, : -(-end // block_size)] = score_few(q, keys, end, block_size).flatten(0, 1)
-            continue
-        if compiled:
-            spans.append(Span(q0, q1, offset, keys, k_len))
             continue
         for key_head in range(key_heads):
             of_group = slice(key_head * group, (key_head + 1) * group)
@@ -99,7 +99,7 @@ def _score(
                     blocks = slice(first // block_size, -(-stop // block_size))
                     scores[of_group, t0:t1, blocks] = block_max(products, block_size)
     if compiled:
-        cpu_products.score(index_q, spans, block_size, scores)
+        cpu_products.score(index_q, spans, block_size, scores, few)
     return scores
 
 

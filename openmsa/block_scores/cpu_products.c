@@ -18,7 +18,7 @@ typedef struct {
     const float *scales;     /* [heads]: the factor of each head's products */
     Rows keys;               /* each head of keys serves `group` heads of queries */
     int64_t queries, group, dim, block_size, k_len, position; /* position: that of the first query */
-    int64_t blocks, parts;   /* blocks to be scored, for few rows in so many parts */
+    int64_t blocks, parts;   /* blocks to be scored, in so many parts */
     float *scores;           /* [heads, queries, blocks], strides in elements; what a query does not see is not written */
     int64_t score_head, score_token;
 } Call;
@@ -31,6 +31,12 @@ static Call of_key_head(const Call *call, int64_t head) {
     c.keys = of_head(c.keys, head);
     c.scores += head * c.group * c.score_head;
     return c;
+}
+
+/* Returns the blocks of a part, whose `first` lies behind the last block where there are none. */
+static Run blocks_of(const Call *c, int64_t part) {
+    int64_t size = (c->blocks + c->parts - 1) / c->parts, first = part * size, left = c->blocks - first;
+    return (Run){first, left < size ? left : size};
 }
 
 /* Returns the last key that a query of the call sees; below 0: none. */
@@ -217,12 +223,12 @@ static void score_square(const Call *c, const Tiled *t, int64_t row, Run keys, i
             t->scores[r][block] = best[(r - row) / SIDE][r % SIDE];
 }
 
-/* Scores the blocks of many rows on tiles. */
-static void score_tiled(const Call *c, char *memory) {
+/* Scores some blocks for many rows on tiles. */
+static void score_tiled(const Call *c, Run blocks, char *memory) {
     Tiled t = tiled(c, memory);
     start_tiled(c, &t);
     begin_tiles();
-    for (int64_t b = 0; b < c->blocks; b++) {
+    for (int64_t b = blocks.first; b < blocks.first + blocks.count; b++) {
         Run keys = keys_of(c, b);
         copy_keys(t.keys, &c->keys, keys, keys_of(c, b + 1), c->dim);
         for (int64_t row = first_row(c, b) / SQUARE * SQUARE; row < t.count; row += SQUARE)
@@ -242,18 +248,21 @@ int64_t memory_bytes(const Call *c) {
     return bytes;
 }
 
-/* Scores the blocks of many rows. A piece is a head of keys. */
+/* Scores the blocks of many rows. A piece is a part of the blocks of a head of keys. */
 void score(const void *call, int64_t piece, char *memory) {
-    const Call of = of_key_head(call, piece), *c = &of;
+    const Call of = of_key_head(call, piece / ((const Call *)call)->parts), *c = &of;
+    Run blocks = blocks_of(c, piece % c->parts);
+    if (blocks.count <= 0)
+        return;
 #if defined(TILES)
     if (takes_tiles(c)) {
-        score_tiled(c, memory);
+        score_tiled(c, blocks, memory);
         return;
     }
 #endif
     const float *q = start_rows(c, &memory);
     float *columns = take(&memory, (LARGEST_BLOCK + PANEL) * c->dim * 4);
-    for (int64_t b = 0; b < c->blocks; b++) {
+    for (int64_t b = blocks.first; b < blocks.first + blocks.count; b++) {
         pack_columns(columns, &c->keys, keys_of(c, b), keys_of(c, b + 1), c->dim);
         for (int64_t row = first_row(c, b); row < c->queries * c->group; row += TILE)
             score_tile(c, q, columns, row, b);
@@ -317,32 +326,39 @@ INLINE void multiply_few(floats *best, const float *const *rows, int count, cons
     }
 }
 
-/* Scores the blocks `from` to `to` for at most MOST_FEW_ROWS rows, all of which see all keys. dim: that of the call, which the
- * compiler knows where arithmetic takes as long as memory. Then it unrolls a key, and holds rows in registers. */
-INLINE void score_blocks(const Call *c, int64_t from, int64_t to, char *memory, int64_t type, int64_t dim) {
+/* Scores some blocks for at most MOST_FEW_ROWS rows, one by one where they do not all see all keys of a block. dim: that of the
+ * call, which the compiler knows where arithmetic takes as long as memory. Then it unrolls a key, and holds rows in
+ * registers. */
+INLINE void score_blocks(const Call *c, Run blocks, char *memory, int64_t type, int64_t dim) {
     const float *q = start_rows(c, &memory), *rows[MOST_FEW_ROWS + 4];
-    int64_t of = c->queries * c->group, next = from * c->block_size, stop = to * c->block_size;
+    int64_t of = c->queries * c->group, to = blocks.first + blocks.count;
+    int64_t next = blocks.first * c->block_size, stop = to * c->block_size;
     Walk soon = {0, next, stop < c->k_len ? stop : c->k_len, 0};
     for (int64_t i = 0; i < AHEAD; i += dim * SIZES[type])
         ask_for(&c->keys, soon.next < soon.end ? soon.next : soon.end - 1, dim), next_key(&soon, &c->keys);
     for (int64_t r = 0; r < MOST_FEW_ROWS + 4; r++)
         rows[r] = q + (r < of ? r : of) * dim;
-    for (int64_t b = from; b < to; b++) {
-        int64_t first = b * c->block_size, end = first + c->block_size < c->k_len ? first + c->block_size : c->k_len;
+    for (int64_t b = blocks.first; b < to; b++) {
+        Run keys = keys_of(c, b);
+        int64_t end = keys.first + keys.count, together = last_key(c, 0) >= end - 1;
         floats best[MOST_FEW_ROWS + 4];
         for (int64_t r = 0; r < MOST_FEW_ROWS + 4; r++)
             best[r] = every(-INFINITY);
-        for (int64_t r = 0; r < of; r += 4) {
+        for (int64_t r = 0; r < of; r += together ? 4 : 1) {
             Walk ends = {soon.key, soon.end, soon.end, 0}; /* Other rows read keys that a cache holds. */
             Walk *asked = r ? &ends : &soon;
-            if (of - r == 1)
-                multiply_few(best + r, rows + r, 1, &c->keys, first, end, asked, dim, type);
+            int64_t sees = together ? end : last_key(c, r / c->group) + 1;
+            sees = sees < end ? sees : end;
+            if (sees <= keys.first)
+                continue;
+            if (!together || of - r == 1)
+                multiply_few(best + r, rows + r, 1, &c->keys, keys.first, sees, asked, dim, type);
             else if (of - r == 2)
-                multiply_few(best + r, rows + r, 2, &c->keys, first, end, asked, dim, type);
+                multiply_few(best + r, rows + r, 2, &c->keys, keys.first, sees, asked, dim, type);
             else
-                multiply_few(best + r, rows + r, 4, &c->keys, first, end, asked, dim, type);
+                multiply_few(best + r, rows + r, 4, &c->keys, keys.first, sees, asked, dim, type);
         }
-        for (int64_t r = 0; r < of; r++)
+        for (int64_t r = first_row(c, b); r < of; r++)
             *place(c, r, b) = greatest_lane(best[r]);
     }
 }
@@ -350,16 +366,15 @@ INLINE void score_blocks(const Call *c, int64_t from, int64_t to, char *memory, 
 /* Scores the blocks of few rows. A piece is a part of the blocks of a head of keys. */
 void score_few(const void *call, int64_t piece, char *memory) {
     const Call of = of_key_head(call, piece / ((const Call *)call)->parts), *c = &of;
-    int64_t size = (c->blocks + c->parts - 1) / c->parts, from = piece % c->parts * size;
-    int64_t to = from + size < c->blocks ? from + size : c->blocks;
-    if (from >= to)
+    Run blocks = blocks_of(c, piece % c->parts);
+    if (blocks.count <= 0)
         return;
     /* A key of float32 is walked by one instruction, which the processor's prefetcher follows. */
-#define SCORE(TYPE)                                    \
-    if (TYPE != FLOAT32 && c->dim == 128)              \
-        score_blocks(c, from, to, memory, TYPE, 128);  \
-    else                                               \
-        score_blocks(c, from, to, memory, TYPE, c->dim);
+#define SCORE(TYPE)                                 \
+    if (TYPE != FLOAT32 && c->dim == 128)           \
+        score_blocks(c, blocks, memory, TYPE, 128); \
+    else                                            \
+        score_blocks(c, blocks, memory, TYPE, c->dim);
     BY_TYPE(c->keys.type, SCORE)
 #undef SCORE
 }

@@ -19,7 +19,8 @@ from openmsa.runtime import c_library
 SOURCE = Path(__file__).with_suffix(".c")
 CALL_ROWS = 1024  # (query, head) rows of a piece, which stay in an L2 cache
 MOST_ROWS = 16  # few rows are so many at most: MOST_FEW_ROWS of the C file
-PIECES_A_THREAD = 8  # few rows: so many pieces a thread, of which a busy core makes fewer
+PIECES_A_THREAD = 8  # so many pieces a thread at least where there are blocks enough; a busy core makes fewer of them
+LEAST_BLOCKS = 8  # many rows: so many blocks a piece, for which the rows are prepared
 
 
 class _Call(ctypes.Structure):
@@ -33,25 +34,10 @@ class _Call(ctypes.Structure):
     )
 
 
-def score(index_q: Tensor | Stored, spans: list[Span], block_size: int, scores: Tensor) -> None:
-    """Writes the scores ``[index_heads, total_q, blocks]`` of the queries of the spans, index_q ``[total_q, index_heads,
-    index_dim]``, where they see a block. The spans read one cache, and `reads` is true."""
-    q = numbers(index_q)
-    if not spans:
-        return
-    assert q is not None
-    keys = spans[0].keys.rows
-    key_heads = keys.shape[1]
-    scales = product_factors(index_q, keys, 1.0)
-    size = max(1, CALL_ROWS * key_heads // q.shape[1])
-    held: list[Any] = []
-    calls = []
-    for span in spans:
-        for first in range(span.first, span.stop, size):
-            part = span.part(first, min(first + size, span.stop))
-            calls.append(_call(q, part, block_size, scales, scores, held))
-    if calls:  # The last queries see the most: their calls begin first.
-        c_library.run(_task("score", calls[::-1], key_heads, held))
+def score(index_q: Tensor | Stored, spans: list[Span], block_size: int, scores: Tensor, few: bool) -> None:
+    """Writes the scores ``[index_heads, total_q, blocks]`` of the queries of the spans, as `task` says."""
+    if any(span.first < span.stop for span in spans):
+        c_library.run(task(index_q, spans, block_size, scores, few))
 
 
 def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor | None:
@@ -61,20 +47,32 @@ def score_few(q: Tensor, keys: Rows, end: int, block_size: int) -> Tensor | None
     if rows > MOST_ROWS or q.dtype != torch.float32 or not reads(SOURCE, q, keys.rows):
         return None
     scores = torch.empty(heads, rows, -(-end // block_size), dtype=torch.float32, device="cpu")
-    task = few_task(q.reshape(1, heads * rows, dim), keys, end, block_size, scores.view(heads * rows, 1, -1))
-    c_library.run(task)
+    one, span = q.reshape(1, heads * rows, dim), Span(0, 1, end - 1, keys, end)
+    c_library.run(task(one, [span], block_size, scores.view(heads * rows, 1, -1), few=True))
     return scores
 
 
-def few_task(q: Tensor, keys: Rows, end: int, block_size: int, scores: Tensor) -> c_library.Task:
-    """Returns the task that writes the scores ``[index_heads, 1, blocks]`` of the first `end` keys, all of which the query
-    ``[1, index_heads, dim]`` sees; a head of keys serves at most `MOST_ROWS` heads."""
-    key_heads = keys.rows.shape[1]
-    scales = product_factors(q, keys.rows, 1.0)
+def task(index_q: Tensor | Stored, spans: list[Span], block_size: int, scores: Tensor, few: bool) -> c_library.Task:
+    """Returns the task that writes the scores ``[index_heads, total_q, blocks]`` of the queries of the spans, not none, of
+    index_q ``[total_q, index_heads, index_dim]``, where they see a block. The spans read one cache, and `reads` is true. few: a
+    head of keys serves at most `MOST_ROWS` rows of a span, queries times heads. Keys are then read where they lie, and scores
+    have the same bits as if each query came alone."""
+    q, keys = numbers(index_q), spans[0].keys.rows
+    assert q is not None
+    key_heads, scales = keys.shape[1], product_factors(index_q, keys, 1.0)
+    size = MOST_ROWS if few else max(1, CALL_ROWS * key_heads // q.shape[1])
     held: list[Any] = []
-    call = _call(q, Span(0, 1, end - 1, keys, end), block_size, scales, scores, held)
-    call.parts = max(1, min(call.blocks, PIECES_A_THREAD * torch.get_num_threads() // key_heads))
-    return _task("score_few", [call], key_heads * call.parts, held)
+    calls = [
+        _call(q, span.part(first, min(first + size, span.stop)), block_size, scales, scores, held)
+        for span in spans
+        for first in range(span.first, span.stop, size)
+    ]
+    most = max(call.blocks for call in calls) // (1 if few else LEAST_BLOCKS)
+    parts = max(1, min(most, PIECES_A_THREAD * torch.get_num_threads() // (len(calls) * key_heads)))
+    for call in calls:
+        call.parts = parts
+    name = "score_few" if few else "score"
+    return _task(name, calls[::-1], key_heads * parts, held)  # The last queries, which see the most, begin.
 
 
 def _call(q: Tensor, span: Span, block_size: int, scales: Tensor, scores: Tensor, held: list[Any]) -> _Call:

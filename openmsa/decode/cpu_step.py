@@ -15,7 +15,7 @@ from openmsa.block_topk import cpu_choose
 from openmsa.inputs import AttentionInputs, SelectionCall
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.sequence_rows import Rows
-from openmsa.primitives.cpu_rows import reads
+from openmsa.primitives.cpu_rows import Span, reads
 from openmsa.runtime import c_library
 from openmsa.sparse_attention import cpu_blocks
 
@@ -66,9 +66,10 @@ def attend(
     scored = min(length, max(0, num_blocks - counts.local_blocks) * block_size)  # The last blocks are forced.
     scores = torch.empty(index_q.shape[1], 1, num_blocks, dtype=torch.float32, device="cpu")
     visible = torch.full((1,), num_blocks, dtype=torch.int32, device="cpu")
+    of_index = Span(0, 1, scored - 1, index_keys, scored)
     span = cpu_blocks.AttentionSpan(0, 1, length - 1, keys, length, values)
     c_library.run(
-        *([cpu_products.few_task(index_q, index_keys, scored, block_size, scores)] if scored else []),
+        *([cpu_products.task(index_q, [of_index], block_size, scores, few=True)] if scored else []),
         cpu_choose.task(scores, visible, counts.init_blocks, counts.local_blocks, blocks),
         cpu_blocks.task(q, blocks, [span], block_size, scale, out, lse),
     )

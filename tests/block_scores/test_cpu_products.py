@@ -100,6 +100,51 @@ def test_few_rows(block_size, index_dim, heads, rows, dtype, processor, made):
     assert made == ["score_few"]
 
 
+def part(x, first, count):
+    """Returns some rows of a tensor, or of E4M3 numbers."""
+    rows = slice(first, first + count)
+    return E4M3(x.data[rows], x.scale) if isinstance(x, E4M3) else x[rows]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "e4m3"], ids=str)
+@pytest.mark.parametrize(("tokens", "group", "heads"), [(2, 1, 1), (5, 3, 1), (3, 2, 3), (15, 1, 2)])
+def test_few_queries_have_the_bits_of_each_alone(tokens, group, heads, dtype, processor, made):
+    """Also where they see different numbers of a block's keys, and some no key at all."""
+    lens = [(tokens, 300), (tokens, tokens), (1, 77), (tokens, 2), (0, 9), (tokens - 1, 0)]
+    options = {"index_heads": group * heads, "index_key_heads": heads, "kv_heads": group * heads, "index_dim": 64}
+    p = problem(*zip(*lens, strict=True), dtype=torch.float32 if dtype == "e4m3" else dtype, **options)
+    q, k = (E4M3.quantize(x) for x in (p.index_q, p.index_k)) if dtype == "e4m3" else (p.index_q, p.index_k)
+    found = scores(q, k, p.seqs, block_size=20)
+    assert made == ["score_few"]
+    if dtype != "e4m3":
+        check(found, q, k, p.seqs, 20)
+    first = first_key = 0
+    for count, k_len in lens:
+        for t in range(count):
+            seen = max(0, k_len - count + t + 1)
+            alone = part(q, first + t, 1), part(k, first_key, seen)
+            blocks = -(-seen // 20)
+            if blocks:
+                assert_equal(f"scores of {first + t}", found[:, first + t, :blocks], scores(*alone, block_size=20)[:, 0])
+            assert bool((found[:, first + t, blocks:] == -torch.inf).all())
+        first, first_key = first + count, first_key + k_len
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_are_shared_out_where_calls_are_few(dtype, monkeypatch, processor):
+    """A call of a few hundred rows is cut into as many pieces as threads take, which change no bit."""
+    p, pieces, run = problem((60,), (700,), index_dim=64, dtype=dtype), [], c_library.run
+    monkeypatch.setattr(c_library, "run", lambda *tasks: (pieces.extend(task.pieces for task in tasks), run(*tasks))[1])
+    found = []
+    for least, each in ((1, 1000), (8, 8), (1000, 8)):
+        monkeypatch.setattr(cpu_products, "LEAST_BLOCKS", least)
+        monkeypatch.setattr(cpu_products, "PIECES_A_THREAD", each)
+        found.append(scores(p.index_q, p.index_k, p.seqs, block_size=20))
+    assert pieces == [35 * p.index_k.shape[1], 4 * p.index_k.shape[1], p.index_k.shape[1]]
+    for other in found[1:]:
+        assert_equal("scores", other, found[0])
+
+
 def places(keys, page_size):
     """Yields keys ``[n, heads, dim]`` packed, with gaps, and in pages that lie together and apart."""
     yield keys
