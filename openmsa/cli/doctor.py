@@ -47,8 +47,8 @@ def examine() -> dict[str, Any]:
     import torch
 
     from openmsa.bench.record import versions
+    from openmsa.primitives.cpu_blocks import SOURCE
     from openmsa.runtime import c_library, environment
-    from openmsa.sparse_attention.cpu_blocks import SOURCE
 
     devices = [_cpu(), *(_gpu(i) for i in range(torch.cuda.device_count()))]
     stages = []

@@ -15,9 +15,9 @@ from openmsa.block_topk import cpu_choose
 from openmsa.inputs import AttentionInputs, SelectionCall
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.sequence_rows import Rows
+from openmsa.primitives import cpu_blocks
 from openmsa.primitives.cpu_rows import Span, reads
 from openmsa.runtime import c_library
-from openmsa.sparse_attention import cpu_blocks
 
 
 class Counts(NamedTuple):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""This module runs `dense_attention` on CPU with PyTorch's fused kernel, which takes keys before the first query unmasked and
-the rest causal; both results are merged."""
+"""This module runs `dense_attention` on CPU. Where the machine has a C compiler, a kernel in C attends, to all blocks
+(`openmsa.primitives.cpu_blocks`). Else PyTorch's fused kernel does, which takes keys before the first query unmasked and the
+rest causal; both results are merged."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from openmsa.block_scores import STAGE as SCORING
 from openmsa.dense_attention.call import chosen_results
@@ -15,9 +17,14 @@ from openmsa.inputs import ScoringCall
 from openmsa.kv_cache import PagedIndexKeys, PagedKV, Stored
 from openmsa.kv_cache.rows import rows_of
 from openmsa.kv_cache.sequence_rows import Rows
+from openmsa.primitives import cpu_blocks
+from openmsa.primitives.cpu_rows import reads
 from openmsa.runtime.matmul import attend_few
 from openmsa.types import Layout, out_dtype, wide_dtype
 
+BLOCK = 128  # A kernel in C takes so many keys at a time.
+FEW_ROWS = 64  # So few rows, queries times heads, of a KV head
+SPLIT_BLOCKS = 64  # take so many blocks a call of it.
 SPLIT_KEYS = 16384  # Few queries have so many keys a call: the fused kernel works in parallel over heads and queries only.
 UNSURE_ROWS = 256  # So many rows are computed again at a time where the fused kernel's results are unsure.
 DEQUANTIZED_KEYS = 2048  # So many keys of a format, or of float16, are held as wider numbers at a time.
@@ -67,6 +74,9 @@ def _attend(
         dtype = wide_dtype(q)
     out = torch.empty(total_q, heads, dim, dtype=out_dtype(q), device="cpu") if out is None else out
     lse = torch.empty((total_q, heads), dtype=wide_dtype(q), device="cpu") if lse is None else lse
+    if reads(cpu_blocks.SOURCE, q, k_pool, v_pool) and seqs.num_blocks(BLOCK):
+        _attend_compiled(q, k, v, seqs, scale, out, lse)
+        return out, lse
     out.zero_(), lse.fill_(-torch.inf)
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         q0 -= min(offset, 0)  # Queries before position 0 see nothing.
@@ -96,6 +106,33 @@ def _attend(
         out[q0:q1] = merged.permute(2, 0, 1, 3).flatten(1, 2)
         lse[q0:q1] = merged_lse.permute(2, 0, 1).flatten(1, 2)
     return out, lse
+
+
+def _attend_compiled(
+    q: Tensor | Stored,
+    k: Tensor | Stored | PagedKV,
+    v: Tensor | Stored | None,
+    seqs: Layout,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attends by a kernel in C to all blocks. Those of few queries are cut into splits, each with queries of its own, whose
+    results are merged: the kernel works in parallel over KV heads and queries only."""
+    spans, (total_q, heads) = cpu_blocks.spans_of(k, v, seqs, wide_dtype(q)), lse.shape
+    blocks = torch.arange(seqs.num_blocks(BLOCK), dtype=torch.int32, device="cpu")
+    rows = seqs.longest_q * heads // spans[0].keys.rows.shape[1] if spans else 0
+    if rows > FEW_ROWS or len(blocks) <= SPLIT_BLOCKS or isinstance(q, Stored):
+        cpu_blocks.attend(q, blocks.expand(total_q, 1, -1), spans, BLOCK, scale, out, lse)
+        return
+    ids = pad_sequence(list(blocks.split(SPLIT_BLOCKS)), batch_first=True, padding_value=-1)
+    starts = [i * total_q for i in range(len(ids))]
+    each = [replace(x, first=x.first + start, stop=x.stop + start) for start in starts for x in spans]
+    parts = torch.empty(len(ids), *q.shape, device="cpu"), torch.empty(len(ids), *lse.shape, device="cpu")
+    given = q.repeat(len(ids), 1, 1), ids.repeat_interleave(total_q, 0)[:, None], each
+    cpu_blocks.attend(*given, BLOCK, scale, *(part.flatten(0, 1) for part in parts))
+    merged, merged_lse = _merge(list(zip(*parts, strict=True)))
+    out.copy_(merged), lse.copy_(merged_lse)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

@@ -16,10 +16,10 @@ from openmsa.dense_attention.call import DenseCall
 from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.rows import rows_of
 from openmsa.kv_cache.sequence_rows import Rows
+from openmsa.primitives import cpu_blocks
 from openmsa.primitives.cpu_rows import reads
 from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.runtime.matmul import matmul_nt
-from openmsa.sparse_attention import cpu_blocks
 from openmsa.sparse_attention.cpu_masked import attend_masked, masked_queries
 from openmsa.sparse_attention.cpu_token import attend_token
 from openmsa.types import Layout, out_dtype, wide_dtype
@@ -61,7 +61,7 @@ def sparse_attention(
     """Does what `openmsa.sparse_attention.sparse_attention` says."""
     out = torch.empty(q.shape, dtype=out_dtype(q), device="cpu") if out is None else out
     lse = torch.empty(q.shape[:2], dtype=wide_dtype(q), device="cpu") if lse is None else lse
-    spans = _spans(k, v, seqs, wide_dtype(q))
+    spans = cpu_blocks.spans_of(k, v, seqs, wide_dtype(q))
     if not spans or reads(cpu_blocks.SOURCE, q, spans[0].keys.rows, spans[0].values.rows):
         cpu_blocks.attend(q, blocks, spans, block_size, softmax_scale, out, lse)
         return (out, lse) if return_lse else out
@@ -74,22 +74,9 @@ def sparse_attention(
             part = _part(seqs, rows, q.shape[0])
             DENSE.run("cpu", DenseCall(q[rows], k, v, part, True, softmax_scale, block_size, *results))
         for some in _not_finite(out, rows, part) if whole else [rows]:
-            spans = _spans(k, v, _part(seqs, some, q.shape[0]), wide_dtype(q))
+            spans = cpu_blocks.spans_of(k, v, _part(seqs, some, q.shape[0]), wide_dtype(q))
             _attend(q[some], spans, blocks[some], block_size, softmax_scale, out[some], lse[some])
     return (out, lse) if return_lse else out
-
-
-def _spans(
-    k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, seqs: Layout, dtype: torch.dtype
-) -> list[cpu_blocks.AttentionSpan]:
-    """Returns the queries of each sequence."""
-    found = []
-    for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
-        pages = k.page_table[b] if isinstance(k, PagedKV) else None
-        pools = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
-        keys, values = (Rows(pool, k0, pages, dtype) for pool in pools if pool is not None)
-        found.append(cpu_blocks.AttentionSpan(q0, q1, offset, keys, k_len, values))
-    return found
 
 
 def _part(seqs: Layout, rows: slice, total_q: int) -> Layout:

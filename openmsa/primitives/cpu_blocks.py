@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from openmsa.kv_cache import Stored
+from openmsa.kv_cache import PagedKV, Stored
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.primitives.cpu_rows import TYPES, CRows, Span, address, c_rows, factors, numbers, product_factors, sizes, strides
 from openmsa.runtime import c_library
 from openmsa.runtime.environment import cpu_workspace_bytes
+from openmsa.types import Layout
 
 SOURCE = Path(__file__).with_suffix(".c")
 CALL_ROWS = 8192  # (query, head) rows of a piece, whose queries and sums take 8 MB at head dim 128
@@ -40,6 +41,17 @@ class AttentionSpan(Span):
     """A span of queries has the values of its sequence, too."""
 
     values: Rows
+
+
+def spans_of(k: Tensor | Stored | PagedKV, v: Tensor | Stored | None, seqs: Layout, dtype: torch.dtype) -> list[AttentionSpan]:
+    """Returns the queries of each sequence."""
+    found = []
+    for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
+        pages = k.page_table[b] if isinstance(k, PagedKV) else None
+        pools = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
+        keys, values = (Rows(pool, k0, pages, dtype) for pool in pools if pool is not None)
+        found.append(AttentionSpan(q0, q1, offset, keys, k_len, values))
+    return found
 
 
 def attend(

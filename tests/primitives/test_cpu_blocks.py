@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from openmsa import E4M3, PagedKV, Sequences, sparse_attention
+from openmsa.primitives import cpu_blocks
 from openmsa.runtime import c_library
-from openmsa.sparse_attention import cpu_blocks
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close, assert_equal
 from openmsa.testing.inputs import paged, problem, random_blocks, strided

@@ -5,7 +5,7 @@
 #ifndef OPENMSA_CPU_UNITS_H
 #define OPENMSA_CPU_UNITS_H
 
-#include "../primitives/tiles.h"
+#include "tiles.h"
 #include "cpu_pairs.h"
 
 #if defined(TILES)

@@ -4,7 +4,7 @@
 #ifndef OPENMSA_CPU_PAIRS_H
 #define OPENMSA_CPU_PAIRS_H
 
-#include "../primitives/lanes.h"
+#include "lanes.h"
 
 #define FEW_PAIRS 64 /* So few pairs of a block and a query are sorted by insertion. */
 
