@@ -1,11 +1,30 @@
 # SPDX-License-Identifier: MIT
-"""On a CPU dense attention is PyTorch's fused kernel, whose results are made again where it has no largest logit."""
+"""On a CPU dense attention is a kernel in C, or PyTorch's fused kernel, whose results are made again where it has no largest
+logit."""
+
+from importlib import import_module
 
 import pytest
 import torch
 
 from openmsa import dense_attention
-from openmsa.testing.inputs import problem
+from openmsa.primitives import cpu_blocks
+from openmsa.runtime.environment import c_compiler
+from openmsa.testing.allocations import PoisonedOutputs
+from openmsa.testing.compare import assert_close
+from openmsa.testing.inputs import paged, problem
+from tests import instructions
+
+cpu = import_module("openmsa.dense_attention.cpu")
+
+
+@pytest.fixture(params=["compiled", "PyTorch's operations"])
+def made_by(request, monkeypatch):
+    """Has either attend."""
+    if request.param == "compiled" and c_compiler() is None:
+        pytest.skip("the machine has no C compiler")
+    if request.param != "compiled":
+        instructions.use_none(monkeypatch)
 
 
 def spoilt(p, what):
@@ -26,11 +45,35 @@ def spoilt(p, what):
     return p
 
 
+@instructions.needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("in_pages", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+def test_few_queries_of_long_sequences(causal, in_pages, splits, dtype, monkeypatch):
+    """Their keys are cut into splits of some blocks, of which a query sees some, all or none."""
+    p = problem((1, 3, 0, 2, 2), (700, 300, 50, 0, 1), kv_heads=2, group=16, head_dim=32, dtype=dtype)
+    given, attend = [], cpu_blocks.attend
+    monkeypatch.setattr(cpu, "SPLIT_BLOCKS", 1 if splits else 6)
+    monkeypatch.setattr(cpu_blocks, "attend", lambda *args: (given.append(args), attend(*args)))
+    cache = paged(p, 16)[0] if in_pages else None
+    k, v = (cache, None) if in_pages else (p.k, p.v)
+    with PoisonedOutputs():
+        found = dense_attention(p.q, k, v, p.seqs, causal=causal, return_lse=True, impl="cpu")
+    assert [len(args[0]) for args in given] == [len(p.q) * (6 if splits else 1)]
+    results = []
+    for wide in (False, True):
+        x = [t.double() for t in (p.q, p.k, p.v)] if wide else [p.q, p.k, p.v]
+        results.append(dense_attention(*x, p.seqs, causal=causal, return_lse=True, impl="reference"))
+    for name, mine, honest, truth in zip(("out", "lse"), found, *results, strict=True):
+        assert_close(name, mine, honest, truth)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("what", ["query", "NaN", "key", "nothing left", "nothing in front", "overflow"])
 @pytest.mark.parametrize("lens", [(1, 40), (3, 40), (5, 5), (40, 100)])
-def test_infinite_and_nan_logits(lens, what, dtype, causal):
+def test_infinite_and_nan_logits(lens, what, dtype, causal, made_by):
     """A logit of inf or NaN gives NaN, and -inf counts for nothing, as in the reference: 0 and lse -inf where all are."""
     if what == "overflow" and dtype in (torch.float16, torch.float64):
         pytest.skip("3e37 overflows float16, and its products none of float64")
@@ -44,7 +87,7 @@ def test_infinite_and_nan_logits(lens, what, dtype, causal):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_a_scale_of_zero_hides_no_nan(dtype, causal):
+def test_a_scale_of_zero_hides_no_nan(dtype, causal, made_by):
     """Zero times NaN or infinity is NaN, for the rows that hold it and for no others."""
     p = problem((5,), (40,), dtype=dtype)
     p.q[1, 0, 3], p.q[2, 1, 5] = torch.nan, torch.inf
