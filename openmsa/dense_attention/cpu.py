@@ -19,6 +19,7 @@ from openmsa.kv_cache.rows import rows_of
 from openmsa.kv_cache.sequence_rows import Rows
 from openmsa.primitives import cpu_blocks
 from openmsa.primitives.cpu_rows import reads
+from openmsa.runtime import c_library
 from openmsa.runtime.matmul import attend_few
 from openmsa.types import Layout, out_dtype, wide_dtype
 
@@ -74,7 +75,7 @@ def _attend(
         dtype = wide_dtype(q)
     out = torch.empty(total_q, heads, dim, dtype=out_dtype(q), device="cpu") if out is None else out
     lse = torch.empty((total_q, heads), dtype=wide_dtype(q), device="cpu") if lse is None else lse
-    if reads(cpu_blocks.SOURCE, q, k_pool, v_pool) and seqs.num_blocks(BLOCK):
+    if seqs.num_blocks(BLOCK) and _takes_kernel(q, k_pool, v_pool):
         _attend_compiled(q, k, v, seqs, scale, out, lse)
         return out, lse
     out.zero_(), lse.fill_(-torch.inf)
@@ -106,6 +107,15 @@ def _attend(
         out[q0:q1] = merged.permute(2, 0, 1, 3).flatten(1, 2)
         lse[q0:q1] = merged_lse.permute(2, 0, 1).flatten(1, 2)
     return out, lse
+
+
+def _takes_kernel(q: Tensor | Stored, k: Tensor | Stored, v: Tensor | Stored) -> bool:
+    """Says whether a kernel in C reads these and is as fast as PyTorch's, which multiplies bfloat16 on AMX tiles, as ours does
+    for some numbers of heads alone."""
+    if not reads(cpu_blocks.SOURCE, q, k, v):
+        return False
+    on_tiles = q.dtype == k.dtype == torch.bfloat16 and c_library.library(cpu_blocks.SOURCE).tiles == "AMX tiles"
+    return not on_tiles or (q.shape[1] // k.shape[1] % cpu_blocks.TILE_HEADS == 0 and q.shape[2] % cpu_blocks.TILE_DIM == 0)
 
 
 def _attend_compiled(

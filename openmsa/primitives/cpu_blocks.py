@@ -19,6 +19,7 @@ from openmsa.runtime.environment import cpu_workspace_bytes
 from openmsa.types import Layout
 
 SOURCE = Path(__file__).with_suffix(".c")
+TILE_HEADS, TILE_DIM = 16, 32  # Tiles serve groups of multiples of so many heads and dims: UNIT and DEPTH of the C files.
 CALL_ROWS = 8192  # (query, head) rows of a piece, whose queries and sums take 8 MB at head dim 128
 PIECES_A_THREAD = 8  # A thread has so many pieces of long prefills, as some take longer than others.
 ROWS_A_BLOCK = 128  # A piece has about so many rows a block, as a block's keys are packed anew in each piece.

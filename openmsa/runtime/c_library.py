@@ -36,11 +36,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Library:
-    """A C file becomes a library: functions, or None where it could not be compiled, and a sentence that says so or how it
-    was."""
+    """A C file becomes a library: functions, or None where it could not be compiled, a sentence that says so or how it was, and
+    what multiplies tiles of bfloat16 (see tiles.h), "" where nothing does."""
 
     functions: ctypes.CDLL | None
     says: str
+    tiles: str = ""
 
 
 @functools.cache
@@ -61,7 +62,7 @@ def library(source: Path, flags: tuple[str, ...] = FLAGS) -> Library:
     if by is not None:
         by.restype = ctypes.c_char_p
     tiles = by().decode() if by is not None else ""
-    return Library(functions, f"compiled by {compiler}{f', bfloat16 by {tiles}' if tiles else ''}")
+    return Library(functions, f"compiled by {compiler}{f', bfloat16 by {tiles}' if tiles else ''}", tiles)
 
 
 def _compiled(compiler: str, source: Path, flags: tuple[str, ...]) -> Path:

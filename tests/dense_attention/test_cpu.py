@@ -2,6 +2,7 @@
 """On a CPU dense attention is a kernel in C, or PyTorch's fused kernel, whose results are made again where it has no largest
 logit."""
 
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from openmsa import dense_attention
 from openmsa.primitives import cpu_blocks
+from openmsa.runtime import c_library
 from openmsa.runtime.environment import c_compiler
 from openmsa.testing.allocations import PoisonedOutputs
 from openmsa.testing.compare import assert_close
@@ -67,6 +69,20 @@ def test_few_queries_of_long_sequences(causal, in_pages, splits, dtype, monkeypa
         results.append(dense_attention(*x, p.seqs, causal=causal, return_lse=True, impl="reference"))
     for name, mine, honest, truth in zip(("out", "lse"), found, *results, strict=True):
         assert_close(name, mine, honest, truth)
+
+
+@instructions.needs_compiler
+@pytest.mark.parametrize("tiles", ["AMX tiles", "AVX-512 BF16", ""])
+@pytest.mark.parametrize(("group", "dim"), [(16, 64), (4, 64), (16, 48)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_pytorch_keeps_what_it_alone_multiplies_on_tiles(dtype, group, dim, tiles, monkeypatch):
+    library = c_library.library
+    monkeypatch.setattr(c_library, "library", lambda source: replace(library(source), tiles=tiles))
+    p, calls = problem((5,), (40,), kv_heads=1, group=group, head_dim=dim, dtype=dtype), []
+    monkeypatch.setattr(cpu_blocks, "attend", lambda *args: calls.append(args))
+    dense_attention(p.q, p.k, p.v, p.seqs, impl="cpu")
+    on_tiles_alone = tiles == "AMX tiles" and dtype == torch.bfloat16 and (group, dim) != (16, 64)
+    assert len(calls) == (not on_tiles_alone)
 
 
 @pytest.mark.parametrize("causal", [True, False])
