@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Where the machine has a C compiler, cpu_blocks.c attends KV-outer on a CPU: it keeps a tile of queries in cache from their
-logits to their sums of values, which PyTorch's operations write to memory and read again."""
+"""Where the machine has a C compiler, cpu_blocks.c attends KV-outer on a CPU, to the blocks that each query has selected, or to
+all: it keeps a tile of queries in cache from their logits to their sums of values, which PyTorch's operations write to memory
+and read again."""
 
 from __future__ import annotations
 
