@@ -42,12 +42,12 @@ INLINE void move_sums(floats sums[16], char *at, int64_t apart, int stores) {
 #if defined(EMULATED_TILES)
 static float number_of(Factor factor, int row, int i) {
     uint16_t code;
+    uint32_t bits;
+    float number;
     memcpy(&code, factor.rows + row * factor.apart + 2 * i, 2);
-    return ((union {
-               uint32_t bits;
-               float number;
-           }){(uint32_t)code << 16})
-        .number;
+    bits = (uint32_t)code << 16;
+    memcpy(&number, &bits, 4);
+    return number;
 }
 
 static void add_held(floats sums[16], Factor a, Factor b) {

@@ -20,13 +20,16 @@ from tests import instructions
 cpu = import_module("openmsa.dense_attention.cpu")
 
 
-@pytest.fixture(params=["compiled", "PyTorch's operations"])
+@pytest.fixture(params=["compiled", "compiled, in splits", "PyTorch's operations"])
 def made_by(request, monkeypatch):
-    """Has either attend."""
-    if request.param == "compiled" and c_compiler() is None:
-        pytest.skip("the machine has no C compiler")
-    if request.param != "compiled":
+    """Has either attend, the first also in splits of sixteen keys."""
+    if request.param == "PyTorch's operations":
         instructions.use_none(monkeypatch)
+    elif c_compiler() is None:
+        pytest.skip("the machine has no C compiler")
+    if request.param == "compiled, in splits":
+        for name, value in (("BLOCK", 16), ("SPLIT_BLOCKS", 1), ("FEW_ROWS", 1 << 20)):
+            monkeypatch.setattr(cpu, name, value)
 
 
 def spoilt(p, what):
