@@ -314,7 +314,7 @@ INLINE void multiply_few(floats *best, const float *const *rows, int count, cons
             for (int64_t i = 0; i < dim; i += LANES) {
                 floats numbers = read_numbers(key, i, type);
                 for (int r = 0; r < count; r++)
-                    sums[r] += q[r][i / LANES] * numbers;
+                    sums[r] = fused(sums[r], q[r][i / LANES], numbers);
             }
             for (int64_t i = 0; i < dim * SIZES[type]; i += apart)
                 __builtin_prefetch(later + i, 0, 2);

@@ -93,6 +93,18 @@ INLINE floats greater(floats a, floats b) {
 #endif
 }
 
+/* sums + a * b, rounded once where a processor can. Left to the compiler, what stands around a sum decides whether it is, so
+ * that a row alone could have other bits than beside others. */
+INLINE floats fused(floats sums, floats a, floats b) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sums);
+#elif defined(__FMA__) && defined(__AVX2__)
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sums);
+#else
+    return sums + a * b;
+#endif
+}
+
 INLINE floats read_floats(const float *from) {
     floats x;
     memcpy(&x, from, sizeof x);
@@ -227,8 +239,8 @@ INLINE void multiply_rows(floats sums[][2], const float *const *rows, int count,
         floats low = read_floats(panel), high = read_floats(panel + LANES);
         for (int r = 0; r < count; r++) {
             floats x = every(row[r][i]);
-            held[r][0] += x * low;
-            held[r][1] += x * high;
+            held[r][0] = fused(held[r][0], x, low);
+            held[r][1] = fused(held[r][1], x, high);
         }
     }
     for (int r = 0; r < count; r++)
