@@ -134,6 +134,7 @@ def _rank(num_q_heads: int, num_kv_heads: int) -> Iterator[Workload]:
 WORKLOADS: tuple[Workload, ...] = (
     cpu_prefill("prefill-8k", q_len=8 * K, context=8 * K, quick=("msa_attention", "select_blocks", "sdpa")),
     cpu_prefill("prefill-32k", q_len=32 * K, context=32 * K),
+    cpu_prefill("chunk-512-at-128k", q_len=512, context=128 * K),
     cpu_decode("decode-128k", context=128 * K, quick=("msa_attention", "msa_attention/paged", "select_blocks", "sdpa")),
     cpu_decode("decode-1m", context=M),
     cpu_prefill("bf16-prefill-32k", q_len=32 * K, context=32 * K, dtype=torch.bfloat16),

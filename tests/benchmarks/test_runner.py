@@ -66,7 +66,7 @@ def test_promised_workloads(name, batch, q_len, context, heads):
 
 
 def test_choosing():
-    named = ["prefill-8k", "prefill-32k", "decode-128k", "decode-1m", "bf16-prefill-32k", "bf16-decode-1m"]
+    named = ["prefill-8k", "prefill-32k", "chunk-512-at-128k", "decode-128k", "decode-1m", "bf16-prefill-32k", "bf16-decode-1m"]
     assert [w.name for w, _ in workloads.chosen("cpu")] == named
     assert [w.name for w, _ in workloads.chosen("cpu", ["prefill-32k"])] == ["prefill-32k", "bf16-prefill-32k"]
     assert workloads.chosen("cpu", ["decode-1m/msa*"])[0][1] == ("msa_attention", "msa_attention/paged")
