@@ -347,8 +347,7 @@ INLINE void score_blocks(const Call *c, Run blocks, char *memory, int64_t type, 
         for (int64_t r = 0; r < of; r += together ? 4 : 1) {
             Walk ends = {soon.key, soon.end, soon.end, 0}; /* Other rows read keys that a cache holds. */
             Walk *asked = r ? &ends : &soon;
-            int64_t sees = together ? end : last_key(c, r / c->group) + 1;
-            sees = sees < end ? sees : end;
+            int64_t last = last_key(c, r / c->group), sees = last < end ? last + 1 : end;
             if (sees <= keys.first)
                 continue;
             if (!together || of - r == 1)

@@ -70,14 +70,14 @@ def _attend(
     k_pool, v_pool = (k.k, k.v) if isinstance(k, PagedKV) else (k, v)
     assert v_pool is not None
     kv_heads = k_pool.shape[1]
-    dtype = q.dtype  # PyTorch's fused kernel is several times slower in float16 than in float32.
-    if isinstance(q, Stored) or isinstance(k_pool, Stored) or q.dtype == torch.float16:
-        dtype = wide_dtype(q)
     out = torch.empty(total_q, heads, dim, dtype=out_dtype(q), device="cpu") if out is None else out
     lse = torch.empty((total_q, heads), dtype=wide_dtype(q), device="cpu") if lse is None else lse
     if seqs.num_blocks(BLOCK) and _takes_kernel(q, k_pool, v_pool):
         _attend_compiled(q, k, v, seqs, scale, out, lse)
         return out, lse
+    dtype = q.dtype  # PyTorch's fused kernel is several times slower in float16 than in float32.
+    if isinstance(q, Stored) or isinstance(k_pool, Stored) or q.dtype == torch.float16:
+        dtype = wide_dtype(q)
     out.zero_(), lse.fill_(-torch.inf)
     for b, (q0, q1, k0, k_len, offset) in enumerate(seqs.on_host()):
         q0 -= min(offset, 0)  # Queries before position 0 see nothing.

@@ -58,10 +58,10 @@ def library(source: Path, flags: tuple[str, ...] = FLAGS) -> Library:
         log.warning(why)
         return Library(None, why)
     functions.memory_bytes.restype = ctypes.c_int64
-    by = getattr(functions, "multiplies_tiles_by", None)
-    if by is not None:
+    tiles = ""
+    if (by := getattr(functions, "multiplies_tiles_by", None)) is not None:
         by.restype = ctypes.c_char_p
-    tiles = by().decode() if by is not None else ""
+        tiles = by().decode()
     return Library(functions, f"compiled by {compiler}{f', bfloat16 by {tiles}' if tiles else ''}", tiles)
 
 
