@@ -16,6 +16,7 @@ from .kinds import (
     Exchange,
     HostPlan,
     IndexLoss,
+    NewTokens,
     Plan,
     Scores,
     Select,
@@ -214,6 +215,9 @@ CALLS: tuple[Any, ...] = (
     HostPlan(2, 8192, dim=80, block=48, page=96, topk=5),
     # These append to caches.
     *(Append(kind) for kind in ("bf16", "e4m3 tensor", "int8", "nvfp4", "nvfp4 128x4", "mxfp4")),
+    # These prepare an engine's new tokens.
+    *(NewTokens(kind, tokens) for kind in ("bf16", "e4m3") for tokens in (1, 32)),
+    NewTokens("bf16", 128, heads=(3, 1), dim=64),
     # These call the drop-in package.
     DropIn("scores", "bf16", 1, 4096),
     DropIn("scores", "bf16", 8, 1),

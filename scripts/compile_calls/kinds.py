@@ -16,6 +16,8 @@ from openmsa.dense_attention import STAGE as DENSE
 from openmsa.dense_attention import triton_backward as dense_backward
 from openmsa.index_loss import STAGE as LOSS
 from openmsa.index_loss import triton_loss
+from openmsa.integrations import new_tokens
+from openmsa.integrations.sizes import LayerSizes
 from openmsa.parallel import triton_exchange
 from openmsa.parallel.exchange import Choice
 from openmsa.runtime import devices
@@ -315,6 +317,30 @@ class Append(NamedTuple):
         held.append(new, torch.arange(5, dtype=torch.int32, device=GPU) * 16)
         if self.k != "bf16":
             held.keys.dequantize(torch.bfloat16)
+
+
+class NewTokens(NamedTuple):
+    """Prepares an engine's new tokens in caches of a kind, "e4m3" as bytes."""
+
+    kind: str
+    tokens: int
+    heads: tuple[int, int] = (64, 4)
+    dim: int = 128
+
+    def run(self) -> Any:
+        (q_heads, kv_heads), dim = self.heads, self.dim
+        layer = LayerSizes(
+            num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=dim, index_heads=kv_heads, index_dim=dim, topk=16,
+            block_size=128, init_blocks=0, local_blocks=1, softmax_scale=0.1,
+        )  # fmt: skip
+        qkv = empty((self.tokens, (q_heads + 3 * kv_heads + 1) * dim), torch.bfloat16)
+        norms = new_tokens.Norms(*(empty((dim,), torch.bfloat16) for _ in range(4)))
+        positions, slots = (torch.zeros(self.tokens, dtype=torch.int64, device=GPU) for _ in range(2))
+        places = new_tokens.Places(positions, empty((LONG, dim // 2), torch.bfloat16), slots, slots)
+        dtypes = (torch.uint8, torch.float8_e4m3fn) if self.kind == "e4m3" else (DTYPES[self.kind],) * 2
+        shapes = (PAGES, kv_heads, 128, 2 * dim), (PAGES, 128, dim)
+        caches = new_tokens.Caches(*(empty(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)))
+        return new_tokens.prepare(qkv, norms, 1e-6, places, caches, layer, dtypes[1])
 
 
 class DropIn(NamedTuple):

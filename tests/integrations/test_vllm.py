@@ -48,14 +48,14 @@ def started(vllm, version, architecture="MiniMaxM3SparseForCausalLM", *, layout=
 def numbers(pool, scale=1.0):
     """Reads bytes of E4M3, E4M3 or plain elements as float64."""
     pool = pool.view(torch.float8_e4m3fn) if pool.dtype == torch.uint8 else pool
-    return pool.double() * scale
+    return pool.cpu().double() * scale
 
 
 def naive(engine, layer, q, index_q, request, first):
     """Attends for the `q` ``[tokens, heads, dim]`` at the positions `first` (int ``[tokens]``) of a request, one by one."""
     sizes, pages = engine.config.sizes, engine.pages[request]
     main = numbers(layer.kv_cache)[pages].transpose(1, 2).flatten(0, 1)  # [keys, kv_heads, 2 * dim]
-    k, v = main[..., :DIM] * layer._k_scale.double(), main[..., DIM:] * layer._v_scale.double()
+    k, v = main[..., :DIM] * float(layer._k_scale), main[..., DIM:] * float(layer._v_scale)
     index_k = numbers(layer.indexer.index_cache.kv_cache)[pages].reshape(-1, DIM)
     group, out = sizes["heads"] // sizes["kv_heads"], torch.empty(q.shape, dtype=torch.float64)
     for i in range(q.shape[0]):
@@ -69,7 +69,7 @@ def naive(engine, layer, q, index_q, request, first):
             keys = (chosen[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
             keys = keys[keys < seen]
             heads = slice(h * group, (h + 1) * group)
-            weight = (q[i, heads].double() @ k[keys, h].T * DIM**-0.5).softmax(-1)
+            weight = (q[i, heads].cpu().double() @ k[keys, h].T * DIM**-0.5).softmax(-1)
             out[i, heads] = weight @ v[keys, h]
     return out
 
@@ -84,7 +84,7 @@ def run(engine, new, pad_to=None):
             some = torch.linspace(0, count - 1, min(count, 24)).round().long()
             rows = at + some
             expected = naive(engine, layer, q[rows], index_q[rows], request, before[request] + some)
-            torch.testing.assert_close(out[rows].double(), expected, atol=0.02, rtol=0.02)
+            torch.testing.assert_close(out[rows].cpu().double(), expected, atol=0.02, rtol=0.02)
             at += count
         if pad_to:
             assert (out[at:] == 0).all()
@@ -118,6 +118,22 @@ def test_steps_of_an_engine(vllm, version, more):
     run(engine, {"d": drafts, "a": drafts, "b": drafts}, pad_to=4)
     if drafts > 1:
         run(engine, {"a": drafts, "b": 1, "c": 2})
+
+
+def test_new_tokens_of_decode_steps_are_prepared_here(vllm):
+    """Steps with prompts, and layers whose heads the kernel does not prepare, stay with vLLM's own code."""
+    engine = started(vllm, 26)
+    layer = engine.model.layers[0]
+    run(engine, {"a": 300})
+    assert layer.prepared_here == 1
+    run(engine, {"a": 1, "b": 2})
+    assert layer.prepared_here == 2
+    run(engine, {"a": 1, "b": 1})
+    assert layer.prepared_here == 2
+    layer.rotary_emb.rotary_dim = 63
+    layer.__class__ = vllm_layer = type(layer).__mro__[1]
+    sys.modules["openmsa.integrations.vllm.model"]._give(layer, "bf16")
+    assert type(layer) is vllm_layer
 
 
 def test_the_drafter_is_served(vllm):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A stand-in for vLLM: the names and signatures of 0.26 and 0.33 that `openmsa.integrations.vllm` touches, and an engine that
-builds metadata, writes caches and runs sparse layers on a CPU as vLLM's does. vLLM itself is not installed."""
+builds metadata, writes caches and runs sparse layers as vLLM's does, on a GPU where there is one. vLLM itself is not
+installed."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from torch import nn
 
 M3 = "vllm.models.minimax_m3"
 DIM = PAGE = BLOCK = 128
+ROTARY_DIM = 64
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 E4M3_NAMES = ("fp8", "fp8_e4m3")
 
 
@@ -57,6 +60,21 @@ def modules(version: int) -> dict[str, types.ModuleType]:
     module(f"{M3}.nvidia.model", **_model(version, indexer, main, context))
     module(f"{M3}.nvidia.mtp", MiniMaxM3MTP=type("MiniMaxM3MTP", (made[f"{M3}.nvidia.model"].Stack,), {}))
     return made
+
+
+class Norm(nn.Module):
+    """Does what MiniMax-M3's norms do, and returns float32."""
+
+    variance_epsilon = 1e-6
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = 0.2 * torch.randn(DIM, generator=torch.Generator().manual_seed(3))
+        self.weight = nn.Parameter(weight.bfloat16().to(DEVICE), requires_grad=False)
+
+    def forward(self, x):
+        x = x.float()
+        return x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt() * (1 + self.weight.float())
 
 
 class Builder:
@@ -176,12 +194,19 @@ def _model(version: int, indexer, main, context) -> dict[str, object]:
             if version == 33 and self.indexer_kv_dtype == "auto":
                 self.indexer_kv_dtype = "bf16"
             for name in ("_k_scale", "_v_scale"):
-                self.register_buffer(name, torch.tensor(1.0))
+                self.register_buffer(name, torch.tensor(1.0, device=DEVICE))
             self.attn_backend = main.MiniMaxM3SparseBackend
             self.impl = "vLLM's own"
             self.indexer = indexer.MiniMaxM3Indexer(
                 sizes=sizes, prefix=self.layer_name, vllm_config=vllm_config, indexer_kv_dtype=self.indexer_kv_dtype
             )
+            for name in ("q_norm", "k_norm", "index_q_norm", "index_k_norm"):
+                setattr(self, name, Norm())
+            angles = torch.arange(2048)[:, None] * 100.0 ** -torch.linspace(0, 1, ROTARY_DIM // 2)
+            cos_sin = torch.cat([angles.cos(), angles.sin()], -1).bfloat16()
+            self.rotary_emb = types.SimpleNamespace(cos_sin_cache=cos_sin.to(DEVICE), rotary_dim=ROTARY_DIM)
+            self.qkv_proj = self.o_proj = lambda rows: (rows, None)
+            self.prepared_here = 0  # steps whose new tokens vLLM's own code prepared
             vllm_config.compilation_config.static_forward_context[self.layer_name] = self
 
         def get_attn_backend(self):
@@ -190,20 +215,38 @@ def _model(version: int, indexer, main, context) -> dict[str, object]:
         def bind_kv_cache(self, kv_cache) -> None:
             self.kv_cache = kv_cache
 
-        def forward(self, rows):
-            q, k, v, index_q, index_k = rows
+        def forward(self, positions, hidden_states):
+            qkv, _ = self.qkv_proj(hidden_states)
             if not isinstance(context.slot_mapping, dict):
-                return torch.zeros_like(q)
-            self._write(
-                self.kv_cache, context.slot_mapping[self.layer_name], torch.cat([k / self._k_scale, v / self._v_scale], -1)
-            )
+                return qkv.new_zeros(qkv.shape[0], self.num_heads * DIM)
+            self.prepared_here += 1
+            q, k, v, index_q, index_k = self.rows(positions, qkv)
+            self._write(self.kv_cache, context.slot_mapping[self.layer_name], torch.cat([k, v], -1))
             cache = self.indexer.index_cache
             keys = cache.kv_cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache.kv_cache
             self._write(keys.unsqueeze(1), context.slot_mapping[cache.prefix], index_k)
-            output = torch.full_like(q, torch.nan)
-            self.indexer(index_q.to(cache.dtype))
+            q, index_q = q.flatten(1).to(qkv.dtype), index_q.flatten(1).to(cache.dtype)
+            output, _ = self.o_proj(self._run_attention(q, index_q, torch.empty_like(q)))
+            return output
+
+        def _run_attention(self, query, index_query, output):
+            self.indexer(index_query)
             more = {"query_fp8": None} if version == 33 else {}
-            return self.impl.forward(self, q, self.kv_cache, output, **more)
+            return self.impl.forward(self, query, self.kv_cache, output.fill_(torch.nan), **more)
+
+        def rows(self, positions, qkv):
+            """Returns queries, keys, values, index queries and index keys ``[tokens, heads, dim]``, normalised and rotated, in
+            float32."""
+            heads, kv = self.num_heads, self.num_kv_heads
+            parts = qkv.view(qkv.shape[0], -1, DIM).split([heads, kv, kv, kv, 1], 1)
+            norms = (self.q_norm, self.k_norm, None, self.index_q_norm, self.index_k_norm)
+            normed = (x.float() if norm is None else norm(x) for x, norm in zip(parts, norms, strict=True))
+            return [x if norm is None else self._turned(x, positions) for x, norm in zip(normed, norms, strict=True)]
+
+        def _turned(self, x, positions):
+            cos, sin = self.rotary_emb.cos_sin_cache[positions].float().unsqueeze(1).chunk(2, -1)
+            a, b, rest = x.split([ROTARY_DIM // 2, ROTARY_DIM // 2, DIM - ROTARY_DIM], -1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
         @staticmethod
         def _write(pool, slots, rows) -> None:
@@ -212,8 +255,8 @@ def _model(version: int, indexer, main, context) -> dict[str, object]:
             held = slots >= 0
             rows = rows[: slots.numel()][held]
             if pool.dtype == torch.uint8:
-                rows = rows.float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-            pool[slots[held] // PAGE, :, slots[held] % PAGE] = rows
+                rows = rows.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+            pool[slots[held] // PAGE, :, slots[held] % PAGE] = rows.to(pool.dtype)
 
     class Stack(nn.Module):
         """Stands for the models: sparse layers, one after the other."""
@@ -268,19 +311,19 @@ class Engine:
         for name, layer in config.compilation_config.static_forward_context.items():
             self._bind(name, layer, layout, num_pages)
             spec = types.SimpleNamespace(block_size=PAGE)
-            self.builders[name] = layer.get_attn_backend().get_builder_cls()(spec, [name], config, torch.device("cpu"))
+            self.builders[name] = layer.get_attn_backend().get_builder_cls()(spec, [name], config, DEVICE)
 
     def _bind(self, name: str, layer, layout: str, num_pages: int) -> None:
         if name.endswith("index_cache"):
             shape = (num_pages, 1, PAGE, DIM) if self.version == 33 else (num_pages, PAGE, DIM)
-            layer.bind_kv_cache(torch.zeros(shape, dtype=torch.bfloat16).to(layer.dtype))
+            layer.bind_kv_cache(torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE).to(layer.dtype))
             return
         heads = self.config.sizes["kv_heads"]
         dtype = torch.uint8 if self.config.cache_config.cache_dtype in E4M3_NAMES else torch.bfloat16
         if layout == "HND":
-            layer.bind_kv_cache(torch.zeros(num_pages, heads, PAGE, 2 * DIM, dtype=dtype))
+            layer.bind_kv_cache(torch.zeros(num_pages, heads, PAGE, 2 * DIM, dtype=dtype, device=DEVICE))
         else:
-            layer.bind_kv_cache(torch.zeros(num_pages, PAGE, heads, 2 * DIM, dtype=dtype).transpose(1, 2))
+            layer.bind_kv_cache(torch.zeros(num_pages, PAGE, heads, 2 * DIM, dtype=dtype, device=DEVICE).transpose(1, 2))
 
     def share_prefix(self, request: str, of: str, tokens: int) -> None:
         """Starts a request whose first full pages are those of another one."""
@@ -298,10 +341,11 @@ class Engine:
         heads, kv = sizes["heads"], sizes["kv_heads"]
         for layer in self.model.layers:
             total = common.num_actual_tokens + (0 if pad_to else 3)  # eager steps are padded behind their last token
-            rows = [torch.randn(total, n, DIM, generator=self.draw).bfloat16() for n in (heads, kv, kv, kv, 1)]
-            flat = [rows[0].flatten(1), rows[1], rows[2], rows[3].flatten(1), rows[4]]
-            out = layer(flat)
-            outputs.append((rows[0], rows[3].to(layer.indexer.index_cache.dtype), out.view(-1, heads, DIM)))
+            qkv = torch.randn(total, (heads + 3 * kv + 1) * DIM, generator=self.draw).bfloat16().to(DEVICE)
+            positions = torch.nn.functional.pad(common.positions, (0, total - common.positions.numel()))
+            q, _, _, index_q, _ = layer.rows(positions, qkv)
+            out = layer(positions=positions, hidden_states=qkv)
+            outputs.append((q.to(qkv.dtype), index_q.to(layer.indexer.index_cache.dtype), out.view(-1, heads, DIM)))
         return outputs
 
     def _common(self, new: dict[str, int], pad_to: int | None):
@@ -312,23 +356,25 @@ class Engine:
                 pages.append(self.free.pop())
         counts = list(new.values()) + [0] * ((pad_to or len(new)) - len(new))
         table = torch.zeros(len(counts), self.max_pages, dtype=torch.int32)
-        slots = []
+        slots, positions = [], []
         for row, (request, count) in enumerate(new.items()):
             pages, end = self.pages[request], self.lengths[request]
             table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            positions += range(end - count, end)
             slots += [pages[at // PAGE] * PAGE + at % PAGE for at in range(end - count, end)]
         lens = [self.lengths[request] for request in new] + [0] * (len(counts) - len(new))
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         tokens = max(counts) * len(counts) if pad_to else len(slots)
         return types.SimpleNamespace(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts.clone(),
-            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            query_start_loc=starts.to(DEVICE),
+            query_start_loc_cpu=starts,
+            seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
             seq_lens_cpu_upper_bound=torch.tensor(lens, dtype=torch.int32),
             num_reqs=len(counts),
             num_actual_tokens=tokens,
             max_query_len=max(counts),
             max_seq_len=max(lens),
-            block_table_tensor=table,
-            slot_mapping=torch.tensor(slots + [-1] * (tokens - len(slots))),
+            block_table_tensor=table.to(DEVICE),
+            positions=torch.tensor(positions, device=DEVICE),
+            slot_mapping=torch.tensor(slots + [-1] * (tokens - len(slots)), device=DEVICE),
         )

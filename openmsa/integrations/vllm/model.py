@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.models.minimax_m3.nvidia.model import MiniMaxM3SparseAttention, MiniMaxM3SparseForCausalLM
 from vllm.models.minimax_m3.nvidia.mtp import MiniMaxM3MTP as VllmMTP
 from vllm.platforms import current_platform
 
-from openmsa.integrations.vllm.backend import OpenMSABackend, OpenMSAIndexBackend
+from openmsa.integrations.new_tokens import Caches, Norms, Places, prepare, serves
+from openmsa.integrations.vllm.backend import OpenMSABackend, OpenMSAIndexBackend, Step
 from openmsa.integrations.vllm.layers import OpenMSAAttention, OpenMSAIndexer
 from openmsa.integrations.vllm.sizes import E4M3_NAMES, refusal, sizes_of
 
@@ -36,6 +39,30 @@ class MiniMaxM3ForCausalLM(_Served, MiniMaxM3SparseForCausalLM):
 
 class MiniMaxM3MTP(_Served, VllmMTP):
     """This is vLLM's drafter of MiniMax-M3 with sparse layers that this library serves."""
+
+
+class SparseLayer(MiniMaxM3SparseAttention):
+    """This is vLLM's sparse layer. The kernel behind which plans start early prepares the new tokens of its decode steps, and
+    vLLM's own those of steps with prompts, whose time that does not change."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        step = Step.current(self.layer_name)
+        if step is None or step.prompts is not None:
+            output: Tensor = super().forward(positions, hidden_states)
+            return output
+        slots, index_cache = get_forward_context().slot_mapping, self.indexer.index_cache
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, index_q = prepare(
+            qkv,
+            Norms(self.q_norm.weight, self.k_norm.weight, self.index_q_norm.weight, self.index_k_norm.weight),
+            self.q_norm.variance_epsilon,
+            Places(positions, self.rotary_emb.cos_sin_cache, slots[self.layer_name], slots[index_cache.prefix]),
+            Caches(self.kv_cache, index_cache.kv_cache.flatten(1, -2)),
+            self.openmsa_sizes,
+            index_cache.dtype,
+        )
+        output, _ = self.o_proj(self._run_attention(q, index_q, torch.empty_like(q)))
+        return output
 
 
 @contextlib.contextmanager
@@ -83,6 +110,8 @@ def _give(layer: Any, index_dtype: str) -> None:
     backend and dtype: vLLM reads both when it allocates caches, after all models are made."""
     sizes = sizes_of(layer)
     layer.openmsa_sizes = sizes
+    if serves(sizes, layer.rotary_emb.rotary_dim):
+        layer.__class__ = SparseLayer  # vLLM's constructors make no other class of layers.
     layer.attn_backend = OpenMSABackend
     layer.impl = OpenMSAAttention(sizes, layer.kv_cache_dtype)
     cache = layer.indexer.index_cache
