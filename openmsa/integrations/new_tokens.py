@@ -117,9 +117,9 @@ def new_tokens_kernel(
     m_t = o_t < tokens
     o_d = tl.arange(0, DIM)
     o_pair = tl.where(o_d < HALF, o_d + HALF, tl.where(o_d < 2 * HALF, o_d - HALF, o_d))  # the other number of a plane
-    p_norm = norms.q
+    p_norm, p_slot = norms.q, places.slots
     if i_h >= INDEX_KEYS:
-        p_norm = norms.index_k
+        p_norm, p_slot = norms.index_k, places.index_slots
     elif i_h >= INDEX_QUERIES:
         p_norm = norms.index_q
     elif i_h >= KEYS:
@@ -128,9 +128,7 @@ def new_tokens_kernel(
     position = tl.load(places.positions + o_t, mask=m_t, other=0).to(tl.int64)
     p_angle = places.angles + position[:, None] * (2 * HALF) + (o_d % HALF)[None, :]
     cos, sin = tl.load(p_angle).to(tl.float32), tl.load(p_angle + HALF).to(tl.float32)
-    slot = tl.load((places.index_slots if i_h >= INDEX_KEYS else places.slots) + o_t, mask=m_t & (o_t < placed), other=-1).to(
-        tl.int64
-    )
+    slot = tl.load(p_slot + o_t, mask=m_t & (o_t < placed), other=-1).to(tl.int64)
     m_slot = (m_t & (slot >= 0))[:, None]
     if PDL:
         gdc_wait()
