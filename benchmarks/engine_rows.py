@@ -289,7 +289,7 @@ def table(records: list[dict[str, Any]]) -> str:
             lines += [
                 f"{name}, {x['prompt']} tokens: error {x['prompt_mean']:.4f}, {y['prompt_mean']:.4f}; answer "
                 f"{x['decode_mean']:.4f}, {y['decode_mean']:.4f}"
-                for x, y in zip(*(pair[k][-1]["errors"] for k in KERNELS), strict=True)
+                for x, y in zip(*(pair[k][-1].get("errors", []) for k in KERNELS), strict=True)
             ]
         else:
             lines.append(f"{name}: " + " | ".join(_figures(what, *(pair[k] for k in KERNELS))))

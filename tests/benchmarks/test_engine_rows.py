@@ -176,3 +176,9 @@ def test_a_step_that_compiled_a_kernel_does_not_decide_a_row():
         return {**same, "kernels": kernels, "stages": {"forward": forward}}
 
     assert "| forward 1 0.8 1.25x |" in engine_rows.table([row("own", 1.0, 1.0), row("openmsa", 500.0, 0.8)])
+
+
+def test_answers_that_are_not_compared_with_pytorch_are_no_lines():
+    """Engines with drafts or prefix caching say no log-probabilities of prompts."""
+    answers = [{"group": "drafts", "row": "answers", "sizes": [], "kernels": k} for k in engine_rows.KERNELS]
+    assert engine_rows.table(answers) == "row: own, ours, times faster"
