@@ -42,8 +42,8 @@ class MiniMaxM3MTP(_Served, VllmMTP):
 
 
 class SparseLayer(MiniMaxM3SparseAttention):
-    """This is vLLM's sparse layer. The kernel behind which plans start early prepares the new tokens of its decode steps, and
-    vLLM's own those of steps with prompts, whose time that does not change."""
+    """This is vLLM's sparse layer. A kernel behind which plans start early prepares the new tokens of its decode steps. Steps
+    with prompts gain nothing by that, and keep vLLM's own."""
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         step = Step.current(self.layer_name)
