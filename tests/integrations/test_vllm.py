@@ -125,11 +125,11 @@ def test_new_tokens_of_decode_steps_are_prepared_here(vllm):
     engine = started(vllm, 26)
     layer = engine.model.layers[0]
     run(engine, {"a": 300})
-    assert layer.prepared_here == 1
+    assert layer.prepared_by_vllm == 1
     run(engine, {"a": 1, "b": 2})
-    assert layer.prepared_here == 2
+    assert layer.prepared_by_vllm == 2
     run(engine, {"a": 1, "b": 1})
-    assert layer.prepared_here == 2
+    assert layer.prepared_by_vllm == 2
     layer.rotary_emb.rotary_dim = 63
     layer.__class__ = vllm_layer = type(layer).__mro__[1]
     sys.modules["openmsa.integrations.vllm.model"]._give(layer, "bf16")

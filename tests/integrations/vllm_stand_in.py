@@ -67,9 +67,9 @@ class Norm(nn.Module):
 
     variance_epsilon = 1e-6
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        weight = 0.2 * torch.randn(DIM, generator=torch.Generator().manual_seed(3))
+        weight = 0.2 * torch.randn(DIM, generator=torch.Generator().manual_seed(seed))
         self.weight = nn.Parameter(weight.bfloat16().to(DEVICE), requires_grad=False)
 
     def forward(self, x):
@@ -200,13 +200,13 @@ def _model(version: int, indexer, main, context) -> dict[str, object]:
             self.indexer = indexer.MiniMaxM3Indexer(
                 sizes=sizes, prefix=self.layer_name, vllm_config=vllm_config, indexer_kv_dtype=self.indexer_kv_dtype
             )
-            for name in ("q_norm", "k_norm", "index_q_norm", "index_k_norm"):
-                setattr(self, name, Norm())
+            for seed, name in enumerate(("q_norm", "k_norm", "index_q_norm", "index_k_norm")):
+                setattr(self, name, Norm(seed))
             angles = torch.arange(2048)[:, None] * 100.0 ** -torch.linspace(0, 1, ROTARY_DIM // 2)
             cos_sin = torch.cat([angles.cos(), angles.sin()], -1).bfloat16()
             self.rotary_emb = types.SimpleNamespace(cos_sin_cache=cos_sin.to(DEVICE), rotary_dim=ROTARY_DIM)
             self.qkv_proj = self.o_proj = lambda rows: (rows, None)
-            self.prepared_here = 0  # steps whose new tokens vLLM's own code prepared
+            self.prepared_by_vllm = 0  # steps whose new tokens vLLM's own code prepared
             vllm_config.compilation_config.static_forward_context[self.layer_name] = self
 
         def get_attn_backend(self):
@@ -219,7 +219,7 @@ def _model(version: int, indexer, main, context) -> dict[str, object]:
             qkv, _ = self.qkv_proj(hidden_states)
             if not isinstance(context.slot_mapping, dict):
                 return qkv.new_zeros(qkv.shape[0], self.num_heads * DIM)
-            self.prepared_here += 1
+            self.prepared_by_vllm += 1
             q, k, v, index_q, index_k = self.rows(positions, qkv)
             self._write(self.kv_cache, context.slot_mapping[self.layer_name], torch.cat([k, v], -1))
             cache = self.indexer.index_cache
